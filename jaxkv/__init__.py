@@ -1,0 +1,42 @@
+"""jaxkv: language-model inference in JAX on an immutable paged KV state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from jaxkv.config import SamplingParams
+    from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxkv.errors import CapacityError, CheckpointError
+    from jaxkv.llm import LLM
+
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CheckpointError",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+_HOMES = {
+    "LLM": "jaxkv.llm",
+    "SamplingParams": "jaxkv.config",
+    "RequestOutput": "jaxkv.engine.outputs",
+    "CompletionOutput": "jaxkv.engine.outputs",
+    "Logprob": "jaxkv.engine.outputs",
+    "CapacityError": "jaxkv.errors",
+    "CheckpointError": "jaxkv.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Names are imported when first used, so that `import jaxkv` costs nothing.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,169 @@
+"""Every program of an engine, compiled ahead of time and kept by shape: nothing is compiled by surprise."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.stages import Compiled
+
+from jaxkv.config import EngineConfig
+from jaxkv.kv.state import PagedKV
+from jaxkv.loop import Rows, decode_loop
+from jaxkv.models.decoder import Weights
+from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.sampling import NUM_STOP_TOKENS, Sampling
+from jaxkv.steps import step
+
+SMALLEST_STEP = 16
+
+
+def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Packed-token counts T that a step is compiled for: powers of two from 16, and the maximum itself."""
+    sizes = [SMALLEST_STEP]
+    while sizes[-1] * 2 < max_num_batched_tokens:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, max_num_batched_tokens) if max_num_batched_tokens > sizes[-1] else tuple(sizes)
+
+
+def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Row counts that the decode loop is compiled for: the maximum and quarters of it, never below 2.
+
+    A matmul of one bfloat16 row is an order slower on XLA:CPU than one of two.
+    """
+    sizes = [max(2, max_num_seqs)]
+    while sizes[0] > 4:
+        sizes.insert(0, max(2, sizes[0] // 4))
+    return tuple(sizes)
+
+
+def fit_bucket(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest bucket that holds `size`."""
+    for bucket in buckets:
+        if bucket >= size:
+            return bucket
+    raise ValueError(f"expected a size of at most {buckets[-1]}, got {size}")
+
+
+def empty_batch(num_tokens: int, num_rows: int) -> Batch:
+    """A batch of padding (numpy), to fill in or to take shapes from."""
+    return Batch(
+        token_T=np.zeros(num_tokens, np.int32),
+        position_T=np.zeros(num_tokens, np.int32),
+        row_T=np.full(num_tokens, num_rows, np.int32),
+        start_B=np.zeros(num_rows, np.int32),
+        count_B=np.zeros(num_rows, np.int32),
+        num_decode=np.int32(0),
+        num_rows=np.int32(0),
+    )
+
+
+def empty_sampling(num_rows: int) -> Sampling:
+    """Greedy parameters for every row (numpy)."""
+    return Sampling(
+        temperature_B=np.zeros(num_rows, np.float32),
+        top_k_B=np.full(num_rows, np.iinfo(np.int32).max, np.int32),
+        top_p_B=np.ones(num_rows, np.float32),
+        min_p_B=np.zeros(num_rows, np.float32),
+        seed_B2=np.zeros((num_rows, 2), np.uint32),
+        sample_B=np.zeros(num_rows, np.int32),
+        stop_BE=np.full((num_rows, NUM_STOP_TOKENS), -1, np.int32),
+        min_left_B=np.zeros(num_rows, np.int32),
+        logprobs_B=np.zeros(num_rows, np.bool_),
+    )
+
+
+def empty_rows(num_rows: int) -> Rows:
+    """Resting rows (numpy)."""
+    return Rows(*(np.zeros(num_rows, np.int32) for _ in range(3)))
+
+
+class Programs:
+    """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine.
+
+    `step(T)` and `loop(R)` give an executable, compiling it on first use; `compile_all` compiles the whole set.
+    """
+
+    def __init__(
+        self, weights: Weights, kv: PagedKV, *, spec: ModelSpec, config: EngineConfig, backend: str
+    ) -> None:
+        self.config = config
+        self.spec = spec
+        self.backend = backend
+        self.token_buckets = token_buckets(config.max_num_batched_tokens)
+        self.row_buckets = row_buckets(config.max_num_seqs)
+        self.compile_s = 0.0
+        self._weights = jax.tree.map(_abstract, weights)
+        self._kv = jax.tree.map(_abstract, kv)
+        self._compiled: dict[tuple[str, int], Compiled] = {}
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._compiled)
+
+    def num_step_rows(self, num_tokens: int) -> int:
+        """Rows of the step program for T packed tokens: a row has at least one token."""
+        return min(self.config.max_num_seqs, num_tokens)
+
+    def step(self, num_tokens: int) -> Compiled:
+        return self._get("step", num_tokens)
+
+    def loop(self, num_rows: int) -> Compiled:
+        return self._get("loop", num_rows)
+
+    def compile_all(self) -> None:
+        """Compiles what is missing, two at a time: the compiler runs outside Python's lock."""
+        wanted = [("step", size) for size in self.token_buckets] + [("loop", size) for size in self.row_buckets]
+        started = time.perf_counter()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda key: self._get(*key), wanted))
+        self.compile_s = time.perf_counter() - started
+
+    def _get(self, kind: str, size: int) -> Compiled:
+        key = (kind, size)
+        if key not in self._compiled:
+            started = time.perf_counter()
+            lowered = self._lower_step(size) if kind == "step" else self._lower_loop(size)
+            self._compiled[key] = lowered.compile()
+            self.compile_s += time.perf_counter() - started
+        return self._compiled[key]
+
+    def _lower_step(self, num_tokens: int) -> Any:
+        rows = self.num_step_rows(num_tokens)
+        inputs = _abstract_tree((empty_batch(num_tokens, rows), empty_sampling(rows)))
+        return step.lower(self._weights, self._kv_for(rows), *inputs, spec=self.spec, backend=self.backend)
+
+    def _lower_loop(self, num_rows: int) -> Any:
+        inputs = _abstract_tree((empty_rows(num_rows), empty_sampling(num_rows), np.int32(0)))
+        return decode_loop.lower(
+            self._weights,
+            self._kv_for(num_rows),
+            *inputs,
+            spec=self.spec,
+            backend=self.backend,
+            width=self.config.decode_steps,
+        )
+
+    def _kv_for(self, num_rows: int) -> PagedKV:
+        width = table_width(self.config)
+        table = jax.ShapeDtypeStruct((num_rows, width), np.int32)
+        length = jax.ShapeDtypeStruct((num_rows,), np.int32)
+        groups = (group.replace(table_BW=table, first_BW=table, len_B=length) for group in self._kv.groups)
+        return self._kv.replace(groups=tuple(groups))
+
+
+def table_width(config: EngineConfig) -> int:
+    """Pages per row of the page table: what the longest sequence takes."""
+    return -(-config.max_model_len // config.block_size)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+
+def _abstract_tree(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)

@@ -1,0 +1,38 @@
+"""Axis legend: the suffix of an array's name lists its axes in order (`q_TNH`, `table_BW`).
+
+B rows (sequences of the batch)   T packed tokens of a step     L layers of a KV group
+P pages of the pool               W pages per row               S slots (tokens) per page
+N query heads                     K KV heads                    G = N / K query heads per KV head
+H head dim                        D model dim                   F feed-forward dim
+V vocabulary                      E stop tokens per row         C pages gathered at once
+
+Logical axes, the names that shardings are derived from:
+"layer", "vocab", "model" (D), "heads" (N*H), "kv_heads" (K*H), "head_dim" (H), "ffn" (F); None is never sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+Array = jax.Array
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayInfo:
+    """Shape, dtype and logical axes of one array: init, sharding and ahead-of-time compilation all read this."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    logical_axes: tuple[str | None, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.logical_axes):
+            raise ValueError(f"expected one logical axis per dimension of {self.shape}, got {self.logical_axes}")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize

@@ -1,0 +1,135 @@
+"""What people set: engine limits and sampling parameters. Frozen, checked once when made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+def _expect(ok: bool, name: str, expected: str, got: Any) -> None:
+    if not ok:
+        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+
+
+def is_int(value: Any) -> bool:
+    """An int that is not a bool (Python counts True as 1; no caller means that)."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return (is_int(value) or isinstance(value, float)) and math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Limits of one engine. Lengths and budgets are in tokens, `block_size` is the tokens per page."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_pages: int
+    decode_steps: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            _expect(is_int(value), field.name, "a whole number", value)
+            _expect(value >= (0 if field.name == "seed" else 1), field.name, "a positive number", value)
+        _expect(self.seed < 2**64, "seed", "a number below 2**64", self.seed)
+        sizes = (8, 16, 32, 64, 128)
+        _expect(self.block_size in sizes, "block_size", f"one of {sizes}", self.block_size)
+        _expect(self.max_num_batched_tokens >= 16, "max_num_batched_tokens", "at least 16", self.max_num_batched_tokens)
+        _expect(
+            self.max_num_seqs <= self.max_num_batched_tokens,
+            "max_num_seqs",
+            f"at most max_num_batched_tokens = {self.max_num_batched_tokens}",
+            self.max_num_seqs,
+        )
+
+
+_NOT_BUILT = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "prompt_logprobs": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request samples: vLLM's field names, defaults and meaning.
+
+    A temperature below 1e-5 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `max_tokens=None` means as many
+    as the context allows. `logprobs=k` returns the k likeliest tokens and the sampled one (k at most 20).
+    Raises: ValueError naming the field for a value out of range, and for a field that is not built yet.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        for name, default in _NOT_BUILT.items():
+            value = getattr(self, name)
+            if value not in (default, [], {}) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is not supported yet; leave it at {default!r}")
+        number = _is_number(self.temperature) and self.temperature >= 0
+        _expect(number, "temperature", "a finite number >= 0", self.temperature)
+        _expect(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p)
+        _expect(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]", self.min_p)
+        _expect(is_int(self.top_k) and self.top_k >= -1, "top_k", "0 or -1 (off), or a positive number", self.top_k)
+        seed = self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**64)
+        _expect(seed, "seed", "None or a 64-bit whole number", self.seed)
+        _expect(
+            self.max_tokens is None or (is_int(self.max_tokens) and self.max_tokens >= 1),
+            "max_tokens",
+            "None or a number >= 1",
+            self.max_tokens,
+        )
+        _expect(is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "a number >= 0", self.min_tokens)
+        if self.max_tokens is not None:
+            _expect(self.min_tokens <= self.max_tokens, "min_tokens", f"<= max_tokens={self.max_tokens}", self.min_tokens)
+        logprobs = self.logprobs is None or (is_int(self.logprobs) and 0 <= self.logprobs <= 20)
+        _expect(logprobs, "logprobs", "None or a number from 0 to 20", self.logprobs)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            _expect(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
+        self._check_stops()
+
+    def _check_stops(self) -> None:
+        strings = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        listed = isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
+        _expect(listed, "stop", "a string or a list of strings, none empty", self.stop)
+        _expect(self.detokenize or not strings, "stop", "no stop strings with detokenize=False", self.stop)
+        ids = self.stop_token_ids or ()
+        listed = isinstance(ids, (list, tuple)) and all(is_int(i) for i in ids)
+        _expect(listed, "stop_token_ids", "a list of token ids", self.stop_token_ids)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -1,0 +1,186 @@
+"""The engine: schedules requests, runs the compiled steps, and turns what they return into tokens and text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxkv.aot import Programs, fit_bucket
+from jaxkv.config import EngineConfig
+from jaxkv.engine.outputs import Logprob
+from jaxkv.engine.request import Request
+from jaxkv.engine.rows import RowTables
+from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
+from jaxkv.kv.state import PagedKV
+from jaxkv.models.decoder import Weights
+from jaxkv.ops.sampling import NO_TOKEN, Sampled
+
+
+class Engine:
+    """Owns the KV state and everything mutable around it. One thread at a time.
+
+    `make_kv` makes an empty KV state; it is called again only if an interrupt destroyed the state half way.
+    `decode_token` names single tokens in logprobs (None without a tokenizer).
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        make_kv: Callable[[], PagedKV],
+        programs: Programs,
+        config: EngineConfig,
+        decode_token: Callable[[int], str] | None,
+    ) -> None:
+        self.weights = weights
+        self.programs = programs
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.kv = make_kv()
+        self._make_kv = make_kv
+        self._rows = RowTables(config)
+        self._requests: dict[str, Request] = {}
+        self._decode_token = decode_token
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        self._requests[request.id] = request
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forgets a request and frees what it holds; one that has finished already is no error."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.remove(request)
+
+    def step(self) -> list[Request]:
+        """Runs the next step or decode loop. Returns the requests that got tokens; finished ones are out already."""
+        if any(pages.is_deleted() for pages in self._pages()):
+            self._rebuild()
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        requests = plan.requests if isinstance(plan, LoopPlan) else [request for request, _ in plan.work]
+        for request in requests:
+            if request.handle.length == 0:
+                self._rows.assign(request)
+            self._rows.update(request)
+        return self._run_loop(plan) if isinstance(plan, LoopPlan) else self._run_step(plan)
+
+    def check(self) -> None:
+        """Raises RuntimeError if pages, rows and requests do not add up."""
+        self.scheduler.check()
+        known = {*self.scheduler.waiting, *self.scheduler.running}
+        if known != set(self._requests.values()):
+            raise RuntimeError("scheduler and engine disagree about which requests exist")
+
+    def _run_step(self, plan: StepPlan) -> list[Request]:
+        requests = [request for request, _ in plan.work]
+        size = fit_bucket(self.programs.token_buckets, sum(count for _, count in plan.work))
+        num_rows = self.programs.num_step_rows(size)
+        program = self.programs.step(size)
+        self.kv, sampled = program(
+            self.weights,
+            self._rows.state_for(self.kv, requests, num_rows),
+            self._rows.batch(plan.work, size, num_rows),
+            self._rows.sampling_for(requests, num_rows),
+        )
+        out = jax.tree.map(lambda x: np.asarray(x)[None], sampled)
+        got = []
+        for row, (request, count) in enumerate(plan.work):
+            length = request.handle.length + count
+            request.handle = self.scheduler.allocator.advance(request.handle, length)
+            if request.num_pending == 0:
+                self._accept(request, out, row)
+                got.append(request)
+        return got
+
+    def _run_loop(self, plan: LoopPlan) -> list[Request]:
+        num_rows = fit_bucket(self.programs.row_buckets, len(plan.requests))
+        program = self.programs.loop(num_rows)
+        self.kv, _, sampled = program(
+            self.weights,
+            self._rows.state_for(self.kv, plan.requests, num_rows),
+            self._rows.decode_rows(plan.requests, plan.num_steps, num_rows),
+            self._rows.sampling_for(plan.requests, num_rows),
+            np.int32(plan.num_steps),
+        )
+        out = jax.tree.map(np.asarray, sampled)
+        for row, request in enumerate(plan.requests):
+            num_stored = int(np.count_nonzero(out.token_B[: plan.num_steps, row] != NO_TOKEN))
+            length = request.handle.length + num_stored
+            request.handle = self.scheduler.allocator.advance(request.handle, length)
+            self._accept(request, out, row)
+        return plan.requests
+
+    def _accept(self, request: Request, out: Sampled, row: int) -> None:
+        """Adds the row's new tokens one by one up to the first that ends the request."""
+        tokens = [token for token in out.token_B[:, row].tolist() if token != NO_TOKEN]
+        # Text can wait for the end of the chunk unless a stop string may end it in the middle.
+        one_by_one = bool(request.params.stop_strings)
+        start = len(request.tokens)
+        for i, token in enumerate(tokens):
+            request.tokens.append(token)
+            if request.logprobs is not None:
+                self._add_logprobs(request, out, i, row, token)
+            if self._ends(request, token, one_by_one):
+                break
+        if request.text is not None and not one_by_one:
+            request.text.push(self._shown(request, request.tokens[start:]))
+        if request.finish_reason is not None:
+            self._finish(request)
+
+    def _ends(self, request: Request, token: int, check_strings: bool) -> bool:
+        enough = len(request.tokens) - request.prompt_len >= request.params.min_tokens
+        if token in request.stop_ids and enough:
+            request.finish_reason = "stop"
+            request.stop_reason = None if token in request.eos_ids else token
+            return True
+        if check_strings and request.text is not None:
+            found = request.text.push([token])
+            if found is not None and enough:
+                request.finish_reason, request.stop_reason = "stop", found
+                return True
+        if request.num_left == 0:
+            request.finish_reason = "length"
+            return True
+        return False
+
+    def _shown(self, request: Request, tokens: Sequence[int]) -> Sequence[int]:
+        """Tokens whose text is given out: without the stop token that ended the request, unless it is asked for."""
+        stopped = request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
+        return tokens[:-1] if stopped and not request.params.include_stop_str_in_output else tokens
+
+    def _finish(self, request: Request) -> None:
+        if request.text is not None and not isinstance(request.stop_reason, str):
+            found = request.text.flush()
+            if found is not None:
+                request.finish_reason, request.stop_reason = "stop", found
+        del self._requests[request.id]
+        self.scheduler.remove(request)
+
+    def _add_logprobs(self, request: Request, out: Sampled, i: int, row: int, token: int) -> None:
+        def named(token: int, logprob: float, rank: int) -> Logprob:
+            return Logprob(logprob, rank, self._decode_token(token) if self._decode_token else None)
+
+        chosen = float(out.logprob_B[i, row])
+        entry = {token: named(token, chosen, int(out.rank_B[i, row]))}
+        for rank in range(request.params.logprobs or 0):
+            other = int(out.best_BK[i, row, rank])
+            entry.setdefault(other, named(other, float(out.best_logprob_BK[i, row, rank]), rank + 1))
+        request.cumulative_logprob += chosen
+        if request.logprobs is not None:
+            request.logprobs.append(entry)
+
+    def _pages(self) -> list[jax.Array]:
+        return [group.pages for group in self.kv.groups]
+
+    def _rebuild(self) -> None:
+        """A new empty pool after an interrupt between donating the old one and receiving its successor."""
+        if self.scheduler.running:
+            raise RuntimeError("the KV state was lost in an interrupted step; abort the running requests first")
+        self.kv = self._make_kv()

@@ -1,0 +1,45 @@
+"""What people get back; vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural-log probability of a token under the model's own distribution; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion. `finish_reason` is None while running, "stop" or "length" after.
+
+    `stop_reason` is the stop string or stop token id that ended it, None for the model's own end token or "length".
+    `logprobs` has one dict per token: token id -> Logprob. In a stream, text, token_ids and logprobs are what is new.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with its completions. `prompt` is None when token ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False

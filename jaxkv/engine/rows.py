@@ -1,0 +1,87 @@
+"""Host-side inputs of the steps: what is constant per running row is kept in arrays, the rest is filled in per step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxkv.aot import empty_batch, empty_rows, empty_sampling, table_width
+from jaxkv.config import EngineConfig
+from jaxkv.engine.request import Request
+from jaxkv.kv.state import PagedKV
+from jaxkv.loop import Rows
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.sampling import Sampling
+
+
+class RowTables:
+    """Page table and sampling parameters of every row of the engine; a row belongs to one running request."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        width = table_width(config)
+        self.table_RW = np.zeros((config.max_num_seqs, width), np.int32)
+        self.first_W = np.arange(width, dtype=np.int32) * config.block_size
+        self.num_pages_R = np.zeros(config.max_num_seqs, np.int32)
+        self.sampling = empty_sampling(config.max_num_seqs)
+
+    def assign(self, request: Request) -> None:
+        """Takes over a newly admitted request's row."""
+        row, params, table = request.row, request.params, self.sampling
+        self.num_pages_R[row] = 0
+        table.temperature_B[row] = params.temperature
+        table.top_k_B[row] = params.top_k if params.top_k > 0 else np.iinfo(np.int32).max
+        table.top_p_B[row] = params.top_p
+        table.min_p_B[row] = params.min_p
+        table.seed_B2[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
+        table.sample_B[row] = 0
+        table.stop_BE[row] = -1
+        table.stop_BE[row, : len(request.stop_ids)] = sorted(request.stop_ids)
+        table.logprobs_B[row] = params.logprobs is not None
+
+    def update(self, request: Request) -> None:
+        """Copies the page ids that the request has got since the last time."""
+        row, pages = request.row, request.handle.pages
+        known = self.num_pages_R[row]
+        self.table_RW[row, known : len(pages)] = pages[known:]
+        self.num_pages_R[row] = len(pages)
+
+    def batch(self, work: list[tuple[Request, int]], num_tokens: int, num_rows: int) -> Batch:
+        """Packs the given numbers of pending tokens of each request, decode rows first."""
+        batch = empty_batch(num_tokens, num_rows)
+        start = 0
+        for row, (request, count) in enumerate(work):
+            done, end = request.handle.length, start + count
+            batch.token_T[start:end] = request.tokens[done : done + count]
+            batch.position_T[start:end] = np.arange(done, done + count)
+            batch.row_T[start:end] = row
+            batch.start_B[row] = start
+            batch.count_B[row] = count
+            start = end
+        num_decode = sum(count == 1 for _, count in work)
+        return batch.replace(num_decode=np.int32(num_decode), num_rows=np.int32(len(work)))
+
+    def decode_rows(self, requests: list[Request], num_steps: int, num_rows: int) -> Rows:
+        rows = empty_rows(num_rows)
+        for row, request in enumerate(requests):
+            rows.token_B[row] = request.tokens[-1]
+            rows.position_B[row] = len(request.tokens) - 1
+            rows.budget_B[row] = min(num_steps, request.num_left)
+        return rows
+
+    def sampling_for(self, requests: list[Request], num_rows: int) -> Sampling:
+        """The requests' parameters in this order; rows past them are greedy and want nothing."""
+        index = [request.row for request in requests]
+        sampling = empty_sampling(num_rows)
+        for name in ("temperature_B", "top_k_B", "top_p_B", "min_p_B", "seed_B2", "sample_B", "stop_BE", "logprobs_B"):
+            getattr(sampling, name)[: len(index)] = getattr(self.sampling, name)[index]
+        sampling.min_left_B[: len(index)] = [request.min_left for request in requests]
+        return sampling
+
+    def state_for(self, kv: PagedKV, requests: list[Request], num_rows: int) -> PagedKV:
+        """The state with the requests' tables and lengths in this order. All groups share one table for now."""
+        table_BW = np.zeros((num_rows, self.table_RW.shape[1]), np.int32)
+        table_BW[: len(requests)] = self.table_RW[[request.row for request in requests]]
+        len_B = np.zeros(num_rows, np.int32)
+        len_B[: len(requests)] = [request.handle.length for request in requests]
+        first_BW = np.broadcast_to(self.first_W, table_BW.shape)
+        groups = (group.replace(table_BW=table_BW, first_BW=first_BW, len_B=len_B) for group in kv.groups)
+        return kv.replace(groups=tuple(groups))

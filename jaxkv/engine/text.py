@@ -1,0 +1,102 @@
+"""Between token ids and text: loading a tokenizer, and decoding a growing sequence piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxkv.errors import CheckpointError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+UNFINISHED = "\ufffd"
+"""What a tokenizer writes for bytes that are not (yet) a whole UTF-8 character."""
+
+MAX_PENDING = 64
+"""Tokens after which bytes that never became a character are given out as they are."""
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The directory's Hugging Face tokenizer. transformers is imported here, on first use; remote code is never run."""
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{directory}: expected {' or '.join(TOKENIZER_FILES)}, got neither; pass tokenizer=DIR, or "
+            "skip_tokenizer_init=True to work with token ids only"
+        )
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
+class TextStream:
+    """The text of a growing sequence of tokens, complete characters only, up to the first stop string.
+
+    `decode` maps token ids to text. Appending is cheap at any length: only the last few tokens are decoded again,
+    because a tokenizer may need its left neighbour to place a space or to finish a character.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], *, include_stop: bool) -> None:
+        self._decode = decode
+        self._stops = stops
+        self._include_stop = include_stop
+        self._window: list[int] = []
+        self._context = 0
+        self._shown = 0
+        self._holdback = max((len(stop) for stop in stops), default=1) - 1
+        self._given = 0
+        self.text = ""
+
+    def push(self, tokens: Sequence[int]) -> str | None:
+        """Adds tokens; returns the stop string that the text now contains, which ends it there, or None."""
+        self._window += tokens
+        decoded = self._decode(self._window)
+        whole = decoded.rstrip(UNFINISHED)
+        if len(self._window) - self._context > MAX_PENDING:
+            whole = decoded
+        if len(whole) > self._shown:
+            self._append(whole[self._shown :])
+            self._shown = len(whole)
+        if whole == decoded:
+            self._narrow(len(tokens))
+        return self._find_stop(len(self.text))
+
+    def flush(self) -> str | None:
+        """Ends the sequence: bytes that never became a character are given out as U+FFFD. Returns as `push` does."""
+        decoded = self._decode(self._window)
+        self._append(decoded[self._shown :])
+        self._shown = len(decoded)
+        found = self._find_stop(len(self.text))
+        self._holdback = 0
+        return found
+
+    def take(self) -> str:
+        """The text that is new since the last call, without an ending that may turn out to begin a stop string."""
+        end = max(self._given, len(self.text) - self._holdback)
+        new, self._given = self.text[self._given : end], end
+        return new
+
+    def _append(self, new: str) -> None:
+        self._searched = len(self.text)
+        self.text += new
+
+    def _narrow(self, num_new: int) -> None:
+        """Keeps the newest tokens as the context of the next ones; all of them while they show nothing (specials)."""
+        shown = self._decode(self._window[-num_new:])
+        if shown:
+            self._window = self._window[-num_new:]
+            self._shown = len(shown)
+        self._context = len(self._window)
+
+    _searched = 0
+
+    def _find_stop(self, end: int) -> str | None:
+        found = [(self.text.find(stop, max(0, self._searched - len(stop) + 1), end), stop) for stop in self._stops]
+        self._searched = end
+        found = [(at, stop) for at, stop in found if at >= 0]
+        if not found:
+            return None
+        at, stop = min(found)
+        self.text = self.text[: at + len(stop) if self._include_stop else at]
+        self._holdback = 0
+        return stop

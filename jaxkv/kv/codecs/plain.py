@@ -1,0 +1,36 @@
+"""Unquantised pages: float32 as it is, bfloat16 as it is or as raw bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainCodec:
+    """Stores values rounded to `dtype`.
+
+    `as_bits` keeps bfloat16 as uint16: XLA:CPU of jaxlib 0.10 converts a whole bfloat16 pool to float32 for every
+    gather and scatter (26 ms against 4.5 ms for one decode step of 32 rows x 1,024 tokens), a bitcast costs nothing.
+    """
+
+    dtype: str
+    as_bits: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.dtype
+
+    @property
+    def storage_dtype(self) -> np.dtype:
+        return np.dtype(np.uint16) if self.as_bits else jnp.dtype(self.dtype)
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        x = x.astype(self.dtype)
+        return jax.lax.bitcast_convert_type(x, jnp.uint16) if self.as_bits else x
+
+    def decode(self, stored: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(stored, self.dtype) if self.as_bits else stored

@@ -1,0 +1,118 @@
+"""The immutable paged KV state: a pytree of page arrays, page tables and lengths, and pure functions on it.
+
+Under `jax.jit` with donation every function here updates the pages in place; the value that was passed in is then
+dead, and JAX says so when it is touched again.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxkv.kv.codecs import Codec
+
+
+@struct.dataclass
+class GroupKV:
+    """Pages of one KV group (layers with one cache shape, retention and codec), and who owns them in this step.
+
+    pages    [L*P, 2K, S, H]  codec's storage dtype. Page p of layer l is row l*P + p: one flat axis, so that a loop
+             over layers carries the pool without copying it. Heads 0..K-1 are keys, K..2K-1 values (head-major: one
+             head of one page is contiguous, and a whole page is one DMA).
+    table_BW int32: page ids of each row in order; entries past the row's length are any valid id and never read as data.
+    first_BW int32: position (in tokens) of slot 0 of each table page. Masks use it, not the page's index, so that a row
+             may drop pages and keep its positions.
+    len_B    int32: tokens of each row that are held, counted in slots from the start of its table.
+    """
+
+    pages: jax.Array
+    table_BW: jax.Array
+    first_BW: jax.Array
+    len_B: jax.Array
+    codec: Codec = struct.field(pytree_node=False)
+    num_layers: int = struct.field(pytree_node=False)
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.shape[0] // self.num_layers
+
+    @property
+    def page_size(self) -> int:
+        return self.pages.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.pages.shape[1] // 2
+
+
+@struct.dataclass
+class PagedKV:
+    """The whole KV state: one `GroupKV` per KV group of the model."""
+
+    groups: tuple[GroupKV, ...]
+
+
+def empty_group(
+    *, num_layers: int, num_kv_heads: int, head_dim: int, num_pages: int, page_size: int, codec: Codec
+) -> GroupKV:
+    """A zeroed pool without rows. Units: `num_pages` pages of `page_size` tokens for each of `num_layers` layers."""
+    pages = jnp.zeros((num_layers * num_pages, 2 * num_kv_heads, page_size, head_dim), codec.storage_dtype)
+    no_rows = np.zeros((0, 1), np.int32)
+    return GroupKV(
+        pages=pages, table_BW=no_rows, first_BW=no_rows, len_B=no_rows[:, 0], codec=codec, num_layers=num_layers
+    )
+
+
+def page_bytes(*, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, codec: Codec) -> int:
+    """Bytes that one page takes over all layers of its group, keys and values together."""
+    return num_layers * 2 * num_kv_heads * page_size * head_dim * codec.storage_dtype.itemsize
+
+
+def destinations(group: GroupKV, *, row_T: jax.Array, offset_T: jax.Array) -> jax.Array:
+    """dest_T: page * S + slot for the `offset`-th new token of each row; past the pool for padding.
+
+    row_T is int32 in [0, B), or B for a padding token. Page ids in the table are the host's promise.
+    """
+    num_rows, width = group.table_BW.shape
+    real_T = row_T < num_rows
+    row_T = jnp.where(real_T, row_T, 0)
+    index_T = group.len_B[row_T] + offset_T
+    page_T = group.table_BW[row_T, jnp.minimum(index_T // group.page_size, width - 1)]
+    dest_T = page_T * group.page_size + index_T % group.page_size
+    # A flat pool has no "one past the end" per layer: page P of layer l is page 0 of layer l+1. So padding (and a token
+    # past the table's end) points past the pool of one layer here, and `write` turns that into past the whole pool.
+    real_T &= index_T < width * group.page_size
+    return jnp.where(real_T, dest_T, group.num_pages * group.page_size)
+
+
+def write(group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Array, layer: int | jax.Array) -> GroupKV:
+    """Stores one key and one value row per token in its slot; a dest_T past the pool is dropped.
+
+    Units: dest_T is page * S + slot; `layer` counts within the group. Cost: 2*T*K*H values, in place when donated.
+    Raises: ValueError if K or H differ from the pool's (when traced). Source: arXiv 2309.06180, section 4.
+    """
+    expected = (group.num_kv_heads, group.pages.shape[3])
+    if k_TKH.shape[1:] != expected or v_TKH.shape[1:] != expected:
+        raise ValueError(f"expected keys and values of (K, H) = {expected}, got {k_TKH.shape[1:]}, {v_TKH.shape[1:]}")
+    page_T, slot_T = dest_T // group.page_size, dest_T % group.page_size
+    row_T = jnp.where(page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0])
+    values = group.codec.encode(jnp.concatenate([k_TKH, v_TKH], axis=1))
+    return group.replace(pages=group.pages.at[row_T, :, slot_T].set(values, mode="drop"))
+
+
+def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV:
+    """Copies whole pages, all layers of every group: what a fork does to the one partly filled tail page.
+
+    source_C, target_C: int32 page ids; a target past the pool is dropped (padding).
+    """
+
+    def copy(group: GroupKV) -> GroupKV:
+        base_L1 = jnp.arange(group.num_layers, dtype=jnp.int32)[:, None] * group.num_pages
+        inside_C = target_C < group.num_pages
+        target_LC = jnp.where(inside_C, base_L1 + target_C, group.pages.shape[0])
+        values = group.pages[base_L1 + jnp.where(inside_C, source_C, 0)]
+        return group.replace(pages=group.pages.at[target_LC].set(values, mode="drop"))
+
+    return kv.replace(groups=tuple(copy(group) for group in kv.groups))

@@ -1,0 +1,86 @@
+"""The on-device decode loop: up to n tokens per row without the host in between."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxkv.kv.state import PagedKV
+from jaxkv.models.decoder import Weights
+from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.sampling import NO_TOKEN, Sampled, Sampling, empty_sampled, is_stop, sample
+from jaxkv.steps import last_logits
+
+
+@struct.dataclass
+class Rows:
+    """Rows that decode: token_B (sampled, not yet in the state), its position_B, and budget_B, the tokens still allowed.
+
+    All int32. A row with budget 0 rests: it stores nothing and samples nothing. The pages for `budget` more tokens are
+    the host's promise, so the loop cannot run out of memory half way.
+    """
+
+    token_B: jax.Array
+    position_B: jax.Array
+    budget_B: jax.Array
+
+
+@partial(jax.jit, static_argnames=("spec", "backend", "width"), donate_argnames=("kv", "rows"))
+def decode_loop(
+    weights: Weights,
+    kv: PagedKV,
+    rows: Rows,
+    sampling: Sampling,
+    n: jax.Array,
+    *,
+    spec: ModelSpec,
+    backend: str,
+    width: int,
+) -> tuple[PagedKV, Rows, Sampled]:
+    """Up to n tokens for each row, ending early when every row has met a stop token or its budget.
+
+    n is traced (n <= width); `out` arrays are [width, B, ...] with NO_TOKEN where a row rested. Consumes kv and rows.
+    Equals n calls of `step` with one token per row.
+    """
+    num_rows = rows.token_B.shape[0]
+    row_B = jnp.arange(num_rows, dtype=jnp.int32)
+
+    def advance(carry: tuple) -> tuple:
+        i, kv, rows, min_left_B, out = carry
+        live_B = rows.budget_B > 0
+        batch = Batch(
+            token_T=rows.token_B,
+            position_T=rows.position_B,
+            row_T=jnp.where(live_B, row_B, num_rows),
+            start_B=row_B,
+            count_B=live_B.astype(jnp.int32),
+            num_decode=jnp.int32(num_rows),
+            num_rows=jnp.int32(num_rows),
+            decode_only=True,
+        )
+        kv, logits_BV = last_logits(weights, kv, batch, spec=spec, backend=backend)
+        now = sampling.replace(min_left_B=min_left_B)
+        sampled = sample(logits_BV, now, rows.position_B + 1)
+        out = jax.tree.map(
+            lambda all_nB, one_B: jax.lax.dynamic_update_index_in_dim(all_nB, one_B, i, 0),
+            out,
+            sampled.replace(token_B=jnp.where(live_B, sampled.token_B, NO_TOKEN)),
+        )
+        budget_B = jnp.where(live_B & ~is_stop(sampled.token_B, now), rows.budget_B - 1, 0)
+        rows = Rows(
+            token_B=jnp.where(live_B, sampled.token_B, rows.token_B),
+            position_B=rows.position_B + live_B,
+            budget_B=budget_B,
+        )
+        return i + 1, kv, rows, jnp.maximum(min_left_B - 1, 0), out
+
+    def unfinished(carry: tuple) -> jax.Array:
+        return (carry[0] < n) & jnp.any(carry[2].budget_B > 0)
+
+    out = empty_sampled(width, num_rows, spec.vocab_size)
+    _, kv, rows, _, out = jax.lax.while_loop(unfinished, advance, (0, kv, rows, sampling.min_left_B, out))
+    return kv, rows, out

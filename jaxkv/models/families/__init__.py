@@ -1,0 +1,42 @@
+"""Families by `model_type`: a family is a file of this folder with a `read` function."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+
+from jaxkv.errors import CheckpointError
+from jaxkv.models.families.base import ConfigReader, Layout, Leaf
+from jaxkv.models.spec import ModelSpec
+
+FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"))
+MAX_CONFIG_BYTES = 10_000_000
+
+
+def read_config(directory: Path) -> ConfigReader:
+    """config.json of a model directory. Raises: CheckpointError if it is missing, too large or not a JSON object."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not found; expected a Hugging Face model directory with a config.json")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise CheckpointError(f"{path}: expected at most {MAX_CONFIG_BYTES} bytes, got {path.stat().st_size}")
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected JSON, got {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
+    return ConfigReader(values, path)
+
+
+def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    """Spec and layout by the config's `model_type`. Raises: CheckpointError for an unknown one, listing the known."""
+    model_type = config.values.get("model_type")
+    if model_type not in FAMILIES:
+        raise config.fail("model_type", f"one of {', '.join(FAMILIES)}")
+    return importlib.import_module(f"{__name__}.{model_type}").read(config)
+
+
+__all__ = ["FAMILIES", "ConfigReader", "Layout", "Leaf", "read_config", "read_family"]

@@ -1,0 +1,63 @@
+"""What a model is, apart from what its weights already show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeSpec:
+    """Rotary embedding; `kind` is one of default, linear, llama3, yarn, the rest are that kind's parameters.
+
+    Lengths are in tokens. Sources: RoFormer arXiv 2104.09864 (default), arXiv 2306.15595 (linear),
+    Llama 3.1 (llama3), YaRN arXiv 2309.00071 (yarn).
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVGroup:
+    """Layers that share a cache shape and a retention: they own pages, a page table and lengths together.
+
+    `window` counts the tokens that a query sees, itself included; None sees everything before it.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A decoder-only transformer. Biases, qk-norm and an untied head are not here: their tensors are the flag."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    rope: RopeSpec
+    groups: tuple[KVGroup, ...]
+    max_len: int
+    """Longest context the checkpoint declares, in tokens."""
+
+    def group_of(self, layer: int) -> tuple[int, int]:
+        """(group, index of the layer within that group)."""
+        for g, group in enumerate(self.groups):
+            if layer in group.layers:
+                return g, group.layers.index(layer)
+        raise ValueError(f"expected a layer below {self.num_layers}, got {layer}")

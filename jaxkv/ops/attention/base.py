@@ -1,0 +1,40 @@
+"""Paged attention backends: the contract, and the ragged batch that they read.
+
+A backend is a function `attend(q_TNH, group, batch, *, layer, scale, window) -> out_TNH` (float32). It promises:
+- query t of row r sees exactly the held slots of r whose position is at most t's own, and, with a window, above
+  position - window; keys and values of the step itself are already in the pages (`kv.state.write` comes first);
+- memory of pages and slots that no query sees never influences the result, whatever it contains (NaN included);
+- packed order is decode rows (one token each) first, then prefill chunks; outputs of padding tokens are unspecified;
+- what it cannot do it refuses with NotImplementedError when traced, naming the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from flax import struct
+
+AttendFn = Callable[..., jax.Array]
+
+
+@struct.dataclass
+class Batch:
+    """A ragged step: packed tokens of up to B rows. Row r's tokens are `start_B[r] : start_B[r] + count_B[r]`.
+
+    token_T, position_T  int32; position counts from the row's first token.
+    row_T       int32 in [0, B), or B for a padding token.
+    start_B, count_B     int32; packed offset and number of the row's tokens in this step (0: row not in the step).
+    num_decode  int32 scalar: rows 0..num_decode-1 have one token each, at packed offset = row.
+    num_rows    int32 scalar: rows num_decode..num_rows-1 are prefill chunks, packed in this order.
+    decode_only static: every row is a decode row, T = B.
+    """
+
+    token_T: jax.Array
+    position_T: jax.Array
+    row_T: jax.Array
+    start_B: jax.Array
+    count_B: jax.Array
+    num_decode: jax.Array
+    num_rows: jax.Array
+    decode_only: bool = struct.field(pytree_node=False, default=False)

@@ -1,0 +1,186 @@
+"""Paged attention in plain XLA: runs on every device, fast on a CPU.
+
+Decode rows are attended together in one sweep over page blocks, prefill chunks one (row, query block) at a time; each
+gathers its pages once per block and keeps a running softmax (arXiv 2205.14135, algorithm 1), so that memory does not
+grow with the context and the trip count is bounded by the longest live row, without a recompilation.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.kv.state import GroupKV
+from jaxkv.ops.attention.base import Batch
+
+BLOCK_TOKENS = 256
+"""Keys gathered per row and iteration. On 2 cores, 8 to 32 rows x 1,024 tokens: 128 and 256 are level, 512 is 2-3x slower."""
+
+QUERY_BLOCK = 128
+"""Queries of one prefill work item."""
+
+MASKED = -1e30
+"""Score of a key that is not seen: finite, so that a block without any seen key does not make NaN."""
+
+
+class Softmax(NamedTuple):
+    """Running softmax over key blocks: max and sum [R, K, M], accumulator [R, K, M, H], float32."""
+
+    max: jax.Array
+    sum: jax.Array
+    acc: jax.Array
+
+    @classmethod
+    def empty(cls, *shape: int) -> Softmax:
+        return cls(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
+
+    def result(self) -> jax.Array:
+        # A row that saw nothing (padding) has sum 0: it gets zeros instead of NaN.
+        return self.acc / jnp.where(self.sum > 0, self.sum, 1.0)[..., None]
+
+
+def attend(
+    q_TNH: jax.Array, group: GroupKV, batch: Batch, *, layer: int | jax.Array, scale: float, window: int | None
+) -> jax.Array:
+    """See `base` for the contract. `group.len_B` already counts this step's tokens. Returns [T, N, H] float32."""
+    num_rows = group.table_BW.shape[0]
+    q_TNH = q_TNH.astype(jnp.float32) * scale
+    is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
+    decoded = _decode(q_TNH[:num_rows], group, batch.position_T[:num_rows], is_decode_B, layer=layer, window=window)
+    if batch.decode_only:
+        return decoded
+    return _prefill(q_TNH, decoded, group, batch, layer=layer, window=window)
+
+
+def _decode(
+    q_BNH: jax.Array,
+    group: GroupKV,
+    position_B: jax.Array,
+    live_B: jax.Array,
+    *,
+    layer: int | jax.Array,
+    window: int | None,
+) -> jax.Array:
+    """One query per row, all rows side by side."""
+    num_rows, num_heads, head_dim = q_BNH.shape
+    heads = group.num_kv_heads
+    q_BKMH = q_BNH.reshape(num_rows, heads, num_heads // heads, head_dim)
+    len_B = jnp.where(live_B, group.len_B, 0)
+    first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
+    low = jnp.min(jnp.where(live_B, first_B, jnp.iinfo(jnp.int32).max))
+    out = _sweep(
+        q_BKMH,
+        group,
+        (group.table_BW, group.first_BW),
+        len_B,
+        position_B[:, None],
+        (low, jnp.max(len_B)),
+        layer=layer,
+        window=window,
+    )
+    return out.reshape(num_rows, num_heads, head_dim)
+
+
+def _prefill(
+    q_TNH: jax.Array, out_TNH: jax.Array, group: GroupKV, batch: Batch, *, layer: int | jax.Array, window: int | None
+) -> jax.Array:
+    """Every prefill row's chunk, QUERY_BLOCK queries at a time, written over `out` (which holds the decode rows)."""
+    num_tokens, num_heads, head_dim = q_TNH.shape
+    heads, size = group.num_kv_heads, min(QUERY_BLOCK, num_tokens)
+    # Blocks may run past their row's end, and are then overwritten by the next row, or lie in this extra block.
+    q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
+    position_T = jnp.pad(batch.position_T, (0, size))
+    out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
+
+    def block(row: jax.Array, done: jax.Array, out_TNH: jax.Array) -> jax.Array:
+        start = batch.start_B[row] + done
+        q = jax.lax.dynamic_slice_in_dim(q_TNH, start, size)
+        position = jax.lax.dynamic_slice_in_dim(position_T, start, size)
+        # [T, K, G, H] -> [1, K, T*G, H]: all queries that share a KV head meet its keys in one matmul.
+        q = q.reshape(size, heads, num_heads // heads, head_dim).transpose(1, 0, 2, 3).reshape(1, heads, -1, head_dim)
+        length = group.len_B[row]
+        index = length - batch.count_B[row] + done
+        low = jnp.int32(0) if window is None else jnp.maximum(index + 1 - window, 0)
+        table = tuple(jax.lax.dynamic_slice_in_dim(t, row, 1) for t in (group.table_BW, group.first_BW))
+        out = _sweep(
+            q,
+            group,
+            table,
+            length[None],
+            jnp.repeat(position, num_heads // heads)[None, :],
+            (low, jnp.minimum(index + size, length)),
+            layer=layer,
+            window=window,
+        )
+        out = out.reshape(heads, size, num_heads // heads, head_dim).transpose(1, 0, 2, 3)
+        return jax.lax.dynamic_update_slice_in_dim(out_TNH, out.reshape(size, num_heads, head_dim), start, 0)
+
+    def row_step(row: jax.Array, out_TNH: jax.Array) -> jax.Array:
+        num_blocks = (batch.count_B[row] + size - 1) // size
+        return jax.lax.fori_loop(0, num_blocks, lambda i, out: block(row, i * size, out), out_TNH)
+
+    return jax.lax.fori_loop(batch.num_decode, batch.num_rows, row_step, out_TNH)[:num_tokens]
+
+
+def _sweep(
+    q_RKMH: jax.Array,
+    group: GroupKV,
+    table: tuple[jax.Array, jax.Array],
+    len_R: jax.Array,
+    position_RM: jax.Array,
+    bounds: tuple[jax.Array, jax.Array],
+    *,
+    layer: int | jax.Array,
+    window: int | None,
+) -> jax.Array:
+    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables. -> [R, K, M, H].
+
+    position_RM has the position of each query, or [R, 1] where all queries of a row share it.
+    """
+    num_rows, heads, _, head_dim = q_RKMH.shape
+    size = group.page_size
+    per_block = max(1, BLOCK_TOKENS // size)
+    width = table[0].shape[1]
+    table_RW, first_RW = (jnp.pad(t, ((0, 0), (0, -width % per_block))) for t in table)
+    by_head = group.pages.reshape(-1, size, head_dim)
+    layer_base = layer * group.num_pages * 2 * heads
+    head_K1 = jnp.arange(heads, dtype=jnp.int32)[:, None]
+
+    def fetch(head_page_RKC: jax.Array) -> jax.Array:
+        """[R, K, C*S, H] float32: contiguous pieces of S*H values, already in the order that the matmul reads."""
+        x = group.codec.decode(by_head.at[head_page_RKC].get(mode="clip"))
+        return x.astype(jnp.float32).reshape(num_rows, heads, per_block * size, head_dim)
+
+    def body(i: jax.Array, state: Softmax) -> Softmax:
+        page_RC = jax.lax.dynamic_slice_in_dim(table_RW, i * per_block, per_block, axis=1)
+        first_RC = jax.lax.dynamic_slice_in_dim(first_RW, i * per_block, per_block, axis=1)
+        slot_J = i * per_block * size + jnp.arange(per_block * size, dtype=jnp.int32)
+        held_RJ = slot_J[None, :] < len_R[:, None]
+        key_position_RJ = jnp.repeat(first_RC, size, axis=1) + (slot_J % size)[None, :]
+        distance_RMJ = position_RM[:, :, None] - key_position_RJ[:, None, :]
+        seen_RMJ = held_RJ[:, None, :] & (distance_RMJ >= 0)
+        if window is not None:
+            seen_RMJ &= distance_RMJ < window
+        index_RKC = layer_base + page_RC[:, None, :] * (2 * heads) + head_K1[None]
+        keys, values = fetch(index_RKC), fetch(index_RKC + heads)
+        # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is not enough.
+        values = jnp.where(held_RJ[:, None, :, None], values, 0.0)
+        return _accumulate(state, q_RKMH, keys, values, seen_RMJ[:, None])
+
+    low, high = bounds
+    block = per_block * size
+    state = jax.lax.fori_loop(low // block, (high + block - 1) // block, body, Softmax.empty(*q_RKMH.shape))
+    return state.result()
+
+
+def _accumulate(state: Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> Softmax:
+    """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H]."""
+    highest = jax.lax.Precision.HIGHEST
+    scores = jnp.where(seen, jnp.einsum("rkmh,rkjh->rkmj", q, keys, precision=highest), MASKED)
+    top = jnp.maximum(state.max, scores.max(axis=-1))
+    weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+    shrink = jnp.exp(state.max - top)
+    gained = jnp.einsum("rkmj,rkjh->rkmh", weight, values, precision=highest)
+    return Softmax(top, state.sum * shrink + weight.sum(axis=-1), state.acc * shrink[..., None] + gained)

@@ -1,0 +1,59 @@
+"""Turns what people write for a model into a local directory."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from jaxkv.errors import CheckpointError
+
+ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+
+# The hub's own rule, here so that a typo is found without a network.
+_PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"
+_HUB_ID = re.compile(rf"(?!.*(?:--|\.\.))(?:{_PART}/)?{_PART}(?<!\.git)", re.ASCII)
+
+
+def resolve_model(model: str | os.PathLike[str], *, revision: str | None = None) -> Path:
+    """The local directory of a model: `model` itself if it is one, else the hub's snapshot of `org/name` or `name`.
+
+    Fetches weights, JSON and chat templates only: never code, never pickle. A PathLike is always meant as a path.
+    Raises: CheckpointError for a path that is no directory and for what is neither path nor hub id; ValueError for a
+    revision of a local directory; OSError when the hub cannot be reached or does not give the files.
+    """
+    text = os.path.expanduser(os.fspath(model))
+    if os.path.isdir(text):
+        if revision is not None:
+            raise ValueError(f"{text}: expected no revision for a local directory, got {revision!r}")
+        return Path(text)
+    if isinstance(model, os.PathLike) or _looks_like_path(text):
+        raise CheckpointError(f"{text}: expected a directory with config.json and *.safetensors, got {_kind(text)}")
+    if not _HUB_ID.fullmatch(text):
+        raise CheckpointError(f"model: expected a local directory or a hub id such as org/name, got {text[:200]!r}")
+    return _fetch(text, revision)
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1 or os.path.exists(text)
+
+
+def _kind(text: str) -> str:
+    return "a file; pass the directory that holds it" if os.path.exists(text) else "nothing there"
+
+
+def _fetch(hub_id: str, revision: str | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    # The base is the HTTP library's root error: httpx2 under hub 2.x, httpx under 1.x.
+    transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(ALLOW_PATTERNS)))
+    except (transport_error, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        at = "" if revision is None else f" at revision {revision!r}"
+        raise OSError(
+            f"{hub_id}{at}: expected its files from the Hugging Face hub, got {type(error).__name__}: {error}\n"
+            "Check the id; set HF_TOKEN if the model is private or gated; without a network pass a local directory, "
+            "or set HF_HUB_OFFLINE=1 if the hub's cache holds the model."
+        ) from error

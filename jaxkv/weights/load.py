@@ -1,0 +1,109 @@
+"""From a checkpoint's tensors to the weight tree on the device, without holding the checkpoint twice."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.errors import CheckpointError
+from jaxkv.models.families import Layout, Leaf
+from jaxkv.models.spec import ModelSpec
+from jaxkv.weights.safetensors import Checkpoint
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+def load_weights(directory: Path, spec: ModelSpec, layout: Layout, *, dtype: str, stacked: bool) -> dict[str, Any]:
+    """The weight tree of `models.decoder`, every float tensor as `dtype`; layers stacked or as a tuple of trees.
+
+    Tensors go one by one from the mapped file to the device and their file pages are dropped at once.
+    Raises: CheckpointError naming every missing, unexpected or misshapen tensor, before anything is allocated.
+    """
+    with Checkpoint.open(directory) as checkpoint:
+        top = _present(checkpoint, layout)
+        _check(checkpoint, spec, layout, top)
+
+        def load(name: str) -> jax.Array:
+            return _to_device(checkpoint, name, dtype)
+
+        weights: dict[str, Any] = {name: load(leaf.source) for name, leaf in top.items()}
+        if stacked:
+            weights["layers"] = {
+                name: _load_stacked(checkpoint, leaf, spec.num_layers, dtype) for name, leaf in layout.layer.items()
+            }
+        else:
+            weights["layers"] = tuple(
+                {name: load(leaf.source.format(layer=layer)) for name, leaf in layout.layer.items()}
+                for layer in range(spec.num_layers)
+            )
+        return weights
+
+
+def _present(checkpoint: Checkpoint, layout: Layout) -> dict[str, Leaf]:
+    """The top leaves without those that repeat another one (a tied head: absent, or stored twice with equal values)."""
+    top = dict(layout.top)
+    for name, leaf in layout.top.items():
+        if leaf.same_as is None:
+            continue
+        original = layout.top[leaf.same_as].source
+        if leaf.source not in checkpoint.entries or _equal(checkpoint, leaf.source, original):
+            del top[name]
+    return top
+
+
+def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    a, b = checkpoint.entries[one], checkpoint.entries.get(other)
+    if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    views = [checkpoint.read(name).reshape(-1).view(np.uint8) for name in (one, other)]
+    same = all(np.array_equal(views[0][i : i + 2**24], views[1][i : i + 2**24]) for i in range(0, a.nbytes, 2**24))
+    checkpoint.release(one)
+    checkpoint.release(other)
+    return same
+
+
+def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, top: dict[str, Leaf]) -> None:
+    expected = {leaf.source: leaf.info.shape for leaf in top.values()}
+    for layer in range(spec.num_layers):
+        expected |= {leaf.source.format(layer=layer): leaf.info.shape for leaf in layout.layer.values()}
+    repeated = {leaf.source for leaf in layout.top.values()} - set(expected)
+    entries = checkpoint.entries
+    unknown = [
+        name
+        for name in entries
+        if name not in expected and name not in repeated and not any(re.fullmatch(p, name) for p in layout.derived)
+    ]
+    problems = [f"missing tensor {name}" for name in expected if name not in entries]
+    problems += [f"tensor that {spec.family} does not use: {name}" for name in unknown]
+    for name, shape in expected.items():
+        entry = entries.get(name)
+        if entry is not None and entry.shape != shape:
+            problems.append(f"{name}: expected shape {shape} from config.json, got {entry.shape}")
+        elif entry is not None and entry.dtype.name not in FLOATS:
+            problems.append(f"{name}: expected one of {', '.join(FLOATS)}, got {entry.dtype.name}")
+    if problems:
+        shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+        raise CheckpointError(f"{checkpoint.directory}: {shown}")
+
+
+def _to_device(checkpoint: Checkpoint, name: str, dtype: str) -> jax.Array:
+    view = checkpoint.read(name)
+    # device_put may alias host memory on a CPU, even with may_alias=False: fine for a converted copy, not for the file.
+    array = jnp.array(view, copy=True) if view.dtype == dtype else jax.device_put(view.astype(dtype))
+    array.block_until_ready()
+    checkpoint.release(name)
+    return array
+
+
+def _load_stacked(checkpoint: Checkpoint, leaf: Leaf, num_layers: int, dtype: str) -> jax.Array:
+    host = np.empty((num_layers, *leaf.info.shape), dtype)
+    for layer in range(num_layers):
+        name = leaf.source.format(layer=layer)
+        host[layer] = checkpoint.read(name)
+        checkpoint.release(name)
+    return jax.device_put(host).block_until_ready()

@@ -1,0 +1,120 @@
+"""Local directories stay as they are, hub ids go to snapshot_download, everything else is refused by name."""
+
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+
+from jaxkv.errors import CheckpointError
+from jaxkv.weights.hub import _HUB_ID, resolve_model
+
+
+@pytest.fixture
+def downloads(monkeypatch, tmp_path):
+    calls = []
+
+    def snapshot_download(repo_id, **options):
+        calls.append((repo_id, options))
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+def fail_with(monkeypatch, error: BaseException) -> None:
+    def snapshot_download(repo_id, **options):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+
+def test_a_local_directory_is_returned_as_is(downloads, monkeypatch, tmp_path):
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for model in ["org/name", "./org/name", Path("org/name"), str(tmp_path / "org"), ".", "org"]:
+        assert resolve_model(model) == Path(model)
+    assert resolve_model("~/org/name") == tmp_path / "org" / "name"
+    assert downloads == []
+
+
+def test_a_revision_of_a_local_directory_is_refused(downloads, tmp_path):
+    with pytest.raises(ValueError, match="no revision for a local directory, got 'v2'"):
+        resolve_model(tmp_path, revision="v2")
+
+
+@pytest.mark.parametrize("hub_id", ["gpt2", "meta-llama/Llama-3.2-1B", "a/b", "Foo-BAR_foo.bar123", "_x/y_"])
+@pytest.mark.parametrize("revision", [None, "refs/pr/1"])
+def test_a_hub_id_fetches_weights_json_and_templates_only(downloads, tmp_path, hub_id, revision):
+    assert resolve_model(hub_id, revision=revision) == tmp_path / "snapshot"
+    patterns = ["*.safetensors", "*.json", "*.jinja"]
+    assert downloads == [(hub_id, {"revision": revision, "allow_patterns": patterns})]
+
+
+def test_the_hub_agrees_that_the_accepted_ids_are_ids():
+    alphabet = ["a", "B7", "-", "_", ".", "/", "--", "..", ".git", "é", " ", "x" * 95]
+    texts = ["".join(parts) for parts in itertools.product(alphabet, repeat=3)]
+    for text in filter(_HUB_ID.fullmatch, texts):
+        validate_repo_id(text)
+    assert sum(bool(_HUB_ID.fullmatch(text)) for text in texts) > 50
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["./no", "../no", "/no", "~/no", "a/b/c", "a\\b", "C:\\models\\x", Path("org/name"), "file.gguf"],
+)
+def test_a_path_that_is_no_directory_is_refused_by_name(downloads, tmp_path, model):
+    (tmp_path / "file.gguf").touch()
+    with pytest.raises(CheckpointError) as caught:
+        resolve_model(model)
+    assert str(caught.value).startswith(f"{os.path.expanduser(model)}: expected a directory")
+    assert downloads == []
+
+
+@pytest.mark.parametrize("model", ["", "a b", "a/", "a--b", "a..b", "x.git", "-a", "a-", "a\0b", "a\n", "é", "x" * 97])
+def test_what_is_neither_path_nor_id_is_refused(downloads, model):
+    with pytest.raises(CheckpointError, match="expected a local directory or a hub id such as org/name, got") as caught:
+        resolve_model(model)
+    assert repr(model) in str(caught.value)
+    assert downloads == []
+
+
+def http_error() -> Exception:
+    """As the hub raises for a gated or missing model; httpx2 or httpx, whichever this hub version uses."""
+    http = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]
+    return HfHubHTTPError("401 Client Error", response=http.Response(401, request=http.Request("GET", "https://hub")))
+
+
+ERRORS = [http_error(), LocalEntryNotFoundError("no snapshot"), OfflineModeIsEnabled("offline"),
+          HfHubHTTPError.__bases__[0]("connection reset")]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_hub_error_says_the_id_and_the_ways_out(monkeypatch, error):
+    fail_with(monkeypatch, error)
+    with pytest.raises(OSError, match="org/name at revision 'v2': expected its files") as caught:
+        resolve_model("org/name", revision="v2")
+    for fragment in [str(error), "local directory", "HF_HUB_OFFLINE", "HF_TOKEN"]:
+        assert fragment in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+def test_other_errors_pass_untouched(monkeypatch):
+    for error in [PermissionError("cache is read-only"), KeyError("bug")]:
+        fail_with(monkeypatch, error)
+        with pytest.raises(type(error)) as caught:
+            resolve_model("org/name")
+        assert caught.value is error
+
+
+def test_the_real_hub_client_offline_ends_in_the_same_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="org/name: expected its files") as caught:
+        resolve_model("org/name")
+    assert isinstance(caught.value.__cause__, LocalEntryNotFoundError)
