@@ -25,11 +25,6 @@ import sysconfig
 import time
 from pathlib import Path
 
-# Large temporaries otherwise page-fault on every step; glibc reads these only when a process starts.
-MALLOC_ENV = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_ARENA_MAX": "1"}
-if __name__ == "__main__" and any(os.environ.get(k) != v for k, v in MALLOC_ENV.items()):
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC_ENV})
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,44 +34,26 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+VOCAB, LAYERS, MODEL_DIM, HEADS, KV_HEADS, HEAD_DIM, FFN_DIM, CONTEXT = 2048, 4, 256, 4, 2, 64, 704, 2048
+ROPE_THETA, NORM_EPS = 10000.0, 1e-5
 BOS, EOS, PAD = 0, 1, 2
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
 EXCLUDED = {"site-packages", "test", "tests", "idlelib", "pydoc_data", "encodings", "__pycache__", "lib-dynload"}
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 TOKENS_PER_STEP = 8192
 QUERY_BLOCK = 256
 RECALL_DISTANCES = (100, 250, 500, 1000, 1500)
-ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """Sizes of the model; the defaults give 3.5M parameters, 6.9 MB in bfloat16."""
-
-    vocab: int = 2048
-    layers: int = 4
-    model_dim: int = 256
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    ffn_dim: int = 704
-    context: int = 2048
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-
-
-SHAPE = Shape()
-
-
-# ---------------------------------------------------------------------------------------------------- text
+# Large temporaries otherwise page-fault on every step; glibc reads these only when a process starts.
+MALLOC_ENV = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_ARENA_MAX": "1"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Tokenised text: `tokens` is <s> file </s> <s> file </s> ..., `lines` the same text split for filler."""
+    """Training text as tokens (<s> file </s> <s> file </s> ...) and as lines for filler; held-out text untokenised."""
 
     tokenizer: Tokenizer
     tokens: np.ndarray
-    line_starts: np.ndarray
+    line_starts: np.ndarray  # indices into tokens
     lines: list[str]
     words: list[str]
     held_out: list[str]
@@ -91,12 +68,8 @@ def read_stdlib() -> tuple[list[str], list[str]]:
         relative = path.relative_to(root)
         if EXCLUDED & set(relative.parts) or relative.name.startswith("_sysconfigdata"):
             continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
         is_held_out = hashlib.sha256(relative.as_posix().encode()).digest()[0] % 20 == 0
-        (held_out if is_held_out else train).append(text)
+        (held_out if is_held_out else train).append(path.read_text(encoding="utf-8"))
     return train, held_out
 
 
@@ -105,7 +78,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=SHAPE.vocab, special_tokens=SPECIAL_TOKENS, show_progress=False,
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=SPECIAL_TOKENS, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -118,7 +91,7 @@ def build_corpus(tokenizer: Tokenizer | None = None) -> Corpus:
     train, held_out = read_stdlib()
     tokenizer = tokenizer or train_tokenizer(train)
     tokens = np.concatenate([np.asarray([*e.ids, EOS], np.int32) for e in tokenizer.encode_batch(train)])
-    is_newline = np.asarray(["\n" in tokenizer.decode([i]) for i in range(SHAPE.vocab)])
+    is_newline = np.asarray(["\n" in tokenizer.decode([i]) for i in range(VOCAB)])
     lines = "".join(train).splitlines(keepends=True)
     words = sorted({w for line in lines[::7] for w in line.split() if w.isidentifier() and w.islower() and len(w) < 9})
     return Corpus(tokenizer=tokenizer, tokens=tokens, line_starts=np.flatnonzero(is_newline[tokens[:-4096]]) + 1,
@@ -126,19 +99,16 @@ def build_corpus(tokenizer: Tokenizer | None = None) -> Corpus:
                   held_out_lines="".join(held_out).splitlines(keepends=True))
 
 
-# ---------------------------------------------------------------------------------------------------- documents
-
-
 def code_document(rng: random.Random, corpus: Corpus, length: int) -> tuple[list[int], list[float]]:
     """<s> and library source from a random line on; every token counts."""
-    start = int(corpus.line_starts[rng.randrange(len(corpus.line_starts))])
+    start = int(rng.choice(corpus.line_starts))
     return [BOS, *corpus.tokens[start:start + length - 1].tolist()], [1.0] * length
 
 
 def repeat_document(rng: random.Random, corpus: Corpus, length: int) -> tuple[list[int], list[float]]:
     """Random tokens repeated to the end: only the copies count, the first pass is noise."""
     period = rng.randint(12, length // 2)
-    segment = [rng.randrange(len(SPECIAL_TOKENS), SHAPE.vocab) for _ in range(period)]
+    segment = [rng.randrange(len(SPECIAL_TOKENS), VOCAB) for _ in range(period)]
     tokens = [BOS, *(segment * (length // period + 1))][:length]
     return tokens, [0.0] * (period + 2) + [0.5] * (length - period - 2)
 
@@ -187,8 +157,7 @@ def recall_document(rng: random.Random, corpus: Corpus, length: int) -> tuple[li
     pieces.append((filler(rng, corpus.lines, max(0, budget - sum(len(text) for text, _ in pieces))), 1.0))
     char_weights = np.repeat([w for _, w in pieces], [len(text) for text, _ in pieces])
     encoding = corpus.tokenizer.encode("".join(text for text, _ in pieces)[:budget])
-    weights = [0.0, *(float(char_weights[start]) for start, _ in encoding.offsets[1:length])]
-    return encoding.ids[:length], weights
+    return encoding.ids[:length], [0.0, *(float(char_weights[start]) for start, _ in encoding.offsets[1:length])]
 
 
 def batch_plan(step: int) -> tuple[int, float, float]:
@@ -198,8 +167,10 @@ def batch_plan(step: int) -> tuple[int, float, float]:
     """
     if step < 300:
         return 256, 0.35, 0.25
-    if step < 800:
+    if step < 520:
         return (256, 512, 512, 1024)[step % 4], 0.12, 0.30
+    if step < 900:
+        return (256, 256, 512, 256)[step % 4], 0.40, 0.35
     return (512, 1024, 512, 512, 2048, 512, 1024, 512)[step % 8], 0.04, 0.25
 
 
@@ -215,38 +186,35 @@ def make_batch(corpus: Corpus, seed: int, step: int) -> tuple[np.ndarray, np.nda
     return np.asarray([t for t, _ in rows], np.int32), np.asarray([w for _, w in rows], np.float32)
 
 
-# ---------------------------------------------------------------------------------------------------- model
-
-
 def init_params(seed: int) -> dict:
     """Fresh float32 parameters, every matrix as [out, in]; outputs of a residual branch start smaller."""
-    s, rng = SHAPE, np.random.default_rng(seed)
-    q_dim, kv_dim, residual = s.heads * s.head_dim, s.kv_heads * s.head_dim, 1 / math.sqrt(2 * s.layers)
+    rng, residual = np.random.default_rng(seed), (2 * LAYERS) ** -0.5
+    q_dim, kv_dim = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 
     def matrix(num_out: int, num_in: int, scale: float = 1.0) -> Array:
         return jnp.asarray(rng.normal(0, scale / math.sqrt(num_in), (num_out, num_in)), jnp.float32)
 
-    layers = [{"q": matrix(q_dim, s.model_dim), "k": matrix(kv_dim, s.model_dim), "v": matrix(kv_dim, s.model_dim),
-               "o": matrix(s.model_dim, q_dim, residual), "gate": matrix(s.ffn_dim, s.model_dim),
-               "up": matrix(s.ffn_dim, s.model_dim), "down": matrix(s.model_dim, s.ffn_dim, residual),
-               "attn_norm": jnp.ones(s.model_dim), "mlp_norm": jnp.ones(s.model_dim)} for _ in range(s.layers)]
-    return {"embed": matrix(s.vocab, s.model_dim, 0.5), "norm": jnp.ones(s.model_dim), "layers": layers}
+    layers = [{"q": matrix(q_dim, MODEL_DIM), "k": matrix(kv_dim, MODEL_DIM), "v": matrix(kv_dim, MODEL_DIM),
+               "o": matrix(MODEL_DIM, q_dim, residual), "gate": matrix(FFN_DIM, MODEL_DIM),
+               "up": matrix(FFN_DIM, MODEL_DIM), "down": matrix(MODEL_DIM, FFN_DIM, residual),
+               "attn_norm": jnp.ones(MODEL_DIM), "mlp_norm": jnp.ones(MODEL_DIM)} for _ in range(LAYERS)]
+    return {"embed": matrix(VOCAB, MODEL_DIM, 0.5), "norm": jnp.ones(MODEL_DIM), "layers": layers}
 
 
 def rms_norm(x_BTD: Array, weight_D: Array) -> Array:
+    """Root-mean-square normalisation, computed in float32."""
     x32 = x_BTD.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + SHAPE.norm_eps)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + NORM_EPS)
     return (x32 * scale * weight_D.astype(jnp.float32)).astype(x_BTD.dtype)
 
 
 def rope(x_BTNH: Array) -> Array:
     """Rotates the two halves of each head (the Hugging Face layout), positions 0..T-1, in float32."""
-    half = SHAPE.head_dim // 2
-    freq = SHAPE.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    freq = ROPE_THETA ** (-jnp.arange(HEAD_DIM // 2, dtype=jnp.float32) / (HEAD_DIM // 2))
     angle = jnp.arange(x_BTNH.shape[1], dtype=jnp.float32)[:, None, None] * freq
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)],
-                           -1).astype(x_BTNH.dtype)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
 
 
 def attend(q_BKGTH: Array, k_BKSH: Array, v_BKSH: Array, first: int) -> Array:
@@ -254,27 +222,24 @@ def attend(q_BKGTH: Array, k_BKSH: Array, v_BKSH: Array, first: int) -> Array:
 
     Dividing the output instead of the probabilities saves passes over [T, S]: 2.0 instead of 4.0 s per step at 2048.
     """
-    scores = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH / math.sqrt(SHAPE.head_dim), k_BKSH,
-                        preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bkgth,bksh->bkgts", q_BKGTH / math.sqrt(HEAD_DIM), k_BKSH, preferred_element_type=jnp.float32)
     visible = first + jnp.arange(q_BKGTH.shape[3])[:, None] >= jnp.arange(k_BKSH.shape[2])
     scores = jnp.where(visible, scores, -1e30)
     unnormalised = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
-    out = jnp.einsum("bkgts,bksh->bkgth", unnormalised.astype(v_BKSH.dtype), v_BKSH,
-                     preferred_element_type=jnp.float32)
+    out = jnp.einsum("bkgts,bksh->bkgth", unnormalised.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
     return (out / jnp.sum(unnormalised, -1, keepdims=True)).astype(v_BKSH.dtype)
 
 
 def attention(layer: dict, x_BTD: Array) -> Array:
     """Grouped-query self-attention; query blocks see only their prefix, which halves the work at 2048."""
-    s, (b, t, _) = SHAPE, x_BTD.shape
-    q = rope((x_BTD @ layer["q"].T).reshape(b, t, s.heads, s.head_dim))
-    k = rope((x_BTD @ layer["k"].T).reshape(b, t, s.kv_heads, s.head_dim)).swapaxes(1, 2)
-    v = (x_BTD @ layer["v"].T).reshape(b, t, s.kv_heads, s.head_dim).swapaxes(1, 2)
-    q = q.reshape(b, t, s.kv_heads, s.heads // s.kv_heads, s.head_dim).transpose(0, 2, 3, 1, 4)
+    b, t, _ = x_BTD.shape
+    q = rope((x_BTD @ layer["q"].T).reshape(b, t, HEADS, HEAD_DIM))
+    k = rope((x_BTD @ layer["k"].T).reshape(b, t, KV_HEADS, HEAD_DIM)).swapaxes(1, 2)
+    v = (x_BTD @ layer["v"].T).reshape(b, t, KV_HEADS, HEAD_DIM).swapaxes(1, 2)
+    q = q.reshape(b, t, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM).transpose(0, 2, 3, 1, 4)
     blocks = [attend(q[:, :, :, i:i + QUERY_BLOCK], k[:, :, :i + QUERY_BLOCK], v[:, :, :i + QUERY_BLOCK], i)
               for i in range(0, t, QUERY_BLOCK)]
-    out = jnp.concatenate(blocks, 3).transpose(0, 3, 1, 2, 4).reshape(b, t, s.heads * s.head_dim)
-    return out @ layer["o"].T
+    return jnp.concatenate(blocks, 3).transpose(0, 3, 1, 2, 4).reshape(b, t, HEADS * HEAD_DIM) @ layer["o"].T
 
 
 def forward(params: dict, tokens_BT: Array, dtype: jnp.dtype) -> Array:
@@ -290,13 +255,9 @@ def forward(params: dict, tokens_BT: Array, dtype: jnp.dtype) -> Array:
 
 def token_losses(params: dict, tokens_BT: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """Returns (nll_B(T-1) in nats, whether the argmax was right) of predicting tokens 1..T-1."""
-    logits = forward(params, tokens_BT, dtype)[:, :-1]
-    target = tokens_BT[:, 1:]
+    logits, target = forward(params, tokens_BT, dtype)[:, :-1], tokens_BT[:, 1:]
     chosen = jnp.take_along_axis(logits, target[..., None], -1)[..., 0]
     return jax.nn.logsumexp(logits, -1) - chosen, jnp.argmax(logits, -1) == target
-
-
-# ---------------------------------------------------------------------------------------------------- training
 
 
 def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
@@ -304,11 +265,9 @@ def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
 
     The decay starts at 70% of `steps`; until there runs of different lengths are identical.
     """
-    schedule = optax.join_schedules(
-        [optax.linear_schedule(0.0, peak, 100), optax.linear_schedule(peak, 0.0, steps - int(0.7 * steps))],
-        [100, ]) if steps < 150 else optax.join_schedules(
-        [optax.linear_schedule(0.0, peak, 100), optax.constant_schedule(peak),
-         optax.linear_schedule(peak, 0.0, steps - int(0.7 * steps))], [100, int(0.7 * steps)])
+    warm_up, decay_at = 100, int(0.7 * steps)
+    schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warm_up), optax.constant_schedule(peak),
+                                     optax.linear_schedule(peak, 0.0, steps - decay_at)], [warm_up, decay_at])
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
     def dimension_numbers(params: dict) -> dict:
@@ -321,35 +280,34 @@ def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
 
 
 def make_train_step(optimizer: optax.GradientTransformation):
-    """Returns jitted (params, opt_state, tokens_BT, weights_BT) -> (params, opt_state, loss)."""
+    """Returns jitted ((params, opt_state), tokens_BT, weights_BT) -> ((params, opt_state), loss)."""
 
     def loss_fn(params: dict, tokens_BT: Array, weights_BT: Array) -> Array:
         nll, _ = token_losses(params, tokens_BT, jnp.bfloat16)  # twice as fast as float32 with AVX512-BF16
         return jnp.sum(nll * weights_BT[:, 1:]) / jnp.sum(weights_BT[:, 1:])
 
-    def train_step(params: dict, opt_state: optax.OptState, tokens_BT: Array, weights_BT: Array):
+    def train_step(state: tuple, tokens_BT: Array, weights_BT: Array) -> tuple[tuple, Array]:
+        params, opt_state = state
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens_BT, weights_BT)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return (optax.apply_updates(params, updates), opt_state), loss
 
-    return jax.jit(train_step, donate_argnums=(0, 1))
+    return jax.jit(train_step, donate_argnums=0)
 
 
 def save_checkpoint(path: Path, state: tuple, step: int) -> None:
     """Writes every leaf of (params, opt_state) in tree order, atomically."""
-    leaves = {f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     temporary = path.with_suffix(".tmp")
-    save_file(leaves, temporary, metadata={"step": str(step)})
+    save_file({f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}, temporary,
+              metadata={"step": str(step)})
     os.replace(temporary, path)
 
 
 def load_checkpoint(path: Path, state: tuple) -> tuple[tuple, int]:
     """Returns (state, step) with the saved leaves in the structure of the freshly initialised `state`."""
     with safe_open(path, "numpy") as file:
-        step = int(file.metadata()["step"])
-        leaves = [jnp.asarray(file.get_tensor(key)) for key in sorted(file.keys())]
-    expected = [leaf.shape for leaf in jax.tree.leaves(state)]
-    if [leaf.shape for leaf in leaves] != expected:
+        step, leaves = int(file.metadata()["step"]), [jnp.asarray(file.get_tensor(key)) for key in sorted(file.keys())]
+    if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in jax.tree.leaves(state)]:
         raise ValueError(f"{path} is of another model or optimiser: start again with a fresh --work")
     return jax.tree.unflatten(jax.tree.structure(state), leaves), step
 
@@ -357,25 +315,23 @@ def load_checkpoint(path: Path, state: tuple) -> tuple[tuple, int]:
 def train(args: argparse.Namespace) -> None:
     """Trains from the checkpoint in --work, or from scratch, to --steps; exports on the way and at the end."""
     args.work.mkdir(parents=True, exist_ok=True)
-    corpus = build_corpus()
-    print(f"{len(corpus.tokens)} training tokens, {len(corpus.held_out)} files held out", flush=True)
-    optimizer = make_optimizer(args.steps, args.lr)
-    params = init_params(args.seed)
+    corpus, optimizer, params = build_corpus(), make_optimizer(args.steps, args.lr), init_params(args.seed)
     state, step, checkpoint = (params, optimizer.init(params)), 0, args.work / "checkpoint.safetensors"
     if checkpoint.exists():
         state, step = load_checkpoint(checkpoint, state)
-        print(f"resumed at step {step}", flush=True)
-    train_step, stop = make_train_step(optimizer), []
+    print(f"{len(corpus.tokens)} training tokens, {len(corpus.held_out)} files held out, from step {step}", flush=True)
+    train_step, stop, losses = make_train_step(optimizer), [], []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
-    saved, losses, log = time.monotonic(), [], open(args.work / "log.jsonl", "a", buffering=1)
-    started = time.monotonic()
+    saved = started = time.monotonic()
     while step < args.steps and not stop:
-        params, opt_state, loss = train_step(*state, *make_batch(corpus, args.seed, step))
-        state, step = (params, opt_state), step + 1
+        state, loss = train_step(state, *make_batch(corpus, args.seed, step))
         losses.append(float(loss))
+        step += 1
         if step % 24 == 0:
-            log.write(json.dumps({"step": step, "loss": round(float(np.mean(losses)), 4),
-                                  "s_per_step": round((time.monotonic() - started) / len(losses), 3)}) + "\n")
+            record = {"step": step, "loss": round(float(np.mean(losses)), 4),
+                      "s_per_step": round((time.monotonic() - started) / len(losses), 3)}
+            with open(args.work / "log.jsonl", "a") as log:
+                log.write(json.dumps(record) + "\n")
             losses, started = [], time.monotonic()
         if time.monotonic() - saved > 60 * args.export_minutes or step == args.steps or stop:
             save_checkpoint(checkpoint, state, step)
@@ -384,143 +340,125 @@ def train(args: argparse.Namespace) -> None:
     print(f"stopped at step {step} of {args.steps}", flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------- export
-
-
 LAYER_NAMES = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
                "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
                "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-
-
-def to_hf(params: dict) -> dict[str, Array]:
-    """Renames to transformers' LlamaForCausalLM; both sides hold matrices as [out, in]."""
-    tensors = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["norm"]}
-    for i, layer in enumerate(params["layers"]):
-        tensors |= {f"model.layers.{i}.{LAYER_NAMES[name]}.weight": w for name, w in layer.items()}
-    return tensors
-
-
-def from_hf(tensors: dict) -> dict:
-    """The inverse of to_hf."""
-    layers = [{name: jnp.asarray(tensors[f"model.layers.{i}.{hf}.weight"]) for name, hf in LAYER_NAMES.items()}
-              for i in range(SHAPE.layers)]
-    return {"embed": jnp.asarray(tensors["model.embed_tokens.weight"]),
-            "norm": jnp.asarray(tensors["model.norm.weight"]), "layers": layers}
-
-
-def hf_configs() -> dict[str, dict]:
-    """The JSON files that transformers expects beside the weights and tokenizer.json."""
-    s, ids = SHAPE, {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    return {
-        "config.json": {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": s.vocab,
-            "hidden_size": s.model_dim, "intermediate_size": s.ffn_dim, "num_hidden_layers": s.layers,
-            "num_attention_heads": s.heads, "num_key_value_heads": s.kv_heads, "head_dim": s.head_dim,
-            "max_position_embeddings": s.context, "rope_theta": s.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": s.rope_theta}, "rms_norm_eps": s.norm_eps,
-            "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16", "dtype": "bfloat16", "initializer_range": 0.02, **ids},
-        "generation_config.json": {"do_sample": False, **ids},
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": s.context, "bos_token": "<s>",
-            "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": True, "add_eos_token": False,
-            "clean_up_tokenization_spaces": False},
-    }
+IDS = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+CONFIGS = {  # what transformers expects beside the weights and tokenizer.json
+    "config.json": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": MODEL_DIM,
+        "intermediate_size": FFN_DIM, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "max_position_embeddings": CONTEXT,
+        "rope_theta": ROPE_THETA, "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "rms_norm_eps": NORM_EPS, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "dtype": "bfloat16", "initializer_range": 0.02, **IDS},
+    "generation_config.json": {"do_sample": False, **IDS},
+    "tokenizer_config.json": {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONTEXT, "bos_token": "<s>",
+        "eos_token": "</s>", "pad_token": "<pad>", "add_bos_token": True, "add_eos_token": False,
+        "clean_up_tokenization_spaces": False},
+}
 
 
 def export(params: dict, tokenizer: Tokenizer, out: Path) -> None:
-    """Writes the Hugging Face directory; each file is replaced atomically and only the weights ever change."""
+    """Writes the Hugging Face directory (bfloat16, transformers' names; both sides hold matrices as [out, in]).
+
+    Each file is replaced atomically and only the weights ever change, so a reader never sees half a model.
+    """
+    tensors = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["norm"]}
+    for i, layer in enumerate(params["layers"]):
+        tensors |= {f"model.layers.{i}.{LAYER_NAMES[name]}.weight": w for name, w in layer.items()}
+    texts = {name: json.dumps(config, indent=2) + "\n" for name, config in CONFIGS.items()}
+    texts["tokenizer.json"] = tokenizer.to_str()
     out.mkdir(parents=True, exist_ok=True)
-    files = {name: json.dumps(config, indent=2) + "\n" for name, config in hf_configs().items()}
-    files["tokenizer.json"] = tokenizer.to_str()
-    for name, text in files.items():
+    for name, text in texts.items():
         (out / f".{name}.tmp").write_text(text, encoding="utf-8")
-    tensors = {k: np.asarray(w.astype(jnp.bfloat16)) for k, w in to_hf(params).items()}
-    save_file(tensors, out / ".model.safetensors.tmp", metadata={"format": "pt"})
-    for name in [*files, "model.safetensors"]:
+    weights = out / ".model.safetensors.tmp"
+    save_file({k: np.asarray(w.astype(jnp.bfloat16)) for k, w in tensors.items()}, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors creates it readable by its owner only
+    for name in [*texts, "model.safetensors"]:
         os.replace(out / f".{name}.tmp", out / name)
 
 
-# ---------------------------------------------------------------------------------------------------- evaluation
+def load_exported(directory: Path) -> dict:
+    """The inverse of export, in float32."""
+    tensors = {k: jnp.asarray(w, jnp.float32) for k, w in load_file(directory / "model.safetensors").items()}
+    layers = [{name: tensors[f"model.layers.{i}.{hf}.weight"] for name, hf in LAYER_NAMES.items()}
+              for i in range(LAYERS)]
+    return {"embed": tensors["model.embed_tokens.weight"], "norm": tensors["model.norm.weight"], "layers": layers}
 
 
-def recall_trial(rng: random.Random, corpus: Corpus, distance: int) -> tuple[list[int], int, int]:
-    """Four keys defined, held-out library code, one asked; returns (tokens, start of the answer, its length).
+def pad_rows(rows: list[list[int]], num_rows: int, length: int) -> np.ndarray:
+    """Returns int32 tokens_BT of a fixed shape, so that one compilation serves; padding comes last, unseen."""
+    tokens = np.full((num_rows, length), PAD, np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, :len(ids)] = ids
+    return tokens
+
+
+def recall_trial(rng: random.Random, corpus: Corpus, distance: int) -> tuple[list[int], int]:
+    """Four keys defined, held-out library code, one asked; returns (tokens up to the end of the answer, its start).
 
     `distance` is in tokens from the first token of the value at its definition to the same token of the answer.
     """
+    encode, lines = corpus.tokenizer.encode, corpus.held_out_lines
     keys = [random_key(rng, corpus, 0) for _ in range(4)]
-    asked = rng.choice(keys)
-    text = filler(rng, corpus.held_out_lines, rng.randint(0, 150)) + "".join(definition for definition, _, _ in keys)
-    encode = corpus.tokenizer.encode
-    defined_at = len(encode(text[:text.index(asked[0]) + asked[0].index("'") + 1]).ids)
-    query_len = len(encode(asked[1], add_special_tokens=False).ids)
-    room = distance - (len(encode(text).ids) - defined_at) - query_len
-    between = encode(filler(rng, corpus.held_out_lines, 8 * distance), add_special_tokens=False).ids
-    text += corpus.tokenizer.decode(between[:max(0, room - 1)]) + "\n" + asked[1]
-    prompt_len = len(encode(text).ids)
-    tokens = encode(f"{text}{asked[2]}'").ids
-    return tokens, prompt_len, len(tokens) - prompt_len
+    definition, query, value = rng.choice(keys)
+    text = filler(rng, lines, rng.randint(0, 150)) + "".join(key[0] for key in keys)
+    defined_at = len(encode(text[:text.index(definition) + definition.index("'") + 1]).ids)
+    room = distance - (len(encode(text).ids) - defined_at) - len(encode(query, add_special_tokens=False).ids)
+    between = encode(filler(rng, lines, 8 * distance), add_special_tokens=False).ids
+    text += corpus.tokenizer.decode(between[:max(0, room - 1)]) + "\n" + query
+    return encode(f"{text}{value}'").ids, len(encode(text).ids)
 
 
 def recall_accuracy(params: dict, corpus: Corpus, distance: int, trials: int, batch: int = 16) -> float:
     """Share of trials where greedy decoding gives the whole value and its closing quote."""
     rng, correct = random.Random(f"recall/{distance}"), 0
-    score = jax.jit(lambda p, t: token_losses(p, t, jnp.float32)[1])
+    is_right = jax.jit(lambda p, t: token_losses(p, t, jnp.float32)[1])
     length = -(-(distance + 220) // QUERY_BLOCK) * QUERY_BLOCK
     for _ in range(0, trials, batch):
         group = [recall_trial(rng, corpus, distance) for _ in range(batch)]
-        tokens = np.full((batch, length), PAD, np.int32)
-        for row, (ids, _, _) in enumerate(group):
-            tokens[row, :len(ids)] = ids
-        right = np.asarray(score(params, tokens))
-        correct += sum(right[row, at - 1:at - 1 + n].all() for row, (_, at, n) in enumerate(group))
+        right = np.asarray(is_right(params, pad_rows([ids for ids, _ in group], batch, length)))
+        correct += sum(right[row, start - 1:len(ids) - 1].all() for row, (ids, start) in enumerate(group))
     return correct / (-(-trials // batch) * batch)
 
 
 def bits_per_byte(params: dict, corpus: Corpus) -> tuple[float, float]:
     """Returns (bits per UTF-8 byte, bytes per token) of the held-out files in windows of <s> and 2,047 tokens."""
-    rows, num_bytes, num_tokens = [], 0, 0
+    rows, num_bytes = [], sum(len(text.encode()) for text in corpus.held_out)
     for text in corpus.held_out:
         ids = corpus.tokenizer.encode(text, add_special_tokens=False).ids
-        rows += [[BOS, *ids[i:i + SHAPE.context - 1]] for i in range(0, len(ids), SHAPE.context - 1)]
-        num_bytes, num_tokens = num_bytes + len(text.encode()), num_tokens + len(ids)
-    score, nats = jax.jit(lambda p, t: token_losses(p, t, jnp.float32)[0]), 0.0
+        rows += [[BOS, *ids[i:i + CONTEXT - 1]] for i in range(0, len(ids), CONTEXT - 1)]
+    nll, nats = jax.jit(lambda p, t: token_losses(p, t, jnp.float32)[0]), 0.0
     for i in range(0, len(rows), 8):
-        tokens = np.full((8, SHAPE.context), PAD, np.int32)
-        for row, ids in enumerate(rows[i:i + 8]):
-            tokens[row, :len(ids)] = ids
-        nats += float(np.sum(np.asarray(score(params, tokens)), where=tokens[:, 1:] != PAD, dtype=np.float64))
-    return nats / math.log(2) / num_bytes, num_bytes / num_tokens
+        tokens = pad_rows(rows[i:i + 8], 8, CONTEXT)
+        nats += float(np.sum(np.asarray(nll(params, tokens)), where=tokens[:, 1:] != PAD, dtype=np.float64))
+    return nats / math.log(2) / num_bytes, num_bytes / sum(len(ids) - 1 for ids in rows)
 
 
-def sample(params: dict, tokenizer: Tokenizer, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
-    """Continues `prompt` without a cache (0 = greedy)."""
-    ids, rng = tokenizer.encode(prompt).ids, np.random.default_rng(seed)
-    run = jax.jit(lambda p, t, n: forward(p, t, jnp.float32)[0, n - 1])
-    for _ in range(num_tokens):
-        padded = np.full((1, QUERY_BLOCK), PAD, np.int32)
-        padded[0, :len(ids)] = ids
-        logits = np.asarray(run(params, padded, len(ids)))
-        noise = rng.gumbel(size=logits.shape) * temperature
-        ids.append(int(np.argmax(logits + noise)))
-        if ids[-1] == EOS or len(ids) == QUERY_BLOCK:
-            break
+def sample(params: dict, tokenizer: Tokenizer, prompt: str, temperature: float) -> str:
+    """Continues `prompt` to 128 tokens without a cache (temperature 0 is greedy)."""
+    ids, rng = tokenizer.encode(prompt).ids, np.random.default_rng(0)
+    next_logits = jax.jit(lambda p, t, n: forward(p, t, jnp.float32)[0, n - 1])
+    while len(ids) < 128 and ids[-1] != EOS:
+        logits = np.asarray(next_logits(params, pad_rows([ids], 1, 128), len(ids)))
+        ids.append(int(np.argmax(logits + temperature * rng.gumbel(size=logits.shape))))
     return tokenizer.decode(ids)
 
 
 def evaluate(directory: Path, trials: int) -> None:
     """Prints bits per byte, recall by distance and two samples of an exported model as JSON lines."""
     corpus = build_corpus(Tokenizer.from_file(str(directory / "tokenizer.json")))
-    params = jax.tree.map(lambda w: w.astype(jnp.float32), from_hf(load_file(directory / "model.safetensors")))
+    params = load_exported(directory)
     bpb, bytes_per_token = bits_per_byte(params, corpus)
-    print(json.dumps({"held_out_bits_per_byte": round(bpb, 4), "bytes_per_token": round(bytes_per_token, 3)}), flush=True)
+    print(json.dumps({"held_out_bits_per_byte": round(bpb, 4), "bytes_per_token": round(bytes_per_token, 3)}))
     for distance in RECALL_DISTANCES:
-        accuracy = recall_accuracy(params, corpus, distance, trials)
-        print(json.dumps({"recall_distance": distance, "accuracy": round(accuracy, 4)}), flush=True)
+        accuracy = round(recall_accuracy(params, corpus, distance, trials), 4)
+        print(json.dumps({"recall_distance": distance, "accuracy": accuracy}), flush=True)
     for temperature in (0.0, 0.7):
-        print(json.dumps({"temperature": temperature,
-                          "sample": sample(params, corpus.tokenizer, "def fibonacci(n):", 120, temperature, 0)}))
+        text = sample(params, corpus.tokenizer, "def fibonacci(n):", temperature)
+        print(json.dumps({"temperature": temperature, "sample": text}), flush=True)
 
 
 def main() -> None:
@@ -534,11 +472,10 @@ def main() -> None:
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="measure an exported model instead of training")
     parser.add_argument("--trials", type=int, default=208, help="recall trials per distance")
     args = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in MALLOC_ENV.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **MALLOC_ENV})
     os.nice(19 - os.nice(0))
-    if args.evaluate:
-        evaluate(args.evaluate, args.trials)
-    else:
-        train(args)
+    evaluate(args.evaluate, args.trials) if args.evaluate else train(args)
 
 
 if __name__ == "__main__":

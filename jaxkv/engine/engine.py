@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -21,23 +21,25 @@ from jaxkv.ops.sampling import NO_TOKEN, Sampled
 class Engine:
     """Owns the KV state and everything mutable around it. One thread at a time.
 
-    `make_kv` makes an empty KV state; it is called again only if an interrupt destroyed the state half way.
+    `make_kv` makes an empty KV state again should an interrupt destroy it half way.
     `decode_token` names single tokens in logprobs (None without a tokenizer).
     """
 
     def __init__(
         self,
         weights: Weights,
-        make_kv: Callable[[], PagedKV],
+        kv: PagedKV,
         programs: Programs,
         config: EngineConfig,
+        *,
+        make_kv: Callable[[], PagedKV],
         decode_token: Callable[[int], str] | None,
     ) -> None:
         self.weights = weights
         self.programs = programs
         self.config = config
         self.scheduler = Scheduler(config)
-        self.kv = make_kv()
+        self.kv = kv
         self._make_kv = make_kv
         self._rows = RowTables(config)
         self._requests: dict[str, Request] = {}
@@ -118,42 +120,39 @@ class Engine:
         return plan.requests
 
     def _accept(self, request: Request, out: Sampled, row: int) -> None:
-        """Adds the row's new tokens one by one up to the first that ends the request."""
+        """Adds the row's new tokens one by one up to the first that ends the request, and their text."""
         tokens = [token for token in out.token_B[:, row].tolist() if token != NO_TOKEN]
-        # Text can wait for the end of the chunk unless a stop string may end it in the middle.
-        one_by_one = bool(request.params.stop_strings)
         start = len(request.tokens)
         for i, token in enumerate(tokens):
             request.tokens.append(token)
             if request.logprobs is not None:
                 self._add_logprobs(request, out, i, row, token)
-            if self._ends(request, token, one_by_one):
+            if self._ends(request, token):
                 break
-        if request.text is not None and not one_by_one:
-            request.text.push(self._shown(request, request.tokens[start:]))
+        # Text can wait for the end of the chunk unless a stop string may end it in the middle.
+        if request.text is not None and not request.params.stop_strings:
+            new = request.tokens[start:]
+            request.text.push(new[:-1] if self._hides(request, new[-1]) else new)
         if request.finish_reason is not None:
             self._finish(request)
 
-    def _ends(self, request: Request, token: int, check_strings: bool) -> bool:
+    def _ends(self, request: Request, token: int) -> bool:
         enough = len(request.tokens) - request.prompt_len >= request.params.min_tokens
         if token in request.stop_ids and enough:
             request.finish_reason = "stop"
             request.stop_reason = None if token in request.eos_ids else token
-            return True
-        if check_strings and request.text is not None:
-            found = request.text.push([token])
-            if found is not None and enough:
+        if request.text is not None and request.params.stop_strings and not self._hides(request, token):
+            found = request.text.push([token], search=enough)
+            if found is not None and request.finish_reason is None:
                 request.finish_reason, request.stop_reason = "stop", found
-                return True
-        if request.num_left == 0:
+        if request.finish_reason is None and request.num_left == 0:
             request.finish_reason = "length"
-            return True
-        return False
+        return request.finish_reason is not None
 
-    def _shown(self, request: Request, tokens: Sequence[int]) -> Sequence[int]:
-        """Tokens whose text is given out: without the stop token that ended the request, unless it is asked for."""
-        stopped = request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
-        return tokens[:-1] if stopped and not request.params.include_stop_str_in_output else tokens
+    def _hides(self, request: Request, token: int) -> bool:
+        """Whether this is the stop token that ended the request, whose text is given out only on demand."""
+        ended = request.finish_reason == "stop" and token in request.stop_ids
+        return ended and not request.params.include_stop_str_in_output
 
     def _finish(self, request: Request) -> None:
         if request.text is not None and not isinstance(request.stop_reason, str):

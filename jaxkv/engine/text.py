@@ -45,28 +45,32 @@ class TextStream:
         self._shown = 0
         self._holdback = max((len(stop) for stop in stops), default=1) - 1
         self._given = 0
+        self._searched = 0
         self.text = ""
 
-    def push(self, tokens: Sequence[int]) -> str | None:
-        """Adds tokens; returns the stop string that the text now contains, which ends it there, or None."""
+    def push(self, tokens: Sequence[int], *, search: bool = True) -> str | None:
+        """Adds tokens; returns the stop string that the text now contains, which ends it there, or None.
+
+        Without `search` the new text is not looked at (min_tokens not reached yet).
+        """
         self._window += tokens
         decoded = self._decode(self._window)
         whole = decoded.rstrip(UNFINISHED)
         if len(self._window) - self._context > MAX_PENDING:
             whole = decoded
         if len(whole) > self._shown:
-            self._append(whole[self._shown :])
+            self.text += whole[self._shown :]
             self._shown = len(whole)
         if whole == decoded:
             self._narrow(len(tokens))
-        return self._find_stop(len(self.text))
+        return self._find_stop() if search else self._skip_search()
 
     def flush(self) -> str | None:
         """Ends the sequence: bytes that never became a character are given out as U+FFFD. Returns as `push` does."""
         decoded = self._decode(self._window)
-        self._append(decoded[self._shown :])
+        self.text += decoded[self._shown :]
         self._shown = len(decoded)
-        found = self._find_stop(len(self.text))
+        found = self._find_stop()
         self._holdback = 0
         return found
 
@@ -76,10 +80,6 @@ class TextStream:
         new, self._given = self.text[self._given : end], end
         return new
 
-    def _append(self, new: str) -> None:
-        self._searched = len(self.text)
-        self.text += new
-
     def _narrow(self, num_new: int) -> None:
         """Keeps the newest tokens as the context of the next ones; all of them while they show nothing (specials)."""
         shown = self._decode(self._window[-num_new:])
@@ -88,11 +88,13 @@ class TextStream:
             self._shown = len(shown)
         self._context = len(self._window)
 
-    _searched = 0
+    def _skip_search(self) -> None:
+        self._searched = len(self.text)
 
-    def _find_stop(self, end: int) -> str | None:
-        found = [(self.text.find(stop, max(0, self._searched - len(stop) + 1), end), stop) for stop in self._stops]
-        self._searched = end
+    def _find_stop(self) -> str | None:
+        """The earliest stop string that the text since the last search has completed; cuts the text there."""
+        found = [(self.text.find(stop, max(0, self._searched - len(stop) + 1)), stop) for stop in self._stops]
+        self._searched = len(self.text)
         found = [(at, stop) for at, stop in found if at >= 0]
         if not found:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from jaxkv.weights.safetensors import Checkpoint
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
-def load_weights(directory: Path, spec: ModelSpec, layout: Layout, *, dtype: str, stacked: bool) -> dict[str, Any]:
-    """The weight tree of `models.decoder`, every float tensor as `dtype`; layers stacked or as a tuple of trees.
+def load_weights(
+    directory: Path, spec: ModelSpec, layout: Layout, *, dtype: str, as_bits: bool = False
+) -> dict[str, Any]:
+    """The weight tree of `models.decoder`, every tensor as `dtype`, with bfloat16 as raw uint16 bits if `as_bits`.
 
-    Tensors go one by one from the mapped file to the device and their file pages are dropped at once.
+    Layers are stacked, or a tuple of trees where they belong to several KV groups. Tensors go one by one from the
+    mapped file to the device and their file pages are dropped at once.
     Raises: CheckpointError naming every missing, unexpected or misshapen tensor, before anything is allocated.
     """
     with Checkpoint.open(directory) as checkpoint:
@@ -29,12 +33,13 @@ def load_weights(directory: Path, spec: ModelSpec, layout: Layout, *, dtype: str
         _check(checkpoint, spec, layout, top)
 
         def load(name: str) -> jax.Array:
-            return _to_device(checkpoint, name, dtype)
+            return _to_device(checkpoint, name, dtype, as_bits)
 
         weights: dict[str, Any] = {name: load(leaf.source) for name, leaf in top.items()}
-        if stacked:
+        if len(spec.groups) == 1:
             weights["layers"] = {
-                name: _load_stacked(checkpoint, leaf, spec.num_layers, dtype) for name, leaf in layout.layer.items()
+                name: _load_stacked(checkpoint, leaf, spec.num_layers, dtype, as_bits)
+                for name, leaf in layout.layer.items()
             }
         else:
             weights["layers"] = tuple(
@@ -91,19 +96,20 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, top: dict[st
         raise CheckpointError(f"{checkpoint.directory}: {shown}")
 
 
-def _to_device(checkpoint: Checkpoint, name: str, dtype: str) -> jax.Array:
+def _to_device(checkpoint: Checkpoint, name: str, dtype: str, as_bits: bool) -> jax.Array:
     view = checkpoint.read(name)
+    host = view.astype(dtype, copy=False)
     # device_put may alias host memory on a CPU, even with may_alias=False: fine for a converted copy, not for the file.
-    array = jnp.array(view, copy=True) if view.dtype == dtype else jax.device_put(view.astype(dtype))
-    array.block_until_ready()
+    put = functools.partial(jnp.array, copy=True) if host is view else jax.device_put
+    array = put(host.view(np.uint16) if as_bits else host).block_until_ready()
     checkpoint.release(name)
     return array
 
 
-def _load_stacked(checkpoint: Checkpoint, leaf: Leaf, num_layers: int, dtype: str) -> jax.Array:
+def _load_stacked(checkpoint: Checkpoint, leaf: Leaf, num_layers: int, dtype: str, as_bits: bool) -> jax.Array:
     host = np.empty((num_layers, *leaf.info.shape), dtype)
     for layer in range(num_layers):
         name = leaf.source.format(layer=layer)
         host[layer] = checkpoint.read(name)
         checkpoint.release(name)
-    return jax.device_put(host).block_until_ready()
+    return jax.device_put(host.view(np.uint16) if as_bits else host).block_until_ready()

@@ -1,0 +1,169 @@
+"""The front door: from what people write to a `Request`, or one clear ValueError and nothing else changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.config import EngineConfig, SamplingParams, is_int
+from jaxkv.engine.model import Model
+from jaxkv.engine.request import Request
+from jaxkv.engine.text import TextStream
+from jaxkv.ops.sampling import NUM_STOP_TOKENS
+
+Prompt = str | Mapping[str, Any]
+"""A text, {"prompt": text} or {"prompt_token_ids": [...]}."""
+
+
+class Intake:
+    """Checks prompts and parameters against one model and engine, and numbers the requests that pass."""
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        self._model = model
+        self._config = config
+        self._num_submitted = 0
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return min(self._config.max_model_len, self._config.num_pages * self._config.block_size)
+
+    def accept(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
+        """One request per prompt. Raises: ValueError naming every bad index, with nothing numbered."""
+        made: list[Request] = []
+        problems = []
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                made.append(self._request(prompt, one, self._num_submitted + index))
+            except ValueError as error:
+                problems.append(f"prompt {index}: {error}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        self._num_submitted += len(made)
+        return made
+
+    def render(self, conversations: Sequence[Any], **options: Any) -> list[Prompt]:
+        """Token prompts of chat conversations by the tokenizer's template. Raises: ValueError naming every bad index."""
+        from jinja2 import TemplateError
+
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            raise ValueError("chat: expected a tokenizer, got skip_tokenizer_init=True")
+        if not tokenizer.chat_template and options.get("chat_template") is None:
+            raise ValueError("chat: this tokenizer has no chat template; pass chat_template=, or use generate()")
+        prompts: list[Prompt] = []
+        problems = []
+        for index, messages in enumerate(conversations):
+            try:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                prompts.append({"prompt": text, "prompt_token_ids": ids})
+            except (TemplateError, ValueError, TypeError) as error:
+                problems.append(f"conversation {index}: {type(error).__name__}: {error}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return prompts
+
+    def _request(self, prompt: Prompt, params: SamplingParams, number: int) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
+        text, tokens = self._tokens(prompt)
+        self._check_length(len(tokens))
+        self._check_ids("prompt", tokens)
+        own_stops = params.stop_token_ids or ()
+        self._check_ids("stop_token_ids", own_stops)
+        eos_ids = frozenset() if params.ignore_eos else self._model.eos_ids
+        stop_ids = eos_ids | frozenset(own_stops)
+        if len(stop_ids) > NUM_STOP_TOKENS:
+            raise ValueError(f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's, got {len(stop_ids)}")
+        if params.stop_strings and self._model.tokenizer is None:
+            raise ValueError("stop: expected a tokenizer for stop strings, got skip_tokenizer_init=True")
+        max_len = self.max_len if params.max_tokens is None else min(self.max_len, len(tokens) + params.max_tokens)
+        return Request(
+            id=str(number),
+            prompt=text,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            params=params,
+            seed=self._seed(params, number),
+            max_len=max_len,
+            stop_ids=stop_ids,
+            eos_ids=eos_ids,
+            text=self._text_stream(params),
+            logprobs=None if params.logprobs is None else [],
+        )
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt)
+        if not isinstance(prompt, Mapping):
+            raise ValueError(
+                f'expected a text, {{"prompt": text}} or {{"prompt_token_ids": [...]}}, got {type(prompt).__name__}'
+            )
+        unknown = sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids"}))
+        if unknown:
+            raise ValueError(f"unknown or unsupported keys in the prompt: {', '.join(unknown)}")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"prompt: expected a text, got {type(text).__name__}")
+        if ids is None:
+            if text is None:
+                raise ValueError('expected "prompt" or "prompt_token_ids", got neither')
+            return text, self._encode(text)
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+            raise ValueError(f"prompt_token_ids: expected a list of token ids, got {type(ids).__name__}")
+        return text, ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._model.tokenizer is None:
+            raise ValueError('expected {"prompt_token_ids": [...]} with skip_tokenizer_init=True, got a text')
+        if not text:
+            raise ValueError("the prompt is empty; expected at least one token")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not valid Unicode: {error}") from error
+        return self._model.tokenizer.encode(text)
+
+    def _check_length(self, length: int) -> None:
+        config = self._config
+        if not length:
+            raise ValueError("the prompt is empty; expected at least one token")
+        if length >= config.max_model_len:
+            raise ValueError(
+                f"the prompt has {length} tokens; expected at most {config.max_model_len - 1}, so that one more fits into "
+                f"max_model_len={config.max_model_len}"
+            )
+        if length >= self.max_len:
+            raise ValueError(
+                f"the prompt has {length} tokens; the KV cache holds {self.max_len} in all ({config.num_pages} pages of "
+                f"{config.block_size}): raise kv_cache_memory_bytes or num_gpu_blocks_override"
+            )
+
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        # JAX gathers clamp silently, so every id is checked here, before it reaches the device.
+        size = self._model.spec.vocab_size
+        bad = [i for i in ids if not is_int(i) or not 0 <= i < size]
+        if bad:
+            raise ValueError(f"{what}: expected token ids from 0 to {size - 1}, got {bad[:5]!r}")
+
+    def _seed(self, params: SamplingParams, number: int) -> int:
+        """The request's own seed, or one that follows from the engine's and the number of the submission."""
+        if params.seed is not None:
+            return params.seed % 2**64
+        high, low = np.random.SeedSequence([self._config.seed, number]).generate_state(2)
+        return int(high) << 32 | int(low)
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        tokenizer = self._model.tokenizer
+        if tokenizer is None or not params.detokenize:
+            return None
+
+        def decode(ids: Sequence[int]) -> str:
+            return tokenizer.decode(
+                ids, skip_special_tokens=params.skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+
+        return TextStream(decode, params.stop_strings, include_stop=params.include_stop_str_in_output)

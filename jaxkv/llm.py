@@ -1,0 +1,255 @@
+"""`LLM`: what people touch. vLLM's names; a vLLM user changes the import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxkv.aot import Programs
+from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.intake import Intake, Prompt
+from jaxkv.engine.model import load_model
+from jaxkv.engine.outputs import RequestOutput
+from jaxkv.engine.pool import bytes_per_page, choose_num_pages, empty_kv
+from jaxkv.engine.request import Request
+from jaxkv.kv.codecs import Codec, get_codec
+from jaxkv.ops.attention import choose_backend
+
+DEMO = Path(__file__).parent / "demo"
+
+DECODE_STEPS = 8
+"""Tokens per row between two looks of the host."""
+
+
+class LLM:
+    """A model ready to generate: loads weights, allocates the KV cache once and compiles every step.
+
+    model: a local Hugging Face directory, a hub id, or None for the small demo model that ships with jaxkv.
+    tokenizer: directory or hub id of the tokenizer (default: the model's); skip_tokenizer_init=True works without one.
+    dtype: auto, bfloat16 or float32; auto is bfloat16 unless this CPU has no instructions for it.
+    max_model_len: longest prompt and output together, in tokens (default: what the checkpoint declares).
+    max_num_seqs: rows that run at once (default 32 on a CPU, 256 elsewhere). max_num_batched_tokens: tokens per step.
+    block_size: tokens per page, 8 to 128 (default 16 on a CPU, 64 elsewhere). kv_cache_dtype: auto (as dtype) or a dtype.
+    kv_cache_memory_bytes, num_gpu_blocks_override: size of the cache in bytes or pages; by default what max_num_seqs rows
+    of max_model_len take, at most a quarter of the available memory on a CPU and gpu_memory_utilization of any device.
+    seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
+
+    Raises: ValueError for an argument out of range or not supported (nothing is ignored), CheckpointError for a broken
+    checkpoint, NotImplementedError for a backend that is not built.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool = False,
+        revision: str | None = None,
+        dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        block_size: int | None = None,
+        backend: str = "auto",
+        kv_cache_dtype: str = "auto",
+        kv_cache_memory_bytes: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        seed: int = 0,
+        lazy_compile: bool = False,
+        **unsupported: Any,
+    ) -> None:
+        if unsupported:
+            raise ValueError(f"LLM: unknown or not yet supported: {', '.join(sorted(unsupported))}")
+        if tensor_parallel_size != 1:
+            raise ValueError(f"tensor_parallel_size: expected 1 (more is not supported yet), got {tensor_parallel_size}")
+        if skip_tokenizer_init and tokenizer is not None:
+            raise ValueError(f"tokenizer: expected None with skip_tokenizer_init=True, got {tokenizer!r}")
+        self._device = jax.devices()[0]
+        on_cpu = self._device.platform == "cpu"
+        self._backend, self._backend_reason = choose_backend(backend)
+        self._model = load_model(
+            DEMO if model is None else model,
+            revision=revision,
+            tokenizer=tokenizer,
+            skip_tokenizer_init=skip_tokenizer_init,
+            dtype=dtype,
+            platform=self._device.platform,
+        )
+        spec = self._model.spec
+        kv_dtype = self._model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+        codec = get_codec(kv_dtype, platform=self._device.platform)
+        limits = EngineConfig(
+            max_model_len=spec.max_len if max_model_len is None else max_model_len,
+            max_num_seqs=(32 if on_cpu else 256) if max_num_seqs is None else max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=(16 if on_cpu else 64) if block_size is None else block_size,
+            num_pages=1,
+            decode_steps=DECODE_STEPS,
+            seed=seed,
+        )
+        if limits.max_model_len > spec.max_len:
+            raise ValueError(f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got {max_model_len}")
+        self._page_nbytes = bytes_per_page(spec, page_size=limits.block_size, codec=codec)
+        num_pages = choose_num_pages(
+            limits,
+            self._page_nbytes,
+            self._device,
+            memory_bytes=kv_cache_memory_bytes,
+            pages_override=num_gpu_blocks_override,
+            utilization=gpu_memory_utilization,
+        )
+        self._config = replace(limits, num_pages=num_pages)
+        self._intake = Intake(self._model, self._config)
+        self._engine = self._make_engine(codec)
+        if not lazy_compile:
+            self._engine.programs.compile_all()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; results in input order.
+
+        prompts: a text, {"prompt": text} or {"prompt_token_ids": [...]}, or a list of them. sampling_params: one for all
+        or one each (default: `get_default_sampling_params`).
+        Raises: ValueError naming every bad index before any work starts.
+        """
+        listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        return self._run(self._intake.accept(listed, self._listed_params(sampling_params, len(listed))), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes conversations: a list of {"role": ..., "content": ...} messages, or a list of such lists.
+
+        The checkpoint's chat template (or `chat_template`) makes the prompts.
+        Raises: ValueError if there is no template or it refuses a conversation, and as `generate` does.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        options = dict(chat_template_kwargs or {})
+        options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        prompts = self._intake.render(conversations, chat_template=chat_template, tools=tools, **options)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yields what is new (text, token_ids, logprobs) as it is generated; the last one carries the finish_reason.
+
+        Text comes in whole characters, and never with the beginning of a stop string. Closing the iterator ends the
+        request. Raises: ValueError at the call, before anything is yielded.
+        """
+        (request,) = self._intake.accept([prompt], self._listed_params(sampling_params, 1))
+        return self._stream(request)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json asks for, vLLM's defaults where it says nothing.
+
+        Raises: ValueError if it asks for something that is not supported yet.
+        """
+        names = {"max_new_tokens": "max_tokens"}
+        keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+        given = {names.get(k, k): v for k in keys if (v := self._model.generation.get(k)) is not None}
+        try:
+            return SamplingParams(**given)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json: {error}; pass sampling_params to set your own") from error
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self._config.num_pages * self._config.block_size
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer, None with skip_tokenizer_init=True."""
+        return self._model.tokenizer
+
+    def describe(self) -> str:
+        """What this engine is and has: model, memory, programs, backend and why."""
+        model, config, programs = self._model, self._config, self._engine.programs
+        spec, used = model.spec, self._engine.scheduler.allocator.num_used
+        pool_mib = config.num_pages * self._page_nbytes / 2**20
+        return "\n".join(
+            (
+                f"model     {model.directory} ({spec.family}, {spec.num_layers} layers, {spec.num_heads} query heads)",
+                f"weights   {model.weight_bytes / 2**20:.1f} MiB {model.dtype} on {self._device}",
+                f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of {config.block_size}, "
+                f"{pool_mib:.1f} MiB {self._engine.kv.groups[0].codec.name}, {used} pages in use",
+                f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
+                f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode steps per loop",
+                f"programs  {programs.num_compiled} compiled in {programs.compile_s:.1f} s: steps of "
+                f"{programs.token_buckets} tokens, loops of {programs.row_buckets} rows",
+                f"backend   {self._backend} ({self._backend_reason})",
+            )
+        )
+
+    def _make_engine(self, codec: Codec) -> Engine:
+        spec, config, weights = self._model.spec, self._config, self._model.weights
+        kv = empty_kv(spec, config, codec)
+        programs = Programs(weights, kv, spec=spec, config=config, backend=self._backend)
+        tokenizer = self._model.tokenizer
+        return Engine(
+            weights,
+            kv,
+            programs,
+            config,
+            make_kv=lambda: empty_kv(spec, config, codec),
+            decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token]),
+        )
+
+    def _listed_params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            return [self.get_default_sampling_params()] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise ValueError(f"sampling_params: expected one or {count} (one per prompt), got {len(params)}")
+        return params
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        from tqdm import tqdm
+
+        try:
+            for request in requests:
+                self._engine.add(request)
+            with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
+                while any(request.finish_reason is None for request in requests):
+                    stepped = self._engine.step()
+                    bar.update(sum(request.finish_reason is not None for request in stepped))
+        finally:
+            # After an error or an interrupt nothing of this call may stay behind.
+            for request in requests:
+                self._engine.abort(request.id)
+        return [request.output() for request in requests]
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        self._engine.add(request)
+        try:
+            while request.finish_reason is None:
+                known = len(request.tokens)
+                self._engine.step()
+                if request.finish_reason is None and len(request.tokens) > known:
+                    yield request.new_output()
+            yield request.new_output()
+        finally:
+            self._engine.abort(request.id)
