@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxkv.loop import Rows, decode_loop
 from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
-from jaxkv.ops.sampling import NUM_STOP_TOKENS, Sampling
+from jaxkv.ops.sampling import NO_TOKEN, NUM_STOP_TOKENS, Sampling
 from jaxkv.steps import step
 
 SMALLEST_STEP = 16
@@ -52,34 +53,39 @@ def fit_bucket(buckets: tuple[int, ...], size: int) -> int:
 def empty_batch(num_tokens: int, num_rows: int) -> Batch:
     """A batch of padding (numpy), to fill in or to take shapes from."""
     return Batch(
-        token_T=np.zeros(num_tokens, np.int32),
-        position_T=np.zeros(num_tokens, np.int32),
-        row_T=np.full(num_tokens, num_rows, np.int32),
-        start_B=np.zeros(num_rows, np.int32),
-        count_B=np.zeros(num_rows, np.int32),
-        num_decode=np.int32(0),
-        num_rows=np.int32(0),
+        token_T=_full((num_tokens,), 0),
+        position_T=_full((num_tokens,), 0),
+        row_T=_full((num_tokens,), num_rows),
+        start_B=_full((num_rows,), 0),
+        count_B=_full((num_rows,), 0),
+        num_decode=_full((), 0),
+        num_rows=_full((), 0),
     )
 
 
 def empty_sampling(num_rows: int) -> Sampling:
     """Greedy parameters for every row (numpy)."""
     return Sampling(
-        temperature_B=np.zeros(num_rows, np.float32),
-        top_k_B=np.full(num_rows, np.iinfo(np.int32).max, np.int32),
-        top_p_B=np.ones(num_rows, np.float32),
-        min_p_B=np.zeros(num_rows, np.float32),
-        seed_B2=np.zeros((num_rows, 2), np.uint32),
-        sample_B=np.zeros(num_rows, np.int32),
-        stop_BE=np.full((num_rows, NUM_STOP_TOKENS), -1, np.int32),
-        min_left_B=np.zeros(num_rows, np.int32),
-        logprobs_B=np.zeros(num_rows, np.bool_),
+        temperature_B=_full((num_rows,), 0, np.float32),
+        top_k_B=_full((num_rows,), np.iinfo(np.int32).max),
+        top_p_B=_full((num_rows,), 1, np.float32),
+        min_p_B=_full((num_rows,), 0, np.float32),
+        seed_B2=_full((num_rows, 2), 0, np.uint32),
+        sample_B=_full((num_rows,), 0),
+        stop_BE=_full((num_rows, NUM_STOP_TOKENS), NO_TOKEN),
+        min_left_B=_full((num_rows,), 0),
+        logprobs_B=_full((num_rows,), False, np.bool_),
     )
 
 
 def empty_rows(num_rows: int) -> Rows:
     """Resting rows (numpy)."""
-    return Rows(*(np.zeros(num_rows, np.int32) for _ in range(3)))
+    return Rows(token_B=_full((num_rows,), 0), position_B=_full((num_rows,), 0), budget_B=_full((num_rows,), 0))
+
+
+def _full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
+    """A numpy array where a type says jax.Array: an input of a compiled program may be either."""
+    return np.full(shape, value, dtype)
 
 
 class Programs:
@@ -88,9 +94,7 @@ class Programs:
     `step(T)` and `loop(R)` give an executable, compiling it on first use; `compile_all` compiles the whole set.
     """
 
-    def __init__(
-        self, weights: Weights, kv: PagedKV, *, spec: ModelSpec, config: EngineConfig, backend: str
-    ) -> None:
+    def __init__(self, weights: Weights, kv: PagedKV, *, spec: ModelSpec, config: EngineConfig, backend: str) -> None:
         self.config = config
         self.spec = spec
         self.backend = backend
@@ -150,10 +154,10 @@ class Programs:
 
     def _kv_for(self, num_rows: int) -> PagedKV:
         width = table_width(self.config)
-        table = jax.ShapeDtypeStruct((num_rows, width), np.int32)
-        length = jax.ShapeDtypeStruct((num_rows,), np.int32)
-        groups = (group.replace(table_BW=table, first_BW=table, len_B=length) for group in self._kv.groups)
-        return self._kv.replace(groups=tuple(groups))
+        table: Any = jax.ShapeDtypeStruct((num_rows, width), np.int32)
+        length: Any = jax.ShapeDtypeStruct((num_rows,), np.int32)
+        groups = (replace(group, table_BW=table, first_BW=table, len_B=length) for group in self._kv.groups)
+        return replace(self._kv, groups=tuple(groups))
 
 
 def table_width(config: EngineConfig) -> int:

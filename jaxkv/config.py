@@ -66,8 +66,8 @@ _NOT_BUILT = {
 class SamplingParams:
     """How one request samples: vLLM's field names, defaults and meaning.
 
-    A temperature below 1e-5 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `max_tokens=None` means as many
-    as the context allows. `logprobs=k` returns the k likeliest tokens and the sampled one (k at most 20).
+    A temperature below 1e-5 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `max_tokens=None` means as
+    many as the context allows. `logprobs=k` returns the k likeliest tokens and the sampled one (k at most 20).
     Raises: ValueError naming the field for a value out of range, and for a field that is not built yet.
     """
 
@@ -114,7 +114,8 @@ class SamplingParams:
         )
         _expect(is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "a number >= 0", self.min_tokens)
         if self.max_tokens is not None:
-            _expect(self.min_tokens <= self.max_tokens, "min_tokens", f"<= max_tokens={self.max_tokens}", self.min_tokens)
+            at_most = f"at most max_tokens={self.max_tokens}"
+            _expect(self.min_tokens <= self.max_tokens, "min_tokens", at_most, self.min_tokens)
         logprobs = self.logprobs is None or (is_int(self.logprobs) and 0 <= self.logprobs <= 20)
         _expect(logprobs, "logprobs", "None or a number from 0 to 20", self.logprobs)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):

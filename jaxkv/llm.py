@@ -35,9 +35,10 @@ class LLM:
     dtype: auto, bfloat16 or float32; auto is bfloat16 unless this CPU has no instructions for it.
     max_model_len: longest prompt and output together, in tokens (default: what the checkpoint declares).
     max_num_seqs: rows that run at once (default 32 on a CPU, 256 elsewhere). max_num_batched_tokens: tokens per step.
-    block_size: tokens per page, 8 to 128 (default 16 on a CPU, 64 elsewhere). kv_cache_dtype: auto (as dtype) or a dtype.
-    kv_cache_memory_bytes, num_gpu_blocks_override: size of the cache in bytes or pages; by default what max_num_seqs rows
-    of max_model_len take, at most a quarter of the available memory on a CPU and gpu_memory_utilization of any device.
+    block_size: tokens per page, 8 to 128 (default 16 on a CPU, 64 elsewhere). kv_cache_dtype: auto (as dtype), bfloat16
+    or float32. kv_cache_memory_bytes, num_gpu_blocks_override: size of the cache in bytes or pages; by default what
+    max_num_seqs rows of max_model_len take, within gpu_memory_utilization of the device (on a CPU of the available
+    memory, and at most a quarter of it).
     seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
 
     Raises: ValueError for an argument out of range or not supported (nothing is ignored), CheckpointError for a broken
@@ -69,7 +70,7 @@ class LLM:
         if unsupported:
             raise ValueError(f"LLM: unknown or not yet supported: {', '.join(sorted(unsupported))}")
         if tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size: expected 1 (more is not supported yet), got {tensor_parallel_size}")
+            raise ValueError(f"tensor_parallel_size: expected 1 (more is not built yet), got {tensor_parallel_size}")
         if skip_tokenizer_init and tokenizer is not None:
             raise ValueError(f"tokenizer: expected None with skip_tokenizer_init=True, got {tokenizer!r}")
         self._device = jax.devices()[0]
@@ -121,8 +122,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes every prompt; results in input order.
 
-        prompts: a text, {"prompt": text} or {"prompt_token_ids": [...]}, or a list of them. sampling_params: one for all
-        or one each (default: `get_default_sampling_params`).
+        prompts: a text, {"prompt": text} or {"prompt_token_ids": [...]}, or a list of them. sampling_params: one for
+        all or one each (default: `get_default_sampling_params`).
         Raises: ValueError naming every bad index before any work starts.
         """
         listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,7 +19,7 @@ from jaxkv.steps import last_logits
 
 @struct.dataclass
 class Rows:
-    """Rows that decode: token_B (sampled, not yet in the state), its position_B, and budget_B, the tokens still allowed.
+    """Rows that decode: token_B (sampled, not yet stored), its position_B, and budget_B, the tokens still allowed.
 
     All int32. A row with budget 0 rests: it stores nothing and samples nothing. The pages for `budget` more tokens are
     the host's promise, so the loop cannot run out of memory half way.
@@ -63,12 +64,12 @@ def decode_loop(
             decode_only=True,
         )
         kv, logits_BV = last_logits(weights, kv, batch, spec=spec, backend=backend)
-        now = sampling.replace(min_left_B=min_left_B)
+        now = replace(sampling, min_left_B=min_left_B)
         sampled = sample(logits_BV, now, rows.position_B + 1)
         out = jax.tree.map(
             lambda all_nB, one_B: jax.lax.dynamic_update_index_in_dim(all_nB, one_B, i, 0),
             out,
-            sampled.replace(token_B=jnp.where(live_B, sampled.token_B, NO_TOKEN)),
+            replace(sampled, token_B=jnp.where(live_B, sampled.token_B, NO_TOKEN)),
         )
         budget_B = jnp.where(live_B & ~is_stop(sampled.token_B, now), rows.budget_B - 1, 0)
         rows = Rows(

@@ -45,7 +45,7 @@ class Intake:
         return made
 
     def render(self, conversations: Sequence[Any], **options: Any) -> list[Prompt]:
-        """Token prompts of chat conversations by the tokenizer's template. Raises: ValueError naming every bad index."""
+        """Token prompts of conversations by the chat template. Raises: ValueError naming every bad index."""
         from jinja2 import TemplateError
 
         tokenizer = self._model.tokenizer
@@ -77,7 +77,9 @@ class Intake:
         eos_ids = frozenset() if params.ignore_eos else self._model.eos_ids
         stop_ids = eos_ids | frozenset(own_stops)
         if len(stop_ids) > NUM_STOP_TOKENS:
-            raise ValueError(f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's, got {len(stop_ids)}")
+            raise ValueError(
+                f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's own, got {len(stop_ids)}"
+            )
         if params.stop_strings and self._model.tokenizer is None:
             raise ValueError("stop: expected a tokenizer for stop strings, got skip_tokenizer_init=True")
         max_len = self.max_len if params.max_tokens is None else min(self.max_len, len(tokens) + params.max_tokens)
@@ -133,13 +135,13 @@ class Intake:
             raise ValueError("the prompt is empty; expected at least one token")
         if length >= config.max_model_len:
             raise ValueError(
-                f"the prompt has {length} tokens; expected at most {config.max_model_len - 1}, so that one more fits into "
-                f"max_model_len={config.max_model_len}"
+                f"the prompt has {length} tokens; expected at most {config.max_model_len - 1}, so that one more "
+                f"fits into max_model_len={config.max_model_len}"
             )
         if length >= self.max_len:
             raise ValueError(
-                f"the prompt has {length} tokens; the KV cache holds {self.max_len} in all ({config.num_pages} pages of "
-                f"{config.block_size}): raise kv_cache_memory_bytes or num_gpu_blocks_override"
+                f"the prompt has {length} tokens; the KV cache holds {self.max_len} in all ({config.num_pages} pages "
+                f"of {config.block_size}): raise kv_cache_memory_bytes or num_gpu_blocks_override"
             )
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:

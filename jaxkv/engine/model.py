@@ -24,7 +24,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """`generation` is generation_config.json ({} without one); `eos_ids` end a sequence unless a request ignores them."""
+    """`generation` is generation_config.json ({} without one); `eos_ids` end a request unless it ignores them."""
 
     directory: Path
     spec: ModelSpec

@@ -28,13 +28,13 @@ class Request:
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
     text: TextStream | None
-    handle: KVHandle = KVHandle()
+    handle: KVHandle = field(default_factory=KVHandle)
     row: int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    num_given: int = field(default=0)
+    num_given: int = 0
 
     @property
     def num_pending(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from jaxkv.aot import empty_batch, empty_rows, empty_sampling, table_width
@@ -56,8 +59,9 @@ class RowTables:
             batch.start_B[row] = start
             batch.count_B[row] = count
             start = end
-        num_decode = sum(count == 1 for _, count in work)
-        return batch.replace(num_decode=np.int32(num_decode), num_rows=np.int32(len(work)))
+        batch.num_decode[...] = sum(count == 1 for _, count in work)
+        batch.num_rows[...] = len(work)
+        return batch
 
     def decode_rows(self, requests: list[Request], num_steps: int, num_rows: int) -> Rows:
         rows = empty_rows(num_rows)
@@ -69,7 +73,7 @@ class RowTables:
 
     def sampling_for(self, requests: list[Request], num_rows: int) -> Sampling:
         """The requests' parameters in this order; rows past them are greedy and want nothing."""
-        index = [request.row for request in requests]
+        index = _row_index(requests)
         sampling = empty_sampling(num_rows)
         for name in ("temperature_B", "top_k_B", "top_p_B", "min_p_B", "seed_B2", "sample_B", "stop_BE", "logprobs_B"):
             getattr(sampling, name)[: len(index)] = getattr(self.sampling, name)[index]
@@ -78,10 +82,15 @@ class RowTables:
 
     def state_for(self, kv: PagedKV, requests: list[Request], num_rows: int) -> PagedKV:
         """The state with the requests' tables and lengths in this order. All groups share one table for now."""
-        table_BW = np.zeros((num_rows, self.table_RW.shape[1]), np.int32)
-        table_BW[: len(requests)] = self.table_RW[[request.row for request in requests]]
-        len_B = np.zeros(num_rows, np.int32)
+        table_BW: Any = np.zeros((num_rows, self.table_RW.shape[1]), np.int32)
+        table_BW[: len(requests)] = self.table_RW[_row_index(requests)]
+        len_B: Any = np.zeros(num_rows, np.int32)
         len_B[: len(requests)] = [request.handle.length for request in requests]
-        first_BW = np.broadcast_to(self.first_W, table_BW.shape)
-        groups = (group.replace(table_BW=table_BW, first_BW=first_BW, len_B=len_B) for group in kv.groups)
-        return kv.replace(groups=tuple(groups))
+        first_BW: Any = np.broadcast_to(self.first_W, table_BW.shape)
+        groups = (replace(group, table_BW=table_BW, first_BW=first_BW, len_B=len_B) for group in kv.groups)
+        return replace(kv, groups=tuple(groups))
+
+
+def _row_index(requests: list[Request]) -> np.ndarray:
+    """Rows of running requests; a request without one is refused by numpy."""
+    return np.array([request.row for request in requests], np.int32)

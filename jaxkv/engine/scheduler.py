@@ -77,7 +77,7 @@ class Scheduler:
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
         num_steps = min(self.config.decode_steps, min(left) if self.waiting else max(left))
         for request in self.running:
-            self._reserve(request, 1 + min(num_steps, request.num_left) - 1)
+            self._reserve(request, min(num_steps, request.num_left))
         return LoopPlan(list(self.running), num_steps)
 
     def _plan_step(self) -> StepPlan:

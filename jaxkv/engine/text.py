@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ def load_tokenizer(directory: Path) -> Any:
             f"{directory}: expected {' or '.join(TOKENIZER_FILES)}, got neither; pass tokenizer=DIR, or "
             "skip_tokenizer_init=True to work with token ids only"
         )
+    # Without this, transformers tells on stderr that it found no PyTorch, which it is not asked for here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -63,7 +66,10 @@ class TextStream:
             self._shown = len(whole)
         if whole == decoded:
             self._narrow(len(tokens))
-        return self._find_stop() if search else self._skip_search()
+        if not search:
+            self._searched = len(self.text)
+            return None
+        return self._find_stop()
 
     def flush(self) -> str | None:
         """Ends the sequence: bytes that never became a character are given out as U+FFFD. Returns as `push` does."""
@@ -87,9 +93,6 @@ class TextStream:
             self._window = self._window[-num_new:]
             self._shown = len(shown)
         self._context = len(self._window)
-
-    def _skip_search(self) -> None:
-        self._searched = len(self.text)
 
     def _find_stop(self) -> str | None:
         """The earliest stop string that the text since the last search has completed; cuts the text there."""

@@ -6,6 +6,9 @@ dead, and JAX says so when it is touched again.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +24,9 @@ class GroupKV:
     pages    [L*P, 2K, S, H]  codec's storage dtype. Page p of layer l is row l*P + p: one flat axis, so that a loop
              over layers carries the pool without copying it. Heads 0..K-1 are keys, K..2K-1 values (head-major: one
              head of one page is contiguous, and a whole page is one DMA).
-    table_BW int32: page ids of each row in order; entries past the row's length are any valid id and never read as data.
-    first_BW int32: position (in tokens) of slot 0 of each table page. Masks use it, not the page's index, so that a row
-             may drop pages and keep its positions.
+    table_BW int32: page ids of each row in order; entries past the row's length are any valid id, never read as data.
+    first_BW int32: position (in tokens) of slot 0 of each table page. Masks use it, not the page's index, so that a
+             row may drop pages and keep its positions.
     len_B    int32: tokens of each row that are held, counted in slots from the start of its table.
     """
 
@@ -59,7 +62,7 @@ def empty_group(
 ) -> GroupKV:
     """A zeroed pool without rows. Units: `num_pages` pages of `page_size` tokens for each of `num_layers` layers."""
     pages = jnp.zeros((num_layers * num_pages, 2 * num_kv_heads, page_size, head_dim), codec.storage_dtype)
-    no_rows = np.zeros((0, 1), np.int32)
+    no_rows: Any = np.zeros((0, 1), np.int32)
     return GroupKV(
         pages=pages, table_BW=no_rows, first_BW=no_rows, len_B=no_rows[:, 0], codec=codec, num_layers=num_layers
     )
@@ -99,7 +102,7 @@ def write(group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Arr
     page_T, slot_T = dest_T // group.page_size, dest_T % group.page_size
     row_T = jnp.where(page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0])
     values = group.codec.encode(jnp.concatenate([k_TKH, v_TKH], axis=1))
-    return group.replace(pages=group.pages.at[row_T, :, slot_T].set(values, mode="drop"))
+    return replace(group, pages=group.pages.at[row_T, :, slot_T].set(values, mode="drop"))
 
 
 def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV:
@@ -113,6 +116,6 @@ def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV
         inside_C = target_C < group.num_pages
         target_LC = jnp.where(inside_C, base_L1 + target_C, group.pages.shape[0])
         values = group.pages[base_L1 + jnp.where(inside_C, source_C, 0)]
-        return group.replace(pages=group.pages.at[target_LC].set(values, mode="drop"))
+        return replace(group, pages=group.pages.at[target_LC].set(values, mode="drop"))
 
-    return kv.replace(groups=tuple(copy(group) for group in kv.groups))
+    return replace(kv, groups=tuple(copy(group) for group in kv.groups))

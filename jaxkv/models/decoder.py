@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ def forward(weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, bac
     start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
     offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
     dest_GT = [destinations(group, row_T=batch.row_T, offset_T=offset_T) for group in kv.groups]
-    kv = kv.replace(groups=tuple(group.replace(len_B=group.len_B + batch.count_B) for group in kv.groups))
+    kv = replace(kv, groups=tuple(replace(group, len_B=group.len_B + batch.count_B) for group in kv.groups))
     rope = rope_tables(batch.position_T, *rope_frequencies(spec))
     attend = BACKENDS[backend]
 
@@ -62,7 +63,7 @@ def _values(leaf: jax.Array) -> jax.Array:
 def _project(
     x_TD: jax.Array, w: Weights, rope: tuple[jax.Array, jax.Array], spec: ModelSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated queries [T, N, H], rotated keys [T, K, H] and values [T, K, H], with qk-norm where the weights have it."""
+    """Rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H]; with qk-norm where the weights have it."""
 
     def heads(name: str) -> jax.Array:
         y = linear(x_TD, w[name], w.get(f"{name}_bias"))
@@ -88,15 +89,15 @@ def _scan_layers(
         for number, w in enumerate(layers):
             g, index = spec.group_of(number)
             x_TD, groups[g] = block(x_TD, groups[g], w, g, index)
-        return kv.replace(groups=tuple(groups)), x_TD
+        return replace(kv, groups=tuple(groups)), x_TD
     (group,) = kv.groups
 
     def step(carry: tuple[jax.Array, jax.Array], item: tuple[jax.Array, Weights]) -> tuple[Any, None]:
         x_TD, pages = carry
         index, w = item
-        x_TD, new = block(x_TD, group.replace(pages=pages), w, 0, index)
+        x_TD, new = block(x_TD, replace(group, pages=pages), w, 0, index)
         return (x_TD, new.pages), None
 
     indices = jnp.arange(spec.num_layers, dtype=jnp.int32)
     (x_TD, pages), _ = jax.lax.scan(step, (x_TD, group.pages), (indices, layers))
-    return kv.replace(groups=(group.replace(pages=pages),)), x_TD
+    return replace(kv, groups=(replace(group, pages=pages),)), x_TD

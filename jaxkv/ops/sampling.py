@@ -134,7 +134,7 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
 
 
 def _cutoff(order_BV: jax.Array, weight_BV: jax.Array, needed_B: jax.Array) -> jax.Array:
-    """The largest value whose upper set {order >= value} still weighs `needed`: exact, in 32 passes and without a sort."""
+    """The largest value whose upper set {order >= value} weighs `needed` or more: exact, 32 passes, no sort."""
 
     def settle_bit(i: jax.Array, cutoff_B: jax.Array) -> jax.Array:
         trial_B = cutoff_B | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))

@@ -129,7 +129,7 @@ def read_rope(config: ConfigReader, *, max_len: int) -> RopeSpec:
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """The factor on cos and sin: given, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4), with DeepSeek's mscale."""
+    """The factor on cos and sin: given, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4), or DeepSeek's mscale."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -142,7 +142,7 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
 
 
 def layer_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Window of each layer as Qwen's configs say it: `layer_types`, or `use_sliding_window` from `max_window_layers` on."""
+    """Each layer's window in Qwen's spelling: `layer_types`, or `use_sliding_window` from `max_window_layers` on."""
     if not config.flag("use_sliding_window", False):
         window, first = None, num_layers
     else:
@@ -176,8 +176,8 @@ def read_llama_like(
 ) -> tuple[ModelSpec, Layout]:
     """Spec and layout of the pre-norm, gated-MLP, rotary decoder that most families are.
 
-    `num_kv_heads`, `head_dim` and `max_len` are the family's defaults for configs that leave them out (for the first two:
-    the query heads' number, and D / N). `windows` has one entry per layer; None is full attention everywhere.
+    `num_kv_heads`, `head_dim` and `max_len` are the family's defaults for configs that leave them out (for the first
+    two: the query heads' number, and D / N). `windows` has one entry per layer; None is full attention everywhere.
     """
     if config.values.get("quantization_config") is not None:
         raise config.fail("quantization_config", "none (quantised checkpoints are not built yet)")
@@ -213,7 +213,7 @@ def read_llama_like(
     top = {
         "embed": _leaf("model.embed_tokens.weight", (spec.vocab_size, hidden), ("vocab", "model")),
         "norm": _leaf("model.norm.weight", (hidden,), ("model",)),
-        "head": _leaf("lm_head.weight", (spec.vocab_size, hidden), ("vocab", "model"), same_as="embed" if tied else None),
+        "head": _leaf("lm_head.weight", (spec.vocab_size, hidden), ("vocab", "model"), "embed" if tied else None),
     }
     return spec, Layout(top=top, layer=layer, derived=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",))
 
@@ -235,7 +235,9 @@ def _leaf(source: str, shape: tuple[int, ...], axes: tuple[str | None, ...], sam
     return Leaf(source, ArrayInfo(shape, np.dtype(np.float32), axes), same_as)
 
 
-def _projection(name: str, source: str, shape: tuple[int, int], axes: tuple[str, str], *, bias: bool) -> dict[str, Leaf]:
+def _projection(
+    name: str, source: str, shape: tuple[int, int], axes: tuple[str, str], *, bias: bool
+) -> dict[str, Leaf]:
     """A linear layer's weight [out, in] and, if it has one, its bias [out]."""
     leaves = {name: _leaf(f"model.layers.{{layer}}.{source}.weight", shape, axes)}
     if bias:

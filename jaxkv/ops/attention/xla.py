@@ -7,6 +7,7 @@ grow with the context and the trip count is bounded by the longest live row, wit
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jaxkv.kv.state import GroupKV
 from jaxkv.ops.attention.base import Batch
 
 BLOCK_TOKENS = 256
-"""Keys gathered per row and iteration. On 2 cores, 8 to 32 rows x 1,024 tokens: 128 and 256 are level, 512 is 2-3x slower."""
+"""Keys gathered per row and iteration: with 8 to 32 rows of 1,024 tokens on 2 cores, 512 is 2 to 3 times slower."""
 
 QUERY_BLOCK = 128
 """Queries of one prefill work item."""
@@ -103,11 +104,11 @@ def _prefill(
         length = group.len_B[row]
         index = length - batch.count_B[row] + done
         low = jnp.int32(0) if window is None else jnp.maximum(index + 1 - window, 0)
-        table = tuple(jax.lax.dynamic_slice_in_dim(t, row, 1) for t in (group.table_BW, group.first_BW))
+        take_row = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=1)
         out = _sweep(
             q,
             group,
-            table,
+            (take_row(group.table_BW), take_row(group.first_BW)),
             length[None],
             jnp.repeat(position, num_heads // heads)[None, :],
             (low, jnp.minimum(index + size, length)),
