@@ -32,20 +32,37 @@ def load_tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
+def whole_suffix(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[int]:
+    """The fewest last tokens that show text of whole characters, [] if none do: the left neighbours of what follows."""
+    for count in range(1, 1 + min(len(tokens), MAX_PENDING)):
+        text = decode(tokens[-count:])
+        if text and UNFINISHED not in text:
+            return list(tokens[-count:])
+    return []
+
+
 class TextStream:
     """The text of a growing sequence of tokens, complete characters only, up to the first stop string.
 
     `decode` maps token ids to text. Appending is cheap at any length: only the last few tokens are decoded again,
-    because a tokenizer may need its left neighbour to place a space or to finish a character.
+    because a tokenizer may need its left neighbour to place a space or to finish a character. The first token's
+    neighbours are the last ones of `prompt`. How tokens are grouped into pushes does not change the text.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], *, include_stop: bool) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+        *,
+        include_stop: bool,
+        prompt: Sequence[int] = (),
+    ) -> None:
         self._decode = decode
         self._stops = stops
         self._include_stop = include_stop
-        self._window: list[int] = []
-        self._context = 0
-        self._shown = 0
+        self._window = whole_suffix(decode, prompt)
+        self._context = len(self._window)
+        self._shown = len(decode(self._window)) if self._window else 0
         self._holdback = max((len(stop) for stop in stops), default=1) - 1
         self._given = 0
         self._searched = 0
@@ -56,8 +73,23 @@ class TextStream:
 
         Without `search` the new text is not looked at (min_tokens not reached yet).
         """
+        decoded = self._decode([*self._window, *tokens])
+        if len(tokens) > 1 and UNFINISHED in decoded:
+            # A sentencepiece decoder shows nothing of a run of bytes that ends inside a character, so step through it.
+            for token in tokens:
+                self._extend([token], self._decode([*self._window, token]))
+        else:
+            self._extend(tokens, decoded)
+        if not search:
+            self._searched = len(self.text)
+            return None
+        return self._find_stop()
+
+    def _extend(self, tokens: Sequence[int], decoded: str) -> None:
+        """Adds tokens that make the window's text `decoded`."""
+        if len(decoded) == self._shown and not self._decode([*tokens, *tokens]):
+            return  # special tokens: they show nothing, not even twice, as a space that is cut at the start would
         self._window += tokens
-        decoded = self._decode(self._window)
         whole = decoded.rstrip(UNFINISHED)
         if len(self._window) - self._context > MAX_PENDING:
             whole = decoded
@@ -65,11 +97,7 @@ class TextStream:
             self.text += whole[self._shown :]
             self._shown = len(whole)
         if whole == decoded:
-            self._narrow(len(tokens))
-        if not search:
-            self._searched = len(self.text)
-            return None
-        return self._find_stop()
+            self._narrow()
 
     def flush(self) -> str | None:
         """Ends the sequence: bytes that never became a character are given out as U+FFFD. Returns as `push` does."""
@@ -86,12 +114,11 @@ class TextStream:
         new, self._given = self.text[self._given : end], end
         return new
 
-    def _narrow(self, num_new: int) -> None:
-        """Keeps the newest tokens as the context of the next ones; all of them while they show nothing (specials)."""
-        shown = self._decode(self._window[-num_new:])
-        if shown:
-            self._window = self._window[-num_new:]
-            self._shown = len(shown)
+    def _narrow(self) -> None:
+        """Keeps what the next tokens need on their left: all tokens until some show, the last of bytes that never do."""
+        if self._shown:
+            self._window = whole_suffix(self._decode, self._window) or self._window[-1:]
+            self._shown = len(self._decode(self._window))
         self._context = len(self._window)
 
     def _find_stop(self) -> str | None:

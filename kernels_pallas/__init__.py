@@ -1,0 +1,1 @@
+"""Pallas kernels and their jnp oracle. Imports jax only."""

@@ -1,0 +1,239 @@
+"""Every attention backend, and the kernels' oracle, equal float64 numpy while all memory that no row holds is NaN."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from poison import nan_of
+
+from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.state import GroupKV
+from jaxkv.ops.attention import BACKENDS, Batch
+from kernels_pallas import reference
+
+NUM_LAYERS = 2
+TOLERANCE = 5e-6
+"""Outputs are averages of values near 1. Float32 scores of up to 6 are off by about 6 x 6e-8 x sqrt(H), weights by as much."""
+
+
+class Shape(NamedTuple):
+    page_size: int
+    window: int | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+HEADS = itertools.cycle([(6, 2, 16), (4, 4, 16), (4, 1, 64), (3, 1, 16), (4, 2, 64)])
+DTYPES = itertools.cycle(["float32", "bfloat16"])
+SHAPES = [
+    Shape(size, window, *next(HEADS), next(DTYPES)) for size, window in itertools.product((8, 16, 128), (None, 8, 300))
+]
+MAX_LEN, NUM_ROWS = 520, 9  # three blocks of 256 keys
+
+STATIC = ("scale", "window")
+ATTEND = {name: jax.jit(attend, static_argnames=STATIC) for name, attend in BACKENDS.items()}
+ATTEND_ORACLE = jax.jit(reference.ragged_paged_attention, static_argnames=(*STATIC, "num_pages"))
+
+
+class Case(NamedTuple):
+    q_TNH: np.ndarray
+    group: GroupKV
+    batch: Batch
+
+
+def random_layout(rng: np.random.Generator, shape: Shape, len_B: np.ndarray) -> tuple[np.ndarray, ...]:
+    """(table_BW, first_BW, owned_PS): permuted page ids, some rows with dropped pages, two rows that share a page."""
+    size, width = shape.page_size, -(-MAX_LEN // shape.page_size)
+    num_pages = len(len_B) * width + 3
+    table_BW = rng.permutation(num_pages)[: len(len_B) * width].reshape(len(len_B), width).astype(np.int32)
+    if min(len_B[:2]) >= size:
+        table_BW[1, 0] = table_BW[0, 0]
+    dropped_BW = np.cumsum(rng.random(table_BW.shape) < 0.1, axis=1) * (rng.random((len(len_B), 1)) < 0.5)
+    first_BW = ((np.arange(width) + dropped_BW) * size).astype(np.int32)
+    owned_PS = np.zeros((num_pages, size), bool)
+    for row, length in enumerate(len_B):
+        for w in range(-(-length // size)):
+            owned_PS[table_BW[row, w], : length - w * size] = True
+    for row, length in enumerate(len_B):  # entries past the length: any valid id
+        held = -(-length // size)
+        table_BW[row, held:] = rng.integers(0, num_pages, width - held)
+    return table_BW, first_BW, owned_PS
+
+
+def random_case(rng: np.random.Generator, shape: Shape, len_B: np.ndarray, count_B: np.ndarray, **batch) -> Case:
+    """Rows of `len_B` held tokens, of which the last `count_B` are this step's; everything not held is NaN."""
+    table_BW, first_BW, owned_PS = random_layout(rng, shape, len_B)
+    codec = get_codec(shape.dtype, platform="cpu")
+    pages = rng.normal(size=(NUM_LAYERS, len(owned_PS), 2 * shape.num_kv_heads, shape.page_size, shape.head_dim))
+    stored = np.array(codec.encode(jnp.asarray(pages, jnp.float32)))
+    stored.swapaxes(2, 3)[:, ~owned_PS] = nan_of(stored.dtype)
+    group = GroupKV(
+        pages=jnp.asarray(stored.reshape(-1, *stored.shape[2:])),
+        table_BW=table_BW,
+        first_BW=first_BW,
+        len_B=len_B.astype(np.int32),
+        codec=codec,
+        num_layers=NUM_LAYERS,
+    )
+    num_tokens = batch.pop("num_tokens")
+    position_T, row_T = np.zeros(num_tokens, np.int32), np.full(num_tokens, len(len_B), np.int32)
+    start_B = batch.pop("start_B")
+    for row, (start, count, length) in enumerate(zip(start_B, count_B, len_B, strict=True)):
+        slots = np.arange(length - count, length)
+        position_T[start : start + count] = first_BW[row, slots // shape.page_size] + slots % shape.page_size
+        row_T[start : start + count] = row
+    made = Batch(
+        token_T=np.zeros(num_tokens, np.int32),
+        position_T=position_T,
+        row_T=row_T,
+        start_B=start_B.astype(np.int32),
+        count_B=count_B.astype(np.int32),
+        **batch,
+    )
+    q_TNH = rng.normal(size=(num_tokens, shape.num_heads, shape.head_dim)).astype(np.float32)
+    return Case(q_TNH, group, made)
+
+
+def border_lengths(page_size: int) -> list[int]:
+    """Around page borders and around the borders of blocks of 256 keys."""
+    around = {page_size, 2 * page_size, 256, 512, MAX_LEN}
+    return sorted({1} | {n for border in around for n in (border - 1, border, border + 1) if 1 <= n <= MAX_LEN})
+
+
+def step_case(seed: int, shape: Shape, *, num_tokens: int) -> Case:
+    """3 decode rows, prefill chunks until the tokens are used up (the last one of a single token), resting rows."""
+    rng = np.random.default_rng(seed)
+    len_B = rng.choice(border_lengths(shape.page_size), NUM_ROWS)
+    count_B = np.ones(NUM_ROWS, int)
+    left, rows = num_tokens - 3 - rng.integers(0, 5), 3
+    while left and rows < NUM_ROWS - 1:
+        whole = rng.random() < 0.5
+        wanted = len_B[rows] if whole else rng.integers(1, len_B[rows] + 1)
+        count_B[rows] = min(left, 1 if rows == NUM_ROWS - 2 else wanted)
+        left -= count_B[rows]
+        rows += 1
+    len_B[rows:], count_B[rows:] = 0, 0
+    start_B = np.where(count_B > 0, np.cumsum(count_B) - count_B, 0)
+    scalars = {"num_decode": np.int32(3), "num_rows": np.int32(rows)}
+    return random_case(rng, shape, len_B, count_B, num_tokens=num_tokens, start_B=start_B, **scalars)
+
+
+def decode_case(seed: int, shape: Shape) -> Case:
+    """A batch as the decode loop makes it: one token per row, some rows resting on what they hold."""
+    rng = np.random.default_rng(seed)
+    len_B = rng.choice(border_lengths(shape.page_size), NUM_ROWS)
+    count_B = (np.arange(NUM_ROWS) % 3 != 1).astype(int)
+    len_B[4] = 0  # resting, and holding nothing
+    scalars = {"num_decode": np.int32(NUM_ROWS), "num_rows": np.int32(NUM_ROWS), "decode_only": True}
+    return random_case(rng, shape, len_B, count_B, num_tokens=NUM_ROWS, start_B=np.arange(NUM_ROWS), **scalars)
+
+
+def scale_of(case: Case) -> float:
+    return case.q_TNH.shape[2] ** -0.5
+
+
+def expected(case: Case, *, layer: int, window: int | None) -> np.ndarray:
+    """Token by token in float64, from nothing but what its row holds; zeros for padding."""
+    q_TNH, group, batch = case
+    decoded = np.asarray(group.codec.decode(group.pages)).astype(np.float64)
+    pages = decoded.reshape(NUM_LAYERS, group.num_pages, *decoded.shape[1:])[layer].swapaxes(1, 2)  # [P, S, 2K, H]
+    out = np.zeros(q_TNH.shape)
+    for t, row in enumerate(batch.row_T):
+        if row == NUM_ROWS:
+            continue
+        slots = np.arange(group.len_B[row])
+        page, slot = slots // group.page_size, slots % group.page_size
+        position_J = group.first_BW[row, page] + slot
+        seen_J = position_J <= batch.position_T[t]
+        if window is not None:
+            seen_J &= position_J > batch.position_T[t] - window
+        held = pages[group.table_BW[row, page], slot][seen_J]  # [J, 2K, H]
+        keys, values = np.split(held.repeat(q_TNH.shape[1] // group.num_kv_heads, axis=1), 2, axis=1)
+        scores = scale_of(case) * np.einsum("nh,jnh->nj", q_TNH[t].astype(np.float64), keys)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out[t] = np.einsum("nj,jnh->nh", weights / weights.sum(axis=1, keepdims=True), values)
+    return out
+
+
+def only_layer(group: GroupKV, layer: int) -> GroupKV:
+    """The group with NaN in every other layer."""
+    keep = np.repeat(np.arange(NUM_LAYERS) == layer, group.num_pages)
+    nan = nan_of(np.dtype(group.pages.dtype))
+    return group.replace(pages=jnp.where(keep[:, None, None, None], group.pages, nan))
+
+
+def oracle(case: Case, *, layer: int, window: int | None) -> np.ndarray:
+    q_TNH, group, batch = case
+    arrays = (group.codec.decode(group.pages), group.table_BW, group.first_BW, group.len_B)  # float pages, not bits
+    call = partial(ATTEND_ORACLE, num_pages=group.num_pages, scale=scale_of(case), layer=layer, window=window)
+    return np.asarray(call(q_TNH, *arrays, batch.row_T, batch.position_T))
+
+
+def run_backend(backend: str, case: Case, *, layer: int, window: int | None) -> np.ndarray:
+    return np.asarray(ATTEND[backend](*case, scale=scale_of(case), layer=layer, window=window))
+
+
+def assert_equal(got: np.ndarray, want: np.ndarray, batch: Batch) -> None:
+    real_T = batch.row_T < NUM_ROWS  # outputs of padding tokens are unspecified
+    assert np.isfinite(want).all()
+    np.testing.assert_allclose(got[real_T], want[real_T], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_backends_and_oracle_equal_float64_on_ragged_steps(shape):
+    for seed in range(3):
+        layer = seed % NUM_LAYERS
+        case = step_case(seed, shape, num_tokens=300 if shape.page_size == 16 else 120)
+        case = case._replace(group=only_layer(case.group, layer))
+        want = expected(case, layer=layer, window=shape.window)
+        for backend in BACKENDS:
+            assert_equal(run_backend(backend, case, layer=layer, window=shape.window), want, case.batch)
+        from_oracle = oracle(case, layer=layer, window=shape.window)
+        assert_equal(from_oracle, want, case.batch)
+        assert not from_oracle[case.batch.row_T == NUM_ROWS].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES[::2], ids=lambda shape: "-".join(map(str, shape)))
+def test_backends_and_oracle_equal_float64_on_decode_rows_with_resting_ones(shape):
+    for seed in range(3):
+        layer = (seed + 1) % NUM_LAYERS
+        case = decode_case(seed, shape)
+        case = case._replace(group=only_layer(case.group, layer))
+        want = expected(case, layer=layer, window=shape.window)
+        for backend in BACKENDS:
+            assert_equal(run_backend(backend, case, layer=layer, window=shape.window), want, case.batch)
+        assert_equal(oracle(case, layer=layer, window=shape.window), want, case.batch)
+
+
+def test_a_batch_of_resting_rows_gives_no_nan():
+    shape = SHAPES[0]
+    zeros = np.zeros(NUM_ROWS, int)
+    scalars = {"num_decode": np.int32(NUM_ROWS), "num_rows": np.int32(NUM_ROWS), "decode_only": True}
+    case = random_case(
+        np.random.default_rng(0), shape, zeros, zeros, num_tokens=NUM_ROWS, start_B=np.arange(NUM_ROWS), **scalars
+    )
+    for backend in BACKENDS:
+        assert not run_backend(backend, case, layer=0, window=shape.window).any()
+    assert not oracle(case, layer=0, window=shape.window).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_oracle_writes_rounded_values_into_one_layer_and_drops_padding(dtype):
+    rng = np.random.default_rng(0)
+    num_pages, size, shape = 3, 8, (2, 16)
+    dest_T = np.array([5, 0, 23, num_pages * size, num_pages * size + 7])  # a full pool and two kinds of padding
+    k_TKH, v_TKH = rng.normal(size=(2, len(dest_T), *shape)).astype(np.float32)
+    before = jnp.asarray(rng.normal(size=(NUM_LAYERS * num_pages, 4, size, 16)), dtype)
+    after = reference.write_pages(before, k_TKH, v_TKH, dest_T, layer=0, num_pages=num_pages)
+    want = np.array(before)
+    for t, dest in enumerate(dest_T[:3]):
+        want[dest // size, :, dest % size] = np.concatenate([k_TKH[t], v_TKH[t]]).astype(want.dtype)
+    np.testing.assert_array_equal(np.asarray(after).astype(np.float32), want.astype(np.float32))

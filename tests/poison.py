@@ -1,0 +1,66 @@
+"""NaN in every slot of the KV pool that nobody owns: memory that must not matter is made to matter if it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.engine.allocator import KVHandle
+from jaxkv.engine.engine import Engine
+from jaxkv.kv.state import GroupKV, PagedKV
+
+BFLOAT16_NAN = 0x7FC0
+
+
+def nan_of(dtype: np.dtype) -> np.ndarray:
+    """NaN as it is stored: uint16 holds the bits of bfloat16."""
+    return np.asarray(BFLOAT16_NAN, np.uint16) if dtype == np.uint16 else np.asarray(np.nan, dtype)
+
+
+def owned_slots(handles: Iterable[KVHandle], *, num_pages: int, page_size: int) -> np.ndarray:
+    """[P, S] bool: slots that hold a token of any of the handles; shared pages count once."""
+    owned_PS = np.zeros((num_pages, page_size), bool)
+    for handle in handles:
+        for index, page in enumerate(handle.pages):
+            owned_PS[page, : max(0, handle.length - index * page_size)] = True
+    return owned_PS
+
+
+def poison_group(group: GroupKV, owned_PS: np.ndarray) -> GroupKV:
+    """The group with NaN in every slot that is not owned, in all layers and heads."""
+    pages = np.array(group.pages)
+    by_slot = pages.reshape(group.num_layers, group.num_pages, *pages.shape[1:]).swapaxes(2, 3)  # a view
+    by_slot[:, ~owned_PS] = nan_of(pages.dtype)
+    return group.replace(pages=jnp.array(pages, copy=True))  # not an alias of numpy's memory: it will be donated
+
+
+def poison_kv(kv: PagedKV, handles: Iterable[KVHandle]) -> PagedKV:
+    first = kv.groups[0]
+    owned_PS = owned_slots(handles, num_pages=first.num_pages, page_size=first.page_size)
+    return kv.replace(groups=tuple(poison_group(group, owned_PS) for group in kv.groups))
+
+
+def poison(engine: Engine) -> None:
+    """Overwrites what no running request owns, tail slots past each length included."""
+    engine.kv = poison_kv(engine.kv, [request.handle for request in engine.scheduler.running])
+
+
+@contextmanager
+def poisoned(engine: Engine) -> Iterator[None]:
+    """Poisons before every `engine.step()`, and checks the engine's invariants around it."""
+    step = engine.step
+
+    def poisoned_step() -> list:
+        poison(engine)
+        stepped = step()
+        engine.check()
+        return stepped
+
+    engine.step = poisoned_step
+    try:
+        yield
+    finally:
+        del engine.step
