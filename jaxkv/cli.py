@@ -6,8 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-
-from jaxkv import __version__
+from importlib.metadata import version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxkv", description="Language-model inference in JAX.")
-    parser.add_argument("--version", action="version", version=f"jaxkv {__version__}")
+    parser.add_argument("--version", action="version", version=f"jaxkv {version('jaxkv')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser(
         "generate", help="complete a prompt", formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -40,10 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--backend", default="auto", help="auto, xla, pallas_tpu or mosaic_gpu")
     generate.add_argument("--max-tokens", type=int, default=128, help="tokens to generate")
     generate.add_argument("--min-tokens", type=int, default=0, help="tokens before an end is allowed")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     generate.add_argument("--top-k", type=int, default=0, help="0 is off")
     generate.add_argument("--top-p", type=float, default=1.0, help="1 is off")
-    generate.add_argument("--min-p", type=float, default=0.0, help="0 is off")
+    generate.add_argument("--min-p", type=float, default=0.05, help="0 is off")
     generate.add_argument("--seed", type=int, help="of the sampling; without it, the same every time")
     generate.add_argument("--stop", action="append", help="text that ends the output; may be given several times")
     generate.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")

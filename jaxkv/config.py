@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
+
+import jaxlib.version
+
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+MIN_FLOAT32 = 2.0**-126
+"""The smallest above 0 that devices do not flush to 0."""
 
 
 def _expect(ok: bool, name: str, expected: str, got: Any) -> None:
     if not ok:
         raise ValueError(f"{name}: expected {expected}, got {got!r}")
+
+
+def bfloat16_as_bits(platform: str) -> bool:
+    """Whether arrays of bfloat16 are kept as uint16 bits on `platform`: on a CPU with jaxlib 0.10.
+
+    That XLA:CPU converts the whole operand of a bfloat16 gather, scatter or slice to float32 (26 ms against 4.5 for one
+    decode attention over 32 rows x 1,024 tokens, 135 against 16 for a scan over 12 layers' MLPs); a bitcast is cheap.
+    """
+    return platform == "cpu" and jaxlib.version.__version_info__ < (0, 11)
 
 
 def is_int(value: Any) -> bool:
@@ -18,7 +33,8 @@ def is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return (is_int(value) or isinstance(value, float)) and math.isfinite(value)
+    """A finite number as the device knows it: float32."""
+    return (is_int(value) or isinstance(value, float)) and abs(value) <= MAX_FLOAT32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,10 +116,12 @@ class SamplingParams:
             if value not in (default, [], {}) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} is not supported yet; leave it at {default!r}")
         number = _is_number(self.temperature) and self.temperature >= 0
-        _expect(number, "temperature", "a finite number >= 0", self.temperature)
-        _expect(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p)
+        _expect(number, "temperature", "a finite float32 number >= 0", self.temperature)
+        top_p = _is_number(self.top_p) and MIN_FLOAT32 <= self.top_p <= 1
+        _expect(top_p, "top_p", "a float32 number in (0, 1]", self.top_p)
         _expect(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]", self.min_p)
-        _expect(is_int(self.top_k) and self.top_k >= -1, "top_k", "0 or -1 (off), or a positive number", self.top_k)
+        top_k = is_int(self.top_k) and -1 <= self.top_k <= MAX_INT32
+        _expect(top_k, "top_k", "0 or -1 (off), or a positive number below 2**31", self.top_k)
         seed = self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**64)
         _expect(seed, "seed", "None or a 64-bit whole number", self.seed)
         _expect(
@@ -112,7 +130,8 @@ class SamplingParams:
             "None or a number >= 1",
             self.max_tokens,
         )
-        _expect(is_int(self.min_tokens) and self.min_tokens >= 0, "min_tokens", "a number >= 0", self.min_tokens)
+        min_tokens = is_int(self.min_tokens) and 0 <= self.min_tokens <= MAX_INT32
+        _expect(min_tokens, "min_tokens", "a number from 0 to 2**31 - 1", self.min_tokens)
         if self.max_tokens is not None:
             at_most = f"at most max_tokens={self.max_tokens}"
             _expect(self.min_tokens <= self.max_tokens, "min_tokens", at_most, self.min_tokens)

@@ -233,10 +233,12 @@ class LLM:
         try:
             for request in requests:
                 self._engine.add(request)
+            left = {request.id for request in requests}
             with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
-                while any(request.finish_reason is None for request in requests):
-                    stepped = self._engine.step()
-                    bar.update(sum(request.finish_reason is not None for request in stepped))
+                while left:
+                    done = {request.id for request in self._engine.step() if request.finish_reason is not None} & left
+                    left -= done
+                    bar.update(len(done))
         finally:
             # After an error or an interrupt nothing of this call may stay behind.
             for request in requests:

@@ -56,6 +56,11 @@ class Intake:
         prompts: list[Prompt] = []
         problems = []
         for index, messages in enumerate(conversations):
+            listed = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+            if not listed or not messages:
+                expected = 'a list of {"role": ..., "content": ...} messages'
+                problems.append(f"conversation {index}: expected {expected}, got {messages!r:.80}")
+                continue
             try:
                 text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
                 ids = tokenizer.encode(text, add_special_tokens=False)
@@ -93,7 +98,7 @@ class Intake:
             max_len=max_len,
             stop_ids=stop_ids,
             eos_ids=eos_ids,
-            text=self._text_stream(params),
+            text=self._text_stream(tokens, params),
             logprobs=None if params.logprobs is None else [],
         )
 
@@ -158,7 +163,7 @@ class Intake:
         high, low = np.random.SeedSequence([self._config.seed, number]).generate_state(2)
         return int(high) << 32 | int(low)
 
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+    def _text_stream(self, prompt: Sequence[int], params: SamplingParams) -> TextStream | None:
         tokenizer = self._model.tokenizer
         if tokenizer is None or not params.detokenize:
             return None
@@ -168,4 +173,4 @@ class Intake:
                 ids, skip_special_tokens=params.skip_special_tokens, clean_up_tokenization_spaces=False
             )
 
-        return TextStream(decode, params.stop_strings, include_stop=params.include_stop_str_in_output)
+        return TextStream(decode, params.stop_strings, include_stop=params.include_stop_str_in_output, prompt=prompt)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxkv.config import is_int
+from jaxkv.config import bfloat16_as_bits, is_int
 from jaxkv.engine.text import load_tokenizer
 from jaxkv.errors import CheckpointError
 from jaxkv.models.decoder import Weights
@@ -67,8 +67,7 @@ def load_model(
         directory=directory,
         spec=spec,
         weights=load_weights(
-            # XLA:CPU of jaxlib 0.10 converts all layers' bfloat16 weights to float32 in every turn of a layer scan.
-            directory, spec, layout, dtype=dtype, as_bits=platform == "cpu" and dtype == "bfloat16"
+            directory, spec, layout, dtype=dtype, as_bits=dtype == "bfloat16" and bfloat16_as_bits(platform)
         ),
         dtype=dtype,
         tokenizer=loaded,

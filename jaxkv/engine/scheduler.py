@@ -92,7 +92,8 @@ class Scheduler:
                 budget -= count
         for request, count in work:
             self._reserve(request, count)
-        return StepPlan(work)
+        # A prompt's last token alone is a decode row too.
+        return StepPlan(sorted(work, key=lambda item: item[1] != 1))
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
         request.handle = self.allocator.reserve(request.handle, request.handle.length + num_tokens)

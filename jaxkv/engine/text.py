@@ -115,7 +115,7 @@ class TextStream:
         return new
 
     def _narrow(self) -> None:
-        """Keeps what the next tokens need on their left: all tokens until some show, the last of bytes that never do."""
+        """Keeps what the next tokens need on their left: all until some show, one of bytes that never became text."""
         if self._shown:
             self._window = whole_suffix(self._decode, self._window) or self._window[-1:]
             self._shown = len(self._decode(self._window))

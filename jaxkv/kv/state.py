@@ -113,9 +113,9 @@ def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV
 
     def copy(group: GroupKV) -> GroupKV:
         base_L1 = jnp.arange(group.num_layers, dtype=jnp.int32)[:, None] * group.num_pages
-        inside_C = target_C < group.num_pages
-        target_LC = jnp.where(inside_C, base_L1 + target_C, group.pages.shape[0])
-        values = group.pages[base_L1 + jnp.where(inside_C, source_C, 0)]
+        inside_1C = (target_C < group.num_pages)[None, :]
+        target_LC = jnp.where(inside_1C, base_L1 + target_C[None, :], group.pages.shape[0])
+        values = group.pages[base_L1 + jnp.where(inside_1C, source_C[None, :], 0)]
         return replace(group, pages=group.pages.at[target_LC].set(values, mode="drop"))
 
     return replace(kv, groups=tuple(copy(group) for group in kv.groups))

@@ -17,6 +17,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
 
+BITS_ROWS = 2048
+
 
 def linear(x_TD: Array, w_FD: Array, bias_F: Array | None = None) -> Array:
     """x @ w.T + bias with a float32 result.
@@ -33,6 +35,23 @@ def linear(x_TD: Array, w_FD: Array, bias_F: Array | None = None) -> Array:
         preferred_element_type=jnp.float32,
     )
     return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
+
+
+def linear_from_bits(x_TD: Array, bits_FD: Array) -> Array:
+    """`linear` with a weight kept as bfloat16 bits, `BITS_ROWS` output rows at a time.
+
+    The bitcast writes its result out, so for the large matrix of a head it is done in pieces that stay in the cache.
+    """
+    num_out = bits_FD.shape[0]
+    rows = min(num_out, BITS_ROWS)
+
+    def piece(i: Array, y_TF: Array) -> Array:
+        # The last piece starts early rather than end late: what it computes twice is the same.
+        start = jnp.minimum(i * rows, num_out - rows)
+        w = jax.lax.bitcast_convert_type(jax.lax.dynamic_slice_in_dim(bits_FD, start, rows), jnp.bfloat16)
+        return jax.lax.dynamic_update_slice_in_dim(y_TF, linear(x_TD, w), start, axis=1)
+
+    return jax.lax.fori_loop(0, -(-num_out // rows), piece, jnp.zeros((x_TD.shape[0], num_out), jnp.float32))
 
 
 def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:

@@ -64,11 +64,11 @@ def empty_sampled(num_steps: int, num_rows: int, vocab_size: int) -> Sampled:
     """Room for `num_steps` results of `sample` over `num_rows` rows, stacked on a new first axis."""
     best = (num_steps, num_rows, min(NUM_LOGPROBS, vocab_size))
     return Sampled(
-        token_B=jnp.full(best[:2], NO_TOKEN),
-        logprob_B=jnp.zeros(best[:2]),
+        token_B=jnp.full(best[:2], NO_TOKEN, jnp.int32),
+        logprob_B=jnp.zeros(best[:2], jnp.float32),
         rank_B=jnp.zeros(best[:2], jnp.int32),
         best_BK=jnp.zeros(best, jnp.int32),
-        best_logprob_BK=jnp.zeros(best),
+        best_logprob_BK=jnp.zeros(best, jnp.float32),
     )
 
 
@@ -111,7 +111,7 @@ def _draw(logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array, greed
     def gumbel(seed_2: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
         key = jax.random.fold_in(jax.random.fold_in(key, sample), position)
-        return jax.random.gumbel(key, logits_BV.shape[1:])
+        return jax.random.gumbel(key, logits_BV.shape[1:], jnp.float32)
 
     noise_BV = jax.vmap(gumbel)(sampling.seed_B2, sampling.sample_B, position_B)
     return jnp.argmax(scaled_BV + noise_BV, axis=-1).astype(jnp.int32)
@@ -129,7 +129,7 @@ def _top_k_top_p(x_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
     """float32 -> uint32 that sorts the same way (IEEE 754: flip all bits of negatives, the sign bit of the others)."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 ties with 0
     return bits ^ jnp.where(bits >> 31 == 1, jnp.uint32(0xFFFFFFFF), jnp.uint32(0x80000000))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
@@ -32,20 +33,22 @@ def load_weights(
         top = _present(checkpoint, layout)
         _check(checkpoint, spec, layout, top)
 
-        def load(name: str) -> jax.Array:
-            return _to_device(checkpoint, name, dtype, as_bits)
+        def load(*sources: str, shape: tuple[int, ...]) -> Array:
+            return _to_device(checkpoint, sources, shape, dtype, as_bits)
 
-        weights: dict[str, Any] = {name: load(leaf.source) for name, leaf in top.items()}
+        def one_layer(i: int) -> dict[str, Array]:
+            return {name: load(leaf.source.format(layer=i), shape=leaf.info.shape) for name, leaf in layers.items()}
+
+        def all_layers(leaf: Leaf) -> Array:
+            sources = [leaf.source.format(layer=i) for i in range(spec.num_layers)]
+            return load(*sources, shape=(spec.num_layers, *leaf.info.shape))
+
+        layers = layout.layer
+        weights: dict[str, Any] = {name: load(leaf.source, shape=leaf.info.shape) for name, leaf in top.items()}
         if len(spec.groups) == 1:
-            weights["layers"] = {
-                name: _load_stacked(checkpoint, leaf, spec.num_layers, dtype, as_bits)
-                for name, leaf in layout.layer.items()
-            }
+            weights["layers"] = {name: all_layers(leaf) for name, leaf in layers.items()}
         else:
-            weights["layers"] = tuple(
-                {name: load(leaf.source.format(layer=layer)) for name, leaf in layout.layer.items()}
-                for layer in range(spec.num_layers)
-            )
+            weights["layers"] = tuple(one_layer(i) for i in range(spec.num_layers))
         return weights
 
 
@@ -96,20 +99,20 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, top: dict[st
         raise CheckpointError(f"{checkpoint.directory}: {shown}")
 
 
-def _to_device(checkpoint: Checkpoint, name: str, dtype: str, as_bits: bool) -> jax.Array:
-    view = checkpoint.read(name)
-    host = view.astype(dtype, copy=False)
-    # device_put may alias host memory on a CPU, even with may_alias=False: fine for a converted copy, not for the file.
-    put = functools.partial(jnp.array, copy=True) if host is view else jax.device_put
-    array = put(host.view(np.uint16) if as_bits else host).block_until_ready()
-    checkpoint.release(name)
-    return array
-
-
-def _load_stacked(checkpoint: Checkpoint, leaf: Leaf, num_layers: int, dtype: str, as_bits: bool) -> jax.Array:
-    host = np.empty((num_layers, *leaf.info.shape), dtype)
-    for layer in range(num_layers):
-        name = leaf.source.format(layer=layer)
-        host[layer] = checkpoint.read(name)
+def _to_device(
+    checkpoint: Checkpoint, sources: tuple[str, ...], shape: tuple[int, ...], dtype: str, as_bits: bool
+) -> Array:
+    """Stacks the named tensors into one device array of `shape`, converting as they are copied from the file."""
+    host = _aligned_empty(shape, jnp.dtype(dtype))
+    for part, name in zip(host.reshape(len(sources), -1), sources, strict=True):
+        part[...] = checkpoint.read(name).reshape(-1)
         checkpoint.release(name)
     return jax.device_put(host.view(np.uint16) if as_bits else host).block_until_ready()
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Host memory that a CPU device takes over instead of copying, because it starts at a multiple of 64 bytes."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes].view(dtype).reshape(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxkv.config import bfloat16_as_bits
 from jaxkv.kv.codecs.base import Codec
 from jaxkv.kv.codecs.plain import PlainCodec
 
@@ -15,7 +16,7 @@ def get_codec(name: str, *, platform: str) -> Codec:
     """
     if name not in CODECS:
         raise ValueError(f"kv_cache_dtype: expected auto or one of {', '.join(CODECS)}, got {name!r}")
-    return PlainCodec(dtype=name, as_bits=name == "bfloat16" and platform == "cpu")
+    return PlainCodec(dtype=name, as_bits=name == "bfloat16" and bfloat16_as_bits(platform))
 
 
 __all__ = ["CODECS", "Codec", "PlainCodec", "get_codec"]

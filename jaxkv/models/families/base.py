@@ -91,7 +91,8 @@ def read_rope(config: ConfigReader, *, max_len: int) -> RopeSpec:
     """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (older files)."""
     rope = config.section("rope_parameters", "rope_scaling")
     values = rope.values
-    kind = values.get("rope_type", values.get("type", "default"))
+    key = "type" if "rope_type" not in values and "type" in values else "rope_type"
+    kind = values.get(key, "default")
     theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
     if values.get("partial_rotary_factor", config.values.get("partial_rotary_factor", 1.0)) != 1.0:
         raise rope.fail("partial_rotary_factor", "1 (a partly rotated head is not built yet)")
@@ -100,7 +101,7 @@ def read_rope(config: ConfigReader, *, max_len: int) -> RopeSpec:
     if kind == "linear":
         return RopeSpec(kind=kind, theta=theta, factor=rope.number("factor"))
     if kind not in ("llama3", "yarn"):
-        raise rope.fail("rope_type", "default, linear, llama3 or yarn")
+        raise rope.fail(key, "default, linear, llama3 or yarn")
     original = config.values.get("original_max_position_embeddings")
     original_max_len = rope.size("original_max_position_embeddings", original or max_len)
     if kind == "llama3":
@@ -154,7 +155,7 @@ def layer_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ..
     if kinds is None:
         return tuple(window if layer >= first else None for layer in range(num_layers))
     known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in list(known) for kind in kinds):
         raise config.fail("layer_types", f"a list of {num_layers} out of {sorted(known)}")
     if "sliding_attention" in kinds and window is None:
         raise config.fail("use_sliding_window", "true, because layer_types has sliding_attention")
@@ -190,7 +191,7 @@ def read_llama_like(
     if head_dim % 2:
         raise config.fail("head_dim", "an even number (rotary embedding pairs dimensions)")
     activation = config.values.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
+    if activation not in list(ACTIVATIONS):
         raise config.fail("hidden_act", f"one of {sorted(ACTIVATIONS)}")
     max_len = config.size("max_position_embeddings", max_len)
     spec = ModelSpec(

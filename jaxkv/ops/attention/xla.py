@@ -35,7 +35,8 @@ class Softmax(NamedTuple):
 
     @classmethod
     def empty(cls, *shape: int) -> Softmax:
-        return cls(jnp.full(shape[:-1], MASKED), jnp.zeros(shape[:-1]), jnp.zeros(shape))
+        zeros = jnp.zeros(shape, jnp.float32)
+        return cls(jnp.full(shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros)
 
     def result(self) -> jax.Array:
         # A row that saw nothing (padding) has sum 0: it gets zeros instead of NaN.
