@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from jaxkv.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from jaxkv.config import SamplingParams
@@ -20,6 +20,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "__version__",
 ]
 
 _HOMES = {

@@ -43,7 +43,7 @@ def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def fit_bucket(buckets: tuple[int, ...], size: int) -> int:
-    """The smallest bucket that holds `size`."""
+    """The smallest bucket that holds `size`. Raises: ValueError if none does."""
     for bucket in buckets:
         if bucket >= size:
             return bucket
@@ -110,8 +110,8 @@ class Programs:
         return len(self._compiled)
 
     def num_step_rows(self, num_tokens: int) -> int:
-        """Rows of the step program for T packed tokens: a row has at least one token."""
-        return min(self.config.max_num_seqs, num_tokens)
+        """Rows of the step program for T packed tokens: a row has at least one token. Never one row, see `linear`."""
+        return min(max(2, self.config.max_num_seqs), num_tokens)
 
     def step(self, num_tokens: int) -> Compiled:
         return self._get("step", num_tokens)
@@ -123,18 +123,22 @@ class Programs:
         """Compiles what is missing, two at a time: the compiler runs outside Python's lock."""
         wanted = [("step", size) for size in self.token_buckets] + [("loop", size) for size in self.row_buckets]
         started = time.perf_counter()
+        missing = [key for key in wanted if key not in self._compiled]
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda key: self._get(*key), wanted))
-        self.compile_s = time.perf_counter() - started
+            self._compiled.update(zip(missing, pool.map(lambda key: self._compile(*key), missing), strict=True))
+        self.compile_s += time.perf_counter() - started
 
     def _get(self, kind: str, size: int) -> Compiled:
         key = (kind, size)
         if key not in self._compiled:
             started = time.perf_counter()
-            lowered = self._lower_step(size) if kind == "step" else self._lower_loop(size)
-            self._compiled[key] = lowered.compile()
+            self._compiled[key] = self._compile(*key)
             self.compile_s += time.perf_counter() - started
         return self._compiled[key]
+
+    def _compile(self, kind: str, size: int) -> Compiled:
+        lowered = self._lower_step(size) if kind == "step" else self._lower_loop(size)
+        return lowered.compile()
 
     def _lower_step(self, num_tokens: int) -> Any:
         rows = self.num_step_rows(num_tokens)
@@ -162,7 +166,7 @@ class Programs:
 
 def table_width(config: EngineConfig) -> int:
     """Pages per row of the page table: what the longest sequence takes."""
-    return -(-config.max_model_len // config.block_size)
+    return -(-config.max_len // config.block_size)
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -6,7 +6,8 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
+
+from jaxkv.version import VERSION
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxkv", description="Language-model inference in JAX.")
-    parser.add_argument("--version", action="version", version=f"jaxkv {version('jaxkv')}")
+    parser.add_argument("--version", action="version", version=f"jaxkv {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser(
         "generate", help="complete a prompt", formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -80,24 +81,24 @@ def _generate(args: argparse.Namespace) -> int:
         lazy_compile=True,
     )
     stream = llm.stream(prompt, params)
-    ready = first = time.perf_counter()
-    num_prompt = num_new = 0
+    loaded = time.perf_counter()
     print(prompt, end="", flush=True)
+    # (seconds without compilation, tokens so far) after each piece
+    marks = []
+    num_prompt = num_new = 0
     for output in stream:
-        if not num_new:
-            first = time.perf_counter()
-            num_prompt = len(output.prompt_token_ids)
+        num_prompt = len(output.prompt_token_ids)
         num_new += len(output.outputs[0].token_ids)
+        marks.append((time.perf_counter() - loaded - llm.compile_s, num_new))
         print(output.outputs[0].text, end="", flush=True)
-    ended = time.perf_counter()
     print()
     if not args.quiet:
-        rate = f"{(num_new - 1) / (ended - first):.1f} tokens/s" if num_new > 1 else "one token"
-        held = num_prompt + num_new - 1
+        (first_s, first), (last_s, last) = marks[0], marks[-1]
+        rate = f"{(last - first) / (last_s - first_s):.1f} tokens/s after it" if last > first else "no tokens after it"
         print(
-            f"[{num_prompt} prompt + {num_new} new tokens; {rate} after the first; time to first token "
-            f"{first - ready:.2f} s with compilation, after {ready - started:.2f} s of loading; KV cache: {held} of "
-            f"{llm.num_kv_tokens} tokens]",
+            f"[{num_prompt} prompt + {num_new} new tokens; time to first token {first_s:.3f} s, {rate}, without the "
+            f"{llm.compile_s:.1f} s of compilation and {loaded - started:.1f} s of loading; KV cache: "
+            f"{num_prompt + num_new - 1} of {llm.num_kv_tokens} tokens]",
             file=sys.stderr,
         )
     return 0

@@ -65,6 +65,11 @@ class EngineConfig:
             self.max_num_seqs,
         )
 
+    @property
+    def max_len(self) -> int:
+        """Longest prompt and output together that fit into the limit and the pool, in tokens."""
+        return min(self.max_model_len, self.num_pages * self.block_size)
+
 
 _NOT_BUILT = {
     "n": 1,
@@ -75,6 +80,11 @@ _NOT_BUILT = {
     "logit_bias": None,
     "allowed_token_ids": None,
     "bad_words": None,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "structured_outputs": None,
+    "logits_processors": None,
+    "extra_args": None,
 }
 
 
@@ -82,8 +92,9 @@ _NOT_BUILT = {
 class SamplingParams:
     """How one request samples: vLLM's field names, defaults and meaning.
 
-    A temperature below 1e-5 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `max_tokens=None` means as
-    many as the context allows. `logprobs=k` returns the k likeliest tokens and the sampled one (k at most 20).
+    A temperature below 1e-5 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None or -1: it follows
+    from the engine's. `max_tokens=None`: as many as the context allows. `logprobs=k`: the k likeliest tokens and the
+    sampled one, k at most 20. Frozen: `dataclasses.replace` makes a changed copy.
     Raises: ValueError naming the field for a value out of range, and for a field that is not built yet.
     """
 
@@ -109,11 +120,16 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: Any = None
+    logits_processors: Any = None
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, default in _NOT_BUILT.items():
             value = getattr(self, name)
-            if value not in (default, [], {}) or isinstance(value, bool):
+            if value not in (default, [], {}) or isinstance(value, bool) is not isinstance(default, bool):
                 raise ValueError(f"{name}={value!r} is not supported yet; leave it at {default!r}")
         number = _is_number(self.temperature) and self.temperature >= 0
         _expect(number, "temperature", "a finite float32 number >= 0", self.temperature)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,18 @@ DECODE_STEPS = 8
 """Tokens per row between two looks of the host."""
 
 
+ONLY = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "enable_prefix_caching": False,
+    "trust_remote_code": False,
+    "quantization": None,
+    "enable_lora": False,
+}
+"""Arguments of vLLM's that have one possible value so far."""
+
+
 class LLM:
     """A model ready to generate: loads weights, allocates the KV cache once and compiles every step.
 
@@ -41,6 +54,8 @@ class LLM:
     memory, and at most a quarter of it).
     seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
 
+    Other names of vLLM's are taken with the one value that is true here (`ONLY`), such as tensor_parallel_size=1.
+
     Raises: ValueError for an argument out of range or not supported (nothing is ignored), CheckpointError for a broken
     checkpoint, NotImplementedError for a backend that is not built.
     """
@@ -53,7 +68,6 @@ class LLM:
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
         dtype: str = "auto",
-        tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int = 2048,
@@ -65,12 +79,13 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         seed: int = 0,
         lazy_compile: bool = False,
-        **unsupported: Any,
+        **others: Any,
     ) -> None:
-        if unsupported:
-            raise ValueError(f"LLM: unknown or not yet supported: {', '.join(sorted(unsupported))}")
-        if tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size: expected 1 (more is not built yet), got {tensor_parallel_size}")
+        for name, value in others.items():
+            if name not in ONLY:
+                raise ValueError(f"LLM: unknown or not yet supported: {name}={value!r}")
+            if value != ONLY[name]:
+                raise ValueError(f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}")
         if skip_tokenizer_init and tokenizer is not None:
             raise ValueError(f"tokenizer: expected None with skip_tokenizer_init=True, got {tokenizer!r}")
         self._device = jax.devices()[0]
@@ -82,7 +97,7 @@ class LLM:
             tokenizer=tokenizer,
             skip_tokenizer_init=skip_tokenizer_init,
             dtype=dtype,
-            platform=self._device.platform,
+            device=self._device,
         )
         spec = self._model.spec
         kv_dtype = self._model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
@@ -126,7 +141,9 @@ class LLM:
         all or one each (default: `get_default_sampling_params`).
         Raises: ValueError naming every bad index before any work starts.
         """
-        listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+        listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        if not isinstance(listed, (list, tuple)):
+            raise ValueError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}")
         return self._run(self._intake.accept(listed, self._listed_params(sampling_params, len(listed))), use_tqdm)
 
     def chat(
@@ -179,6 +196,11 @@ class LLM:
         """Tokens that the KV cache holds."""
         return self._config.num_pages * self._config.block_size
 
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent compiling so far."""
+        return self._engine.programs.compile_s
+
     def get_tokenizer(self) -> Any:
         """The Hugging Face tokenizer, None with skip_tokenizer_init=True."""
         return self._model.tokenizer
@@ -204,7 +226,8 @@ class LLM:
 
     def _make_engine(self, codec: Codec) -> Engine:
         spec, config, weights = self._model.spec, self._config, self._model.weights
-        kv = empty_kv(spec, config, codec)
+        make_kv = partial(empty_kv, spec, config, codec, self._device)
+        kv = make_kv()
         programs = Programs(weights, kv, spec=spec, config=config, backend=self._backend)
         tokenizer = self._model.tokenizer
         return Engine(
@@ -212,7 +235,7 @@ class LLM:
             kv,
             programs,
             config,
-            make_kv=lambda: empty_kv(spec, config, codec),
+            make_kv=make_kv,
             decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token]),
         )
 
@@ -223,6 +246,8 @@ class LLM:
             return [self.get_default_sampling_params()] * count
         if isinstance(params, SamplingParams):
             return [params] * count
+        if not isinstance(params, (list, tuple)):
+            raise ValueError(f"sampling_params: expected SamplingParams or a list, got {type(params).__name__}")
         if len(params) != count:
             raise ValueError(f"sampling_params: expected one or {count} (one per prompt), got {len(params)}")
         return params
@@ -236,6 +261,8 @@ class LLM:
             left = {request.id for request in requests}
             with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
                 while left:
+                    if not self._engine.has_work:
+                        raise RuntimeError(f"{len(left)} requests left the engine without a result")
                     done = {request.id for request in self._engine.step() if request.finish_reason is not None} & left
                     left -= done
                     bar.update(len(done))

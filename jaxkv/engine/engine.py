@@ -37,41 +37,60 @@ class Engine:
     ) -> None:
         self.weights = weights
         self.programs = programs
-        self.config = config
         self.scheduler = Scheduler(config)
         self.kv = kv
         self._make_kv = make_kv
         self._rows = RowTables(config)
         self._requests: dict[str, Request] = {}
         self._decode_token = decode_token
+        self._stepping = False
+        self._aborted: list[str] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
     def add(self, request: Request) -> None:
+        """Queues a request that `Intake` made."""
         self._requests[request.id] = request
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Forgets a request and frees what it holds; one that has finished already is no error."""
+        """Ends a request (finish_reason "abort") and frees what it holds; one that has finished already is no error.
+
+        During a step, where the garbage collector may close a forgotten stream, it waits for the step's end.
+        """
+        if self._stepping:
+            self._aborted.append(request_id)
+            return
         request = self._requests.pop(request_id, None)
         if request is not None:
+            request.finish_reason = "abort"
             self.scheduler.remove(request)
 
     def step(self) -> list[Request]:
-        """Runs the next step or decode loop. Returns the requests that got tokens; finished ones are out already."""
-        if any(pages.is_deleted() for pages in self._pages()):
-            self._rebuild()
-        plan = self.scheduler.plan()
-        if plan is None:
-            return []
-        requests = plan.requests if isinstance(plan, LoopPlan) else [request for request, _ in plan.work]
-        for request in requests:
-            if request.handle.length == 0:
-                self._rows.assign(request)
-            self._rows.update(request)
-        return self._run_loop(plan) if isinstance(plan, LoopPlan) else self._run_step(plan)
+        """Runs the next step or decode loop. Returns the requests that got tokens; finished ones are out already.
+
+        An exception on the way ends the requests that were in the step: their tokens, text and pages may disagree.
+        Raises: RuntimeError if an interrupted step took the KV state with it and others still need it.
+        """
+        self._stepping, begun = True, list[Request]()
+        try:
+            self._restore_lost_kv()
+            plan = self.scheduler.plan()
+            if plan is None:
+                return []
+            begun = plan.requests if isinstance(plan, LoopPlan) else [request for request, _ in plan.work]
+            for request in begun:
+                self._rows.update(request)
+            got = self._run_loop(plan) if isinstance(plan, LoopPlan) else self._run_step(plan)
+            begun = []
+            return got
+        finally:
+            self._stepping = False
+            for request_id in [*self._aborted, *(request.id for request in begun)]:
+                self.abort(request_id)
+            self._aborted.clear()
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows and requests do not add up."""
@@ -126,7 +145,8 @@ class Engine:
         for i, token in enumerate(tokens):
             request.tokens.append(token)
             if request.logprobs is not None:
-                self._add_logprobs(request, out, i, row, token)
+                request.logprobs.append(self._logprobs(request, out, i, row, token))
+                request.cumulative_logprob += request.logprobs[-1][token].logprob
             if self._ends(request, token):
                 break
         # Text can wait for the end of the chunk unless a stop string may end it in the middle.
@@ -137,10 +157,10 @@ class Engine:
             self._finish(request)
 
     def _ends(self, request: Request, token: int) -> bool:
-        enough = len(request.tokens) - request.prompt_len >= request.params.min_tokens
+        enough = len(request.tokens) - request.prompt_len > request.params.min_tokens
         if token in request.stop_ids and enough:
             request.finish_reason = "stop"
-            request.stop_reason = None if token in request.eos_ids else token
+            request.stop_reason = None if token == request.eos_id else token
         if request.text is not None and request.params.stop_strings and not self._hides(request, token):
             found = request.text.push([token], search=enough)
             if found is not None and request.finish_reason is None:
@@ -155,31 +175,27 @@ class Engine:
         return ended and not request.params.include_stop_str_in_output
 
     def _finish(self, request: Request) -> None:
-        if request.text is not None and not isinstance(request.stop_reason, str):
-            found = request.text.flush()
-            if found is not None:
-                request.finish_reason, request.stop_reason = "stop", found
+        if request.text is not None:
+            request.text.end()
         del self._requests[request.id]
         self.scheduler.remove(request)
 
-    def _add_logprobs(self, request: Request, out: Sampled, i: int, row: int, token: int) -> None:
+    def _logprobs(self, request: Request, out: Sampled, i: int, row: int, token: int) -> dict[int, Logprob]:
+        """The sampled token's entry first, then the likeliest ones that the request asks for."""
+
         def named(token: int, logprob: float, rank: int) -> Logprob:
             return Logprob(logprob, rank, self._decode_token(token) if self._decode_token else None)
 
-        chosen = float(out.logprob_B[i, row])
-        entry = {token: named(token, chosen, int(out.rank_B[i, row]))}
-        for rank in range(request.params.logprobs or 0):
+        entry = {token: named(token, float(out.logprob_B[i, row]), int(out.rank_B[i, row]))}
+        for rank in range(min(request.params.logprobs or 0, out.best_BK.shape[-1])):
             other = int(out.best_BK[i, row, rank])
             entry.setdefault(other, named(other, float(out.best_logprob_BK[i, row, rank]), rank + 1))
-        request.cumulative_logprob += chosen
-        if request.logprobs is not None:
-            request.logprobs.append(entry)
+        return entry
 
-    def _pages(self) -> list[jax.Array]:
-        return [group.pages for group in self.kv.groups]
-
-    def _rebuild(self) -> None:
+    def _restore_lost_kv(self) -> None:
         """A new empty pool after an interrupt between donating the old one and receiving its successor."""
+        if not any(group.pages.is_deleted() for group in self.kv.groups):
+            return
         if self.scheduler.running:
             raise RuntimeError("the KV state was lost in an interrupted step; abort the running requests first")
         self.kv = self._make_kv()

@@ -25,11 +25,6 @@ class Intake:
         self._config = config
         self._num_submitted = 0
 
-    @property
-    def max_len(self) -> int:
-        """Longest prompt and output together, in tokens."""
-        return min(self._config.max_model_len, self._config.num_pages * self._config.block_size)
-
     def accept(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
         """One request per prompt. Raises: ValueError naming every bad index, with nothing numbered."""
         made: list[Request] = []
@@ -79,15 +74,15 @@ class Intake:
         self._check_ids("prompt", tokens)
         own_stops = params.stop_token_ids or ()
         self._check_ids("stop_token_ids", own_stops)
-        eos_ids = frozenset() if params.ignore_eos else self._model.eos_ids
-        stop_ids = eos_ids | frozenset(own_stops)
+        stop_ids = frozenset(own_stops) | (frozenset() if params.ignore_eos else self._model.eos_ids)
         if len(stop_ids) > NUM_STOP_TOKENS:
             raise ValueError(
                 f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's own, got {len(stop_ids)}"
             )
         if params.stop_strings and self._model.tokenizer is None:
             raise ValueError("stop: expected a tokenizer for stop strings, got skip_tokenizer_init=True")
-        max_len = self.max_len if params.max_tokens is None else min(self.max_len, len(tokens) + params.max_tokens)
+        room = self._config.max_len
+        max_len = room if params.max_tokens is None else min(room, len(tokens) + params.max_tokens)
         return Request(
             id=str(number),
             prompt=text,
@@ -97,7 +92,7 @@ class Intake:
             seed=self._seed(params, number),
             max_len=max_len,
             stop_ids=stop_ids,
-            eos_ids=eos_ids,
+            eos_id=None if params.ignore_eos else self._model.eos_id,
             text=self._text_stream(tokens, params),
             logprobs=None if params.logprobs is None else [],
         )
@@ -121,7 +116,7 @@ class Intake:
             return text, self._encode(text)
         if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
             raise ValueError(f"prompt_token_ids: expected a list of token ids, got {type(ids).__name__}")
-        return text, ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        return text, [i.item() if isinstance(i, np.integer) else i for i in ids]
 
     def _encode(self, text: str) -> list[int]:
         if self._model.tokenizer is None:
@@ -143,9 +138,9 @@ class Intake:
                 f"the prompt has {length} tokens; expected at most {config.max_model_len - 1}, so that one more "
                 f"fits into max_model_len={config.max_model_len}"
             )
-        if length >= self.max_len:
+        if length >= config.max_len:
             raise ValueError(
-                f"the prompt has {length} tokens; the KV cache holds {self.max_len} in all ({config.num_pages} pages "
+                f"the prompt has {length} tokens; the KV cache holds {config.max_len} in all ({config.num_pages} pages "
                 f"of {config.block_size}): raise kv_cache_memory_bytes or num_gpu_blocks_override"
             )
 
@@ -158,7 +153,7 @@ class Intake:
 
     def _seed(self, params: SamplingParams, number: int) -> int:
         """The request's own seed, or one that follows from the engine's and the number of the submission."""
-        if params.seed is not None:
+        if params.seed not in (None, -1):
             return params.seed % 2**64
         high, low = np.random.SeedSequence([self._config.seed, number]).generate_state(2)
         return int(high) << 32 | int(low)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,29 @@ import jax
 
 from jaxkv.config import bfloat16_as_bits, is_int
 from jaxkv.engine.text import load_tokenizer
-from jaxkv.errors import CheckpointError
 from jaxkv.models.decoder import Weights
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.weights.hub import resolve_model
 from jaxkv.weights.load import load_weights
 
+GENERATION = "generation_config.json"
 DTYPES = ("auto", "bfloat16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """`generation` is generation_config.json ({} without one); `eos_ids` end a request unless it ignores them."""
+    """`generation` is generation_config.json, {} without one. `eos_ids` end a request unless it ignores them; `eos_id`
+    is the main one, whose end needs no stop_reason."""
 
     directory: Path
     spec: ModelSpec
     weights: Weights
     dtype: str
     tokenizer: Any | None
-    generation: dict[str, Any]
+    generation: Mapping[str, Any]
     eos_ids: frozenset[int]
+    eos_id: int | None
 
     @property
     def weight_bytes(self) -> int:
@@ -46,7 +48,7 @@ def load_model(
     tokenizer: str | os.PathLike[str] | None,
     skip_tokenizer_init: bool,
     dtype: str,
-    platform: str,
+    device: jax.Device,
 ) -> Model:
     """Reads everything that a model directory (or hub id) holds; the tokenizer may come from another one.
 
@@ -61,18 +63,20 @@ def load_model(
     loaded = None
     if not skip_tokenizer_init:
         loaded = load_tokenizer(directory if tokenizer is None else resolve_model(tokenizer))
-    generation = _read_generation(directory)
-    dtype = auto_dtype(platform) if dtype == "auto" else dtype
+    found = (directory / GENERATION).is_file()
+    generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
+    eos_ids = _eos_ids(config, generation, loaded, spec.vocab_size)
+    dtype = auto_dtype(device.platform) if dtype == "auto" else dtype
+    as_bits = dtype == "bfloat16" and bfloat16_as_bits(device.platform)
     return Model(
         directory=directory,
         spec=spec,
-        weights=load_weights(
-            directory, spec, layout, dtype=dtype, as_bits=dtype == "bfloat16" and bfloat16_as_bits(platform)
-        ),
+        weights=load_weights(directory, spec, layout, dtype=dtype, as_bits=as_bits, device=device),
         dtype=dtype,
         tokenizer=loaded,
-        generation=generation,
-        eos_ids=_eos_ids(config, generation, loaded, spec.vocab_size),
+        generation=generation.values,
+        eos_ids=frozenset(eos_ids),
+        eos_id=eos_ids[0] if eos_ids else None,
     )
 
 
@@ -85,25 +89,15 @@ def auto_dtype(platform: str) -> str:
     return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
 
 
-def _read_generation(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON, got {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    return values
+def _eos_ids(config: ConfigReader, generation: ConfigReader, tokenizer: Any, vocab_size: int) -> list[int]:
+    """The tokenizer's end token first, then generation_config.json's, else config.json's.
 
-
-def _eos_ids(config: ConfigReader, generation: dict[str, Any], tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """generation_config.json's end tokens, else config.json's, and the tokenizer's own."""
-    given = generation.get("eos_token_id", config.values.get("eos_token_id"))
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+    One outside the vocabulary is left out: it cannot be sampled.
+    """
+    reader = config if generation.get("eos_token_id") is None else generation
+    given = reader.get("eos_token_id", [])
+    ids = given if isinstance(given, list) else [given]
+    if not all(is_int(i) for i in ids):
+        raise reader.fail("eos_token_id", "a token id or a list of them")
     own = getattr(tokenizer, "eos_token_id", None)
-    ids = [*ids, *([] if own is None else [own])]
-    if not all(is_int(i) and 0 <= i < vocab_size for i in ids):
-        raise config.fail("eos_token_id", f"token ids below vocab_size={vocab_size} (with the tokenizer's: {ids})")
-    return frozenset(ids)
+    return [i for i in ([] if own is None else [own]) + ids if 0 <= i < vocab_size]

@@ -16,7 +16,8 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `finish_reason` is None while running, "stop" or "length" after.
+    """One completion. `finish_reason` is None while running, "stop" or "length" after ("abort" in a stream
+    that an error elsewhere ended).
 
     `stop_reason` is the stop string or stop token id that ended it, None for the model's own end token or "length".
     `logprobs` has one dict per token: token id -> Logprob. In a stream, text, token_ids and logprobs are what is new.
@@ -43,3 +44,4 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
+    prompt_logprobs: None = None

@@ -73,11 +73,16 @@ def _free_bytes(device: jax.Device, utilization: float) -> int:
     if device.platform == "cpu":
         return int(available_memory() * min(CPU_SHARE, utilization))
     stats = device.memory_stats()
+    if stats is None:
+        raise CapacityError(f"{device} does not say how much memory it has; pass kv_cache_memory_bytes")
     return int((stats["bytes_limit"] * utilization - stats["bytes_in_use"]) * (1 - STEP_SHARE))
 
 
-def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec) -> PagedKV:
-    """The engine's zeroed KV state. Raises: ValueError if the pool has more heads x pages than int32 can count."""
+def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.Device) -> PagedKV:
+    """The engine's zeroed KV state on `device`.
+
+    Raises: ValueError if the pool has more heads x pages than int32 can count.
+    """
     for group in spec.groups:
         count = len(group.layers) * config.num_pages * 2 * group.num_kv_heads
         if count >= 2**31:
@@ -91,6 +96,7 @@ def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec) -> PagedKV:
                 num_pages=config.num_pages,
                 page_size=config.block_size,
                 codec=codec,
+                device=device,
             )
             for group in spec.groups
         )
@@ -102,14 +108,21 @@ def available_memory(root: Path = Path("/")) -> int:
     meminfo = root / "proc/meminfo"
     if not meminfo.is_file():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, usage in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    available = _fields(meminfo, ":")["MemAvailable"] * 1024
+    v1 = root / "sys/fs/cgroup/memory"
+    for limit, usage, cache in (
+        (v1.parent / "memory.max", v1.parent / "memory.current", "inactive_file"),
+        (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        if (root / limit).is_file() and (root / usage).is_file():
-            text = (root / limit).read_text().strip()
-            if text != "max":
-                available = min(available, max(0, int(text) - int((root / usage).read_text())))
+        if limit.is_file() and usage.is_file() and (text := limit.read_text().strip()) != "max":
+            # What files left in the page cache counts as used, but is given back on demand.
+            stat = usage.parent / "memory.stat"
+            reclaimable = _fields(stat, " ").get(cache, 0) if stat.is_file() else 0
+            available = min(available, max(0, int(text) - int(usage.read_text()) + reclaimable))
     return available
+
+
+def _fields(path: Path, separator: str) -> dict[str, int]:
+    """The `name<separator>number ...` lines of a kernel file."""
+    pairs = (line.split(separator, 1) for line in path.read_text().splitlines() if separator in line)
+    return {name: int(value.split()[0]) for name, value in pairs}

@@ -14,8 +14,8 @@ from jaxkv.engine.text import TextStream
 class Request:
     """Tokens so far, what of them is in the KV state (`handle`), and the text made of the new ones.
 
-    `max_len` bounds prompt and output together. `stop_ids` end it: the caller's, and unless ignore_eos the model's own
-    (`eos_ids`). `row` is its place in the engine's row tables while it runs.
+    `max_len` bounds prompt and output together. `stop_ids` end it: the caller's, and unless ignore_eos the model's own,
+    of which `eos_id` is the one that needs no stop_reason. `row` is its place in the row tables while it runs.
     """
 
     id: str
@@ -26,7 +26,7 @@ class Request:
     seed: int
     max_len: int
     stop_ids: frozenset[int]
-    eos_ids: frozenset[int]
+    eos_id: int | None
     text: TextStream | None
     handle: KVHandle = field(default_factory=KVHandle)
     row: int | None = None

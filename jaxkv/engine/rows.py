@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from jaxkv.engine.request import Request
 from jaxkv.kv.state import PagedKV
 from jaxkv.loop import Rows
 from jaxkv.ops.attention import Batch
-from jaxkv.ops.sampling import Sampling
+from jaxkv.ops.sampling import NO_TOKEN, Sampling
 
 
 class RowTables:
@@ -23,29 +23,33 @@ class RowTables:
         width = table_width(config)
         self.table_RW = np.zeros((config.max_num_seqs, width), np.int32)
         self.first_W = np.arange(width, dtype=np.int32) * config.block_size
-        self.num_pages_R = np.zeros(config.max_num_seqs, np.int32)
         self.sampling = empty_sampling(config.max_num_seqs)
+        self._owner_R: list[Request | None] = [None] * config.max_num_seqs
+        self._pages_R: list[tuple[int, ...]] = [()] * config.max_num_seqs
 
-    def assign(self, request: Request) -> None:
-        """Takes over a newly admitted request's row."""
-        row, params, table = request.row, request.params, self.sampling
-        self.num_pages_R[row] = 0
+    def update(self, request: Request) -> None:
+        """Takes over a request that is new in its row, and the pages of one that has got others since the last time."""
+        row, pages = request.row, request.handle.pages
+        if row is None:
+            raise RuntimeError(f"request {request.id} is to run without a row")
+        if self._owner_R[row] is not request:
+            self._owner_R[row] = request
+            self._set_sampling(row, request)
+        if self._pages_R[row] is not pages:
+            self._pages_R[row] = pages
+            self.table_RW[row, : len(pages)] = pages
+
+    def _set_sampling(self, row: int, request: Request) -> None:
+        params, table = request.params, self.sampling
         table.temperature_B[row] = params.temperature
         table.top_k_B[row] = params.top_k if params.top_k > 0 else np.iinfo(np.int32).max
         table.top_p_B[row] = params.top_p
         table.min_p_B[row] = params.min_p
         table.seed_B2[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
         table.sample_B[row] = 0
-        table.stop_BE[row] = -1
+        table.stop_BE[row] = NO_TOKEN
         table.stop_BE[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         table.logprobs_B[row] = params.logprobs is not None
-
-    def update(self, request: Request) -> None:
-        """Copies the page ids that the request has got since the last time."""
-        row, pages = request.row, request.handle.pages
-        known = self.num_pages_R[row]
-        self.table_RW[row, known : len(pages)] = pages[known:]
-        self.num_pages_R[row] = len(pages)
 
     def batch(self, work: list[tuple[Request, int]], num_tokens: int, num_rows: int) -> Batch:
         """Packs the given numbers of pending tokens of each request, decode rows first."""
@@ -75,8 +79,8 @@ class RowTables:
         """The requests' parameters in this order; rows past them are greedy and want nothing."""
         index = _row_index(requests)
         sampling = empty_sampling(num_rows)
-        for name in ("temperature_B", "top_k_B", "top_p_B", "min_p_B", "seed_B2", "sample_B", "stop_BE", "logprobs_B"):
-            getattr(sampling, name)[: len(index)] = getattr(self.sampling, name)[index]
+        for field in fields(Sampling):
+            getattr(sampling, field.name)[: len(index)] = getattr(self.sampling, field.name)[index]
         sampling.min_left_B[: len(index)] = [request.min_left for request in requests]
         return sampling
 

@@ -12,7 +12,7 @@ from jaxkv.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One ragged step: (request, number of its pending tokens to compute), those with one token first."""
+    """One ragged step: (request, number of its pending tokens to compute), those with one token in this step first."""
 
     work: list[tuple[Request, int]]
 
@@ -63,6 +63,7 @@ class Scheduler:
         self.allocator.release(request.handle)
 
     def _admit(self) -> None:
+        # In order: a request that does not fit yet holds back those behind it, or it could wait forever.
         while self.waiting and self._free_rows:
             needed = self.allocator.pages_for(self.waiting[0].max_len)
             if self.num_promised + needed > self.config.num_pages:

@@ -29,7 +29,10 @@ def load_tokenizer(directory: Path) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{directory}: its tokenizer cannot be read: {type(error).__name__}: {error}") from error
 
 
 def whole_suffix(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[int]:
@@ -99,14 +102,9 @@ class TextStream:
         if whole == decoded:
             self._narrow()
 
-    def flush(self) -> str | None:
-        """Ends the sequence: bytes that never became a character are given out as U+FFFD. Returns as `push` does."""
-        decoded = self._decode(self._window)
-        self.text += decoded[self._shown :]
-        self._shown = len(decoded)
-        found = self._find_stop()
+    def end(self) -> None:
+        """Ends the sequence: nothing is held back any more. A last character that is not whole is left out."""
         self._holdback = 0
-        return found
 
     def take(self) -> str:
         """The text that is new since the last call, without an ending that may turn out to begin a stop string."""

@@ -58,10 +58,18 @@ class PagedKV:
 
 
 def empty_group(
-    *, num_layers: int, num_kv_heads: int, head_dim: int, num_pages: int, page_size: int, codec: Codec
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_pages: int,
+    page_size: int,
+    codec: Codec,
+    device: jax.Device | None = None,
 ) -> GroupKV:
     """A zeroed pool without rows. Units: `num_pages` pages of `page_size` tokens for each of `num_layers` layers."""
-    pages = jnp.zeros((num_layers * num_pages, 2 * num_kv_heads, page_size, head_dim), codec.storage_dtype)
+    shape = (num_layers * num_pages, 2 * num_kv_heads, page_size, head_dim)
+    pages = jnp.zeros(shape, codec.storage_dtype, device=device)
     no_rows: Any = np.zeros((0, 1), np.int32)
     return GroupKV(
         pages=pages, table_BW=no_rows, first_BW=no_rows, len_B=no_rows[:, 0], codec=codec, num_layers=num_layers

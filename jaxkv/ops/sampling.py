@@ -48,7 +48,8 @@ class Sampling:
 
 @struct.dataclass
 class Sampled:
-    """token_B int32; logprob_B of the token; its rank_B (1 is the best); best_BK token ids and their best_logprob_BK.
+    """token_B int32; its logprob_B and rank_B (how many tokens are as likely or likelier); the best_BK token ids of
+    each row and their best_logprob_BK.
 
     Log-probabilities are of the model's own logits, before temperature and masks. They are zeros unless a row asks.
     """
@@ -152,7 +153,7 @@ def _logprobs(
     def compute() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
         chosen_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=-1)[:, 0]
-        rank_B = 1 + jnp.sum(logprob_BV > chosen_B[:, None], axis=-1, dtype=jnp.int32)
+        rank_B = jnp.sum(logprob_BV >= chosen_B[:, None], axis=-1, dtype=jnp.int32)
         best_logprob_BK, best_BK = jax.lax.top_k(logprob_BV, count)
         return chosen_B, rank_B, best_BK, best_logprob_BK
 

@@ -21,7 +21,13 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def load_weights(
-    directory: Path, spec: ModelSpec, layout: Layout, *, dtype: str, as_bits: bool = False
+    directory: Path,
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    dtype: str,
+    as_bits: bool = False,
+    device: jax.Device | None = None,
 ) -> dict[str, Any]:
     """The weight tree of `models.decoder`, every tensor as `dtype`, with bfloat16 as raw uint16 bits if `as_bits`.
 
@@ -34,7 +40,8 @@ def load_weights(
         _check(checkpoint, spec, layout, top)
 
         def load(*sources: str, shape: tuple[int, ...]) -> Array:
-            return _to_device(checkpoint, sources, shape, dtype, as_bits)
+            host = _stack(checkpoint, sources, shape, jnp.dtype(dtype))
+            return jax.device_put(host.view(np.uint16) if as_bits else host, device).block_until_ready()
 
         def one_layer(i: int) -> dict[str, Array]:
             return {name: load(leaf.source.format(layer=i), shape=leaf.info.shape) for name, leaf in layers.items()}
@@ -99,15 +106,13 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, top: dict[st
         raise CheckpointError(f"{checkpoint.directory}: {shown}")
 
 
-def _to_device(
-    checkpoint: Checkpoint, sources: tuple[str, ...], shape: tuple[int, ...], dtype: str, as_bits: bool
-) -> Array:
-    """Stacks the named tensors into one device array of `shape`, converting as they are copied from the file."""
-    host = _aligned_empty(shape, jnp.dtype(dtype))
+def _stack(checkpoint: Checkpoint, sources: tuple[str, ...], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """The named tensors in one host array of `shape`, converted as they are copied from the file."""
+    host = _aligned_empty(shape, dtype)
     for part, name in zip(host.reshape(len(sources), -1), sources, strict=True):
         part[...] = checkpoint.read(name).reshape(-1)
         checkpoint.release(name)
-    return jax.device_put(host.view(np.uint16) if as_bits else host).block_until_ready()
+    return host
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

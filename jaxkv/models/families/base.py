@@ -7,20 +7,23 @@ computes with: the loader refuses a checkpoint with one missing and one with a t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxkv.axes import ArrayInfo
+from jaxkv.config import is_int
 from jaxkv.errors import CheckpointError
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
 from jaxkv.ops.layers import ACTIVATIONS
 
 MAX_SIZE = 2**24
 MAX_LAYERS = 2**12
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30
+"""Bounds of every other number: inside float32's range with room to divide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,65 +48,70 @@ class Layout:
 
 
 class ConfigReader:
-    """config.json with checked access: every error names the file, the key, what was expected and what came."""
+    """config.json with checked access: every error says where it is, the key, what was expected and what came.
 
-    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+    A key that is null counts as absent: the reader's `default` holds.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
-        self.path = path
+        self.where = where
 
     def fail(self, key: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {key}: expected {expected}, got {self.values.get(key)!r}")
+        return CheckpointError(f"{self.where}: {key}: expected {expected}, got {reprlib.repr(self.values.get(key))}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
 
     def size(self, key: str, default: int | None = None, *, at_most: int = MAX_SIZE) -> int:
-        """A whole number from 1 to `at_most`; `default` where the key is absent or null."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= at_most:
+        """A whole number from 1 to `at_most`."""
+        value = self.get(key, default)
+        if not is_int(value) or not 1 <= value <= at_most:
             raise self.fail(key, f"a whole number from 1 to {at_most}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.fail(key, "a finite number above 0")
+    def number(self, key: str, default: float | None = None, *, at_least: float = MIN_NUMBER) -> float:
+        """A number from `at_least` to 1e30."""
+        value = self.get(key, default)
+        if not (is_int(value) or isinstance(value, float)) or not at_least <= value <= MAX_NUMBER:
+            raise self.fail(key, f"a number from {at_least:g} to {MAX_NUMBER:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key, default)
+        value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.fail(key, "true or false")
         return value
 
-    def section(self, *keys: str) -> ConfigReader:
-        """The first of `keys` that holds an object, as a reader of its own; empty if none is there."""
-        for key in keys:
-            value = self.values.get(key)
-            if value is not None:
-                if not isinstance(value, dict):
-                    raise self.fail(key, "an object")
-                return ConfigReader(value, Path(f"{self.path}: {key}"))
-        return ConfigReader({}, self.path)
+    def section(self, key: str) -> ConfigReader:
+        """The object under `key`, empty if there is none, as a reader of its own."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise self.fail(key, "an object")
+        return ConfigReader(value, f"{self.where}: {key}")
 
 
 def read_rope(config: ConfigReader, *, max_len: int) -> RopeSpec:
     """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (older files)."""
-    rope = config.section("rope_parameters", "rope_scaling")
-    values = rope.values
-    key = "type" if "rope_type" not in values and "type" in values else "rope_type"
-    kind = values.get(key, "default")
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0))
-    if values.get("partial_rotary_factor", config.values.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise rope.fail("partial_rotary_factor", "1 (a partly rotated head is not built yet)")
+    rope, older = config.section("rope_parameters"), config.section("rope_scaling")
+    if rope.values and older.values and rope.values != older.values:
+        raise config.fail("rope_scaling", "none beside a different rope_parameters: merge them into rope_parameters")
+    rope = rope if rope.values else older
+    key = "type" if "rope_type" not in rope.values and "type" in rope.values else "rope_type"
+    kind = rope.get(key, "default")
+    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0, at_least=1.001), at_least=1.001)
+    for reader in (config, rope):
+        if reader.get("partial_rotary_factor", 1.0) != 1.0:
+            raise reader.fail("partial_rotary_factor", "1 (a partly rotated head is not built yet)")
     if kind == "default":
         return RopeSpec(theta=theta)
     if kind == "linear":
         return RopeSpec(kind=kind, theta=theta, factor=rope.number("factor"))
     if kind not in ("llama3", "yarn"):
         raise rope.fail(key, "default, linear, llama3 or yarn")
-    original = config.values.get("original_max_position_embeddings")
-    original_max_len = rope.size("original_max_position_embeddings", original or max_len)
+    original_max_len = config.size("original_max_position_embeddings", max_len)
+    original_max_len = rope.size("original_max_position_embeddings", original_max_len)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if high <= low:
@@ -121,8 +129,8 @@ def read_rope(config: ConfigReader, *, max_len: int) -> RopeSpec:
         kind=kind,
         theta=theta,
         factor=factor,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
+        beta_fast=rope.number("beta_fast", 32.0, at_least=1e-3),
+        beta_slow=rope.number("beta_slow", 1.0, at_least=1e-3),
         attention_factor=_yarn_attention_factor(rope, factor),
         truncate=rope.flag("truncate", True),
         original_max_len=original_max_len,
@@ -135,23 +143,34 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if rope.values.get("attention_factor") is not None:
+    if rope.get("attention_factor") is not None:
         return rope.number("attention_factor")
-    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
         return mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
     return mscale(1.0)
 
 
+def extended_len(rope: RopeSpec, max_len: int) -> int:
+    """Longest context that the scaled embedding is meant for: what vLLM derives from the same keys."""
+    if rope.kind == "linear":
+        return min(int(max_len * rope.factor), MAX_SIZE)
+    if rope.kind == "yarn":
+        return min(max(max_len, int(rope.original_max_len * rope.factor)), MAX_SIZE)
+    return max_len
+
+
+def sliding_window(config: ConfigReader) -> int | None:
+    """The window that layers may use. An absent key means 4096, transformers' default; null means none."""
+    return config.size("sliding_window", 4096) if config.values.get("sliding_window", 4096) is not None else None
+
+
 def layer_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window in Qwen's spelling: `layer_types`, or `use_sliding_window` from `max_window_layers` on."""
-    if not config.flag("use_sliding_window", False):
-        window, first = None, num_layers
-    else:
-        window = config.size("sliding_window", 4096)
-        first = config.values.get("max_window_layers", 28)
-        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-            raise config.fail("max_window_layers", "a whole number >= 0")
-    kinds = config.values.get("layer_types")
+    window = sliding_window(config) if config.flag("use_sliding_window", False) else None
+    first = config.get("max_window_layers", 28)
+    if not is_int(first) or first < 0:
+        raise config.fail("max_window_layers", "a whole number >= 0")
+    kinds = config.get("layer_types")
     if kinds is None:
         return tuple(window if layer >= first else None for layer in range(num_layers))
     known = {"full_attention": None, "sliding_attention": window}
@@ -166,7 +185,7 @@ def read_llama_like(
     config: ConfigReader,
     *,
     family: str,
-    windows: tuple[int | None, ...] | None = None,
+    windows: Callable[[ConfigReader, int], tuple[int | None, ...]] | None = None,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     max_len: int = 2048,
@@ -178,22 +197,26 @@ def read_llama_like(
     """Spec and layout of the pre-norm, gated-MLP, rotary decoder that most families are.
 
     `num_kv_heads`, `head_dim` and `max_len` are the family's defaults for configs that leave them out (for the first
-    two: the query heads' number, and D / N). `windows` has one entry per layer; None is full attention everywhere.
+    two: the query heads' number, and D / N). `windows(config, num_layers)` gives each layer's window; without it
+    attention is full everywhere.
     """
-    if config.values.get("quantization_config") is not None:
+    if config.get("quantization_config") is not None:
         raise config.fail("quantization_config", "none (quantised checkpoints are not built yet)")
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    kv_heads = config.size("num_key_value_heads", num_kv_heads or num_heads)
+    # transformers: a null number means one KV head per query head, an absent one the family's default.
+    absent = "num_key_value_heads" not in config.values
+    kv_heads = config.size("num_key_value_heads", num_kv_heads if absent and num_kv_heads else num_heads)
     head_dim = config.size("head_dim", head_dim or max(1, hidden // num_heads))
     if num_heads % kv_heads:
         raise config.fail("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
     if head_dim % 2:
         raise config.fail("head_dim", "an even number (rotary embedding pairs dimensions)")
-    activation = config.values.get("hidden_act", "silu")
+    activation = config.get("hidden_act", "silu")
     if activation not in list(ACTIVATIONS):
         raise config.fail("hidden_act", f"one of {sorted(ACTIVATIONS)}")
     max_len = config.size("max_position_embeddings", max_len)
+    rope = read_rope(config, max_len=max_len)
     spec = ModelSpec(
         family=family,
         vocab_size=config.size("vocab_size"),
@@ -203,9 +226,11 @@ def read_llama_like(
         head_dim=head_dim,
         norm_eps=config.number("rms_norm_eps", 1e-6),
         activation=activation,
-        rope=read_rope(config, max_len=max_len),
-        groups=group_layers(windows or (None,) * num_layers, num_kv_heads=kv_heads, head_dim=head_dim),
-        max_len=max_len,
+        rope=rope,
+        groups=group_layers(
+            windows(config, num_layers) if windows else (None,) * num_layers, num_kv_heads=kv_heads, head_dim=head_dim
+        ),
+        max_len=extended_len(rope, max_len),
     )
     ffn = config.size("intermediate_size")
     layer = _attention_leaves(spec, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm)

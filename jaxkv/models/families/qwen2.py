@@ -7,5 +7,6 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    windows = layer_windows(config, config.size("num_hidden_layers", 32))
-    return read_llama_like(config, family="qwen2", windows=windows, num_kv_heads=32, max_len=32768, qkv_bias=True)
+    return read_llama_like(
+        config, family="qwen2", windows=layer_windows, num_kv_heads=32, max_len=32768, qkv_bias=True
+    )

@@ -11,7 +11,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_llama_like(
         config,
         family="qwen3",
-        windows=layer_windows(config, config.size("num_hidden_layers", 32)),
+        windows=layer_windows,
         num_kv_heads=32,
         head_dim=128,
         max_len=32768,

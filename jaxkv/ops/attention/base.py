@@ -3,8 +3,9 @@
 A backend is a function `attend(q_TNH, group, batch, *, layer, scale, window) -> out_TNH` (float32). It promises:
 - query t of row r sees exactly the held slots of r whose position is at most t's own, and, with a window, above
   position - window; keys and values of the step itself are already in the pages (`kv.state.write` comes first);
-- memory of pages and slots that no query sees never influences the result, whatever it contains (NaN included);
-- packed order is decode rows (one token each) first, then prefill chunks; outputs of padding tokens are unspecified;
+- memory that a row does not hold never influences its result, whatever it contains (NaN included);
+- rows with one token in this step (decoding, or the last of a prompt) come first in packed order, longer chunks after
+  them; outputs of padding tokens are unspecified;
 - what it cannot do it refuses with NotImplementedError when traced, naming the reason.
 """
 

@@ -1,0 +1,115 @@
+"""The measurements behind docs/architecture.md's choices for a CPU: each prints both sides, measured in this run.
+
+    python scripts/bench_cpu_choices.py
+
+Medians of several calls, in milliseconds; on a shared machine read ratios.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.kv.codecs import PlainCodec
+from jaxkv.kv.state import GroupKV
+from jaxkv.ops.attention import Batch, xla
+
+
+def median_ms(f: Callable[..., Any], *args: Any, calls: int = 15) -> float:
+    jax.block_until_ready(f(*args))
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*args))
+        times.append(time.perf_counter() - start)
+    return sorted(times)[calls // 2] * 1e3
+
+
+def matmul_layouts() -> None:
+    """Weight layout and result type of one 2048 x 5632 matmul."""
+    print("\nmatmul 2048 x 5632, ms: [in,out] / [out,in], each without / with a float32 result")
+    for dtype in (jnp.bfloat16, jnp.float32):
+        w_io = jax.random.normal(jax.random.key(0), (2048, 5632)).astype(dtype)
+        w_oi = jnp.array(w_io.T)
+        for rows in (1, 2, 8, 32, 512):
+            x = jnp.ones((rows, 2048), dtype)
+            cells = []
+            for w, axis in ((w_io, 0), (w_oi, 1)):
+                for result in (None, jnp.float32):
+                    dims = (((1,), (axis,)), ((), ()))
+                    dot = jax.jit(lambda x, w, d=dims, r=result: jax.lax.dot_general(x, w, d, preferred_element_type=r))
+                    cells.append(f"{median_ms(dot, x, w):7.2f}")
+            print(f"  {jnp.dtype(dtype).name:9s} {rows:4d} rows {' '.join(cells)}")
+
+
+def layer_forms() -> None:
+    """Twelve layers' MLPs: one leaf per layer, scan over stacked values, scan over stacked bits."""
+    print("\n12 layers' MLP 768 x 2048 bfloat16, ms: leaf per layer / scan / scan over uint16 bits")
+    num_layers, shape = 12, (2048, 768)
+    keys = jax.random.split(jax.random.key(0), 3)
+    stacked = [(0.03 * jax.random.normal(k, (num_layers, *shape))).astype(jnp.bfloat16) for k in keys]
+    bits = [jax.lax.bitcast_convert_type(w, jnp.uint16) for w in stacked]
+    leaves = [[jnp.array(w[i]) for w in stacked] for i in range(num_layers)]
+
+    def dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
+        dims = (((1,), (axis,)), ((), ()))
+        return jax.lax.dot_general(x.astype(w.dtype), w, dims, preferred_element_type=jnp.float32)
+
+    def layer(x: jax.Array, w: list[jax.Array]) -> jax.Array:
+        if w[0].dtype == jnp.uint16:
+            w = [jax.lax.bitcast_convert_type(one, jnp.bfloat16) for one in w]
+        return x + dot(jax.nn.silu(dot(x, w[0], 1)) * dot(x, w[1], 1), w[2], 0)
+
+    def looped(x: jax.Array, leaves: list[list[jax.Array]]) -> jax.Array:
+        for w in leaves:
+            x = layer(x, w)
+        return x
+
+    scanned = jax.jit(lambda x, w: jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0])
+    for rows in (2, 8, 32, 256):
+        x = jnp.ones((rows, 768))
+        times = (median_ms(jax.jit(looped), x, leaves), median_ms(scanned, x, stacked), median_ms(scanned, x, bits))
+        print(f"  {rows:4d} rows " + " ".join(f"{t:8.2f}" for t in times))
+
+
+def decode_attention() -> None:
+    """One layer's decode attention over 1,024 tokens a row, by page storage and by tokens gathered at once."""
+    print("\ndecode attention, 12 query / 4 KV heads of 64, 1,024 tokens a row, page 16, ms by tokens gathered at once")
+    size, length, rng = 16, 1024, np.random.default_rng(0)
+    default = xla.BLOCK_TOKENS
+    for rows in (1, 8, 32):
+        width = length // size
+        table = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
+        values = jnp.asarray(rng.standard_normal((rows * width, 8, size, 64)), jnp.bfloat16)
+        first = np.tile(np.arange(width, dtype=np.int32) * size, (rows, 1))
+        each = np.arange(rows, dtype=np.int32)
+        batch = Batch(
+            token_T=each, position_T=np.full(rows, length - 1, np.int32), row_T=each, start_B=each,
+            count_B=np.ones(rows, np.int32), num_decode=np.int32(rows), num_rows=np.int32(rows), decode_only=True,
+        )  # fmt: skip
+        q = jnp.asarray(rng.standard_normal((rows, 12, 64)), jnp.float32)
+        for name, codec in (
+            ("bits", PlainCodec(dtype="bfloat16", as_bits=True)),
+            ("bfloat16", PlainCodec(dtype="bfloat16")),
+            ("float32", PlainCodec(dtype="float32")),
+        ):
+            group = GroupKV(codec.encode(values), table, first, np.full(rows, length, np.int32), codec, 1)
+            cells = []
+            for tokens in (64, 128, 256, 512, 1024):
+                xla.BLOCK_TOKENS = tokens
+                attend = jax.jit(lambda q, group, batch: xla.attend(q, group, batch, layer=0, scale=0.125, window=None))
+                cells.append(f"{tokens}: {median_ms(attend, q, group, batch, calls=9):6.2f}")
+            print(f"  {rows:3d} rows {name:9s} " + "  ".join(cells))
+    xla.BLOCK_TOKENS = default
+
+
+if __name__ == "__main__":
+    print(f"jax {jax.__version__}, {jax.devices()[0]}")
+    matmul_layouts()
+    layer_forms()
+    decode_attention()
