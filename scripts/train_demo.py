@@ -171,7 +171,9 @@ def batch_plan(step: int) -> tuple[int, float, float]:
         return (256, 512, 512, 1024)[step % 4], 0.12, 0.30
     if step < 900:
         return (256, 256, 512, 256)[step % 4], 0.40, 0.35
-    return (512, 1024, 512, 512, 2048, 512, 1024, 512)[step % 8], 0.04, 0.25
+    if step < 1300:
+        return (512, 1024, 512, 512, 2048, 512, 1024, 512)[step % 8], 0.04, 0.25
+    return (512, 2048, 1024, 2048)[step % 4], 0.04, 0.25 if step < 1560 else 0.40
 
 
 def make_batch(corpus: Corpus, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -263,9 +265,9 @@ def token_losses(params: dict, tokens_BT: Array, dtype: jnp.dtype) -> tuple[Arra
 def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
     """Muon for the layer matrices, AdamW for embedding and norms; warm-up, stable, then linear decay to zero.
 
-    The decay starts at 70% of `steps`; until there runs of different lengths are identical.
+    The decay starts at 75% of `steps`; until there runs of different lengths are identical.
     """
-    warm_up, decay_at = 100, int(0.7 * steps)
+    warm_up, decay_at = 100, int(0.75 * steps)
     schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warm_up), optax.constant_schedule(peak),
                                      optax.linear_schedule(peak, 0.0, steps - decay_at)], [warm_up, decay_at])
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
@@ -465,7 +467,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--work", type=Path, default=Path.home() / "demo_work", help="checkpoint and log")
     parser.add_argument("--out", type=Path, default=Path("jaxkv/demo"), help="Hugging Face directory to write")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=2120)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--export-minutes", type=float, default=10.0)

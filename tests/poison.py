@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,13 +35,13 @@ def poison_group(group: GroupKV, owned_PS: np.ndarray) -> GroupKV:
     pages = np.array(group.pages)
     by_slot = pages.reshape(group.num_layers, group.num_pages, *pages.shape[1:]).swapaxes(2, 3)  # a view
     by_slot[:, ~owned_PS] = nan_of(pages.dtype)
-    return group.replace(pages=jnp.array(pages, copy=True))  # not an alias of numpy's memory: it will be donated
+    return replace(group, pages=jnp.array(pages, copy=True))  # not an alias of numpy's memory: it will be donated
 
 
 def poison_kv(kv: PagedKV, handles: Iterable[KVHandle]) -> PagedKV:
     first = kv.groups[0]
     owned_PS = owned_slots(handles, num_pages=first.num_pages, page_size=first.page_size)
-    return kv.replace(groups=tuple(poison_group(group, owned_PS) for group in kv.groups))
+    return replace(kv, groups=tuple(poison_group(group, owned_PS) for group in kv.groups))
 
 
 def poison(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Tiny tokenizers made on the spot: byte-level BPE as of Llama 3, GPT-2 and Qwen, and a sentencepiece-like one as of Llama 2."""
+"""Tiny tokenizers made on the spot: byte-level BPE as in Llama 3 and Qwen, and one like sentencepiece in Llama 2."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ BOS, EOS = 1, 2
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. The end of the story is the beginning of the next one.\n",
     "Once upon a time there was a little robot who counted the stars in the night sky, one by one by one.",
-    "caf\u00e9 na\u00efve \u00fcber stra\u00dfe; \u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440! \u4f60\u597d\uff0c\u4e16\u754c\u3002",
+    "café naïve über straße; Привет, мир! 你好，世界。",
     "  indented\n\n    lines\twith tabs  and   runs    of spaces",
-] * 2  # fmt: skip
+] * 2
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('unknown role ' ~ m.role) }}{% endif %}"
@@ -42,9 +42,7 @@ def sentencepiece_like(vocab_size: int = 420) -> Tokenizer:
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     # No piece spans a space, and most non-ASCII characters stay without a piece, so that they take the byte tokens.
     words = [
-        "\u2581" + word
-        for line in CORPUS
-        for word in "".join(c for c in line if c.isascii() or c in "\u00e9\u043f").split()
+        "\u2581" + word for line in CORPUS for word in "".join(c for c in line if c.isascii() or c in "éп").split()
     ]
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(SPECIALS) - 256, show_progress=False)
     trained.pre_tokenizer = None

@@ -1,0 +1,379 @@
+"""Configs of every spelling give one spec, and whatever is wrong with a checkpoint is one CheckpointError naming it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxkv.errors import CheckpointError
+from jaxkv.models.families import FAMILIES, ConfigReader, Layout, read_config, read_family
+from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
+from jaxkv.weights.load import load_weights
+from tiny import BASE, LLAMA3, VARIANTS, YARN, make_checkpoint, tiny_config
+
+PATH = Path("dir/config.json")
+
+
+def read(config: dict) -> tuple[ModelSpec, Layout]:
+    return read_family(ConfigReader(config, PATH))
+
+
+def spec_of(variant: str, **changes: object) -> ModelSpec:
+    return read(tiny_config(variant, **changes))[0]
+
+
+# What a config means --------------------------------------------------------------------------------------------------
+
+
+def test_every_family_has_a_variant_and_every_variant_reads():
+    assert {config["model_type"] for config in VARIANTS.values()} == set(FAMILIES)
+    for variant in VARIANTS:
+        spec = spec_of(variant)
+        assert spec.family == VARIANTS[variant]["model_type"]
+        assert sorted(layer for group in spec.groups for layer in group.layers) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("old", "new", "meaning"),
+    [
+        ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 5e5}, RopeSpec(theta=5e5)),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+            RopeSpec(kind="linear", theta=1e4, factor=2.0),
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+            LLAMA3 | {"rope_theta": 5e5},
+            RopeSpec(
+                kind="llama3",
+                theta=5e5,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_len=64,
+            ),
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": YARN | {"rope_type": None, "type": "yarn"}},
+            YARN | {"rope_theta": 1e6},
+            RopeSpec(
+                kind="yarn", theta=1e6, factor=4.0, original_max_len=64, attention_factor=0.1 * np.log(4.0) + 1.0
+            ),
+        ),
+    ],
+    ids=["default", "linear", "llama3", "yarn"],
+)
+def test_rope_parameters_and_rope_scaling_are_two_spellings_of_one_spec(family, old, new, meaning):
+    base = BASE | {"model_type": family, "sliding_window": None}
+    if "rope_scaling" in old:
+        old = old | {"rope_scaling": {k: v for k, v in old["rope_scaling"].items() if v is not None}}
+    specs = [read(base | old)[0], read(base | {"rope_parameters": new})[0]]
+    assert specs[0] == specs[1]
+    assert specs[0].rope == meaning
+
+
+def test_the_longest_context_is_what_a_scaled_rope_is_meant_for():
+    assert spec_of("llama").max_len == spec_of("llama-3").max_len == 256
+    assert spec_of("llama-linear").max_len == 512
+    assert spec_of("llama-yarn").max_len == 256
+    assert spec_of("llama-yarn", rope_parameters=YARN | {"factor": 16}).max_len == 1024
+
+
+def test_null_kv_heads_are_the_query_heads_and_absent_ones_the_family_s_default():
+    config = tiny_config("mistral", num_attention_heads=16, hidden_size=64)
+    assert read(config | {"num_key_value_heads": None})[0].groups[0].num_kv_heads == 16
+    del config["num_key_value_heads"]
+    assert read(config)[0].groups[0].num_kv_heads == 8
+
+
+def test_windows_put_layers_into_groups():
+    def groups(variant: str, **changes: object) -> dict[int | None, tuple[int, ...]]:
+        return {group.window: group.layers for group in spec_of(variant, **changes).groups}
+
+    assert groups("llama") == {None: (0, 1, 2)}
+    assert groups("mistral") == {None: (0, 1, 2)}
+    assert groups("mistral-window") == {8: (0, 1, 2)}
+    without_key = {key: value for key, value in tiny_config("mistral").items() if key != "sliding_window"}
+    assert [group.window for group in read(without_key)[0].groups] == [4096]
+    assert groups("qwen2") == {None: (0, 1, 2)}
+    assert groups("qwen2-mixed-windows") == {None: (0,), 8: (1, 2)}
+    assert groups("qwen2-mixed-windows", use_sliding_window=False) == {None: (0, 1, 2)}
+    assert groups("qwen2-mixed-windows", max_window_layers=0) == {8: (0, 1, 2)}
+    assert groups("qwen2-mixed-windows", max_window_layers=28) == {None: (0, 1, 2)}
+    assert groups("qwen3-layer-types") == {8: (0, 2), None: (1,)}
+    assert spec_of("qwen3-layer-types").group_of(2) == (0, 1)
+    assert spec_of("smollm2").groups == (KVGroup(layers=(0, 1, 2), num_kv_heads=3, head_dim=8),)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_a_config_leaves_out_mean_what_transformers_means(family):
+    from transformers import AutoConfig
+
+    given = {"vocab_size": 32, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1}
+    given |= {"num_attention_heads": 4 if family == "llama" else 32}
+    theirs = AutoConfig.for_model(family, **given)
+    spec, layout = read(given | {"model_type": family})
+    (group,) = spec.groups
+    assert spec.max_len == theirs.max_position_embeddings
+    assert spec.head_dim == (getattr(theirs, "head_dim", None) or 128 // given["num_attention_heads"])
+    assert group.num_kv_heads == theirs.num_key_value_heads
+    windowed = getattr(theirs, "use_sliding_window", family == "mistral")
+    assert group.window == (theirs.sliding_window if windowed else None)
+    assert (spec.norm_eps, spec.activation) == (theirs.rms_norm_eps, theirs.hidden_act)
+    assert spec.rope == RopeSpec(theta=theirs.rope_parameters["rope_theta"])
+    assert (layout.top["head"].same_as is not None) == theirs.tie_word_embeddings
+
+
+def test_biases_and_qk_norms_are_leaves_where_the_family_has_them():
+    def optional(variant: str) -> set[str]:
+        return {name for name in read(tiny_config(variant))[1].layer if name.endswith(("_bias", "q_norm", "k_norm"))}
+
+    qkv, mlp = {"q_bias", "k_bias", "v_bias"}, {"gate_bias", "up_bias", "down_bias"}
+    assert optional("llama") == optional("mistral") == set()
+    assert optional("llama-biases") == qkv | {"o_bias"} | mlp
+    assert optional("qwen2") == qkv
+    assert optional("qwen3") == {"q_norm", "k_norm"}
+    assert optional("qwen3-biases") == {"q_norm", "k_norm"} | qkv | {"o_bias"}
+
+
+# What a config must not say -------------------------------------------------------------------------------------------
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "vocab_size", "max_position_embeddings", "head_dim")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("value", [10**12, 2**64, -1, 0, True, False, "48", 48.0, [48], {"a": 1}], ids=repr)
+def test_an_absurd_size_is_refused_by_name(family, value):
+    for key in SIZES:
+        with pytest.raises(CheckpointError) as caught:
+            read(BASE | {"model_type": family, "sliding_window": None, key: value})
+        assert str(caught.value).startswith(f"{PATH}: {key}: expected a whole number from 1 to ")
+        assert str(caught.value).endswith(f"got {value!r}")
+
+
+def test_a_size_that_must_be_there_and_is_not_is_named():
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        config = {name: value for name, value in tiny_config("llama").items() if name != key}
+        with pytest.raises(CheckpointError, match=f"{key}: expected a whole number .* got None"):
+            read(config)
+
+
+ROPE_KEYS = "rope_parameters"
+BAD = {
+    "heads not divisible": ({"num_key_value_heads": 4}, ["num_key_value_heads", "divisor", "6", "got 4"]),
+    "odd head_dim": ({"head_dim": 7}, ["head_dim", "even", "got 7"]),
+    "odd head_dim by division": ({"hidden_size": 54}, ["head_dim", "even"]),
+    "unknown activation": ({"hidden_act": "relu7"}, ["hidden_act", "silu", "'relu7'"]),
+    "activation of another type": ({"hidden_act": ["silu"]}, ["hidden_act", "['silu']"]),
+    "no epsilon": ({"rms_norm_eps": 0}, ["rms_norm_eps", "got 0"]),
+    "NaN epsilon": ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "a number from", "nan"]),
+    "infinite theta": ({"rope_theta": float("inf")}, ["rope_theta", "a number from", "inf"]),
+    "bool theta": ({"rope_theta": True}, ["rope_theta", "True"]),
+    "tied as a number": ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "true or false", "got 1"]),
+    "bias as text": ({"attention_bias": "no"}, ["attention_bias", "true or false", "'no'"]),
+    "unknown rope": ({ROPE_KEYS: {"rope_type": "spiral"}}, [ROPE_KEYS, "rope_type", "llama3 or yarn", "'spiral'"]),
+    "unknown old rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "type", "'dynamic'"]),
+    "rope as a list": ({"rope_scaling": [2.0]}, ["rope_scaling", "an object", "[2.0]"]),
+    "linear without a factor": ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "factor", "None"]),
+    "llama3 without factors": ({ROPE_KEYS: {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor", "None"]),
+    "llama3 upside down": ({ROPE_KEYS: LLAMA3 | {"high_freq_factor": 1}}, ["high_freq_factor", "low_freq_factor=1.0"]),
+    "two ropes": ({ROPE_KEYS: LLAMA3, "rope_scaling": YARN}, ["rope_scaling", "none beside a different", "yarn"]),
+    "partly rotated": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "none", "gptq"]),
+    "model type of another kind": ({"model_type": ["llama"]}, ["model_type", "['llama']"]),
+    "no model type": ({"model_type": None}, ["model_type", "None"]),
+    "unknown model type": ({"model_type": "mamba9"}, ["model_type", "'mamba9'", *FAMILIES]),
+    "base is not a family": ({"model_type": "base"}, ["model_type", "'base'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_config_is_refused_by_name(case):
+    changes, fragments = BAD[case]
+    with pytest.raises(CheckpointError) as caught:
+        read(tiny_config("llama", **changes))
+    missing = [fragment for fragment in [str(PATH), "expected", *fragments] if fragment not in str(caught.value)]
+    assert missing == [], str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("changes", "fragments"),
+    [
+        ({"layer_types": ["full_attention"]}, ["layer_types", "a list of 3"]),
+        ({"layer_types": ["full_attention"] * 2 + ["linear_attention"]}, ["layer_types", "linear_attention"]),
+        ({"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, ["use_sliding_window"]),
+        ({"layer_types": [["full_attention"]] * 3}, ["layer_types"]),
+        ({"layer_types": "full_attention"}, ["layer_types"]),
+        ({"use_sliding_window": True, "sliding_window": -4}, ["sliding_window", "-4"]),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1}, ["max_window_layers", "-1"]),
+        ({"use_sliding_window": "yes"}, ["use_sliding_window", "'yes'"]),
+    ],
+)
+def test_bad_windows_are_refused_by_name(family, changes, fragments):
+    with pytest.raises(CheckpointError) as caught:
+        read(BASE | {"model_type": family} | changes)
+    assert [fragment for fragment in fragments if fragment not in str(caught.value)] == [], str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [(b"{", "JSON"), (b"[1]", "a JSON object"), (b"[" * 100_000, "JSON"), (b"\xff\xfe", "JSON"), (b"", "JSON")],
+)
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, content, fragment):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=fragment) as caught:
+        read_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_a_missing_or_huge_config_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json: not found"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b" " * 10_000_001)
+    with pytest.raises(CheckpointError, match="at most 10000000 bytes"):
+        read_config(tmp_path)
+
+
+# Tensors --------------------------------------------------------------------------------------------------------------
+
+
+def load(directory: Path, **options: object) -> dict:
+    return load_weights(directory, *read_family(read_config(directory)), **{"dtype": "float32"} | options)
+
+
+def changed(directory: Path, variant: str, change: dict[str, np.ndarray | None], **config: object) -> Path:
+    """A tiny checkpoint with some tensors replaced, added or (None) taken away."""
+    make_checkpoint(directory, tiny_config(variant, **config))
+    tensors = load_file(directory / "model.safetensors") | change
+    save_file({name: x for name, x in tensors.items() if x is not None}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.2.post_attention_layernorm.weight",
+        "model.layers.1.self_attn.q_norm.weight",
+        "model.layers.1.self_attn.k_norm.weight",
+        "model.layers.2.mlp.down_proj.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+    ],
+)
+def test_a_missing_tensor_and_a_tensor_of_another_shape_are_named(tmp_path, name):
+    shape = load_file(make_checkpoint(tmp_path, tiny_config("qwen3")) / "model.safetensors")[name].shape
+    with pytest.raises(CheckpointError, match=f"missing tensor {name}") as caught:
+        load(changed(tmp_path, "qwen3", {name: None}))
+    assert str(tmp_path) in str(caught.value)
+    for wrong in ((shape[0] + 1, *shape[1:]), shape[::-1] if len(shape) > 1 else (), (*shape, 1)):
+        with pytest.raises(CheckpointError) as caught:
+            load(changed(tmp_path, "qwen3", {name: np.zeros(wrong, np.float32)}))
+        assert f"{name}: expected shape {shape} from config.json, got {wrong}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.mlp.gate_proj.bias",
+        "model.layers.3.input_layernorm.weight",
+        "model.layers.0.self_attn.q_proj.weight_scale",
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
+        "model.norm.bias",
+        "vision.weight",
+    ],
+)
+def test_a_tensor_that_nobody_takes_is_refused_by_name(tmp_path, name):
+    with pytest.raises(CheckpointError, match=f"llama does not use: {name}"):
+        load(changed(tmp_path, "llama", {name: np.zeros(48, np.float32)}))
+
+
+def test_derived_tensors_of_old_checkpoints_are_ignored(tmp_path):
+    load(changed(tmp_path, "llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}))
+
+
+def test_integers_are_no_weights_and_every_problem_is_listed(tmp_path):
+    change = {"model.norm.weight": np.zeros(48, np.int8), "lm_head.weight": None, "extra": np.zeros(1, np.float32)}
+    with pytest.raises(CheckpointError) as caught:
+        load(changed(tmp_path, "llama", change))
+    for fragment in ("model.norm.weight: expected one of float32", "got int8", "missing tensor lm_head", "use: extra"):
+        assert fragment in str(caught.value)
+
+
+def test_many_problems_keep_the_message_short(tmp_path):
+    change = {f"extra.{i}": np.zeros(1, np.float32) for i in range(100)}
+    with pytest.raises(CheckpointError, match=r"and 90 more$"):
+        load(changed(tmp_path, "llama", change))
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2-mixed-windows"])
+def test_weights_are_the_checkpoints_values_stacked_or_by_layer(tmp_path, variant):
+    make_checkpoint(tmp_path, tiny_config(variant), shards=3)
+    tensors = {k: v for file in tmp_path.glob("*.safetensors") for k, v in load_file(file).items()}
+    spec, layout = read_family(read_config(tmp_path))
+    for dtype, as_bits in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
+        weights = load(tmp_path, dtype=dtype, as_bits=as_bits)
+        assert isinstance(weights["layers"], tuple) == (len(spec.groups) > 1)
+
+        def value(leaf: np.ndarray, as_bits: bool = as_bits) -> np.ndarray:
+            leaf = np.asarray(leaf)
+            return (leaf.view(ml_dtypes.bfloat16) if as_bits else leaf).astype(np.float32)
+
+        for name, leaf in layout.top.items():
+            want = tensors[leaf.source].astype(np.dtype(dtype)).astype(np.float32)
+            np.testing.assert_array_equal(value(weights[name]), want)
+        for layer in range(spec.num_layers):
+            for name, leaf in layout.layer.items():
+                layers = weights["layers"]
+                got = layers[layer][name] if isinstance(layers, tuple) else layers[name][layer]
+                want = tensors[leaf.source.format(layer=layer)].astype(np.dtype(dtype)).astype(np.float32)
+                np.testing.assert_array_equal(value(got), want)
+
+
+def embedding_of(directory: Path) -> np.ndarray:
+    return load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+
+
+def test_a_tied_head_stored_twice_is_dropped_if_equal_and_used_if_not(tmp_path):
+    embed = embedding_of(make_checkpoint(tmp_path, tiny_config("qwen2")))
+    assert "head" not in load(tmp_path)
+    assert "head" not in load(changed(tmp_path, "qwen2", {"lm_head.weight": embed}))
+    other = embed.copy()
+    other[-1, -1] += 1
+    weights = load(changed(tmp_path, "qwen2", {"lm_head.weight": other}))
+    np.testing.assert_array_equal(weights["head"], other)
+    np.testing.assert_array_equal(weights["embed"], embed)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: expected shape"):
+        load(changed(tmp_path, "qwen2", {"lm_head.weight": other[:-1]}))
+
+
+def test_an_untied_head_equal_to_the_embedding_stays_a_head(tmp_path):
+    embed = embedding_of(make_checkpoint(tmp_path, tiny_config("llama")))
+    assert "head" in load(changed(tmp_path, "llama", {"lm_head.weight": embed}))
+
+
+def test_a_checkpoint_of_half_or_double_precision_becomes_the_asked_dtype(tmp_path):
+    tensors = load_file(make_checkpoint(tmp_path, tiny_config("llama")) / "model.safetensors")
+    for stored in (np.float16, np.float64, ml_dtypes.bfloat16):
+        save_file({name: x.astype(stored) for name, x in tensors.items()}, tmp_path / "model.safetensors")
+        got = np.asarray(load(tmp_path)["norm"])
+        np.testing.assert_array_equal(got, tensors["model.norm.weight"].astype(stored).astype(np.float32))
+
+
+def test_the_spec_of_a_config_file_is_the_spec_of_its_values(tmp_path):
+    for variant in VARIANTS:
+        (tmp_path / "config.json").write_text(json.dumps(tiny_config(variant)))
+        assert read_family(read_config(tmp_path))[0] == spec_of(variant)

@@ -1,0 +1,183 @@
+"""Every setting is checked once, when it is made, and the error names it."""
+
+import dataclasses
+import math
+
+import pytest
+
+from jaxkv.config import EngineConfig, SamplingParams
+
+LIMITS = {
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "block_size": 16,
+    "num_pages": 16,
+    "decode_steps": 8,
+    "seed": 0,
+}
+NAN, INF = math.nan, math.inf
+
+
+# --- the engine's limits ----------------------------------------------------------------------------------------------
+
+
+def test_limits_are_kept_and_frozen():
+    config = EngineConfig(**LIMITS)
+    assert dataclasses.asdict(config) == LIMITS
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_pages = 3
+    with pytest.raises(TypeError):
+        EngineConfig(*LIMITS.values())
+
+
+@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("value", [-1, 1.0, "8", None, True, NAN])
+def test_a_limit_that_is_no_positive_whole_number_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*, got {value!r}$"):
+        EngineConfig(**LIMITS | {name: value})
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_zero_is_refused_but_for_the_seed(name):
+    if name == "seed":
+        assert EngineConfig(**LIMITS | {"seed": 0}).seed == 0
+        return
+    with pytest.raises(ValueError, match=f"^{name}: expected a positive number, got 0$"):
+        EngineConfig(**LIMITS | {name: 0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 12}, r"block_size: expected one of \(8, 16, 32, 64, 128\), got 12"),
+        ({"block_size": 256}, r"block_size: expected one of \(8, 16, 32, 64, 128\), got 256"),
+        ({"max_num_batched_tokens": 15}, "max_num_batched_tokens: expected at least 16, got 15"),
+        ({"max_num_seqs": 33}, "max_num_seqs: expected at most max_num_batched_tokens = 32, got 33"),
+        ({"seed": 2**64}, f"seed: expected a number below 2.*64, got {2**64}"),
+    ],
+)
+def test_limits_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        EngineConfig(**LIMITS | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"block_size": size} for size in (8, 16, 32, 64, 128)]
+    + [{"max_num_seqs": 32}, {"max_num_batched_tokens": 16}, {"seed": 2**64 - 1}, {"num_pages": 1}],
+)
+def test_limits_at_their_edges_are_taken(changes):
+    EngineConfig(**LIMITS | changes)
+
+
+# --- sampling parameters ----------------------------------------------------------------------------------------------
+
+OF_VLLM = {
+    "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None, "bad_words": None,
+    "ignore_eos": False, "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None,
+    "logit_bias": None, "allowed_token_ids": None, "include_stop_str_in_output": False, "skip_special_tokens": True,
+    "detokenize": True, "spaces_between_special_tokens": True, "truncate_prompt_tokens": None,
+    "structured_outputs": None, "logits_processors": None, "extra_args": None,
+}  # fmt: skip
+
+
+def test_names_and_defaults_are_vllm_s():
+    params = SamplingParams()
+    assert {field.name: getattr(params, field.name) for field in dataclasses.fields(params)} == OF_VLLM
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = 0.0
+
+
+@pytest.mark.parametrize("name", ["temperatur", "best_of", "use_beam_search", "guided_decoding"])
+def test_an_unknown_field_is_a_type_error_that_names_it(name):
+    with pytest.raises(TypeError, match=f"'{name}'"):
+        SamplingParams(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2), ("n", 0), ("n", True), ("presence_penalty", 0.5), ("frequency_penalty", -0.1),
+        ("repetition_penalty", 1.1), ("repetition_penalty", NAN), ("prompt_logprobs", 0), ("prompt_logprobs", 5),
+        ("logit_bias", {3: 1.0}), ("allowed_token_ids", [1, 2]), ("bad_words", ["x"]), ("bad_words", "x"),
+        ("presence_penalty", False), ("spaces_between_special_tokens", False), ("spaces_between_special_tokens", 1),
+        ("truncate_prompt_tokens", 5), ("structured_outputs", {"json": {}}), ("logits_processors", [len]),
+        ("extra_args", {"a": 1}),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_not_built_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"^{name}=.* is not supported yet; leave it at {OF_VLLM[name]!r}$"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n", 1), ("presence_penalty", 0), ("repetition_penalty", 1), ("bad_words", []), ("logit_bias", {}),
+     ("allowed_token_ids", None), ("spaces_between_special_tokens", True), ("logits_processors", [])],
+)  # fmt: skip
+def test_a_field_that_is_not_built_may_be_given_where_it_does_nothing(name, value):
+    SamplingParams(**{name: value})
+
+
+BAD = {
+    "temperature": [-0.1, NAN, INF, -INF, 1e39, 10**400, "1", None, True],
+    "top_p": [0, 0.0, 1e-40, -0.5, 1.0001, NAN, INF, None, "0.5", True],
+    "min_p": [-0.1, 1.1, NAN, None, True],
+    "top_k": [-2, 2**31, 1.5, NAN, None, "3", True],
+    "seed": [2**64, -(2**63) - 1, 1.0, "1", True],
+    "max_tokens": [0, -1, 1.5, "3", True],
+    "min_tokens": [-1, 1.0, None, True, 17, 2**31],
+    "logprobs": [-1, 21, 1.0, True, "2"],
+    "stop": ["", [""], ["a", ""], [1], 3, b"x", {"a": 1}, True],
+    "stop_token_ids": [[1.0], ["1"], [True], [None], 3, "12", {1: 2}],
+    "ignore_eos": [0, 1, None, "no"],
+    "include_stop_str_in_output": [1],
+    "skip_special_tokens": [None],
+    "detokenize": [0],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_value_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: expected .*, got "):
+        SamplingParams(**{name: value})
+
+
+GOOD = {
+    "temperature": [0, 0.0, 1, 1e-9, 100.0, 3e38],
+    "top_p": [1, 1.0, 1e-6, 1.2e-38],
+    "min_p": [0, 1, 0.5],
+    "top_k": [-1, 0, 1, 2**31 - 1],
+    "seed": [None, 0, -1, 2**64 - 1, -(2**63)],
+    "max_tokens": [None, 1, 10**9],
+    "min_tokens": [0, 16],
+    "logprobs": [None, 0, 20],
+    "stop": [None, [], (), "x", ["x", "y"], ("x",)],
+    "stop_token_ids": [None, [], (), [5, 6], (7,)],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
+def test_a_value_in_range_is_taken(name, value):
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_stop_strings_need_the_text():
+    with pytest.raises(ValueError, match=r"^stop: expected no stop strings with detokenize=False, got 'x'$"):
+        SamplingParams(stop="x", detokenize=False)
+    assert SamplingParams(stop=[], detokenize=False).stop_strings == ()
+
+
+def test_min_tokens_may_be_anything_when_max_tokens_is_open():
+    assert SamplingParams(max_tokens=None, min_tokens=1000).min_tokens == 1000
+    with pytest.raises(ValueError, match=r"^min_tokens: expected a number from 0 to 2\*\*31 - 1, got 2147483648$"):
+        SamplingParams(max_tokens=None, min_tokens=2**31)  # would overflow on the way to the device
+    with pytest.raises(ValueError, match=r"^min_tokens: expected at most max_tokens=3, got 4$"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+
+
+@pytest.mark.parametrize(("stop", "listed"), [(None, ()), ("ab", ("ab",)), (["a", "b"], ("a", "b")), ([], ())])
+def test_stop_strings_are_a_tuple_however_they_were_given(stop, listed):
+    assert SamplingParams(stop=stop).stop_strings == listed

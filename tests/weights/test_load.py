@@ -1,0 +1,300 @@
+"""Every tensor of a checkpoint reaches its leaf with the right values, and memory holds it once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxkv.errors import CheckpointError
+from jaxkv.models.families import read_config, read_family
+from jaxkv.weights.load import load_weights
+from jaxkv.weights.safetensors import Checkpoint
+from tiny import make_checkpoint, tiny_config
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def loaded(directory: Path, dtype: str = "float32", *, as_bits: bool = False) -> dict:
+    spec, layout = read_family(read_config(directory))
+    return load_weights(directory, spec, layout, dtype=dtype, as_bits=as_bits)
+
+
+def expected(directory: Path) -> dict[str, np.ndarray]:
+    """Leaf path -> the file's own tensors, stacked where the loader stacks; read by the official package."""
+    spec, layout = read_family(read_config(directory))
+    tensors = {name: x for file in directory.glob("*.safetensors") for name, x in load_file(file).items()}
+    tree = {f"['{name}']": tensors[leaf.source] for name, leaf in layout.top.items() if leaf.source in tensors}
+    for name, leaf in layout.layer.items():
+        layers = [tensors[leaf.source.format(layer=layer)] for layer in range(spec.num_layers)]
+        if len(spec.groups) == 1:
+            tree[f"['layers']['{name}']"] = np.stack(layers)
+        else:
+            tree |= {f"['layers'][{layer}]['{name}']": x for layer, x in enumerate(layers)}
+    return tree
+
+
+def flat(weights: dict) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(weights)}
+
+
+def rewrite(directory: Path, changes: dict[str, np.ndarray | None]) -> Path:
+    file = directory / "model.safetensors"
+    tensors = load_file(file) | changes
+    save_file({name: x for name, x in tensors.items() if x is not None}, file, metadata={"format": "pt"})
+    return directory
+
+
+def align(file: Path) -> None:
+    """Pads the header so that the data starts at a multiple of 64 bytes, from where a CPU device could alias it."""
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end] + b" " * (-end % 64)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+
+
+def awkward(dtype: np.dtype) -> np.ndarray:
+    """Ties, the largest and smallest, infinities and NaN among 80 x 48 values."""
+    values = [
+        0.0,
+        -0.0,
+        np.inf,
+        -np.inf,
+        np.nan,
+        1.0,
+        1 + 2**-8,
+        1 + 3 * 2**-8,
+        1 + 2**-7,
+        -1 - 2**-8,
+        1 + 2**-8 + 2**-20,
+    ]
+    if dtype.itemsize >= 4:
+        values += [2**-126, 2**-133, 3.3895e38, 1e-40, 65520.0]
+    x = np.random.default_rng(1).normal(size=80 * 48)
+    x[: len(values)] = values
+    return x.reshape(80, 48).astype(dtype)
+
+
+def rounded_to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Bits of the nearest bfloat16, ties to even: written down from the definition, not with ml_dtypes."""
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), (bits >> 16) | 0x40, nearest).astype(np.uint16)
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "variant", ["llama", "llama-3", "qwen2", "qwen3-biases", "mistral-window", "qwen2-mixed-windows"]
+)
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_leaf_holds_its_tensor(tmp_path, variant, stored, dtype):
+    make_checkpoint(tmp_path, tiny_config(variant), dtype=stored)
+    got, want = flat(loaded(tmp_path, dtype)), expected(tmp_path)
+    assert got.keys() == want.keys()
+    for path, x in got.items():
+        assert x.dtype == dtype
+        np.testing.assert_array_equal(x, want[path].astype(dtype), err_msg=path)
+
+
+def test_layers_are_stacked_in_one_group_and_a_tuple_in_several(tmp_path):
+    make_checkpoint(tmp_path / "one", tiny_config("llama"))
+    stacked = loaded(tmp_path / "one")["layers"]
+    assert stacked["gate"].shape == (3, 80, 48)
+    make_checkpoint(tmp_path / "two", tiny_config("qwen2-mixed-windows"))
+    layers = loaded(tmp_path / "two")["layers"]
+    assert isinstance(layers, tuple)
+    assert [layer["gate"].shape for layer in layers] == [(80, 48)] * 3
+    assert "q_bias" in layers[0]
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2-mixed-windows"])
+@pytest.mark.parametrize(
+    "stored", [np.float32, BFLOAT16, np.float16, np.float64], ids=lambda dtype: np.dtype(dtype).name
+)
+def test_every_conversion_is_rounded_to_nearest_even(tmp_path, stored, variant):
+    make_checkpoint(tmp_path, tiny_config(variant))
+    x = awkward(np.dtype(stored))
+    rewrite(tmp_path, {GATE: x, "lm_head.weight": np.resize(x, (151, 48))})
+
+    def pick(weights: dict) -> list[np.ndarray]:
+        layers = weights["layers"]
+        gate = layers["gate"][1] if variant == "llama" else layers[1]["gate"]
+        return [np.asarray(gate), np.asarray(weights["head"])[:80]]
+
+    for got in pick(loaded(tmp_path, "float32")):
+        np.testing.assert_array_equal(got, x.astype(np.float32))
+    whole, bits = loaded(tmp_path, "bfloat16"), loaded(tmp_path, "bfloat16", as_bits=True)
+    for got, raw in zip(pick(whole), pick(bits), strict=True):
+        assert (got.dtype, raw.dtype) == (BFLOAT16, np.uint16)
+        np.testing.assert_array_equal(raw, got.view(np.uint16))
+        numbers = ~np.isnan(x)
+        np.testing.assert_array_equal(raw[numbers], rounded_to_bfloat16(x)[numbers])
+        np.testing.assert_array_equal(raw[numbers], x.astype(BFLOAT16).view(np.uint16)[numbers])
+        assert np.isnan(got[~numbers].astype(np.float32)).all()
+
+
+def test_bits_are_those_of_the_file_where_it_is_bfloat16(tmp_path):
+    make_checkpoint(tmp_path, tiny_config("llama"), dtype="bfloat16")
+    want = expected(tmp_path)
+    for path, x in flat(loaded(tmp_path, "bfloat16", as_bits=True)).items():
+        np.testing.assert_array_equal(x, want[path].view(np.uint16), err_msg=path)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2-mixed-windows"])
+def test_shards_load_like_a_single_file(tmp_path, variant):
+    make_checkpoint(tmp_path / "single", tiny_config(variant))
+    want = flat(loaded(tmp_path / "single"))
+    for shards in (2, 5):
+        make_checkpoint(tmp_path / str(shards), tiny_config(variant), shards=shards)
+        got = flat(loaded(tmp_path / str(shards)))
+        assert got.keys() == want.keys()
+        for path, x in got.items():
+            np.testing.assert_array_equal(x, want[path], err_msg=path)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2-mixed-windows"])
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_loaded_weights_do_not_change_with_the_file(tmp_path, variant, stored, dtype):
+    """A zero-copy view would: the file is overwritten in place, under the mapping that it was read through."""
+    make_checkpoint(tmp_path, tiny_config(variant), dtype=stored)
+    align(tmp_path / "model.safetensors")
+    weights = [loaded(tmp_path, dtype)] + ([loaded(tmp_path, dtype, as_bits=True)] if dtype == "bfloat16" else [])
+    before = [{path: x.copy() for path, x in flat(tree).items()} for tree in weights]
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(b"\xff" * file.stat().st_size)
+    for tree, kept in zip(weights, before, strict=True):
+        for path, x in flat(tree).items():
+            np.testing.assert_array_equal(x, kept[path], err_msg=path)
+
+
+# --- tied heads -------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_head_is_loaded_only_if_it_says_something_else(tmp_path):
+    tied = make_checkpoint(tmp_path, tiny_config("llama", tie_word_embeddings=True))
+    assert "head" not in loaded(tied)
+    embed = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
+    assert "head" not in loaded(rewrite(tied, {"lm_head.weight": embed}))
+    other = embed.copy()
+    other[-1, -1] += 1
+    np.testing.assert_array_equal(loaded(rewrite(tied, {"lm_head.weight": other}))["head"], other)
+
+
+def test_an_untied_head_may_not_be_missing(tmp_path):
+    make_checkpoint(tmp_path, tiny_config("llama"))
+    with pytest.raises(CheckpointError, match=r"missing tensor lm_head\.weight"):
+        loaded(rewrite(tmp_path, {"lm_head.weight": None}))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_every_wrong_tensor_is_named_before_anything_is_allocated(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, tiny_config("llama"))
+    rewrite(
+        tmp_path,
+        {
+            GATE: np.zeros((80, 47), np.float32),
+            "model.norm.weight": None,
+            "model.layers.3.mlp.gate_proj.weight": np.zeros((80, 48), np.float32),
+            "model.layers.0.self_attn.q_proj.bias": np.zeros(48, np.float32),
+            "model.layers.2.mlp.up_proj.weight": np.zeros((80, 48), np.int8),
+        },
+    )
+    monkeypatch.setattr(Checkpoint, "read", None)
+    with pytest.raises(CheckpointError) as caught:
+        loaded(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}: ")
+    for part in (
+        "missing tensor model.norm.weight",
+        "tensor that llama does not use: model.layers.3.mlp.gate_proj.weight",
+        "tensor that llama does not use: model.layers.0.self_attn.q_proj.bias",
+        f"{GATE}: expected shape (80, 48) from config.json, got (80, 47)",
+        "model.layers.2.mlp.up_proj.weight: expected one of float32, bfloat16, float16, float64, got int8",
+    ):
+        assert part in message
+
+
+def test_many_wrong_tensors_are_counted(tmp_path):
+    make_checkpoint(tmp_path, tiny_config("llama"))
+    config = tiny_config("llama", num_hidden_layers=5)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"missing tensor model\.layers\.3\..*; and 8 more$"):
+        loaded(tmp_path)
+
+
+def test_tensors_that_only_repeat_the_config_are_left_out(tmp_path):
+    make_checkpoint(tmp_path, tiny_config("llama"))
+    keys = flat(loaded(tmp_path)).keys()
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    assert flat(loaded(rewrite(tmp_path, {name: np.zeros(4, np.float32)}))).keys() == keys
+    with pytest.raises(CheckpointError, match=r"does not use: model\.layers\.0\.self_attn\.rotary_emb\.inv_freqs"):
+        loaded(rewrite(tmp_path, {name: None, name + "s": np.zeros(4, np.float32)}))
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 8,
+         "num_key_value_heads": 8, "vocab_size": 32000}  # fmt: skip
+MEASURE = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jaxkv.models.families import read_config, read_family
+from jaxkv.weights.load import load_weights
+
+def memory(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+directory, dtype, as_bits = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "bits"
+jax.block_until_ready((jnp.array(np.zeros(9), copy=True), jax.device_put(np.zeros(9))))  # what JAX itself takes
+spec, layout = read_family(read_config(directory))
+before = memory("VmRSS")
+weights = load_weights(directory, spec, layout, dtype=dtype, as_bits=as_bits)
+print(memory("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(weights)))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """About 330 MB of bfloat16 in four shards, written without computing 170 million normal numbers."""
+    directory = tmp_path_factory.mktemp("large")
+    (directory / "config.json").write_text(json.dumps(tiny_config("llama", **LARGE)))
+    spec, layout = read_family(read_config(directory))
+    leaves = [(leaf.source, leaf.info.shape) for leaf in layout.top.values()]
+    for layer in range(spec.num_layers):
+        leaves += [(leaf.source.format(layer=layer), leaf.info.shape) for leaf in layout.layer.values()]
+    weight_map = {}
+    for shard in range(4):
+        file = f"model-{shard + 1:05d}-of-00004.safetensors"
+        tensors = {name: np.full(shape, shard + 1, BFLOAT16) for name, shape in leaves[shard::4]}
+        save_file(tensors, directory / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return directory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from /proc")
+@pytest.mark.parametrize(("dtype", "form"), [("bfloat16", "bits"), ("float32", "values")])
+def test_peak_memory_stays_near_the_weights_themselves(large, dtype, form):
+    arguments = [sys.executable, "-c", MEASURE, str(large), dtype, form]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    peak, num_bytes = map(int, done.stdout.split())
+    shard = max(file.stat().st_size for file in large.glob("*.safetensors"))
+    assert num_bytes > 300e6
+    assert peak < 1.35 * num_bytes + shard, f"{peak / num_bytes:.2f} times the parameters' {num_bytes / 1e6:.0f} MB"
