@@ -213,9 +213,12 @@ def test_a_progress_bar_only_where_it_is_wanted(llm, capsys):
 
 
 def a_stop(llm: LLM, params: SamplingParams = GREEDY, at: int = 5) -> tuple[list[int], int]:
-    """The tokens of a run, and the index of one that had not come before it."""
+    """The tokens of a run, and the index of one that had not come before it and shows whole characters."""
     ids = one(llm, params=params).token_ids
-    return ids, next(i for i in range(at, len(ids)) if ids[i] not in ids[:i])
+    texts = [llm.get_tokenizer().decode(ids[:i], skip_special_tokens=True) for i in range(len(ids) + 1)]
+    whole = [text == text.rstrip("\ufffd") for text in texts]
+    seen = [i for i in range(at, len(ids)) if whole[i] and whole[i + 1] and texts[i + 1] != texts[i]]
+    return ids, next(i for i in seen if ids[i] not in ids[:i])
 
 
 def test_a_stop_token_is_kept_and_its_text_hidden(llm):
@@ -227,7 +230,7 @@ def test_a_stop_token_is_kept_and_its_text_hidden(llm):
         assert completion.text == text_of(llm, ids[:at])
     shown = one(llm, params=replace(GREEDY, stop_token_ids=[ids[at]], include_stop_str_in_output=True))
     assert shown.token_ids == ids[: at + 1]
-    assert shown.text == text_of(llm, ids[: at + 1])
+    assert shown.text == text_of(llm, ids[: at + 1]) > completion.text
 
 
 @pytest.mark.parametrize("key", ["generation_config", "config"])
@@ -272,8 +275,12 @@ def test_min_tokens_keeps_every_end_away(llm):
     text = one(llm).text
     stop = text[3:5]
     late = one(llm, params=replace(GREEDY, stop=stop, min_tokens=10))
-    assert len(late.token_ids) >= 10
+    assert len(late.token_ids) > 10
     assert stop in late.text
+    first = one(llm, params=replace(GREEDY, stop=stop))
+    count = len(first.token_ids)
+    assert one(llm, params=replace(GREEDY, stop=stop, min_tokens=count - 1)) == first
+    assert len(one(llm, params=replace(GREEDY, stop=stop, min_tokens=count)).token_ids) > count
 
 
 def test_a_stop_string_ends_the_text_and_is_named(llm):
@@ -361,6 +368,7 @@ STREAMED = {
     "one token": replace(GREEDY, max_tokens=1),
     "bytes": replace(DRAWN, seed=8, temperature=20.0, max_tokens=60),
     "stop": replace(DRAWN, seed=9, max_tokens=60, stop=["e", "never ever"]),
+    "stop never met": replace(GREEDY, stop=["never ever"]),
     "no text": replace(GREEDY, detokenize=False),
 }
 
@@ -544,6 +552,7 @@ def test_an_abort_during_a_step_waits_for_its_end(llm, monkeypatch):
         pieces.append(next(other))
     engine.check()
     assert len(engine._requests) == 1
+    assert engine._aborted == []
     assert joined(pieces + list(other)) == alone
 
 

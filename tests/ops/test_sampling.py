@@ -232,6 +232,11 @@ def test_greedy_takes_the_first_of_equals_whatever_the_filters_and_beside_rows_t
         assert token_B[[0, 1, 3]].tolist() == [1, 0, 3]
 
 
+def test_a_min_p_of_1_keeps_the_likeliest_and_what_ties_with_it():
+    logits_BV = logits_of(*[[1, 3, 2.9, 3, 0]] * 64)
+    assert set(draw(logits_BV, make_sampling(64, temperature=0.7, min_p=1.0)).token_B.tolist()) == {1, 3}
+
+
 @pytest.mark.parametrize(
     "one",
     [
