@@ -81,10 +81,10 @@ class LLM:
         lazy_compile: bool = False,
         **others: Any,
     ) -> None:
+        if unknown := sorted(others.keys() - ONLY.keys()):
+            raise ValueError(f"LLM: unknown or not yet supported: {', '.join(unknown)}")
         for name, value in others.items():
-            if name not in ONLY:
-                raise ValueError(f"LLM: unknown or not yet supported: {name}={value!r}")
-            if value != ONLY[name]:
+            if value != ONLY[name] or type(value) is not type(ONLY[name]):
                 raise ValueError(f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}")
         if skip_tokenizer_init and tokenizer is not None:
             raise ValueError(f"tokenizer: expected None with skip_tokenizer_init=True, got {tokenizer!r}")
@@ -163,7 +163,9 @@ class LLM:
         The checkpoint's chat template (or `chat_template`) makes the prompts.
         Raises: ValueError if there is no template or it refuses a conversation, and as `generate` does.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        if not isinstance(messages, (list, tuple)):
+            raise ValueError(f"messages: expected a conversation or a list of them, got {type(messages).__name__}")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = dict(chat_template_kwargs or {})
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         prompts = self._intake.render(conversations, chat_template=chat_template, tools=tools, **options)

@@ -65,7 +65,10 @@ class PageAllocator:
         return KVHandle(handle.pages, length)
 
     def rewind(self, handle: KVHandle, length: int) -> KVHandle:
-        """The handle cut to its first `length` tokens; pages past them are released."""
+        """The handle cut to its first `length` tokens; pages past them are released.
+
+        A page that is now partly filled may still be shared with a fork: fork the result before writing to it.
+        """
         if not 0 <= length <= handle.length:
             raise ValueError(f"expected a length of 0 to {handle.length} tokens, got {length}")
         kept = self.pages_for(length)

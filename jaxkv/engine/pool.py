@@ -50,7 +50,7 @@ def choose_num_pages(
     """
     if memory_bytes is not None and pages_override is not None:
         raise ValueError("expected kv_cache_memory_bytes or num_gpu_blocks_override, got both")
-    if not 0 < utilization <= 1:
+    if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
         raise ValueError(f"gpu_memory_utilization: expected a number in (0, 1], got {utilization!r}")
     if pages_override is not None:
         if not is_int(pages_override) or pages_override < 1:
