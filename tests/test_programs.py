@@ -74,11 +74,11 @@ def test_the_counter_sees_every_kind_of_compilation(compilations):
 
 
 def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilations):
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 8, "max_model_len": 64, "dtype": "float32"}
-    llm = LLM(checkpoints["llama"], skip_tokenizer_init=True, num_gpu_blocks_override=40, **limits)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "max_model_len": 64, "dtype": "float32"}
+    llm = LLM(checkpoints["llama"], skip_tokenizer_init=True, num_gpu_blocks_override=20, **limits)
     programs = llm._engine.programs
-    assert programs.num_compiled == len(programs.token_buckets) + len(programs.row_buckets) == 4
-    assert len(compilations) >= 4
+    assert programs.num_compiled == len(programs.token_buckets) + len(programs.row_buckets) == 3
+    assert len(compilations) >= 3
     compilations.clear()
     rng = np.random.default_rng(0)
     outputs = []
@@ -92,7 +92,7 @@ def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilat
     assert len(outputs) > 193
     assert {output.outputs[0].finish_reason for output in outputs[:193]} == {"stop", "length"}
     assert compilations == []
-    assert programs.num_compiled == 4
+    assert programs.num_compiled == 3
 
 
 @pytest.mark.parametrize("max_num_seqs", [None, 256])

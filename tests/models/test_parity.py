@@ -118,8 +118,8 @@ def test_logits_and_their_greedy_tokens_equal_transformers(torch, tmp_path, vari
     assert_logits_equal(torch, reference_model(torch, tmp_path), tiny_llm(tmp_path))
 
 
-QUICK = {"llama", "llama-3", "llama-biases", "mistral-window", "qwen2-mixed-windows", "qwen3"}
-"""Compiling an engine's programs takes seconds: one variant of each kind here, all of them with `-m slow`."""
+QUICK = {"llama-3", "llama-biases", "mistral-window", "qwen2-mixed-windows", "qwen3"}
+"""Compiling an engine's programs takes seconds: one variant of each kind, and llama in the next test; all when slow."""
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_tied_head_stored_with_other_values_is_used_as_transformers_uses_it(to
     assert_logits_equal(torch, reference_model(torch, tmp_path), tiny_llm(tmp_path))
 
 
-@pytest.mark.parametrize("variant", ["llama-biases", "qwen3-layer-types"])
+@pytest.mark.parametrize("variant", ["llama-biases", pytest.param("qwen3-layer-types", marks=pytest.mark.slow)])
 def test_bfloat16_weights_kept_as_bits_give_the_logits_of_bfloat16_weights(tmp_path, variant):
     # A vocabulary of more than one, but no whole number, of the pieces in which the head is multiplied.
     config = tiny_config(variant, vocab_size=2048 + 100)
