@@ -21,8 +21,8 @@ def _expect(ok: bool, name: str, expected: str, got: Any) -> None:
 def bfloat16_as_bits(platform: str) -> bool:
     """Whether arrays of bfloat16 are kept as uint16 bits on `platform`: on a CPU with jaxlib 0.10.
 
-    That XLA:CPU converts the whole operand of a bfloat16 gather, scatter or slice to float32 (26 ms against 4.5 for one
-    decode attention over 32 rows x 1,024 tokens, 135 against 16 for a scan over 12 layers' MLPs); a bitcast is cheap.
+    That XLA:CPU converts the whole operand of a bfloat16 gather, scatter or slice to float32 (37 ms against 12 for one
+    decode attention over 32 rows x 1,024 tokens, 85 against 10 for a scan over 12 layers' MLPs); a bitcast is cheap.
     """
     return platform == "cpu" and jaxlib.version.__version_info__ < (0, 11)
 
