@@ -12,7 +12,6 @@ Logical axes, the names that shardings are derived from:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -23,7 +22,11 @@ Array = jax.Array
 
 @dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """Shape, dtype and logical axes of one array: init, sharding and ahead-of-time compilation all read this."""
+    """Shape, dtype and logical axes of one array, known before any weight is read.
+
+    The loader checks shapes against it; the axes are what shardings will be derived from. The dtype is the reference's
+    (float32): what is loaded is the engine's choice.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -32,7 +35,3 @@ class ArrayInfo:
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.logical_axes):
             raise ValueError(f"expected one logical axis per dimension of {self.shape}, got {self.logical_axes}")
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
