@@ -32,14 +32,14 @@ def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
 
 
 def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Row counts that the decode loop is compiled for: the maximum and quarters of it, never below 2.
+    """Row counts that the decode loop is compiled for: the maximum, half of it and quarters of that, never below 2.
 
     A matmul of one bfloat16 row is an order slower on XLA:CPU than one of two.
     """
-    sizes = [max(2, max_num_seqs)]
+    sizes = [max(2, max_num_seqs // 2)]
     while sizes[0] > 4:
         sizes.insert(0, max(2, sizes[0] // 4))
-    return tuple(sizes)
+    return (*sizes, max_num_seqs) if max_num_seqs > sizes[-1] else tuple(sizes)
 
 
 def fit_bucket(buckets: tuple[int, ...], size: int) -> int:

@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from jaxkv.aot import fit_bucket, token_buckets
 from jaxkv.config import EngineConfig
 from jaxkv.engine.allocator import PageAllocator
 from jaxkv.engine.request import Request
 
+STEP_COST = 64
+"""What a step costs however few its tokens, counted in tokens: it reads all weights (measured on a CPU)."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One ragged step: (request, number of its pending tokens to compute), those with one token in this step first."""
+    """One ragged step: (request, number of its pending tokens to compute), those with one token in this step first,
+    shortest first."""
 
     work: list[tuple[Request, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """Up to `num_steps` decode steps on the device for these requests; their pages are reserved."""
+    """Up to `num_steps` decode steps on the device for these requests, shortest first; their pages are reserved."""
 
     requests: list[Request]
     num_steps: int
@@ -79,11 +84,11 @@ class Scheduler:
         num_steps = min(self.config.decode_steps, min(left) if self.waiting else max(left))
         for request in self.running:
             self._reserve(request, min(num_steps, request.num_left))
-        return LoopPlan(list(self.running), num_steps)
+        return LoopPlan(sorted(self.running, key=_length), num_steps)
 
     def _plan_step(self) -> StepPlan:
-        budget = self.config.max_num_batched_tokens
         decoding = [request for request in self.running if request.num_pending == 1]
+        budget = self._step_tokens(len(decoding))
         work = [(request, 1) for request in decoding[:budget]]
         budget -= len(work)
         for request in self.running:
@@ -94,7 +99,19 @@ class Scheduler:
         for request, count in work:
             self._reserve(request, count)
         # A prompt's last token alone is a decode row too.
-        return StepPlan(sorted(work, key=lambda item: item[1] != 1))
+        decode = sorted((item for item in work if item[1] == 1), key=lambda item: _length(item[0]))
+        return StepPlan(decode + [item for item in work if item[1] > 1])
+
+    def _step_tokens(self, num_decoding: int) -> int:
+        """Most tokens of the next step: what is pending, or as many as fill the next smaller program exactly where two
+        steps, the second one with what is left, cost less than one that is mostly padding."""
+        wanted = min(self.config.max_num_batched_tokens, sum(request.num_pending for request in self.running))
+        buckets = token_buckets(self.config.max_num_batched_tokens)
+        smaller = max((bucket for bucket in buckets if bucket < wanted), default=0)
+        if smaller <= num_decoding:
+            return wanted
+        rest = fit_bucket(buckets, wanted - smaller + num_decoding)
+        return smaller if smaller + rest + STEP_COST < fit_bucket(buckets, wanted) else wanted
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
         request.handle = self.allocator.reserve(request.handle, request.handle.length + num_tokens)
@@ -110,3 +127,8 @@ class Scheduler:
             raise RuntimeError(f"{self.num_promised} pages promised, {promised} needed, {self.config.num_pages} exist")
         if any(request.row is not None for request in self.waiting):
             raise RuntimeError("a waiting request holds a row")
+
+
+def _length(request: Request) -> int:
+    """Decode rows are listed by length: attention sweeps neighbouring rows together, as far as the longest one goes."""
+    return request.handle.length

@@ -79,7 +79,7 @@ def sample(logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array) -> S
         jnp.any(sampling.min_left_B > 0), lambda: _mask_stop_tokens(logits_BV, sampling), lambda: logits_BV
     )
     greedy_B = sampling.temperature_B < GREEDY_BELOW
-    best_B = jnp.argmax(masked_BV, axis=-1).astype(jnp.int32)
+    best_B = _argmax(masked_BV)
     drawn_B = jax.lax.cond(
         jnp.all(greedy_B), lambda: best_B, lambda: _draw(masked_BV, sampling, position_B, greedy_B)
     )
@@ -115,7 +115,19 @@ def _draw(logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array, greed
         return jax.random.gumbel(key, logits_BV.shape[1:], jnp.float32)
 
     noise_BV = jax.vmap(gumbel)(sampling.seed_B2, sampling.sample_B, position_B)
-    return jnp.argmax(scaled_BV + noise_BV, axis=-1).astype(jnp.int32)
+    return _argmax(scaled_BV + noise_BV)
+
+
+def _argmax(x_BV: jax.Array) -> jax.Array:
+    """Index of the first largest value of each row, [B] int32; the last index if there is a NaN.
+
+    Two plain reductions are vectorised where argmax's pair of value and index is not: 0.2 to 0.4 ms against 2.4 for 32
+    rows of 32,000 on a CPU. A float32 index is exact: no vocabulary has 2**24 tokens.
+    """
+    largest_B1 = x_BV.max(axis=-1, keepdims=True)
+    index_BV = jax.lax.broadcasted_iota(jnp.float32, x_BV.shape, 1)
+    last = x_BV.shape[1] - 1
+    return jnp.min(jnp.where(x_BV == largest_B1, index_BV, last), axis=-1).astype(jnp.int32)
 
 
 def _top_k_top_p(x_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax.Array:

@@ -185,7 +185,7 @@ def logprobs_of(dense: Dense, ids: list[int]) -> np.ndarray:
 def assert_dense(model: Model, outputs: list[RequestOutput], indices: list[int]) -> None:
     """Tokens equal the reference's, and so do the log-probabilities of each one's 20 likeliest."""
     assert tokens_of(outputs) == [model.expected[i] for i in indices]
-    differences = []
+    differences, effects = [], []
     for i, output in zip(indices, outputs, strict=True):
         ids = model.prompts[i] + model.expected[i]
         entries = output.outputs[0].logprobs
@@ -197,10 +197,11 @@ def assert_dense(model: Model, outputs: list[RequestOutput], indices: list[int])
         )
         got = np.array([[logprob.logprob for logprob in entry.values()] for entry in entries])
         differences.append(np.abs(got - want))
-        # The reference rounds keys and values to bfloat16 too, but a few lie so close to the middle of two neighbours
-        # that float32 and float64 round them apart. Such a few cannot do what the rounding of all of them does.
-        assert differences[-1].max() < TOLERANCE + np.abs(exact - want).max() / 4  # false for NaN
-    assert np.median(differences) < TOLERANCE
+        effects.append(np.abs(exact - want))
+        # The reference rounds keys and values to bfloat16 too. Prefill also rounds the queries that meet the keys and the
+        # weights that meet the values, which does as much as rounding those, and nothing with float32 pages.
+        assert differences[-1].max() < TOLERANCE + effects[-1].max()  # false for NaN
+    assert np.median(differences) < TOLERANCE + np.median(effects)
 
 
 @pytest.mark.parametrize(("variant", "kv_dtype"), CASES)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from jaxkv.aot import fit_bucket, token_buckets
 from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.request import Request
-from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
+from jaxkv.engine.scheduler import STEP_COST, LoopPlan, Scheduler, StepPlan
 
 PARAMS = SamplingParams()
 CONFIG = EngineConfig(
@@ -66,7 +67,7 @@ def carry_out(
             one.tokens += [-1] * count
             done.append((one, count))
     for one, _ in done:
-        if one.num_pending == 1 and (one.num_left == 0 or stops(one)):
+        if one.num_pending == 1 and len(one.tokens) > one.prompt_len and (one.num_left == 0 or stops(one)):
             one.finish_reason = "stop"
             scheduler.remove(one)
     return done
@@ -141,9 +142,24 @@ def test_decode_rows_come_first_and_chunks_fill_the_rest_of_the_budget():
     late = request(30, 2, "late")
     one.add(late)
     plan = one.plan()
-    assert work_of(plan) == [("0", 1), ("1", 1), ("late", 14)]
+    assert work_of(plan) == [("1", 1), ("0", 1), ("late", 14)]  # the shorter row first
     carry_out(one, plan)
-    assert work_of(one.plan()) == [("0", 1), ("1", 1), ("late", 14)]
+    assert work_of(one.plan()) == [("1", 1), ("0", 1), ("late", 14)]
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "first"),
+    [(256, 256), (300, 256), (384, 256), (385, 385), (640, 512), (769, 769), (1300, 1024), (130, 128), (18, 18)],
+)
+def test_a_step_is_cut_where_padding_costs_more_than_another_step(prompt_len, first):
+    one = Scheduler(replace(CONFIG, max_num_batched_tokens=2048, max_model_len=2000, num_pages=1000))
+    added(one, (prompt_len, 2))
+    plan = one.plan()
+    assert work_of(plan) == [("0", first)]
+    carry_out(one, plan)
+    if first < prompt_len:
+        ((_, second),) = work_of(one.plan())
+        assert second == {1300 - 1024: 256}.get(prompt_len - first, prompt_len - first)  # the rest may be cut again
 
 
 def test_prompts_share_a_step_in_the_order_in_which_they_came():
@@ -247,6 +263,7 @@ class Run:
 
     def __init__(self, config: EngineConfig, num_requests: int, seed: int) -> None:
         self.config = config
+        self.buckets = token_buckets(config.max_num_batched_tokens)
         self.rng = random.Random(seed)
         self.scheduler = Scheduler(config)
         self.requests = [self.random_request(i) for i in range(num_requests)]
@@ -295,7 +312,9 @@ class Run:
             assert len(one.handle.pages) <= allocator.pages_for(one.max_len)
         assert allocator.num_used <= self.scheduler.num_promised <= self.config.num_pages
         if isinstance(plan, LoopPlan):
-            assert plan.requests == running
+            assert set(plan.requests) == set(running)
+            lengths = [one.handle.length for one in plan.requests]
+            assert lengths == sorted(lengths), "rows of like length are neighbours"
             assert 1 <= plan.num_steps <= self.config.decode_steps
             for one in running:
                 assert one.num_pending == 1
@@ -304,7 +323,11 @@ class Run:
             return
         counts = [count for _, count in plan.work]
         pending = sum(one.num_pending for one in running)
-        assert sum(counts) == min(self.config.max_num_batched_tokens, pending)  # no budget is left unused
+        wanted = min(self.config.max_num_batched_tokens, pending)
+        if sum(counts) != wanted:  # cut to what fills a program, where that costs less than padding
+            rest = wanted - sum(counts) + sum(count == 1 for count in counts)
+            assert sum(counts) in self.buckets
+            assert sum(counts) + fit_bucket(self.buckets, rest) + STEP_COST < fit_bucket(self.buckets, wanted)
         assert {one for one in running if one.num_pending == 1} <= {one for one, _ in plan.work}
         assert len({one for one, _ in plan.work}) == len(counts)
         for one, count in plan.work:
@@ -330,9 +353,10 @@ class Run:
         replace(CONFIG, num_pages=3, block_size=8),
         replace(CONFIG, max_num_seqs=1),
         replace(CONFIG, max_num_seqs=16, num_pages=200, max_model_len=100),
+        replace(CONFIG, max_num_seqs=9, max_num_batched_tokens=512, num_pages=400, max_model_len=600),
         replace(CONFIG, max_num_seqs=7, max_num_batched_tokens=50, num_pages=40, decode_steps=1),
     ],
-    ids=["plain", "tight pool", "three pages", "one row", "as many rows as tokens", "one step a loop"],
+    ids=["plain", "tight pool", "three pages", "one row", "as many rows as tokens", "large steps", "one step a loop"],
 )
 def test_every_request_is_computed_once_in_order_and_leaves_nothing(config, seed):
     run = Run(config, 300, seed)

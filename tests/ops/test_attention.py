@@ -22,6 +22,10 @@ NUM_LAYERS = 2
 TOLERANCE = 5e-6
 """Outputs are averages of values near 1; float32 scores of up to 6 are off by some 6 x 6e-8 x sqrt(H)."""
 
+ROUNDING = 2.0**-8
+"""Largest relative error of a bfloat16. Queries are drawn as bfloat16 and scales are powers of two, so that with bfloat16 pages
+only the softmax weights are rounded: an output is off by at most this part of the weighted mean of |value|."""
+
 
 class Shape(NamedTuple):
     page_size: int
@@ -37,7 +41,7 @@ DTYPES = itertools.cycle(["float32", "bfloat16"])
 SHAPES = [
     Shape(size, window, *next(HEADS), next(DTYPES)) for size, window in itertools.product((8, 16, 128), (None, 8, 300))
 ]
-MAX_LEN, NUM_ROWS = 560, 9  # three blocks of 256 keys
+MAX_LEN, NUM_ROWS = 560, 9  # five blocks of 128 keys, two tiles of rows
 
 STATIC = ("scale", "window")
 ATTEND = {name: jax.jit(attend, static_argnames=STATIC) for name, attend in BACKENDS.items()}
@@ -99,13 +103,13 @@ def random_case(rng: np.random.Generator, shape: Shape, len_B: np.ndarray, count
         count_B=count_B.astype(np.int32),
         **batch,
     )
-    q_TNH = rng.normal(size=(num_tokens, shape.num_heads, shape.head_dim)).astype(np.float32)
+    q_TNH = rng.normal(size=(num_tokens, shape.num_heads, shape.head_dim)).astype(jnp.bfloat16).astype(np.float32)
     return Case(q_TNH, group, made)
 
 
 def border_lengths(page_size: int) -> list[int]:
-    """Around page borders and around the borders of blocks of 256 keys."""
-    around = {page_size, 2 * page_size, 256, 512, MAX_LEN}
+    """Around page borders and around the borders of blocks of 128 keys."""
+    around = {page_size, 2 * page_size, 128, 256, 512, MAX_LEN}
     return sorted({1} | {n for border in around for n in (border - 1, border, border + 1) if 1 <= n <= MAX_LEN})
 
 
@@ -116,8 +120,8 @@ def step_case(seed: int, shape: Shape, *, num_tokens: int) -> Case:
     len_B[3:] = np.maximum(len_B[3:], 2)
     count_B = np.ones(NUM_ROWS, int)
     left, rows = num_tokens - 3 - rng.integers(0, 5), 3
-    if seed == 2 and shape.window:  # the first query sees just the last key of a block of 256
-        len_B[3] = 255 + shape.window + 4
+    if seed == 2 and shape.window:  # the first query sees just the last key of a block of 128
+        len_B[3] = 127 + shape.window + 4
     while left > 1 and rows < NUM_ROWS - 1:
         whole = rng.random() < 0.5
         count_B[rows] = min(left, len_B[rows] if whole else rng.integers(2, len_B[rows] + 1))
@@ -134,8 +138,8 @@ def decode_case(seed: int, shape: Shape) -> Case:
     """A batch as the decode loop makes it: one token per row, some rows resting on what they hold."""
     rng = np.random.default_rng(seed)
     len_B = rng.choice(border_lengths(shape.page_size), NUM_ROWS)
-    if seed == 2 and shape.window:  # all windows begin at the last key of a block of 256
-        len_B[:] = 255 + shape.window
+    if seed == 2 and shape.window:  # all windows begin at the last key of a block of 128
+        len_B[:] = 127 + shape.window
     count_B = (np.arange(NUM_ROWS) % 3 != 1).astype(int)
     len_B[4] = 0  # resting, and holding nothing
     scalars = {"num_decode": np.int32(NUM_ROWS), "num_rows": np.int32(NUM_ROWS), "decode_only": True}
@@ -146,12 +150,13 @@ def scale_of(case: Case) -> float:
     return case.q_TNH.shape[2] ** -0.5
 
 
-def expected(case: Case, *, layer: int, window: int | None) -> np.ndarray:
-    """Token by token in float64, from nothing but what its row holds; zeros for padding."""
+def expected(case: Case, *, layer: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs token by token in float64, from nothing but what its row holds, and the same of |value|; zeros for
+    padding."""
     q_TNH, group, batch = case
     decoded = np.asarray(group.codec.decode(group.pages)).astype(np.float64)
     pages = decoded.reshape(NUM_LAYERS, group.num_pages, *decoded.shape[1:])[layer].swapaxes(1, 2)  # [P, S, 2K, H]
-    out = np.zeros(q_TNH.shape)
+    out, of_abs = np.zeros(q_TNH.shape), np.zeros(q_TNH.shape)
     for t, row in enumerate(batch.row_T):
         if row == NUM_ROWS:
             continue
@@ -165,8 +170,9 @@ def expected(case: Case, *, layer: int, window: int | None) -> np.ndarray:
         keys, values = np.split(held.repeat(q_TNH.shape[1] // group.num_kv_heads, axis=1), 2, axis=1)
         scores = scale_of(case) * np.einsum("nh,jnh->nj", q_TNH[t].astype(np.float64), keys)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out[t] = np.einsum("nj,jnh->nh", weights / weights.sum(axis=1, keepdims=True), values)
-    return out
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[t], of_abs[t] = (np.einsum("nj,jnh->nh", weights, x) for x in (values, np.abs(values)))
+    return out, of_abs
 
 
 def only_layer(group: GroupKV, layer: int) -> GroupKV:
@@ -187,10 +193,17 @@ def run_backend(backend: str, case: Case, *, layer: int, window: int | None) -> 
     return np.asarray(ATTEND[backend](*case, scale=scale_of(case), layer=layer, window=window))
 
 
-def assert_equal(got: np.ndarray, want: np.ndarray, batch: Batch) -> None:
+def assert_equal(got: np.ndarray, want: np.ndarray, batch: Batch, *, slack: np.ndarray | float = 0.0) -> None:
     real_T = batch.row_T < NUM_ROWS  # outputs of padding tokens are unspecified
     assert np.isfinite(want).all()
-    np.testing.assert_allclose(got[real_T], want[real_T], rtol=0, atol=TOLERANCE)
+    excess = np.abs(got - want) - np.broadcast_to(slack, want.shape)
+    assert excess[real_T].max(initial=0) <= TOLERANCE  # NaN fails too
+
+
+def slack_of(case: Case, of_abs: np.ndarray) -> np.ndarray:
+    """What rounded weights may cost: nothing for float32 pages, nor for the decode rows of a backend on a CPU."""
+    rounded_T = (case.batch.row_T >= int(case.batch.num_decode)) & (case.group.codec.name == "bfloat16")
+    return np.where(rounded_T[:, None, None], ROUNDING * of_abs, 0.0)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
@@ -199,9 +212,10 @@ def test_backends_and_oracle_equal_float64_on_ragged_steps(shape):
         layer = seed % NUM_LAYERS
         case = step_case(seed, shape, num_tokens=300 if shape.page_size == 16 else 120)
         case = case._replace(group=only_layer(case.group, layer))
-        want = expected(case, layer=layer, window=shape.window)
+        want, of_abs = expected(case, layer=layer, window=shape.window)
         for backend in BACKENDS:
-            assert_equal(run_backend(backend, case, layer=layer, window=shape.window), want, case.batch)
+            got = run_backend(backend, case, layer=layer, window=shape.window)
+            assert_equal(got, want, case.batch, slack=slack_of(case, of_abs))
         from_oracle = oracle(case, layer=layer, window=shape.window)
         assert_equal(from_oracle, want, case.batch)
         assert not from_oracle[case.batch.row_T == NUM_ROWS].any()
@@ -213,7 +227,7 @@ def test_backends_and_oracle_equal_float64_on_decode_rows_with_resting_ones(shap
         layer = (seed + 1) % NUM_LAYERS
         case = decode_case(seed, shape)
         case = case._replace(group=only_layer(case.group, layer))
-        want = expected(case, layer=layer, window=shape.window)
+        want, _ = expected(case, layer=layer, window=shape.window)
         for backend in BACKENDS:
             assert_equal(run_backend(backend, case, layer=layer, window=shape.window), want, case.batch)
         assert_equal(oracle(case, layer=layer, window=shape.window), want, case.batch)

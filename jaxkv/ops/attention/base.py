@@ -6,6 +6,7 @@ A backend is a function `attend(q_TNH, group, batch, *, layer, scale, window) ->
 - memory that a row does not hold never influences its result, whatever it contains (NaN included);
 - rows with one token in this step (decoding, or the last of a prompt) come first in packed order, longer chunks after
   them; outputs of padding tokens are unspecified;
+- sums are float32; queries and softmax weights may be rounded to the dtype that the pages decode to, once;
 - what it cannot do it refuses with NotImplementedError when traced, naming the reason.
 """
 

@@ -1,8 +1,9 @@
 """Paged attention in plain XLA: runs on every device, fast on a CPU.
 
-Decode rows are attended together in one sweep over page blocks, prefill chunks one (row, query block) at a time; each
-gathers its pages once per block and keeps a running softmax (arXiv 2205.14135, algorithm 1), so that memory does not
-grow with the context and the trip count is bounded by the longest live row, without a recompilation.
+Decode rows are attended in tiles of neighbouring rows that sweep over page blocks together, prefill chunks one (row,
+query block) at a time; each gathers its pages once per block and keeps a running softmax (arXiv 2205.14135, algorithm
+1), so that memory does not grow with the context and the trip count is bounded by the longest row of the tile, without
+a recompilation. The scheduler lists decode rows by length, so that rows of a tile are of like length.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ import jax.numpy as jnp
 from jaxkv.kv.state import GroupKV
 from jaxkv.ops.attention.base import Batch
 
-BLOCK_TOKENS = 256
-"""Keys gathered per row and iteration: for 32 rows of 1,024 tokens on 2 cores, 1,024 is 4 to 5 times slower."""
+DECODE_BLOCK = 128
+"""Keys gathered per row and iteration of a decode sweep."""
+
+CPU_TILE_ROWS = 8
+"""Decode rows that sweep together on a CPU: with DECODE_BLOCK keys of each, what is gathered stays in the cache."""
+
+PREFILL_BLOCK = 128
+"""Keys gathered per iteration of a prefill work item: with as many queries, little is computed that is masked."""
 
 QUERY_BLOCK = 128
 """Queries of one prefill work item."""
@@ -50,7 +57,16 @@ def attend(
     num_rows = group.table_BW.shape[0]
     q_TNH = q_TNH.astype(jnp.float32) * scale
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
-    decoded = _decode(q_TNH[:num_rows], group, batch.position_T[:num_rows], is_decode_B, layer=layer, window=window)
+    decode = partial(_decode, layer=layer, window=window)
+    decoded = jax.lax.platform_dependent(
+        q_TNH[:num_rows],
+        group,
+        batch.position_T[:num_rows],
+        is_decode_B,
+        # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
+        cpu=partial(decode, tile_rows=CPU_TILE_ROWS, in_float32=True),
+        default=partial(decode, tile_rows=num_rows, in_float32=False),
+    )
     if batch.decode_only:
         return decoded
     return _prefill(q_TNH, decoded, group, batch, layer=layer, window=window)
@@ -62,27 +78,38 @@ def _decode(
     position_B: jax.Array,
     live_B: jax.Array,
     *,
+    tile_rows: int,
+    in_float32: bool,
     layer: int | jax.Array,
     window: int | None,
 ) -> jax.Array:
-    """One query per row, all rows side by side."""
+    """One query per row, `tile_rows` rows side by side."""
     num_rows, num_heads, head_dim = q_BNH.shape
-    heads = group.num_kv_heads
-    q_BKMH = q_BNH.reshape(num_rows, heads, num_heads // heads, head_dim)
+    heads, size = group.num_kv_heads, min(tile_rows, num_rows)
     len_B = jnp.where(live_B, group.len_B, 0)
     first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
-    low = jnp.min(jnp.where(live_B, first_B, jnp.iinfo(jnp.int32).max))
-    out = _sweep(
-        q_BKMH,
-        group,
-        (group.table_BW, group.first_BW),
-        len_B,
-        position_B[:, None],
-        (low, jnp.max(len_B)),
-        layer=layer,
-        window=window,
-    )
-    return out.reshape(num_rows, num_heads, head_dim)
+    first_B = jnp.where(live_B, first_B, jnp.iinfo(jnp.int32).max)
+
+    def tile(i: jax.Array, out_BNH: jax.Array) -> jax.Array:
+        # The last tile starts early rather than end late: rows computed twice come out the same.
+        start = jnp.minimum(i * size, num_rows - size)
+        take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+        len_R = take(len_B)
+        out = _sweep(
+            take(q_BNH).reshape(size, heads, num_heads // heads, head_dim),
+            group,
+            (take(group.table_BW), take(group.first_BW)),
+            len_R,
+            take(position_B)[:, None],
+            (jnp.min(take(first_B)), jnp.max(len_R)),
+            block_tokens=DECODE_BLOCK,
+            in_float32=in_float32,
+            layer=layer,
+            window=window,
+        )
+        return jax.lax.dynamic_update_slice_in_dim(out_BNH, out.reshape(size, num_heads, head_dim), start, 0)
+
+    return jax.lax.fori_loop(0, -(-num_rows // size), tile, jnp.zeros_like(q_BNH))
 
 
 def _prefill(
@@ -113,6 +140,8 @@ def _prefill(
             length[None],
             jnp.repeat(position, num_heads // heads)[None, :],
             (low, jnp.minimum(index + size, length)),
+            block_tokens=PREFILL_BLOCK,
+            in_float32=False,
             layer=layer,
             window=window,
         )
@@ -134,16 +163,21 @@ def _sweep(
     position_RM: jax.Array,
     bounds: tuple[jax.Array, jax.Array],
     *,
+    block_tokens: int,
+    in_float32: bool,
     layer: int | jax.Array,
     window: int | None,
 ) -> jax.Array:
-    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables. -> [R, K, M, H].
+    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables, `block_tokens` (or
+    one page) at a time. -> [R, K, M, H].
+
+    Both matmuls take their inputs in the dtype that the pages decode to, or float32, and add up in float32.
 
     position_RM has the position of each query, or [R, 1] where all queries of a row share it.
     """
     num_rows, heads, _, head_dim = q_RKMH.shape
     size = group.page_size
-    per_block = max(1, BLOCK_TOKENS // size)
+    per_block = max(1, block_tokens // size)
     width = table[0].shape[1]
     table_RW, first_RW = (jnp.pad(t, ((0, 0), (0, -width % per_block))) for t in table)
     by_head = group.pages.reshape(-1, size, head_dim)
@@ -151,9 +185,10 @@ def _sweep(
     head_K1 = jnp.arange(heads, dtype=jnp.int32)[:, None]
 
     def fetch(head_page_RKC: jax.Array) -> jax.Array:
-        """[R, K, C*S, H] float32: contiguous pieces of S*H values, already in the order that the matmul reads."""
+        """[R, K, C*S, H]: contiguous pieces of S*H values, already in the order that the matmul reads."""
         x = group.codec.decode(by_head.at[head_page_RKC].get(mode="clip"))
-        return x.astype(jnp.float32).reshape(num_rows, heads, per_block * size, head_dim)
+        x = x.astype(jnp.float32) if in_float32 else x
+        return x.reshape(num_rows, heads, per_block * size, head_dim)
 
     def body(i: jax.Array, state: Softmax) -> Softmax:
         page_RC = jax.lax.dynamic_slice_in_dim(table_RW, i * per_block, per_block, axis=1)
@@ -168,7 +203,7 @@ def _sweep(
         index_RKC = layer_base + page_RC[:, None, :] * (2 * heads) + head_K1[None]
         keys, values = fetch(index_RKC), fetch(index_RKC + heads)
         # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is not enough.
-        values = jnp.where(held_RJ[:, None, :, None], values, 0.0)
+        values = jnp.where(held_RJ[:, None, :, None], values, 0)
         return _accumulate(state, q_RKMH, keys, values, seen_RMJ[:, None])
 
     low, high = bounds
@@ -178,11 +213,16 @@ def _sweep(
 
 
 def _accumulate(state: Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> Softmax:
-    """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H]."""
-    highest = jax.lax.Precision.HIGHEST
-    scores = jnp.where(seen, jnp.einsum("rkmh,rkjh->rkmj", q, keys, precision=highest), MASKED)
+    """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H], which like the weights
+    are rounded to the dtype of keys and values."""
+    matmul = partial(
+        jnp.einsum,
+        precision=jax.lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    scores = jnp.where(seen, matmul("rkmh,rkjh->rkmj", q.astype(keys.dtype), keys), MASKED)
     top = jnp.maximum(state.max, scores.max(axis=-1))
     weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
     shrink = jnp.exp(state.max - top)
-    gained = jnp.einsum("rkmj,rkjh->rkmh", weight, values, precision=highest)
+    gained = matmul("rkmj,rkjh->rkmh", weight.astype(values.dtype), values)
     return Softmax(top, state.sum * shrink + weight.sum(axis=-1), state.acc * shrink[..., None] + gained)
