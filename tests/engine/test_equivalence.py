@@ -198,8 +198,8 @@ def assert_dense(model: Model, outputs: list[RequestOutput], indices: list[int])
         got = np.array([[logprob.logprob for logprob in entry.values()] for entry in entries])
         differences.append(np.abs(got - want))
         effects.append(np.abs(exact - want))
-        # The reference rounds keys and values to bfloat16 too. Prefill also rounds the queries that meet the keys and the
-        # weights that meet the values, which does as much as rounding those, and nothing with float32 pages.
+        # The reference rounds keys and values to bfloat16 too. Prefill also rounds the queries that meet the keys and
+        # the weights that meet the values, which does as much as rounding those, and nothing with float32 pages.
         assert differences[-1].max() < TOLERANCE + effects[-1].max()  # false for NaN
     assert np.median(differences) < TOLERANCE + np.median(effects)
 

@@ -23,8 +23,9 @@ TOLERANCE = 5e-6
 """Outputs are averages of values near 1; float32 scores of up to 6 are off by some 6 x 6e-8 x sqrt(H)."""
 
 ROUNDING = 2.0**-8
-"""Largest relative error of a bfloat16. Queries are drawn as bfloat16 and scales are powers of two, so that with bfloat16 pages
-only the softmax weights are rounded: an output is off by at most this part of the weighted mean of |value|."""
+"""Largest relative error of a bfloat16. Queries are drawn as bfloat16 and scales are powers of two, so that with
+bfloat16 pages only the softmax weights are rounded: an output is off by at most this part of the weighted mean of
+|value|."""
 
 
 class Shape(NamedTuple):

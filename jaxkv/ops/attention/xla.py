@@ -168,8 +168,8 @@ def _sweep(
     layer: int | jax.Array,
     window: int | None,
 ) -> jax.Array:
-    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables, `block_tokens` (or
-    one page) at a time. -> [R, K, M, H].
+    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables, `block_tokens`
+    (or one page) at a time. -> [R, K, M, H].
 
     Both matmuls take their inputs in the dtype that the pages decode to, or float32, and add up in float32.
 
@@ -213,8 +213,10 @@ def _sweep(
 
 
 def _accumulate(state: Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> Softmax:
-    """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H], which like the weights
-    are rounded to the dtype of keys and values."""
+    """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H].
+
+    Queries and weights are rounded to the dtype of keys and values.
+    """
     matmul = partial(
         jnp.einsum,
         precision=jax.lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None,
