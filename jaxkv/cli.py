@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.version import VERSION
+
+if TYPE_CHECKING:
+    from jaxkv.config import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,60 +32,97 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxkv", description="Language-model inference in JAX.")
     parser.add_argument("--version", action="version", version=f"jaxkv {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_batch(commands)
+    _add_convert(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
     generate = commands.add_parser(
         "generate", help="complete a prompt", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     generate.set_defaults(run=_generate)
     generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to complete; without it, standard input")
-    generate.add_argument("--model", help="local directory or hub id; without it, the built-in demo model")
-    generate.add_argument("--tokenizer", help="directory or hub id of the tokenizer, if not the model's")
-    generate.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
-    generate.add_argument("--kv-cache-dtype", default="auto", help="auto, bfloat16 or float32")
-    generate.add_argument("--max-model-len", type=int, help="longest prompt and output together, in tokens")
-    generate.add_argument("--block-size", type=int, help="tokens per page")
-    generate.add_argument("--backend", default="auto", help="auto, xla, pallas_tpu or mosaic_gpu")
-    generate.add_argument("--max-tokens", type=int, default=128, help="tokens to generate")
-    generate.add_argument("--min-tokens", type=int, default=0, help="tokens before an end is allowed")
-    generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    generate.add_argument("--top-k", type=int, default=0, help="0 is off")
-    generate.add_argument("--top-p", type=float, default=1.0, help="1 is off")
-    generate.add_argument("--min-p", type=float, default=0.05, help="0 is off")
-    generate.add_argument("--seed", type=int, help="of the sampling; without it, the same every time")
-    generate.add_argument("--stop", action="append", help="text that ends the output; may be given several times")
-    generate.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+    _add_model_options(generate)
+    _add_sampling_options(generate)
     generate.add_argument("--quiet", action="store_true", help="no figures at the end")
-    return parser
+
+
+def _add_batch(commands: Any) -> None:
+    batch = commands.add_parser(
+        "batch",
+        help="complete a file of prompts, and go on where a run was cut off",
+        description='Completes every line of a JSONL file, such as {"id": 1, "prompt": "..."} or {"id": "a", '
+        '"messages": [...], "params": {"max_tokens": 9}}. The same command again does what is missing in the output.',
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    batch.set_defaults(run=_batch)
+    batch.add_argument("-i", "--input", required=True, metavar="IN.jsonl", help="prompts, one JSON object per line")
+    batch.add_argument("-o", "--output", required=True, metavar="OUT.jsonl", help="one row per line is appended here")
+    _add_model_options(batch)
+    batch.add_argument("--max-num-seqs", type=int, help="rows that run at once")
+    batch.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens per step")
+    _add_sampling_options(batch)
+    batch.add_argument("--quiet", action="store_true", help="no progress bar, no figures at the end")
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="store a model in the form that starts fastest",
+        description="Makes a directory for LLM(OUT) or --model OUT, and keeps the compiled programs of an engine with "
+        "default limits in this user's cache.",
+    )
+    convert.set_defaults(run=_convert)
+    convert.add_argument("model", metavar="DIR", help="local directory or hub id")
+    convert.add_argument("out", metavar="OUT", type=Path, help="directory to make; nothing may be there yet")
+    convert.add_argument("--dtype", default="auto", help="auto (default), bfloat16 or float32")
+    convert.add_argument("--no-compile", action="store_true", help="leave the compiled programs to the first start")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="local directory or hub id; without it, the built-in demo model")
+    parser.add_argument("--tokenizer", help="directory or hub id of the tokenizer, if not the model's")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, bfloat16 or float32")
+    parser.add_argument("--max-model-len", type=int, help="longest prompt and output together, in tokens")
+    parser.add_argument("--block-size", type=int, help="tokens per page")
+    parser.add_argument("--backend", default="auto", help="auto, xla, pallas_tpu or mosaic_gpu")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate")
+    parser.add_argument("--min-tokens", type=int, default=0, help="tokens before an end is allowed")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0 is off")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--min-p", type=float, default=0.05, help="0 is off")
+    parser.add_argument("--seed", type=int, help="of the sampling; without it, the same every time")
+    parser.add_argument("--stop", action="append", help="text that ends the output; may be given several times")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+
+
+def _model_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("model", "tokenizer", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "backend")
+    return {name: getattr(args, name) for name in names}
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    from jaxkv.config import SamplingParams
+
+    names = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+    return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
 def _generate(args: argparse.Namespace) -> int:
     started = time.perf_counter()
-    from jaxkv.config import SamplingParams
     from jaxkv.llm import LLM
 
-    params = SamplingParams(
-        max_tokens=args.max_tokens,
-        min_tokens=args.min_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-    )
+    params = _sampling_params(args)
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
     # One prompt needs one row and two or three of the programs: compile those when they are met.
-    llm = LLM(
-        args.model,
-        tokenizer=args.tokenizer,
-        dtype=args.dtype,
-        kv_cache_dtype=args.kv_cache_dtype,
-        max_model_len=args.max_model_len,
-        block_size=args.block_size,
-        backend=args.backend,
-        max_num_seqs=1,
-        lazy_compile=True,
-    )
+    llm = LLM(**_model_options(args), max_num_seqs=1, lazy_compile=True)
     stream = llm.stream(prompt, params)
     loaded = time.perf_counter()
     print(prompt, end="", flush=True)
@@ -101,4 +144,51 @@ def _generate(args: argparse.Namespace) -> int:
             f"{num_prompt + num_new - 1} of {llm.num_kv_tokens} tokens]",
             file=sys.stderr,
         )
+    return 0
+
+
+def _batch(args: argparse.Namespace) -> int:
+    from jaxkv.batch import open_output, run_batch
+
+    params = _sampling_params(args)
+    # What a system sends before it kills ends the run as Ctrl-C does.
+    on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with open(args.input, "rb") as source, open_output(args.output, source) as rows:
+            # Imports and weights take seconds to minutes: only when the files are known to be good.
+            from jaxkv.llm import LLM
+
+            limits = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens}
+            llm = LLM(**_model_options(args), **limits, lazy_compile=True)
+            counts = run_batch(llm, source, rows, params, use_tqdm=not args.quiet)
+    except KeyboardInterrupt:
+        print("jaxkv: stopped; the same command goes on where this one ended", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, on_term)
+    if not args.quiet:
+        print(
+            f"[{counts.num_written} rows written, {counts.num_skipped} lines skipped that had one, {counts.num_errors} "
+            f"errors in {args.output}; {counts.num_output_tokens / counts.run_s:.1f} tokens/s without the "
+            f"{llm.compile_s:.1f} s of compilation]",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    import jax
+
+    from jaxkv.engine.model import auto_dtype
+    from jaxkv.weights.hub import resolve_model
+    from jaxkv.weights.orbax import convert
+
+    dtype = auto_dtype(jax.devices()[0].platform) if args.dtype == "auto" else args.dtype
+    num_bytes = convert(resolve_model(args.model), args.out, dtype=dtype)
+    print(f"{args.out}: {num_bytes / 1e6:.1f} MB of {dtype} in {time.perf_counter() - started:.1f} s", flush=True)
+    if not args.no_compile:
+        from jaxkv.llm import LLM
+
+        print(LLM(args.out, skip_tokenizer_init=True).describe())
     return 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 
 from jaxkv.aot import Programs
 from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.engine.compile_cache import use_compile_cache
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.model import load_model
@@ -23,6 +25,9 @@ from jaxkv.kv.codecs import Codec, get_codec
 from jaxkv.ops.attention import choose_backend
 
 DEMO = Path(__file__).parent / "demo"
+
+Conversation = Sequence[Mapping[str, Any]]
+"""A list of {"role": ..., "content": ...} messages."""
 
 DECODE_STEPS = 8
 """Tokens per row between two looks of the host."""
@@ -45,9 +50,10 @@ class LLM:
 
     model: a local Hugging Face directory, a hub id, or None for the small demo model that ships with jaxkv.
     tokenizer: directory or hub id of the tokenizer (default: the model's); skip_tokenizer_init=True works without one.
-    dtype: auto, bfloat16 or float32; auto is bfloat16 unless this CPU has no instructions for it.
+    dtype: auto, bfloat16 or float32; auto is bfloat16 unless this CPU has no instructions for it, and in a
+    directory made by `jaxkv convert` what that stores.
     max_model_len: longest prompt and output together, in tokens (default: what the checkpoint declares).
-    max_num_seqs: rows that run at once (default 32 on a CPU, 256 elsewhere). max_num_batched_tokens: tokens per step.
+    max_num_seqs: rows that run at once (default 64 on a CPU, 256 elsewhere). max_num_batched_tokens: tokens per step.
     block_size: tokens per page, 8 to 128 (default 16 on a CPU, 64 elsewhere). kv_cache_dtype: auto (as dtype), bfloat16
     or float32. kv_cache_memory_bytes, num_gpu_blocks_override: size of the cache in bytes or pages; by default what
     max_num_seqs rows of max_model_len take, within gpu_memory_utilization of the device (on a CPU of the available
@@ -91,6 +97,7 @@ class LLM:
         self._device = jax.devices()[0]
         on_cpu = self._device.platform == "cpu"
         self._backend, self._backend_reason = choose_backend(backend)
+        self._compile_cache = use_compile_cache(self._device)
         self._model = load_model(
             DEMO if model is None else model,
             revision=revision,
@@ -104,7 +111,7 @@ class LLM:
         codec = get_codec(kv_dtype, platform=self._device.platform)
         limits = EngineConfig(
             max_model_len=spec.max_len if max_model_len is None else max_model_len,
-            max_num_seqs=(32 if on_cpu else 256) if max_num_seqs is None else max_num_seqs,
+            max_num_seqs=(64 if on_cpu else 256) if max_num_seqs is None else max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=(16 if on_cpu else 64) if block_size is None else block_size,
             num_pages=1,
@@ -171,6 +178,20 @@ class LLM:
         prompts = self._intake.render(conversations, chat_template=chat_template, tools=tools, **options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def as_completed(
+        self, requests: Iterable[tuple[Prompt | Conversation, SamplingParams | None]]
+    ) -> Generator[tuple[int, RequestOutput | ValueError]]:
+        """Yields (index, result) of every request in order of finishing; one that is refused gives its ValueError.
+
+        requests: (prompt or list of chat messages, parameters or None for `get_default_sampling_params`) pairs. They
+        may be endless: at most 2 * max_num_seqs are taken and not yet given back. Taking one that is slow to come
+        holds up those that run. Closing the iterator ends what is left; finish_reason "abort" is as in a stream.
+        Raises: ValueError at the call if `requests` is no iterable, and later what iterating over it raises.
+        """
+        if not isinstance(requests, Iterable):
+            raise ValueError(f"requests: expected an iterable of (prompt, params), got {type(requests).__name__}")
+        return self._complete(enumerate(map(self._accept_or_refuse, requests)))
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yields what is new (text, token_ids, logprobs) as it is generated; the last one carries the finish_reason.
 
@@ -207,6 +228,14 @@ class LLM:
         """The Hugging Face tokenizer, None with skip_tokenizer_init=True."""
         return self._model.tokenizer
 
+    def page_table(self) -> dict[str, tuple[int, ...]]:
+        """The page ids that every running request holds now, by request_id: a copy, to look at.
+
+        Ids are 0 to num_kv_tokens / block_size - 1; a request's i-th page is for its tokens from i * block_size on.
+        Pages taken for its next tokens are listed too; what waits or has finished holds none and is not listed.
+        """
+        return {request.id: request.handle.pages for request in self._engine.scheduler.running}
+
     def describe(self) -> str:
         """What this engine is and has: model, memory, programs, backend and why."""
         model, config, programs = self._model, self._config, self._engine.programs
@@ -222,6 +251,7 @@ class LLM:
                 f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode steps per loop",
                 f"programs  {programs.num_compiled} compiled in {programs.compile_s:.1f} s: steps of "
                 f"{programs.token_buckets} tokens, loops of {programs.row_buckets} rows",
+                f"cache     of compiled programs: {self._compile_cache}",
                 f"backend   {self._backend} ({self._backend_reason})",
             )
         )
@@ -254,25 +284,61 @@ class LLM:
             raise ValueError(f"sampling_params: expected one or {count} (one per prompt), got {len(params)}")
         return params
 
+    def _accept_or_refuse(self, pair: Any) -> Request | ValueError:
+        try:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ValueError(f"expected (prompt, SamplingParams or None), got {type(pair).__name__}")
+            prompt, params = pair
+            if isinstance(prompt, (list, tuple)):
+                (prompt,) = self._intake.render([prompt], add_generation_prompt=True)
+            chosen = self.get_default_sampling_params() if params is None else params
+            (request,) = self._intake.accept([prompt], [chosen])
+        except ValueError as error:
+            # Their index in a list of one says nothing here.
+            return ValueError(str(error).removeprefix("prompt 0: ").removeprefix("conversation 0: "))
+        return request
+
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        try:
-            for request in requests:
-                self._engine.add(request)
-            left = {request.id for request in requests}
-            with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
-                while left:
-                    if not self._engine.has_work:
-                        raise RuntimeError(f"{len(left)} requests left the engine without a result")
-                    done = {request.id for request in self._engine.step() if request.finish_reason is not None} & left
-                    left -= done
-                    bar.update(len(done))
-        finally:
-            # After an error or an interrupt nothing of this call may stay behind.
-            for request in requests:
-                self._engine.abort(request.id)
+        with (
+            tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar,
+            closing(self._complete(enumerate(requests))) as completed,
+        ):
+            for _ in completed:
+                bar.update()
         return [request.output() for request in requests]
+
+    def _complete(
+        self, arriving: Iterator[tuple[int, Request | ValueError]]
+    ) -> Generator[tuple[int, RequestOutput | ValueError]]:
+        """Runs what arrives and yields it as it finishes, a refusal at once."""
+        # As many again as can finish in one step: the scheduler never looks at an empty queue while more are to come.
+        window = 2 * self._config.max_num_seqs
+        taken: dict[int, Request] = {}
+        try:
+            while True:
+                while len(taken) < window and (arrived := next(arriving, None)) is not None:
+                    index, request = arrived
+                    if isinstance(request, ValueError):
+                        yield index, request
+                    else:
+                        taken[index] = request
+                        self._engine.add(request)
+                if not taken:
+                    return
+                # Asked of the requests, not of `step`: a stream that is read between two results takes steps too.
+                finished = [index for index, request in taken.items() if request.finish_reason is not None]
+                for index in finished:
+                    yield index, taken.pop(index).output()
+                if not finished:
+                    if not self._engine.has_work:
+                        raise RuntimeError(f"{len(taken)} requests left the engine without a result")
+                    self._engine.step()
+        finally:
+            # After an error, an interrupt or `close` nothing of this call may stay behind.
+            for request in taken.values():
+                self._engine.abort(request.id)
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         self._engine.add(request)

@@ -2,7 +2,9 @@
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: it reads this once
+# Before jax is imported: it reads these once.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is written to, or comes from, the user's own cache
 
 import jax
 

@@ -12,9 +12,11 @@ import pytest
 
 import jaxkv
 from jaxkv.config import SamplingParams
+from jaxkv.engine.allocator import KVHandle
 from jaxkv.engine.outputs import RequestOutput
 from jaxkv.errors import CheckpointError
 from jaxkv.llm import LLM
+from poison import poison_kv
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import BOS, CHAT_TEMPLATE, EOS, save_tokenizer
 
@@ -763,14 +765,33 @@ def test_describe_says_what_this_engine_is(llm, checkpoint):
         "MiB float32",
         f"{used} pages in use",
         "4 rows, 128 tokens per row, 32 tokens per step, 8 decode steps per loop",
-        "3 compiled in ",
-        "steps of (16, 32) tokens, loops of (4,) rows",
+        "4 compiled in ",
+        "steps of (16, 32) tokens, loops of (2, 4) rows",
         "backend   xla (chosen by auto: pallas_tpu and mosaic_gpu are not built yet)",
     ):
         assert part in text, text
     assert used > 0
     assert llm.num_kv_tokens == 512
     stream.close()
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_page_table_lists_the_memory_of_each_running_request(llm, kept):
+    """With NaN in everything but the slots that the table gives a stream, that stream still ends as it would alone."""
+    alone = one(llm, PROMPTS[kept])
+    other, stream = llm.stream(PROMPTS[1 - kept], GREEDY), llm.stream(PROMPTS[kept], GREEDY)
+    other_id = next(other).request_id
+    pieces = [next(stream), next(stream)]
+    table, stream_id = llm.page_table(), pieces[0].request_id
+    assert table.keys() == {other_id, stream_id}
+    assert sum(map(len, table.values())) == llm._engine.scheduler.allocator.num_used
+    other.close()
+    assert llm.page_table() == {stream_id: table[stream_id]}
+    # The newest token is not stored yet.
+    num_stored = len(pieces[0].prompt_token_ids) + sum(len(piece.outputs[0].token_ids) for piece in pieces) - 1
+    llm._engine.kv = poison_kv(llm._engine.kv, [KVHandle(table[stream_id], num_stored)])
+    assert joined(pieces + list(stream)) == alone
+    assert llm.page_table() == {}
 
 
 def test_the_public_names_are_those_of_the_package():

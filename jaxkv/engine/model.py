@@ -17,6 +17,7 @@ from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.weights.hub import resolve_model
 from jaxkv.weights.load import load_weights
+from jaxkv.weights.orbax import load_converted, stored_dtype
 
 GENERATION = "generation_config.json"
 DTYPES = ("auto", "bfloat16", "float32")
@@ -52,6 +53,7 @@ def load_model(
 ) -> Model:
     """Reads everything that a model directory (or hub id) holds; the tokenizer may come from another one.
 
+    The directory may be one that `jaxkv convert` made: dtype auto is then what it stores.
     Raises: ValueError for an unknown dtype, CheckpointError for anything wrong with the files.
     """
     if dtype not in DTYPES:
@@ -66,12 +68,15 @@ def load_model(
     found = (directory / GENERATION).is_file()
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
     eos_ids = _eos_ids(config, generation, loaded, spec.vocab_size)
-    dtype = auto_dtype(device.platform) if dtype == "auto" else dtype
+    stored = stored_dtype(directory, spec)
+    if dtype == "auto":
+        dtype = stored or auto_dtype(device.platform)
+    load = load_weights if stored is None else load_converted
     as_bits = dtype == "bfloat16" and bfloat16_as_bits(device.platform)
     return Model(
         directory=directory,
         spec=spec,
-        weights=load_weights(directory, spec, layout, dtype=dtype, as_bits=as_bits, device=device),
+        weights=load(directory, spec, layout, dtype=dtype, as_bits=as_bits, device=device),
         dtype=dtype,
         tokenizer=loaded,
         generation=generation.values,

@@ -108,14 +108,14 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, top: dict[st
 
 def _stack(checkpoint: Checkpoint, sources: tuple[str, ...], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """The named tensors in one host array of `shape`, converted as they are copied from the file."""
-    host = _aligned_empty(shape, dtype)
+    host = aligned_empty(shape, dtype)
     for part, name in zip(host.reshape(len(sources), -1), sources, strict=True):
         part[...] = checkpoint.read(name).reshape(-1)
         checkpoint.release(name)
     return host
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Host memory that a CPU device takes over instead of copying, because it starts at a multiple of 64 bytes."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + 64, np.uint8)

@@ -1,0 +1,340 @@
+"""A converted directory holds the weights that its checkpoint gives, bit by bit, and nothing in it is believed."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv.weights.orbax
+from jaxkv import LLM, SamplingParams, cli
+from jaxkv.errors import CheckpointError
+from jaxkv.models.families import read_config, read_family
+from jaxkv.weights.load import load_weights
+from jaxkv.weights.orbax import convert, load_converted
+from tiny import make_checkpoint, tiny_config
+from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
+
+LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "skip_tokenizer_init": True}
+
+
+def load(directory: Path, reader=load_converted, **options: object) -> dict:
+    return reader(directory, *read_family(read_config(directory)), **options)
+
+
+def assert_equal_bits(got: dict, want: dict) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
+
+
+def as_arrays(tree: dict) -> dict:
+    """Layers stacked, whatever the form."""
+    if isinstance(tree["layers"], tuple):
+        tree = tree | {"layers": jax.tree.map(lambda *parts: np.stack(parts), *tree["layers"])}
+    return jax.tree.map(np.asarray, tree)
+
+
+@pytest.fixture
+def converted(tmp_path) -> Path:
+    make_checkpoint(tmp_path / "llama", tiny_config("llama"))
+    convert(tmp_path / "llama", tmp_path / "out", dtype="bfloat16")
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def change(converted):
+    """Changes a JSON file of the converted directory."""
+
+    def change(name: str, **values: object) -> None:
+        file = converted / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+# --- the same weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "variant", ["llama", "llama-3", "llama-biases", "qwen2", "qwen3-biases", "qwen2-mixed-windows", "qwen3-layer-types"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_tree_is_the_checkpoints_bit_by_bit_and_orbax_reads_it_too(tmp_path, variant, dtype):
+    from orbax.checkpoint import v1 as ocp
+
+    source = make_checkpoint(tmp_path / "in", tiny_config(variant), shards=2)
+    num_bytes = convert(source, tmp_path / "out", dtype=dtype)
+    want = load(source, load_weights, dtype=dtype)
+    assert num_bytes == sum(x.nbytes for x in jax.tree.leaves(want))
+    assert_equal_bits(load(tmp_path / "out", dtype=dtype), want)
+    if dtype == "bfloat16":
+        bits = {"dtype": dtype, "as_bits": True}
+        assert_equal_bits(load(tmp_path / "out", **bits), load(source, load_weights, **bits))
+    assert_equal_bits(ocp.load(tmp_path / "out" / "orbax"), as_arrays(want))
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2-mixed-windows"])
+@pytest.mark.parametrize("source_dtype", ["float32", "float16", "bfloat16"])
+def test_another_dtype_than_the_stored_one_is_converted_as_the_loader_would(
+    tmp_path, monkeypatch, variant, source_dtype
+):
+    monkeypatch.setattr(jaxkv.weights.orbax, "PIECE", 100)  # so that the arrays have many, and a shorter last one
+    source = make_checkpoint(tmp_path / "in", tiny_config(variant), dtype=source_dtype)
+    convert(source, tmp_path / "wide", dtype="float32")
+    bits = {"dtype": "bfloat16", "as_bits": True}
+    assert_equal_bits(load(tmp_path / "wide", **bits), load(source, load_weights, **bits))
+    convert(source, tmp_path / "narrow", dtype="bfloat16")
+    narrow = load(source, load_weights, dtype="bfloat16")
+    wide = jax.tree.map(lambda x: np.asarray(x).astype(np.float32), narrow)
+    assert_equal_bits(load(tmp_path / "narrow", dtype="float32"), wide)
+
+
+def test_a_head_that_is_stored_although_tied_is_kept_when_it_differs(tmp_path):
+    make_checkpoint(tmp_path / "in", tiny_config("llama"))
+    (tmp_path / "in" / "config.json").write_text(json.dumps(tiny_config("llama", tie_word_embeddings=True)))
+    convert(tmp_path / "in", tmp_path / "out", dtype="float32")
+    weights = load(tmp_path / "out", dtype="float32")
+    assert "head" in weights
+    assert_equal_bits(weights, load(tmp_path / "in", load_weights, dtype="float32"))
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2-mixed-windows"])
+def test_a_converted_model_says_the_same(tmp_path, variant):
+    source = make_checkpoint(tmp_path / "in", tiny_config(variant), dtype="bfloat16")
+    convert(source, tmp_path / "out", dtype="float32")
+    prompts = [{"prompt_token_ids": [3, 1, 4, 1, 5, 9, 2, 6]}, {"prompt_token_ids": [7, 7]}]
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+    # auto is what is stored, also where this CPU would choose bfloat16.
+    limits = LIMITS | {"lazy_compile": True, "num_gpu_blocks_override": 8}
+    engines = LLM(source, dtype="float32", **limits), LLM(tmp_path / "out", **limits)
+    engines[1]._engine.programs._compiled = engines[0]._engine.programs._compiled  # they differ in nothing
+    want, got = ([o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)] for llm in engines)
+    assert [o.token_ids for o in got] == [o.token_ids for o in want]
+    assert [o.logprobs for o in got] == [o.logprobs for o in want]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_takes_along_what_an_engine_needs_and_no_weights_twice(tmp_path, capsys, caplog):
+    source = make_checkpoint(tmp_path / "in", tiny_config("llama", vocab_size=420), shards=2)
+    save_tokenizer(source)
+    (source / "generation_config.json").write_text('{"temperature": 0.25}')
+    (source / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (source / "code.py").write_text("raise SystemExit")
+    (source / "pytorch_model.bin").write_bytes(b"no")
+    out = tmp_path / "out"
+    assert cli.main(["convert", str(source), str(out), "--dtype", "float32", "--no-compile"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{out}: 0.4 MB of float32 in ")
+    assert (said.err, caplog.records) == ("", [])
+    kept = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert {path.name for path in out.iterdir()} == kept | {"jaxkv.json", "orbax"}
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
+    shutil.rmtree(source)
+    limits = LIMITS | {"skip_tokenizer_init": False, "lazy_compile": True}
+    llm = LLM(out, **limits)
+    assert llm.get_default_sampling_params().temperature == 0.25
+    assert "<|user|>" in llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["in", "in"], "in: expected nothing there yet; .*"),
+        (["in", "link"], "link: expected nothing there yet; .*"),
+        (["in", "new", "--dtype", "int8"], "dtype: expected one of float32, bfloat16, got 'int8'"),
+        (["nothing", "new"], "nothing: expected a directory .*"),
+        (["in", "no/such/folder"], ".*No such file or directory.*"),
+        (["empty", "new"], ".*config.json: not found.*"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_the_caller_can_mend_is_status_2_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(tmp_path / "in", tiny_config("llama"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["convert", f"./{arguments[0]}", *arguments[1:], "--no-compile"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"jaxkv: (\./|{re.escape(str(tmp_path))}/)?{message}\n", err), err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
+    source = make_checkpoint(tmp_path / "in", tiny_config("llama"))
+    save = jaxkv.weights.orbax._save
+
+    def spoil(directory: Path, weights: dict) -> None:
+        save(directory, weights)
+        with (directory / "orbax" / "weights" / "layers.up" / "0.0.0").open("r+b") as file:
+            file.write(b"\x01")
+
+    monkeypatch.setattr(jaxkv.weights.orbax, "_save", spoil)
+    with pytest.raises(CheckpointError, match=r"layers\.up/0\.0\.0: expected the values that were written"):
+        convert(source, tmp_path / "out", dtype="float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_killed_conversion_leaves_no_directory_of_that_name(tmp_path):
+    source = make_checkpoint(tmp_path / "in", tiny_config("llama"))
+    code = (
+        "import os, sys, jaxkv.weights.orbax as o; from pathlib import Path; "
+        "o._compare = lambda *_: os.kill(os.getpid(), 9); "
+        "o.convert(Path(sys.argv[1]), Path(sys.argv[2]), dtype='float32')"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(source), str(tmp_path / "out")], timeout=120, check=False)
+    assert run.returncode == -9
+    assert not os.path.lexists(tmp_path / "out")
+    convert(source, tmp_path / "out", dtype="float32")
+    assert_equal_bits(load(tmp_path / "out", dtype="float32"), load(source, load_weights, dtype="float32"))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+UP = "orbax/weights/layers.up"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("jaxkv.json", {"format": 2}, r"format: expected 1 \(convert the model again .*, got 2"),
+        ("jaxkv.json", {"format": None}, "format: expected 1 .*, got None"),
+        ("jaxkv.json", {"dtype": "int8"}, "dtype: expected one of float32, bfloat16, got 'int8'"),
+        ("jaxkv.json", {"dtype": ["bfloat16"]}, "dtype: expected one of float32, bfloat16, got"),
+        (
+            "jaxkv.json",
+            {"dtype": "float32"},
+            "embed: dtype: expected <f4, got bfloat16; embed: 0.0: expected 28992 bytes",
+        ),
+        ("jaxkv.json", {"spec": []}, "spec: expected an object"),
+        (
+            "jaxkv.json",
+            {"spec": {"num_layers": -3}},
+            "spec: expected what config.json says, got another activation, .*",
+        ),
+        ("config.json", {"rms_norm_eps": 1e-6}, "spec: expected what config.json says, got another norm_eps"),
+        ("config.json", {"num_hidden_layers": -1}, "config.json: num_hidden_layers: expected a whole number"),
+        ("config.json", {"intermediate_size": 2**24}, r"gate: shape: expected \[3, 16777216, 48\], got \[3, 80, 48\]"),
+        ("config.json", {"attention_bias": True}, r"missing array layers\.q_bias; .*and [2-9] more|missing .*k_bias"),
+        (f"{UP}/.zarray", {"shape": [3, -80, 48]}, r"layers\.up: shape: expected \[3, 80, 48\], got \[3, -80, 48\]"),
+        (f"{UP}/.zarray", {"shape": [2**60, 2**60]}, r"layers\.up: shape: expected"),
+        (f"{UP}/.zarray", {"chunks": [1, 80, 48]}, r"layers\.up: chunks: expected \[3, 80, 48\], got \[1, 80, 48\]"),
+        (f"{UP}/.zarray", {"dtype": "<f8"}, r"layers\.up: dtype: expected bfloat16, got <f8"),
+        (f"{UP}/.zarray", {"order": "F"}, r"layers\.up: order: expected C, got F"),
+        (f"{UP}/.zarray", {"compressor": {"id": "zstd"}}, r"layers\.up: compressor: expected None, got"),
+        (f"{UP}/.zarray", {"filters": [{"id": "pickle"}]}, r"layers\.up: filters: expected None, got"),
+    ],
+)
+def test_a_claim_that_does_not_hold_is_named_before_anything_is_read(
+    converted, change, monkeypatch, name, values, message
+):
+    change(name, **values)
+    monkeypatch.setattr(jaxkv.weights.orbax, "aligned_empty", None)
+    with pytest.raises(CheckpointError, match=message):
+        load(converted, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=message):
+        LLM(converted, **LIMITS)
+
+
+def truncate(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def leave_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "name", "message"),
+    [
+        (truncate, f"{UP}/0.0.0", r"layers\.up: 0\.0\.0: expected 23040 bytes, got 23039"),
+        (Path.unlink, f"{UP}/0.0.0", r"layers\.up: expected the files \.zarray and 0\.0\.0"),
+        (leave_a_pipe, f"{UP}/0.0.0", r"layers\.up: expected the files \.zarray and 0\.0\.0"),
+        (Path.unlink, f"{UP}/.zarray", r"layers\.up: expected the files \.zarray and 0\.0\.0"),
+        (lambda path: path.write_text("["), f"{UP}/.zarray", r"\.zarray: expected JSON"),
+        (shutil.rmtree, UP, r"missing array layers\.up"),
+        (shutil.rmtree, "orbax/weights/head", "missing array head"),
+        (shutil.rmtree, "orbax", "missing array embed; missing array norm; .*and 2 more"),
+        (Path.mkdir, "orbax/weights/layers.q_bias", r"array that llama does not use: layers\.q_bias"),
+        (Path.unlink, "config.json", "config.json: not found"),
+        (lambda path: path.write_text("[" * 10**6), "jaxkv.json", "jaxkv.json: expected JSON"),
+        (lambda path: path.write_text("1" * 10**5), "jaxkv.json", "jaxkv.json: expected JSON"),
+        (lambda path: path.write_text(" " * 10_000_001), "jaxkv.json", "at most 10000000 bytes"),
+        (lambda path: path.write_text("[]"), "jaxkv.json", "jaxkv.json: expected a JSON object"),
+    ],
+)
+def test_a_broken_directory_is_refused_by_name_before_anything_is_read(converted, monkeypatch, harm, name, message):
+    harm(converted / name)
+    monkeypatch.setattr(jaxkv.weights.orbax, "aligned_empty", None)
+    with pytest.raises(CheckpointError, match=message):
+        load(converted, dtype="bfloat16")
+
+
+def test_a_directory_without_the_header_is_not_a_converted_one(converted):
+    (converted / "jaxkv.json").unlink()
+    with pytest.raises(CheckpointError, match=r"jaxkv\.json: not found; expected a directory made by `jaxkv convert`"):
+        load(converted, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        LLM(converted, **LIMITS)
+
+
+def test_a_file_that_shrinks_after_the_check_is_an_error(converted, monkeypatch):
+    locate = jaxkv.weights.orbax._locate
+
+    def then_shrink(*arguments: object) -> object:
+        found = locate(*arguments)
+        truncate(converted / UP / "0.0.0")
+        return found
+
+    monkeypatch.setattr(jaxkv.weights.orbax, "_locate", then_shrink)
+    with pytest.raises(CheckpointError, match=r"layers\.up/0\.0\.0: expected 23040 more bytes, got its end"):
+        load(converted, dtype="bfloat16")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jaxkv.models.families import read_config, read_family
+from jaxkv.weights.orbax import load_converted
+
+def memory(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+jax.block_until_ready((jnp.array(np.zeros(9), copy=True), jax.device_put(np.zeros(9))))  # what JAX itself takes
+spec, layout = read_family(read_config(Path(sys.argv[1])))
+before = memory("VmRSS")
+weights = load_converted(Path(sys.argv[1]), spec, layout, dtype=sys.argv[2])
+print(memory("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(weights)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from /proc")
+def test_peak_memory_is_the_weights_themselves(tmp_path):
+    shape = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 16000}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    source = make_checkpoint(tmp_path / "in", tiny_config("llama", **shape, **heads), dtype="bfloat16")
+    convert(source, tmp_path / "out", dtype="bfloat16")
+    for dtype in ("bfloat16", "float32"):
+        arguments = [sys.executable, "-c", MEASURE, str(tmp_path / "out"), dtype]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        peak, num_bytes = map(int, done.stdout.split())
+        assert num_bytes > 90e6
+        assert peak < 1.35 * num_bytes, f"{dtype}: {peak / num_bytes:.2f} times the weights' {num_bytes / 1e6:.0f} MB"
