@@ -2,8 +2,8 @@
 
 A converted directory holds copies of the model's other files, `jaxkv.json` (format, dtype, spec) and `orbax/`, which
 orbax's v1 API loads too. Its arrays are stored uncompressed, whole and without OCDBT, so that each is one plain file,
-and `load_converted` reads that file straight into the memory which the device takes over: orbax itself took twice the
-time and 1.4 times the memory (docs/benchmarks/start.md).
+and `load_converted` reads that file straight into the memory which the device takes over. Through orbax it took five
+times as long and 1.4 times the memory (docs/benchmarks/start.md).
 """
 
 from __future__ import annotations
