@@ -106,7 +106,7 @@ def sides(name: str, options: argparse.Namespace) -> dict[str, list[Mode]]:
         for malloc, dtype in common
         for method, size, order in kinds
     ]
-    return {"jaxkv": jaxkv("generate"), "transformers": modes}
+    return {"jaxkv": jaxkv("generate"), "transformers": [mode for mode in modes if options.modes in str(mode)]}
 
 
 class Bench:
@@ -146,7 +146,7 @@ class Bench:
                 seen[str(mode)] = f"{type(error).__name__}: {error}"
                 log(f"  {mode.engine} {mode}: {seen[str(mode)]}")
         if not speeds:
-            raise RuntimeError(f"no mode works: {seen}")
+            raise RuntimeError(f"no mode works: {seen or 'none has the text of --modes in its name'}")
         return sorted(speeds, key=speeds.__getitem__, reverse=True)[:FINALISTS], seen
 
     def compare(self, name: str) -> dict:
@@ -225,6 +225,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--malloc", choices=["default", "tuned", "both"], default="default", help="glibc's settings")
     parser.add_argument("--compile", action="store_true", help="try torch.compile with a static cache for decode")
     parser.add_argument("--checkpoint", type=Path, help="where to write or find it (default: a temporary directory)")
+    parser.add_argument("--modes", default="", help="try only the modes of transformers with this text in their name")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything that was measured")
     options = parser.parse_args()

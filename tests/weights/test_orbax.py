@@ -14,6 +14,7 @@ import pytest
 
 import jaxkv.weights.orbax
 from jaxkv import LLM, SamplingParams, cli
+from jaxkv.aot import Programs
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.weights.load import load_weights
@@ -144,6 +145,17 @@ def test_the_command_takes_along_what_an_engine_needs_and_no_weights_twice(tmp_p
     llm = LLM(out, **limits)
     assert llm.get_default_sampling_params().temperature == 0.25
     assert "<|user|>" in llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+
+
+def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monkeypatch):
+    source = make_checkpoint(tmp_path / "in", tiny_config("llama", max_position_embeddings=64))
+    compiled = []
+    monkeypatch.setattr(Programs, "_compile", lambda _, kind, size: compiled.append((kind, size)))
+    assert cli.main(["convert", str(source), str(tmp_path / "out")]) == 0
+    assert f"model     {tmp_path / 'out'} (llama, 3 layers" in capsys.readouterr().out
+    programs = LLM(tmp_path / "out", skip_tokenizer_init=True, lazy_compile=True)._engine.programs
+    wanted = {("step", size) for size in programs.token_buckets} | {("loop", size) for size in programs.row_buckets}
+    assert set(compiled) == wanted
 
 
 @pytest.mark.parametrize(
