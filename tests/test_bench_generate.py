@@ -28,7 +28,7 @@ def scripts(monkeypatch) -> SimpleNamespace:
 
 def options(**changes: object) -> SimpleNamespace:
     given = {"shape": "toy", "seed": 3, "requests": 7, "dtype": "float32", "malloc": "both", "vs": "transformers"}
-    return SimpleNamespace(**(given | {"rounds": 3, "compile": True} | changes))
+    return SimpleNamespace(**(given | {"rounds": 3, "compile": True, "modes": ""} | changes))
 
 
 def test_a_run_leaves_its_figures(tmp_path):
@@ -119,6 +119,15 @@ def test_the_faster_mode_stands_for_its_side_and_a_broken_one_is_on_record(scrip
     assert result["ratio"] == 40.0 / 22.0
     turns = [engine for engine, round_id in order if round_id == 2]
     assert turns == ["jaxkv", "transformers", "transformers"]
+
+
+def test_modes_are_chosen_by_a_part_of_their_name(scripts):
+    every = scripts.generate.sides("mixed", options(malloc="default"))
+    some = scripts.generate.sides("mixed", options(malloc="default", modes="bfloat16 padded of 16"))
+    assert some["jaxkv"] == every["jaxkv"]
+    chosen = [mode for mode in every["transformers"] if (mode.dtype, mode.batch_size) == ("bfloat16", 16)]
+    assert some["transformers"] == [mode for mode in chosen if mode.method == "padded"]
+    assert len(some["transformers"]) == 2
 
 
 def test_a_worker_has_the_malloc_settings_that_it_is_named_after(scripts, monkeypatch):

@@ -20,20 +20,18 @@ from poison import poison_kv, poisoned
 from tiny import make_checkpoint, tiny_config
 
 NUM_NEW = 12
-TOLERANCE = 2e-5
-"""Log-probabilities near -5 of a float32 model of 3 layers: some tens of roundings of 5e-7."""
-
 LEAD = {"float32": 1e-4, "bfloat16": 0.05}
 """Of a greedy token over the next likeliest, in logits; more than rounding can turn round."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A Llama-like decoder in float64 numpy, without pages, chunks or batches: [T, T] attention over one sequence."""
+    """A Llama-like decoder in numpy, without pages, chunks or batches: [T, T] attention over one sequence."""
 
     directory: Path
     windows: tuple[int | None, ...]
     kv_dtype: str
+    dtype: str = "float64"
 
     @cached_property
     def config(self) -> dict:
@@ -41,7 +39,7 @@ class Dense:
 
     @cached_property
     def tensors(self) -> dict[str, np.ndarray]:
-        return {name: x.astype(np.float64) for name, x in load_file(self.directory / "model.safetensors").items()}
+        return {name: x.astype(self.dtype) for name, x in load_file(self.directory / "model.safetensors").items()}
 
     def logits(self, ids: list[int]) -> np.ndarray:
         """[T, V]: at each position, of the next token."""
@@ -68,10 +66,10 @@ class Dense:
     def _attention(self, h: np.ndarray, layer: int, window: int | None) -> np.ndarray:
         q, k, v = (self._heads(h, layer, name) for name in "qkv")
         stored = np.dtype(getattr(ml_dtypes, self.kv_dtype, self.kv_dtype))
-        k, v = (np.float64(x.astype(stored)).repeat(q.shape[0] // x.shape[0], axis=0) for x in (k, v))
+        k, v = (x.astype(stored).astype(self.dtype).repeat(q.shape[0] // x.shape[0], axis=0) for x in (k, v))
         distance = np.subtract.outer(np.arange(len(h)), np.arange(len(h)))
         seen = (distance >= 0) & (distance < (window or np.inf))
-        scores = np.where(seen, q @ k.swapaxes(1, 2) / np.sqrt(q.shape[2]), -np.inf)
+        scores = np.where(seen, q @ k.swapaxes(1, 2) / q.shape[2] ** 0.5, -np.inf)
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         out = weights / weights.sum(axis=2, keepdims=True) @ v
         return self._linear(out.swapaxes(0, 1).reshape(len(h), -1), layer, "self_attn.o_proj")
@@ -85,6 +83,7 @@ class Dense:
         half = x.shape[2] // 2
         rope = self.config.get("rope_parameters", self.config)
         angle = np.outer(np.arange(len(h)), rope.get("rope_theta", 10000.0) ** (-np.arange(half) / half))
+        angle = angle.astype(self.dtype)
         a, b = x[..., :half], x[..., half:]
         turned = np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=2)
         return x if name == "v" else turned
@@ -183,25 +182,28 @@ def logprobs_of(dense: Dense, ids: list[int]) -> np.ndarray:
 
 
 def assert_dense(model: Model, outputs: list[RequestOutput], indices: list[int]) -> None:
-    """Tokens equal the reference's, and so do the log-probabilities of each one's 20 likeliest."""
+    """Tokens equal the reference's, and so do the log-probabilities of each one's 20 likeliest, up to rounding.
+
+    What rounding does is seen on the reference itself, computed in float32 throughout. Where it rounds keys and values
+    to bfloat16, that one does not: prefill also rounds the queries that meet the keys and the weights that meet the
+    values, which does as much as rounding those.
+    """
     assert tokens_of(outputs) == [model.expected[i] for i in indices]
+    other = replace(model.dense, kv_dtype="float32", dtype="float32")
     differences, effects = [], []
     for i, output in zip(indices, outputs, strict=True):
         ids = model.prompts[i] + model.expected[i]
         entries = output.outputs[0].logprobs
         assert [len(entry) for entry in entries] == [20] * NUM_NEW
         at = np.array([list(entry) for entry in entries])
-        want, exact = (
-            np.take_along_axis(logprobs_of(replace(model.dense, kv_dtype=kv_dtype), ids), at, axis=1)
-            for kv_dtype in (model.dense.kv_dtype, "float32")
-        )
+        want, rounded = (np.take_along_axis(logprobs_of(dense, ids), at, axis=1) for dense in (model.dense, other))
+        assert (want.dtype, rounded.dtype) == (np.float64, np.float32)
         got = np.array([[logprob.logprob for logprob in entry.values()] for entry in entries])
         differences.append(np.abs(got - want))
-        effects.append(np.abs(exact - want))
-        # The reference rounds keys and values to bfloat16 too. Prefill also rounds the queries that meet the keys and
-        # the weights that meet the values, which does as much as rounding those, and nothing with float32 pages.
-        assert differences[-1].max() < TOLERANCE + effects[-1].max()  # false for NaN
-    assert np.median(differences) < TOLERANCE + np.median(effects)
+        effects.append(np.abs(rounded - want))
+        # Roundings of like size: their maxima over 240 values were up to 1.9 apart (float32 pages; 1.2 with bfloat16).
+        assert differences[-1].max() < 3 * effects[-1].max()  # false for NaN
+    assert np.median(differences) < 1.5 * np.median(effects)
 
 
 @pytest.mark.parametrize(("variant", "kv_dtype"), CASES)
@@ -235,7 +237,7 @@ def test_rounding_of_the_pages_is_seen_by_the_comparison(models):
     model = models("qwen2-mixed-windows", "bfloat16")
     exact = replace(model.dense, kv_dtype="float32")
     for ids in model.prompts[:5]:
-        assert np.median(np.abs(exact.logits(ids) - model.dense.logits(ids))) > 100 * TOLERANCE
+        assert np.median(np.abs(exact.logits(ids) - model.dense.logits(ids))) > 2e-3  # float32 roundings add up to 2e-5
 
 
 @pytest.mark.parametrize("lengths", [(15, 23), (9, 6, 23), (1, 14, 41), (16, 5, 1), (1, 1, 1)])
