@@ -7,6 +7,24 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is written to, or comes from, the user's own cache
 
 import jax
+import pytest
+
+from jaxkv.aot import Programs
 
 # [B] + [T, B] is an error, not a guess. NaN checks stay off: tests poison unused pages with NaN on purpose.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+COMPILED: dict[object, dict] = {}
+
+
+@pytest.fixture
+def compile_once(monkeypatch):
+    """For tests whose every command makes an engine of its own: equal programs are not compiled again for that."""
+    get = Programs._get
+
+    def shared(self, kind, size):
+        inputs = str((self._weights, self._kv))
+        self._compiled = COMPILED.setdefault((self.spec, self.config, self.backend, inputs), self._compiled)
+        return get(self, kind, size)
+
+    monkeypatch.setattr(Programs, "_get", shared)

@@ -20,7 +20,6 @@ import pytest
 
 import jaxkv
 from jaxkv import batch, cli
-from jaxkv.aot import Programs
 from jaxkv.batch import BatchCounts, open_output, run_batch
 from jaxkv.config import SamplingParams
 from jaxkv.engine.outputs import RequestOutput
@@ -34,7 +33,7 @@ OPTIONS = [part for name, value in SMALL.items() for part in (f"--{name.replace(
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
 USER = {"role": "user", "content": "The end"}
-COMPILED: dict[object, dict] = {}
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +41,6 @@ def checkpoint(tmp_path_factory) -> Path:
     directory = make_checkpoint(tmp_path_factory.mktemp("batch") / "model", tiny_config("llama", vocab_size=VOCAB))
     save_tokenizer(directory, chat_template=CHAT_TEMPLATE)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def compile_once(monkeypatch):
-    """Every command makes an engine of its own; the same programs need not be compiled again for that."""
-    get = Programs._get
-
-    def shared(self, kind, size):
-        self._compiled = COMPILED.setdefault((self.spec, self.config), self._compiled)
-        return get(self, kind, size)
-
-    monkeypatch.setattr(Programs, "_get", shared)
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,13 @@ import pytest
 
 import jaxkv
 from jaxkv import cli
-from jaxkv.aot import Programs
 from jaxkv.config import SamplingParams
 from jaxkv.llm import LLM
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
 PROMPT = "Once upon a time"
-COMPILED: dict[object, dict] = {}
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +22,6 @@ def checkpoint(tmp_path_factory) -> Path:
     directory = make_checkpoint(tmp_path_factory.mktemp("cli") / "model", tiny_config("llama", vocab_size=420))
     save_tokenizer(directory)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def compile_once(monkeypatch):
-    """Every call makes an engine of its own; the same programs need not be compiled again for that."""
-    get = Programs._get
-
-    def shared(self, kind, size):
-        self._compiled = COMPILED.setdefault((self.spec, self.config), self._compiled)
-        return get(self, kind, size)
-
-    monkeypatch.setattr(Programs, "_get", shared)
 
 
 @pytest.fixture
