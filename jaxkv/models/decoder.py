@@ -13,7 +13,7 @@ from jaxkv.kv.state import GroupKV, PagedKV, destinations, write
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Batch
-from jaxkv.ops.layers import apply_rope, gated_mlp, linear, linear_from_bits, rms_norm, rope_tables
+from jaxkv.ops.layers import Matrix, apply_rope, gated_mlp, linear, rms_norm, rope_tables, values
 
 Weights = Mapping[str, Any]
 """{"embed": [V, D], "layers": stacked tree or tuple of trees, "norm": [D], "head": [V, D] only if untied}.
@@ -36,7 +36,6 @@ def forward(weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, bac
     attend = BACKENDS[backend]
 
     def block(x_TD: jax.Array, group: GroupKV, w: Weights, g: int, index: int | jax.Array) -> tuple[jax.Array, GroupKV]:
-        w = jax.tree.map(_values, w)
         q, k, v = _project(rms_norm(x_TD, w["attn_norm"], eps=spec.norm_eps), w, rope, spec)
         group = write(group, k, v, dest_T=dest_GT[g], layer=index)
         out = attend(q, group, batch, layer=index, scale=spec.head_dim**-0.5, window=spec.groups[g].window)
@@ -44,20 +43,15 @@ def forward(weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, bac
         h_TD = rms_norm(x_TD, w["mlp_norm"], eps=spec.norm_eps)
         return x_TD + gated_mlp(h_TD, w, activation=spec.activation), group
 
-    x_TD = _values(weights["embed"].at[batch.token_T].get(mode="clip")).astype(jnp.float32)
-    return _scan_layers(block, x_TD, kv, weights["layers"], spec)
+    x_TD = values(weights["embed"].at[batch.token_T].get(mode="clip")).astype(jnp.float32)
+    return _loop_layers(block, x_TD, kv, weights["layers"], spec)
 
 
 def logits(weights: Weights, x_TD: jax.Array, *, spec: ModelSpec) -> jax.Array:
     """Final norm and head: [T, D] -> [T, V] float32."""
-    x_TD = rms_norm(x_TD, _values(weights["norm"]), eps=spec.norm_eps)
+    x_TD = rms_norm(x_TD, values(weights["norm"]), eps=spec.norm_eps)
     head_VD = weights.get("head", weights["embed"])
-    return linear_from_bits(x_TD, head_VD) if head_VD.dtype == jnp.uint16 else linear(x_TD, head_VD)
-
-
-def _values(leaf: jax.Array) -> jax.Array:
-    """The leaf's values where it holds bits."""
-    return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf
+    return linear(x_TD, Matrix(head_VD))
 
 
 def _project(
@@ -76,28 +70,28 @@ def _project(
     return apply_rope(q, *rope), apply_rope(k, *rope), v
 
 
-def _scan_layers(
+def _loop_layers(
     block: Callable[..., tuple[jax.Array, GroupKV]], x_TD: jax.Array, kv: PagedKV, layers: Any, spec: ModelSpec
 ) -> tuple[PagedKV, jax.Array]:
-    """Threads x and the pool through the layers: a Python loop over a tuple of trees, `lax.scan` over a stacked tree.
+    """Threads x and the pool through the layers: a Python loop over a tuple of trees, one on the device over a stack.
 
     The pool is carried whole with the layer's index passed down: as scan xs/ys it would be copied (7.25 GiB against
     0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e). A stacked tree needs all layers in one group.
     """
     if isinstance(layers, tuple):
         groups = list(kv.groups)
-        for number, w in enumerate(layers):
+        for number, leaves in enumerate(layers):
             g, index = spec.group_of(number)
+            w = {name: values(leaf) if leaf.ndim == 1 else Matrix(leaf) for name, leaf in leaves.items()}
             x_TD, groups[g] = block(x_TD, groups[g], w, g, index)
         return replace(kv, groups=tuple(groups)), x_TD
     (group,) = kv.groups
 
-    def step(carry: tuple[jax.Array, jax.Array], item: tuple[jax.Array, Weights]) -> tuple[Any, None]:
+    def step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_TD, pages = carry
-        index, w = item
+        w = {name: values(leaf[index]) if leaf.ndim == 2 else Matrix(leaf, index) for name, leaf in layers.items()}
         x_TD, new = block(x_TD, replace(group, pages=pages), w, 0, index)
-        return (x_TD, new.pages), None
+        return x_TD, new.pages
 
-    indices = jnp.arange(spec.num_layers, dtype=jnp.int32)
-    (x_TD, pages), _ = jax.lax.scan(step, (x_TD, group.pages), (indices, layers))
+    x_TD, pages = jax.lax.fori_loop(0, spec.num_layers, step, (x_TD, group.pages))
     return replace(kv, groups=(replace(group, pages=pages),)), x_TD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,41 +18,91 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
 
-BITS_ROWS = 2048
+PIECE_BYTES = 2**21
+"""What a CPU takes of a matrix at once where it has to copy it: as much as a core keeps in its second-level cache."""
+
+MANY_TOKENS = 256
+"""Tokens from which the arithmetic of a matmul outweighs that copy, so that one piece is faster than several."""
 
 
-def linear(x_TD: Array, w_FD: Array, bias_F: Array | None = None) -> Array:
+class Matrix(NamedTuple):
+    """A weight [F, D]: a leaf of its own, or the matrix of one layer in a stacked leaf [L, F, D].
+
+    A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`).
+    """
+
+    leaf: Array
+    layer: Array | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.leaf.shape[-2]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(jnp.bfloat16) if self.leaf.dtype == jnp.uint16 else self.leaf.dtype
+
+    def rows(self, start: int | Array, num_rows: int) -> Array:
+        """Rows [start, start + num_rows) as values, [num_rows, D]."""
+        if self.layer is None:
+            return values(jax.lax.dynamic_slice_in_dim(self.leaf, start, num_rows))
+        size = (1, num_rows, self.leaf.shape[-1])
+        return values(jax.lax.dynamic_slice(self.leaf, (self.layer, start, 0), size)[0])
+
+
+def values(leaf: Array) -> Array:
+    """The leaf's values where it holds bits."""
+    return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf
+
+
+def linear(x_TD: Array, w: Matrix, bias_F: Array | None = None) -> Array:
     """x @ w.T + bias with a float32 result.
 
     The weight keeps the checkpoint's [out, in] layout. Asking for a float32 result is what makes bfloat16 fast on
     XLA:CPU (1.3 ms against 18 ms for 8 rows of a 2048 x 5632 matmul on jaxlib 0.10.2); one row alone is slow even so,
     therefore no step has fewer than two. Source: y = x A^T + b.
     """
-    y_TF = jax.lax.dot_general(
-        x_TD.astype(w_FD.dtype),
+    x_TD = x_TD.astype(w.dtype)
+    if w.layer is None and w.leaf.dtype != jnp.uint16:
+        y_TF = _dot(x_TD, w.leaf)
+    else:
+        y_TF = jax.lax.platform_dependent(x_TD, w, cpu=_linear_in_pieces, default=_linear_at_once)
+    return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
+
+
+def _linear_at_once(x_TD: Array, w: Matrix) -> Array:
+    return _dot(x_TD, w.rows(0, w.num_rows))
+
+
+def _linear_in_pieces(x_TD: Array, w: Matrix) -> Array:
+    """The matmul piece by piece of w: XLA:CPU writes out what is sliced or bitcast for a matmul, here into the cache.
+
+    A decode step of a 1.1B model spends half of its time on that copy otherwise (docs/benchmarks/cpu.md).
+    """
+    num_pieces = -(-w.num_rows * w.leaf.shape[-1] * w.leaf.dtype.itemsize // PIECE_BYTES)
+    # In pieces or not, a bfloat16 result has the same bits. One of float32 has not: there T must not decide.
+    copy_is_small = x_TD.shape[0] >= MANY_TOKENS and w.dtype == jnp.bfloat16
+    if num_pieces == 1 or copy_is_small:
+        return _linear_at_once(x_TD, w)
+    rows = -(-w.num_rows // num_pieces)
+
+    def piece(i: Array, y_TF: Array) -> Array:
+        # The last piece starts early rather than end late: what it computes twice is the same.
+        start = jnp.minimum(i * rows, w.num_rows - rows)
+        return jax.lax.dynamic_update_slice_in_dim(y_TF, _dot(x_TD, w.rows(start, rows)), start, axis=1)
+
+    y_TF = jnp.zeros((x_TD.shape[0], w.num_rows), jnp.float32)
+    return jax.lax.fori_loop(0, num_pieces, piece, y_TF)
+
+
+def _dot(x_TD: Array, w_FD: Array) -> Array:
+    return jax.lax.dot_general(
+        x_TD,
         w_FD,
         (((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if w_FD.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
-
-
-def linear_from_bits(x_TD: Array, bits_FD: Array) -> Array:
-    """`linear` with a weight kept as bfloat16 bits, `BITS_ROWS` output rows at a time.
-
-    The bitcast writes its result out, so for the large matrix of a head it is done in pieces that stay in the cache.
-    """
-    num_out = bits_FD.shape[0]
-    rows = min(num_out, BITS_ROWS)
-
-    def piece(i: Array, y_TF: Array) -> Array:
-        # The last piece starts early rather than end late: what it computes twice is the same.
-        start = jnp.minimum(i * rows, num_out - rows)
-        w = jax.lax.bitcast_convert_type(jax.lax.dynamic_slice_in_dim(bits_FD, start, rows), jnp.bfloat16)
-        return jax.lax.dynamic_update_slice_in_dim(y_TF, linear(x_TD, w), start, axis=1)
-
-    return jax.lax.fori_loop(0, -(-num_out // rows), piece, jnp.zeros((x_TD.shape[0], num_out), jnp.float32))
 
 
 def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
@@ -61,7 +112,7 @@ def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
 
 
-def gated_mlp(x_TD: Array, w: Mapping[str, Array], *, activation: str) -> Array:
+def gated_mlp(x_TD: Array, w: Mapping[str, Any], *, activation: str) -> Array:
     """down(act(gate(x)) * up(x)), each with its bias where `w` has one. Source: arXiv 2002.05202, section 2."""
     gate_TF = linear(x_TD, w["gate"], w.get("gate_bias"))
     up_TF = linear(x_TD, w["up"], w.get("up_bias"))

@@ -1,0 +1,46 @@
+"""Matmuls with a weight that a CPU takes in pieces, against numpy's in float64."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, Matrix, linear
+
+SHAPE = (1100, 2000)
+"""More than two pieces in bfloat16, and more than four in float32; the last is a part of one."""
+
+
+def weight_and_input(num_tokens: int, *, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """A stack of two layers [2, F, D] and x [T, D], both already rounded to `dtype`."""
+    rng = np.random.default_rng(0)
+    round_to = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    return rng.normal(size=(2, *SHAPE)).astype(round_to), rng.normal(size=(num_tokens, SHAPE[1])).astype(round_to)
+
+
+def stored(w: np.ndarray, *, as_bits: bool) -> jax.Array:
+    return jnp.asarray(w.view(np.uint16) if as_bits else w)
+
+
+@pytest.mark.parametrize(("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize("num_tokens", [2, MANY_TOKENS])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_of_a_stack_multiplies_as_in_float64(dtype, as_bits, num_tokens, layer):
+    w, x = weight_and_input(num_tokens, dtype=dtype)
+    assert w[0].nbytes > 2 * PIECE_BYTES
+    assert w[0].nbytes % PIECE_BYTES
+    got = jax.jit(linear)(jnp.asarray(x, jnp.float32), Matrix(stored(w, as_bits=as_bits), jnp.int32(layer)))
+    assert got.dtype == jnp.float32
+    # Products of bfloat16 values are exact in float32: only the sum of D of them rounds.
+    np.testing.assert_allclose(got, x.astype(np.float64) @ w[layer].astype(np.float64).T, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_bits_of_a_result_do_not_depend_on_the_number_of_tokens(dtype, as_bits):
+    w, x = weight_and_input(MANY_TOKENS + 1, dtype=dtype)
+    matrix = Matrix(stored(w, as_bits=as_bits), jnp.int32(1))
+    many = np.asarray(jax.jit(linear)(jnp.asarray(x, jnp.float32), matrix))
+    for num_tokens in (2, 7, 64, MANY_TOKENS - 1):
+        few = np.asarray(jax.jit(linear)(jnp.asarray(x[:num_tokens], jnp.float32), matrix))
+        np.testing.assert_array_equal(few, many[:num_tokens])
