@@ -12,6 +12,9 @@ MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 MIN_FLOAT32 = 2.0**-126
 """The smallest above 0 that devices do not flush to 0."""
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy, as in vLLM: dividing by less would overflow."""
+
 
 def _expect(ok: bool, name: str, expected: str, got: Any) -> None:
     if not ok:
@@ -72,7 +75,6 @@ class EngineConfig:
 
 
 _NOT_BUILT = {
-    "n": 1,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -94,7 +96,8 @@ class SamplingParams:
 
     A temperature below 1e-5 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None or -1: it follows
     from the engine's. `max_tokens=None`: as many as the context allows. `logprobs=k`: the k likeliest tokens and the
-    sampled one, k at most 20. Frozen: `dataclasses.replace` makes a changed copy.
+    sampled one, k at most 20. `n` samples share the prompt's pages; more than one needs a temperature. Frozen:
+    `dataclasses.replace` makes a changed copy.
     Raises: ValueError naming the field for a value out of range, and for a field that is not built yet.
     """
 
@@ -131,8 +134,11 @@ class SamplingParams:
             value = getattr(self, name)
             if value not in (default, [], {}) or isinstance(value, bool) is not isinstance(default, bool):
                 raise ValueError(f"{name}={value!r} is not supported yet; leave it at {default!r}")
+        _expect(is_int(self.n) and self.n >= 1, "n", "a number >= 1", self.n)
         number = _is_number(self.temperature) and self.temperature >= 0
         _expect(number, "temperature", "a finite float32 number >= 0", self.temperature)
+        if self.n > 1 and self.temperature < GREEDY_BELOW:
+            raise ValueError(f"n: expected 1 with greedy sampling (temperature {self.temperature}), got {self.n}")
         top_p = _is_number(self.top_p) and MIN_FLOAT32 <= self.top_p <= 1
         _expect(top_p, "top_p", "a float32 number in (0, 1]", self.top_p)
         _expect(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]", self.min_p)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv.aot import Programs, fit_bucket
 from jaxkv.config import EngineConfig
 from jaxkv.engine.outputs import Logprob
-from jaxkv.engine.request import Request
+from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
 from jaxkv.kv.state import PagedKV
@@ -41,30 +41,34 @@ class Engine:
         self.kv = kv
         self._make_kv = make_kv
         self._rows = RowTables(config)
-        self._requests: dict[str, Request] = {}
+        self._requests: set[Request] = set()
         self._decode_token = decode_token
         self._stepping = False
-        self._aborted: list[str] = []
+        self._aborted: list[Request] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request: Request) -> None:
-        """Queues a request that `Intake` made."""
-        self._requests[request.id] = request
-        self.scheduler.add(request)
+    def add(self, submission: Submission) -> None:
+        """Queues what `Intake` made."""
+        for request in submission.samples:
+            self._requests.add(request)
+            self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request (finish_reason "abort") and frees what it holds; one that has finished already is no error.
+    def abort(self, submission: Submission) -> None:
+        """Ends what is left of it (finish_reason "abort") and frees what that holds; having finished is no error.
 
         During a step, where the garbage collector may close a forgotten stream, it waits for the step's end.
         """
+        for request in submission.samples:
+            self._abort(request)
+
+    def _abort(self, request: Request) -> None:
         if self._stepping:
-            self._aborted.append(request_id)
-            return
-        request = self._requests.pop(request_id, None)
-        if request is not None:
+            self._aborted.append(request)
+        elif request in self._requests:
+            self._requests.remove(request)
             request.finish_reason = "abort"
             self.scheduler.remove(request)
 
@@ -72,7 +76,7 @@ class Engine:
         """Runs the next step or decode loop. Returns the requests that got tokens; finished ones are out already.
 
         An exception on the way ends the requests that were in the step: their tokens, text and pages may disagree.
-        Raises: RuntimeError if an interrupted step took the KV state with it and others still need it.
+        Where it took the KV state with it, the others are computed anew.
         """
         self._stepping, begun = True, list[Request]()
         try:
@@ -88,15 +92,15 @@ class Engine:
             return got
         finally:
             self._stepping = False
-            for request_id in [*self._aborted, *(request.id for request in begun)]:
-                self.abort(request_id)
+            for request in [*self._aborted, *begun]:
+                self._abort(request)
             self._aborted.clear()
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows and requests do not add up."""
         self.scheduler.check()
         known = {*self.scheduler.waiting, *self.scheduler.running}
-        if known != set(self._requests.values()):
+        if known != self._requests:
             raise RuntimeError("scheduler and engine disagree about which requests exist")
 
     def _run_step(self, plan: StepPlan) -> list[Request]:
@@ -157,7 +161,7 @@ class Engine:
             self._finish(request)
 
     def _ends(self, request: Request, token: int) -> bool:
-        enough = len(request.tokens) - request.prompt_len > request.params.min_tokens
+        enough = request.num_new > request.params.min_tokens
         if token in request.stop_ids and enough:
             request.finish_reason = "stop"
             request.stop_reason = None if token == request.eos_id else token
@@ -166,7 +170,7 @@ class Engine:
             if found is not None and request.finish_reason is None:
                 request.finish_reason, request.stop_reason = "stop", found
         if request.finish_reason is None and request.num_left == 0:
-            request.finish_reason = "length"
+            request.finish_reason = request.limit
         return request.finish_reason is not None
 
     def _hides(self, request: Request, token: int) -> bool:
@@ -177,7 +181,7 @@ class Engine:
     def _finish(self, request: Request) -> None:
         if request.text is not None:
             request.text.end()
-        del self._requests[request.id]
+        self._requests.remove(request)
         self.scheduler.remove(request)
 
     def _logprobs(self, request: Request, out: Sampled, i: int, row: int, token: int) -> dict[int, Logprob]:
@@ -194,8 +198,6 @@ class Engine:
 
     def _restore_lost_kv(self) -> None:
         """A new empty pool after an interrupt between donating the old one and receiving its successor."""
-        if not any(group.pages.is_deleted() for group in self.kv.groups):
-            return
-        if self.scheduler.running:
-            raise RuntimeError("the KV state was lost in an interrupted step; abort the running requests first")
-        self.kv = self._make_kv()
+        if any(group.pages.is_deleted() for group in self.kv.groups):
+            self.scheduler.start_over()
+            self.kv = self._make_kv()

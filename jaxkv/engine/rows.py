@@ -46,7 +46,7 @@ class RowTables:
         table.top_p_B[row] = params.top_p
         table.min_p_B[row] = params.min_p
         table.seed_B2[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
-        table.sample_B[row] = 0
+        table.sample_B[row] = request.sample
         table.stop_BE[row] = NO_TOKEN
         table.stop_BE[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         table.logprobs_B[row] = params.logprobs is not None

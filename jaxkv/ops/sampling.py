@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxkv.config import GREEDY_BELOW
+
 NUM_STOP_TOKENS = 64
 """Stop-token ids per row that the device knows (width of `stop_BE`)."""
 
 NUM_LOGPROBS = 20
 """Alternatives per token that the device returns when any row asks for logprobs."""
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM: dividing by less would overflow."""
 
 NO_TOKEN = -1
 
@@ -80,9 +79,7 @@ def sample(logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array) -> S
     )
     greedy_B = sampling.temperature_B < GREEDY_BELOW
     best_B = _argmax(masked_BV)
-    drawn_B = jax.lax.cond(
-        jnp.all(greedy_B), lambda: best_B, lambda: _draw(masked_BV, sampling, position_B, greedy_B)
-    )
+    drawn_B = jax.lax.cond(jnp.all(greedy_B), lambda: best_B, lambda: _draw(masked_BV, sampling, position_B, greedy_B))
     token_B = jnp.where(greedy_B, best_B, drawn_B)
     return Sampled(token_B, *_logprobs(logits_BV, token_B, jnp.any(sampling.logprobs_B)))
 

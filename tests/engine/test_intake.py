@@ -10,6 +10,7 @@ import pytest
 from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.intake import Intake
 from jaxkv.engine.model import Model
+from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.text import load_tokenizer
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.ops.sampling import NUM_STOP_TOKENS
@@ -34,7 +35,9 @@ def intake(tokenizer) -> Intake:
     return intake_with(tokenizer)
 
 
-def intake_with(tokenizer, *, num_pages: int = 16, eos_ids: tuple[int, ...] = (EOS,), seed: int = 0) -> Intake:
+def intake_with(
+    tokenizer, *, num_pages: int = 16, eos_ids: tuple[int, ...] = (EOS,), seed: int = 0, share_prefixes: bool = True
+) -> Intake:
     spec, _ = read_family(ConfigReader(tiny_config("llama", vocab_size=VOCAB), "config.json"))
     model = Model(
         directory=Path(),
@@ -55,11 +58,16 @@ def intake_with(tokenizer, *, num_pages: int = 16, eos_ids: tuple[int, ...] = (E
         decode_steps=8,
         seed=seed,
     )
-    return Intake(model, config)
+    return Intake(model, config, cache_root=b"root", share_prefixes=share_prefixes)
 
 
-def one(intake: Intake, prompt: object, params: SamplingParams = PARAMS):
-    (request,) = intake.accept([prompt], [params])
+def submitted(intake: Intake, prompt: object, params: SamplingParams = PARAMS) -> Submission:
+    (submission,) = intake.accept([prompt], [params])
+    return submission
+
+
+def one(intake: Intake, prompt: object, params: SamplingParams = PARAMS) -> Request:
+    (request,) = submitted(intake, prompt, params).samples
     return request
 
 
@@ -77,8 +85,9 @@ def refused(intake: Intake, prompt: object, params: SamplingParams = PARAMS) -> 
 
 def test_a_text_is_encoded_with_the_tokenizer_s_own_special_tokens(intake, tokenizer):
     for prompt in ("The end", {"prompt": "The end"}, {"prompt": "The end", "prompt_token_ids": None}):
-        request = one(intake, prompt)
-        assert request.prompt == "The end"
+        submission = submitted(intake, prompt)
+        (request,) = submission.samples
+        assert submission.prompt == "The end"
         assert request.tokens == tokenizer.encode("The end")
         assert request.tokens[0] == BOS
         assert request.prompt_len == len(request.tokens)
@@ -89,10 +98,11 @@ def test_a_text_is_encoded_with_the_tokenizer_s_own_special_tokens(intake, token
     [[3, 4, 5], (3, 4, 5), np.array([3, 4, 5]), np.array([3, 4, 5], np.uint8), list(np.array([3, 4, 5])), range(3, 6)],
 )
 def test_token_ids_are_taken_as_they_are(intake, ids):
+    assert submitted(intake, {"prompt_token_ids": ids}).prompt is None
     request = one(intake, {"prompt_token_ids": ids})
-    assert (request.prompt, request.tokens) == (None, [3, 4, 5])
+    assert request.tokens == [3, 4, 5]
     assert all(type(token) is int for token in request.tokens)
-    assert one(intake, {"prompt": "shown", "prompt_token_ids": ids}).prompt == "shown"
+    assert submitted(intake, {"prompt": "shown", "prompt_token_ids": ids}).prompt == "shown"
 
 
 def test_the_caller_s_list_is_not_the_request_s(intake):
@@ -176,7 +186,7 @@ def test_a_request_s_own_seed_is_used_and_negative_ones_wrap(intake):
 def test_without_a_seed_engine_and_submission_number_give_one(tokenizer):
     def seeds(engine_seed: int, count: int, params: SamplingParams = PARAMS) -> list[int]:
         intake = intake_with(tokenizer, seed=engine_seed)
-        return [request.seed for request in intake.accept(["The end"] * count, [params] * count)]
+        return [submission.samples[0].seed for submission in intake.accept(["The end"] * count, [params] * count)]
 
     assert len(set(seeds(0, 50))) == 50
     assert seeds(0, 5) == seeds(0, 50)[:5] == seeds(0, 5, SamplingParams(seed=-1))  # -1 is none, as in vLLM
