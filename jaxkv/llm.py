@@ -84,6 +84,7 @@ class LLM:
         num_gpu_blocks_override: int | None = None,
         gpu_memory_utilization: float = 0.9,
         seed: int = 0,
+        max_logprobs: int = 20,
         lazy_compile: bool = False,
         **others: Any,
     ) -> None:
@@ -117,6 +118,7 @@ class LLM:
             num_pages=1,
             decode_steps=DECODE_STEPS,
             seed=seed,
+            max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
         if limits.max_model_len > spec.max_len:
             raise ValueError(f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got {max_model_len}")
@@ -204,7 +206,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, vLLM's defaults where it says nothing.
 
-        Raises: ValueError if it asks for something that is not supported yet.
+        Raises: ValueError if it asks for something that is out of range.
         """
         names = {"max_new_tokens": "max_tokens"}
         keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")

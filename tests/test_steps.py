@@ -23,6 +23,7 @@ from tiny import make_checkpoint, tiny_config
 
 NUM_ROWS, NUM_TOKENS, WIDTH = 4, 64, 8
 NUM_PAGES, SIZE, TABLE = 24, 8, 6
+VOCAB = 151
 TOLERANCE = 2e-5
 """Log-probabilities near -5 in float32, computed in batches of another shape."""
 
@@ -60,7 +61,7 @@ class Device:
         num_decode = next((row for row, count in enumerate(counts) if count != 1), len(counts))
         batch = replace(batch, num_decode=np.int32(num_decode), num_rows=np.int32(len(chunks)))
         kv = self.bind(handles, **alive)
-        self.kv, out = step(self.weights, kv, batch, sampling, spec=self.spec, backend="xla")
+        self.kv, out, _ = step(self.weights, kv, batch, sampling, spec=self.spec, backend="xla")
         return jax.tree.map(np.asarray, out)
 
     def loop(self, handles: list[KVHandle], rows: Rows, sampling: Sampling, n: int) -> tuple[Rows, Sampled]:
@@ -105,7 +106,7 @@ def allocator() -> PageAllocator:
 
 
 def make_sampling(**fields: object) -> Sampling:
-    made = empty_sampling(NUM_ROWS)
+    made = empty_sampling(NUM_ROWS, vocab_size=VOCAB, max_len=TABLE * SIZE)
     made.logprobs_B[:] = True
     made.seed_B2[:, 1] = np.arange(NUM_ROWS) + 5
     for name, value in fields.items():
@@ -316,7 +317,7 @@ def test_steps_consume_the_state_they_are_given(device, allocator):
     kv = device.bind(handles)
     batch, sampling = empty_batch(NUM_TOKENS, NUM_ROWS), make_sampling()
     static = {"spec": device.spec, "backend": "xla"}
-    after, _ = step(device.weights, kv, batch, sampling, **static)
+    after, *_ = step(device.weights, kv, batch, sampling, **static)
     assert all(group.pages.is_deleted() for group in kv.groups)
     again, *_ = decode_loop(device.weights, after, rows, sampling, np.int32(1), **static, width=WIDTH)
     assert all(group.pages.is_deleted() for group in after.groups)

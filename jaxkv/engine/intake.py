@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from jaxkv.config import EngineConfig, SamplingParams, is_int
+from jaxkv.engine.masks import Word, encode_words
 from jaxkv.engine.model import Model
 from jaxkv.engine.request import Request
 from jaxkv.engine.text import TextStream
-from jaxkv.ops.sampling import NUM_STOP_TOKENS
+from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 
 Prompt = str | Mapping[str, Any]
 """A text, {"prompt": text} or {"prompt_token_ids": [...]}."""
@@ -81,6 +82,8 @@ class Intake:
             )
         if params.stop_strings and self._model.tokenizer is None:
             raise ValueError("stop: expected a tokenizer for stop strings, got skip_tokenizer_init=True")
+        self._check_logprobs(params)
+        bad_words = self._processing(params, stop_ids)
         room = self._config.max_len
         max_len = room if params.max_tokens is None else min(room, len(tokens) + params.max_tokens)
         return Request(
@@ -94,8 +97,37 @@ class Intake:
             stop_ids=stop_ids,
             eos_id=None if params.ignore_eos else self._model.eos_id,
             text=self._text_stream(tokens, params),
+            bad_words=bad_words,
             logprobs=None if params.logprobs is None else [],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        size, most = self._model.spec.vocab_size, self._config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and (size if asked == -1 else asked) > most:
+                what = f"-1 (all {size} tokens)" if asked == -1 else asked
+                raise ValueError(f"{name}: expected at most {most}, got {what}; raise max_logprobs of LLM (-1: all)")
+
+    def _processing(self, params: SamplingParams, stop_ids: frozenset[int]) -> tuple[Word, ...]:
+        """Checks what changes the logits. Returns the tokens of the bad words."""
+        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+        self._check_ids("logit_bias", list(bias))
+        if len(bias) > NUM_BIASES:
+            raise ValueError(f"logit_bias: expected at most {NUM_BIASES} tokens, got {len(bias)}")
+        self._check_ids("allowed_token_ids", allowed or ())
+        if params.bad_words and self._model.tokenizer is None:
+            raise ValueError("bad_words: expected a tokenizer for bad words, got skip_tokenizer_init=True")
+        words = encode_words(self._model.tokenizer, params.bad_words or ())
+        self._check_ids("bad_words", [token for word in words for token in word])
+        out_of_reach = {word[-1] for word in words} | (stop_ids if params.min_tokens else set())
+        if allowed is not None and not set(allowed) - out_of_reach:
+            raise ValueError(
+                "allowed_token_ids: expected at least one that ends no bad word and, with min_tokens, no request, "
+                f"got {allowed}"
+            )
+        return words
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

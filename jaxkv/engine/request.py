@@ -16,6 +16,7 @@ class Request:
 
     `max_len` bounds prompt and output together. `stop_ids` end it: the caller's, and unless ignore_eos the model's own,
     of which `eos_id` is the one that needs no stop_reason. `row` is its place in the row tables while it runs.
+    `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the prompt.
     """
 
     id: str
@@ -28,9 +29,11 @@ class Request:
     stop_ids: frozenset[int]
     eos_id: int | None
     text: TextStream | None
+    bad_words: tuple[tuple[int, ...], ...] = ()
     handle: KVHandle = field(default_factory=KVHandle)
     row: int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -50,6 +53,11 @@ class Request:
     def min_left(self) -> int:
         """Tokens that must come before a stop token may."""
         return max(0, self.params.min_tokens - (len(self.tokens) - self.prompt_len))
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
+        return any(len(word) > 1 for word in self.bad_words)
 
     def output(self) -> RequestOutput:
         """Everything so far."""
@@ -76,4 +84,5 @@ class Request:
             prompt_token_ids=self.tokens[: self.prompt_len],
             outputs=[completion],
             finished=self.finish_reason is not None,
+            prompt_logprobs=None if start else self.prompt_logprobs,
         )
