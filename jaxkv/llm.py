@@ -58,8 +58,9 @@ class LLM:
     or float32. kv_cache_memory_bytes, num_gpu_blocks_override: size of the cache in bytes or pages; by default what
     max_num_seqs rows of max_model_len take, within gpu_memory_utilization of the device (on a CPU of the available
     memory, and at most a quarter of it).
-    seed: of requests that bring none. max_logprobs: the most logprobs and prompt_logprobs that a request may ask for; -1 is
-    the whole vocabulary, which every step and loop then has room for. lazy_compile: compile each step on first use instead of all at once.
+    seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
+    max_logprobs: the most logprobs or prompt_logprobs that a request may ask for. -1 is the whole vocabulary; steps and
+    loops then have room for as many per token, in use or not.
 
     Other names of vLLM's are taken with the one value that is true here (`ONLY`), such as tensor_parallel_size=1.
 

@@ -338,9 +338,15 @@ BAD = {  # the line, whether its id can be used, what the row says
     "unknown param": (b'{"id": "o", "prompt": "x", "params": {"heat": 1}}', True, "line .*: params: unknown .*: heat"),
     "logprobs": (b'{"id": "p", "prompt": "x", "params": {"logprobs": 1}}', True, "not possible in a batch: logprobs"),
     "prompt_logprobs": (
-        b'{"id": "p", "prompt": "x", "params": {"prompt_logprobs": 1}}', True, "in a batch: prompt_logprobs"
+        b'{"id": "p", "prompt": "x", "params": {"prompt_logprobs": 1}}',
+        True,
+        "in a batch: prompt_logprobs",
     ),
-    "a bias": (b'{"id": "p", "prompt": "x", "params": {"logit_bias": {"x": 1}}}', True, "logit_bias: expected token ids"),
+    "a bias": (
+        b'{"id": "p", "prompt": "x", "params": {"logit_bias": {"x": 1}}}',
+        True,
+        "logit_bias: expected token ids",
+    ),
     "param": (b'{"id": "q", "prompt": "x", "params": {"top_p": 1e999}}', True, "line .*: top_p: expected .*, got inf"),
     "not built": (b'{"id": "r", "prompt": "x", "params": {"n": 2}}', True, "line .*: n=2 is not supported yet"),
     "no text": (b'{"id": "s", "prompt": 3}', True, "prompt: expected a text, got int"),
