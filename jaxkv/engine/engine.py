@@ -15,7 +15,8 @@ from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
 from jaxkv.kv.state import PagedKV
 from jaxkv.models.decoder import Weights
-from jaxkv.ops.sampling import NO_TOKEN, Sampled
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
 
 
 class Engine:
@@ -40,7 +41,7 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.kv = kv
         self._make_kv = make_kv
-        self._rows = RowTables(config)
+        self._rows = RowTables(config, programs.spec.vocab_size)
         self._requests: set[Request] = set()
         self._decode_token = decode_token
         self._stepping = False
@@ -108,12 +109,14 @@ class Engine:
         size = fit_bucket(self.programs.token_buckets, sum(count for _, count in plan.work))
         num_rows = self.programs.num_step_rows(size)
         program = self.programs.step(size)
-        self.kv, sampled = program(
+        batch = self._rows.batch(plan.work, size, num_rows)
+        self.kv, sampled, scores = program(
             self.weights,
             self._rows.state_for(self.kv, requests, num_rows),
-            self._rows.batch(plan.work, size, num_rows),
+            batch,
             self._rows.sampling_for(requests, num_rows),
         )
+        self._take_prompt_logprobs(requests, batch, scores)
         out = jax.tree.map(lambda x: np.asarray(x)[None], sampled)
         got = []
         for row, (request, count) in enumerate(plan.work):
@@ -185,15 +188,32 @@ class Engine:
         self.scheduler.remove(request)
 
     def _logprobs(self, request: Request, out: Sampled, i: int, row: int, token: int) -> dict[int, Logprob]:
-        """The sampled token's entry first, then the likeliest ones that the request asks for."""
+        one = Scores(out.logprob_B[i, row], out.rank_B[i, row], out.best_BK[i, row], out.best_logprob_BK[i, row])
+        return self._entry(token, one, request.params.logprobs or 0)
+
+    def _take_prompt_logprobs(self, requests: list[Request], batch: Batch, scores: Scores) -> None:
+        """Entries of the prompt tokens that this step has scored, in order."""
+        if all(request.prompt_logprobs is None for request in requests):
+            return
+        scores, targets = jax.tree.map(np.asarray, scores), np.asarray(batch.target_T)
+        for request, start, count in zip(requests, batch.start_B, batch.count_B, strict=False):
+            entries = [] if request.prompt_logprobs is None else request.prompt_logprobs
+            for t in start + np.flatnonzero(targets[start : start + count] != NO_TOKEN):
+                one = Scores(scores.logprob_T[t], scores.rank_T[t], scores.best_TK[t], scores.best_logprob_TK[t])
+                entry = self._entry(int(targets[t]), one, request.params.prompt_logprobs or 0)
+                entries.append(entry)
+
+    def _entry(self, token: int, scores: Scores, count: int) -> dict[int, Logprob]:
+        """The token's own logprob first, then the `count` likeliest ones (-1: all)."""
 
         def named(token: int, logprob: float, rank: int) -> Logprob:
             return Logprob(logprob, rank, self._decode_token(token) if self._decode_token else None)
 
-        entry = {token: named(token, float(out.logprob_B[i, row]), int(out.rank_B[i, row]))}
-        for rank in range(min(request.params.logprobs or 0, out.best_BK.shape[-1])):
-            other = int(out.best_BK[i, row, rank])
-            entry.setdefault(other, named(other, float(out.best_logprob_BK[i, row, rank]), rank + 1))
+        entry = {token: named(token, float(scores.logprob_T), int(scores.rank_T))}
+        best = slice(None if count < 0 else count)
+        others = zip(scores.best_TK[best].tolist(), scores.best_logprob_TK[best].tolist(), strict=True)
+        for rank, (other, logprob) in enumerate(others, start=1):
+            entry.setdefault(other, named(other, logprob, rank))
         return entry
 
     def _restore_lost_kv(self) -> None:
