@@ -18,6 +18,7 @@ from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.compile_cache import use_compile_cache
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
+from jaxkv.engine.metrics import Metric
 from jaxkv.engine.model import load_model
 from jaxkv.engine.outputs import RequestOutput
 from jaxkv.engine.pool import bytes_per_page, choose_num_pages, empty_kv
@@ -257,6 +258,11 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now on."""
         self._engine.scheduler.allocator.forget()
+
+    def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
+        """Counters, gauges and histograms under vLLM's names (and some of our own), behind `prefix`: "vllm:" makes them
+        fit what is built for vLLM. `prometheus_text` writes them as Prometheus reads them."""
+        return [replace(metric, name=prefix + metric.name) for metric in self._engine.metrics()]
 
     def describe(self) -> str:
         """What this engine is and has: model, memory, programs, backend and why."""

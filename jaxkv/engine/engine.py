@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxkv.aot import Programs, fit_bucket
 from jaxkv.config import EngineConfig
+from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
 from jaxkv.engine.outputs import Logprob
 from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.rows import RowTables
@@ -44,6 +45,7 @@ class Engine:
         self._rows = RowTables(config, programs.spec.vocab_size)
         self._requests: set[Request] = set()
         self._decode_token = decode_token
+        self._recorder = Recorder()
         self._stepping = False
         self._aborted: list[Request] = []
 
@@ -55,6 +57,7 @@ class Engine:
         """Queues what `Intake` made."""
         for request in submission.samples:
             self._requests.add(request)
+            self._recorder.added(request)
             self.scheduler.add(request)
 
     def abort(self, submission: Submission) -> None:
@@ -71,6 +74,7 @@ class Engine:
         elif request in self._requests:
             self._requests.remove(request)
             request.finish_reason = "abort"
+            self._recorder.ended(request)
             self.scheduler.remove(request)
 
     def step(self) -> list[Request]:
@@ -86,6 +90,7 @@ class Engine:
             if plan is None:
                 return []
             begun = plan.requests if isinstance(plan, LoopPlan) else [request for request, _ in plan.work]
+            self._recorder.begun(begun, self.scheduler.running, self.scheduler.allocator)
             for request in begun:
                 self._rows.update(request)
             got = self._run_loop(plan) if isinstance(plan, LoopPlan) else self._run_step(plan)
@@ -96,6 +101,21 @@ class Engine:
             for request in [*self._aborted, *begun]:
                 self._abort(request)
             self._aborted.clear()
+
+    def metrics(self) -> list[Metric]:
+        """What there is to watch now, under vLLM's names without its prefix."""
+        scheduler, allocator, programs = self.scheduler, self.scheduler.allocator, self.programs
+        return [
+            Gauge("num_requests_running", "Requests that hold a row.", len(scheduler.running)),
+            Gauge("num_requests_waiting", "Requests that wait for one.", len(self._requests) - len(scheduler.running)),
+            Gauge("kv_cache_usage_perc", "Part of the pages in use.", allocator.num_used / allocator.num_pages),
+            Counter("prefix_cache_queries", "Prompt tokens that were looked up.", scheduler.num_looked_up),
+            Counter("prefix_cache_hits", "Prompt tokens that were found.", scheduler.num_found),
+            Counter("num_preemptions", "Requests that gave their pages back.", scheduler.num_preemptions),
+            Counter("programs_compiled", "Programs compiled.", programs.num_compiled),
+            Counter("compile_seconds", "Time that took.", programs.compile_s),
+            *self._recorder.metrics(),
+        ]
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows and requests do not add up."""
@@ -118,6 +138,7 @@ class Engine:
         )
         self._take_prompt_logprobs(requests, batch, scores)
         out = jax.tree.map(lambda x: np.asarray(x)[None], sampled)
+        self._recorder.step(sum(count for _, count in plan.work), size)
         got = []
         for row, (request, count) in enumerate(plan.work):
             length = request.handle.length + count
@@ -138,9 +159,11 @@ class Engine:
             np.int32(plan.num_steps),
         )
         out = jax.tree.map(np.asarray, sampled)
+        num_stored_B = np.count_nonzero(out.token_B[: plan.num_steps] != NO_TOKEN, axis=0)
+        num_steps, possible = int(num_stored_B.max()), self.scheduler.config.max_num_seqs
+        self._recorder.loop(int(num_stored_B.sum()), num_steps * num_rows, num_steps * possible)
         for row, request in enumerate(plan.requests):
-            num_stored = int(np.count_nonzero(out.token_B[: plan.num_steps, row] != NO_TOKEN))
-            length = request.handle.length + num_stored
+            length = request.handle.length + int(num_stored_B[row])
             request.handle = self.scheduler.allocator.advance(request.handle, length)
             self._accept(request, out, row)
         return plan.requests
@@ -156,6 +179,7 @@ class Engine:
                 request.cumulative_logprob += request.logprobs[-1][token].logprob
             if self._ends(request, token):
                 break
+        self._recorder.generated(request, len(request.tokens) - start)
         # Text can wait for the end of the chunk unless a stop string may end it in the middle.
         if request.text is not None and not request.params.stop_strings:
             new = request.tokens[start:]
@@ -184,6 +208,7 @@ class Engine:
     def _finish(self, request: Request) -> None:
         if request.text is not None:
             request.text.end()
+        self._recorder.ended(request)
         self._requests.remove(request)
         self.scheduler.remove(request)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from jaxkv.config import SamplingParams
 from jaxkv.engine.allocator import KVHandle
-from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.text import TextStream
 
@@ -19,7 +19,7 @@ class Request:
     `max_len` bounds prompt and output together, `limit` is the finish_reason there. `stop_ids` end it: the caller's,
     and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason. `row` is its place in
     the row tables while it runs. `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the
-    prompt.
+    prompt. `arrived_s` is `times.arrival_time` on the monotonic clock.
     """
 
     id: str
@@ -48,6 +48,8 @@ class Request:
     is_given: bool = False
     num_published: int = 0
     num_cached: int = 0
+    times: RequestMetrics = field(default_factory=RequestMetrics)
+    arrived_s: float = 0.0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -144,4 +146,5 @@ class Submission:
             finished=self.is_finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=first.num_cached,
+            metrics=first.times,
         )
