@@ -339,12 +339,12 @@ BAD = {  # the line, whether its id can be used, what the row says
     "n": (b'{"id": "p", "prompt": "x", "params": {"n": 2}}', True, "not possible in a batch: n"),
     "logprobs": (b'{"id": "p", "prompt": "x", "params": {"logprobs": 1}}', True, "not possible in a batch: logprobs"),
     "prompt_logprobs": (
-        b'{"id": "p", "prompt": "x", "params": {"prompt_logprobs": 1}}',
+        b'{"id": "p1", "prompt": "x", "params": {"prompt_logprobs": 1}}',
         True,
         "in a batch: prompt_logprobs",
     ),
     "a bias": (
-        b'{"id": "p", "prompt": "x", "params": {"logit_bias": {"x": 1}}}',
+        b'{"id": "p2", "prompt": "x", "params": {"logit_bias": {"x": 1}}}',
         True,
         "logit_bias: expected token ids",
     ),
