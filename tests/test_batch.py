@@ -336,7 +336,7 @@ BAD = {  # the line, whether its id can be used, what the row says
     "no messages": (b'{"id": "g", "messages": []}', True, "expected a list of .* messages"),
     "params": (b'{"id": "h", "prompt": "x", "params": [1]}', True, "line .*: params: expected an object, got list"),
     "unknown param": (b'{"id": "o", "prompt": "x", "params": {"heat": 1}}', True, "line .*: params: unknown .*: heat"),
-    "n": (b'{"id": "p", "prompt": "x", "params": {"n": 2}}', True, "not possible in a batch: n"),
+    "n": (b'{"id": "n", "prompt": "x", "params": {"n": 2}}', True, "not possible in a batch: n"),
     "logprobs": (b'{"id": "p", "prompt": "x", "params": {"logprobs": 1}}', True, "not possible in a batch: logprobs"),
     "prompt_logprobs": (
         b'{"id": "p1", "prompt": "x", "params": {"prompt_logprobs": 1}}',

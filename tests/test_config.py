@@ -100,7 +100,7 @@ def test_an_unknown_field_is_a_type_error_that_names_it(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2), ("n", 0), ("n", True), ("spaces_between_special_tokens", False), ("spaces_between_special_tokens", 1),
+        ("spaces_between_special_tokens", False), ("spaces_between_special_tokens", 1),
         ("truncate_prompt_tokens", 5), ("structured_outputs", {"json": {}}), ("logits_processors", [len]),
         ("extra_args", {"a": 1}),
     ],
@@ -112,7 +112,7 @@ def test_a_field_that_is_not_built_is_refused_by_name(name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("n", 1), ("spaces_between_special_tokens", True), ("logits_processors", []), ("extra_args", {})],
+    [("spaces_between_special_tokens", True), ("logits_processors", []), ("extra_args", {})],
 )
 def test_a_field_that_is_not_built_may_be_given_where_it_does_nothing(name, value):
     SamplingParams(**{name: value})
@@ -212,3 +212,15 @@ def test_a_bias_is_taken_as_vllm_takes_it():
 )  # fmt: skip
 def test_only_a_penalty_that_does_something_penalises(field, penalises):
     assert SamplingParams(**field).penalises is penalises
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 1.0, None])
+def test_n_is_a_positive_whole_number(n):
+    with pytest.raises(ValueError, match=r"^n: expected a number >= 1"):
+        SamplingParams(n=n)
+
+
+def test_several_samples_need_a_temperature():
+    assert SamplingParams(n=2).n == 2
+    with pytest.raises(ValueError, match=r"^n: expected 1 with greedy sampling"):
+        SamplingParams(n=2, temperature=0.0)

@@ -786,11 +786,11 @@ def test_page_table_lists_the_memory_of_each_running_request(llm, kept):
     other, stream = llm.stream(PROMPTS[1 - kept], GREEDY), llm.stream(PROMPTS[kept], GREEDY)
     other_id = next(other).request_id
     pieces = [next(stream), next(stream)]
-    llm.reset_prefix_cache()  # what it holds is poisoned below
     table, stream_id = llm.page_table(), pieces[0].request_id
     assert table.keys() == {other_id, stream_id}
     assert sum(map(len, table.values())) == llm._engine.scheduler.allocator.num_used
     other.close()
+    llm.reset_prefix_cache()  # what it holds is poisoned below
     assert llm.page_table() == {stream_id: table[stream_id]}
     # The newest token is not stored yet.
     num_stored = len(pieces[0].prompt_token_ids) + sum(len(piece.outputs[0].token_ids) for piece in pieces) - 1

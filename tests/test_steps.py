@@ -101,7 +101,7 @@ def device(loaded) -> Device:
 def allocator() -> PageAllocator:
     """One that hands out pages in an order of its own."""
     made = PageAllocator(NUM_PAGES, SIZE)
-    np.random.default_rng(0).shuffle(made._free)
+    np.random.default_rng(0).shuffle(made._empty)
     return made
 
 
