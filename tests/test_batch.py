@@ -349,7 +349,11 @@ BAD = {  # the line, whether its id can be used, what the row says
         "logit_bias: expected token ids",
     ),
     "param": (b'{"id": "q", "prompt": "x", "params": {"top_p": 1e999}}', True, "line .*: top_p: expected .*, got inf"),
-    "not built": (b'{"id": "r", "prompt": "x", "params": {"truncate_prompt_tokens": 2}}', True, "line .*: truncate_prompt_tokens=2 is not"),
+    "not built": (
+        b'{"id": "r", "prompt": "x", "params": {"truncate_prompt_tokens": 2}}',
+        True,
+        "line .*: truncate_prompt_tokens=2 is not supported yet",
+    ),
     "no text": (b'{"id": "s", "prompt": 3}', True, "prompt: expected a text, got int"),
     "empty": (b'{"id": "v", "prompt": ""}', True, "the prompt is empty"),
     "surrogate": (b'{"id": "w\\ud800", "prompt": "\\ud800"}', True, "not valid Unicode"),
