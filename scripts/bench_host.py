@@ -2,9 +2,9 @@
 
     python scripts/bench_host.py --json docs/benchmarks/host.json
 
-The engine is the real one: scheduler, allocator, prefix cache, row tables, text. Only the compiled programs are stubs,
-which return random tokens at once, and their time is not counted. Outputs end at different times and a new request takes
-each free place, so every decode loop has all rows; the steps that compute the new prompts are not counted.
+The engine is the real one: scheduler, allocator, prefix cache, row tables, text. Only the compiled programs are stubs
+that return random tokens at once, and their time is not counted. Outputs end at different times and a new request
+takes each free place, so every decode loop has all rows; the steps that compute the new prompts are not counted.
 
 Lines: tokens alone and with text, each with Python's garbage collector on and off, in turns. A dispatch is one decode
 loop; its time is divided by the loop's steps. Parts: plan (scheduler, allocator, prefix index), inputs (row tables,
@@ -40,6 +40,7 @@ from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, empty_group
 from jaxkv.llm import DECODE_STEPS, DEMO
 from jaxkv.models.families import read_config, read_family
+from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
 
 TARGET_US = {"p50": 150, "p99": 500}
@@ -60,14 +61,15 @@ class Clock:
 class StubPrograms:
     """`aot.Programs` whose steps and loops sample random tokens at once and leave the KV state alone."""
 
-    def __init__(self, config: EngineConfig, vocab_size: int, clock: Clock) -> None:
+    def __init__(self, config: EngineConfig, spec: ModelSpec, clock: Clock) -> None:
+        self.spec = spec
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
         self.row_buckets = row_buckets(config.max_num_seqs)
         self._max_rows = config.max_num_seqs
         self._clock = clock
         self._num_calls = 0
         shape = (NUM_DRAWN, config.decode_steps, config.max_num_seqs)
-        self._drawn = np.random.default_rng(0).integers(3, vocab_size, shape, np.int32)
+        self._drawn = np.random.default_rng(0).integers(3, spec.vocab_size, shape, np.int32)
 
     def num_step_rows(self, num_tokens: int) -> int:
         return min(self._max_rows, num_tokens)
@@ -133,9 +135,8 @@ class Load:
         self.clock = Clock()
         self.config = engine_config(options)
         model = demo_model()
-        self.vocab_size = model.spec.vocab_size
         self.intake = Intake(model, self.config, cache_root=b"bench", share_prefixes=True)
-        self.engine = make_engine(self.config, self.vocab_size, self.clock)
+        self.engine = make_engine(self.config, model.spec, self.clock)
         for _ in range(options.rows):
             # As in the middle of a long run: requests of every age.
             self.engine.add(self.request(part_done=self.rng.random()))
@@ -145,7 +146,7 @@ class Load:
         prompt_len = int(self.rng.integers(low, high + 1))
         output_len = self.options.output_len
         done = int(part_done * output_len)
-        tokens = self.rng.integers(3, self.vocab_size, prompt_len + done).tolist()
+        tokens = self.rng.integers(3, self.engine.programs.spec.vocab_size, prompt_len + done).tolist()
         params = SamplingParams(
             temperature=0.0, max_tokens=output_len - done, ignore_eos=True, detokenize=self.detokenize
         )
@@ -204,12 +205,12 @@ def demo_model() -> Model:
     )
 
 
-def make_engine(config: EngineConfig, vocab_size: int, clock: Clock) -> Engine:
+def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
     """With a KV state of one page, since nothing reads it, and a scheduler that tells the clock when it has planned."""
     codec = get_codec("float32", platform="cpu")
     group = empty_group(num_layers=1, num_kv_heads=1, head_dim=8, num_pages=1, page_size=config.block_size, codec=codec)
     kv = PagedKV(groups=(group,))
-    programs: Any = StubPrograms(config, vocab_size, clock)
+    programs: Any = StubPrograms(config, spec, clock)
     engine = Engine({}, kv, programs, config, make_kv=lambda: kv, decode_token=None)
     plan = engine.scheduler.plan
 

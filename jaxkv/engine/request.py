@@ -71,11 +71,6 @@ class Request:
         """Tokens that it may still generate."""
         return self.max_len - len(self.tokens)
 
-    @property
-    def min_left(self) -> int:
-        """Tokens that must come before a stop token may."""
-        return max(0, self.params.min_tokens - self.num_new)
-
     def completion(self) -> CompletionOutput:
         """Everything so far."""
         return self._completion(self.text.text if self.text else "", 0)

@@ -24,6 +24,7 @@ class RowTables:
         self.table_RW = np.zeros((config.max_num_seqs, width), np.int32)
         self.first_W = np.arange(width, dtype=np.int32) * config.block_size
         self.sampling = empty_sampling(config.max_num_seqs)
+        self._min_len_R = np.zeros(config.max_num_seqs, np.int64)
         self._owner_R: list[Request | None] = [None] * config.max_num_seqs
         self._pages_R: list[tuple[int, ...]] = [()] * config.max_num_seqs
 
@@ -35,9 +36,12 @@ class RowTables:
         if self._owner_R[row] is not request:
             self._owner_R[row] = request
             self._set_sampling(row, request)
-        if self._pages_R[row] is not pages:
+        before = self._pages_R[row]
+        if before is not pages:
+            # Nearly always some pages more, and to write them all costs ten times as much.
+            kept = len(before) if pages[: len(before)] == before else 0
             self._pages_R[row] = pages
-            self.table_RW[row, : len(pages)] = pages
+            self.table_RW[row, kept : len(pages)] = pages[kept:]
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
@@ -50,6 +54,7 @@ class RowTables:
         table.stop_BE[row] = NO_TOKEN
         table.stop_BE[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         table.logprobs_B[row] = params.logprobs is not None
+        self._min_len_R[row] = request.prompt_len + params.min_tokens
 
     def batch(self, work: list[tuple[Request, int]], num_tokens: int, num_rows: int) -> Batch:
         """Packs the given numbers of pending tokens of each request, decode rows first."""
@@ -68,11 +73,10 @@ class RowTables:
         return batch
 
     def decode_rows(self, requests: list[Request], num_steps: int, num_rows: int) -> Rows:
-        rows = empty_rows(num_rows)
-        for row, request in enumerate(requests):
-            rows.token_B[row] = request.tokens[-1]
-            rows.position_B[row] = len(request.tokens) - 1
-            rows.budget_B[row] = min(num_steps, request.num_left)
+        rows, count = empty_rows(num_rows), len(requests)
+        rows.token_B[:count] = [request.tokens[-1] for request in requests]
+        rows.position_B[:count] = [len(request.tokens) - 1 for request in requests]
+        rows.budget_B[:count] = np.minimum([request.num_left for request in requests], num_steps)
         return rows
 
     def sampling_for(self, requests: list[Request], num_rows: int) -> Sampling:
@@ -81,7 +85,8 @@ class RowTables:
         sampling = empty_sampling(num_rows)
         for field in fields(Sampling):
             getattr(sampling, field.name)[: len(index)] = getattr(self.sampling, field.name)[index]
-        sampling.min_left_B[: len(index)] = [request.min_left for request in requests]
+        num_tokens = [len(request.tokens) for request in requests]
+        sampling.min_left_B[: len(index)] = np.maximum(self._min_len_R[index] - num_tokens, 0)
         return sampling
 
     def state_for(self, kv: PagedKV, requests: list[Request], num_rows: int) -> PagedKV:
