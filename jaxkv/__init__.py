@@ -8,7 +8,8 @@ from jaxkv.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from jaxkv.config import SamplingParams
-    from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxkv.engine.metrics import prometheus_text
+    from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from jaxkv.errors import CapacityError, CheckpointError
     from jaxkv.llm import LLM
 
@@ -18,9 +19,11 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "Logprob",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "prometheus_text",
 ]
 
 _HOMES = {
@@ -29,6 +32,8 @@ _HOMES = {
     "RequestOutput": "jaxkv.engine.outputs",
     "CompletionOutput": "jaxkv.engine.outputs",
     "Logprob": "jaxkv.engine.outputs",
+    "RequestMetrics": "jaxkv.engine.outputs",
+    "prometheus_text": "jaxkv.engine.metrics",
     "CapacityError": "jaxkv.errors",
     "CheckpointError": "jaxkv.errors",
 }

@@ -18,6 +18,7 @@ from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.compile_cache import use_compile_cache
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
+from jaxkv.engine.metrics import Metric
 from jaxkv.engine.model import load_model
 from jaxkv.engine.outputs import RequestOutput
 from jaxkv.engine.pool import bytes_per_page, choose_num_pages, empty_kv
@@ -71,6 +72,8 @@ class LLM:
     that begin with the same tokens take them over. prefix_cache_secret: what the keys of cached pages are derived from,
     by default random for each engine.
     seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
+    max_logprobs: the most logprobs or prompt_logprobs that a request may ask for. -1 is the whole vocabulary; steps and
+    loops then have room for as many per token, in use or not.
 
     Other names of vLLM's are taken with the one value that is true here (`ONLY`), such as tensor_parallel_size=1.
 
@@ -98,6 +101,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         prefix_cache_secret: bytes | None = None,
         seed: int = 0,
+        max_logprobs: int = 20,
         lazy_compile: bool = False,
         **others: Any,
     ) -> None:
@@ -127,6 +131,7 @@ class LLM:
             num_pages=1,
             decode_steps=DECODE_STEPS,
             seed=seed,
+            max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
         if limits.max_model_len > spec.max_len:
             raise ValueError(f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got {max_model_len}")
@@ -218,7 +223,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, vLLM's defaults where it says nothing.
 
-        Raises: ValueError if it asks for something that is not supported yet.
+        Raises: ValueError if it asks for something that is out of range.
         """
         names = {"max_new_tokens": "max_tokens"}
         keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
@@ -253,6 +258,11 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now on."""
         self._engine.scheduler.allocator.forget()
+
+    def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
+        """Counters, gauges and histograms under vLLM's names (and some of our own), behind `prefix`: "vllm:" makes them
+        fit what is built for vLLM. `prometheus_text` writes them as Prometheus reads them."""
+        return [replace(metric, name=prefix + metric.name) for metric in self._engine.metrics()]
 
     def describe(self) -> str:
         """What this engine is and has: model, memory, programs, backend and why."""

@@ -75,7 +75,7 @@ class StubPrograms:
         return min(self._max_rows, num_tokens)
 
     def step(self, num_tokens: int) -> Callable[..., tuple]:
-        return lambda _weights, kv, _batch, sampling: (kv, self._sampled(np.ones_like(sampling.top_k_B), (), 1))
+        return lambda _weights, kv, _batch, sampling: (kv, self._sampled(np.ones_like(sampling.top_k_B), (), 1), None)
 
     def loop(self, num_rows: int) -> Callable[..., tuple]:
         def run(_weights: Any, kv: PagedKV, rows: Any, _sampling: Any, n: np.int32) -> tuple:

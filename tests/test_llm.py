@@ -619,6 +619,7 @@ BAD_ARGUMENTS = {
     "max_num_seqs": ({"max_num_seqs": 33}, "max_num_seqs: expected at most max_num_batched_tokens = 32, got 33"),
     "max_num_batched_tokens": ({"max_num_batched_tokens": 8}, "max_num_batched_tokens: expected at least 16, got 8"),
     "block_size": ({"block_size": 10}, "block_size: expected one of .*, got 10"),
+    "max_logprobs": ({"max_logprobs": -2}, "max_logprobs: expected a positive number, got -2"),
     "seed": ({"seed": -1}, "seed: expected .*, got -1"),
     "kv_cache_memory_bytes": ({"kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes: expected at least one page"),
     "num_gpu_blocks_override": ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override: expected a number >= 1"),
@@ -687,9 +688,18 @@ def test_generation_config_gives_the_default_parameters(llm, make, checkpoint, t
     assert tokens(run(make(), PROMPTS, None)) == tokens(run(make(), PROMPTS, SamplingParams()))
 
 
-def test_a_generation_config_that_asks_for_what_is_not_built_says_how_to_go_on(make, checkpoint, tmp_path):
-    llm = make(copy_of(checkpoint, tmp_path, generation_config={"repetition_penalty": 1.1}))
-    with pytest.raises(ValueError, match=r"generation_config\.json: repetition_penalty=1\.1 is not supported.*; pass "):
+def test_a_repetition_penalty_of_the_model_s_own_is_used(llm, make, checkpoint, tmp_path):
+    asking = make(copy_of(checkpoint, tmp_path, generation_config={"repetition_penalty": 1.7}))
+    params = asking.get_default_sampling_params()
+    assert params == SamplingParams(repetition_penalty=1.7)
+    greedy = replace(params, temperature=0.0)
+    assert tokens(run(asking, PROMPTS, greedy)) == tokens(run(llm, PROMPTS, greedy))
+    assert tokens(run(llm, PROMPTS, greedy)) != tokens(run(llm, PROMPTS, replace(greedy, repetition_penalty=1.0)))
+
+
+def test_a_generation_config_that_asks_for_what_cannot_be_says_how_to_go_on(make, checkpoint, tmp_path):
+    llm = make(copy_of(checkpoint, tmp_path, generation_config={"repetition_penalty": 0}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: repetition_penalty: expected .*, got 0; pass "):
         run(llm, PROMPTS, None)
     assert len(tokens(run(llm, PROMPTS))) == 4
     assert_empty(llm)
@@ -776,11 +786,11 @@ def test_page_table_lists_the_memory_of_each_running_request(llm, kept):
     other, stream = llm.stream(PROMPTS[1 - kept], GREEDY), llm.stream(PROMPTS[kept], GREEDY)
     other_id = next(other).request_id
     pieces = [next(stream), next(stream)]
-    llm.reset_prefix_cache()  # what it holds is poisoned below
     table, stream_id = llm.page_table(), pieces[0].request_id
     assert table.keys() == {other_id, stream_id}
     assert sum(map(len, table.values())) == llm._engine.scheduler.allocator.num_used
     other.close()
+    llm.reset_prefix_cache()  # what it holds is poisoned below
     assert llm.page_table() == {stream_id: table[stream_id]}
     # The newest token is not stored yet.
     num_stored = len(pieces[0].prompt_token_ids) + sum(len(piece.outputs[0].token_ids) for piece in pieces) - 1

@@ -9,13 +9,15 @@ import numpy as np
 
 from jaxkv.aot import Programs, fit_bucket
 from jaxkv.config import EngineConfig
+from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
 from jaxkv.engine.outputs import Logprob
 from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
 from jaxkv.kv.state import PagedKV
 from jaxkv.models.decoder import Weights
-from jaxkv.ops.sampling import NO_TOKEN, Sampled
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
 
 
 class Engine:
@@ -40,9 +42,10 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.kv = kv
         self._make_kv = make_kv
-        self._rows = RowTables(config)
+        self._rows = RowTables(config, programs.spec.vocab_size)
         self._requests: set[Request] = set()
         self._decode_token = decode_token
+        self._recorder = Recorder()
         self._stepping = False
         self._aborted: list[Request] = []
 
@@ -54,6 +57,7 @@ class Engine:
         """Queues what `Intake` made."""
         for request in submission.samples:
             self._requests.add(request)
+            self._recorder.added(request)
             self.scheduler.add(request)
 
     def abort(self, submission: Submission) -> None:
@@ -70,6 +74,7 @@ class Engine:
         elif request in self._requests:
             self._requests.remove(request)
             request.finish_reason = "abort"
+            self._recorder.ended(request)
             self.scheduler.remove(request)
 
     def step(self) -> list[Request]:
@@ -85,6 +90,7 @@ class Engine:
             if plan is None:
                 return []
             begun = plan.requests if isinstance(plan, LoopPlan) else [request for request, _ in plan.work]
+            self._recorder.begun(begun, self.scheduler.running, self.scheduler.allocator)
             for request in begun:
                 self._rows.update(request)
             got = self._run_loop(plan) if isinstance(plan, LoopPlan) else self._run_step(plan)
@@ -95,6 +101,21 @@ class Engine:
             for request in [*self._aborted, *begun]:
                 self._abort(request)
             self._aborted.clear()
+
+    def metrics(self) -> list[Metric]:
+        """What there is to watch now, under vLLM's names without its prefix."""
+        scheduler, allocator, programs = self.scheduler, self.scheduler.allocator, self.programs
+        return [
+            Gauge("num_requests_running", "Requests that hold a row.", len(scheduler.running)),
+            Gauge("num_requests_waiting", "Requests that wait for one.", len(self._requests) - len(scheduler.running)),
+            Gauge("kv_cache_usage_perc", "Part of the pages in use.", allocator.num_used / allocator.num_pages),
+            Counter("prefix_cache_queries", "Prompt tokens that were looked up.", scheduler.num_looked_up),
+            Counter("prefix_cache_hits", "Prompt tokens that were found.", scheduler.num_found),
+            Counter("num_preemptions", "Requests that gave their pages back.", scheduler.num_preemptions),
+            Counter("programs_compiled", "Programs compiled.", programs.num_compiled),
+            Counter("compile_seconds", "Time that took.", programs.compile_s),
+            *self._recorder.metrics(),
+        ]
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows and requests do not add up."""
@@ -108,14 +129,17 @@ class Engine:
         size = fit_bucket(self.programs.token_buckets, sum(count for _, count in plan.work))
         num_rows = self.programs.num_step_rows(size)
         program = self.programs.step(size)
-        self.kv, sampled = program(
+        batch = self._rows.batch(plan.work, size, num_rows)
+        self.kv, sampled, scores = program(
             self.weights,
             self._rows.state_for(self.kv, requests, num_rows),
-            self._rows.batch(plan.work, size, num_rows),
+            batch,
             self._rows.sampling_for(requests, num_rows),
         )
+        self._take_prompt_logprobs(requests, batch, scores)
         out = jax.tree.map(lambda x: np.asarray(x)[None], sampled)
         tokens_of = _tokens_of_rows(out)
+        self._recorder.step(sum(count for _, count in plan.work), size)
         got = []
         for row, (request, count) in enumerate(plan.work):
             length = request.handle.length + count
@@ -137,8 +161,11 @@ class Engine:
         )
         out = jax.tree.map(np.asarray, sampled)
         tokens_of = _tokens_of_rows(out)
+        num_stored = [len(tokens) for tokens in tokens_of]
+        num_steps, possible = max(num_stored), self.scheduler.config.max_num_seqs
+        self._recorder.loop(sum(num_stored), num_steps * num_rows, num_steps * possible)
         for row, request in enumerate(plan.requests):
-            length = request.handle.length + len(tokens_of[row])
+            length = request.handle.length + num_stored[row]
             request.handle = self.scheduler.allocator.advance(request.handle, length)
             self._accept(request, tokens_of[row], out, row)
         return plan.requests
@@ -153,6 +180,7 @@ class Engine:
                 request.finish_reason = request.limit
         else:
             self._accept_one_by_one(request, tokens, out, row)
+        self._recorder.generated(request, len(request.tokens) - start)
         # Text can wait for the end of the chunk unless a stop string may end it in the middle.
         if request.text is not None and not request.params.stop:
             new = request.tokens[start:]
@@ -190,19 +218,37 @@ class Engine:
     def _finish(self, request: Request) -> None:
         if request.text is not None:
             request.text.end()
+        self._recorder.ended(request)
         self._requests.remove(request)
         self.scheduler.remove(request)
 
     def _logprobs(self, request: Request, out: Sampled, i: int, row: int, token: int) -> dict[int, Logprob]:
-        """The sampled token's entry first, then the likeliest ones that the request asks for."""
+        one = Scores(out.logprob_B[i, row], out.rank_B[i, row], out.best_BK[i, row], out.best_logprob_BK[i, row])
+        return self._entry(token, one, request.params.logprobs or 0)
+
+    def _take_prompt_logprobs(self, requests: list[Request], batch: Batch, scores: Scores) -> None:
+        """Entries of the prompt tokens that this step has scored, in order."""
+        if all(request.prompt_logprobs is None for request in requests):
+            return
+        scores, targets = jax.tree.map(np.asarray, scores), np.asarray(batch.target_T)
+        for request, start, count in zip(requests, batch.start_B, batch.count_B, strict=False):
+            entries = [] if request.prompt_logprobs is None else request.prompt_logprobs
+            for t in start + np.flatnonzero(targets[start : start + count] != NO_TOKEN):
+                one = Scores(scores.logprob_T[t], scores.rank_T[t], scores.best_TK[t], scores.best_logprob_TK[t])
+                entry = self._entry(int(targets[t]), one, request.params.prompt_logprobs or 0)
+                entries.append(entry)
+
+    def _entry(self, token: int, scores: Scores, count: int) -> dict[int, Logprob]:
+        """The token's own logprob first, then the `count` likeliest ones (-1: all)."""
 
         def named(token: int, logprob: float, rank: int) -> Logprob:
             return Logprob(logprob, rank, self._decode_token(token) if self._decode_token else None)
 
-        entry = {token: named(token, float(out.logprob_B[i, row]), int(out.rank_B[i, row]))}
-        for rank in range(min(request.params.logprobs or 0, out.best_BK.shape[-1])):
-            other = int(out.best_BK[i, row, rank])
-            entry.setdefault(other, named(other, float(out.best_logprob_BK[i, row, rank]), rank + 1))
+        entry = {token: named(token, float(scores.logprob_T), int(scores.rank_T))}
+        best = slice(None if count < 0 else count)
+        others = zip(scores.best_TK[best].tolist(), scores.best_logprob_TK[best].tolist(), strict=True)
+        for rank, (other, logprob) in enumerate(others, start=1):
+            entry.setdefault(other, named(other, logprob, rank))
         return entry
 
     def _restore_lost_kv(self) -> None:

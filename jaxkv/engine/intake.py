@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from jaxkv.config import EngineConfig, SamplingParams, is_int
+from jaxkv.engine.masks import Word, encode_words
 from jaxkv.engine.model import Model
 from jaxkv.engine.prefix import PageChain, root_key
 from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.text import TextStream
-from jaxkv.ops.sampling import NUM_STOP_TOKENS
+from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 
 Prompt = str | Mapping[str, Any]
 """A text, {"prompt": text} or {"prompt_token_ids": [...]}; a mapping may have a "cache_salt", a text: only prompts with
@@ -91,6 +92,8 @@ class Intake:
         self._check_length(len(tokens))
         self._check_ids("prompt", tokens)
         stop_ids = self._stop_ids(params)
+        self._check_logprobs(params)
+        bad_words = self._processing(params, stop_ids)
         max_len, limit = self._limit(len(tokens), params)
         salts = ("shared", salt) if self._share_prefixes else (str(number), salt)
         root = root_key(self._cache_root, *salts)
@@ -106,7 +109,9 @@ class Intake:
                 stop_ids=stop_ids,
                 eos_id=None if params.ignore_eos else self._model.eos_id,
                 text=self._text_stream(tokens, params),
+                bad_words=bad_words,
                 logprobs=None if params.logprobs is None else [],
+                prompt_logprobs=None if params.prompt_logprobs is None or sample else [None],
                 chain=PageChain(root),
                 sample=sample,
                 priority=priority,
@@ -134,6 +139,33 @@ class Intake:
         if params.max_tokens is not None:
             wanted = min(wanted, prompt_len + params.max_tokens)
         return min(wanted, config.max_len), "length" if wanted <= config.max_len else "capacity"
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        size, most = self._model.spec.vocab_size, self._config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and (size if asked == -1 else asked) > most:
+                what = f"-1 (all {size} tokens)" if asked == -1 else asked
+                raise ValueError(f"{name}: expected at most {most}, got {what}; raise max_logprobs of LLM (-1: all)")
+
+    def _processing(self, params: SamplingParams, stop_ids: frozenset[int]) -> tuple[Word, ...]:
+        """Checks what changes the logits. Returns the tokens of the bad words."""
+        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+        self._check_ids("logit_bias", list(bias))
+        if len(bias) > NUM_BIASES:
+            raise ValueError(f"logit_bias: expected at most {NUM_BIASES} tokens, got {len(bias)}")
+        self._check_ids("allowed_token_ids", allowed or ())
+        if params.bad_words and self._model.tokenizer is None:
+            raise ValueError("bad_words: expected a tokenizer for bad words, got skip_tokenizer_init=True")
+        words = encode_words(self._model.tokenizer, params.bad_words or ())
+        self._check_ids("bad_words", [token for word in words for token in word])
+        out_of_reach = {word[-1] for word in words} | (stop_ids if params.min_tokens else set())
+        if allowed is not None and not set(allowed) - out_of_reach:
+            raise ValueError(
+                "allowed_token_ids: expected at least one that ends no bad word and, with min_tokens, no request, "
+                f"got {allowed}"
+            )
+        return words
 
     def _parse(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """(text, tokens, cache_salt)"""

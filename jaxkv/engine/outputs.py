@@ -36,14 +36,31 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request: Unix times, `time_in_queue` in seconds. None: it has not happened."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    time_in_queue: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
 class RequestOutput:
-    """A request with its completions. `prompt` is None when token ids were given. `num_cached_tokens` of the prompt
-    (for n > 1: the first sample's) came from the prefix cache."""
+    """A request with its completions. `prompt` is None when token ids were given.
+
+    `prompt_logprobs`, if asked for, has one entry per prompt token: None for the first, then token id -> Logprob. In a
+    stream the first output has it. `num_cached_tokens` of the prompt (for n > 1: the first sample's) came from the
+    prefix cache. `metrics`: its times (for n > 1: the first sample's).
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = field(default=None, compare=False)

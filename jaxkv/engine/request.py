@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from jaxkv.config import SamplingParams
 from jaxkv.engine.allocator import KVHandle
-from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.text import TextStream
 
@@ -18,7 +18,8 @@ class Request:
     `chain` names its full pages for the prefix cache, in which the first `num_published` of the handle's are listed.
     `max_len` bounds prompt and output together, `limit` is the finish_reason there. `stop_ids` end it: the caller's,
     and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason. `row` is its place in
-    the row tables while it runs.
+    the row tables while it runs. `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the
+    prompt. `arrived_s` is `times.arrival_time` on the monotonic clock.
     """
 
     id: str
@@ -35,9 +36,11 @@ class Request:
     priority: int = 0
     limit: str = "length"
     arrival: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
     handle: KVHandle = field(default_factory=KVHandle)
     row: int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -45,6 +48,8 @@ class Request:
     is_given: bool = False
     num_published: int = 0
     num_cached: int = 0
+    times: RequestMetrics = field(default_factory=RequestMetrics)
+    arrived_s: float = 0.0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -54,7 +59,7 @@ class Request:
     @property
     def reads_cache(self) -> bool:
         """Log-probabilities of a prompt need its hidden states, which no page holds."""
-        return self.params.prompt_logprobs is None
+        return self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len
 
     @property
     def num_new(self) -> int:
@@ -70,6 +75,11 @@ class Request:
     def num_left(self) -> int:
         """Tokens that it may still generate."""
         return self.max_len - len(self.tokens)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
+        return any(len(word) > 1 for word in self.bad_words)
 
     def completion(self) -> CompletionOutput:
         """Everything so far."""
@@ -106,16 +116,22 @@ class Submission:
 
     def output(self) -> RequestOutput:
         """Everything so far."""
-        return self._output([request.completion() for request in self.samples])
+        return self._output([request.completion() for request in self.samples], self.samples[0].prompt_logprobs)
 
     def new_output(self) -> RequestOutput | None:
         """What is new since the last call, of the samples that have something new; None if there is nothing."""
         changed = [r for r in self.samples if r.num_new > r.num_given or (r.finish_reason and not r.is_given)]
+        if not changed:
+            return None
+        first = self.samples[0]
+        prompt_logprobs = first.prompt_logprobs if first in changed and not first.num_given else None
         for request in changed:
             request.is_given = request.finish_reason is not None
-        return self._output([request.new_completion() for request in changed]) if changed else None
+        return self._output([request.new_completion() for request in changed], prompt_logprobs)
 
-    def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
+    def _output(
+        self, completions: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
+    ) -> RequestOutput:
         first = self.samples[0]
         return RequestOutput(
             request_id=self.id,
@@ -123,5 +139,7 @@ class Submission:
             prompt_token_ids=first.tokens[: first.prompt_len],
             outputs=completions,
             finished=self.is_finished,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=first.num_cached,
+            metrics=first.times,
         )

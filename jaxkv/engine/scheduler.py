@@ -120,6 +120,7 @@ class Scheduler:
         left = [request.num_left for request in self.running]
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
         num_steps = min(self.config.decode_steps, min(left) if self._waiting else max(left))
+        num_steps = 1 if any(request.needs_host for request in self.running) else num_steps
         for request in list(self.running):
             self._reserve(request, min(num_steps, request.num_left))
         return LoopPlan(sorted(self.running, key=_length), num_steps)

@@ -9,11 +9,12 @@ import pytest
 
 from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.intake import Intake
+from jaxkv.engine.masks import encode_words
 from jaxkv.engine.model import Model
 from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.text import load_tokenizer
 from jaxkv.models.families import ConfigReader, read_family
-from jaxkv.ops.sampling import NUM_STOP_TOKENS
+from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from tiny import tiny_config
 from tokenizers_ import BOS, CHAT_TEMPLATE, EOS, KINDS, save_tokenizer
 
@@ -264,6 +265,55 @@ def test_a_prompt_longer_than_the_pool_says_what_to_raise(tokenizer):
 def test_a_stop_token_out_of_range_is_refused(intake, ids):
     message = refused(intake, "The end", SamplingParams(stop_token_ids=ids))
     assert message == f"stop_token_ids: expected token ids from 0 to {VOCAB - 1}, got {ids[-1:]}"
+
+
+@pytest.mark.parametrize("bad", [VOCAB, -1, 2**40])
+def test_ids_out_of_the_vocabulary_are_refused_wherever_they_stand(intake, bad):
+    expected = f"expected token ids from 0 to {VOCAB - 1}, got [{bad}]"
+    message = refused(intake, "The end", SamplingParams(allowed_token_ids=[3, bad]))
+    assert message == f"allowed_token_ids: {expected}"
+    if bad >= 0:
+        assert refused(intake, "The end", SamplingParams(logit_bias={3: 1.0, bad: 1})) == f"logit_bias: {expected}"
+    edges = SamplingParams(allowed_token_ids=[0, VOCAB - 1], logit_bias={0: 1, str(VOCAB - 1): 1})
+    assert one(intake, "The end", edges).params.logit_bias == {0: 1, VOCAB - 1: 1}
+
+
+def test_more_biases_than_the_device_has_room_for_are_refused(intake):
+    most = dict.fromkeys(range(NUM_BIASES), 1)
+    assert one(intake, "The end", SamplingParams(logit_bias=most)).params.logit_bias == most
+    message = refused(intake, "The end", SamplingParams(logit_bias=most | {NUM_BIASES: 1}))
+    assert message == f"logit_bias: expected at most {NUM_BIASES} tokens, got {NUM_BIASES + 1}"
+
+
+def test_bad_words_become_tokens(intake, tokenizer):
+    request = one(intake, "The end", SamplingParams(bad_words=["t", "over the"]))
+    assert request.bad_words == encode_words(tokenizer, ["t", "over the"])
+    assert request.needs_host
+    assert not one(intake, "The end", SamplingParams(bad_words=["t"])).needs_host
+    assert one(intake, "The end").bad_words == ()
+    with pytest.raises(ValueError, match="bad_words: expected a tokenizer for bad words, got skip_tokenizer_init=True"):
+        one(intake_with(None), {"prompt_token_ids": [3]}, SamplingParams(bad_words=["t"]))
+
+
+def test_something_must_be_left_to_come(intake, tokenizer):
+    (token,) = tokenizer.encode("t", add_special_tokens=False)
+    expected = f"expected at least one that ends no bad word and, with min_tokens, no request, got [{token}]"
+    for params in (
+        SamplingParams(allowed_token_ids=[token], bad_words=["t"]),
+        SamplingParams(allowed_token_ids=[token], stop_token_ids=[token], min_tokens=1),
+    ):
+        assert refused(intake, "The end", params) == f"allowed_token_ids: {expected}"
+    assert one(intake, "The end", SamplingParams(allowed_token_ids=[token], stop_token_ids=[token]))
+    assert one(intake, "The end", SamplingParams(allowed_token_ids=[token, token + 1], bad_words=["t"]))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_logprobs_are_bounded_by_what_the_engine_was_made_for(intake, name):
+    for count in (0, 20, None):
+        assert getattr(one(intake, "The end", SamplingParams(**{name: count})).params, name) == count
+    for count, got in ((21, "21"), (-1, f"-1 (all {VOCAB} tokens)")):
+        message = refused(intake, "The end", SamplingParams(**{name: count}))
+        assert message == f"{name}: expected at most 20, got {got}; raise max_logprobs of LLM (-1: all)"
 
 
 @pytest.mark.parametrize("params", [None, 3, {"temperature": 0}, "greedy", SamplingParams])

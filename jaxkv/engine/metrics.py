@@ -1,0 +1,181 @@
+"""What an operator watches: counters, gauges and histograms under vLLM's names, and each request's own times."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter as Tally
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jaxkv.engine.allocator import PageAllocator
+from jaxkv.engine.request import Request
+
+LATENCY_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+"""Upper bounds of the histograms' buckets, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One value. `labels` as Prometheus has them."""
+
+    name: str
+    help: str
+    labels: dict[str, str] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(Metric):
+    """`buckets`: upper bound -> how many observations were at most that."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+class Observations:
+    """Counts by bucket."""
+
+    def __init__(self, bounds: Sequence[float] = LATENCY_S) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def metric(self, name: str, help: str) -> Histogram:
+        total, buckets = 0, {}
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+            total += count
+            buckets[bound] = total
+        return Histogram(name, help, total, self.sum, buckets)
+
+
+class Recorder:
+    """Takes note of what the engine does. Cheap enough for every step: a few additions."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.generation_tokens = 0
+        self.finished: Tally[str] = Tally()
+        self.ttft, self.itl, self.tpot, self.e2e = (Observations() for _ in range(4))
+        self.queue, self.prefill, self.decode = (Observations() for _ in range(3))
+        self.num_steps = self.num_tokens = self.num_padded_tokens = 0
+        self.num_row_steps = self.num_padded_row_steps = self.num_possible_row_steps = 0
+        self.held_slots = self.allocated_slots = 0
+
+    def added(self, request: Request) -> None:
+        request.times.arrival_time = time.time()
+        request.arrived_s = time.monotonic()
+
+    def begun(self, requests: Iterable[Request], running: Iterable[Request], allocator: PageAllocator) -> None:
+        """Before a step of some of the running requests, whose pages are reserved."""
+        now, size = time.monotonic(), allocator.page_size
+        for request in requests:
+            if request.times.time_in_queue is None:
+                request.times.time_in_queue = now - request.arrived_s
+                request.times.first_scheduled_time = request.times.arrival_time + request.times.time_in_queue
+        # Only full pages are shared, so what is allocated and not held is each request's own.
+        allocated = allocator.num_used * size
+        empty = sum(len(request.handle.pages) * size - request.handle.length for request in running)
+        self.allocated_slots += allocated
+        self.held_slots += allocated - empty
+
+    def step(self, num_tokens: int, padded_tokens: int) -> None:
+        self.num_steps += 1
+        self.num_tokens += num_tokens
+        self.num_padded_tokens += padded_tokens
+
+    def loop(self, num_row_steps: int, padded_row_steps: int, possible_row_steps: int) -> None:
+        self.num_row_steps += num_row_steps
+        self.num_padded_row_steps += padded_row_steps
+        self.num_possible_row_steps += possible_row_steps
+
+    def generated(self, request: Request, num_tokens: int) -> None:
+        """After `num_tokens` more tokens; those of one loop came at once and share its time evenly."""
+        times, now = request.times, time.monotonic() - request.arrived_s
+        if times.first_token_time is None:
+            times.first_token_time = times.arrival_time + now
+            self.prompt_tokens += request.prompt_len
+            self.ttft.add(now)
+            self.prefill.add(now - (times.time_in_queue or 0.0))
+            times.last_token_time, num_left = times.first_token_time, num_tokens - 1
+        else:
+            num_left = num_tokens
+        if num_left:
+            passed = times.arrival_time + now - (times.last_token_time or 0.0)
+            self.itl.add(passed / num_left, num_left)
+        times.last_token_time = times.arrival_time + now
+        self.generation_tokens += num_tokens
+
+    def ended(self, request: Request) -> None:
+        times = request.times
+        times.finished_time = times.arrival_time + time.monotonic() - request.arrived_s
+        self.finished[request.finish_reason or "abort"] += 1
+        if times.first_token_time is None or request.finish_reason == "abort":
+            return
+        self.e2e.add(times.finished_time - times.arrival_time)
+        self.queue.add(times.time_in_queue or 0.0)
+        decode = times.finished_time - times.first_token_time
+        self.decode.add(decode)
+        if request.num_new > 1:
+            self.tpot.add(decode / (request.num_new - 1))
+
+    def metrics(self) -> list[Metric]:
+        return [
+            Counter("prompt_tokens", "Prompt tokens of requests that have generated.", self.prompt_tokens),
+            Counter("generation_tokens", "Generated tokens.", self.generation_tokens),
+            *(
+                Counter("request_success", "Requests by how they ended.", count, labels={"finished_reason": reason})
+                for reason, count in sorted(self.finished.items())
+            ),
+            self.ttft.metric("time_to_first_token_seconds", "From arrival to the first token."),
+            self.itl.metric("inter_token_latency_seconds", "Between tokens; those of one decode loop share its time."),
+            self.tpot.metric("request_time_per_output_token_seconds", "(e2e - TTFT) / (tokens - 1) of a request."),
+            self.e2e.metric("e2e_request_latency_seconds", "From arrival to the end."),
+            self.queue.metric("request_queue_time_seconds", "From arrival to the first step."),
+            self.prefill.metric("request_prefill_time_seconds", "From the first step to the first token."),
+            self.decode.metric("request_decode_time_seconds", "From the first token to the end."),
+            Gauge("kv_cache_utilization", "Held / allocated slots, mean over steps.",
+                  _share(self.held_slots, self.allocated_slots)),
+            Gauge("effective_batch", "Rows that decoded / rows that could, mean over decode steps.",
+                  _share(self.num_row_steps, self.num_possible_row_steps)),
+            Gauge("step_padding", "Part of the steps' tokens that was padding.",
+                  1 - _share(self.num_tokens, self.num_padded_tokens) if self.num_padded_tokens else 0.0),
+            Gauge("loop_padding", "Part of the decode loops' rows that was padding.",
+                  1 - _share(self.num_row_steps, self.num_padded_row_steps) if self.num_padded_row_steps else 0.0),
+        ]  # fmt: skip
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def prometheus_text(metrics: Iterable[Metric]) -> str:
+    """The metrics in Prometheus' text format 0.0.4."""
+    lines: list[str] = []
+    described = set()
+    for metric in metrics:
+        kind = type(metric).__name__.lower()
+        name = f"{metric.name}_total" if isinstance(metric, Counter) else metric.name
+        if name not in described:
+            described.add(name)
+            lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {kind}"]
+        if isinstance(metric, Histogram):
+            lines += [f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in metric.buckets.items()]
+            lines += [f"{name}_sum {metric.sum}", f"{name}_count {metric.count}"]
+        elif isinstance(metric, (Gauge, Counter)):
+            labels = ",".join(f'{key}="{value}"' for key, value in metric.labels.items())
+            lines.append(f"{name}{{{labels}}} {metric.value}" if labels else f"{name} {metric.value}")
+    return "\n".join(lines) + "\n"
