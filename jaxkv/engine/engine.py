@@ -138,13 +138,14 @@ class Engine:
         )
         self._take_prompt_logprobs(requests, batch, scores)
         out = jax.tree.map(lambda x: np.asarray(x)[None], sampled)
+        tokens_of = _tokens_of_rows(out)
         self._recorder.step(sum(count for _, count in plan.work), size)
         got = []
         for row, (request, count) in enumerate(plan.work):
             length = request.handle.length + count
             request.handle = self.scheduler.allocator.advance(request.handle, length)
             if request.num_pending == 0:
-                self._accept(request, out, row)
+                self._accept(request, tokens_of[row], out, row)
                 got.append(request)
         return got
 
@@ -159,33 +160,42 @@ class Engine:
             np.int32(plan.num_steps),
         )
         out = jax.tree.map(np.asarray, sampled)
-        num_stored_B = np.count_nonzero(out.token_B[: plan.num_steps] != NO_TOKEN, axis=0)
-        num_steps, possible = int(num_stored_B.max()), self.scheduler.config.max_num_seqs
-        self._recorder.loop(int(num_stored_B.sum()), num_steps * num_rows, num_steps * possible)
+        tokens_of = _tokens_of_rows(out)
+        num_stored = [len(tokens) for tokens in tokens_of]
+        num_steps, possible = max(num_stored), self.scheduler.config.max_num_seqs
+        self._recorder.loop(sum(num_stored), num_steps * num_rows, num_steps * possible)
         for row, request in enumerate(plan.requests):
-            length = request.handle.length + int(num_stored_B[row])
+            length = request.handle.length + num_stored[row]
             request.handle = self.scheduler.allocator.advance(request.handle, length)
-            self._accept(request, out, row)
+            self._accept(request, tokens_of[row], out, row)
         return plan.requests
 
-    def _accept(self, request: Request, out: Sampled, row: int) -> None:
-        """Adds the row's new tokens one by one up to the first that ends the request, and their text."""
-        tokens = [token for token in out.token_B[:, row].tolist() if token != NO_TOKEN]
+    def _accept(self, request: Request, tokens: list[int], out: Sampled, row: int) -> None:
+        """Adds the row's new tokens up to the first that ends the request, and their text."""
         start = len(request.tokens)
+        # Of a hundred rows hardly one needs a look at every token, and looking is most of what the host does.
+        if request.logprobs is None and request.stop_ids.isdisjoint(tokens) and not request.params.stop:
+            request.tokens += tokens
+            if request.num_left == 0:
+                request.finish_reason = request.limit
+        else:
+            self._accept_one_by_one(request, tokens, out, row)
+        self._recorder.generated(request, len(request.tokens) - start)
+        # Text can wait for the end of the chunk unless a stop string may end it in the middle.
+        if request.text is not None and not request.params.stop:
+            new = request.tokens[start:]
+            request.text.push(new[:-1] if self._hides(request, new[-1]) else new)
+        if request.finish_reason is not None:
+            self._finish(request)
+
+    def _accept_one_by_one(self, request: Request, tokens: list[int], out: Sampled, row: int) -> None:
         for i, token in enumerate(tokens):
             request.tokens.append(token)
             if request.logprobs is not None:
                 request.logprobs.append(self._logprobs(request, out, i, row, token))
                 request.cumulative_logprob += request.logprobs[-1][token].logprob
             if self._ends(request, token):
-                break
-        self._recorder.generated(request, len(request.tokens) - start)
-        # Text can wait for the end of the chunk unless a stop string may end it in the middle.
-        if request.text is not None and not request.params.stop_strings:
-            new = request.tokens[start:]
-            request.text.push(new[:-1] if self._hides(request, new[-1]) else new)
-        if request.finish_reason is not None:
-            self._finish(request)
+                return
 
     def _ends(self, request: Request, token: int) -> bool:
         enough = request.num_new > request.params.min_tokens
@@ -246,3 +256,9 @@ class Engine:
         if any(group.pages.is_deleted() for group in self.kv.groups):
             self.scheduler.start_over()
             self.kv = self._make_kv()
+
+
+def _tokens_of_rows(out: Sampled) -> list[list[int]]:
+    """What each row sampled: a row that rests does so from then on."""
+    num_B = np.count_nonzero(out.token_B != NO_TOKEN, axis=0).tolist()
+    return [tokens[:num] for tokens, num in zip(out.token_B.T.tolist(), num_B, strict=True)]

@@ -77,11 +77,6 @@ class Request:
         return self.max_len - len(self.tokens)
 
     @property
-    def min_left(self) -> int:
-        """Tokens that must come before a stop token may."""
-        return max(0, self.params.min_tokens - self.num_new)
-
-    @property
     def needs_host(self) -> bool:
         """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
         return any(len(word) > 1 for word in self.bad_words)

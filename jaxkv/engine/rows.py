@@ -35,6 +35,8 @@ class RowTables:
         self.max_len = config.max_len
         # Without histories: they are written anew for each step from the requests' tokens.
         self.sampling = empty_sampling(config.max_num_seqs, vocab_size=vocab_size, max_len=0)
+        self._min_len_R = np.zeros(config.max_num_seqs, np.int64)
+        self._penalises_R = np.zeros(config.max_num_seqs, np.bool_)
         self._empty: dict[int, Sampling] = {}
         self._owner_R: list[Request | None] = [None] * config.max_num_seqs
         self._pages_R: list[tuple[int, ...]] = [()] * config.max_num_seqs
@@ -47,9 +49,12 @@ class RowTables:
         if self._owner_R[row] is not request:
             self._owner_R[row] = request
             self._set_sampling(row, request)
-        if self._pages_R[row] is not pages:
+        before = self._pages_R[row]
+        if before is not pages:
+            # Nearly always some pages more, and to write them all costs ten times as much.
+            kept = len(before) if pages[: len(before)] == before else 0
             self._pages_R[row] = pages
-            self.table_RW[row, : len(pages)] = pages
+            self.table_RW[row, kept : len(pages)] = pages[kept:]
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
@@ -62,6 +67,8 @@ class RowTables:
         table.stop_BE[row] = NO_TOKEN
         table.stop_BE[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         table.logprobs_B[row] = params.logprobs is not None
+        self._min_len_R[row] = request.prompt_len + params.min_tokens
+        self._penalises_R[row] = params.penalises
         table.repetition_B[row] = params.repetition_penalty
         table.frequency_B[row] = params.frequency_penalty
         table.presence_B[row] = params.presence_penalty
@@ -106,11 +113,10 @@ class RowTables:
             target_T[first - done - 1 : end - done - 1] = request.tokens[first:end]
 
     def decode_rows(self, requests: list[Request], num_steps: int, num_rows: int) -> Rows:
-        rows = empty_rows(num_rows)
-        for row, request in enumerate(requests):
-            rows.token_B[row] = request.tokens[-1]
-            rows.position_B[row] = len(request.tokens) - 1
-            rows.budget_B[row] = min(num_steps, request.num_left)
+        rows, count = empty_rows(num_rows), len(requests)
+        rows.token_B[:count] = [request.tokens[-1] for request in requests]
+        rows.position_B[:count] = [len(request.tokens) - 1 for request in requests]
+        rows.budget_B[:count] = np.minimum([request.num_left for request in requests], num_steps)
         return rows
 
     def sampling_for(self, requests: list[Request], num_rows: int) -> Sampling:
@@ -127,11 +133,12 @@ class RowTables:
             sent[name] = np.array(getattr(empty, name))
             sent[name][: len(index)] = getattr(table, name)[index]
         sampling = replace(empty, **sent)
-        sampling.min_left_B[: len(index)] = [request.min_left for request in requests]
-        for row, request in enumerate(requests):
-            if request.needs_host:
-                self._set_mask(sampling.allowed_BM, row, request)
-        penalised = [row for row, request in enumerate(requests) if request.params.penalises]
+        num_tokens = [len(request.tokens) for request in requests]
+        sampling.min_left_B[: len(index)] = np.maximum(self._min_len_R[index] - num_tokens, 0)
+        for row in np.flatnonzero(table.masked_B[index]).tolist():
+            if requests[row].needs_host:
+                self._set_mask(sampling.allowed_BM, row, requests[row])
+        penalised = np.flatnonzero(self._penalises_R[index]).tolist()
         return replace(sampling, history_BN=self._histories(requests, penalised, num_rows)) if penalised else sampling
 
     def _histories(self, requests: list[Request], penalised: list[int], num_rows: int) -> Any:

@@ -1,0 +1,304 @@
+"""Host time of the engine per decode step: 256 greedy sequences, loops of 8 steps, and a model that takes no time.
+
+    python scripts/bench_host.py --json docs/benchmarks/host.json
+
+The engine is the real one: scheduler, allocator, prefix cache, row tables, text. Only the compiled programs are stubs
+that return random tokens at once, and their time is not counted. Outputs end at different times and a new request
+takes each free place, so every decode loop has all rows; the steps that compute the new prompts are not counted.
+
+Lines: tokens alone and with text, each with Python's garbage collector on and off, in turns. A dispatch is one decode
+loop; its time is divided by the loop's steps. Parts: plan (scheduler, allocator, prefix index), inputs (row tables,
+packed arrays), outputs (tokens, ends, text, pages given back).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from bench_generate import environment
+
+from jaxkv.aot import row_buckets, token_buckets
+from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.intake import Intake
+from jaxkv.engine.model import Model
+from jaxkv.engine.request import Submission
+from jaxkv.engine.scheduler import LoopPlan, StepPlan
+from jaxkv.engine.text import load_tokenizer
+from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.state import PagedKV, empty_group
+from jaxkv.llm import DECODE_STEPS, DEMO
+from jaxkv.models.families import read_config, read_family
+from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
+
+TARGET_US = {"p50": 150, "p99": 500}
+PARTS = ("plan", "inputs", "outputs")
+NUM_DRAWN = 64
+
+
+@dataclass(slots=True)
+class Clock:
+    """When the parts of the present step began, in seconds, and how long the stub took."""
+
+    planned: float = 0.0
+    called: float = 0.0
+    stub_s: float = 0.0
+    plan: LoopPlan | StepPlan | None = None
+
+
+class StubPrograms:
+    """`aot.Programs` whose steps and loops sample random tokens at once and leave the KV state alone."""
+
+    def __init__(self, config: EngineConfig, spec: ModelSpec, clock: Clock) -> None:
+        self.spec = spec
+        self.token_buckets = token_buckets(config.max_num_batched_tokens)
+        self.row_buckets = row_buckets(config.max_num_seqs)
+        self._max_rows = config.max_num_seqs
+        self._clock = clock
+        self._num_calls = 0
+        shape = (NUM_DRAWN, config.decode_steps, config.max_num_seqs)
+        self._drawn = np.random.default_rng(0).integers(3, spec.vocab_size, shape, np.int32)
+
+    def num_step_rows(self, num_tokens: int) -> int:
+        return min(self._max_rows, num_tokens)
+
+    def step(self, num_tokens: int) -> Callable[..., tuple]:
+        return lambda _weights, kv, _batch, sampling: (kv, self._sampled(np.ones_like(sampling.top_k_B), (), 1), None)
+
+    def loop(self, num_rows: int) -> Callable[..., tuple]:
+        def run(_weights: Any, kv: PagedKV, rows: Any, _sampling: Any, n: np.int32) -> tuple:
+            return kv, rows, self._sampled(np.minimum(rows.budget_B, n), (self._drawn.shape[1],), self._drawn.shape[1])
+
+        return run
+
+    def _sampled(self, budget_B: np.ndarray, lead: tuple[int, ...], num_steps: int) -> Sampled:
+        """Tokens of `num_steps` steps, none past a row's budget; arrays are [*lead, B]."""
+        self._clock.called = time.perf_counter()
+        drawn = self._drawn[self._num_calls % NUM_DRAWN, :num_steps, : len(budget_B)]
+        self._num_calls += 1
+        token = np.where(np.arange(num_steps)[:, None] < budget_B, drawn, NO_TOKEN)
+        shape = (*lead, len(budget_B))
+        none, best = np.zeros(shape, np.float32), np.zeros((*shape, NUM_LOGPROBS), np.float32)
+        out = Sampled(token.reshape(shape), none, none.astype(np.int32), best.astype(np.int32), best)
+        self._clock.stub_s = time.perf_counter() - self._clock.called
+        return out
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one line: microseconds per step of every decode loop, in all and by part, and what else was seen."""
+
+    total_us: list[float] = field(default_factory=list)
+    part_us: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    live_len: list[float] = field(default_factory=list)
+    num_finished: int = 0
+    gc_ms: dict[int, list[float]] = field(default_factory=lambda: {generation: [] for generation in range(3)})
+
+    def summary(self) -> dict[str, Any]:
+        shown = {"total": self.total_us, **self.part_us}
+        return {
+            "num_loops": len(self.total_us),
+            "mean_live_len": float(np.mean(self.live_len)),
+            "num_finished": self.num_finished,
+            "us_per_step": {name: spread(values) for name, values in shown.items()},
+            "collections": {
+                str(generation): {"num": len(values), "sum_ms": sum(values), "max_ms": max(values, default=0.0)}
+                for generation, values in self.gc_ms.items()
+            },
+        }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(values, [50, 99])
+    return {"p50": float(p50), "p99": float(p99), "mean": float(np.mean(values)), "max": max(values)}
+
+
+class Load:
+    """One engine that always has `rows` sequences, and their places filled again before each loop."""
+
+    def __init__(self, options: argparse.Namespace, *, detokenize: bool) -> None:
+        self.rng = np.random.default_rng(options.seed)
+        self.options = options
+        self.detokenize = detokenize
+        self.clock = Clock()
+        self.config = engine_config(options)
+        model = demo_model()
+        self.intake = Intake(model, self.config, cache_root=b"bench", share_prefixes=True)
+        self.engine = make_engine(self.config, model.spec, self.clock)
+        for _ in range(options.rows):
+            # As in the middle of a long run: requests of every age.
+            self.engine.add(self.request(part_done=self.rng.random()))
+
+    def request(self, *, part_done: float = 0.0) -> Submission:
+        low, high = self.options.prompt_len
+        prompt_len = int(self.rng.integers(low, high + 1))
+        output_len = self.options.output_len
+        done = int(part_done * output_len)
+        tokens = self.rng.integers(3, self.engine.programs.spec.vocab_size, prompt_len + done).tolist()
+        params = SamplingParams(
+            temperature=0.0, max_tokens=output_len - done, ignore_eos=True, detokenize=self.detokenize
+        )
+        (submission,) = self.intake.accept([{"prompt_token_ids": tokens}], [params])
+        return submission
+
+    def run(self, num_loops: int, figures: Figures) -> None:
+        """Takes steps until `num_loops` more decode loops are in `figures`."""
+        until = len(figures.total_us) + num_loops
+        while len(figures.total_us) < until:
+            started = time.perf_counter()
+            got = self.engine.step()
+            ended = time.perf_counter()
+            if isinstance(self.clock.plan, LoopPlan):
+                self._note(figures, started, ended)
+            finished = [request for request in got if request.finish_reason is not None]
+            figures.num_finished += len(finished)
+            for _ in finished:
+                self.engine.add(self.request())
+
+    def _note(self, figures: Figures, started: float, ended: float) -> None:
+        clock, scale = self.clock, 1e6 / self.config.decode_steps
+        returned = clock.called + clock.stub_s
+        parts = (clock.planned - started, clock.called - clock.planned, ended - returned)
+        for name, part_s in zip(PARTS, parts, strict=True):
+            figures.part_us[name].append(part_s * scale)
+        figures.total_us.append((ended - started - clock.stub_s) * scale)
+        figures.live_len.append(float(np.mean([request.handle.length for request in clock.plan.requests])))
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    longest = options.prompt_len[1] + options.output_len
+    return EngineConfig(
+        max_model_len=longest,
+        max_num_seqs=options.rows,
+        max_num_batched_tokens=max(2048, options.rows),
+        block_size=options.block_size,
+        num_pages=options.rows * -(-longest // options.block_size),
+        decode_steps=DECODE_STEPS,
+        seed=0,
+    )
+
+
+def demo_model() -> Model:
+    """The demo model's vocabulary and tokenizer; its weights are not needed."""
+    spec, _ = read_family(read_config(DEMO))
+    return Model(
+        directory=DEMO,
+        spec=spec,
+        weights={},
+        dtype="float32",
+        tokenizer=load_tokenizer(DEMO),
+        generation={},
+        eos_ids=frozenset({1}),
+        eos_id=1,
+    )
+
+
+def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
+    """With a KV state of one page, since nothing reads it, and a scheduler that tells the clock when it has planned."""
+    codec = get_codec("float32", platform="cpu")
+    group = empty_group(num_layers=1, num_kv_heads=1, head_dim=8, num_pages=1, page_size=config.block_size, codec=codec)
+    kv = PagedKV(groups=(group,))
+    programs: Any = StubPrograms(config, spec, clock)
+    engine = Engine({}, kv, programs, config, make_kv=lambda: kv, decode_token=None)
+    plan = engine.scheduler.plan
+
+    def planned() -> LoopPlan | StepPlan | None:
+        clock.plan = plan()
+        clock.planned = time.perf_counter()
+        return clock.plan
+
+    engine.scheduler.plan = planned
+    return engine
+
+
+@contextmanager
+def collector(figures: Figures, *, enabled: bool) -> Iterator[None]:
+    """Python's garbage collector on or off, and what it takes."""
+    started = 0.0
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        nonlocal started
+        if phase == "start":
+            started = time.perf_counter()
+        else:
+            figures.gc_ms[about["generation"]].append((time.perf_counter() - started) * 1e3)
+
+    gc.collect()
+    if not enabled:
+        gc.disable()
+    gc.callbacks.append(note)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Every line's figures, in turns of a few loops."""
+    loads = {"tokens": Load(options, detokenize=False), "text": Load(options, detokenize=True)}
+    lines = {(name, state): Figures() for name in loads for state in ("gc on", "gc off")}
+    for load in loads.values():
+        load.run(2, Figures())
+    for turn in range(options.turns):
+        num_loops = options.loops * (turn + 1) // options.turns - options.loops * turn // options.turns
+        for (name, state), figures in lines.items():
+            with collector(figures, enabled=state == "gc on"):
+                loads[name].run(num_loops, figures)
+    for load in loads.values():
+        load.engine.check()
+    return {", ".join(line): figures.summary() for line, figures in lines.items()}
+
+
+def table(lines: dict[str, Any]) -> str:
+    rows = [f"{'microseconds per step':24s}{'p50':>9s}{'p99':>9s}{'mean':>9s}{'max':>9s}  collections: number, longest"]
+    for name, line in lines.items():
+        seen = [f"{of['num']} ({of['max_ms']:.1f} ms)" for of in line["collections"].values()]
+        for part, of in line["us_per_step"].items():
+            values = "".join(f"{of[key]:9.1f}" for key in ("p50", "p99", "mean", "max"))
+            rows.append(f"{name if part == 'total' else '  ' + part:24s}{values}  {', '.join(seen)}".rstrip())
+            seen = []
+    return "\n".join(rows)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--loops", type=int, default=400, help="of each line")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--prompt-len", type=int, nargs=2, default=(256, 768), metavar=("LOW", "HIGH"))
+    parser.add_argument("--output-len", type=int, default=512)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write everything that was measured")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    jax.config.update("jax_platforms", "cpu")
+    result = environment() | {"command": " ".join(sys.argv), "target_us_per_step": TARGET_US}
+    result["lines"] = measure(options)
+    live = result["lines"]["tokens, gc on"]["mean_live_len"]
+    print(f"{options.rows} rows, loops of {DECODE_STEPS} steps, {live:.0f} tokens live per row in the mean")
+    print(table(result["lines"]))
+    met = result["lines"]["tokens, gc on"]["us_per_step"]["total"]
+    print(", ".join(f"{name} {met[name]:.0f} us (target {most})" for name, most in TARGET_US.items()))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""The host-time benchmark: the engine really does the work that is timed."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="scripts/ is in the checkout only")
+
+
+@pytest.fixture
+def host(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module("bench_host")
+
+
+def test_a_run_leaves_its_figures(tmp_path):
+    command = [sys.executable, SCRIPTS / "bench_host.py", "--rows", "4", "--loops", "8", "--turns", "2"]
+    command += ["--prompt-len", "20", "40", "--output-len", "24", "--json", tmp_path / "result.json"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert {"cpu", "cores", "versions", "command"} <= result.keys()
+    assert result["lines"].keys() == {f"{what}, gc {state}" for what in ("tokens", "text") for state in ("on", "off")}
+    for name, line in result["lines"].items():
+        assert line["num_loops"] == 8
+        assert 20 < line["mean_live_len"] < 64
+        assert line["us_per_step"].keys() == {"total", "plan", "inputs", "outputs"}
+        assert name in shown
+    assert all(of["num"] == 0 for of in result["lines"]["text, gc off"]["collections"].values())
+
+
+@pytest.mark.parametrize("detokenize", [False, True])
+def test_every_loop_has_all_rows_and_finished_ones_are_replaced(host, detokenize):
+    options = SimpleNamespace(rows=4, prompt_len=(20, 40), output_len=24, block_size=8, seed=0)
+    load, figures = host.Load(options, detokenize=detokenize), host.Figures()
+    sizes, note = [], load._note
+
+    def noted(figures, started, ended):
+        sizes.append(len(load.clock.plan.requests))
+        note(figures, started, ended)
+
+    load._note = noted
+    load.run(12, figures)
+    load.engine.check()
+    assert sizes == [4] * 12
+    assert figures.num_finished > 4
+    parts = [sum(of) for of in zip(*figures.part_us.values(), strict=True)]
+    assert parts == pytest.approx(figures.total_us)
