@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxkv.ops.layers import total
+
 NUM_STOP_TOKENS = 64
 """Stop-token ids per row that the device knows (width of `stop_BE`)."""
 
@@ -163,7 +165,7 @@ def _logprobs(
     count = min(NUM_LOGPROBS, logits_BV.shape[1])
 
     def compute() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+        logprob_BV = _log_softmax(logits_BV)
         chosen_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=-1)[:, 0]
         rank_B = jnp.sum(logprob_BV >= chosen_B[:, None], axis=-1, dtype=jnp.int32)
         best_logprob_BK, best_BK = jax.lax.top_k(logprob_BV, count)
@@ -174,3 +176,8 @@ def _logprobs(
         return none.logprob_B, none.rank_B, none.best_BK, none.best_logprob_BK
 
     return jax.lax.cond(wanted, compute, skip)
+
+
+def _log_softmax(x_BV: jax.Array) -> jax.Array:
+    x_BV = x_BV - x_BV.max(axis=-1, keepdims=True)
+    return x_BV - jnp.log(total(jnp.exp(x_BV)))[:, None]

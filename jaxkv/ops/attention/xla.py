@@ -16,7 +16,9 @@ import jax.numpy as jnp
 
 from jaxkv.kv.state import GroupKV
 from jaxkv.ops.attention.base import Batch
+from jaxkv.ops.layers import total
 
+DEC32=True; PRE32=True
 DECODE_BLOCK = 128
 """Keys gathered per row and iteration of a decode sweep."""
 
@@ -64,7 +66,7 @@ def attend(
         batch.position_T[:num_rows],
         is_decode_B,
         # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
-        cpu=partial(decode, tile_rows=CPU_TILE_ROWS, in_float32=True),
+        cpu=partial(decode, tile_rows=CPU_TILE_ROWS, in_float32=DEC32),
         default=partial(decode, tile_rows=num_rows, in_float32=False),
     )
     if batch.decode_only:
@@ -141,7 +143,7 @@ def _prefill(
             jnp.repeat(position, num_heads // heads)[None, :],
             (low, jnp.minimum(index + size, length)),
             block_tokens=PREFILL_BLOCK,
-            in_float32=False,
+            in_float32=PRE32,
             layer=layer,
             window=window,
         )
@@ -227,4 +229,4 @@ def _accumulate(state: Softmax, q: jax.Array, keys: jax.Array, values: jax.Array
     weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
     shrink = jnp.exp(state.max - top)
     gained = matmul("rkmj,rkjh->rkmh", weight.astype(values.dtype), values)
-    return Softmax(top, state.sum * shrink + weight.sum(axis=-1), state.acc * shrink[..., None] + gained)
+    return Softmax(top, state.sum * shrink + total(weight), state.acc * shrink[..., None] + gained)
