@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from jaxkv.ops.attention import xla
 from jaxkv.ops.attention.base import AttendFn, Batch
 
-BACKENDS: dict[str, AttendFn] = {"xla": xla.attend}
+BACKENDS: dict[str, AttendFn] = {"xla": xla.attend, "xla_deterministic": partial(xla.attend, deterministic=True)}
 PLANNED = ("pallas_tpu", "mosaic_gpu")
 
 
