@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from jaxkv.loop import Rows, decode_loop
 from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
-from jaxkv.ops.sampling import NO_TOKEN, NUM_STOP_TOKENS, Sampling
+from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
 from jaxkv.steps import step
 
 SMALLEST_STEP = 16
@@ -60,27 +61,42 @@ def empty_batch(num_tokens: int, num_rows: int) -> Batch:
         count_B=_full((num_rows,), 0),
         num_decode=_full((), 0),
         num_rows=_full((), 0),
+        target_T=_full((num_tokens,), NO_TOKEN),
     )
 
 
-def empty_sampling(num_rows: int) -> Sampling:
-    """Greedy parameters for every row (numpy)."""
+def empty_sampling(num_rows: int, *, vocab_size: int, max_len: int, make: Callable[..., Any] | None = None) -> Sampling:
+    """Greedy parameters for every row; numpy arrays, or what `make(shape, value, dtype=int32)` makes of them."""
+    full = _full if make is None else make
     return Sampling(
-        temperature_B=_full((num_rows,), 0, np.float32),
-        top_k_B=_full((num_rows,), np.iinfo(np.int32).max),
-        top_p_B=_full((num_rows,), 1, np.float32),
-        min_p_B=_full((num_rows,), 0, np.float32),
-        seed_B2=_full((num_rows, 2), 0, np.uint32),
-        sample_B=_full((num_rows,), 0),
-        stop_BE=_full((num_rows, NUM_STOP_TOKENS), NO_TOKEN),
-        min_left_B=_full((num_rows,), 0),
-        logprobs_B=_full((num_rows,), False, np.bool_),
+        temperature_B=full((num_rows,), 0, np.float32),
+        top_k_B=full((num_rows,), np.iinfo(np.int32).max),
+        top_p_B=full((num_rows,), 1, np.float32),
+        min_p_B=full((num_rows,), 0, np.float32),
+        seed_B2=full((num_rows, 2), 0, np.uint32),
+        sample_B=full((num_rows,), 0),
+        stop_BE=full((num_rows, NUM_STOP_TOKENS), NO_TOKEN),
+        min_left_B=full((num_rows,), 0),
+        logprobs_B=full((num_rows,), False, np.bool_),
+        masked_B=full((num_rows,), False, np.bool_),
+        allowed_BM=full((num_rows, -(-vocab_size // 32)), 0, np.uint32),
+        bias_id_BE=full((num_rows, NUM_BIASES), NO_TOKEN),
+        bias_BE=full((num_rows, NUM_BIASES), 0, np.float32),
+        repetition_B=full((num_rows,), 1, np.float32),
+        frequency_B=full((num_rows,), 0, np.float32),
+        presence_B=full((num_rows,), 0, np.float32),
+        history_BN=full((num_rows, max_len), NO_TOKEN),
+        prompt_len_B=full((num_rows,), 0),
     )
 
 
 def empty_rows(num_rows: int) -> Rows:
     """Resting rows (numpy)."""
     return Rows(token_B=_full((num_rows,), 0), position_B=_full((num_rows,), 0), budget_B=_full((num_rows,), 0))
+
+
+def _abstract_full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
@@ -142,19 +158,22 @@ class Programs:
 
     def _lower_step(self, num_tokens: int) -> Any:
         rows = self.num_step_rows(num_tokens)
-        inputs = _abstract_tree((empty_batch(num_tokens, rows), empty_sampling(rows)))
-        return step.lower(self._weights, self._kv_for(rows), *inputs, spec=self.spec, backend=self.backend)
+        inputs = (_abstract_tree(empty_batch(num_tokens, rows)), self._sampling_for(rows))
+        return step.lower(self._weights, self._kv_for(rows), *inputs, **self._static)
 
     def _lower_loop(self, num_rows: int) -> Any:
-        inputs = _abstract_tree((empty_rows(num_rows), empty_sampling(num_rows), np.int32(0)))
-        return decode_loop.lower(
-            self._weights,
-            self._kv_for(num_rows),
-            *inputs,
-            spec=self.spec,
-            backend=self.backend,
-            width=self.config.decode_steps,
-        )
+        rows, n = _abstract_tree((empty_rows(num_rows), np.int32(0)))
+        inputs = (rows, self._sampling_for(num_rows), n)
+        width = self.config.decode_steps
+        return decode_loop.lower(self._weights, self._kv_for(num_rows), *inputs, width=width, **self._static)
+
+    @property
+    def _static(self) -> dict[str, Any]:
+        return {"spec": self.spec, "backend": self.backend, "num_logprobs": self.config.max_logprobs}
+
+    def _sampling_for(self, num_rows: int) -> Sampling:
+        sizes = {"vocab_size": self.spec.vocab_size, "max_len": self.config.max_len}
+        return empty_sampling(num_rows, **sizes, make=_abstract_full)
 
     def _kv_for(self, num_rows: int) -> PagedKV:
         width = table_width(self.config)

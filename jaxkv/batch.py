@@ -60,7 +60,7 @@ MAX_DEPTH = 64
 SYNC_S = 5.0
 
 _KINDS = ("prompt", "prompt_token_ids", "messages")
-_PARAMS = {field.name for field in fields(SamplingParams)} - {"logprobs"}
+_PARAMS = {field.name for field in fields(SamplingParams)} - {"n", "logprobs", "prompt_logprobs"}
 _COUNTED = ("finish_reason", "num_prompt_tokens", "num_output_tokens")
 _RESULTS = ({"id", "text", *_COUNTED}, {"id", "token_ids", *_COUNTED})
 _ROW_START = b'{"id": '
@@ -171,13 +171,16 @@ def run_batch(
 
     params: of lines that say nothing else (default: `LLM.get_default_sampling_params`); params.seed is the run's seed.
     Memory: ids, and the requests that `LLM.as_completed` takes at once.
-    Raises: ValueError for params that ask for logprobs, OSError; never for what a line holds.
+    Raises: ValueError for params that ask for logprobs or several samples, OSError; never for what a line holds.
     """
     from tqdm import tqdm
 
     params = llm.get_default_sampling_params() if params is None else params
-    if params.logprobs is not None:
-        raise ValueError(f"logprobs: expected None, because a row has no place for them, got {params.logprobs}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (asked := getattr(params, name)) is not None:
+            raise ValueError(f"{name}: expected None, because a row has no place for them, got {asked}")
+    if params.n != 1:
+        raise ValueError(f"n: expected 1, because a row has place for one sample, got {params.n}")
     has_tokenizer = llm.get_tokenizer() is not None
     total = None
     if source.seekable():

@@ -12,6 +12,9 @@ MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 MIN_FLOAT32 = 2.0**-126
 """The smallest above 0 that devices do not flush to 0."""
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy, as in vLLM: dividing by less would overflow."""
+
 
 def _expect(ok: bool, name: str, expected: str, got: Any) -> None:
     if not ok:
@@ -48,12 +51,15 @@ class EngineConfig:
     num_pages: int
     decode_steps: int
     seed: int
+    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             _expect(is_int(value), field.name, "a whole number", value)
-            _expect(value >= (0 if field.name == "seed" else 1), field.name, "a positive number", value)
+            _expect(
+                value >= (0 if field.name in ("seed", "max_logprobs") else 1), field.name, "a positive number", value
+            )
         _expect(self.seed < 2**64, "seed", "a number below 2**64", self.seed)
         sizes = (8, 16, 32, 64, 128)
         _expect(self.block_size in sizes, "block_size", f"one of {sizes}", self.block_size)
@@ -72,14 +78,6 @@ class EngineConfig:
 
 
 _NOT_BUILT = {
-    "n": 1,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
     "spaces_between_special_tokens": True,
     "truncate_prompt_tokens": None,
     "structured_outputs": None,
@@ -88,13 +86,40 @@ _NOT_BUILT = {
 }
 
 
+def _is_list_of(kind: type, value: Any) -> bool:
+    """Whether it is None, or a list or tuple of what is of this kind (a bool is no int)."""
+    listed = isinstance(value, (list, tuple))
+    return value is None or (listed and all(isinstance(x, kind) and not isinstance(x, bool) for x in value))
+
+
+def _checked_bias(given: Any) -> dict[int, float]:
+    """As vLLM takes it: ids through int(), since JSON has string keys, and values held within [-100, 100]."""
+    _expect(isinstance(given, dict), "logit_bias", "a dict of token id -> number", given)
+    bias = {}
+    for token, value in given.items():
+        is_id = is_int(token) or (isinstance(token, str) and token.strip().isdecimal())
+        _expect(is_id, "logit_bias", "token ids as keys", token)
+        number = (is_int(value) or isinstance(value, float)) and value == value  # false for NaN
+        _expect(number, "logit_bias", f"a number for token {token}", value)
+        bias[int(token)] = float(min(100, max(-100, value)))
+    return bias
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one request samples: vLLM's field names, defaults and meaning.
 
     A temperature below 1e-5 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None or -1: it follows
-    from the engine's. `max_tokens=None`: as many as the context allows. `logprobs=k`: the k likeliest tokens and the
-    sampled one, k at most 20. Frozen: `dataclasses.replace` makes a changed copy.
+    from the engine's. `max_tokens=None`: as many as the context allows. `n` samples share the prompt's pages; more than
+    one needs a temperature.
+    `presence_penalty` and `frequency_penalty` are subtracted from the logits of generated tokens, once and per
+    occurrence; `repetition_penalty` divides positive and multiplies negative logits of tokens in prompt or output.
+    `logit_bias`: token id (an int, or a string of one as in OpenAI's JSON) -> what is added, held within [-100, 100].
+    `allowed_token_ids`: only these may come. `bad_words` may not, with or without a space in front; one of several
+    tokens is kept from ending, and makes the decode loop stop after each token while its request runs.
+    `logprobs=k`: the k likeliest tokens and the sampled one, `prompt_logprobs=k` the same of the prompt's tokens; -1 is
+    all of the vocabulary. `LLM(max_logprobs=)` bounds both.
+    Frozen: `dataclasses.replace` makes a changed copy.
     Raises: ValueError naming the field for a value out of range, and for a field that is not built yet.
     """
 
@@ -109,14 +134,14 @@ class SamplingParams:
     seed: int | None = None
     stop: str | list[str] | tuple[str, ...] | None = None
     stop_token_ids: list[int] | tuple[int, ...] | None = None
-    bad_words: list[str] | None = None
+    bad_words: list[str] | tuple[str, ...] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -131,8 +156,11 @@ class SamplingParams:
             value = getattr(self, name)
             if value not in (default, [], {}) or isinstance(value, bool) is not isinstance(default, bool):
                 raise ValueError(f"{name}={value!r} is not supported yet; leave it at {default!r}")
+        _expect(is_int(self.n) and self.n >= 1, "n", "a number >= 1", self.n)
         number = _is_number(self.temperature) and self.temperature >= 0
         _expect(number, "temperature", "a finite float32 number >= 0", self.temperature)
+        if self.n > 1 and self.temperature < GREEDY_BELOW:
+            raise ValueError(f"n: expected 1 with greedy sampling (temperature {self.temperature}), got {self.n}")
         top_p = _is_number(self.top_p) and MIN_FLOAT32 <= self.top_p <= 1
         _expect(top_p, "top_p", "a float32 number in (0, 1]", self.top_p)
         _expect(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]", self.min_p)
@@ -151,21 +179,39 @@ class SamplingParams:
         if self.max_tokens is not None:
             at_most = f"at most max_tokens={self.max_tokens}"
             _expect(self.min_tokens <= self.max_tokens, "min_tokens", at_most, self.min_tokens)
-        logprobs = self.logprobs is None or (is_int(self.logprobs) and 0 <= self.logprobs <= 20)
-        _expect(logprobs, "logprobs", "None or a number from 0 to 20", self.logprobs)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _expect(value is None or (is_int(value) and value >= -1), name, "None, -1 (all) or a number >= 0", value)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             _expect(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
-        self._check_stops()
+        self._check_penalties()
+        self._check_words_and_ids()
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
-    def _check_stops(self) -> None:
-        strings = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        listed = isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings)
-        _expect(listed, "stop", "a string or a list of strings, none empty", self.stop)
-        _expect(self.detokenize or not strings, "stop", "no stop strings with detokenize=False", self.stop)
-        ids = self.stop_token_ids or ()
-        listed = isinstance(ids, (list, tuple)) and all(is_int(i) for i in ids)
-        _expect(listed, "stop_token_ids", "a list of token ids", self.stop_token_ids)
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _expect(_is_number(value) and -2 <= value <= 2, name, "a number in [-2, 2]", value)
+        repetition = _is_number(self.repetition_penalty) and self.repetition_penalty >= MIN_FLOAT32
+        _expect(repetition, "repetition_penalty", "a finite float32 number > 0", self.repetition_penalty)
+
+    def _check_words_and_ids(self) -> None:
+        listed = isinstance(self.stop, str) or _is_list_of(str, self.stop)
+        _expect(listed and "" not in self.stop_strings, "stop", "a string or a list of strings, none empty", self.stop)
+        _expect(self.detokenize or not self.stop_strings, "stop", "no stop strings with detokenize=False", self.stop)
+        words = _is_list_of(str, self.bad_words) and all(word.strip() for word in self.bad_words or ())
+        _expect(words, "bad_words", "a list of words, none empty", self.bad_words)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            _expect(_is_list_of(int, getattr(self, name)), name, "a list of token ids", getattr(self, name))
+        some = self.allowed_token_ids is None or len(self.allowed_token_ids) > 0
+        _expect(some, "allowed_token_ids", "None or at least one token id", self.allowed_token_ids)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -20,9 +21,10 @@ from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.model import load_model
 from jaxkv.engine.outputs import RequestOutput
 from jaxkv.engine.pool import bytes_per_page, choose_num_pages, empty_kv
-from jaxkv.engine.request import Request
+from jaxkv.engine.prefix import root_key
+from jaxkv.engine.request import Submission
 from jaxkv.kv.codecs import Codec, get_codec
-from jaxkv.ops.attention import choose_backend
+from jaxkv.ops.attention import DETERMINISTIC, choose_backend
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -37,12 +39,19 @@ ONLY = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
-    "enable_prefix_caching": False,
     "trust_remote_code": False,
     "quantization": None,
     "enable_lora": False,
 }
 """Arguments of vLLM's that have one possible value so far."""
+
+
+def _check_others(given: Mapping[str, Any]) -> None:
+    if unknown := sorted(given.keys() - ONLY.keys()):
+        raise ValueError(f"LLM: unknown or not yet supported: {', '.join(unknown)}")
+    for name, value in given.items():
+        if value != ONLY[name] or type(value) is not type(ONLY[name]):
+            raise ValueError(f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}")
 
 
 class LLM:
@@ -58,7 +67,14 @@ class LLM:
     or float32. kv_cache_memory_bytes, num_gpu_blocks_override: size of the cache in bytes or pages; by default what
     max_num_seqs rows of max_model_len take, within gpu_memory_utilization of the device (on a CPU of the available
     memory, and at most a quarter of it).
+    enable_prefix_caching: full pages of prompts and outputs stay in the cache until their room is needed, and requests
+    that begin with the same tokens take them over. prefix_cache_secret: what the keys of cached pages are derived from,
+    by default random for each engine.
+    deterministic: on a CPU, the same tokens and logprobs to the last bit, however a prompt was cut, cached or preempted
+    (default: whatever runs beside it; what it costs is in docs/architecture.md).
     seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
+    max_logprobs: the most logprobs or prompt_logprobs that a request may ask for. -1 is the whole vocabulary; steps and
+    loops then have room for as many per token, in use or not.
 
     Other names of vLLM's are taken with the one value that is true here (`ONLY`), such as tensor_parallel_size=1.
 
@@ -83,20 +99,24 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         num_gpu_blocks_override: int | None = None,
         gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = True,
+        prefix_cache_secret: bytes | None = None,
         seed: int = 0,
+        max_logprobs: int = 20,
+        deterministic: bool = False,
         lazy_compile: bool = False,
         **others: Any,
     ) -> None:
-        if unknown := sorted(others.keys() - ONLY.keys()):
-            raise ValueError(f"LLM: unknown or not yet supported: {', '.join(unknown)}")
-        for name, value in others.items():
-            if value != ONLY[name] or type(value) is not type(ONLY[name]):
-                raise ValueError(f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}")
+        _check_others(others)
         if skip_tokenizer_init and tokenizer is not None:
             raise ValueError(f"tokenizer: expected None with skip_tokenizer_init=True, got {tokenizer!r}")
         self._device = jax.devices()[0]
         on_cpu = self._device.platform == "cpu"
         self._backend, self._backend_reason = choose_backend(backend)
+        if deterministic:
+            if not on_cpu:
+                raise NotImplementedError(f"deterministic=True: known to hold on a CPU only, not on {self._device}")
+            self._backend = DETERMINISTIC.get(self._backend, self._backend)
         self._compile_cache = use_compile_cache(self._device)
         self._model = load_model(
             DEMO if model is None else model,
@@ -117,6 +137,7 @@ class LLM:
             num_pages=1,
             decode_steps=DECODE_STEPS,
             seed=seed,
+            max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
         if limits.max_model_len > spec.max_len:
             raise ValueError(f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got {max_model_len}")
@@ -130,7 +151,7 @@ class LLM:
             utilization=gpu_memory_utilization,
         )
         self._config = replace(limits, num_pages=num_pages)
-        self._intake = Intake(self._model, self._config)
+        self._intake = self._make_intake(codec, enable_prefix_caching, prefix_cache_secret)
         self._engine = self._make_engine(codec)
         if not lazy_compile:
             self._engine.programs.compile_all()
@@ -141,17 +162,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes every prompt; results in input order.
 
         prompts: a text, {"prompt": text} or {"prompt_token_ids": [...]}, or a list of them. sampling_params: one for
-        all or one each (default: `get_default_sampling_params`).
+        all or one each (default: `get_default_sampling_params`). priority: one number per prompt, the lowest first.
         Raises: ValueError naming every bad index before any work starts.
         """
         listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         if not isinstance(listed, (list, tuple)):
             raise ValueError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}")
-        return self._run(self._intake.accept(listed, self._listed_params(sampling_params, len(listed))), use_tqdm)
+        if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(listed)):
+            raise ValueError(f"priority: expected a list of {len(listed)} numbers, got {priority!r:.80}")
+        params = self._listed_params(sampling_params, len(listed))
+        return self._run(self._intake.accept(listed, params, priority), use_tqdm)
 
     def chat(
         self,
@@ -198,13 +223,13 @@ class LLM:
         Text comes in whole characters, and never with the beginning of a stop string. Closing the iterator ends the
         request. Raises: ValueError at the call, before anything is yielded.
         """
-        (request,) = self._intake.accept([prompt], self._listed_params(sampling_params, 1))
-        return self._stream(request)
+        (submission,) = self._intake.accept([prompt], self._listed_params(sampling_params, 1))
+        return self._stream(submission)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, vLLM's defaults where it says nothing.
 
-        Raises: ValueError if it asks for something that is not supported yet.
+        Raises: ValueError if it asks for something that is out of range.
         """
         names = {"max_new_tokens": "max_tokens"}
         keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
@@ -236,6 +261,10 @@ class LLM:
         """
         return {request.id: request.handle.pages for request in self._engine.scheduler.running}
 
+    def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache: nothing computed so far is used for requests that come from now on."""
+        self._engine.scheduler.allocator.forget()
+
     def describe(self) -> str:
         """What this engine is and has: model, memory, programs, backend and why."""
         model, config, programs = self._model, self._config, self._engine.programs
@@ -255,6 +284,16 @@ class LLM:
                 f"backend   {self._backend} ({self._backend_reason})",
             )
         )
+
+    def _make_intake(self, codec: Codec, share_prefixes: bool, secret: bytes | None) -> Intake:
+        if not isinstance(share_prefixes, bool):
+            raise ValueError(f"enable_prefix_caching: expected True or False, got {share_prefixes!r}")
+        if not isinstance(secret, bytes | None):
+            raise ValueError(f"prefix_cache_secret: expected bytes or None, got {type(secret).__name__}")
+        secret = secrets.token_bytes(32) if secret is None else secret
+        # Which weights is not asked: the cache ends with the engine, which has only one model.
+        root = root_key(secret, repr(self._model.spec), self._model.dtype, codec.name)
+        return Intake(self._model, self._config, cache_root=root, share_prefixes=share_prefixes)
 
     def _make_engine(self, codec: Codec) -> Engine:
         spec, config, weights = self._model.spec, self._config, self._model.weights
@@ -284,7 +323,7 @@ class LLM:
             raise ValueError(f"sampling_params: expected one or {count} (one per prompt), got {len(params)}")
         return params
 
-    def _accept_or_refuse(self, pair: Any) -> Request | ValueError:
+    def _accept_or_refuse(self, pair: Any) -> Submission | ValueError:
         try:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(f"expected (prompt, SamplingParams or None), got {type(pair).__name__}")
@@ -292,43 +331,43 @@ class LLM:
             if isinstance(prompt, (list, tuple)):
                 (prompt,) = self._intake.render([prompt], add_generation_prompt=True)
             chosen = self.get_default_sampling_params() if params is None else params
-            (request,) = self._intake.accept([prompt], [chosen])
+            (submission,) = self._intake.accept([prompt], [chosen])
         except ValueError as error:
             # Their index in a list of one says nothing here.
             return ValueError(str(error).removeprefix("prompt 0: ").removeprefix("conversation 0: "))
-        return request
+        return submission
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         from tqdm import tqdm
 
         with (
-            tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar,
-            closing(self._complete(enumerate(requests))) as completed,
+            tqdm(total=len(submissions), desc="Processed prompts", disable=not use_tqdm) as bar,
+            closing(self._complete(enumerate(submissions))) as completed,
         ):
             for _ in completed:
                 bar.update()
-        return [request.output() for request in requests]
+        return [submission.output() for submission in submissions]
 
     def _complete(
-        self, arriving: Iterator[tuple[int, Request | ValueError]]
+        self, arriving: Iterator[tuple[int, Submission | ValueError]]
     ) -> Generator[tuple[int, RequestOutput | ValueError]]:
         """Runs what arrives and yields it as it finishes, a refusal at once."""
         # As many again as can finish in one step: the scheduler never looks at an empty queue while more are to come.
         window = 2 * self._config.max_num_seqs
-        taken: dict[int, Request] = {}
+        taken: dict[int, Submission] = {}
         try:
             while True:
                 while len(taken) < window and (arrived := next(arriving, None)) is not None:
-                    index, request = arrived
-                    if isinstance(request, ValueError):
-                        yield index, request
+                    index, submission = arrived
+                    if isinstance(submission, ValueError):
+                        yield index, submission
                     else:
-                        taken[index] = request
-                        self._engine.add(request)
+                        taken[index] = submission
+                        self._engine.add(submission)
                 if not taken:
                     return
                 # Asked of the requests, not of `step`: a stream that is read between two results takes steps too.
-                finished = [index for index, request in taken.items() if request.finish_reason is not None]
+                finished = [index for index, submission in taken.items() if submission.is_finished]
                 for index in finished:
                     yield index, taken.pop(index).output()
                 if not finished:
@@ -337,17 +376,19 @@ class LLM:
                     self._engine.step()
         finally:
             # After an error, an interrupt or `close` nothing of this call may stay behind.
-            for request in taken.values():
-                self._engine.abort(request.id)
+            for submission in taken.values():
+                self._engine.abort(submission)
 
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        self._engine.add(request)
+    def _stream(self, submission: Submission) -> Iterator[RequestOutput]:
+        self._engine.add(submission)
         try:
-            while request.finish_reason is None:
-                known = len(request.tokens)
-                self._engine.step()
-                if request.finish_reason is None and len(request.tokens) > known:
-                    yield request.new_output()
-            yield request.new_output()
+            while True:
+                new = submission.new_output()
+                if new is None:
+                    self._engine.step()
+                    continue
+                yield new
+                if new.finished:
+                    return
         finally:
-            self._engine.abort(request.id)
+            self._engine.abort(submission)

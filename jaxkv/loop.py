@@ -13,7 +13,7 @@ from jaxkv.kv.state import PagedKV
 from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
-from jaxkv.ops.sampling import NO_TOKEN, Sampled, Sampling, empty_sampled, is_stop, sample
+from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled, Sampling, empty_sampled, is_stop, sample
 from jaxkv.steps import last_logits
 
 
@@ -30,7 +30,7 @@ class Rows:
     budget_B: jax.Array
 
 
-@partial(jax.jit, static_argnames=("spec", "backend", "width"), donate_argnames=("kv", "rows"))
+@partial(jax.jit, static_argnames=("spec", "backend", "width", "num_logprobs"), donate_argnames=("kv", "rows"))
 def decode_loop(
     weights: Weights,
     kv: PagedKV,
@@ -41,6 +41,7 @@ def decode_loop(
     spec: ModelSpec,
     backend: str,
     width: int,
+    num_logprobs: int = NUM_LOGPROBS,
 ) -> tuple[PagedKV, Rows, Sampled]:
     """Up to n tokens for each row, ending early when every row has met a stop token or its budget.
 
@@ -65,7 +66,7 @@ def decode_loop(
         )
         kv, logits_BV = last_logits(weights, kv, batch, spec=spec, backend=backend)
         now = replace(sampling, min_left_B=min_left_B)
-        sampled = sample(logits_BV, now, rows.position_B + 1)
+        sampled = sample(logits_BV, now, rows.position_B + 1, out.token_B, num_logprobs=num_logprobs)
         out = jax.tree.map(
             lambda all_nB, one_B: jax.lax.dynamic_update_index_in_dim(all_nB, one_B, i, 0),
             out,
@@ -82,6 +83,6 @@ def decode_loop(
     def unfinished(carry: tuple) -> jax.Array:
         return (carry[0] < n) & jnp.any(carry[2].budget_B > 0)
 
-    out = empty_sampled(width, num_rows, spec.vocab_size)
+    out = empty_sampled(width, num_rows, spec.vocab_size, num_logprobs)
     _, kv, rows, _, out = jax.lax.while_loop(unfinished, advance, (0, kv, rows, sampling.min_left_B, out))
     return kv, rows, out

@@ -13,7 +13,10 @@ from jaxkv.models import decoder
 from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
-from jaxkv.ops.sampling import Sampled, Sampling, sample
+from jaxkv.ops.sampling import NUM_LOGPROBS, Sampled, Sampling, Scores, empty_scores, sample, score
+
+SCORED_TOKENS = 64
+"""Prompt tokens whose logits exist at once when prompt logprobs are wanted."""
 
 
 def last_logits(
@@ -29,17 +32,56 @@ def last_token(batch: Batch) -> jax.Array:
     return jnp.maximum(batch.start_B + batch.count_B - 1, 0)
 
 
-@partial(jax.jit, static_argnames=("spec", "backend"), donate_argnames=("kv",))
+def prompt_scores(
+    weights: Weights, x_TD: jax.Array, target_T: jax.Array | None, *, spec: ModelSpec, num_logprobs: int
+) -> Scores:
+    """`score` of the next token of each packed one, where it is wanted (target_T >= 0), else anything.
+
+    Goes over pieces from the first to the last wanted token: with none wanted there is nothing to do, and the logits of
+    all tokens never exist together.
+    """
+    num_tokens = x_TD.shape[0]
+    scores = empty_scores((num_tokens,), spec.vocab_size, num_logprobs)
+    if target_T is None:
+        return scores
+    size = min(SCORED_TOKENS, num_tokens)
+    index_T = jnp.arange(num_tokens, dtype=jnp.int32)
+    first = jnp.min(jnp.where(target_T >= 0, index_T, num_tokens))
+    end = jnp.max(jnp.where(target_T >= 0, index_T + 1, 0))
+
+    def score_piece(piece: jax.Array, scores: Scores) -> Scores:
+        # The last piece begins earlier rather than end past the end; what overlaps is the same again.
+        start = jnp.minimum(first + piece * size, num_tokens - size)
+        x_CD, target_C = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (x_TD, target_T))
+        logits_CV = decoder.logits(weights, x_CD, spec=spec)
+        found = score(logits_CV, jnp.maximum(target_C, 0), num_logprobs=num_logprobs)
+        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0), scores, found)
+
+    return jax.lax.fori_loop(0, (end - first + size - 1) // size, score_piece, scores)
+
+
+@partial(jax.jit, static_argnames=("spec", "backend", "num_logprobs"), donate_argnames=("kv",))
 def step(
-    weights: Weights, kv: PagedKV, batch: Batch, sampling: Sampling, *, spec: ModelSpec, backend: str
-) -> tuple[PagedKV, Sampled]:
-    """One ragged step: prefill chunks and decode tokens together, one sampled token per row.
+    weights: Weights,
+    kv: PagedKV,
+    batch: Batch,
+    sampling: Sampling,
+    *,
+    spec: ModelSpec,
+    backend: str,
+    num_logprobs: int = NUM_LOGPROBS,
+) -> tuple[PagedKV, Sampled, Scores]:
+    """One ragged step: prefill chunks and decode tokens together, one sampled token per row, and the prompt tokens'
+    own scores where batch.target_T asks for them.
 
     Consumes `kv` (donated). Compiled once per number of packed tokens T and of rows B.
     """
-    kv, logits_BV = last_logits(weights, kv, batch, spec=spec, backend=backend)
-    position_B = batch.position_T[last_token(batch)] + 1
-    return kv, sample(logits_BV, sampling, position_B)
+    kv, x_TD = decoder.forward(weights, kv, batch, spec=spec, backend=backend)
+    last_B = last_token(batch)
+    logits_BV = decoder.logits(weights, x_TD[last_B], spec=spec)
+    sampled = sample(logits_BV, sampling, batch.position_T[last_B] + 1, num_logprobs=num_logprobs)
+    scores = prompt_scores(weights, x_TD, batch.target_T, spec=spec, num_logprobs=num_logprobs)
+    return kv, sampled, scores
 
 
 @partial(jax.jit, donate_argnames=("kv",))

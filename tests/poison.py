@@ -45,8 +45,10 @@ def poison_kv(kv: PagedKV, handles: Iterable[KVHandle]) -> PagedKV:
 
 
 def poison(engine: Engine) -> None:
-    """Overwrites what no running request owns, tail slots past each length included."""
-    engine.kv = poison_kv(engine.kv, [request.handle for request in engine.scheduler.running])
+    """Overwrites what neither a running request nor the prefix cache owns, tail slots past each length included."""
+    allocator = engine.scheduler.allocator
+    cached = [KVHandle((page,), allocator.page_size) for page in allocator._cached]
+    engine.kv = poison_kv(engine.kv, [request.handle for request in engine.scheduler.running] + cached)
 
 
 @contextmanager

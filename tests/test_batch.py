@@ -269,8 +269,9 @@ def test_each_row_is_what_generate_gives_for_its_line(llm, files):
 def test_without_parameters_the_model_s_own_apply_and_logprobs_have_no_place(llm, files):
     rows, _ = files([{"id": 0, "prompt": "The end", "params": {"temperature": 0}}], None)
     assert rows == [row_of(llm, 0, "The end", replace(llm.get_default_sampling_params(), temperature=0.0))]
-    with pytest.raises(ValueError, match="logprobs: expected None"):
-        files([{"id": 1, "prompt": "The end"}], replace(GREEDY, logprobs=1))
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(ValueError, match=f"^{name}: expected None"):
+            files([{"id": 1, "prompt": "The end"}], replace(GREEDY, **{name: 1}))
 
 
 def test_a_sampled_line_depends_on_the_run_s_seed_and_its_id_alone(files):
@@ -335,7 +336,18 @@ BAD = {  # the line, whether its id can be used, what the row says
     "no messages": (b'{"id": "g", "messages": []}', True, "expected a list of .* messages"),
     "params": (b'{"id": "h", "prompt": "x", "params": [1]}', True, "line .*: params: expected an object, got list"),
     "unknown param": (b'{"id": "o", "prompt": "x", "params": {"heat": 1}}', True, "line .*: params: unknown .*: heat"),
+    "n": (b'{"id": "p", "prompt": "x", "params": {"n": 2}}', True, "not possible in a batch: n"),
     "logprobs": (b'{"id": "p", "prompt": "x", "params": {"logprobs": 1}}', True, "not possible in a batch: logprobs"),
+    "prompt_logprobs": (
+        b'{"id": "p", "prompt": "x", "params": {"prompt_logprobs": 1}}',
+        True,
+        "in a batch: prompt_logprobs",
+    ),
+    "a bias": (
+        b'{"id": "p", "prompt": "x", "params": {"logit_bias": {"x": 1}}}',
+        True,
+        "logit_bias: expected token ids",
+    ),
     "param": (b'{"id": "q", "prompt": "x", "params": {"top_p": 1e999}}', True, "line .*: top_p: expected .*, got inf"),
     "not built": (b'{"id": "r", "prompt": "x", "params": {"n": 2}}', True, "line .*: n=2 is not supported yet"),
     "no text": (b'{"id": "s", "prompt": 3}', True, "prompt: expected a text, got int"),

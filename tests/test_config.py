@@ -15,6 +15,7 @@ LIMITS = {
     "num_pages": 16,
     "decode_steps": 8,
     "seed": 0,
+    "max_logprobs": 20,
 }
 NAN, INF = math.nan, math.inf
 
@@ -39,9 +40,9 @@ def test_a_limit_that_is_no_positive_whole_number_is_refused_by_name(name, value
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_zero_is_refused_but_for_the_seed(name):
-    if name == "seed":
-        assert EngineConfig(**LIMITS | {"seed": 0}).seed == 0
+def test_zero_is_refused_but_for_the_seed_and_logprobs(name):
+    if name in ("seed", "max_logprobs"):
+        assert getattr(EngineConfig(**LIMITS | {name: 0}), name) == 0
         return
     with pytest.raises(ValueError, match=f"^{name}: expected a positive number, got 0$"):
         EngineConfig(**LIMITS | {name: 0})
@@ -99,10 +100,7 @@ def test_an_unknown_field_is_a_type_error_that_names_it(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2), ("n", 0), ("n", True), ("presence_penalty", 0.5), ("frequency_penalty", -0.1),
-        ("repetition_penalty", 1.1), ("repetition_penalty", NAN), ("prompt_logprobs", 0), ("prompt_logprobs", 5),
-        ("logit_bias", {3: 1.0}), ("allowed_token_ids", [1, 2]), ("bad_words", ["x"]), ("bad_words", "x"),
-        ("presence_penalty", False), ("spaces_between_special_tokens", False), ("spaces_between_special_tokens", 1),
+        ("n", 2), ("n", 0), ("n", True), ("spaces_between_special_tokens", False), ("spaces_between_special_tokens", 1),
         ("truncate_prompt_tokens", 5), ("structured_outputs", {"json": {}}), ("logits_processors", [len]),
         ("extra_args", {"a": 1}),
     ],
@@ -114,13 +112,13 @@ def test_a_field_that_is_not_built_is_refused_by_name(name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("n", 1), ("presence_penalty", 0), ("repetition_penalty", 1), ("bad_words", []), ("logit_bias", {}),
-     ("allowed_token_ids", None), ("spaces_between_special_tokens", True), ("logits_processors", [])],
-)  # fmt: skip
+    [("n", 1), ("spaces_between_special_tokens", True), ("logits_processors", []), ("extra_args", {})],
+)
 def test_a_field_that_is_not_built_may_be_given_where_it_does_nothing(name, value):
     SamplingParams(**{name: value})
 
 
+PENALTY = [-2.01, 2.01, NAN, INF, None, "1", True, [1]]
 BAD = {
     "temperature": [-0.1, NAN, INF, -INF, 1e39, 10**400, "1", None, True],
     "top_p": [0, 0.0, 1e-40, -0.5, 1.0001, NAN, INF, None, "0.5", True],
@@ -129,14 +127,22 @@ BAD = {
     "seed": [2**64, -(2**63) - 1, 1.0, "1", True],
     "max_tokens": [0, -1, 1.5, "3", True],
     "min_tokens": [-1, 1.0, None, True, 17, 2**31],
-    "logprobs": [-1, 21, 1.0, True, "2"],
-    "stop": ["", [""], ["a", ""], [1], 3, b"x", {"a": 1}, True],
-    "stop_token_ids": [[1.0], ["1"], [True], [None], 3, "12", {1: 2}],
+    "logprobs": [-2, 1.0, True, "2", []],
+    "prompt_logprobs": [-2, 1.0, True, False, "2"],
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "repetition_penalty": [0, -1, 0.0, 1e-40, 1e39, NAN, INF, None, "1", True],
+    "logit_bias": [[], "", 0, [(1, 2.0)], {1.0: 1}, {True: 1}, {None: 1}, {"x": 1}, {"-1": 1}, {"1.5": 1}, {"": 1},
+                   {1: NAN}, {1: "2"}, {1: None}, {1: True}],
+    "allowed_token_ids": [[], (), 0, "", "12", {}, {1}, {1: 2}, [1.0], ["1"], [True], [None]],
+    "bad_words": [[""], ["a", " "], "x", "", 0, {}, {"a"}, [1], [["a"]], [None]],
+    "stop": ["", [""], ["a", ""], [1], 3, b"x", {"a": 1}, True, 0, False, {}, 0.0, b"", set()],
+    "stop_token_ids": [[1.0], ["1"], [True], [None], 3, "12", {1: 2}, 0, False, {}, "", 0.0, set()],
     "ignore_eos": [0, 1, None, "no"],
     "include_stop_str_in_output": [1],
     "skip_special_tokens": [None],
     "detokenize": [0],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
@@ -153,7 +159,14 @@ GOOD = {
     "seed": [None, 0, -1, 2**64 - 1, -(2**63)],
     "max_tokens": [None, 1, 10**9],
     "min_tokens": [0, 16],
-    "logprobs": [None, 0, 20],
+    "logprobs": [None, -1, 0, 20, 21, 10**6],
+    "prompt_logprobs": [None, -1, 0, 5],
+    "presence_penalty": [0, -2, 2, -2.0, 2.0, 0.3],
+    "frequency_penalty": [0, -2, 2, -2.0, 2.0, 0.3],
+    "repetition_penalty": [1, 1.0, 0.1, 5.0, 1.2e-38, 3e38],
+    "logit_bias": [None, {}, {3: 1.5, 4: -100}],
+    "allowed_token_ids": [None, [3], (4, 5), [3, 3]],
+    "bad_words": [None, [], (), ["x"], ("a b", " c")],
     "stop": [None, [], (), "x", ["x", "y"], ("x",)],
     "stop_token_ids": [None, [], (), [5, 6], (7,)],
 }
@@ -181,3 +194,21 @@ def test_min_tokens_may_be_anything_when_max_tokens_is_open():
 @pytest.mark.parametrize(("stop", "listed"), [(None, ()), ("ab", ("ab",)), (["a", "b"], ("a", "b")), ([], ())])
 def test_stop_strings_are_a_tuple_however_they_were_given(stop, listed):
     assert SamplingParams(stop=stop).stop_strings == listed
+
+
+def test_a_bias_is_taken_as_vllm_takes_it():
+    """Ids through int(), values held within [-100, 100]; later changes to the caller's dict are not seen."""
+    given = {"7": 3, 8: -1000, " 9": 1e30, 10: math.inf, "11": -math.inf, 12: -0.5}
+    params = SamplingParams(logit_bias=given)
+    given[7] = NAN
+    assert params.logit_bias == {7: 3.0, 8: -100.0, 9: 100.0, 10: 100.0, 11: -100.0, 12: -0.5}
+    assert dataclasses.replace(params).logit_bias == params.logit_bias
+
+
+@pytest.mark.parametrize(
+    ("field", "penalises"),
+    [({}, False), ({"presence_penalty": 0.1}, True), ({"frequency_penalty": -2}, True),
+     ({"repetition_penalty": 0.9}, True), ({"repetition_penalty": 1, "presence_penalty": 0}, False)],
+)  # fmt: skip
+def test_only_a_penalty_that_does_something_penalises(field, penalises):
+    assert SamplingParams(**field).penalises is penalises

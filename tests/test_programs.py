@@ -13,9 +13,11 @@ import pytest
 from jaxkv import LLM, SamplingParams
 from jaxkv.aot import Programs, fit_bucket, row_buckets, token_buckets
 from tiny import make_checkpoint, tiny_config
+from tokenizers_ import save_tokenizer
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 PAGES = (64, 4096)
+VOCAB = 420
 
 
 @pytest.fixture
@@ -35,7 +37,8 @@ def compilations() -> Iterator[list[float]]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
-    return {name: make_checkpoint(folder / name, tiny_config(name)) for name in ("llama", "qwen2-mixed-windows")}
+    made = {name: make_checkpoint(folder / name, tiny_config(name)) for name in ("llama", "qwen2-mixed-windows")}
+    return made | {"with tokenizer": make_checkpoint(folder / "tokenizer", tiny_config("llama", vocab_size=VOCAB))}
 
 
 def random_request(rng: np.random.Generator) -> tuple[dict, SamplingParams]:
@@ -51,9 +54,23 @@ def random_request(rng: np.random.Generator) -> tuple[dict, SamplingParams]:
         ignore_eos=bool(rng.random() < 0.5),
         max_tokens=max_tokens,
         min_tokens=int(rng.integers(0, max_tokens + 1)),
-        logprobs=None if rng.random() < 0.6 else int(rng.integers(0, 21)),
+        **{name: value for name, value in random_processing(rng).items() if rng.random() < 0.3},
     )
-    return {"prompt_token_ids": rng.integers(0, 151, rng.integers(1, 50)).tolist()}, params
+    return {"prompt_token_ids": rng.integers(0, VOCAB, rng.integers(1, 50)).tolist()}, params
+
+
+def random_processing(rng: np.random.Generator) -> dict[str, object]:
+    """The parameters that are off by default."""
+    return {
+        "logprobs": int(rng.integers(0, 21)),
+        "prompt_logprobs": int(rng.integers(0, 21)),
+        "presence_penalty": float(rng.uniform(-2, 2)),
+        "frequency_penalty": float(rng.uniform(-2, 2)),
+        "repetition_penalty": float(rng.uniform(0.5, 2)),
+        "logit_bias": {int(token): float(rng.normal()) for token in rng.integers(0, VOCAB, rng.integers(1, 300))},
+        "allowed_token_ids": rng.integers(200, VOCAB, rng.integers(1, 99)).tolist(),
+        "bad_words": [["t"], ["the end"], ["One", "x"]][rng.integers(3)],
+    }
 
 
 def test_the_counter_sees_every_kind_of_compilation(compilations):
@@ -75,7 +92,8 @@ def test_the_counter_sees_every_kind_of_compilation(compilations):
 
 def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilations):
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "max_model_len": 64, "dtype": "float32"}
-    llm = LLM(checkpoints["llama"], skip_tokenizer_init=True, num_gpu_blocks_override=20, **limits)
+    save_tokenizer(checkpoints["with tokenizer"])
+    llm = LLM(checkpoints["with tokenizer"], num_gpu_blocks_override=20, **limits)
     programs = llm._engine.programs
     assert programs.num_compiled == len(programs.token_buckets) + len(programs.row_buckets) == 4
     assert len(compilations) >= 4
@@ -90,6 +108,7 @@ def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilat
         outputs += [part for _, part in zip(range(count), stream, strict=False)][-1:]
         stream.close()  # most of them half way
     assert len(outputs) > 193
+    assert sum(output.prompt_logprobs is not None for output in outputs) > 30
     assert {output.outputs[0].finish_reason for output in outputs[:193]} == {"stop", "length"}
     assert compilations == []
     assert programs.num_compiled == 4

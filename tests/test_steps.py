@@ -23,6 +23,7 @@ from tiny import make_checkpoint, tiny_config
 
 NUM_ROWS, NUM_TOKENS, WIDTH = 4, 64, 8
 NUM_PAGES, SIZE, TABLE = 24, 8, 6
+VOCAB = 151
 TOLERANCE = 2e-5
 """Log-probabilities near -5 in float32, computed in batches of another shape."""
 
@@ -60,7 +61,7 @@ class Device:
         num_decode = next((row for row, count in enumerate(counts) if count != 1), len(counts))
         batch = replace(batch, num_decode=np.int32(num_decode), num_rows=np.int32(len(chunks)))
         kv = self.bind(handles, **alive)
-        self.kv, out = step(self.weights, kv, batch, sampling, spec=self.spec, backend="xla")
+        self.kv, out, _ = step(self.weights, kv, batch, sampling, spec=self.spec, backend="xla")
         return jax.tree.map(np.asarray, out)
 
     def loop(self, handles: list[KVHandle], rows: Rows, sampling: Sampling, n: int) -> tuple[Rows, Sampled]:
@@ -105,7 +106,7 @@ def allocator() -> PageAllocator:
 
 
 def make_sampling(**fields: object) -> Sampling:
-    made = empty_sampling(NUM_ROWS)
+    made = empty_sampling(NUM_ROWS, vocab_size=VOCAB, max_len=TABLE * SIZE)
     made.logprobs_B[:] = True
     made.seed_B2[:, 1] = np.arange(NUM_ROWS) + 5
     for name, value in fields.items():
@@ -142,7 +143,8 @@ BUDGETS = [8, 5, 8, 0]
 def by_steps(
     device: Device, handles: list[KVHandle], rows: Rows, sampling: Sampling, n: int
 ) -> tuple[list[KVHandle], Rows, Sampled]:
-    """The decode loop written on the host: n steps of one token per live row."""
+    """The decode loop written on the host: n steps of one token per live row, which join the history."""
+    sampling = replace(sampling, history_BN=sampling.history_BN.copy())
     token_B, position_B, budget_B = (x.copy() for x in (rows.token_B, rows.position_B, rows.budget_B))
     outs = []
     for i in range(n):
@@ -157,6 +159,7 @@ def by_steps(
             for all_B, one_B in zip(jax.tree.leaves(out), jax.tree.leaves(one), strict=True):
                 all_B[row] = one_B[place]
             token_B[row] = one.token_B[place]
+            sampling.history_BN[row, (sampling.history_BN[row] != NO_TOKEN).sum()] = token_B[row]
             position_B[row] += 1
             budget_B[row] = 0 if token_B[row] in sampling.stop_BE[row] else budget_B[row] - 1
             handles[row] = replace(handles[row], length=handles[row].length + 1)
@@ -172,13 +175,24 @@ def start(device: Device, allocator: PageAllocator) -> tuple[list[KVHandle], Row
     return prefill(device, allocator, PROMPTS), rows
 
 
+def use_penalties(sampling: Sampling) -> None:
+    """Strong ones, with the prompts as histories; row 1 has none."""
+    sampling.frequency_B[:], sampling.presence_B[:] = [2, 0, -2, 1], [1, 0, -1, 1]
+    sampling.repetition_B[0] = 2
+    for row, ids in enumerate(PROMPTS):
+        sampling.history_BN[row, : len(ids)] = ids
+        sampling.prompt_len_B[row] = len(ids)
+
+
 @pytest.mark.parametrize("n", [1, 3, WIDTH])
-@pytest.mark.parametrize("min_left", [0, 4])
-def test_a_decode_loop_of_n_is_n_steps(device, allocator, n, min_left):
+@pytest.mark.parametrize(("min_left", "penalties"), [(0, False), (4, False), (0, True)])
+def test_a_decode_loop_of_n_is_n_steps(device, allocator, n, min_left, penalties):
     handles, rows = start(device, allocator)
     sampling = make_sampling(temperature_B=[0, 1.2, 0.8, 1], top_k_B=[5, 9, 151, 3], top_p_B=[1, 0.9, 1, 1])
     sampling.stop_BE[2, :60] = np.arange(40, 100)  # row 2 soon meets one of them, if it may
     sampling.min_left_B[2] = min_left
+    if penalties:
+        use_penalties(sampling)
     before = jax.tree.map(jnp.copy, device.kv)
     *_, want_rows, want = by_steps(device, list(handles), rows, sampling, n)
     want_kv, device.kv = device.kv, before
@@ -192,7 +206,11 @@ def test_a_decode_loop_of_n_is_n_steps(device, allocator, n, min_left):
         handle = replace(handle, length=handle.length + count)
         for got_x, want_x in zip(device.held(handle), replace(device, kv=want_kv).held(handle), strict=True):
             np.testing.assert_allclose(got_x, want_x, rtol=0, atol=TOLERANCE)
-    if n == WIDTH:  # the cases are what they are meant to be
+    if n == WIDTH and penalties:
+        plain = make_sampling(temperature_B=[0, 1.2, 0.8, 1], top_k_B=[5, 9, 151, 3], top_p_B=[1, 0.9, 1, 1])
+        device.kv = before
+        assert device.loop(handles, rows, plain, n)[1].token_B[:, 0].tolist() != got.token_B[:, 0].tolist()
+    elif n == WIDTH:  # the cases are what they are meant to be
         assert stored_B[[0, 1, 3]].tolist() == [8, 5, 0]
         assert min_left < stored_B[2] < 8
 
@@ -316,7 +334,7 @@ def test_steps_consume_the_state_they_are_given(device, allocator):
     kv = device.bind(handles)
     batch, sampling = empty_batch(NUM_TOKENS, NUM_ROWS), make_sampling()
     static = {"spec": device.spec, "backend": "xla"}
-    after, _ = step(device.weights, kv, batch, sampling, **static)
+    after, *_ = step(device.weights, kv, batch, sampling, **static)
     assert all(group.pages.is_deleted() for group in kv.groups)
     again, *_ = decode_loop(device.weights, after, rows, sampling, np.int32(1), **static, width=WIDTH)
     assert all(group.pages.is_deleted() for group in after.groups)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jaxkv.engine.prefix import PrefixIndex
 from jaxkv.errors import CapacityError
 
 
@@ -22,21 +23,33 @@ class KVHandle:
 
 
 class PageAllocator:
-    """Hands out pages 0..num_pages-1. Mutable, host only; `check` states its invariants."""
+    """Hands out pages 0..num_pages-1. Mutable, host only; `check` states its invariants.
+
+    A page without references is empty, or cached: it keeps its tokens and its place in the prefix index until it is
+    needed, the longest unused first. A handle gives back its last page first and holds every page before the one that
+    it holds, so pages leave the index before their parents.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._references = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._empty = list(range(num_pages - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._index = PrefixIndex()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Pages that nobody holds, cached ones included."""
+        return len(self._empty) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        return self.num_pages - len(self._free)
+        return self.num_pages - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens take."""
@@ -50,12 +63,51 @@ class PageAllocator:
         needed = self.pages_for(num_tokens) - len(handle.pages)
         if needed <= 0:
             return handle
-        if needed > len(self._free):
-            raise CapacityError(f"{needed} pages of {self.page_size} tokens needed, {len(self._free)} free")
-        new = tuple(self._free.pop() for _ in range(needed))
+        if needed > self.num_free:
+            raise CapacityError(f"{needed} pages of {self.page_size} tokens needed, {self.num_free} free")
+        new = tuple(self._empty.pop() if self._empty else self._evict() for _ in range(needed))
         for page in new:
             self._references[page] = 1
         return KVHandle(handle.pages + new, handle.length)
+
+    def find(self, handle: KVHandle, key: bytes, tokens: bytes) -> int | None:
+        """The page that holds `tokens` (one page of them, with this key) after the handle's own, if one is listed.
+
+        The handle's length is a multiple of the page size, and it has no pages past it.
+        """
+        return self._index.find(key, handle.pages[-1] if handle.pages else None, tokens)
+
+    def is_cached(self, page: int) -> bool:
+        return page in self._cached
+
+    def extend(self, handle: KVHandle, page: int) -> KVHandle:
+        """The handle with a page that `find` gave for it."""
+        self._share(page)
+        return KVHandle((*handle.pages, page), handle.length + self.page_size)
+
+    def publish(self, handle: KVHandle, index: int, key: bytes, tokens: bytes) -> tuple[KVHandle, bool]:
+        """Lists the handle's full page `index` for others to find.
+
+        Where a page with the same tokens is listed already, the handle goes over to that one. False, and nothing
+        changed: the key is taken by other tokens, or the page before is not listed (any more).
+        """
+        own, parent = handle.pages[index], handle.pages[index - 1] if index else None
+        if parent is not None and parent not in self._index:
+            return handle, False
+        if self._index.add(key, own, parent, tokens):
+            return handle, True
+        listed = self._index.find(key, parent, tokens)
+        if listed is None:
+            return handle, False
+        self._share(listed)
+        self._drop((own,))
+        return KVHandle((*handle.pages[:index], listed, *handle.pages[index + 1 :]), handle.length), True
+
+    def forget(self) -> None:
+        """Empties the prefix index: nothing computed so far is found again."""
+        self._index.clear()
+        self._empty += reversed(self._cached)
+        self._cached.clear()
 
     def advance(self, handle: KVHandle, length: int) -> KVHandle:
         """The handle after the device stored its tokens up to `length` in reserved pages."""
@@ -85,7 +137,7 @@ class PageAllocator:
         shared = handle.pages[:full]
         copied = self.reserve(KVHandle(), self.page_size).pages if tail else ()
         for page in shared:
-            self._references[page] += 1
+            self._share(page)
         copy = (handle.pages[full], copied[0]) if tail else None
         return KVHandle(shared + copied, handle.length), copy
 
@@ -93,14 +145,27 @@ class PageAllocator:
         """Gives the handle's references back; pages without any become free."""
         self._drop(handle.pages)
 
+    def _share(self, page: int) -> None:
+        self._cached.pop(page, None)
+        self._references[page] += 1
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        self._index.remove(page)
+        return page
+
     def _drop(self, pages: tuple[int, ...]) -> None:
-        # Last page first, so that a sequence's first pages are handed out again first.
+        # Last page first, so that a sequence's first pages stay cached longest.
         for page in reversed(pages):
             if self._references[page] < 1:
                 raise RuntimeError(f"page {page} released more often than it was taken: a handle was used twice")
             self._references[page] -= 1
-            if not self._references[page]:
-                self._free.append(page)
+            if self._references[page]:
+                continue
+            if page in self._index:
+                self._cached[page] = None
+            else:
+                self._empty.append(page)
 
     def check(self, handles: Iterable[KVHandle]) -> None:
         """Raises RuntimeError unless `handles`, all live ones, account for every reference and every used page."""
@@ -110,7 +175,11 @@ class PageAllocator:
             wrong = {page: (held.get(page, 0), counted.get(page, 0)) for page in {*held, *counted}}
             wrong = {page: pair for page, pair in wrong.items() if pair[0] != pair[1]}
             raise RuntimeError(f"page: (references held by handles, references counted) = {wrong}")
-        if len(set(self._free)) != len(self._free) or set(self._free) & set(counted):
+        free = [*self._empty, *self._cached]
+        if len(set(free)) != len(free) or set(free) & set(counted):
             raise RuntimeError("a page is free twice, or free and used")
-        if len(self._free) + len(counted) != self.num_pages:
-            raise RuntimeError(f"{len(self._free)} free + {len(counted)} used pages, expected {self.num_pages} in all")
+        if len(free) + len(counted) != self.num_pages:
+            raise RuntimeError(f"{len(free)} free + {len(counted)} used pages, expected {self.num_pages} in all")
+        if any((page in self._index) != (page in self._cached) for page in free):
+            raise RuntimeError("a free page is cached but not listed in the prefix index, or listed but not cached")
+        self._index.check()

@@ -10,12 +10,13 @@ import numpy as np
 from jaxkv.aot import Programs, fit_bucket
 from jaxkv.config import EngineConfig
 from jaxkv.engine.outputs import Logprob
-from jaxkv.engine.request import Request
+from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
 from jaxkv.kv.state import PagedKV
 from jaxkv.models.decoder import Weights
-from jaxkv.ops.sampling import NO_TOKEN, Sampled
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
 
 
 class Engine:
@@ -40,31 +41,35 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.kv = kv
         self._make_kv = make_kv
-        self._rows = RowTables(config)
-        self._requests: dict[str, Request] = {}
+        self._rows = RowTables(config, programs.spec.vocab_size)
+        self._requests: set[Request] = set()
         self._decode_token = decode_token
         self._stepping = False
-        self._aborted: list[str] = []
+        self._aborted: list[Request] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request: Request) -> None:
-        """Queues a request that `Intake` made."""
-        self._requests[request.id] = request
-        self.scheduler.add(request)
+    def add(self, submission: Submission) -> None:
+        """Queues what `Intake` made."""
+        for request in submission.samples:
+            self._requests.add(request)
+            self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request (finish_reason "abort") and frees what it holds; one that has finished already is no error.
+    def abort(self, submission: Submission) -> None:
+        """Ends what is left of it (finish_reason "abort") and frees what that holds; having finished is no error.
 
         During a step, where the garbage collector may close a forgotten stream, it waits for the step's end.
         """
+        for request in submission.samples:
+            self._abort(request)
+
+    def _abort(self, request: Request) -> None:
         if self._stepping:
-            self._aborted.append(request_id)
-            return
-        request = self._requests.pop(request_id, None)
-        if request is not None:
+            self._aborted.append(request)
+        elif request in self._requests:
+            self._requests.remove(request)
             request.finish_reason = "abort"
             self.scheduler.remove(request)
 
@@ -72,7 +77,7 @@ class Engine:
         """Runs the next step or decode loop. Returns the requests that got tokens; finished ones are out already.
 
         An exception on the way ends the requests that were in the step: their tokens, text and pages may disagree.
-        Raises: RuntimeError if an interrupted step took the KV state with it and others still need it.
+        Where it took the KV state with it, the others are computed anew.
         """
         self._stepping, begun = True, list[Request]()
         try:
@@ -88,15 +93,15 @@ class Engine:
             return got
         finally:
             self._stepping = False
-            for request_id in [*self._aborted, *(request.id for request in begun)]:
-                self.abort(request_id)
+            for request in [*self._aborted, *begun]:
+                self._abort(request)
             self._aborted.clear()
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows and requests do not add up."""
         self.scheduler.check()
         known = {*self.scheduler.waiting, *self.scheduler.running}
-        if known != set(self._requests.values()):
+        if known != self._requests:
             raise RuntimeError("scheduler and engine disagree about which requests exist")
 
     def _run_step(self, plan: StepPlan) -> list[Request]:
@@ -104,12 +109,14 @@ class Engine:
         size = fit_bucket(self.programs.token_buckets, sum(count for _, count in plan.work))
         num_rows = self.programs.num_step_rows(size)
         program = self.programs.step(size)
-        self.kv, sampled = program(
+        batch = self._rows.batch(plan.work, size, num_rows)
+        self.kv, sampled, scores = program(
             self.weights,
             self._rows.state_for(self.kv, requests, num_rows),
-            self._rows.batch(plan.work, size, num_rows),
+            batch,
             self._rows.sampling_for(requests, num_rows),
         )
+        self._take_prompt_logprobs(requests, batch, scores)
         out = jax.tree.map(lambda x: np.asarray(x)[None], sampled)
         got = []
         for row, (request, count) in enumerate(plan.work):
@@ -157,7 +164,7 @@ class Engine:
             self._finish(request)
 
     def _ends(self, request: Request, token: int) -> bool:
-        enough = len(request.tokens) - request.prompt_len > request.params.min_tokens
+        enough = request.num_new > request.params.min_tokens
         if token in request.stop_ids and enough:
             request.finish_reason = "stop"
             request.stop_reason = None if token == request.eos_id else token
@@ -166,7 +173,7 @@ class Engine:
             if found is not None and request.finish_reason is None:
                 request.finish_reason, request.stop_reason = "stop", found
         if request.finish_reason is None and request.num_left == 0:
-            request.finish_reason = "length"
+            request.finish_reason = request.limit
         return request.finish_reason is not None
 
     def _hides(self, request: Request, token: int) -> bool:
@@ -177,25 +184,40 @@ class Engine:
     def _finish(self, request: Request) -> None:
         if request.text is not None:
             request.text.end()
-        del self._requests[request.id]
+        self._requests.remove(request)
         self.scheduler.remove(request)
 
     def _logprobs(self, request: Request, out: Sampled, i: int, row: int, token: int) -> dict[int, Logprob]:
-        """The sampled token's entry first, then the likeliest ones that the request asks for."""
+        one = Scores(out.logprob_B[i, row], out.rank_B[i, row], out.best_BK[i, row], out.best_logprob_BK[i, row])
+        return self._entry(token, one, request.params.logprobs or 0)
+
+    def _take_prompt_logprobs(self, requests: list[Request], batch: Batch, scores: Scores) -> None:
+        """Entries of the prompt tokens that this step has scored, in order."""
+        if all(request.prompt_logprobs is None for request in requests):
+            return
+        scores, targets = jax.tree.map(np.asarray, scores), np.asarray(batch.target_T)
+        for request, start, count in zip(requests, batch.start_B, batch.count_B, strict=False):
+            entries = [] if request.prompt_logprobs is None else request.prompt_logprobs
+            for t in start + np.flatnonzero(targets[start : start + count] != NO_TOKEN):
+                one = Scores(scores.logprob_T[t], scores.rank_T[t], scores.best_TK[t], scores.best_logprob_TK[t])
+                entry = self._entry(int(targets[t]), one, request.params.prompt_logprobs or 0)
+                entries.append(entry)
+
+    def _entry(self, token: int, scores: Scores, count: int) -> dict[int, Logprob]:
+        """The token's own logprob first, then the `count` likeliest ones (-1: all)."""
 
         def named(token: int, logprob: float, rank: int) -> Logprob:
             return Logprob(logprob, rank, self._decode_token(token) if self._decode_token else None)
 
-        entry = {token: named(token, float(out.logprob_B[i, row]), int(out.rank_B[i, row]))}
-        for rank in range(min(request.params.logprobs or 0, out.best_BK.shape[-1])):
-            other = int(out.best_BK[i, row, rank])
-            entry.setdefault(other, named(other, float(out.best_logprob_BK[i, row, rank]), rank + 1))
+        entry = {token: named(token, float(scores.logprob_T), int(scores.rank_T))}
+        best = slice(None if count < 0 else count)
+        others = zip(scores.best_TK[best].tolist(), scores.best_logprob_TK[best].tolist(), strict=True)
+        for rank, (other, logprob) in enumerate(others, start=1):
+            entry.setdefault(other, named(other, logprob, rank))
         return entry
 
     def _restore_lost_kv(self) -> None:
         """A new empty pool after an interrupt between donating the old one and receiving its successor."""
-        if not any(group.pages.is_deleted() for group in self.kv.groups):
-            return
-        if self.scheduler.running:
-            raise RuntimeError("the KV state was lost in an interrupted step; abort the running requests first")
-        self.kv = self._make_kv()
+        if any(group.pages.is_deleted() for group in self.kv.groups):
+            self.scheduler.start_over()
+            self.kv = self._make_kv()

@@ -8,30 +8,47 @@ from typing import Any
 import numpy as np
 
 from jaxkv.config import EngineConfig, SamplingParams, is_int
+from jaxkv.engine.masks import Word, encode_words
 from jaxkv.engine.model import Model
-from jaxkv.engine.request import Request
+from jaxkv.engine.prefix import PageChain, root_key
+from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.text import TextStream
-from jaxkv.ops.sampling import NUM_STOP_TOKENS
+from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 
 Prompt = str | Mapping[str, Any]
-"""A text, {"prompt": text} or {"prompt_token_ids": [...]}."""
+"""A text, {"prompt": text} or {"prompt_token_ids": [...]}; a mapping may have a "cache_salt", a text: only prompts with
+the same one share cached prefixes."""
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 class Intake:
-    """Checks prompts and parameters against one model and engine, and numbers the requests that pass."""
+    """Checks prompts and parameters against one model and engine, and numbers the submissions that pass.
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
+    `cache_root` stands for all of the engine that a cached page depends on. Without `share_prefixes` only the samples
+    of one prompt share pages.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig, *, cache_root: bytes, share_prefixes: bool) -> None:
         self._model = model
         self._config = config
+        self._cache_root = cache_root
+        self._share_prefixes = share_prefixes
         self._num_submitted = 0
 
-    def accept(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
-        """One request per prompt. Raises: ValueError naming every bad index, with nothing numbered."""
-        made: list[Request] = []
+    def accept(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int] | None = None
+    ) -> list[Submission]:
+        """One submission per prompt; lower priorities go first.
+
+        Raises: ValueError naming every bad index, with nothing numbered.
+        """
+        made: list[Submission] = []
         problems = []
-        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        priorities = [0] * len(prompts) if priorities is None else priorities
+        for index, (prompt, one, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             try:
-                made.append(self._request(prompt, one, self._num_submitted + index))
+                made.append(self._submission(prompt, one, priority, self._num_submitted + index))
             except ValueError as error:
                 problems.append(f"prompt {index}: {error}")
         if problems:
@@ -66,12 +83,44 @@ class Intake:
             raise ValueError("\n".join(problems))
         return prompts
 
-    def _request(self, prompt: Prompt, params: SamplingParams, number: int) -> Request:
+    def _submission(self, prompt: Prompt, params: SamplingParams, priority: int, number: int) -> Submission:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
-        text, tokens = self._tokens(prompt)
+        if not is_int(priority):
+            raise ValueError(f"priority: expected a whole number, got {priority!r}")
+        text, tokens, salt = self._parse(prompt)
         self._check_length(len(tokens))
         self._check_ids("prompt", tokens)
+        stop_ids = self._stop_ids(params)
+        self._check_logprobs(params)
+        bad_words = self._processing(params, stop_ids)
+        max_len, limit = self._limit(len(tokens), params)
+        salts = ("shared", salt) if self._share_prefixes else (str(number), salt)
+        root = root_key(self._cache_root, *salts)
+        samples = tuple(
+            Request(
+                id=str(number) if params.n == 1 else f"{number}-{sample}",
+                tokens=list(tokens),
+                prompt_len=len(tokens),
+                params=params,
+                seed=self._seed(params, number),
+                max_len=max_len,
+                limit=limit,
+                stop_ids=stop_ids,
+                eos_id=None if params.ignore_eos else self._model.eos_id,
+                text=self._text_stream(tokens, params),
+                bad_words=bad_words,
+                logprobs=None if params.logprobs is None else [],
+                prompt_logprobs=None if params.prompt_logprobs is None or sample else [None],
+                chain=PageChain(root),
+                sample=sample,
+                priority=priority,
+            )
+            for sample in range(params.n)
+        )
+        return Submission(str(number), text, samples)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         own_stops = params.stop_token_ids or ()
         self._check_ids("stop_token_ids", own_stops)
         stop_ids = frozenset(own_stops) | (frozenset() if params.ignore_eos else self._model.eos_ids)
@@ -81,42 +130,67 @@ class Intake:
             )
         if params.stop_strings and self._model.tokenizer is None:
             raise ValueError("stop: expected a tokenizer for stop strings, got skip_tokenizer_init=True")
-        room = self._config.max_len
-        max_len = room if params.max_tokens is None else min(room, len(tokens) + params.max_tokens)
-        return Request(
-            id=str(number),
-            prompt=text,
-            tokens=tokens,
-            prompt_len=len(tokens),
-            params=params,
-            seed=self._seed(params, number),
-            max_len=max_len,
-            stop_ids=stop_ids,
-            eos_id=None if params.ignore_eos else self._model.eos_id,
-            text=self._text_stream(tokens, params),
-            logprobs=None if params.logprobs is None else [],
-        )
+        return stop_ids
 
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _limit(self, prompt_len: int, params: SamplingParams) -> tuple[int, str]:
+        """The most tokens of prompt and output together, and the finish_reason of a request that reaches them."""
+        config = self._config
+        wanted = config.max_model_len
+        if params.max_tokens is not None:
+            wanted = min(wanted, prompt_len + params.max_tokens)
+        return min(wanted, config.max_len), "length" if wanted <= config.max_len else "capacity"
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        size, most = self._model.spec.vocab_size, self._config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and (size if asked == -1 else asked) > most:
+                what = f"-1 (all {size} tokens)" if asked == -1 else asked
+                raise ValueError(f"{name}: expected at most {most}, got {what}; raise max_logprobs of LLM (-1: all)")
+
+    def _processing(self, params: SamplingParams, stop_ids: frozenset[int]) -> tuple[Word, ...]:
+        """Checks what changes the logits. Returns the tokens of the bad words."""
+        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+        self._check_ids("logit_bias", list(bias))
+        if len(bias) > NUM_BIASES:
+            raise ValueError(f"logit_bias: expected at most {NUM_BIASES} tokens, got {len(bias)}")
+        self._check_ids("allowed_token_ids", allowed or ())
+        if params.bad_words and self._model.tokenizer is None:
+            raise ValueError("bad_words: expected a tokenizer for bad words, got skip_tokenizer_init=True")
+        words = encode_words(self._model.tokenizer, params.bad_words or ())
+        self._check_ids("bad_words", [token for word in words for token in word])
+        out_of_reach = {word[-1] for word in words} | (stop_ids if params.min_tokens else set())
+        if allowed is not None and not set(allowed) - out_of_reach:
+            raise ValueError(
+                "allowed_token_ids: expected at least one that ends no bad word and, with min_tokens, no request, "
+                f"got {allowed}"
+            )
+        return words
+
+    def _parse(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """(text, tokens, cache_salt)"""
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt)
+            return prompt, self._encode(prompt), ""
         if not isinstance(prompt, Mapping):
             raise ValueError(
                 f'expected a text, {{"prompt": text}} or {{"prompt_token_ids": [...]}}, got {type(prompt).__name__}'
             )
-        unknown = sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids"}))
+        unknown = sorted(map(str, prompt.keys() - _PROMPT_KEYS))
         if unknown:
             raise ValueError(f"unknown or unsupported keys in the prompt: {', '.join(unknown)}")
+        salt = prompt.get("cache_salt", "")
+        if not isinstance(salt, str):
+            raise ValueError(f"cache_salt: expected a text, got {type(salt).__name__}")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
             raise ValueError(f"prompt: expected a text, got {type(text).__name__}")
         if ids is None:
             if text is None:
                 raise ValueError('expected "prompt" or "prompt_token_ids", got neither')
-            return text, self._encode(text)
+            return text, self._encode(text), salt
         if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
             raise ValueError(f"prompt_token_ids: expected a list of token ids, got {type(ids).__name__}")
-        return text, [i.item() if isinstance(i, np.integer) else i for i in ids]
+        return text, [i.item() if isinstance(i, np.integer) else i for i in ids], salt
 
     def _encode(self, text: str) -> list[int]:
         if self._model.tokenizer is None:

@@ -16,8 +16,8 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `finish_reason` is None while running, "stop" or "length" after ("abort" in a stream
-    that an error elsewhere ended).
+    """One completion. `finish_reason` is None while running, "stop" or "length" after, "capacity" where the KV cache
+    holds no longer sequence ("abort" in a stream that an error elsewhere ended).
 
     `stop_reason` is the stop string or stop token id that ended it, None for the model's own end token or "length".
     `logprobs` has one dict per token: token id -> Logprob. In a stream, text, token_ids and logprobs are what is new.
@@ -37,11 +37,17 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with its completions. `prompt` is None when token ids were given."""
+    """A request with its completions. `prompt` is None when token ids were given.
+
+    `prompt_logprobs`, if asked for, has one entry per prompt token: None for the first, then token id -> Logprob. In a
+    stream the first output has it. `num_cached_tokens` of the prompt (for n > 1: the first sample's) came from the
+    prefix cache.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0

@@ -7,19 +7,22 @@ from dataclasses import dataclass, field
 from jaxkv.config import SamplingParams
 from jaxkv.engine.allocator import KVHandle
 from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.text import TextStream
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Tokens so far, what of them is in the KV state (`handle`), and the text made of the new ones.
+    """One sample of a prompt: tokens so far, what of them is in the KV state (`handle`), and the text of the new ones.
 
-    `max_len` bounds prompt and output together. `stop_ids` end it: the caller's, and unless ignore_eos the model's own,
-    of which `eos_id` is the one that needs no stop_reason. `row` is its place in the row tables while it runs.
+    `chain` names its full pages for the prefix cache, in which the first `num_published` of the handle's are listed.
+    `max_len` bounds prompt and output together, `limit` is the finish_reason there. `stop_ids` end it: the caller's,
+    and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason. `row` is its place in
+    the row tables while it runs. `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the
+    prompt.
     """
 
     id: str
-    prompt: str | None
     tokens: list[int]
     prompt_len: int
     params: SamplingParams
@@ -28,13 +31,38 @@ class Request:
     stop_ids: frozenset[int]
     eos_id: int | None
     text: TextStream | None
+    chain: PageChain
+    sample: int = 0
+    priority: int = 0
+    limit: str = "length"
+    arrival: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
     handle: KVHandle = field(default_factory=KVHandle)
     row: int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_given: int = 0
+    is_given: bool = False
+    num_published: int = 0
+    num_cached: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who comes first."""
+        return self.priority, self.arrival
+
+    @property
+    def reads_cache(self) -> bool:
+        """Log-probabilities of a prompt need its hidden states, which no page holds."""
+        return self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len
+
+    @property
+    def num_new(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_len
 
     @property
     def num_pending(self) -> int:
@@ -49,20 +77,25 @@ class Request:
     @property
     def min_left(self) -> int:
         """Tokens that must come before a stop token may."""
-        return max(0, self.params.min_tokens - (len(self.tokens) - self.prompt_len))
+        return max(0, self.params.min_tokens - self.num_new)
 
-    def output(self) -> RequestOutput:
+    @property
+    def needs_host(self) -> bool:
+        """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
+        return any(len(word) > 1 for word in self.bad_words)
+
+    def completion(self) -> CompletionOutput:
         """Everything so far."""
-        return self._output(self.text.text if self.text else "", 0)
+        return self._completion(self.text.text if self.text else "", 0)
 
-    def new_output(self) -> RequestOutput:
+    def new_completion(self) -> CompletionOutput:
         """What is new since the last call."""
-        start, self.num_given = self.num_given, len(self.tokens) - self.prompt_len
-        return self._output(self.text.take() if self.text else "", start)
+        start, self.num_given = self.num_given, self.num_new
+        return self._completion(self.text.take() if self.text else "", start)
 
-    def _output(self, text: str, start: int) -> RequestOutput:
-        completion = CompletionOutput(
-            index=0,
+    def _completion(self, text: str, start: int) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.sample,
             text=text,
             token_ids=self.tokens[self.prompt_len + start :],
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
@@ -70,10 +103,45 @@ class Request:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What a caller asked for: a prompt with its samples, each a request of its own to the engine."""
+
+    id: str
+    prompt: str | None
+    samples: tuple[Request, ...]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(request.finish_reason is not None for request in self.samples)
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        return self._output([request.completion() for request in self.samples], self.samples[0].prompt_logprobs)
+
+    def new_output(self) -> RequestOutput | None:
+        """What is new since the last call, of the samples that have something new; None if there is nothing."""
+        changed = [r for r in self.samples if r.num_new > r.num_given or (r.finish_reason and not r.is_given)]
+        if not changed:
+            return None
+        first = self.samples[0]
+        prompt_logprobs = first.prompt_logprobs if first in changed and not first.num_given else None
+        for request in changed:
+            request.is_given = request.finish_reason is not None
+        return self._output([request.new_completion() for request in changed], prompt_logprobs)
+
+    def _output(
+        self, completions: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
+    ) -> RequestOutput:
+        first = self.samples[0]
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
-            prompt_token_ids=self.tokens[: self.prompt_len],
-            outputs=[completion],
-            finished=self.finish_reason is not None,
+            prompt_token_ids=first.tokens[: first.prompt_len],
+            outputs=completions,
+            finished=self.is_finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=first.num_cached,
         )

@@ -5,25 +5,37 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.aot import empty_batch, empty_rows, empty_sampling, table_width
 from jaxkv.config import EngineConfig
+from jaxkv.engine.masks import ends_of, token_mask
 from jaxkv.engine.request import Request
 from jaxkv.kv.state import PagedKV
 from jaxkv.loop import Rows
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
 
+WIDE = ("allowed_BM", "bias_id_BE", "bias_BE", "history_BN")
+"""Sampling parameters of more than a few values per row."""
+
 
 class RowTables:
-    """Page table and sampling parameters of every row of the engine; a row belongs to one running request."""
+    """Page table and sampling parameters of every row of the engine; a row belongs to one running request.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Wide parameters that no request of a step uses are not sent: the device keeps an empty array of each shape.
+    """
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         width = table_width(config)
         self.table_RW = np.zeros((config.max_num_seqs, width), np.int32)
         self.first_W = np.arange(width, dtype=np.int32) * config.block_size
-        self.sampling = empty_sampling(config.max_num_seqs)
+        self.vocab_size = vocab_size
+        self.max_len = config.max_len
+        # Without histories: they are written anew for each step from the requests' tokens.
+        self.sampling = empty_sampling(config.max_num_seqs, vocab_size=vocab_size, max_len=0)
+        self._empty: dict[int, Sampling] = {}
         self._owner_R: list[Request | None] = [None] * config.max_num_seqs
         self._pages_R: list[tuple[int, ...]] = [()] * config.max_num_seqs
 
@@ -46,14 +58,30 @@ class RowTables:
         table.top_p_B[row] = params.top_p
         table.min_p_B[row] = params.min_p
         table.seed_B2[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
-        table.sample_B[row] = 0
+        table.sample_B[row] = request.sample
         table.stop_BE[row] = NO_TOKEN
         table.stop_BE[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         table.logprobs_B[row] = params.logprobs is not None
+        table.repetition_B[row] = params.repetition_penalty
+        table.frequency_B[row] = params.frequency_penalty
+        table.presence_B[row] = params.presence_penalty
+        table.prompt_len_B[row] = request.prompt_len
+        bias = params.logit_bias or {}
+        table.bias_id_BE[row] = NO_TOKEN
+        table.bias_id_BE[row, : len(bias)] = list(bias)
+        table.bias_BE[row, : len(bias)] = list(bias.values())
+        table.masked_B[row] = params.allowed_token_ids is not None or bool(request.bad_words)
+        self._set_mask(table.allowed_BM, row, request)
+
+    def _set_mask(self, allowed_BM: Any, row: int, request: Request) -> None:
+        if self.sampling.masked_B[request.row]:
+            forbidden = ends_of(request.bad_words, request.tokens[request.prompt_len :])
+            allowed_BM[row] = token_mask(self.vocab_size, request.params.allowed_token_ids, forbidden)
 
     def batch(self, work: list[tuple[Request, int]], num_tokens: int, num_rows: int) -> Batch:
         """Packs the given numbers of pending tokens of each request, decode rows first."""
         batch = empty_batch(num_tokens, num_rows)
+        target_T: Any = batch.target_T
         start = 0
         for row, (request, count) in enumerate(work):
             done, end = request.handle.length, start + count
@@ -62,10 +90,20 @@ class RowTables:
             batch.row_T[start:end] = row
             batch.start_B[row] = start
             batch.count_B[row] = count
+            self._set_targets(target_T[start:end], request)
             start = end
         batch.num_decode[...] = sum(count == 1 for _, count in work)
         batch.num_rows[...] = len(work)
         return batch
+
+    def _set_targets(self, target_T: Any, request: Request) -> None:
+        """The prompt tokens that follow those of a chunk, from the first that has no logprobs yet."""
+        if request.prompt_logprobs is None:
+            return
+        done = request.handle.length
+        first, end = max(len(request.prompt_logprobs), done + 1), min(request.prompt_len, done + 1 + len(target_T))
+        if first < end:
+            target_T[first - done - 1 : end - done - 1] = request.tokens[first:end]
 
     def decode_rows(self, requests: list[Request], num_steps: int, num_rows: int) -> Rows:
         rows = empty_rows(num_rows)
@@ -78,11 +116,37 @@ class RowTables:
     def sampling_for(self, requests: list[Request], num_rows: int) -> Sampling:
         """The requests' parameters in this order; rows past them are greedy and want nothing."""
         index = _row_index(requests)
-        sampling = empty_sampling(num_rows)
-        for field in fields(Sampling):
-            getattr(sampling, field.name)[: len(index)] = getattr(self.sampling, field.name)[index]
+        table, empty = self.sampling, self._empty_for(num_rows)
+        unused = {"history_BN"}
+        if not table.masked_B[index].any():
+            unused |= {"allowed_BM"}
+        if (table.bias_id_BE[index, 0] == NO_TOKEN).all():
+            unused |= {"bias_id_BE", "bias_BE"}
+        sent: dict[str, Any] = {}
+        for name in {field.name for field in fields(Sampling)} - unused:
+            sent[name] = np.array(getattr(empty, name))
+            sent[name][: len(index)] = getattr(table, name)[index]
+        sampling = replace(empty, **sent)
         sampling.min_left_B[: len(index)] = [request.min_left for request in requests]
-        return sampling
+        for row, request in enumerate(requests):
+            if request.needs_host:
+                self._set_mask(sampling.allowed_BM, row, request)
+        penalised = [row for row, request in enumerate(requests) if request.params.penalises]
+        return replace(sampling, history_BN=self._histories(requests, penalised, num_rows)) if penalised else sampling
+
+    def _histories(self, requests: list[Request], penalised: list[int], num_rows: int) -> Any:
+        history_BN = np.full((num_rows, self.max_len), NO_TOKEN, np.int32)
+        for row in penalised:
+            history_BN[row, : len(requests[row].tokens)] = requests[row].tokens
+        return history_BN
+
+    def _empty_for(self, num_rows: int) -> Sampling:
+        """Parameters of rows that want nothing, the wide ones on the device."""
+        if num_rows not in self._empty:
+            empty = empty_sampling(num_rows, vocab_size=self.vocab_size, max_len=self.max_len)
+            wide = {name: jax.device_put(getattr(empty, name)) for name in WIDE}
+            self._empty[num_rows] = replace(empty, **wide)
+        return self._empty[num_rows]
 
     def state_for(self, kv: PagedKV, requests: list[Request], num_rows: int) -> PagedKV:
         """The state with the requests' tables and lengths in this order. All groups share one table for now."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+from bisect import insort
 from dataclasses import dataclass
 
 from jaxkv.aot import fit_bucket, token_buckets
 from jaxkv.config import EngineConfig
-from jaxkv.engine.allocator import PageAllocator
+from jaxkv.engine.allocator import KVHandle, PageAllocator
+from jaxkv.engine.prefix import page_tokens
 from jaxkv.engine.request import Request
 
 STEP_COST = 64
 """What a step costs however few its tokens, counted in tokens: it reads all weights (measured on a CPU)."""
+
+WATERMARK = 0.02
+"""Part of the pool that admission leaves for running rows to grow into, beside one page for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +36,38 @@ class LoopPlan:
 
 
 class Scheduler:
-    """First come, first served. Mutable, host only; `check` states its invariants.
+    """By priority, then first come first served. Mutable, host only; `check` states its invariants.
 
-    A request is admitted when the pages that it can ever need are not promised to others, so a running request never
-    runs out of pages; the pages themselves are taken as its tokens come.
+    Pages are taken as tokens come. Where they run out, the request that is last in that order gives all of its own back
+    and waits again (it is preempted); its tokens are kept and computed anew. The first one in order never is, and fits
+    alone, so something always advances.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.allocator = PageAllocator(config.num_pages, config.block_size)
-        self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.num_promised = 0
+        self.num_preemptions = 0
+        self.num_looked_up = 0
+        self.num_found = 0
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._num_added = 0
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
 
+    @property
+    def waiting(self) -> list[Request]:
+        """In the order in which they will be admitted."""
+        return [request for _, request in sorted(self._waiting)]
+
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        request.arrival = self._num_added
+        self._num_added += 1
+        heapq.heappush(self._waiting, (request.order, request))
 
     def plan(self) -> StepPlan | LoopPlan | None:
         """The next thing to run with its pages reserved, or None if there is nothing to do."""
+        for request in self.running:
+            self._publish(request)
         self._admit()
         if not self.running:
             return None
@@ -58,31 +76,52 @@ class Scheduler:
         return self._plan_step()
 
     def remove(self, request: Request) -> None:
-        """Takes a waiting or running request out and frees what it holds."""
+        """Takes a waiting or running request out and frees what it holds; full pages stay cached."""
         if request.row is None:
-            self.waiting.remove(request)
+            self._waiting.remove((request.order, request))
+            heapq.heapify(self._waiting)
             return
+        self._publish(request)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        if request.row is None:
+            raise RuntimeError(f"request {request.id} is not running")
         self.running.remove(request)
         self._free_rows.append(request.row)
-        self.num_promised -= self.allocator.pages_for(request.max_len)
         self.allocator.release(request.handle)
+        request.row, request.handle, request.num_published = None, KVHandle(), 0
 
     def _admit(self) -> None:
         # In order: a request that does not fit yet holds back those behind it, or it could wait forever.
-        while self.waiting and self._free_rows:
-            needed = self.allocator.pages_for(self.waiting[0].max_len)
-            if self.num_promised + needed > self.config.num_pages:
+        while self._waiting and self._free_rows:
+            _, request = self._waiting[0]
+            found = self._take_cached(request)
+            if self.running and self._pages_to_come(request) > self.allocator.num_free - self._owed_pages():
+                self.allocator.release(request.handle)
+                request.handle, request.num_published = KVHandle(), 0
                 return
-            request = self.waiting.popleft()
+            heapq.heappop(self._waiting)
             request.row = self._free_rows.pop()
-            self.num_promised += needed
-            self.running.append(request)
+            if not request.num_new:
+                self.num_looked_up += request.prompt_len
+                self._count_found(request, found)
+            insort(self.running, request, key=_order)
+
+    def _owed_pages(self) -> int:
+        """What running requests still need for the tokens that they have, and are likely to need soon."""
+        owed = sum(self._pages_to_come(request) for request in self.running)
+        return owed + len(self.running) + int(WATERMARK * self.config.num_pages)
+
+    def _pages_to_come(self, request: Request) -> int:
+        return max(0, self.allocator.pages_for(len(request.tokens)) - len(request.handle.pages))
 
     def _plan_loop(self) -> LoopPlan:
         left = [request.num_left for request in self.running]
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
-        num_steps = min(self.config.decode_steps, min(left) if self.waiting else max(left))
-        for request in self.running:
+        num_steps = min(self.config.decode_steps, min(left) if self._waiting else max(left))
+        num_steps = 1 if any(request.needs_host for request in self.running) else num_steps
+        for request in list(self.running):
             self._reserve(request, min(num_steps, request.num_left))
         return LoopPlan(sorted(self.running, key=_length), num_steps)
 
@@ -91,13 +130,16 @@ class Scheduler:
         budget = self._step_tokens(len(decoding))
         work = [(request, 1) for request in decoding[:budget]]
         budget -= len(work)
+        coming: set[bytes] = set()
         for request in self.running:
-            if request.num_pending > 1 and budget > 0:
+            if request.num_pending > 1 and budget > 0 and self._is_next(request, coming):
                 count = min(budget, request.num_pending)
+                self._expect(request, count, coming)
                 work.append((request, count))
                 budget -= count
-        for request, count in work:
+        for request, count in sorted(work, key=lambda item: item[0].order):
             self._reserve(request, count)
+        work = [(request, count) for request, count in work if request.row is not None]
         # A prompt's last token alone is a decode row too.
         decode = sorted((item for item in work if item[1] == 1), key=lambda item: _length(item[0]))
         return StepPlan(decode + [item for item in work if item[1] > 1])
@@ -114,19 +156,94 @@ class Scheduler:
         return smaller if smaller + rest + STEP_COST < fit_bucket(buckets, wanted) else wanted
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
-        request.handle = self.allocator.reserve(request.handle, request.handle.length + num_tokens)
+        """Pages for so many more tokens, taken from the last requests in order where none are free: maybe itself."""
+        total = request.handle.length + num_tokens
+        while request.row is not None:
+            if self.allocator.pages_for(total) - len(request.handle.pages) <= self.allocator.num_free:
+                request.handle = self.allocator.reserve(request.handle, total)
+                return
+            self._preempt(self.running[-1])
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        self.num_preemptions += 1
+        heapq.heappush(self._waiting, (request.order, request))
+
+    def start_over(self) -> None:
+        """Preempts every request and forgets what was cached: the pages' contents are lost."""
+        for request in list(self.running):
+            self._preempt(request)
+        self.allocator.forget()
+
+    # --- the prefix cache
+
+    def _take_cached(self, request: Request) -> int:
+        """Extends what the request holds by the cached pages that follow; returns their tokens.
+
+        The last token is always computed: what comes after it is not in the cache.
+        """
+        before = request.handle.length
+        while (index := self._next_page(request)) is not None:
+            page = self.allocator.find(request.handle, self._key(request, index), self._page(request, index))
+            if page is None:
+                break
+            request.handle = self.allocator.extend(request.handle, page)
+            request.num_published = index + 1
+        return request.handle.length - before
+
+    def _next_page(self, request: Request) -> int | None:
+        """Which page of the request could be one that is cached; None if what comes next is less than a page."""
+        index, rest = divmod(request.handle.length, self.config.block_size)
+        whole = not rest and request.handle.length + self.config.block_size < len(request.tokens)
+        return index if whole and request.reads_cache else None
+
+    def _publish(self, request: Request) -> None:
+        """Lists the request's full pages for others."""
+        while (index := request.num_published) < request.handle.length // self.config.block_size:
+            key, tokens = self._key(request, index), self._page(request, index)
+            request.handle, listed = self.allocator.publish(request.handle, index, key, tokens)
+            if not listed:
+                return
+            request.num_published += 1
+
+    def _is_next(self, request: Request, coming: set[bytes]) -> bool:
+        """Whether to compute the request's next page now, and not take it over from another one after this step."""
+        self._count_found(request, self._take_cached(request))
+        index = self._next_page(request)
+        return index is None or self._key(request, index) not in coming
+
+    def _count_found(self, request: Request, num_tokens: int) -> None:
+        # Not of a preempted request: its own pages would count as hits.
+        if not request.num_new:
+            self.num_found += num_tokens
+            request.num_cached += num_tokens
+
+    def _expect(self, request: Request, count: int, coming: set[bytes]) -> None:
+        """Adds the pages that the next `count` tokens fill."""
+        size = self.config.block_size
+        first, end = request.handle.length // size, (request.handle.length + count) // size
+        coming.update(self._key(request, index) for index in range(first, end))
+
+    def _key(self, request: Request, index: int) -> bytes:
+        return request.chain.key(index, request.tokens, self.config.block_size)
+
+    def _page(self, request: Request, index: int) -> bytes:
+        return page_tokens(request.tokens, index, self.config.block_size)
 
     def check(self) -> None:
-        """Raises RuntimeError if pages, rows or promises do not add up."""
+        """Raises RuntimeError if pages, rows or order do not add up."""
         self.allocator.check(request.handle for request in self.running)
         rows = [request.row for request in self.running] + self._free_rows
         if sorted(rows, key=str) != sorted(range(self.config.max_num_seqs), key=str):
             raise RuntimeError(f"rows owned or free: {rows}, expected each of {self.config.max_num_seqs} once")
-        promised = sum(self.allocator.pages_for(request.max_len) for request in self.running)
-        if promised != self.num_promised or promised > self.config.num_pages:
-            raise RuntimeError(f"{self.num_promised} pages promised, {promised} needed, {self.config.num_pages} exist")
-        if any(request.row is not None for request in self.waiting):
-            raise RuntimeError("a waiting request holds a row")
+        if [request.order for request in self.running] != sorted(request.order for request in self.running):
+            raise RuntimeError("running requests are out of order")
+        if any(request.row is not None or request.handle.pages for _, request in self._waiting):
+            raise RuntimeError("a waiting request holds a row or pages")
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
 
 
 def _length(request: Request) -> int:

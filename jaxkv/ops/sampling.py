@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, stop-token masks and logprobs, all per row.
+"""From logits to tokens: masks, bias and penalties, greedy or temperature, min-p, top-k, top-p, logprobs; all per row.
 
 Every parameter is an array over rows, so a new value never compiles. A row's token depends on its own logits, its own
 seed and its own position only.
@@ -10,18 +10,19 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxkv.config import GREEDY_BELOW
 from jaxkv.ops.layers import total
+from jaxkv.ops.logits import NO_TOKEN, add_bias, allow, forbid, penalise
 
 NUM_STOP_TOKENS = 64
 """Stop-token ids per row that the device knows (width of `stop_BE`)."""
 
+NUM_BIASES = 300
+"""logit_bias entries per row (width of `bias_BE`): OpenAI's limit."""
+
 NUM_LOGPROBS = 20
-"""Alternatives per token that the device returns when any row asks for logprobs."""
+"""Alternatives per token that the device returns when any row asks for logprobs, unless the engine is made for more."""
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy, as in vLLM: dividing by less would overflow."""
-
-NO_TOKEN = -1
 
 
 @struct.dataclass
@@ -35,6 +36,12 @@ class Sampling:
     stop_BE     int32 token ids that end the row, NO_TOKEN where unused.
     min_left_B  int32: tokens that must still come before a stop token may.
     logprobs_B  bool: the row wants logprobs.
+    masked_B    bool: of this row only the tokens in allowed_BM may come.
+    allowed_BM  uint32 [B, >= V/32]: bit t % 32 of word t // 32 is set if token t is allowed.
+    bias_id_BE, bias_BE  int32 token ids from the left, NO_TOKEN where unused, and the float32 added to their logits.
+    repetition_B, frequency_B, presence_B  float32 penalties; 1, 0 and 0 are off.
+    history_BN  int32: prompt and output so far of rows with penalties, NO_TOKEN elsewhere.
+    prompt_len_B  int32: how many tokens of the history are the prompt.
     """
 
     temperature_B: jax.Array
@@ -46,6 +53,15 @@ class Sampling:
     stop_BE: jax.Array
     min_left_B: jax.Array
     logprobs_B: jax.Array
+    masked_B: jax.Array
+    allowed_BM: jax.Array
+    bias_id_BE: jax.Array
+    bias_BE: jax.Array
+    repetition_B: jax.Array
+    frequency_B: jax.Array
+    presence_B: jax.Array
+    history_BN: jax.Array
+    prompt_len_B: jax.Array
 
 
 @struct.dataclass
@@ -63,30 +79,72 @@ class Sampled:
     best_logprob_BK: jax.Array
 
 
-def empty_sampled(num_steps: int, num_rows: int, vocab_size: int) -> Sampled:
+@struct.dataclass
+class Scores:
+    """What `Sampled` says of its tokens, of T given ones: logprob_T, rank_T, best_TK, best_logprob_TK."""
+
+    logprob_T: jax.Array
+    rank_T: jax.Array
+    best_TK: jax.Array
+    best_logprob_TK: jax.Array
+
+
+def empty_sampled(num_steps: int, num_rows: int, vocab_size: int, num_logprobs: int = NUM_LOGPROBS) -> Sampled:
     """Room for `num_steps` results of `sample` over `num_rows` rows, stacked on a new first axis."""
-    best = (num_steps, num_rows, min(NUM_LOGPROBS, vocab_size))
-    return Sampled(
-        token_B=jnp.full(best[:2], NO_TOKEN, jnp.int32),
-        logprob_B=jnp.zeros(best[:2], jnp.float32),
-        rank_B=jnp.zeros(best[:2], jnp.int32),
-        best_BK=jnp.zeros(best, jnp.int32),
-        best_logprob_BK=jnp.zeros(best, jnp.float32),
+    scores = empty_scores((num_steps, num_rows), vocab_size, num_logprobs)
+    token_B = jnp.full((num_steps, num_rows), NO_TOKEN, jnp.int32)
+    return Sampled(token_B, scores.logprob_T, scores.rank_T, scores.best_TK, scores.best_logprob_TK)
+
+
+def empty_scores(shape: tuple[int, ...], vocab_size: int, num_logprobs: int) -> Scores:
+    best = (*shape, min(num_logprobs, vocab_size))
+    return Scores(
+        logprob_T=jnp.zeros(shape, jnp.float32),
+        rank_T=jnp.zeros(shape, jnp.int32),
+        best_TK=jnp.zeros(best, jnp.int32),
+        best_logprob_TK=jnp.zeros(best, jnp.float32),
     )
 
 
-def sample(logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array) -> Sampled:
-    """Draws the token that goes to `position` of each row. logits_BV float32."""
-    masked_BV = jax.lax.cond(
-        jnp.any(sampling.min_left_B > 0), lambda: _mask_stop_tokens(logits_BV, sampling), lambda: logits_BV
-    )
+def sample(
+    logits_BV: jax.Array,
+    sampling: Sampling,
+    position_B: jax.Array,
+    recent_nB: jax.Array | None = None,
+    *,
+    num_logprobs: int = NUM_LOGPROBS,
+) -> Sampled:
+    """Draws the token that goes to `position` of each row. logits_BV float32.
+
+    recent_nB: tokens that came after sampling.history_BN, NO_TOKEN where none did. num_logprobs: width K of the result.
+    """
+    processed_BV = _process(logits_BV, sampling, recent_nB)
     greedy_B = sampling.temperature_B < GREEDY_BELOW
-    best_B = _argmax(masked_BV)
+    best_B = _argmax(processed_BV)
     drawn_B = jax.lax.cond(
-        jnp.all(greedy_B), lambda: best_B, lambda: _draw(masked_BV, sampling, position_B, greedy_B)
+        jnp.all(greedy_B), lambda: best_B, lambda: _draw(processed_BV, sampling, position_B, greedy_B)
     )
     token_B = jnp.where(greedy_B, best_B, drawn_B)
-    return Sampled(token_B, *_logprobs(logits_BV, token_B, jnp.any(sampling.logprobs_B)))
+    scores = jax.lax.cond(
+        jnp.any(sampling.logprobs_B),
+        lambda: score(logits_BV, token_B, num_logprobs=num_logprobs),
+        lambda: empty_scores(token_B.shape, logits_BV.shape[1], num_logprobs),
+    )
+    return Sampled(token_B, scores.logprob_T, scores.rank_T, scores.best_TK, scores.best_logprob_TK)
+
+
+def score(logits_TV: jax.Array, token_T: jax.Array, *, num_logprobs: int) -> Scores:
+    """Log-probability and rank of the given token of each row, and the likeliest ones."""
+    logprob_TV = _log_softmax(logits_TV)
+    chosen_T = jnp.take_along_axis(logprob_TV, token_T[:, None], axis=-1)[:, 0]
+    rank_T = jnp.sum(logprob_TV >= chosen_T[:, None], axis=-1, dtype=jnp.int32)
+    best_logprob_TK, best_TK = jax.lax.top_k(logprob_TV, min(num_logprobs, logits_TV.shape[1]))
+    return Scores(chosen_T, rank_T, best_TK, best_logprob_TK)
+
+
+def _log_softmax(x_TV: jax.Array) -> jax.Array:
+    x_TV = x_TV - x_TV.max(axis=-1, keepdims=True)
+    return x_TV - jnp.log(total(jnp.exp(x_TV)))[:, None]
 
 
 def is_stop(token_B: jax.Array, sampling: Sampling) -> jax.Array:
@@ -94,12 +152,43 @@ def is_stop(token_B: jax.Array, sampling: Sampling) -> jax.Array:
     return jnp.any(token_B[:, None] == sampling.stop_BE, axis=-1)
 
 
-def _mask_stop_tokens(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-    """-inf for the stop tokens of rows that have not reached min_tokens."""
-    masked_BE = (sampling.stop_BE != NO_TOKEN) & (sampling.min_left_B > 0)[:, None]
-    column_BE = jnp.where(masked_BE, sampling.stop_BE, logits_BV.shape[1])
-    row_B1 = jnp.arange(logits_BV.shape[0])[:, None]
-    return logits_BV.at[row_B1, column_BE].set(-jnp.inf, mode="drop")
+def _process(logits_BV: jax.Array, sampling: Sampling, recent_nB: jax.Array | None) -> jax.Array:
+    """In vLLM's order: allowed tokens, stop tokens before min_tokens, bias, penalties.
+
+    All behind one cond: each one costs a copy of the logits, whichever branch it takes.
+    """
+    masks = jnp.any(sampling.masked_B)
+    stops = jnp.any(sampling.min_left_B > 0)
+    biases = jnp.any(sampling.bias_id_BE[:, 0] != NO_TOKEN)
+    penalties_B = (sampling.repetition_B != 1) | (sampling.frequency_B != 0) | (sampling.presence_B != 0)
+    penalises = jnp.any(penalties_B)
+
+    def process() -> jax.Array:
+        x_BV = jax.lax.cond(masks, lambda x: allow(x, sampling.masked_B, sampling.allowed_BM), _same, logits_BV)
+        stop_BE = jnp.where((sampling.min_left_B > 0)[:, None], sampling.stop_BE, NO_TOKEN)
+        x_BV = jax.lax.cond(stops, lambda x: forbid(x, stop_BE), _same, x_BV)
+        x_BV = jax.lax.cond(biases, lambda x: add_bias(x, sampling.bias_id_BE, sampling.bias_BE), _same, x_BV)
+        return jax.lax.cond(penalises, lambda x: _penalise(x, sampling, recent_nB), _same, x_BV)
+
+    return jax.lax.cond(masks | stops | biases | penalises, process, lambda: logits_BV)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _penalise(logits_BV: jax.Array, sampling: Sampling, recent_nB: jax.Array | None) -> jax.Array:
+    index_BN = jax.lax.broadcasted_iota(jnp.int32, sampling.history_BN.shape, 1)
+    output_BN = jnp.where(index_BN >= sampling.prompt_len_B[:, None], sampling.history_BN, NO_TOKEN)
+    recent = [] if recent_nB is None else [recent_nB.T]
+    return penalise(
+        logits_BV,
+        [sampling.history_BN, *recent],
+        [output_BN, *recent],
+        repetition_B=sampling.repetition_B,
+        frequency_B=sampling.frequency_B,
+        presence_B=sampling.presence_B,
+    )
 
 
 def _draw(logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array, greedy_B: jax.Array) -> jax.Array:
@@ -157,27 +246,3 @@ def _cutoff(order_BV: jax.Array, weight_BV: jax.Array, needed_B: jax.Array) -> j
         return jnp.where(weight_B >= needed_B, trial_B, cutoff_B)
 
     return jax.lax.fori_loop(0, 32, settle_bit, jnp.zeros(order_BV.shape[0], jnp.uint32))
-
-
-def _logprobs(
-    logits_BV: jax.Array, token_B: jax.Array, wanted: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    count = min(NUM_LOGPROBS, logits_BV.shape[1])
-
-    def compute() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        logprob_BV = _log_softmax(logits_BV)
-        chosen_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=-1)[:, 0]
-        rank_B = jnp.sum(logprob_BV >= chosen_B[:, None], axis=-1, dtype=jnp.int32)
-        best_logprob_BK, best_BK = jax.lax.top_k(logprob_BV, count)
-        return chosen_B, rank_B, best_BK, best_logprob_BK
-
-    def skip() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        none = jax.tree.map(lambda x: x[0], empty_sampled(1, *logits_BV.shape))
-        return none.logprob_B, none.rank_B, none.best_BK, none.best_logprob_BK
-
-    return jax.lax.cond(wanted, compute, skip)
-
-
-def _log_softmax(x_BV: jax.Array) -> jax.Array:
-    x_BV = x_BV - x_BV.max(axis=-1, keepdims=True)
-    return x_BV - jnp.log(total(jnp.exp(x_BV)))[:, None]

@@ -17,7 +17,7 @@ def filled(allocator: PageAllocator, length: int, room: int | None = None) -> KV
 
 
 def state(allocator: PageAllocator) -> tuple[list[int], list[int]]:
-    return list(allocator._references), list(allocator._free)
+    return list(allocator._references), list(allocator._empty)
 
 
 # --- one operation at a time ------------------------------------------------------------------------------------------
@@ -144,19 +144,19 @@ def gain_a_reference(allocator, handles):
 
 
 def take_a_free_page(allocator, handles):
-    allocator._references[allocator._free[0]] = 1
+    allocator._references[allocator._empty[0]] = 1
 
 
 def lose_a_free_page(allocator, handles):
-    allocator._free.pop()
+    allocator._empty.pop()
 
 
 def free_a_used_page(allocator, handles):
-    allocator._free[0] = handles[0].pages[0]
+    allocator._empty[0] = handles[0].pages[0]
 
 
 def free_a_page_twice(allocator, handles):
-    allocator._free[0] = allocator._free[1]
+    allocator._empty[0] = allocator._empty[1]
 
 
 def forget_a_handle(allocator, handles):

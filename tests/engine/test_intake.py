@@ -9,10 +9,12 @@ import pytest
 
 from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.intake import Intake
+from jaxkv.engine.masks import encode_words
 from jaxkv.engine.model import Model
+from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.text import load_tokenizer
 from jaxkv.models.families import ConfigReader, read_family
-from jaxkv.ops.sampling import NUM_STOP_TOKENS
+from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from tiny import tiny_config
 from tokenizers_ import BOS, CHAT_TEMPLATE, EOS, KINDS, save_tokenizer
 
@@ -34,7 +36,9 @@ def intake(tokenizer) -> Intake:
     return intake_with(tokenizer)
 
 
-def intake_with(tokenizer, *, num_pages: int = 16, eos_ids: tuple[int, ...] = (EOS,), seed: int = 0) -> Intake:
+def intake_with(
+    tokenizer, *, num_pages: int = 16, eos_ids: tuple[int, ...] = (EOS,), seed: int = 0, share_prefixes: bool = True
+) -> Intake:
     spec, _ = read_family(ConfigReader(tiny_config("llama", vocab_size=VOCAB), "config.json"))
     model = Model(
         directory=Path(),
@@ -55,11 +59,16 @@ def intake_with(tokenizer, *, num_pages: int = 16, eos_ids: tuple[int, ...] = (E
         decode_steps=8,
         seed=seed,
     )
-    return Intake(model, config)
+    return Intake(model, config, cache_root=b"root", share_prefixes=share_prefixes)
 
 
-def one(intake: Intake, prompt: object, params: SamplingParams = PARAMS):
-    (request,) = intake.accept([prompt], [params])
+def submitted(intake: Intake, prompt: object, params: SamplingParams = PARAMS) -> Submission:
+    (submission,) = intake.accept([prompt], [params])
+    return submission
+
+
+def one(intake: Intake, prompt: object, params: SamplingParams = PARAMS) -> Request:
+    (request,) = submitted(intake, prompt, params).samples
     return request
 
 
@@ -77,8 +86,9 @@ def refused(intake: Intake, prompt: object, params: SamplingParams = PARAMS) -> 
 
 def test_a_text_is_encoded_with_the_tokenizer_s_own_special_tokens(intake, tokenizer):
     for prompt in ("The end", {"prompt": "The end"}, {"prompt": "The end", "prompt_token_ids": None}):
-        request = one(intake, prompt)
-        assert request.prompt == "The end"
+        submission = submitted(intake, prompt)
+        (request,) = submission.samples
+        assert submission.prompt == "The end"
         assert request.tokens == tokenizer.encode("The end")
         assert request.tokens[0] == BOS
         assert request.prompt_len == len(request.tokens)
@@ -89,10 +99,11 @@ def test_a_text_is_encoded_with_the_tokenizer_s_own_special_tokens(intake, token
     [[3, 4, 5], (3, 4, 5), np.array([3, 4, 5]), np.array([3, 4, 5], np.uint8), list(np.array([3, 4, 5])), range(3, 6)],
 )
 def test_token_ids_are_taken_as_they_are(intake, ids):
+    assert submitted(intake, {"prompt_token_ids": ids}).prompt is None
     request = one(intake, {"prompt_token_ids": ids})
-    assert (request.prompt, request.tokens) == (None, [3, 4, 5])
+    assert request.tokens == [3, 4, 5]
     assert all(type(token) is int for token in request.tokens)
-    assert one(intake, {"prompt": "shown", "prompt_token_ids": ids}).prompt == "shown"
+    assert submitted(intake, {"prompt": "shown", "prompt_token_ids": ids}).prompt == "shown"
 
 
 def test_the_caller_s_list_is_not_the_request_s(intake):
@@ -176,7 +187,7 @@ def test_a_request_s_own_seed_is_used_and_negative_ones_wrap(intake):
 def test_without_a_seed_engine_and_submission_number_give_one(tokenizer):
     def seeds(engine_seed: int, count: int, params: SamplingParams = PARAMS) -> list[int]:
         intake = intake_with(tokenizer, seed=engine_seed)
-        return [request.seed for request in intake.accept(["The end"] * count, [params] * count)]
+        return [submission.samples[0].seed for submission in intake.accept(["The end"] * count, [params] * count)]
 
     assert len(set(seeds(0, 50))) == 50
     assert seeds(0, 5) == seeds(0, 50)[:5] == seeds(0, 5, SamplingParams(seed=-1))  # -1 is none, as in vLLM
@@ -254,6 +265,55 @@ def test_a_prompt_longer_than_the_pool_says_what_to_raise(tokenizer):
 def test_a_stop_token_out_of_range_is_refused(intake, ids):
     message = refused(intake, "The end", SamplingParams(stop_token_ids=ids))
     assert message == f"stop_token_ids: expected token ids from 0 to {VOCAB - 1}, got {ids[-1:]}"
+
+
+@pytest.mark.parametrize("bad", [VOCAB, -1, 2**40])
+def test_ids_out_of_the_vocabulary_are_refused_wherever_they_stand(intake, bad):
+    expected = f"expected token ids from 0 to {VOCAB - 1}, got [{bad}]"
+    message = refused(intake, "The end", SamplingParams(allowed_token_ids=[3, bad]))
+    assert message == f"allowed_token_ids: {expected}"
+    if bad >= 0:
+        assert refused(intake, "The end", SamplingParams(logit_bias={3: 1.0, bad: 1})) == f"logit_bias: {expected}"
+    edges = SamplingParams(allowed_token_ids=[0, VOCAB - 1], logit_bias={0: 1, str(VOCAB - 1): 1})
+    assert one(intake, "The end", edges).params.logit_bias == {0: 1, VOCAB - 1: 1}
+
+
+def test_more_biases_than_the_device_has_room_for_are_refused(intake):
+    most = dict.fromkeys(range(NUM_BIASES), 1)
+    assert one(intake, "The end", SamplingParams(logit_bias=most)).params.logit_bias == most
+    message = refused(intake, "The end", SamplingParams(logit_bias=most | {NUM_BIASES: 1}))
+    assert message == f"logit_bias: expected at most {NUM_BIASES} tokens, got {NUM_BIASES + 1}"
+
+
+def test_bad_words_become_tokens(intake, tokenizer):
+    request = one(intake, "The end", SamplingParams(bad_words=["t", "over the"]))
+    assert request.bad_words == encode_words(tokenizer, ["t", "over the"])
+    assert request.needs_host
+    assert not one(intake, "The end", SamplingParams(bad_words=["t"])).needs_host
+    assert one(intake, "The end").bad_words == ()
+    with pytest.raises(ValueError, match="bad_words: expected a tokenizer for bad words, got skip_tokenizer_init=True"):
+        one(intake_with(None), {"prompt_token_ids": [3]}, SamplingParams(bad_words=["t"]))
+
+
+def test_something_must_be_left_to_come(intake, tokenizer):
+    (token,) = tokenizer.encode("t", add_special_tokens=False)
+    expected = f"expected at least one that ends no bad word and, with min_tokens, no request, got [{token}]"
+    for params in (
+        SamplingParams(allowed_token_ids=[token], bad_words=["t"]),
+        SamplingParams(allowed_token_ids=[token], stop_token_ids=[token], min_tokens=1),
+    ):
+        assert refused(intake, "The end", params) == f"allowed_token_ids: {expected}"
+    assert one(intake, "The end", SamplingParams(allowed_token_ids=[token], stop_token_ids=[token]))
+    assert one(intake, "The end", SamplingParams(allowed_token_ids=[token, token + 1], bad_words=["t"]))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_logprobs_are_bounded_by_what_the_engine_was_made_for(intake, name):
+    for count in (0, 20, None):
+        assert getattr(one(intake, "The end", SamplingParams(**{name: count})).params, name) == count
+    for count, got in ((21, "21"), (-1, f"-1 (all {VOCAB} tokens)")):
+        message = refused(intake, "The end", SamplingParams(**{name: count}))
+        assert message == f"{name}: expected at most 20, got {got}; raise max_logprobs of LLM (-1: all)"
 
 
 @pytest.mark.parametrize("params", [None, 3, {"temperature": 0}, "greedy", SamplingParams])

@@ -1,15 +1,15 @@
-"""Who runs next: promised pages are kept, first come is first served, and every token is computed once and in order."""
+"""Who runs next, with which tokens and pages."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from jaxkv.aot import fit_bucket, token_buckets
 from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.engine.allocator import KVHandle
+from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.request import Request
-from jaxkv.engine.scheduler import STEP_COST, LoopPlan, Scheduler, StepPlan
+from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
 
 PARAMS = SamplingParams()
 CONFIG = EngineConfig(
@@ -26,7 +26,6 @@ CONFIG = EngineConfig(
 def request(prompt_len: int, num_new: int, name: str = "") -> Request:
     return Request(
         id=name,
-        prompt=None,
         tokens=list(range(prompt_len)),
         prompt_len=prompt_len,
         params=PARAMS,
@@ -35,6 +34,7 @@ def request(prompt_len: int, num_new: int, name: str = "") -> Request:
         stop_ids=frozenset(),
         eos_id=None,
         text=None,
+        chain=PageChain(name.encode()),  # nobody else's pages
     )
 
 
@@ -85,27 +85,51 @@ def test_nothing_to_do_is_no_plan():
     assert scheduler().plan() is None
 
 
-def test_a_request_is_admitted_when_all_pages_it_can_need_are_unpromised():
+def test_a_request_is_admitted_when_its_tokens_and_a_page_for_each_running_one_fit():
     one = scheduler(num_pages=10)
-    first, second, third = added(one, (20, 20), (20, 21), (3, 3))  # 5 and 6 pages; the third's would be free
+    first, second, third = added(one, (40, 20), (33, 20), (3, 3))  # 5 and 5 pages; the third's would be free
     one.plan()
     assert one.running == [first]
-    assert list(one.waiting) == [second, third]  # nobody overtakes
-    assert one.num_promised == 5
+    assert one.waiting == [second, third]  # nobody overtakes
     assert (first.row, second.row) == (0, None)
     one.remove(first)
     one.check()
     one.plan()
     assert one.running == [second, third]
-    assert one.num_promised == 7
 
 
-def test_exactly_the_whole_pool_may_be_promised():
-    one = scheduler(num_pages=10)
-    added(one, (20, 20), (20, 20))
+def test_lower_priorities_go_first_and_push_nobody_out_without_need():
+    one = scheduler(max_num_seqs=2)
+    requests = [request(4, 9, name) for name in "abcd"]
+    for late, priority in zip(requests, (0, 5, 0, -1), strict=True):
+        late.priority = priority
+        one.add(late)
+        if late.id == "b":
+            one.plan()
+    a, b, c, d = requests
+    assert (one.running, one.waiting) == ([a, b], [d, c])
+    one.remove(b)
     one.plan()
-    assert (len(one.running), one.num_promised) == (2, 10)
+    assert one.running == [d, a]
     one.check()
+
+
+def test_the_last_in_order_gives_its_pages_back_when_others_need_them_and_comes_again():
+    one = scheduler(num_pages=6)
+    first, second = added(one, (15, 30), (9, 30))
+    while not one.num_preemptions:
+        carry_out(one, one.plan())
+        one.check()
+    assert (one.running, one.waiting) == ([first], [second])
+    assert (second.row, second.handle) == (None, KVHandle())
+    assert second.num_new > 0  # what it generated stays
+    known = list(second.tokens)
+    while one.running == [first]:
+        carry_out(one, one.plan())
+        one.check()
+    one.plan()
+    assert one.running == [second]
+    assert second.tokens[: len(known)] == known
 
 
 def test_no_more_requests_run_than_there_are_rows_and_each_has_its_own():
@@ -213,7 +237,7 @@ def test_the_loop_reserves_the_pages_of_all_its_steps_and_no_more():
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4])
-def test_remove_frees_rows_pages_and_promises_at_any_moment(num_steps):
+def test_remove_frees_rows_and_pages_at_any_moment(num_steps):
     one = scheduler(max_num_seqs=2)
     requests = added(one, (20, 9), (20, 9), (4, 4))
     for step in range(num_steps):
@@ -224,7 +248,7 @@ def test_remove_frees_rows_pages_and_promises_at_any_moment(num_steps):
     for gone in (requests[1], requests[2], requests[0]):
         one.remove(gone)
         one.check()
-    assert (one.num_promised, one.allocator.num_used, one.running, list(one.waiting)) == (0, 0, [], [])
+    assert (one.allocator.num_used, one.running, one.waiting) == (0, [], [])
     assert sorted(one._free_rows) == [0, 1]
     assert one.plan() is None
 
@@ -234,139 +258,22 @@ def test_remove_frees_rows_pages_and_promises_at_any_moment(num_steps):
 
 CORRUPTIONS = {
     "a page": lambda one: one.allocator.reserve(one.running[0].handle, 20),
-    "a promise": lambda one: setattr(one, "num_promised", one.num_promised + 1),
     "a row twice": lambda one: one._free_rows.append(one.running[0].row),
     "a row lost": lambda one: one._free_rows.pop(),
     "a row of two": lambda one: setattr(one.running[1], "row", one.running[0].row),
     "a waiting row": lambda one: setattr(one.waiting[0], "row", 3),
     "a lost request": lambda one: one.running.pop(),
-    "too much promised": lambda one: setattr(one, "config", replace(one.config, num_pages=5)),
+    "the order": lambda one: one.running.reverse(),
+    "a waiting page": lambda one: setattr(one.waiting[0], "handle", one.running[0].handle),
 }
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS)
 def test_check_sees_a_corruption(corrupt):
     one = scheduler(num_pages=6)
-    added(one, (4, 9), (4, 9), (4, 9), (4, 9))  # three run, one waits for pages, one row is free
+    added(one, (4, 9), (4, 9), (4, 9), (30, 9))  # three run, one waits for pages, one row is free
     one.plan()
     one.check()
     corrupt(one)
     with pytest.raises(RuntimeError):
         one.check()
-
-
-# --- thousands of requests --------------------------------------------------------------------------------------------
-
-
-class Run:
-    """Requests of random sizes at random times, some leaving early, with everything that must hold at every step."""
-
-    def __init__(self, config: EngineConfig, num_requests: int, seed: int) -> None:
-        self.config = config
-        self.buckets = token_buckets(config.max_num_batched_tokens)
-        self.rng = random.Random(seed)
-        self.scheduler = Scheduler(config)
-        self.requests = [self.random_request(i) for i in range(num_requests)]
-        self.computed: dict[Request, int] = dict.fromkeys(self.requests, 0)
-        self.aborted: set[Request] = set()
-        self.admitted: list[Request] = []
-
-    def random_request(self, number: int) -> Request:
-        limit = min(self.config.max_model_len, self.config.num_pages * self.config.block_size)
-        prompt_len = min(self.rng.choice([1, 2, self.rng.randint(1, limit - 1)]), limit - 1)
-        return request(prompt_len, self.rng.randint(1, limit - prompt_len), str(number))
-
-    def go(self) -> None:
-        todo = list(reversed(self.requests))
-        while todo or self.scheduler.running or self.scheduler.waiting:
-            for _ in range(min(len(todo), self.rng.choice([0, 0, 1, 2, 9]))):
-                self.scheduler.add(todo.pop())
-            if self.rng.random() < 0.02:
-                self.abort()
-            before = list(self.scheduler.running)
-            plan = self.scheduler.plan()
-            self.scheduler.check()
-            self.admitted += self.scheduler.running[len(before) :]
-            assert self.scheduler.running[: len(before)] == before
-            if plan is None:
-                assert not self.scheduler.running
-                assert not self.scheduler.waiting
-                continue
-            self.check(plan)
-            for one, count in carry_out(self.scheduler, plan, stops=lambda _: self.rng.random() < 0.02):
-                assert one.handle.length == self.computed[one] + count  # where it stopped, and no token twice
-                self.computed[one] += count
-            self.scheduler.check()
-
-    def abort(self) -> None:
-        present = [*self.scheduler.running, *self.scheduler.waiting]
-        if present:
-            gone = self.rng.choice(present)
-            self.aborted.add(gone)
-            self.scheduler.remove(gone)
-            self.scheduler.check()
-
-    def check(self, plan: StepPlan | LoopPlan) -> None:
-        running, allocator = self.scheduler.running, self.scheduler.allocator
-        for one in running:
-            assert len(one.handle.pages) <= allocator.pages_for(one.max_len)
-        assert allocator.num_used <= self.scheduler.num_promised <= self.config.num_pages
-        if isinstance(plan, LoopPlan):
-            assert set(plan.requests) == set(running)
-            lengths = [one.handle.length for one in plan.requests]
-            assert lengths == sorted(lengths), "rows of like length are neighbours"
-            assert 1 <= plan.num_steps <= self.config.decode_steps
-            for one in running:
-                assert one.num_pending == 1
-                stored = one.handle.length + min(plan.num_steps, one.num_left)
-                assert stored <= len(one.handle.pages) * self.config.block_size
-            return
-        counts = [count for _, count in plan.work]
-        pending = sum(one.num_pending for one in running)
-        wanted = min(self.config.max_num_batched_tokens, pending)
-        if sum(counts) != wanted:  # cut to what fills a program, where that costs less than padding
-            rest = wanted - sum(counts) + sum(count == 1 for count in counts)
-            assert sum(counts) in self.buckets
-            assert sum(counts) + fit_bucket(self.buckets, rest) + STEP_COST < fit_bucket(self.buckets, wanted)
-        assert {one for one in running if one.num_pending == 1} <= {one for one, _ in plan.work}
-        assert len({one for one, _ in plan.work}) == len(counts)
-        for one, count in plan.work:
-            assert 1 <= count <= one.num_pending
-            assert one.handle.length + count <= len(one.handle.pages) * self.config.block_size
-        self.check_order(plan, counts)
-
-    def check_order(self, plan: StepPlan, counts: list[int]) -> None:
-        assert counts == sorted(counts, key=lambda count: count > 1), "pieces of one token come first"
-        unfinished = [one for one, count in plan.work if count < one.num_pending]
-        chunked = [one for one in self.scheduler.running if one.num_pending > 1]
-        assert len(unfinished) <= 1  # an earlier prompt is finished before a later one gets anything
-        served = {one for one, _ in plan.work if one.num_pending > 1}
-        assert served == set(chunked[: len(served)])
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    "config",
-    [
-        CONFIG,
-        replace(CONFIG, num_pages=8),
-        replace(CONFIG, num_pages=3, block_size=8),
-        replace(CONFIG, max_num_seqs=1),
-        replace(CONFIG, max_num_seqs=16, num_pages=200, max_model_len=100),
-        replace(CONFIG, max_num_seqs=9, max_num_batched_tokens=512, num_pages=400, max_model_len=600),
-        replace(CONFIG, max_num_seqs=7, max_num_batched_tokens=50, num_pages=40, decode_steps=1),
-    ],
-    ids=["plain", "tight pool", "three pages", "one row", "as many rows as tokens", "large steps", "one step a loop"],
-)
-def test_every_request_is_computed_once_in_order_and_leaves_nothing(config, seed):
-    run = Run(config, 300, seed)
-    run.go()
-    for one in run.requests:
-        if one not in run.aborted:
-            assert one.finish_reason == "stop"
-            assert len(one.tokens) - one.prompt_len >= 1
-            assert run.computed[one] == len(one.tokens) - 1  # all but the last new one, which nobody reads
-    assert [one for one in run.requests if one in set(run.admitted)] == run.admitted  # first come, first served
-    assert len(run.aborted) < len(run.requests) / 2
-    assert (run.scheduler.num_promised, run.scheduler.allocator.num_used) == (0, 0)
-    assert sorted(run.scheduler._free_rows) == list(range(config.max_num_seqs))

@@ -23,6 +23,10 @@ from jaxkv.ops.sampling import (
 )
 
 V = 48
+WIDE = 1000
+"""The largest vocabulary here: masks are made for it and cut."""
+
+MAX_LEN = 40
 OFF = np.iinfo(np.int32).max
 SAMPLE = jax.jit(sample)
 TOP_K_TOP_P = jax.jit(_top_k_top_p)
@@ -30,10 +34,11 @@ TOP_K_TOP_P = jax.jit(_top_k_top_p)
 
 def make_sampling(num_rows: int, **fields: object) -> Sampling:
     """Parameters by name without the suffix (`temperature=...`), one for all or one per row; seed = row."""
-    made = empty_sampling(num_rows)
+    made = empty_sampling(num_rows, vocab_size=WIDE, max_len=MAX_LEN)
     made.seed_B2[:, 1] = np.arange(num_rows)
     for name, value in fields.items():
-        array = next(getattr(made, name + suffix) for suffix in ("_B", "_B2", "_BE") if hasattr(made, name + suffix))
+        suffixes = (suffix for suffix in ("_B", "_B2", "_BE", "_BM", "_BN") if hasattr(made, name + suffix))
+        array = getattr(made, name + next(suffixes))
         array[:] = value
     return made
 
@@ -288,7 +293,7 @@ def test_a_row_depends_on_its_own_seed_sample_and_position_only():
 
 
 def test_both_words_of_the_seed_the_sample_and_the_position_matter():
-    logits_BV = np.zeros((1, 1000), np.float32)
+    logits_BV = np.zeros((1, WIDE), np.float32)
     drawn = [
         draw(logits_BV, make_sampling(1, temperature=1.0, seed=seed, sample=index), position).token_B.item()
         for seed in ([0, 0], [1, 0], [0, 1], [1, 1])

@@ -29,6 +29,7 @@ class Batch:
     start_B, count_B     int32; packed offset and number of the row's tokens in this step (0: row not in the step).
     num_decode  int32 scalar: rows 0..num_decode-1 have one token each, at packed offset = row.
     num_rows    int32 scalar: rows num_decode..num_rows-1 are prefill chunks, packed in this order.
+    target_T    int32: the token that follows in a prompt whose logprobs are wanted, else below 0; None: none is.
     decode_only static: every row is a decode row, T = B.
     """
 
@@ -39,4 +40,5 @@ class Batch:
     count_B: jax.Array
     num_decode: jax.Array
     num_rows: jax.Array
+    target_T: jax.Array | None = None
     decode_only: bool = struct.field(pytree_node=False, default=False)
