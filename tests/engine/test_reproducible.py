@@ -106,6 +106,7 @@ def test_what_was_cached_changes_nothing(new_llm, alone):
 def test_preemption_changes_nothing(new_llm, alone):
     llm = new_llm(num_gpu_blocks_override=14, max_model_len=200)
     assert answers(llm, OURS + OURS) == alone + alone
+    assert llm._engine.scheduler.num_preemptions > 0
 
 
 def test_a_prompt_that_ends_in_an_answer_is_continued_as_that_answer_was(llm, alone):
