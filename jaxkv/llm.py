@@ -25,7 +25,7 @@ from jaxkv.engine.pool import bytes_per_page, choose_num_pages, empty_kv
 from jaxkv.engine.prefix import root_key
 from jaxkv.engine.request import Submission
 from jaxkv.kv.codecs import Codec, get_codec
-from jaxkv.ops.attention import choose_backend
+from jaxkv.ops.attention import DETERMINISTIC, choose_backend
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -71,6 +71,8 @@ class LLM:
     enable_prefix_caching: full pages of prompts and outputs stay in the cache until their room is needed, and requests
     that begin with the same tokens take them over. prefix_cache_secret: what the keys of cached pages are derived from,
     by default random for each engine.
+    deterministic: on a CPU, the same tokens and logprobs to the last bit, however a prompt was cut, cached or preempted
+    (default: whatever runs beside it; what it costs is in docs/architecture.md).
     seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
     max_logprobs: the most logprobs or prompt_logprobs that a request may ask for. -1 is the whole vocabulary; steps and
     loops then have room for as many per token, in use or not.
@@ -102,6 +104,7 @@ class LLM:
         prefix_cache_secret: bytes | None = None,
         seed: int = 0,
         max_logprobs: int = 20,
+        deterministic: bool = False,
         lazy_compile: bool = False,
         **others: Any,
     ) -> None:
@@ -111,6 +114,10 @@ class LLM:
         self._device = jax.devices()[0]
         on_cpu = self._device.platform == "cpu"
         self._backend, self._backend_reason = choose_backend(backend)
+        if deterministic:
+            if not on_cpu:
+                raise NotImplementedError(f"deterministic=True: known to hold on a CPU only, not on {self._device}")
+            self._backend = DETERMINISTIC.get(self._backend, self._backend)
         self._compile_cache = use_compile_cache(self._device)
         self._model = load_model(
             DEMO if model is None else model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,9 @@ PIECE_BYTES = 2**21
 
 MANY_TOKENS = 256
 """Tokens from which the arithmetic of a matmul outweighs that copy, so that one piece is faster than several."""
+
+TILE_ROWS = 8
+"""Rows that XLA:CPU takes at once of a matrix that it multiplies with a vector."""
 
 
 class Matrix(NamedTuple):
@@ -105,11 +109,26 @@ def _dot(x_TD: Array, w_FD: Array) -> Array:
     )
 
 
+def total(x: Array) -> Array:
+    """Sum over the last axis, on a CPU added up in the same order whatever the other axes are. Float32."""
+    return jax.lax.platform_dependent(x, cpu=_total_by_tiles, default=partial(jnp.sum, axis=-1))
+
+
+def _total_by_tiles(x: Array) -> Array:
+    """XLA:CPU multiplies a matrix with a vector by tiles of rows, each row in the same order, and the rows left over in
+    another. What it makes of a plain sum depends on the number of rows."""
+    rows_RD = x.reshape(-1, x.shape[-1])
+    num_rows = rows_RD.shape[0]
+    rows_RD = jnp.pad(rows_RD, ((0, -num_rows % TILE_ROWS), (0, 0)))
+    ones_D = jnp.ones(x.shape[-1], jnp.float32)
+    return jnp.dot(rows_RD, ones_D, precision=jax.lax.Precision.HIGHEST)[:num_rows].reshape(x.shape[:-1])
+
+
 def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
     """Root-mean-square norm over the last axis, float32 in and out. Source: arXiv 1910.07467, equation 4."""
     x = x.astype(jnp.float32)
     scale = jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
+    return x * jax.lax.rsqrt(total(x * x)[..., None] / x.shape[-1] + eps) * scale
 
 
 def gated_mlp(x_TD: Array, w: Mapping[str, Any], *, activation: str) -> Array:

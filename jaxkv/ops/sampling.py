@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxkv.config import GREEDY_BELOW
+from jaxkv.ops.layers import total
 from jaxkv.ops.logits import NO_TOKEN, add_bias, allow, forbid, penalise
 
 NUM_STOP_TOKENS = 64
@@ -134,11 +135,16 @@ def sample(
 
 def score(logits_TV: jax.Array, token_T: jax.Array, *, num_logprobs: int) -> Scores:
     """Log-probability and rank of the given token of each row, and the likeliest ones."""
-    logprob_TV = jax.nn.log_softmax(logits_TV, axis=-1)
+    logprob_TV = _log_softmax(logits_TV)
     chosen_T = jnp.take_along_axis(logprob_TV, token_T[:, None], axis=-1)[:, 0]
     rank_T = jnp.sum(logprob_TV >= chosen_T[:, None], axis=-1, dtype=jnp.int32)
     best_logprob_TK, best_TK = jax.lax.top_k(logprob_TV, min(num_logprobs, logits_TV.shape[1]))
     return Scores(chosen_T, rank_T, best_TK, best_logprob_TK)
+
+
+def _log_softmax(x_TV: jax.Array) -> jax.Array:
+    x_TV = x_TV - x_TV.max(axis=-1, keepdims=True)
+    return x_TV - jnp.log(total(jnp.exp(x_TV)))[:, None]
 
 
 def is_stop(token_B: jax.Array, sampling: Sampling) -> jax.Array:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from jaxkv.ops.attention import xla
 from jaxkv.ops.attention.base import AttendFn, Batch
 
-BACKENDS: dict[str, AttendFn] = {"xla": xla.attend}
+BACKENDS: dict[str, AttendFn] = {"xla": xla.attend, "xla_deterministic": partial(xla.attend, deterministic=True)}
+DETERMINISTIC = {"xla": "xla_deterministic"}
+"""What `deterministic=True` takes in a backend's place."""
 PLANNED = ("pallas_tpu", "mosaic_gpu")
 
 
@@ -23,4 +27,4 @@ def choose_backend(name: str) -> tuple[str, str]:
     raise ValueError(f"backend: expected 'auto' or one of {sorted([*BACKENDS, *PLANNED])}, got {name!r}")
 
 
-__all__ = ["BACKENDS", "AttendFn", "Batch", "choose_backend"]
+__all__ = ["BACKENDS", "DETERMINISTIC", "AttendFn", "Batch", "choose_backend"]

@@ -16,15 +16,16 @@ import jax.numpy as jnp
 
 from jaxkv.kv.state import GroupKV
 from jaxkv.ops.attention.base import Batch
+from jaxkv.ops.layers import total
 
-DECODE_BLOCK = 128
-"""Keys gathered per row and iteration of a decode sweep."""
+BLOCK = 128
+"""Keys gathered per row and iteration, for decode rows and prefill chunks alike: both add up in the same order."""
 
 CPU_TILE_ROWS = 8
-"""Decode rows that sweep together on a CPU: with DECODE_BLOCK keys of each, what is gathered stays in the cache."""
+"""Decode rows that sweep together on a CPU: with BLOCK keys of each, what is gathered stays in the cache."""
 
-PREFILL_BLOCK = 128
-"""Keys gathered per iteration of a prefill work item: with as many queries, little is computed that is masked."""
+CPU_MIN_QUERIES = 2
+"""Per KV head: XLA:CPU adds up the product of a vector and a matrix in another order than that of two matrices."""
 
 QUERY_BLOCK = 128
 """Queries of one prefill work item."""
@@ -51,9 +52,19 @@ class Softmax(NamedTuple):
 
 
 def attend(
-    q_TNH: jax.Array, group: GroupKV, batch: Batch, *, layer: int | jax.Array, scale: float, window: int | None
+    q_TNH: jax.Array,
+    group: GroupKV,
+    batch: Batch,
+    *,
+    layer: int | jax.Array,
+    scale: float,
+    window: int | None,
+    deterministic: bool = False,
 ) -> jax.Array:
-    """See `base` for the contract. `group.len_B` already counts this step's tokens. Returns [T, N, H] float32."""
+    """See `base` for the contract. `group.len_B` already counts this step's tokens. Returns [T, N, H] float32.
+
+    `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
+    """
     num_rows = group.table_BW.shape[0]
     q_TNH = q_TNH.astype(jnp.float32) * scale
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
@@ -64,8 +75,8 @@ def attend(
         batch.position_T[:num_rows],
         is_decode_B,
         # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
-        cpu=partial(decode, tile_rows=CPU_TILE_ROWS, in_float32=True),
-        default=partial(decode, tile_rows=num_rows, in_float32=False),
+        cpu=partial(decode, tile_rows=CPU_TILE_ROWS, min_queries=CPU_MIN_QUERIES, in_float32=not deterministic),
+        default=partial(decode, tile_rows=num_rows, min_queries=1, in_float32=False),
     )
     if batch.decode_only:
         return decoded
@@ -79,13 +90,17 @@ def _decode(
     live_B: jax.Array,
     *,
     tile_rows: int,
+    min_queries: int,
     in_float32: bool,
     layer: int | jax.Array,
     window: int | None,
 ) -> jax.Array:
-    """One query per row, `tile_rows` rows side by side."""
+    """One query per row, `tile_rows` rows side by side, with at least `min_queries` queries per KV head."""
     num_rows, num_heads, head_dim = q_BNH.shape
     heads, size = group.num_kv_heads, min(tile_rows, num_rows)
+    per_head = num_heads // heads
+    q_BKGH = q_BNH.reshape(num_rows, heads, per_head, head_dim)
+    q_BKGH = jnp.pad(q_BKGH, ((0, 0), (0, 0), (0, max(0, min_queries - per_head)), (0, 0)))
     len_B = jnp.where(live_B, group.len_B, 0)
     first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
     first_B = jnp.where(live_B, first_B, jnp.iinfo(jnp.int32).max)
@@ -96,18 +111,18 @@ def _decode(
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         len_R = take(len_B)
         out = _sweep(
-            take(q_BNH).reshape(size, heads, num_heads // heads, head_dim),
+            take(q_BKGH),
             group,
             (take(group.table_BW), take(group.first_BW)),
             len_R,
             take(position_B)[:, None],
             (jnp.min(take(first_B)), jnp.max(len_R)),
-            block_tokens=DECODE_BLOCK,
             in_float32=in_float32,
             layer=layer,
             window=window,
         )
-        return jax.lax.dynamic_update_slice_in_dim(out_BNH, out.reshape(size, num_heads, head_dim), start, 0)
+        out = out[:, :, :per_head].reshape(size, num_heads, head_dim)
+        return jax.lax.dynamic_update_slice_in_dim(out_BNH, out, start, 0)
 
     return jax.lax.fori_loop(0, -(-num_rows // size), tile, jnp.zeros_like(q_BNH))
 
@@ -140,7 +155,6 @@ def _prefill(
             length[None],
             jnp.repeat(position, num_heads // heads)[None, :],
             (low, jnp.minimum(index + size, length)),
-            block_tokens=PREFILL_BLOCK,
             in_float32=False,
             layer=layer,
             window=window,
@@ -163,21 +177,22 @@ def _sweep(
     position_RM: jax.Array,
     bounds: tuple[jax.Array, jax.Array],
     *,
-    block_tokens: int,
     in_float32: bool,
     layer: int | jax.Array,
     window: int | None,
 ) -> jax.Array:
-    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables, `block_tokens`
+    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables, BLOCK of them
     (or one page) at a time. -> [R, K, M, H].
 
     Both matmuls take their inputs in the dtype that the pages decode to, or float32, and add up in float32.
+    Blocks begin at multiples of their size, and one without a seen key changes no bit: what a query gets does not
+    depend on the bounds.
 
     position_RM has the position of each query, or [R, 1] where all queries of a row share it.
     """
     num_rows, heads, _, head_dim = q_RKMH.shape
     size = group.page_size
-    per_block = max(1, block_tokens // size)
+    per_block = max(1, BLOCK // size)
     width = table[0].shape[1]
     table_RW, first_RW = (jnp.pad(t, ((0, 0), (0, -width % per_block))) for t in table)
     by_head = group.pages.reshape(-1, size, head_dim)
@@ -227,4 +242,4 @@ def _accumulate(state: Softmax, q: jax.Array, keys: jax.Array, values: jax.Array
     weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
     shrink = jnp.exp(state.max - top)
     gained = matmul("rkmj,rkjh->rkmh", weight.astype(values.dtype), values)
-    return Softmax(top, state.sum * shrink + weight.sum(axis=-1), state.acc * shrink[..., None] + gained)
+    return Softmax(top, state.sum * shrink + total(weight), state.acc * shrink[..., None] + gained)

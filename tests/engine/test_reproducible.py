@@ -1,0 +1,121 @@
+"""On a CPU a request gets the same bits whatever runs beside it, however its prompt was cut, cached or preempted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxkv import LLM, RequestOutput, SamplingParams
+from tiny import make_checkpoint, tiny_config
+
+NUM_NEW = 20
+ANSWER = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=20)
+SHAPES = {
+    "256": {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "576": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "768": {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4},
+}
+COMMON = {"num_hidden_layers": 2, "vocab_size": 1000, "max_position_embeddings": 512}
+CASES = [("256", "bfloat16"), ("576", "float32")]
+SLOW = [("256", "float32"), ("576", "bfloat16"), ("768", "bfloat16")]
+CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
+
+Bits = list[list[tuple[int, float]]]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def new_llm(request, tmp_path_factory):
+    width, dtype = request.param
+    config = tiny_config("llama", **COMMON, **SHAPES[width])
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), config, dtype=dtype)
+
+    def new(**options: object) -> LLM:
+        # Where nothing is rounded to bfloat16, both ways are the same.
+        options = {"deterministic": dtype == "bfloat16", "enable_prefix_caching": False} | options
+        return LLM(path, skip_tokenizer_init=True, lazy_compile=True, dtype=dtype, **options)
+
+    return new
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    return [np.random.default_rng([i, length]).integers(0, 1000, length).tolist() for i, length in enumerate(lengths)]
+
+
+def bits(output: RequestOutput) -> Bits:
+    """Every token with its log-probability and the likeliest ones."""
+    return [[(token, one.logprob) for token, one in entry.items()] for entry in output.outputs[0].logprobs]
+
+
+def answers(llm: LLM, ids: list[list[int]], params: SamplingParams = ANSWER) -> list[Bits]:
+    outputs = llm.generate([{"prompt_token_ids": one} for one in ids], params, use_tqdm=False)
+    return [bits(output) for output in outputs]
+
+
+OURS = prompts(5, 61, 150)
+OTHERS = prompts(1, 2, 3, 9, 17, 30, 64, 65, 127, 128, 129, 200, 250, 300) * 3
+
+
+@pytest.fixture(scope="module")
+def llm(new_llm):
+    return new_llm()
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """What each of OURS gets when nothing runs beside it."""
+    return [answers(llm, [ids])[0] for ids in OURS]
+
+
+@pytest.mark.parametrize("num_neighbours", [1, 4, 13, 40])
+def test_neighbours_change_nothing(llm, alone, num_neighbours):
+    assert answers(llm, OTHERS[:num_neighbours] + OURS)[num_neighbours:] == alone
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 5, 16])
+def test_the_number_of_rows_changes_nothing(new_llm, alone, max_num_seqs):
+    assert answers(new_llm(max_num_seqs=max_num_seqs), OURS) == alone
+
+
+@pytest.mark.parametrize("budget", [16, 23, 64, 100])
+def test_the_way_a_prompt_is_cut_changes_nothing(new_llm, alone, budget):
+    limited = new_llm(max_num_batched_tokens=budget, max_num_seqs=4)
+    assert answers(limited, OURS) == alone
+    assert answers(limited, OTHERS[:5] + OURS)[5:] == alone
+
+
+@pytest.mark.parametrize("block_size", [8, 128])
+def test_the_page_size_changes_nothing(new_llm, alone, block_size):
+    assert answers(new_llm(block_size=block_size), OURS) == alone
+
+
+def test_without_the_option_neighbours_change_nothing_either(new_llm):
+    llm = new_llm(deterministic=False)
+    expected = [answers(llm, [ids])[0] for ids in OURS]
+    for num_neighbours in (1, 13):
+        assert answers(llm, OTHERS[:num_neighbours] + OURS)[num_neighbours:] == expected
+
+
+def test_what_was_cached_changes_nothing(new_llm, alone):
+    """Pages of prompts and of answers, the latter computed by decode steps."""
+    llm = new_llm(enable_prefix_caching=True)
+    for _ in range(2):
+        assert answers(llm, OURS) == alone
+    assert_continued(llm, alone)
+
+
+def test_preemption_changes_nothing(new_llm, alone):
+    llm = new_llm(num_gpu_blocks_override=14, max_model_len=200)
+    assert answers(llm, OURS + OURS) == alone + alone
+    assert llm._engine.scheduler.num_preemptions > 0
+
+
+def test_a_prompt_that_ends_in_an_answer_is_continued_as_that_answer_was(llm, alone):
+    assert_continued(llm, alone)
+
+
+def assert_continued(llm: LLM, alone: list[Bits]) -> None:
+    for ids, answer in zip(OURS, alone, strict=True):
+        tokens = [entry[0][0] for entry in answer]
+        for done in (1, NUM_NEW - 1):
+            (rest,) = answers(llm, [ids + tokens[:done]])
+            assert rest[: NUM_NEW - done] == answer[done:]
