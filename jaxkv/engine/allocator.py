@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxkv.engine.prefix import PrefixIndex
 from jaxkv.errors import CapacityError
 
 
-@dataclass(frozen=True, slots=True)
-class KVHandle:
+class KVHandle(NamedTuple):
     """A sequence's hold on the KV state: page ids in order, and how many tokens of them are its own.
 
     A handle owns one reference on each of its pages. The allocator's operations consume the handle that they are given

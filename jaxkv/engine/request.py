@@ -79,7 +79,7 @@ class Request:
     @property
     def needs_host(self) -> bool:
         """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
-        return any(len(word) > 1 for word in self.bad_words)
+        return bool(self.bad_words) and any(len(word) > 1 for word in self.bad_words)
 
     def completion(self) -> CompletionOutput:
         """Everything so far."""

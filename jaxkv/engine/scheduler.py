@@ -66,8 +66,10 @@ class Scheduler:
 
     def plan(self) -> StepPlan | LoopPlan | None:
         """The next thing to run with its pages reserved, or None if there is nothing to do."""
+        size = self.config.block_size
         for request in self.running:
-            self._publish(request)
+            if request.num_published < request.handle.length // size:
+                self._publish(request)
         self._admit()
         if not self.running:
             return None
@@ -158,6 +160,8 @@ class Scheduler:
     def _reserve(self, request: Request, num_tokens: int) -> None:
         """Pages for so many more tokens, taken from the last requests in order where none are free: maybe itself."""
         total = request.handle.length + num_tokens
+        if total <= len(request.handle.pages) * self.config.block_size:
+            return
         while request.row is not None:
             if self.allocator.pages_for(total) - len(request.handle.pages) <= self.allocator.num_free:
                 request.handle = self.allocator.reserve(request.handle, total)
