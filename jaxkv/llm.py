@@ -25,7 +25,7 @@ from jaxkv.engine.pool import bytes_per_page, choose_num_pages, empty_kv
 from jaxkv.engine.prefix import root_key
 from jaxkv.engine.request import Submission
 from jaxkv.kv.codecs import Codec, get_codec
-from jaxkv.ops.attention import DETERMINISTIC, choose_backend
+from jaxkv.ops.attention import choose_backend
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -113,11 +113,7 @@ class LLM:
             raise ValueError(f"tokenizer: expected None with skip_tokenizer_init=True, got {tokenizer!r}")
         self._device = jax.devices()[0]
         on_cpu = self._device.platform == "cpu"
-        self._backend, self._backend_reason = choose_backend(backend)
-        if deterministic:
-            if not on_cpu:
-                raise NotImplementedError(f"deterministic=True: known to hold on a CPU only, not on {self._device}")
-            self._backend = DETERMINISTIC.get(self._backend, self._backend)
+        self._backend, self._backend_reason = choose_backend(backend, deterministic=deterministic)
         self._compile_cache = use_compile_cache(self._device)
         self._model = load_model(
             DEMO if model is None else model,

@@ -24,7 +24,6 @@ NUM_LOGPROBS = 20
 """Alternatives per token that the device returns when any row asks for logprobs, unless the engine is made for more."""
 
 
-
 @struct.dataclass
 class Sampling:
     """Sampling parameters of B rows.
