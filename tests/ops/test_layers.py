@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, Matrix, linear
+from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, Matrix, linear, total
 
 SHAPE = (1100, 2000)
 """More than two pieces in bfloat16, and more than four in float32; the last is a part of one."""
@@ -44,3 +44,13 @@ def test_bits_of_a_result_do_not_depend_on_the_number_of_tokens(dtype, as_bits):
     for num_tokens in (2, 7, 64, MANY_TOKENS - 1):
         few = np.asarray(jax.jit(linear)(jnp.asarray(x[:num_tokens], jnp.float32), matrix))
         np.testing.assert_array_equal(few, many[:num_tokens])
+
+
+@pytest.mark.parametrize("width", [13, 64, 577, 32_000])
+def test_bits_of_a_sum_do_not_depend_on_the_number_of_rows(width):
+    x = np.random.default_rng(0).normal(size=(67, width)).astype(np.float32)
+    many = np.asarray(jax.jit(total)(x))
+    np.testing.assert_allclose(many, x.astype(np.float64).sum(axis=-1), rtol=0, atol=1e-3)
+    for num_rows in (1, 2, 7, 8, 9, 64):
+        np.testing.assert_array_equal(np.asarray(jax.jit(total)(x[:num_rows])), many[:num_rows])
+    np.testing.assert_array_equal(np.asarray(jax.jit(total)(x[:6].reshape(2, 3, width))), many[:6].reshape(2, 3))
