@@ -1,6 +1,8 @@
 """What every test runs under. That each warning is an error is set in pyproject.toml."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 # Before jax is imported: it reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,6 +17,15 @@ from jaxkv.aot import Programs
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 COMPILED: dict[object, dict] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_end_with_their_module() -> Iterator[None]:
+    """Each takes some of the memory mappings that a process may have (65,530 on Linux); past them XLA crashes."""
+    yield
+    COMPILED.clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
