@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from jaxkv.engine.prefix import PrefixIndex
 from jaxkv.errors import CapacityError
 
 
-class KVHandle(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KVHandle:
     """A sequence's hold on the KV state: page ids in order, and how many tokens of them are its own.
 
     A handle owns one reference on each of its pages. The allocator's operations consume the handle that they are given
