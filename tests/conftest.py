@@ -1,8 +1,11 @@
 """What every test runs under. That each warning is an error is set in pyproject.toml."""
 
 import gc
+import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 # Before jax is imported: it reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,6 +20,23 @@ from jaxkv.aot import Programs
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 COMPILED: dict[object, dict] = {}
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture(scope="session")
+def scripts() -> Path:
+    """The folder, which is in the checkout only."""
+    if not SCRIPTS.is_dir():
+        pytest.skip("scripts/ is in the checkout only")
+    return SCRIPTS
+
+
+@pytest.fixture(scope="module")
+def script(scripts) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of scripts/, found as Python finds it when a script runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(scripts)
+        yield importlib.import_module
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,26 +1,20 @@
 """The host-time benchmark: the engine really does the work that is timed."""
 
-import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="scripts/ is in the checkout only")
-
 
 @pytest.fixture
-def host(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return importlib.import_module("bench_host")
+def host(script):
+    return script("bench_host")
 
 
-def test_a_run_leaves_its_figures(tmp_path):
-    command = [sys.executable, SCRIPTS / "bench_host.py", "--rows", "4", "--loops", "8", "--turns", "2"]
+def test_a_run_leaves_its_figures(tmp_path, scripts):
+    command = [sys.executable, scripts / "bench_host.py", "--rows", "4", "--loops", "8", "--turns", "2"]
     command += ["--prompt-len", "20", "40", "--output-len", "24", "--json", tmp_path / "result.json"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     result = json.loads((tmp_path / "result.json").read_text())

@@ -1,26 +1,20 @@
 """The prefix cache benchmark: one side finds the shared tokens, the other none, and both give the same output."""
 
-import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="scripts/ is in the checkout only")
-
 
 @pytest.fixture
-def prefix(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    return importlib.import_module("bench_prefix")
+def prefix(script):
+    return script("bench_prefix")
 
 
-def test_a_run_leaves_its_figures(tmp_path):
-    command = [sys.executable, SCRIPTS / "bench_prefix.py", "--shape", "toy", "--requests", "3", "--rounds", "1"]
+def test_a_run_leaves_its_figures(tmp_path, scripts):
+    command = [sys.executable, scripts / "bench_prefix.py", "--shape", "toy", "--requests", "3", "--rounds", "1"]
     command += ["--prompt-len", "64", "--shared", "50", "--output-len", "2", "--rows", "4", "--long-prompt", "256"]
     command += ["--json", tmp_path / "result.json"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -9,18 +9,8 @@ import pytest
 
 from jaxkv import LLM, SamplingParams, prometheus_text
 from jaxkv.engine.metrics import LATENCY_S, Histogram, Metric, Observations
-from tiny import make_checkpoint, tiny_config
+from tiny import SMALL, make_checkpoint, tiny_config
 
-SMALL = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "block_size": 8,
-    "max_model_len": 128,
-    "num_gpu_blocks_override": 60,
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-    "lazy_compile": True,
-}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": list(range(3 + i, 40 + 3 * i))} for i in range(6)]
 
@@ -49,7 +39,8 @@ def test_counts_are_those_of_what_was_run(make):
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     assert (value(llm, "num_requests_running"), value(llm, "num_requests_waiting")) == (1, 0)
-    assert value(llm, "kv_cache_usage_perc") == sum(map(len, llm.page_table().values())) / 60
+    num_used = sum(map(len, llm.page_table().values()))
+    assert value(llm, "kv_cache_usage_perc") == num_used / SMALL["num_gpu_blocks_override"]
     stream.close()
     metrics = named(llm.get_metrics())
     assert metrics["prompt_tokens"].value == sum(len(p["prompt_token_ids"]) for p in [*PROMPTS, PROMPTS[0]])

@@ -10,19 +10,9 @@ from jaxkv.config import SamplingParams
 from jaxkv.engine.outputs import RequestOutput
 from jaxkv.llm import LLM
 from poison import poisoned
-from tiny import make_checkpoint, tiny_config
+from tiny import SMALL, make_checkpoint, tiny_config
 
-PAGE = 8
-SMALL = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "block_size": PAGE,
-    "max_model_len": 128,
-    "num_gpu_blocks_override": 200,
-    "dtype": "float32",
-    "skip_tokenizer_init": True,
-    "lazy_compile": True,
-}
+PAGE = SMALL["block_size"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": list(range(3 + i, 23 + 3 * i))} for i in range(3)]
 
@@ -146,3 +136,28 @@ def test_priority_decides_who_comes_first(make):
     for bad, message in (([1], "expected a list of 3"), ([1, 2, "3"], "priority: expected a whole number")):
         with pytest.raises(ValueError, match=message):
             run(llm, PROMPTS[:3], GREEDY, priority=bad)
+
+
+def test_prompt_logprobs_are_complete_however_much_of_the_prompt_is_cached(make):
+    llm, prompt = make(), {"prompt_token_ids": list(range(3, 43))}
+    params = replace(GREEDY, prompt_logprobs=2)
+    (first,), (again,) = run(llm, prompt, params), run(llm, prompt, params)
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 0)
+    assert again.prompt_logprobs == first.prompt_logprobs
+    assert len(first.prompt_logprobs) == 40
+    assert run(llm, prompt)[0].num_cached_tokens > 0  # its pages are there for others
+
+
+def test_a_prompt_that_loses_its_pages_before_the_first_token_is_counted_once(make):
+    llm = make(max_num_batched_tokens=16)
+    engine, prompt = llm._engine, {"prompt_token_ids": list(range(3, 103))}
+    run(llm, prompt)
+    (submission,) = llm._intake.accept([prompt | {"cache_salt": "another"}], [GREEDY])
+    engine.add(submission)
+    engine.step()
+    engine.scheduler._preempt(submission.samples[0])  # its first pages are cached now
+    while engine.has_work:
+        engine.step()
+    assert (engine.scheduler.num_looked_up, engine.scheduler.num_found) == (200, 0)
+    assert submission.output().num_cached_tokens == 0
+    assert_empty(llm)

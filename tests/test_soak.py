@@ -1,21 +1,12 @@
 """The soak: a short one goes through with nothing left behind, and a breach is named."""
 
-import importlib
-from pathlib import Path
-
 import jax
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="scripts/ is in the checkout only")
-
 
 @pytest.fixture(scope="module")
-def soak():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPTS)
-        module = importlib.import_module("soak")
-    return module.Soak(seed=1, rows=4, step_tokens=16)
+def soak(script):
+    return script("soak").Soak(seed=1, rows=4, step_tokens=16)
 
 
 def test_a_short_soak_ends_clean_and_a_breach_is_named(soak):

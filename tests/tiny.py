@@ -13,7 +13,31 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxkv.config import EngineConfig
 from jaxkv.models.families import read_config, read_family
+
+SMALL = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "block_size": 8,
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 200,
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "lazy_compile": True,
+}
+"""Limits of an `LLM` that a test fills in seconds."""
+
+ENGINE = EngineConfig(
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    block_size=8,
+    num_pages=16,
+    decode_steps=4,
+    seed=0,
+)
+"""The same of a scheduler without a model."""
 
 BASE = {
     "vocab_size": 151,

@@ -47,10 +47,6 @@ class PageAllocator:
     def num_used(self) -> int:
         return self.num_pages - self.num_free
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
     def pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens take."""
         return -(-num_tokens // self.page_size)
@@ -76,9 +72,6 @@ class PageAllocator:
         The handle's length is a multiple of the page size, and it has no pages past it.
         """
         return self._index.find(key, handle.pages[-1] if handle.pages else None, tokens)
-
-    def is_cached(self, page: int) -> bool:
-        return page in self._cached
 
     def extend(self, handle: KVHandle, page: int) -> KVHandle:
         """The handle with a page that `find` gave for it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxkv.engine.allocator import PageAllocator
@@ -44,20 +44,19 @@ class Histogram(Metric):
 
 
 class Observations:
-    """Counts by bucket."""
+    """Counts by bucket of `LATENCY_S`."""
 
-    def __init__(self, bounds: Sequence[float] = LATENCY_S) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
+    def __init__(self) -> None:
+        self.counts = [0] * (len(LATENCY_S) + 1)
         self.sum = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
+        self.counts[bisect_left(LATENCY_S, value)] += times
         self.sum += value * times
 
     def metric(self, name: str, help: str) -> Histogram:
         total, buckets = 0, {}
-        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+        for bound, count in zip([*map(str, LATENCY_S), "+Inf"], self.counts, strict=True):
             total += count
             buckets[bound] = total
         return Histogram(name, help, total, self.sum, buckets)
@@ -71,7 +70,7 @@ class Recorder:
         self.finished: Tally[str] = Tally()
         self.ttft, self.itl, self.tpot, self.e2e = (Observations() for _ in range(4))
         self.queue, self.prefill, self.decode = (Observations() for _ in range(3))
-        self.num_steps = self.num_tokens = self.num_padded_tokens = 0
+        self.num_tokens = self.num_padded_tokens = 0
         self.num_row_steps = self.num_padded_row_steps = self.num_possible_row_steps = 0
         self.held_slots = self.allocated_slots = 0
 
@@ -93,7 +92,6 @@ class Recorder:
         self.held_slots += allocated - empty
 
     def step(self, num_tokens: int, padded_tokens: int) -> None:
-        self.num_steps += 1
         self.num_tokens += num_tokens
         self.num_padded_tokens += padded_tokens
 

@@ -54,9 +54,6 @@ class PrefixIndex:
     def __contains__(self, page: int) -> bool:
         return page in self._key_of
 
-    def __len__(self) -> int:
-        return len(self._key_of)
-
     def find(self, key: bytes, parent: int | None, tokens: bytes) -> int | None:
         """The page of this key if it does hold these tokens after that parent: a collision is a miss."""
         entry = self._entry_of.get(key)

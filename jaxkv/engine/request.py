@@ -48,6 +48,7 @@ class Request:
     is_given: bool = False
     num_published: int = 0
     num_cached: int = 0
+    num_preemptions: int = 0
     times: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_s: float = 0.0
 

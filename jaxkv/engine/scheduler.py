@@ -105,9 +105,9 @@ class Scheduler:
                 return
             heapq.heappop(self._waiting)
             request.row = self._free_rows.pop()
-            if not request.num_new:
+            if not request.num_preemptions:
                 self.num_looked_up += request.prompt_len
-                self._count_found(request, found)
+            self._count_found(request, found)
             insort(self.running, request, key=_order)
 
     def _owed_pages(self) -> int:
@@ -171,6 +171,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._release(request)
         self.num_preemptions += 1
+        request.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request))
 
     def start_over(self) -> None:
@@ -218,7 +219,7 @@ class Scheduler:
 
     def _count_found(self, request: Request, num_tokens: int) -> None:
         # Not of a preempted request: its own pages would count as hits.
-        if not request.num_new:
+        if not request.num_preemptions:
             self.num_found += num_tokens
             request.num_cached += num_tokens
 

@@ -5,22 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.config import SamplingParams
 from jaxkv.engine.allocator import KVHandle
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.request import Request
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
+from tiny import ENGINE
 
 PARAMS = SamplingParams()
-CONFIG = EngineConfig(
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=16,
-    block_size=8,
-    num_pages=16,
-    decode_steps=4,
-    seed=0,
-)
 
 
 def request(prompt_len: int, num_new: int, name: str = "") -> Request:
@@ -39,7 +31,7 @@ def request(prompt_len: int, num_new: int, name: str = "") -> Request:
 
 
 def scheduler(**changes: int) -> Scheduler:
-    return Scheduler(replace(CONFIG, **changes))
+    return Scheduler(replace(ENGINE, **changes))
 
 
 def added(scheduler: Scheduler, *sizes: tuple[int, int]) -> list[Request]:
@@ -176,7 +168,7 @@ def test_decode_rows_come_first_and_chunks_fill_the_rest_of_the_budget():
     [(256, 256), (300, 256), (384, 256), (385, 385), (640, 512), (769, 769), (1300, 1024), (130, 128), (18, 18)],
 )
 def test_a_step_is_cut_where_padding_costs_more_than_another_step(prompt_len, first):
-    one = Scheduler(replace(CONFIG, max_num_batched_tokens=2048, max_model_len=2000, num_pages=1000))
+    one = Scheduler(replace(ENGINE, max_num_batched_tokens=2048, max_model_len=2000, num_pages=1000))
     added(one, (prompt_len, 2))
     plan = one.plan()
     assert work_of(plan) == [("0", first)]

@@ -14,17 +14,9 @@ from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.request import Request
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
+from tiny import ENGINE
 
 PARAMS = SamplingParams()
-CONFIG = EngineConfig(
-    max_model_len=64,
-    max_num_seqs=4,
-    max_num_batched_tokens=16,
-    block_size=8,
-    num_pages=16,
-    decode_steps=4,
-    seed=0,
-)
 NUM_TOKENS = 3
 """So few that sequences often begin alike."""
 
@@ -203,24 +195,24 @@ class Traffic:
             request.finish_reason = "stop"
 
 
-CONFIGS = {
-    "plain": CONFIG,
-    "tight pool": replace(CONFIG, num_pages=8),
-    "three pages": replace(CONFIG, num_pages=3),
-    "one row": replace(CONFIG, max_num_seqs=1),
-    "more rows than pages": replace(CONFIG, max_num_seqs=16, num_pages=12, max_num_batched_tokens=32),
-    "plenty": replace(CONFIG, max_num_seqs=8, num_pages=100, max_num_batched_tokens=64),
-    "one step a loop": replace(CONFIG, max_num_seqs=7, max_num_batched_tokens=50, num_pages=40, decode_steps=1),
+ENGINES = {
+    "plain": ENGINE,
+    "tight pool": replace(ENGINE, num_pages=8),
+    "three pages": replace(ENGINE, num_pages=3),
+    "one row": replace(ENGINE, max_num_seqs=1),
+    "more rows than pages": replace(ENGINE, max_num_seqs=16, num_pages=12, max_num_batched_tokens=32),
+    "plenty": replace(ENGINE, max_num_seqs=8, num_pages=100, max_num_batched_tokens=64),
+    "one step a loop": replace(ENGINE, max_num_seqs=7, max_num_batched_tokens=50, num_pages=40, decode_steps=1),
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
 def test_every_request_gets_what_it_gets_alone_and_leaves_nothing(config):
     check(Traffic(config, seed=1), num_steps=1500)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
 def test_a_million_steps(config):
     check(Traffic(config, seed=2), num_steps=150_000)
 
@@ -238,7 +230,7 @@ def check(traffic: Traffic, *, num_steps: int) -> None:
 
 
 def test_a_page_of_a_prompt_is_computed_once_however_many_have_it():
-    traffic = Traffic(replace(CONFIGS["plenty"], num_pages=3000), seed=3)  # nothing has to leave the cache
+    traffic = Traffic(replace(ENGINES["plenty"], num_pages=3000), seed=3)  # nothing has to leave the cache
     traffic.disturb = lambda arrivals: [
         (traffic.scheduler.add(request), traffic.expected.update({request: alone(request)}))
         for request in traffic.new_requests()

@@ -1,0 +1,115 @@
+"""Cached pages are found by everything before them, by nothing else, and leave before what they follow."""
+
+from itertools import product
+
+import pytest
+
+from jaxkv.engine.allocator import KVHandle, PageAllocator
+from jaxkv.engine.prefix import PageChain, PrefixIndex, page_tokens, root_key
+
+SIZE = 4
+TOKENS = list(range(40))
+
+
+def listed(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") -> KVHandle:
+    """A handle on all of the tokens, whose full pages are listed."""
+    handle = allocator.advance(allocator.reserve(KVHandle(), len(tokens)), len(tokens))
+    chain = PageChain(root)
+    for index in range(len(tokens) // SIZE):
+        key = chain.key(index, tokens, SIZE)
+        handle, is_listed = allocator.publish(handle, index, key, page_tokens(tokens, index, SIZE))
+        assert is_listed
+    return handle
+
+
+def found(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") -> KVHandle:
+    handle, chain = KVHandle(), PageChain(root)
+    for index in range(len(tokens) // SIZE):
+        page = allocator.find(handle, chain.key(index, tokens, SIZE), page_tokens(tokens, index, SIZE))
+        if page is None:
+            break
+        handle = allocator.extend(handle, page)
+    return handle
+
+
+def test_a_key_depends_on_the_root_and_every_token_up_to_its_page_s_end():
+    keys = {PageChain(root).key(2, TOKENS, SIZE) for root in (b"a", b"b")}
+    for changed in range(3 * SIZE):
+        other = [99 if i == changed else token for i, token in enumerate(TOKENS)]
+        keys.add(PageChain(b"a").key(2, other, SIZE))
+    assert len(keys) == 2 + 3 * SIZE
+    assert PageChain(b"a").key(2, [*TOKENS[: 3 * SIZE], 99], SIZE) in keys
+
+
+def test_roots_tell_their_parts_apart():
+    parts = ["", "a", "b", "ab", "a\0b", "1,1"]
+    roots = {root_key(secret, *pair) for secret in (b"x", b"y") for pair in product(parts, parts)}
+    assert len(roots) == 2 * len(parts) ** 2
+
+
+def test_a_key_that_other_tokens_or_another_parent_have_is_a_miss():
+    index, tokens = PrefixIndex(), page_tokens(TOKENS, 0, SIZE)
+    assert index.add(b"key", 7, 3, tokens)
+    assert index.find(b"key", 3, tokens) == 7
+    assert index.find(b"key", 3, page_tokens(TOKENS, 1, SIZE)) is None
+    assert index.find(b"key", None, tokens) is None
+    assert not index.add(b"key", 8, 3, tokens)
+    assert index.find(b"key", 3, tokens) == 7
+
+
+def test_a_collision_leaves_the_second_page_with_its_owner_alone():
+    allocator = PageAllocator(8, SIZE)
+    first = listed(allocator, TOKENS[:SIZE])
+    key = PageChain(b"root").key(0, TOKENS, SIZE)
+    other = allocator.advance(allocator.reserve(KVHandle(), SIZE), SIZE)
+    assert allocator.publish(other, 0, key, page_tokens(TOKENS, 5, SIZE)) == (other, False)
+    allocator.check([first, other])
+
+
+def test_equal_pages_become_one():
+    allocator = PageAllocator(8, SIZE)
+    first, second = listed(allocator, TOKENS[:10]), listed(allocator, TOKENS[:10])
+    assert first.pages[:2] == second.pages[:2]
+    assert first.pages[2] != second.pages[2]  # not full
+    assert allocator.num_used == 4
+    allocator.check([first, second])
+
+
+@pytest.mark.parametrize(
+    ("num_taken", "lengths"), [(2, (12, 12)), (3, (8, 12)), (5, (0, 12)), (6, (0, 8)), (7, (0, 4)), (8, (0, 0))]
+)
+def test_pages_that_nobody_holds_stay_until_they_are_needed_the_last_of_the_oldest_first(num_taken, lengths):
+    allocator = PageAllocator(8, SIZE)
+    old, new = listed(allocator, TOKENS[:12]), listed(allocator, TOKENS[20:32])
+    allocator.release(old)
+    allocator.release(new)
+    assert (allocator.num_free, allocator.num_used) == (8, 0)
+    taken = allocator.reserve(KVHandle(), num_taken * SIZE)
+    handles = [found(allocator, TOKENS[:12]), found(allocator, TOKENS[20:32])]
+    assert tuple(handle.length for handle in handles) == lengths
+    allocator.check([taken, *handles])
+
+
+def test_a_page_in_use_is_not_given_to_others():
+    allocator = PageAllocator(4, SIZE)
+    allocator.release(listed(allocator, TOKENS[:12]))
+    held = found(allocator, TOKENS[:12])
+    assert (held.length, allocator.num_free) == (12, 1)
+    assert allocator.reserve(KVHandle(), SIZE).pages[0] not in held.pages
+    with pytest.raises(Exception, match="1 pages of 4 tokens needed, 0 free"):
+        allocator.reserve(KVHandle(), SIZE)
+
+
+def test_what_is_forgotten_is_not_found_and_not_listed_after():
+    allocator = PageAllocator(8, SIZE)
+    held = listed(allocator, TOKENS[:8])
+    allocator.release(listed(allocator, TOKENS[20:28]))
+    allocator.forget()
+    assert found(allocator, TOKENS[:8]) == found(allocator, TOKENS[20:28]) == KVHandle()
+    held = allocator.advance(allocator.reserve(held, 12), 12)
+    key = PageChain(b"root").key(2, TOKENS, SIZE)
+    assert allocator.publish(held, 2, key, page_tokens(TOKENS, 2, SIZE)) == (held, False)  # its parent is not
+    allocator.check([held])
+    allocator.release(held)
+    allocator.check([])
+    assert allocator.num_free == 8
