@@ -83,8 +83,10 @@ class Request:
         return bool(self.bad_words) and any(len(word) > 1 for word in self.bad_words)
 
     def completion(self) -> CompletionOutput:
-        """Everything so far."""
-        return self._completion(self.text.text if self.text else "", 0)
+        """Everything so far; until it ends without what may turn out to begin a stop string."""
+        if self.text is None:
+            return self._completion("", 0)
+        return self._completion(self.text.text if self.finish_reason else self.text.shown, 0)
 
     def new_completion(self) -> CompletionOutput:
         """What is new since the last call."""
