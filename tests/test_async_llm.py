@@ -22,6 +22,7 @@ from jaxkv.async_llm import AsyncLLM
 from jaxkv.config import SamplingParams
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.outputs import RequestOutput
+from jaxkv.engine_thread import Stream, _Live
 from jaxkv.errors import EngineDeadError
 from jaxkv.llm import LLM
 from tiny import make_checkpoint, tiny_config
@@ -217,14 +218,9 @@ def test_many_at_once_get_what_each_would_get_alone(llm, sync):
 
 
 def test_outputs_do_not_change_once_they_are_given_out(llm, pace):
-    # Its second sample takes the prompt from the cache; the first still computes log-probabilities piece by piece.
-    prompt = {"prompt_token_ids": [6] * 100}
-    ahead = (prompt, replace(DRAWN, seed=1, n=2, max_tokens=20, prompt_logprobs=0))
-
     async def main() -> None:
-        await last(llm.generate(prompt, GREEDY))
         pace.rest_s = 0.02  # to see them one by one
-        for request in (MIXED[3], ahead):
+        for request in (MIXED[3], MIXED[4]):
             given, copies = [], []
             async for output in llm.generate(*request):
                 given.append(output)
@@ -236,6 +232,10 @@ def test_outputs_do_not_change_once_they_are_given_out(llm, pace):
             assert given[-1].metrics.finished_time is not None
 
     run(main())
+    (submission,) = llm._llm._intake.accept([PROMPTS[0]], [replace(GREEDY, prompt_logprobs=1)])
+    output = _Live(Stream("r"), submission, None).news()
+    submission.samples[0].prompt_logprobs.append({})  # as steps do while the prompt is computed
+    assert output.prompt_logprobs == [None]
 
 
 def test_a_request_that_comes_while_another_runs_finishes_before_it(llm, sync, pace):
