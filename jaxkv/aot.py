@@ -19,9 +19,12 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
-from jaxkv.steps import step
+from jaxkv.steps import Newest, step
 
 SMALLEST_STEP = 16
+
+NO_ROW = np.iinfo(np.int32).max
+"""Newest.row_B of a row that is padding: past every engine's last one."""
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -95,6 +98,11 @@ def empty_rows(num_rows: int) -> Rows:
     return Rows(token_B=_full((num_rows,), 0), position_B=_full((num_rows,), 0), budget_B=_full((num_rows,), 0))
 
 
+def empty_newest(num_engine_rows: int, num_rows: int) -> Newest:
+    """No row has sampled anything, and all of the step's are padding (numpy)."""
+    return Newest(token_R=_full((num_engine_rows,), NO_TOKEN), row_B=_full((num_rows,), NO_ROW))
+
+
 def _abstract_full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -159,17 +167,21 @@ class Programs:
     def _lower_step(self, num_tokens: int) -> Any:
         rows = self.num_step_rows(num_tokens)
         inputs = (_abstract_tree(empty_batch(num_tokens, rows)), self._sampling_for(rows))
-        return step.lower(self._weights, self._kv_for(rows), *inputs, **self._static)
+        return step.lower(self._weights, self._kv_for(rows), self._newest_for(rows), *inputs, **self._static)
 
     def _lower_loop(self, num_rows: int) -> Any:
         rows, n = _abstract_tree((empty_rows(num_rows), np.int32(0)))
         inputs = (rows, self._sampling_for(num_rows), n)
         width = self.config.decode_steps
-        return decode_loop.lower(self._weights, self._kv_for(num_rows), *inputs, width=width, **self._static)
+        args = (self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs)
+        return decode_loop.lower(*args, width=width, **self._static)
 
     @property
     def _static(self) -> dict[str, Any]:
         return {"spec": self.spec, "backend": self.backend, "num_logprobs": self.config.max_logprobs}
+
+    def _newest_for(self, num_rows: int) -> Newest:
+        return _abstract_tree(empty_newest(self.config.max_num_seqs, num_rows))
 
     def _sampling_for(self, num_rows: int) -> Sampling:
         sizes = {"vocab_size": self.spec.vocab_size, "max_len": self.config.max_len}

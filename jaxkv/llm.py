@@ -254,7 +254,7 @@ class LLM:
         """The page ids that every running request holds now, by request_id: a copy, to look at.
 
         Ids are 0 to num_kv_tokens / block_size - 1; a request's i-th page is for its tokens from i * block_size on.
-        Pages taken for its next tokens are listed too; what waits or has finished holds none and is not listed.
+        Pages taken for its next tokens are listed too; what waits or needs no more steps holds none and is not listed.
         """
         return {request.id: request.handle.pages for request in self._engine.scheduler.running}
 

@@ -42,6 +42,7 @@ from jaxkv.llm import DECODE_STEPS, DEMO
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
+from jaxkv.steps import Newest
 
 TARGET_US = {"p50": 150, "p99": 500}
 PARTS = ("plan", "inputs", "outputs")
@@ -75,11 +76,15 @@ class StubPrograms:
         return min(self._max_rows, num_tokens)
 
     def step(self, num_tokens: int) -> Callable[..., tuple]:
-        return lambda _weights, kv, _batch, sampling: (kv, self._sampled(np.ones_like(sampling.top_k_B), (), 1), None)
+        def run(_weights: Any, kv: PagedKV, newest: Newest, _batch: Any, sampling: Any) -> tuple:
+            return kv, newest, self._sampled(np.ones_like(sampling.top_k_B), (), 1), None
+
+        return run
 
     def loop(self, num_rows: int) -> Callable[..., tuple]:
-        def run(_weights: Any, kv: PagedKV, rows: Any, _sampling: Any, n: np.int32) -> tuple:
-            return kv, rows, self._sampled(np.minimum(rows.budget_B, n), (self._drawn.shape[1],), self._drawn.shape[1])
+        def run(_weights: Any, kv: PagedKV, newest: Newest, rows: Any, _sampling: Any, n: np.int32) -> tuple:
+            width = self._drawn.shape[1]
+            return kv, newest, rows, self._sampled(np.minimum(rows.budget_B, n), (width,), width)
 
         return run
 

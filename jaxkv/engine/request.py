@@ -20,6 +20,9 @@ class Request:
     and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason. `row` is its place in
     the row tables while it runs. `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the
     prompt. `arrived_s` is `times.arrival_time` on the monotonic clock.
+
+    `num_coming` tokens are sampled by steps that nobody has read yet. Plans count on them, as if the request would not
+    end before: `handle` has the tokens that those steps store.
     """
 
     id: str
@@ -46,6 +49,7 @@ class Request:
     stop_reason: int | str | None = None
     num_given: int = 0
     is_given: bool = False
+    num_coming: int = 0
     num_published: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
@@ -64,23 +68,48 @@ class Request:
 
     @property
     def num_new(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated and read so far."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, with what is coming."""
+        return len(self.tokens) + self.num_coming
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are in the KV state and have been read. The newest one read may be an end that is not stored."""
+        return min(self.handle.length, len(self.tokens) - 1)
 
     @property
     def num_pending(self) -> int:
         """Tokens that are not in the KV state yet: 1 when decoding, more during prefill."""
-        return len(self.tokens) - self.handle.length
+        return len(self.tokens) + self.num_coming - self.handle.length
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may still generate."""
-        return self.max_len - len(self.tokens)
+        """Tokens that it may still generate, beyond those that are coming."""
+        return self.max_len - len(self.tokens) - self.num_coming
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all the tokens that it may have are here."""
+        return len(self.tokens) >= self.max_len
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it needs no more than what is coming: it has given back its row and pages."""
+        return self.row is None and self.num_left == 0 and self.num_coming > 0
 
     @property
     def needs_host(self) -> bool:
         """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
         return bool(self.bad_words) and any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether its part in a step is made from all tokens before it, so that those must have been read."""
+        return self.params.penalises or self.needs_host
 
     def completion(self) -> CompletionOutput:
         """Everything so far."""

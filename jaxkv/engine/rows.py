@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.aot import empty_batch, empty_rows, empty_sampling, table_width
+from jaxkv.aot import NO_ROW, empty_batch, empty_rows, empty_sampling, table_width
 from jaxkv.config import EngineConfig
 from jaxkv.engine.masks import ends_of, token_mask
 from jaxkv.engine.request import Request
@@ -16,6 +16,7 @@ from jaxkv.kv.state import PagedKV
 from jaxkv.loop import Rows
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
+from jaxkv.steps import Newest
 
 WIDE = ("allowed_BM", "bias_id_BE", "bias_BE", "history_BN")
 """Sampling parameters of more than a few values per row."""
@@ -92,7 +93,7 @@ class RowTables:
         start = 0
         for row, (request, count) in enumerate(work):
             done, end = request.handle.length, start + count
-            batch.token_T[start:end] = request.tokens[done : done + count]
+            batch.token_T[start:end] = NO_TOKEN if request.num_coming else request.tokens[done : done + count]
             batch.position_T[start:end] = np.arange(done, done + count)
             batch.row_T[start:end] = row
             batch.start_B[row] = start
@@ -114,8 +115,8 @@ class RowTables:
 
     def decode_rows(self, requests: list[Request], num_steps: int, num_rows: int) -> Rows:
         rows, count = empty_rows(num_rows), len(requests)
-        rows.token_B[:count] = [request.tokens[-1] for request in requests]
-        rows.position_B[:count] = [len(request.tokens) - 1 for request in requests]
+        rows.token_B[:count] = [NO_TOKEN if request.num_coming else request.tokens[-1] for request in requests]
+        rows.position_B[:count] = [request.num_tokens - 1 for request in requests]
         rows.budget_B[:count] = np.minimum([request.num_left for request in requests], num_steps)
         return rows
 
@@ -133,7 +134,7 @@ class RowTables:
             sent[name] = np.array(getattr(empty, name))
             sent[name][: len(index)] = getattr(table, name)[index]
         sampling = replace(empty, **sent)
-        num_tokens = [len(request.tokens) for request in requests]
+        num_tokens = [request.num_tokens for request in requests]
         sampling.min_left_B[: len(index)] = np.maximum(self._min_len_R[index] - num_tokens, 0)
         for row in np.flatnonzero(table.masked_B[index]).tolist():
             if requests[row].needs_host:
@@ -154,6 +155,11 @@ class RowTables:
             wide = {name: jax.device_put(getattr(empty, name)) for name in WIDE}
             self._empty[num_rows] = replace(empty, **wide)
         return self._empty[num_rows]
+
+    def newest_for(self, token_R: jax.Array, requests: list[Request], num_rows: int) -> Newest:
+        row_B: Any = np.full(num_rows, NO_ROW, np.int32)
+        row_B[: len(requests)] = _row_index(requests)
+        return Newest(token_R, row_B)
 
     def state_for(self, kv: PagedKV, requests: list[Request], num_rows: int) -> PagedKV:
         """The state with the requests' tables and lengths in this order. All groups share one table for now."""

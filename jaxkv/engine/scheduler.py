@@ -26,6 +26,10 @@ class StepPlan:
 
     work: list[tuple[Request, int]]
 
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self.work]
+
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
@@ -66,10 +70,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | LoopPlan | None:
         """The next thing to run with its pages reserved, or None if there is nothing to do."""
-        size = self.config.block_size
-        for request in self.running:
-            if request.num_published < request.handle.length // size:
-                self._publish(request)
+        self._publish_and_let_go()
         self._admit()
         if not self.running:
             return None
@@ -77,14 +78,46 @@ class Scheduler:
             return self._plan_loop()
         return self._plan_step()
 
+    def launched(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
+        """Counts what the plan stores and samples as done from now on, before anybody has read it.
+
+        Returns its requests, each with the number of tokens that come to it unless it ends before.
+        """
+        rows = []
+        if isinstance(plan, LoopPlan):
+            for request in plan.requests:
+                count = min(plan.num_steps, request.num_left)
+                request.handle = self.allocator.advance(request.handle, request.handle.length + count)
+                request.num_coming += count
+                rows.append((request, count))
+        else:
+            for request, count in plan.work:
+                request.handle = self.allocator.advance(request.handle, request.handle.length + count)
+                samples = int(request.num_pending == 0)
+                request.num_coming += samples
+                rows.append((request, samples))
+        return rows
+
     def remove(self, request: Request) -> None:
-        """Takes a waiting or running request out and frees what it holds; full pages stay cached."""
-        if request.row is None:
+        """Takes a request out wherever it is and frees what it holds; full pages stay cached."""
+        if request.row is not None:
+            self._publish(request)
+            self._release(request)
+        elif (request.order, request) in self._waiting:
             self._waiting.remove((request.order, request))
             heapq.heapify(self._waiting)
-            return
-        self._publish(request)
-        self._release(request)
+
+    def _publish_and_let_go(self) -> None:
+        """Lists new full pages; frees the rows and pages of requests whose last tokens are coming.
+
+        The device works in order: what takes their place is written after their last step.
+        """
+        size = self.config.block_size
+        for request in list(self.running):
+            if request.num_published < request.num_known // size:
+                self._publish(request)
+            if request.num_left == 0:
+                self._release(request)
 
     def _release(self, request: Request) -> None:
         if request.row is None:
@@ -98,6 +131,8 @@ class Scheduler:
         # In order: a request that does not fit yet holds back those behind it, or it could wait forever.
         while self._waiting and self._free_rows:
             _, request = self._waiting[0]
+            if request.num_coming:
+                return  # it was preempted, and all its tokens are computed anew
             found = self._take_cached(request)
             if self.running and self._pages_to_come(request) > self.allocator.num_free - self._owed_pages():
                 self.allocator.release(request.handle)
@@ -116,7 +151,7 @@ class Scheduler:
         return owed + len(self.running) + int(WATERMARK * self.config.num_pages)
 
     def _pages_to_come(self, request: Request) -> int:
-        return max(0, self.allocator.pages_for(len(request.tokens)) - len(request.handle.pages))
+        return max(0, self.allocator.pages_for(request.num_tokens) - len(request.handle.pages))
 
     def _plan_loop(self) -> LoopPlan:
         left = [request.num_left for request in self.running]
@@ -204,7 +239,7 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Lists the request's full pages for others."""
-        while (index := request.num_published) < request.handle.length // self.config.block_size:
+        while (index := request.num_published) < request.num_known // self.config.block_size:
             key, tokens = self._key(request, index), self._page(request, index)
             request.handle, listed = self.allocator.publish(request.handle, index, key, tokens)
             if not listed:

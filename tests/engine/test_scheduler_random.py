@@ -5,12 +5,13 @@ next token is made of the number before it. A wrong, stale or foreign page there
 """
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.engine.allocator import KVHandle
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.request import Request
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
@@ -52,15 +53,29 @@ def alone(request: Request) -> list[int]:
         state = after(state, tokens[-1])
 
 
+@dataclass(eq=False)
+class Sequence:
+    """What the device knows of a request: tokens that nobody may have read yet, the states of what it has stored, and
+    whether the newest token is its end."""
+
+    tokens: list[int]
+    states: list[int] = field(default_factory=list)
+    has_ended: bool = False
+
+
 @dataclass
 class Traffic:
+    """`reads_late`: how often a plan is made while the results of the one before it are still to come."""
+
     config: EngineConfig
     seed: int
+    reads_late: float = 0.7
     num_steps: int = 0
     num_aborted: int = 0
     finished: list[Request] = field(default_factory=list)
     computed: Counter = field(default_factory=Counter)
-    states: defaultdict[Request, list[int]] = field(default_factory=lambda: defaultdict(list))
+    sequences: dict[Request, Sequence] = field(default_factory=dict)
+    flight: list[tuple[Request, int, list[int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -100,15 +115,19 @@ class Traffic:
             self.num_steps += 1
             if self.num_steps <= num_steps:
                 self.disturb(arrivals)
+            if self.rng.random() > self.reads_late:
+                self.read()
             plan = self.scheduler.plan()
             self.scheduler.check()
+            before, self.flight = self.flight, []
             if plan is None:
-                assert not self.expected
-                continue
-            work = self.work_of(plan)
-            first = min(self.scheduler.running, key=lambda request: request.order)
-            assert dict(work)[first] >= 1, "the first in order always advances"
-            self.compute(work)
+                assert before or not self.expected
+            else:
+                work = self.work_of(plan)
+                first = min(self.scheduler.running, key=lambda request: request.order)
+                assert dict(work)[first] >= 1, "the first in order always advances"
+                self.launch(plan, work)
+            self.read(before)
             self.scheduler.check()
 
     def disturb(self, arrivals: float) -> None:
@@ -116,14 +135,16 @@ class Traffic:
             for request in self.new_requests():
                 self.scheduler.add(request)
                 self.expected[request] = alone(request)
+                self.sequences[request] = Sequence(list(request.tokens))
         if self.expected and self.rng.random() < 0.01:
             gone = self.rng.choice(list(self.expected))
             self.scheduler.remove(gone)
-            del self.expected[gone]
+            del self.expected[gone], self.sequences[gone]
             self.num_aborted += 1
         if self.rng.random() < 0.001:
             self.scheduler.allocator.forget()
         if self.rng.random() < 0.001:
+            self.read()
             self.scheduler.start_over()
             self.slots = [[None] * self.config.block_size for _ in self.slots]
 
@@ -142,57 +163,70 @@ class Traffic:
         assert all(1 <= count <= request.num_pending for request, count in plan.work)
         return plan.work
 
-    def compute(self, work: list[tuple[Request, int]]) -> None:
-        """What the device and the engine do: store, look at everything before, sample, stop."""
-        for request, count in work:
-            self.check_sees_itself(request)
-            if request.num_pending > 1:
-                self.store_prompt(request, count)
-            else:
-                self.decode(request, count)
+    def launch(self, plan: StepPlan | LoopPlan, work: list[tuple[Request, int]]) -> None:
+        """What the device does with the plan, in order: store, look at everything before, sample, rest after an end."""
+        starts = [(request, request.handle, count) for request, count in work]
+        for (request, coming), (planned, handle, count) in zip(self.scheduler.launched(plan), starts, strict=True):
+            assert request is planned
+            sequence = self.sequences.get(request)
+            new = self.advance(request, handle, count) if sequence is not None else []
+            self.flight.append((request, coming, new))
         for request, _ in work:
-            self.check_sees_itself(request)  # nobody wrote over it
-            if request.finish_reason is not None:
-                assert request.tokens == self.expected.pop(request)
-                del self.states[request]
-                self.finished.append(request)
-                self.scheduler.remove(request)
+            self.check_sees_itself(request, request.handle)  # nobody wrote over it
 
-    def check_sees_itself(self, request: Request) -> None:
-        size, length = self.config.block_size, request.handle.length
-        states = self.states[request]
-        while len(states) < length:
-            states.append(after(states[-1] if states else hash(request.chain.root), request.tokens[len(states)]))
-        for index, page in enumerate(request.handle.pages[: -(-length // size)]):
-            own = states[index * size : min(length, (index + 1) * size)]
-            assert self.slots[page][: len(own)] == own
+    def advance(self, request: Request, handle: KVHandle, count: int) -> list[int]:
+        """The tokens that it samples."""
+        sequence, size = self.sequences[request], self.config.block_size
+        self.check_sees_itself(request, handle)
+        known = len(sequence.tokens)
+        for at in range(handle.length, handle.length + count):
+            if sequence.has_ended:
+                self.slots[handle.pages[at // size]][at % size] = None  # of no use, and nobody else's
+                continue
+            state = self.store(request, handle, at)
+            if at + 1 == len(sequence.tokens):
+                sequence.tokens.append(sampled(state, request.seed))
+                sequence.has_ended = is_end(state, request.seed)
+        return sequence.tokens[known:]
 
-    def store(self, request: Request) -> int:
-        """Writes the next token's slot; returns what it holds."""
-        size, at = self.config.block_size, request.handle.length
-        before = self.slots[request.handle.pages[(at - 1) // size]][(at - 1) % size] if at else hash(request.chain.root)
-        state = after(before, request.tokens[at])
-        self.slots[request.handle.pages[at // size]][at % size] = state
-        request.handle = self.scheduler.allocator.advance(request.handle, at + 1)
+    def store(self, request: Request, handle: KVHandle, at: int) -> int:
+        """Writes the token's slot; returns what it holds."""
+        size, sequence = self.config.block_size, self.sequences[request]
+        before = self.slots[handle.pages[(at - 1) // size]][(at - 1) % size] if at else hash(request.chain.root)
+        state = after(before, sequence.tokens[at])
+        self.slots[handle.pages[at // size]][at % size] = state
         if (at + 1) % size == 0 and at + 1 < request.prompt_len:
             self.computed[state] += 1
         return state
 
-    def store_prompt(self, request: Request, count: int) -> None:
-        state = [self.store(request) for _ in range(count)][-1]
-        if request.num_pending == 0:
-            self.sample(request, state)
+    def read(self, flight: list[tuple[Request, int, list[int]]] | None = None) -> None:
+        """The host learns what was sampled (by default in the newest flight)."""
+        if flight is None:
+            flight, self.flight = self.flight, []
+        for request, coming, tokens in flight:
+            request.num_coming -= coming
+            if request not in self.expected:
+                continue
+            request.tokens += tokens
+            sequence = self.sequences[request]
+            if request.is_full or (sequence.has_ended and len(request.tokens) == len(sequence.tokens)):
+                request.finish_reason = "stop"
+                assert request.tokens == self.expected.pop(request)
+                del self.sequences[request]
+                self.finished.append(request)
+                self.scheduler.remove(request)
 
-    def decode(self, request: Request, count: int) -> None:
-        for _ in range(count):
-            self.sample(request, self.store(request))
-            if request.finish_reason is not None:
-                return
-
-    def sample(self, request: Request, state: int) -> None:
-        request.tokens.append(sampled(state, request.seed))
-        if request.num_left == 0 or is_end(state, request.seed):
-            request.finish_reason = "stop"
+    def check_sees_itself(self, request: Request, handle: KVHandle) -> None:
+        """Every slot of it that is stored holds what it would hold were the request alone."""
+        if request not in self.sequences:
+            return
+        sequence, size = self.sequences[request], self.config.block_size
+        length, states = min(handle.length, len(sequence.tokens) - 1), sequence.states
+        while len(states) < length:
+            states.append(after(states[-1] if states else hash(request.chain.root), sequence.tokens[len(states)]))
+        for index, page in enumerate(handle.pages[: -(-length // size)]):
+            own = states[index * size : min(length, (index + 1) * size)]
+            assert self.slots[page][: len(own)] == own
 
 
 ENGINES = {
@@ -232,7 +266,11 @@ def check(traffic: Traffic, *, num_steps: int) -> None:
 def test_a_page_of_a_prompt_is_computed_once_however_many_have_it():
     traffic = Traffic(replace(ENGINES["plenty"], num_pages=3000), seed=3)  # nothing has to leave the cache
     traffic.disturb = lambda arrivals: [
-        (traffic.scheduler.add(request), traffic.expected.update({request: alone(request)}))
+        (
+            traffic.scheduler.add(request),
+            traffic.expected.update({request: alone(request)}),
+            traffic.sequences.update({request: Sequence(list(request.tokens))}),
+        )
         for request in traffic.new_requests()
     ]
     traffic.run(200, arrivals=1.0)
