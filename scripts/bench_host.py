@@ -4,11 +4,12 @@
 
 The engine is the real one: scheduler, allocator, prefix cache, row tables, text. Only the compiled programs are stubs
 that return random tokens at once, and their time is not counted. Outputs end at different times and a new request
-takes each free place, so every decode loop has all rows; the steps that compute the new prompts are not counted.
+takes each free place. A call of the engine launches a step or loop and reads the one before it; calls in which either
+was a step that computed new prompts are not counted. Rows whose last tokens are coming are not in the next loop.
 
 Lines: tokens alone and with text, each with Python's garbage collector on and off, in turns. A dispatch is one decode
 loop; its time is divided by the loop's steps. Parts: plan (scheduler, allocator, prefix index), inputs (row tables,
-packed arrays), outputs (tokens, ends, text, pages given back).
+packed arrays), outputs of the loop before (tokens, ends, text, pages given back).
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class Figures:
     total_us: list[float] = field(default_factory=list)
     part_us: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     live_len: list[float] = field(default_factory=list)
+    num_rows: list[int] = field(default_factory=list)
     num_finished: int = 0
     gc_ms: dict[int, list[float]] = field(default_factory=lambda: {generation: [] for generation in range(3)})
 
@@ -116,6 +118,7 @@ class Figures:
         return {
             "num_loops": len(self.total_us),
             "mean_live_len": float(np.mean(self.live_len)),
+            "mean_rows": float(np.mean(self.num_rows)),
             "num_finished": self.num_finished,
             "us_per_step": {name: spread(values) for name, values in shown.items()},
             "collections": {
@@ -160,13 +163,15 @@ class Load:
 
     def run(self, num_loops: int, figures: Figures) -> None:
         """Takes steps until `num_loops` more decode loops are in `figures`."""
-        until = len(figures.total_us) + num_loops
+        until, before = len(figures.total_us) + num_loops, None
         while len(figures.total_us) < until:
             started = time.perf_counter()
             got = self.engine.step()
             ended = time.perf_counter()
-            if isinstance(self.clock.plan, LoopPlan):
+            # It launches one and reads the one before.
+            if isinstance(self.clock.plan, LoopPlan) and isinstance(before, LoopPlan):
                 self._note(figures, started, ended)
+            before = self.clock.plan
             finished = [request for request in got if request.finish_reason is not None]
             figures.num_finished += len(finished)
             for _ in finished:
@@ -179,6 +184,7 @@ class Load:
         for name, part_s in zip(PARTS, parts, strict=True):
             figures.part_us[name].append(part_s * scale)
         figures.total_us.append((ended - started - clock.stub_s) * scale)
+        figures.num_rows.append(len(clock.plan.work))
         figures.live_len.append(float(np.mean([request.handle.length for request in clock.plan.requests])))
 
 

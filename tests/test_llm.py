@@ -536,15 +536,15 @@ def test_an_abort_during_a_step_waits_for_its_end(llm, monkeypatch):
     stream, other = (llm.stream(PROMPTS[0], GREEDY) for _ in range(2))
     next(stream)
     pieces = [next(other)]
-    update = engine._rows.update
+    bind = engine._rows.bind
 
-    def closing(request):
+    def closing(*args):
         stream.close()
         engine.check()
-        return update(request)
+        return bind(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._rows, "update", closing)
+        patch.setattr(engine._rows, "bind", closing)
         pieces.append(next(other))
     engine.check()
     assert len(engine._requests) == 1

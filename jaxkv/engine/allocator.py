@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxkv.engine.prefix import PrefixIndex
+from jaxkv.engine.prefix import PageKey, PrefixIndex
 from jaxkv.errors import CapacityError
 
 
@@ -56,45 +56,48 @@ class PageAllocator:
 
         Raises: CapacityError, with nothing changed, if fewer pages are free than needed.
         """
-        needed = self.pages_for(num_tokens) - len(handle.pages)
+        empty, needed = self._empty, -(-num_tokens // self.page_size) - len(handle.pages)
         if needed <= 0:
             return handle
-        if needed > self.num_free:
+        if needed > len(empty) + len(self._cached):
             raise CapacityError(f"{needed} pages of {self.page_size} tokens needed, {self.num_free} free")
-        new = tuple(self._empty.pop() if self._empty else self._evict() for _ in range(needed))
+        new = [empty.pop() if empty else self._evict() for _ in range(needed)]
         for page in new:
             self._references[page] = 1
-        return KVHandle(handle.pages + new, handle.length)
+        return KVHandle((*handle.pages, *new), handle.length)
 
-    def find(self, handle: KVHandle, key: bytes, tokens: bytes) -> int | None:
-        """The page that holds `tokens` (one page of them, with this key) after the handle's own, if one is listed.
+    def find(self, handle: KVHandle, key: PageKey) -> int | None:
+        """The page that continues the handle's own with this key's tokens, if one is listed.
 
         The handle's length is a multiple of the page size, and it has no pages past it.
         """
-        return self._index.find(key, handle.pages[-1] if handle.pages else None, tokens)
+        return self._index.find(key, handle.pages[-1] if handle.pages else None)
 
     def extend(self, handle: KVHandle, page: int) -> KVHandle:
         """The handle with a page that `find` gave for it."""
         self._share(page)
         return KVHandle((*handle.pages, page), handle.length + self.page_size)
 
-    def publish(self, handle: KVHandle, index: int, key: bytes, tokens: bytes) -> tuple[KVHandle, bool]:
-        """Lists the handle's full page `index` for others to find.
+    def publish(self, handle: KVHandle, first: int, keys: Iterable[PageKey]) -> tuple[KVHandle, int]:
+        """Lists the handle's full pages from `first` on for others to find. Returns the handle and how many are listed.
 
-        Where a page with the same tokens is listed already, the handle goes over to that one. False, and nothing
-        changed: the key is taken by other tokens, or the page before is not listed (any more).
+        Where a page with the same tokens is listed already, the handle goes over to that one. It ends at a page whose
+        key is taken by other tokens, and lists nothing if the page before the first is not listed (any more).
         """
-        own, parent = handle.pages[index], handle.pages[index - 1] if index else None
-        if parent is not None and parent not in self._index:
-            return handle, False
-        if self._index.add(key, own, parent, tokens):
-            return handle, True
-        listed = self._index.find(key, parent, tokens)
-        if listed is None:
-            return handle, False
-        self._share(listed)
-        self._drop((own,))
-        return KVHandle((*handle.pages[:index], listed, *handle.pages[index + 1 :]), handle.length), True
+        pages, parent, num_listed = list(handle.pages), handle.pages[first - 1] if first else None, 0
+        if parent is not None and parent not in self._index.listed:
+            return handle, 0
+        for index, key in enumerate(keys, start=first):
+            if not self._index.add(key, pages[index], parent):
+                listed = self._index.find(key, parent)
+                if listed is None:
+                    break
+                self._share(listed)
+                self._drop((pages[index],))
+                pages[index] = listed
+            parent = pages[index]
+            num_listed += 1
+        return KVHandle(tuple(pages), handle.length), num_listed
 
     def forget(self) -> None:
         """Empties the prefix index: nothing computed so far is found again."""
@@ -148,14 +151,15 @@ class PageAllocator:
         return page
 
     def _drop(self, pages: tuple[int, ...]) -> None:
+        references, listed = self._references, self._index.listed
         # Last page first, so that a sequence's first pages stay cached longest.
         for page in reversed(pages):
-            if self._references[page] < 1:
+            if references[page] < 1:
                 raise RuntimeError(f"page {page} released more often than it was taken: a handle was used twice")
-            self._references[page] -= 1
-            if self._references[page]:
+            references[page] -= 1
+            if references[page]:
                 continue
-            if page in self._index:
+            if page in listed:
                 self._cached[page] = None
             else:
                 self._empty.append(page)
@@ -173,6 +177,6 @@ class PageAllocator:
             raise RuntimeError("a page is free twice, or free and used")
         if len(free) + len(counted) != self.num_pages:
             raise RuntimeError(f"{len(free)} free + {len(counted)} used pages, expected {self.num_pages} in all")
-        if any((page in self._index) != (page in self._cached) for page in free):
+        if any((page in self._index.listed) != (page in self._cached) for page in free):
             raise RuntimeError("a free page is cached but not listed in the prefix index, or listed but not cached")
         self._index.check()

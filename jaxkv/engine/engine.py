@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -156,39 +157,26 @@ class Engine:
             raise RuntimeError("scheduler and engine disagree about which requests exist")
 
     def _launch(self, plan: StepPlan | LoopPlan) -> Flight:
-        self._recorder.begun(plan.requests, self.scheduler.running, self.scheduler.allocator)
-        for request in plan.requests:
-            self._rows.update(request)
+        self._recorder.begun(plan.requests)
+        self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
         return self._launch_loop(plan) if isinstance(plan, LoopPlan) else self._launch_step(plan)
 
     def _launch_step(self, plan: StepPlan) -> Flight:
         num_tokens = sum(count for _, count in plan.work)
         size = fit_bucket(self.programs.token_buckets, num_tokens)
         num_rows = self.programs.num_step_rows(size)
-        program = self.programs.step(size)
-        batch = self._rows.batch(plan.work, size, num_rows)
-        self.kv, newest, sampled, scores = program(
-            self.weights,
-            self._rows.state_for(self.kv, plan.requests, num_rows),
-            self._rows.newest_for(self._newest_R, plan.requests, num_rows),
-            batch,
-            self._rows.sampling_for(plan.requests, num_rows),
-        )
+        program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, plan.requests, num_rows)
+        self.kv, newest, sampled, scores = program(self.weights, kv, newest, batch, sampling)
         self._newest_R = newest.token_R
         self._recorder.step(num_tokens, size)
         return Flight(self.scheduler.launched(plan), sampled, num_rows, batch, scores)
 
     def _launch_loop(self, plan: LoopPlan) -> Flight:
-        num_rows = fit_bucket(self.programs.row_buckets, len(plan.requests))
-        program = self.programs.loop(num_rows)
-        self.kv, newest, _, sampled = program(
-            self.weights,
-            self._rows.state_for(self.kv, plan.requests, num_rows),
-            self._rows.newest_for(self._newest_R, plan.requests, num_rows),
-            self._rows.decode_rows(plan.requests, plan.num_steps, num_rows),
-            self._rows.sampling_for(plan.requests, num_rows),
-            np.int32(plan.num_steps),
-        )
+        num_rows = fit_bucket(self.programs.row_buckets, len(plan.work))
+        program, rows = self.programs.loop(num_rows), self._rows.decode_rows(plan.work, num_rows)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, plan.requests, num_rows)
+        self.kv, newest, _, sampled = program(self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps))
         self._newest_R = newest.token_R
         return Flight(self.scheduler.launched(plan), sampled, num_rows)
 
@@ -196,21 +184,22 @@ class Engine:
         """Waits for what the device returns and gives every request its part."""
         if flight is None:
             return []
-        out = jax.tree.map(np.asarray, flight.sampled)
+        tokens_of = _tokens_of_rows(np.atleast_2d(flight.sampled.token_B))
+        out = flight.sampled
+        if any(request.logprobs is not None for request, _ in flight.rows):
+            out = jax.tree.map(np.asarray, out)
+            out = out if flight.batch is None else jax.tree.map(lambda x: x[None], out)
         if flight.batch is None:
-            tokens_of = _tokens_of_rows(out)
             self._count_loop(tokens_of, flight.num_padded_rows)
         else:
             self._take_prompt_logprobs(flight)
-            out = jax.tree.map(lambda x: x[None], out)
-            tokens_of = _tokens_of_rows(out)
-        got = []
+        got, now = [], time.monotonic()
         for row, (request, num_coming) in enumerate(flight.rows):
-            request.num_coming -= num_coming
             if num_coming and request.finish_reason is None:
-                self._accept(request, tokens_of[row], out, row)
-                if request.finish_reason is None and len(tokens_of[row]) != num_coming:
-                    raise RuntimeError(f"request {request.id}: {num_coming} tokens to come, got {len(tokens_of[row])}")
+                tokens = tokens_of[row]
+                if len(tokens) < num_coming and request.stop_ids.isdisjoint(tokens[-1:]):
+                    raise RuntimeError(f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}")
+                self._accept(request, tokens, out, row, now)
                 got.append(request)
         return got
 
@@ -219,7 +208,7 @@ class Engine:
         num_steps = max(num_stored)
         self._recorder.loop(sum(num_stored), num_steps * num_padded_rows, num_steps * possible)
 
-    def _accept(self, request: Request, tokens: list[int], out: Sampled, row: int) -> None:
+    def _accept(self, request: Request, tokens: list[int], out: Sampled, row: int, now: float) -> None:
         """Adds the row's new tokens up to the first that ends the request, and their text."""
         start = len(request.tokens)
         # Of a hundred rows hardly one needs a look at every token, and looking is most of what the host does.
@@ -229,11 +218,11 @@ class Engine:
                 request.finish_reason = request.limit
         else:
             self._accept_one_by_one(request, tokens, out, row)
-        self._recorder.generated(request, len(request.tokens) - start)
         # Text can wait for the end of the chunk unless a stop string may end it in the middle.
         if request.text is not None and not request.params.stop:
             new = request.tokens[start:]
             request.text.push(new[:-1] if self._hides(request, new[-1]) else new)
+        self._recorder.generated(request, len(request.tokens) - start, now)
         if request.finish_reason is not None:
             self._finish(request)
 
@@ -312,7 +301,11 @@ def _no_tokens(config: EngineConfig) -> Any:
     return np.full(config.max_num_seqs, NO_TOKEN, np.int32)
 
 
-def _tokens_of_rows(out: Sampled) -> list[list[int]]:
+def _tokens_of_rows(token_nB: np.ndarray) -> list[list[int]]:
     """What each row sampled: a row that rests does so from then on."""
-    num_B = np.count_nonzero(out.token_B != NO_TOKEN, axis=0).tolist()
-    return [tokens[:num] for tokens, num in zip(out.token_B.T.tolist(), num_B, strict=True)]
+    num_B = np.count_nonzero(token_nB != NO_TOKEN, axis=0)
+    most = num_B.max()
+    rows = token_nB[:most].T.tolist()
+    for row in np.flatnonzero(num_B < most).tolist():
+        del rows[row][num_B[row] :]
+    return rows

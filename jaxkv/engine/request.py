@@ -21,8 +21,8 @@ class Request:
     the row tables while it runs. `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the
     prompt. `arrived_s` is `times.arrival_time` on the monotonic clock.
 
-    `num_coming` tokens are sampled by steps that nobody has read yet. Plans count on them, as if the request would not
-    end before: `handle` has the tokens that those steps store.
+    `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read yet. Plans count on
+    those, as if the request would not end before: `handle` has what those steps store.
     """
 
     id: str
@@ -49,12 +49,21 @@ class Request:
     stop_reason: int | str | None = None
     num_given: int = 0
     is_given: bool = False
-    num_coming: int = 0
     num_published: int = 0
     num_cached: int = 0
     num_preemptions: int = 0
     times: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_s: float = 0.0
+    num_tokens: int = field(init=False)
+    needs_host: bool = field(init=False)
+    """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
+    needs_tokens: bool = field(init=False)
+    """Whether its part in a step is made from all tokens before it, so that those must have been read."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.tokens)
+        self.needs_host = any(len(word) > 1 for word in self.bad_words)
+        self.needs_tokens = self.needs_host or self.params.penalises
 
     @property
     def order(self) -> tuple[int, int]:
@@ -72,9 +81,9 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and output, with what is coming."""
-        return len(self.tokens) + self.num_coming
+    def num_coming(self) -> int:
+        """Tokens that are sampled but not read."""
+        return self.num_tokens - len(self.tokens)
 
     @property
     def num_known(self) -> int:
@@ -84,12 +93,12 @@ class Request:
     @property
     def num_pending(self) -> int:
         """Tokens that are not in the KV state yet: 1 when decoding, more during prefill."""
-        return len(self.tokens) + self.num_coming - self.handle.length
+        return self.num_tokens - self.handle.length
 
     @property
     def num_left(self) -> int:
         """Tokens that it may still generate, beyond those that are coming."""
-        return self.max_len - len(self.tokens) - self.num_coming
+        return self.max_len - self.num_tokens
 
     @property
     def is_full(self) -> bool:
@@ -100,16 +109,6 @@ class Request:
     def is_leaving(self) -> bool:
         """Whether it needs no more than what is coming: it has given back its row and pages."""
         return self.row is None and self.num_left == 0 and self.num_coming > 0
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
-        return bool(self.bad_words) and any(len(word) > 1 for word in self.bad_words)
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether its part in a step is made from all tokens before it, so that those must have been read."""
-        return self.params.penalises or self.needs_host
 
     def completion(self) -> CompletionOutput:
         """Everything so far."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from jaxkv.aot import fit_bucket, token_buckets
 from jaxkv.config import EngineConfig
 from jaxkv.engine.allocator import KVHandle, PageAllocator
-from jaxkv.engine.prefix import page_tokens
+from jaxkv.engine.prefix import PageKey
 from jaxkv.engine.request import Request
+from jaxkv.errors import CapacityError
 
 STEP_COST = 64
 """What a step costs however few its tokens, counted in tokens: it reads all weights (measured on a CPU)."""
@@ -33,10 +34,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """Up to `num_steps` decode steps on the device for these requests, shortest first; their pages are reserved."""
+    """Up to `num_steps` decode steps on the device: (request, tokens that it may get), shortest first; their pages are
+    reserved."""
 
-    requests: list[Request]
+    work: list[tuple[Request, int]]
     num_steps: int
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self.work]
 
 
 class Scheduler:
@@ -74,7 +80,7 @@ class Scheduler:
         self._admit()
         if not self.running:
             return None
-        if all(request.num_pending == 1 for request in self.running):
+        if all(request.num_tokens == request.handle.length + 1 for request in self.running):
             return self._plan_loop()
         return self._plan_step()
 
@@ -83,40 +89,34 @@ class Scheduler:
 
         Returns its requests, each with the number of tokens that come to it unless it ends before.
         """
-        rows = []
-        if isinstance(plan, LoopPlan):
-            for request in plan.requests:
-                count = min(plan.num_steps, request.num_left)
-                request.handle = self.allocator.advance(request.handle, request.handle.length + count)
-                request.num_coming += count
-                rows.append((request, count))
-        else:
-            for request, count in plan.work:
-                request.handle = self.allocator.advance(request.handle, request.handle.length + count)
-                samples = int(request.num_pending == 0)
-                request.num_coming += samples
-                rows.append((request, samples))
+        is_loop, rows = isinstance(plan, LoopPlan), []
+        for request, count in plan.work:
+            request.handle = self.allocator.advance(request.handle, request.handle.length + count)
+            coming = count if is_loop else int(request.num_pending == 0)
+            request.num_tokens += coming
+            rows.append((request, coming))
         return rows
 
     def remove(self, request: Request) -> None:
         """Takes a request out wherever it is and frees what it holds; full pages stay cached."""
         if request.row is not None:
-            self._publish(request)
+            self._publish(request, request.num_tokens)
             self._release(request)
         elif (request.order, request) in self._waiting:
             self._waiting.remove((request.order, request))
             heapq.heapify(self._waiting)
 
     def _publish_and_let_go(self) -> None:
-        """Lists new full pages; frees the rows and pages of requests whose last tokens are coming.
+        """Lists new full pages of prompts; frees the rows and pages of requests whose last tokens are coming.
 
         The device works in order: what takes their place is written after their last step.
         """
         size = self.config.block_size
         for request in list(self.running):
-            if request.num_published < request.num_known // size:
-                self._publish(request)
-            if request.num_left == 0:
+            if request.num_published < request.prompt_len // size:
+                self._publish(request, request.prompt_len)
+            if request.num_tokens == request.max_len:
+                self._publish(request, request.num_tokens)
                 self._release(request)
 
     def _release(self, request: Request) -> None:
@@ -129,12 +129,14 @@ class Scheduler:
 
     def _admit(self) -> None:
         # In order: a request that does not fit yet holds back those behind it, or it could wait forever.
+        owed = self._owed_pages() if self._waiting and self._free_rows else 0
         while self._waiting and self._free_rows:
             _, request = self._waiting[0]
             if request.num_coming:
                 return  # it was preempted, and all its tokens are computed anew
             found = self._take_cached(request)
-            if self.running and self._pages_to_come(request) > self.allocator.num_free - self._owed_pages():
+            needed = self._pages_to_come(request)
+            if self.running and needed > self.allocator.num_free - owed:
                 self.allocator.release(request.handle)
                 request.handle, request.num_published = KVHandle(), 0
                 return
@@ -144,6 +146,7 @@ class Scheduler:
                 self.num_looked_up += request.prompt_len
             self._count_found(request, found)
             insort(self.running, request, key=_order)
+            owed += needed + 1
 
     def _owed_pages(self) -> int:
         """What running requests still need for the tokens that they have, and are likely to need soon."""
@@ -158,27 +161,24 @@ class Scheduler:
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
         num_steps = min(self.config.decode_steps, min(left) if self._waiting else max(left))
         num_steps = 1 if any(request.needs_host for request in self.running) else num_steps
-        for request in list(self.running):
-            self._reserve(request, min(num_steps, request.num_left))
-        return LoopPlan(sorted(self.running, key=_length), num_steps)
+        work = [(request, min(num_steps, num)) for request, num in zip(self.running, left, strict=True)]
+        return LoopPlan(sorted(self._reserve_all(work), key=_length_of_work), num_steps)
 
     def _plan_step(self) -> StepPlan:
         decoding = [request for request in self.running if request.num_pending == 1]
         budget = self._step_tokens(len(decoding))
         work = [(request, 1) for request in decoding[:budget]]
         budget -= len(work)
-        coming: set[bytes] = set()
+        coming: set[PageKey] = set()
         for request in self.running:
             if request.num_pending > 1 and budget > 0 and self._is_next(request, coming):
                 count = min(budget, request.num_pending)
                 self._expect(request, count, coming)
                 work.append((request, count))
                 budget -= count
-        for request, count in sorted(work, key=lambda item: item[0].order):
-            self._reserve(request, count)
-        work = [(request, count) for request, count in work if request.row is not None]
+        work = self._reserve_all(sorted(work, key=_order_of_work))
         # A prompt's last token alone is a decode row too.
-        decode = sorted((item for item in work if item[1] == 1), key=lambda item: _length(item[0]))
+        decode = sorted((item for item in work if item[1] == 1), key=_length_of_work)
         return StepPlan(decode + [item for item in work if item[1] > 1])
 
     def _step_tokens(self, num_decoding: int) -> int:
@@ -192,18 +192,26 @@ class Scheduler:
         rest = fit_bucket(buckets, wanted - smaller + num_decoding)
         return smaller if smaller + rest + STEP_COST < fit_bucket(buckets, wanted) else wanted
 
+    def _reserve_all(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Pages for so many more tokens of each request, which come in order. Returns what of the work is left: where
+        no pages are free, the last running ones give theirs back, maybe some of these."""
+        size = self.config.block_size
+        for request, count in work:
+            handle = request.handle
+            if handle.length + count > len(handle.pages) * size and request.row is not None:
+                self._reserve(request, handle.length + count)
+        return [item for item in work if item[0].row is not None]
+
     def _reserve(self, request: Request, num_tokens: int) -> None:
-        """Pages for so many more tokens, taken from the last requests in order where none are free: maybe itself."""
-        total = request.handle.length + num_tokens
-        if total <= len(request.handle.pages) * self.config.block_size:
-            return
         while request.row is not None:
-            if self.allocator.pages_for(total) - len(request.handle.pages) <= self.allocator.num_free:
-                request.handle = self.allocator.reserve(request.handle, total)
+            try:
+                request.handle = self.allocator.reserve(request.handle, num_tokens)
                 return
-            self._preempt(self.running[-1])
+            except CapacityError:
+                self._preempt(self.running[-1])
 
     def _preempt(self, request: Request) -> None:
+        self._publish(request, request.num_tokens)
         self._release(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
@@ -224,7 +232,7 @@ class Scheduler:
         """
         before = request.handle.length
         while (index := self._next_page(request)) is not None:
-            page = self.allocator.find(request.handle, self._key(request, index), self._page(request, index))
+            page = self.allocator.find(request.handle, self._key(request, index))
             if page is None:
                 break
             request.handle = self.allocator.extend(request.handle, page)
@@ -237,16 +245,16 @@ class Scheduler:
         whole = not rest and request.handle.length + self.config.block_size < len(request.tokens)
         return index if whole and request.reads_cache else None
 
-    def _publish(self, request: Request) -> None:
-        """Lists the request's full pages for others."""
-        while (index := request.num_published) < request.num_known // self.config.block_size:
-            key, tokens = self._key(request, index), self._page(request, index)
-            request.handle, listed = self.allocator.publish(request.handle, index, key, tokens)
-            if not listed:
-                return
-            request.num_published += 1
+    def _publish(self, request: Request, num_tokens: int) -> None:
+        """Lists the request's full pages among its first `num_tokens` for others: those of the output when it goes."""
+        size, first = self.config.block_size, request.num_published
+        end = min(num_tokens, request.num_known) // size
+        if first < end:
+            keys = request.chain.pages(first, end, request.tokens, size)
+            request.handle, num_listed = self.allocator.publish(request.handle, first, keys)
+            request.num_published += num_listed
 
-    def _is_next(self, request: Request, coming: set[bytes]) -> bool:
+    def _is_next(self, request: Request, coming: set[PageKey]) -> bool:
         """Whether to compute the request's next page now, and not take it over from another one after this step."""
         self._count_found(request, self._take_cached(request))
         index = self._next_page(request)
@@ -258,17 +266,14 @@ class Scheduler:
             self.num_found += num_tokens
             request.num_cached += num_tokens
 
-    def _expect(self, request: Request, count: int, coming: set[bytes]) -> None:
+    def _expect(self, request: Request, count: int, coming: set[PageKey]) -> None:
         """Adds the pages that the next `count` tokens fill."""
         size = self.config.block_size
         first, end = request.handle.length // size, (request.handle.length + count) // size
         coming.update(self._key(request, index) for index in range(first, end))
 
-    def _key(self, request: Request, index: int) -> bytes:
-        return request.chain.key(index, request.tokens, self.config.block_size)
-
-    def _page(self, request: Request, index: int) -> bytes:
-        return page_tokens(request.tokens, index, self.config.block_size)
+    def _key(self, request: Request, index: int) -> PageKey:
+        return request.chain.page(index, request.tokens, self.config.block_size)
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows or order do not add up."""
@@ -286,6 +291,10 @@ def _order(request: Request) -> tuple[int, int]:
     return request.order
 
 
-def _length(request: Request) -> int:
+def _order_of_work(item: tuple[Request, int]) -> tuple[int, int]:
+    return item[0].order
+
+
+def _length_of_work(item: tuple[Request, int]) -> int:
     """Decode rows are listed by length: attention sweeps neighbouring rows together, as far as the longest one goes."""
-    return request.handle.length
+    return item[0].handle.length

@@ -154,7 +154,8 @@ class Traffic:
             assert lengths == sorted(lengths), "rows of like length are neighbours"
             assert 1 <= plan.num_steps <= self.config.decode_steps
             assert set(plan.requests) == set(self.scheduler.running)
-            return [(request, min(plan.num_steps, request.num_left)) for request in plan.requests]
+            assert plan.work == [(request, min(plan.num_steps, request.num_left)) for request in plan.requests]
+            return plan.work
         counts = [count for _, count in plan.work]
         assert counts == sorted(counts, key=lambda count: count > 1), "pieces of one token come first"
         assert sum(counts) <= self.config.max_num_batched_tokens
@@ -204,7 +205,7 @@ class Traffic:
         if flight is None:
             flight, self.flight = self.flight, []
         for request, coming, tokens in flight:
-            request.num_coming -= coming
+            assert len(tokens) <= coming
             if request not in self.expected:
                 continue
             request.tokens += tokens
