@@ -63,6 +63,9 @@ class Clock:
 class StubPrograms:
     """`aot.Programs` whose steps and loops sample random tokens at once and leave the KV state alone."""
 
+    num_compiled = 0
+    compile_s = 0.0
+
     def __init__(self, config: EngineConfig, spec: ModelSpec, clock: Clock) -> None:
         self.spec = spec
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
@@ -148,6 +151,11 @@ class Load:
         for _ in range(options.rows):
             # As in the middle of a long run: requests of every age.
             self.engine.add(self.request(part_done=self.rng.random()))
+
+    @property
+    def utilization(self) -> float:
+        """Held / allocated slots of the KV cache so far; last pages and what a loop may write count as allocated."""
+        return next(metric.value for metric in self.engine.metrics() if metric.name == "kv_cache_utilization")
 
     def request(self, *, part_done: float = 0.0) -> Submission:
         low, high = self.options.prompt_len
@@ -270,7 +278,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 loads[name].run(num_loops, figures)
     for load in loads.values():
         load.engine.check()
-    return {", ".join(line): figures.summary() for line, figures in lines.items()}
+    return {
+        ", ".join(line): figures.summary() | {"kv_cache_utilization": loads[line[0]].utilization}
+        for line, figures in lines.items()
+    }
 
 
 def table(lines: dict[str, Any]) -> str:
@@ -302,8 +313,11 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     result = environment() | {"command": " ".join(sys.argv), "target_us_per_step": TARGET_US}
     result["lines"] = measure(options)
-    live = result["lines"]["tokens, gc on"]["mean_live_len"]
-    print(f"{options.rows} rows, loops of {DECODE_STEPS} steps, {live:.0f} tokens live per row in the mean")
+    first = result["lines"]["tokens, gc on"]
+    print(
+        f"{options.rows} rows ({first['mean_rows']:.0f} in a loop), loops of {DECODE_STEPS} steps, "
+        f"{first['mean_live_len']:.0f} tokens live per row, {first['kv_cache_utilization']:.1%} of slots held"
+    )
     print(table(result["lines"]))
     met = result["lines"]["tokens, gc on"]["us_per_step"]["total"]
     print(", ".join(f"{name} {met[name]:.0f} us (target {most})" for name, most in TARGET_US.items()))

@@ -158,7 +158,6 @@ class Engine:
 
     def _launch(self, plan: StepPlan | LoopPlan) -> Flight:
         self._recorder.begun(plan.requests)
-        self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
         return self._launch_loop(plan) if isinstance(plan, LoopPlan) else self._launch_step(plan)
 
     def _launch_step(self, plan: StepPlan) -> Flight:
@@ -170,7 +169,10 @@ class Engine:
         self.kv, newest, sampled, scores = program(self.weights, kv, newest, batch, sampling)
         self._newest_R = newest.token_R
         self._recorder.step(num_tokens, size)
-        return Flight(self.scheduler.launched(plan), sampled, num_rows, batch, scores)
+        rows = self.scheduler.launched(plan)
+        # What a chunk fills is held, what a loop may fill is not yet.
+        self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
+        return Flight(rows, sampled, num_rows, batch, scores)
 
     def _launch_loop(self, plan: LoopPlan) -> Flight:
         num_rows = fit_bucket(self.programs.row_buckets, len(plan.work))
@@ -178,6 +180,7 @@ class Engine:
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, plan.requests, num_rows)
         self.kv, newest, _, sampled = program(self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps))
         self._newest_R = newest.token_R
+        self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
         return Flight(self.scheduler.launched(plan), sampled, num_rows)
 
     def _read(self, flight: Flight | None) -> list[Request]:

@@ -87,7 +87,7 @@ class Recorder:
                 request.times.first_scheduled_time = request.times.arrival_time + request.times.time_in_queue
 
     def pages(self, running: Iterable[Request], allocator: PageAllocator) -> None:
-        """Before a step, with its pages reserved."""
+        """Once per step."""
         # Only full pages are shared, so what is allocated and not held is each request's own.
         allocated = allocator.num_used * allocator.page_size
         empty = sum(len(request.handle.pages) * allocator.page_size - request.handle.length for request in running)
