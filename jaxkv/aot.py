@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.stages import Compiled
 
 from jaxkv.config import EngineConfig
+from jaxkv.errors import CapacityError
 from jaxkv.kv.state import PagedKV
 from jaxkv.loop import Rows, decode_loop
 from jaxkv.models.decoder import Weights
@@ -112,6 +114,18 @@ def _full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
     return np.full(shape, value, dtype)
 
 
+class ProgramMemory(NamedTuple):
+    """What one program takes on its device beside weights and pool, in bytes, by the compiler's own account.
+
+    temp_bytes while it runs: temporaries, the inputs and outputs that are not weights or pool, and what padding adds to
+    those two. code_bytes as long as it is kept.
+    """
+
+    name: str
+    temp_bytes: int
+    code_bytes: int
+
+
 class Programs:
     """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine.
 
@@ -128,6 +142,7 @@ class Programs:
         self._weights = jax.tree.map(_abstract, weights)
         self._kv = jax.tree.map(_abstract, kv)
         self._compiled: dict[tuple[str, int], Compiled] = {}
+        self._memory: dict[tuple[str, int], ProgramMemory] = {}
 
     @property
     def num_compiled(self) -> int:
@@ -143,9 +158,39 @@ class Programs:
     def loop(self, num_rows: int) -> Compiled:
         return self._get("loop", num_rows)
 
+    @property
+    def num_pages(self) -> int:
+        """Of the pool that they are for."""
+        return self._kv.groups[0].num_pages
+
+    @property
+    def memory(self) -> list[ProgramMemory]:
+        """Of every program that is compiled."""
+        for key in self._compiled.keys() - self._memory.keys():
+            self._memory[key] = self._memory_of(*key)  # 14 ms
+        return [self._memory[key] for key in self._compiled]
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled or not."""
+        return len(self.token_buckets) + len(self.row_buckets)
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of the sampling parameters that stay on the device for every row count, whatever runs."""
+        counts = {self.num_step_rows(size) for size in self.token_buckets} | set(self.row_buckets)
+        return sum(_num_bytes(self._sampling_for(count)) for count in counts)
+
     def compile_all(self) -> None:
+        steps = [("step", size) for size in self.token_buckets]
+        self._compile_each(steps + [("loop", size) for size in self.row_buckets])
+
+    def compile_largest(self) -> None:
+        """The step and the loop that need the most memory."""
+        self._compile_each([("step", self.token_buckets[-1]), ("loop", self.row_buckets[-1])])
+
+    def _compile_each(self, wanted: Iterable[tuple[str, int]]) -> None:
         """Compiles what is missing, two at a time: the compiler runs outside Python's lock."""
-        wanted = [("step", size) for size in self.token_buckets] + [("loop", size) for size in self.row_buckets]
         started = time.perf_counter()
         missing = [key for key in wanted if key not in self._compiled]
         with ThreadPoolExecutor(2) as pool:
@@ -162,7 +207,27 @@ class Programs:
 
     def _compile(self, kind: str, size: int) -> Compiled:
         lowered = self._lower_step(size) if kind == "step" else self._lower_loop(size)
-        return lowered.compile()
+        try:
+            return lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            # A TPU's compiler refuses what its memory cannot hold.
+            what = f"the compiler finds no room for the {_name(kind, size)} with {self.num_pages} pages of KV cache"
+            raise CapacityError(f"{what}: {str(error).splitlines()[0]}") from error
+
+    def _memory_of(self, kind: str, size: int) -> ProgramMemory:
+        memory = self._compiled[kind, size].memory_analysis()
+        if memory is None:
+            raise NotImplementedError("this device's compiler does not say how much memory a program takes")
+        held = _num_bytes(self._weights) + sum(_num_bytes(group.pages) for group in self._kv.groups)
+        # An output that takes over an argument's memory (the pool) counts in both sizes, and once in the alias size.
+        arguments_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return ProgramMemory(
+            name=_name(kind, size),
+            temp_bytes=memory.temp_size_in_bytes + arguments_and_outputs - held,
+            code_bytes=memory.generated_code_size_in_bytes,
+        )
 
     def _lower_step(self, num_tokens: int) -> Any:
         rows = self.num_step_rows(num_tokens)
@@ -202,6 +267,14 @@ def table_width(config: EngineConfig) -> int:
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+
+def _name(kind: str, size: int) -> str:
+    return f"{kind} of {size} {'tokens' if kind == 'step' else 'rows'}"
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _abstract_tree(tree: Any) -> Any:

@@ -15,13 +15,14 @@ import jax
 
 from jaxkv.aot import Programs
 from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.engine.budget import device_memory
 from jaxkv.engine.compile_cache import use_compile_cache
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.model import load_model
 from jaxkv.engine.outputs import RequestOutput
-from jaxkv.engine.pool import bytes_per_page, choose_num_pages, empty_kv
+from jaxkv.engine.pool import abstract_kv, bytes_per_page, empty_kv, plan_pool
 from jaxkv.engine.prefix import root_key
 from jaxkv.engine.request import Submission
 from jaxkv.kv.codecs import Codec, get_codec
@@ -34,7 +35,6 @@ Conversation = Sequence[Mapping[str, Any]]
 
 DECODE_STEPS = 8
 """Tokens per row between two looks of the host."""
-
 
 ONLY = {
     "tensor_parallel_size": 1,
@@ -138,20 +138,17 @@ class LLM:
         )
         if limits.max_model_len > spec.max_len:
             raise ValueError(f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got {max_model_len}")
-        self._page_nbytes = bytes_per_page(spec, page_size=limits.block_size, codec=codec)
-        num_pages = choose_num_pages(
+        self._budget = plan_pool(
             limits,
-            self._page_nbytes,
-            self._device,
+            bytes_per_page(spec, page_size=limits.block_size, codec=codec),
+            device_memory(self._device, weight_bytes=self._model.weight_bytes, utilization=gpu_memory_utilization),
             memory_bytes=kv_cache_memory_bytes,
             pages_override=num_gpu_blocks_override,
-            utilization=gpu_memory_utilization,
+            programs_for=partial(self._programs_for, codec),
         )
-        self._config = replace(limits, num_pages=num_pages)
+        self._config = replace(limits, num_pages=self._budget.num_pages)
         self._intake = self._make_intake(codec, enable_prefix_caching, prefix_cache_secret)
-        self._engine = self._make_engine(codec)
-        if not lazy_compile:
-            self._engine.programs.compile_all()
+        self._engine = self._make_engine(codec, lazy_compile)
 
     def generate(
         self,
@@ -271,19 +268,19 @@ class LLM:
         """What this engine is and has: model, memory, programs, backend and why."""
         model, config, programs = self._model, self._config, self._engine.programs
         spec, used = model.spec, self._engine.scheduler.allocator.num_used
-        pool_mib = config.num_pages * self._page_nbytes / 2**20
         return "\n".join(
             (
                 f"model     {model.directory} ({spec.family}, {spec.num_layers} layers, {spec.num_heads} query heads)",
                 f"weights   {model.weight_bytes / 2**20:.1f} MiB {model.dtype} on {self._device}",
                 f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of {config.block_size}, "
-                f"{pool_mib:.1f} MiB {self._engine.kv.groups[0].codec.name}, {used} pages in use",
+                f"{self._engine.kv.groups[0].codec.name}, {used} pages in use",
                 f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
                 f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode steps per loop",
                 f"programs  {programs.num_compiled} compiled in {programs.compile_s:.1f} s: steps of "
                 f"{programs.token_buckets} tokens, loops of {programs.row_buckets} rows",
                 f"cache     of compiled programs: {self._compile_cache}",
                 f"backend   {self._backend} ({self._backend_reason})",
+                *self._budget.lines(programs),
             )
         )
 
@@ -297,15 +294,20 @@ class LLM:
         root = root_key(secret, repr(self._model.spec), self._model.dtype, codec.name)
         return Intake(self._model, self._config, cache_root=root, share_prefixes=share_prefixes)
 
-    def _make_engine(self, codec: Codec) -> Engine:
-        spec, config, weights = self._model.spec, self._config, self._model.weights
-        make_kv = partial(empty_kv, spec, config, codec, self._device)
-        kv = make_kv()
-        programs = Programs(weights, kv, spec=spec, config=config, backend=self._backend)
-        tokenizer = self._model.tokenizer
+    def _programs_for(self, codec: Codec, config: EngineConfig, num_pages: int) -> Programs:
+        """Programs for a pool of `num_pages`, not compiled; `config` gives the rest. Allocates nothing."""
+        spec, weights = self._model.spec, self._model.weights
+        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, self._device)
+        return Programs(weights, kv, spec=spec, config=config, backend=self._backend)
+
+    def _make_engine(self, codec: Codec, lazy_compile: bool) -> Engine:
+        config, tokenizer = self._config, self._model.tokenizer
+        programs = self._programs_for(codec, config, config.num_pages)
+        self._budget.compile(programs, lazy=lazy_compile)
+        make_kv = partial(empty_kv, self._model.spec, config, codec, self._device)
         return Engine(
-            weights,
-            kv,
+            self._model.weights,
+            make_kv(),
             programs,
             config,
             make_kv=make_kv,

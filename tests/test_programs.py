@@ -151,7 +151,7 @@ def test_programs_update_the_pool_in_place_and_need_no_more_memory_for_a_larger_
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64}
     dtypes = {"dtype": "float32", "kv_cache_dtype": kv_dtype}
     llm = LLM(checkpoints[variant], skip_tokenizer_init=True, lazy_compile=True, **limits, **dtypes)
-    page_nbytes, temporaries = llm._page_nbytes, []
+    page_nbytes, temporaries = llm._budget.page_nbytes, []
     for num_pages in PAGES:
         groups = tuple(
             replace(g, pages=jax.ShapeDtypeStruct((g.num_layers * num_pages, *g.pages.shape[1:]), g.pages.dtype))

@@ -88,8 +88,9 @@ class Intake:
             raise ValueError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
         if not is_int(priority):
             raise ValueError(f"priority: expected a whole number, got {priority!r}")
-        text, tokens, salt = self._parse(prompt)
-        self._check_length(len(tokens))
+        text, ids, salt = self._parse(prompt)
+        self._check_length(len(ids))  # before anything is done for each token: it may be a million
+        tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
         self._check_ids("prompt", tokens)
         stop_ids = self._stop_ids(params)
         self._check_logprobs(params)
@@ -167,8 +168,8 @@ class Intake:
             )
         return words
 
-    def _parse(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        """(text, tokens, cache_salt)"""
+    def _parse(self, prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray, str]:
+        """(text, token ids as they came, cache_salt)"""
         if isinstance(prompt, str):
             return prompt, self._encode(prompt), ""
         if not isinstance(prompt, Mapping):
@@ -190,7 +191,7 @@ class Intake:
             return text, self._encode(text), salt
         if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
             raise ValueError(f"prompt_token_ids: expected a list of token ids, got {type(ids).__name__}")
-        return text, [i.item() if isinstance(i, np.integer) else i for i in ids], salt
+        return text, ids, salt
 
     def _encode(self, text: str) -> list[int]:
         if self._model.tokenizer is None:
