@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any
 from jaxkv.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from jaxkv.async_llm import AsyncLLM
     from jaxkv.config import SamplingParams
     from jaxkv.engine.metrics import prometheus_text
     from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from jaxkv.errors import CapacityError, CheckpointError
+    from jaxkv.errors import CapacityError, CheckpointError, EngineDeadError
     from jaxkv.llm import LLM
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CapacityError",
     "CheckpointError",
     "CompletionOutput",
+    "EngineDeadError",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
@@ -28,6 +31,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "jaxkv.llm",
+    "AsyncLLM": "jaxkv.async_llm",
     "SamplingParams": "jaxkv.config",
     "RequestOutput": "jaxkv.engine.outputs",
     "CompletionOutput": "jaxkv.engine.outputs",
@@ -36,6 +40,7 @@ _HOMES = {
     "prometheus_text": "jaxkv.engine.metrics",
     "CapacityError": "jaxkv.errors",
     "CheckpointError": "jaxkv.errors",
+    "EngineDeadError": "jaxkv.errors",
 }
 
 

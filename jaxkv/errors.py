@@ -7,3 +7,7 @@ class CheckpointError(ValueError):
 
 class CapacityError(RuntimeError):
     """A finite resource (pages, rows) is exhausted; the message says how much was needed and how much is free."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine of an `AsyncLLM` has ended: it was shut down, or died of the exception that is this one's cause."""

@@ -327,7 +327,7 @@ class LLM:
             raise ValueError(f"sampling_params: expected one or {count} (one per prompt), got {len(params)}")
         return params
 
-    def _accept_or_refuse(self, pair: Any) -> Submission | ValueError:
+    def _accept_or_refuse(self, pair: Any, priority: int = 0) -> Submission | ValueError:
         try:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(f"expected (prompt, SamplingParams or None), got {type(pair).__name__}")
@@ -335,7 +335,7 @@ class LLM:
             if isinstance(prompt, (list, tuple)):
                 (prompt,) = self._intake.render([prompt], add_generation_prompt=True)
             chosen = self.get_default_sampling_params() if params is None else params
-            (submission,) = self._intake.accept([prompt], [chosen])
+            (submission,) = self._intake.accept([prompt], [chosen], [priority])
         except ValueError as error:
             # Their index in a list of one says nothing here.
             return ValueError(str(error).removeprefix("prompt 0: ").removeprefix("conversation 0: "))

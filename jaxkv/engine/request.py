@@ -111,8 +111,10 @@ class Request:
         return self.row is None and self.num_left == 0 and self.num_coming > 0
 
     def completion(self) -> CompletionOutput:
-        """Everything so far."""
-        return self._completion(self.text.text if self.text else "", 0)
+        """Everything so far; until it ends without what may turn out to begin a stop string."""
+        if self.text is None:
+            return self._completion("", 0)
+        return self._completion(self.text.text if self.finish_reason else self.text.shown, 0)
 
     def new_completion(self) -> CompletionOutput:
         """What is new since the last call."""

@@ -106,8 +106,13 @@ class TextStream:
         """Ends the sequence: nothing is held back any more. A last character that is not whole is left out."""
         self._holdback = 0
 
+    @property
+    def shown(self) -> str:
+        """The text without an ending that may turn out to begin a stop string."""
+        return self.text[: max(0, len(self.text) - self._holdback)]
+
     def take(self) -> str:
-        """The text that is new since the last call, without an ending that may turn out to begin a stop string."""
+        """What is new in `shown` since the last call."""
         end = max(self._given, len(self.text) - self._holdback)
         new, self._given = self.text[self._given : end], end
         return new
