@@ -7,14 +7,24 @@ from typing import TYPE_CHECKING, Any
 from jaxkv.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from jaxkv.config import SamplingParams
+    from jaxkv.config import BeamSearchParams, SamplingParams
     from jaxkv.engine.metrics import prometheus_text
-    from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from jaxkv.engine.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
     from jaxkv.errors import CapacityError, CheckpointError
     from jaxkv.llm import LLM
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CapacityError",
     "CheckpointError",
     "CompletionOutput",
@@ -29,6 +39,9 @@ __all__ = [
 _HOMES = {
     "LLM": "jaxkv.llm",
     "SamplingParams": "jaxkv.config",
+    "BeamSearchParams": "jaxkv.config",
+    "BeamSearchOutput": "jaxkv.engine.outputs",
+    "BeamSearchSequence": "jaxkv.engine.outputs",
     "RequestOutput": "jaxkv.engine.outputs",
     "CompletionOutput": "jaxkv.engine.outputs",
     "Logprob": "jaxkv.engine.outputs",

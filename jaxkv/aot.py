@@ -19,7 +19,7 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
-from jaxkv.steps import step
+from jaxkv.steps import copy_pages, step
 
 SMALLEST_STEP = 16
 
@@ -105,9 +105,9 @@ def _full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
 
 
 class Programs:
-    """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine.
+    """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine, and its copy of pages.
 
-    `step(T)` and `loop(R)` give an executable, compiling it on first use; `compile_all` compiles the whole set.
+    `step(T)`, `loop(R)` and `copy()` give an executable, compiling it on first use; `compile_all` compiles them all.
     """
 
     def __init__(self, weights: Weights, kv: PagedKV, *, spec: ModelSpec, config: EngineConfig, backend: str) -> None:
@@ -135,9 +135,14 @@ class Programs:
     def loop(self, num_rows: int) -> Compiled:
         return self._get("loop", num_rows)
 
+    def copy(self) -> Compiled:
+        """Of as many pages as there are rows: each has one that is partly filled."""
+        return self._get("copy", self.config.max_num_seqs)
+
     def compile_all(self) -> None:
         """Compiles what is missing, two at a time: the compiler runs outside Python's lock."""
         wanted = [("step", size) for size in self.token_buckets] + [("loop", size) for size in self.row_buckets]
+        wanted.append(("copy", self.config.max_num_seqs))
         started = time.perf_counter()
         missing = [key for key in wanted if key not in self._compiled]
         with ThreadPoolExecutor(2) as pool:
@@ -153,8 +158,8 @@ class Programs:
         return self._compiled[key]
 
     def _compile(self, kind: str, size: int) -> Compiled:
-        lowered = self._lower_step(size) if kind == "step" else self._lower_loop(size)
-        return lowered.compile()
+        lower = {"step": self._lower_step, "loop": self._lower_loop, "copy": self._lower_copy}[kind]
+        return lower(size).compile()
 
     def _lower_step(self, num_tokens: int) -> Any:
         rows = self.num_step_rows(num_tokens)
@@ -166,6 +171,10 @@ class Programs:
         inputs = (rows, self._sampling_for(num_rows), n)
         width = self.config.decode_steps
         return decode_loop.lower(self._weights, self._kv_for(num_rows), *inputs, width=width, **self._static)
+
+    def _lower_copy(self, num_pages: int) -> Any:
+        pages_C: Any = jax.ShapeDtypeStruct((num_pages,), np.int32)
+        return copy_pages.lower(self._kv_for(num_pages), pages_C, pages_C, _abstract_tree(np.int32(0)))
 
     @property
     def _static(self) -> dict[str, Any]:

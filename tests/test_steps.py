@@ -338,7 +338,7 @@ def test_steps_consume_the_state_they_are_given(device, allocator):
     assert all(group.pages.is_deleted() for group in kv.groups)
     again, *_ = decode_loop(device.weights, after, rows, sampling, np.int32(1), **static, width=WIDTH)
     assert all(group.pages.is_deleted() for group in after.groups)
-    copy_pages(again, np.int32([0]), np.int32([1]))
+    copy_pages(again, np.int32([0]), np.int32([1]), np.int32(1))
     assert all(group.pages.is_deleted() for group in again.groups)
     with pytest.raises(RuntimeError, match=r"deleted|donated"):
         np.asarray(again.groups[0].pages)
@@ -365,11 +365,11 @@ def test_continuations_of_a_fork_equal_independent_runs(device, allocator, lengt
     parent = allocator.rewind(parent, parent.length)  # gives back what was reserved
     handles = [parent]
     for _ in ways[1:]:
-        child, copy = allocator.fork(handles[-1])  # the second one forks the first fork
+        child, copy = allocator.own_tail(allocator.fork(handles[-1]))  # the second one forks the first fork
         assert (copy is not None) == (length % SIZE > 0)
         assert child.pages[: length // SIZE] == parent.pages[: length // SIZE]
         if copy is not None:
-            device.kv = copy_pages(device.bind([], alive=handles), *np.int32(copy)[:, None])
+            device.kv = copy_pages(device.bind([], alive=handles), *np.int32(copy)[:, None], np.int32(1))
         handles.append(child)
     allocator.check(handles)
     handles = [allocator.reserve(handle, length + WIDTH) for handle in handles]

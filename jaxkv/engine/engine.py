@@ -9,6 +9,8 @@ import numpy as np
 
 from jaxkv.aot import Programs, fit_bucket
 from jaxkv.config import EngineConfig
+from jaxkv.engine.beam import BeamSearch
+from jaxkv.engine.branch import search_on
 from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
 from jaxkv.engine.outputs import Logprob
 from jaxkv.engine.request import Request, Submission
@@ -69,13 +71,16 @@ class Engine:
             self._abort(request)
 
     def _abort(self, request: Request) -> None:
+        """Ends the request, a beam with all of its search."""
         if self._stepping:
             self._aborted.append(request)
-        elif request in self._requests:
-            self._requests.remove(request)
-            request.finish_reason = "abort"
-            self._recorder.ended(request)
-            self.scheduler.remove(request)
+            return
+        for one in request.beams or (request,):
+            if one in self._requests:
+                self._requests.remove(one)
+                one.finish_reason = "abort"
+                self._recorder.ended(one)
+                self.scheduler.remove(one)
 
     def step(self) -> list[Request]:
         """Runs the next step or decode loop. Returns the requests that got tokens; finished ones are out already.
@@ -93,6 +98,7 @@ class Engine:
             self._recorder.begun(begun, self.scheduler.running, self.scheduler.allocator)
             for request in begun:
                 self._rows.update(request)
+            self._copy_pages(plan.copies)
             got = self._run_loop(plan) if isinstance(plan, LoopPlan) else self._run_step(plan)
             begun = []
             return got
@@ -123,6 +129,15 @@ class Engine:
         known = {*self.scheduler.waiting, *self.scheduler.running}
         if known != self._requests:
             raise RuntimeError("scheduler and engine disagree about which requests exist")
+
+    def _copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """What the step is to write into must be its own before."""
+        if not copies:
+            return
+        num_rows = self.scheduler.config.max_num_seqs
+        page_2C = np.zeros((2, num_rows), np.int32)
+        page_2C[:, : len(copies)] = np.transpose(copies)
+        self.kv = self.programs.copy()(self._rows.state_for(self.kv, [], num_rows), *page_2C, np.int32(len(copies)))
 
     def _run_step(self, plan: StepPlan) -> list[Request]:
         requests = [request for request, _ in plan.work]
@@ -172,6 +187,9 @@ class Engine:
 
     def _accept(self, request: Request, tokens: list[int], out: Sampled, row: int) -> None:
         """Adds the row's new tokens up to the first that ends the request, and their text."""
+        if request.search is not None:
+            self._accept_candidates(request, request.search, out, row)
+            return
         start = len(request.tokens)
         # Of a hundred rows hardly one needs a look at every token, and looking is most of what the host does.
         if request.logprobs is None and request.stop_ids.isdisjoint(tokens) and not request.params.stop:
@@ -187,6 +205,17 @@ class Engine:
             request.text.push(new[:-1] if self._hides(request, new[-1]) else new)
         if request.finish_reason is not None:
             self._finish(request)
+
+    def _accept_candidates(self, request: Request, search: BeamSearch, out: Sampled, row: int) -> None:
+        best = slice(search.num_candidates)
+        request.candidates = np.array(out.best_BK[0, row, best]), np.array(out.best_logprob_BK[0, row, best])
+        if not search_on(search, request.beams, self.scheduler.allocator):
+            return
+        for beam in request.beams:
+            self._recorder.generated(beam, 1)
+            if search.is_over:
+                beam.finish_reason = "stop"
+                self._finish(beam)
 
     def _accept_one_by_one(self, request: Request, tokens: list[int], out: Sampled, row: int) -> None:
         for i, token in enumerate(tokens):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxkv.config import SamplingParams
 from jaxkv.engine.allocator import KVHandle
+from jaxkv.engine.beam import BeamSearch
 from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.text import TextStream
@@ -20,6 +23,8 @@ class Request:
     and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason. `row` is its place in
     the row tables while it runs. `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the
     prompt. `arrived_s` is `times.arrival_time` on the monotonic clock.
+    A beam's next token comes from its `search`, once that knows the candidates (tokens, log-probabilities) of all its
+    `beams`, this one included: until then the last token computed is the last there is, and nothing is pending.
     """
 
     id: str
@@ -51,6 +56,9 @@ class Request:
     num_preemptions: int = 0
     times: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_s: float = 0.0
+    search: BeamSearch | None = None
+    beams: tuple[Request, ...] = field(default=(), repr=False)
+    candidates: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -69,7 +77,7 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are not in the KV state yet: 1 when decoding, more during prefill."""
+        """Tokens that are not in the KV state yet: 1 when decoding, more during prefill, 0 of a beam that waits."""
         return len(self.tokens) - self.handle.length
 
     @property
@@ -80,7 +88,8 @@ class Request:
     @property
     def needs_host(self) -> bool:
         """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
-        return bool(self.bad_words) and any(len(word) > 1 for word in self.bad_words)
+        bad_words = bool(self.bad_words) and any(len(word) > 1 for word in self.bad_words)
+        return bad_words or self.search is not None
 
     def completion(self) -> CompletionOutput:
         """Everything so far."""

@@ -22,17 +22,20 @@ WATERMARK = 0.02
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One ragged step: (request, number of its pending tokens to compute), those with one token in this step first,
-    shortest first."""
+    shortest first. `copies` of pages, (source, target), come before it, in this order."""
 
     work: list[tuple[Request, int]]
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """Up to `num_steps` decode steps on the device for these requests, shortest first; their pages are reserved."""
+    """Up to `num_steps` decode steps on the device for these requests, shortest first; their pages are reserved.
+    `copies` as in `StepPlan`."""
 
     requests: list[Request]
     num_steps: int
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 class Scheduler:
@@ -41,6 +44,10 @@ class Scheduler:
     Pages are taken as tokens come. Where they run out, the request that is last in that order gives all of its own back
     and waits again (it is preempted); its tokens are kept and computed anew. The first one in order never is, and fits
     alone, so something always advances.
+
+    A beam without pending tokens waits for the others of its search. They are neighbours in that order and all fit
+    together, so the first search in order always advances too: where nothing else is left to compute, its missing beams
+    are admitted whatever it takes.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -53,6 +60,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_added = 0
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._copies: dict[Request, tuple[int, int]] = {}
 
     @property
     def waiting(self) -> list[Request]:
@@ -70,12 +78,18 @@ class Scheduler:
         for request in self.running:
             if request.num_published < request.handle.length // size:
                 self._publish(request)
-        self._admit()
-        if not self.running:
-            return None
-        if all(request.num_pending == 1 for request in self.running):
-            return self._plan_loop()
-        return self._plan_step()
+        self._copies.clear()
+        while True:
+            self._admit()
+            if not self.running:
+                return None
+            ready = [request for request in self.running if request.num_pending]
+            if not ready:
+                raise RuntimeError("every running request waits for a beam that is neither running nor waiting")
+            plan = self._plan_loop(ready) if all(request.num_pending == 1 for request in ready) else self._plan_step()
+            # None where all that was ready gave its pages up and those before it are beams that wait: they come next.
+            if plan is not None:
+                return plan
 
     def remove(self, request: Request) -> None:
         """Takes a waiting or running request out and frees what it holds; full pages stay cached."""
@@ -91,15 +105,18 @@ class Scheduler:
             raise RuntimeError(f"request {request.id} is not running")
         self.running.remove(request)
         self._free_rows.append(request.row)
+        self._copies.pop(request, None)
         self.allocator.release(request.handle)
         request.row, request.handle, request.num_published = None, KVHandle(), 0
 
     def _admit(self) -> None:
+        if self._waiting and not self._free_rows and not self._is_ready():
+            self._preempt(self.running[-1])
         # In order: a request that does not fit yet holds back those behind it, or it could wait forever.
         while self._waiting and self._free_rows:
             _, request = self._waiting[0]
             found = self._take_cached(request)
-            if self.running and self._pages_to_come(request) > self.allocator.num_free - self._owed_pages():
+            if self._is_ready() and self._pages_to_come(request) > self.allocator.num_free - self._owed_pages():
                 self.allocator.release(request.handle)
                 request.handle, request.num_published = KVHandle(), 0
                 return
@@ -110,6 +127,10 @@ class Scheduler:
             self._count_found(request, found)
             insort(self.running, request, key=_order)
 
+    def _is_ready(self) -> bool:
+        """Whether anything that runs has something to compute."""
+        return any(request.num_pending for request in self.running)
+
     def _owed_pages(self) -> int:
         """What running requests still need for the tokens that they have, and are likely to need soon."""
         owed = sum(self._pages_to_come(request) for request in self.running)
@@ -118,16 +139,17 @@ class Scheduler:
     def _pages_to_come(self, request: Request) -> int:
         return max(0, self.allocator.pages_for(len(request.tokens)) - len(request.handle.pages))
 
-    def _plan_loop(self) -> LoopPlan:
-        left = [request.num_left for request in self.running]
+    def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
+        left = [request.num_left for request in ready]
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
         num_steps = min(self.config.decode_steps, min(left) if self._waiting else max(left))
-        num_steps = 1 if any(request.needs_host for request in self.running) else num_steps
-        for request in list(self.running):
+        num_steps = 1 if any(request.needs_host for request in ready) else num_steps
+        for request in ready:
             self._reserve(request, min(num_steps, request.num_left))
-        return LoopPlan(sorted(self.running, key=_length), num_steps)
+        left_over = [request for request in ready if request.row is not None]
+        return LoopPlan(sorted(left_over, key=_length), num_steps, tuple(self._copies.values())) if left_over else None
 
-    def _plan_step(self) -> StepPlan:
+    def _plan_step(self) -> StepPlan | None:
         decoding = [request for request in self.running if request.num_pending == 1]
         budget = self._step_tokens(len(decoding))
         work = [(request, 1) for request in decoding[:budget]]
@@ -142,9 +164,11 @@ class Scheduler:
         for request, count in sorted(work, key=lambda item: item[0].order):
             self._reserve(request, count)
         work = [(request, count) for request, count in work if request.row is not None]
+        if not work:
+            return None
         # A prompt's last token alone is a decode row too.
         decode = sorted((item for item in work if item[1] == 1), key=lambda item: _length(item[0]))
-        return StepPlan(decode + [item for item in work if item[1] > 1])
+        return StepPlan(decode + [item for item in work if item[1] > 1], tuple(self._copies.values()))
 
     def _step_tokens(self, num_decoding: int) -> int:
         """Most tokens of the next step: what is pending, or as many as fill the next smaller program exactly where two
@@ -160,13 +184,17 @@ class Scheduler:
     def _reserve(self, request: Request, num_tokens: int) -> None:
         """Pages for so many more tokens, taken from the last requests in order where none are free: maybe itself."""
         total = request.handle.length + num_tokens
-        if total <= len(request.handle.pages) * self.config.block_size:
-            return
-        while request.row is not None:
-            if self.allocator.pages_for(total) - len(request.handle.pages) <= self.allocator.num_free:
-                request.handle = self.allocator.reserve(request.handle, total)
+        while request.row is not None and (needed := self.allocator.num_needed(request.handle, total)):
+            if needed <= self.allocator.num_free:
+                self._take_pages(request, total)
                 return
             self._preempt(self.running[-1])
+
+    def _take_pages(self, request: Request, total: int) -> None:
+        handle, copy = self.allocator.own_tail(request.handle)
+        request.handle = self.allocator.reserve(handle, total)
+        if copy is not None:
+            self._copies[request] = copy
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
