@@ -344,6 +344,18 @@ def test_steps_consume_the_state_they_are_given(device, allocator):
         np.asarray(again.groups[0].pages)
 
 
+def test_pages_are_copied_one_after_the_other(device):
+    """A page that was read may be written by a later copy; what is past the first n is not looked at."""
+    first = device.bind([]).groups[0]
+    pages = np.random.default_rng(0).normal(size=first.pages.shape).astype(first.pages.dtype)
+    kv = PagedKV((replace(first, pages=jnp.array(pages)),))
+    copied = copy_pages(kv, np.int32([3, 0, 4]), np.int32([1, 3, 2]), np.int32(2)).groups[0]
+    by_layer = pages.reshape(first.num_layers, first.num_pages, -1)
+    want = by_layer.copy()
+    want[:, 1], want[:, 3] = by_layer[:, 3], by_layer[:, 0]
+    np.testing.assert_array_equal(np.asarray(copied.pages).reshape(want.shape), want)
+
+
 # Fork -----------------------------------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,8 @@ class BeamSearch:
 
         Returns (index of the running beam that it continues, token) of each that runs from now on; none at the end.
         """
+        if self.is_over:
+            raise RuntimeError("this search is over")
         self._num_new += 1
         order_C, sum_C = self._best(logprob_WK)
         parent_C, token_C = order_C // token_WK.shape[1], token_WK.reshape(-1)[order_C]

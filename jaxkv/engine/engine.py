@@ -131,13 +131,13 @@ class Engine:
             raise RuntimeError("scheduler and engine disagree about which requests exist")
 
     def _copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """What the step is to write into must be its own before."""
         if not copies:
             return
         num_rows = self.scheduler.config.max_num_seqs
         page_2C = np.zeros((2, num_rows), np.int32)
         page_2C[:, : len(copies)] = np.transpose(copies)
         self.kv = self.programs.copy()(self._rows.state_for(self.kv, [], num_rows), *page_2C, np.int32(len(copies)))
+        self.scheduler.copied()
 
     def _run_step(self, plan: StepPlan) -> list[Request]:
         requests = [request for request, _ in plan.work]

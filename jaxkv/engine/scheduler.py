@@ -74,11 +74,12 @@ class Scheduler:
 
     def plan(self) -> StepPlan | LoopPlan | None:
         """The next thing to run with its pages reserved, or None if there is nothing to do."""
+        for request in list(self._copies):  # an interrupt came before them: these pages hold nothing
+            self._preempt(request)
         size = self.config.block_size
         for request in self.running:
             if request.num_published < request.handle.length // size:
                 self._publish(request)
-        self._copies.clear()
         while True:
             self._admit()
             if not self.running:
@@ -90,6 +91,10 @@ class Scheduler:
             # None where all that was ready gave its pages up and those before it are beams that wait: they come next.
             if plan is not None:
                 return plan
+
+    def copied(self) -> None:
+        """The copies of the last plan are made."""
+        self._copies.clear()
 
     def remove(self, request: Request) -> None:
         """Takes a waiting or running request out and frees what it holds; full pages stay cached."""

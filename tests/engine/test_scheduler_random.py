@@ -8,9 +8,12 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.engine.beam import BeamSearch
+from jaxkv.engine.branch import link, search_on
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.request import Request
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
@@ -52,12 +55,40 @@ def alone(request: Request) -> list[int]:
         state = after(state, tokens[-1])
 
 
+def candidates(state: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens that may follow, the likeliest first, with their log-probabilities."""
+    rng = random.Random(hash((state, seed)))
+    likely = sorted((-rng.random(), token) for token in range(NUM_TOKENS))[::-1]
+    return np.array([token for _, token in likely]), np.array([value for value, _ in likely], np.float32)
+
+
+def new_search(width: int, max_new: int) -> BeamSearch:
+    return BeamSearch(width, max_new=max_new, eos_ids=[1], length_penalty=0.7)
+
+
+def found(search: BeamSearch) -> list[list[int]]:
+    return [[beam.token for beam in end.path()] for end in search.ended]
+
+
+def alone_beams(first: Request) -> list[list[int]]:
+    """What a search finds that nobody disturbs."""
+    search = new_search(len(first.beams), first.num_left)
+    states = [states_of(first.chain.root, first.tokens)[-1]] * search.width
+    while not search.is_over:
+        tokens, logprobs = zip(*(candidates(state, first.seed) for state in states), strict=True)
+        chosen = search.advance(np.stack(tokens), np.stack(logprobs))
+        states = [after(states[parent], token) for parent, token in chosen]
+    return found(search)
+
+
 @dataclass
 class Traffic:
     config: EngineConfig
     seed: int
+    searches: float = 0.0
     num_steps: int = 0
     num_aborted: int = 0
+    num_copies: int = 0
     finished: list[Request] = field(default_factory=list)
     computed: Counter = field(default_factory=Counter)
     states: defaultdict[Request, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -66,23 +97,28 @@ class Traffic:
         self.rng = random.Random(self.seed)
         self.scheduler = Scheduler(self.config)
         self.slots: list[list[int | None]] = [[None] * self.config.block_size for _ in range(self.config.num_pages)]
-        self.expected: dict[Request, list[int]] = {}
+        self.expected: dict[Request, list[int] | list[list[int]]] = {}
         limit = self.config.max_len - 1
         self.beginnings = [self.rng.choices(range(NUM_TOKENS), k=self.rng.randint(0, limit)) for _ in range(6)]
 
     def new_requests(self) -> list[Request]:
-        """One to three that share a prompt and its pages."""
+        """One to three that share a prompt and its pages, now and then as beams of a search."""
         rng, limit = self.rng, self.config.max_len
         prompt = [*rng.choice(self.beginnings), *rng.choices(range(NUM_TOKENS), k=rng.choice([1, 2, 9]))][: limit - 1]
         root, seed, priority = rng.choice([b"one", b"two"]), rng.getrandbits(16), rng.choice([0, 0, 0, -1, 5])
         max_len = rng.randint(len(prompt) + 1, limit)
-        return [
+        is_search, width = rng.random() < self.searches, rng.choice([1, 1, 1, 3])
+        if is_search:  # what the front door lets in
+            width = min(rng.randint(1, 4), self.config.max_num_seqs, self.config.num_pages)
+            max_len = min(max_len, self.config.num_pages // width * self.config.block_size)
+            prompt = prompt[: max_len - 1]
+        requests = [
             Request(
                 id=f"{self.num_steps}-{sample}",
                 tokens=list(prompt),
                 prompt_len=len(prompt),
                 params=PARAMS,
-                seed=seed + sample,
+                seed=seed if is_search else seed + sample,
                 max_len=max_len,
                 stop_ids=frozenset(),
                 eos_id=None,
@@ -91,8 +127,16 @@ class Traffic:
                 sample=sample,
                 priority=priority,
             )
-            for sample in range(rng.choice([1, 1, 1, 3]))
+            for sample in range(width)
         ]
+        if is_search:
+            link(tuple(requests), new_search(width, requests[0].num_left))
+        return requests
+
+    def expect(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.expected[request] = alone_beams(request) if request.search else alone(request)
+            self.scheduler.add(request)
 
     def run(self, num_steps: int, *, arrivals: float) -> None:
         """Random arrivals and aborts for so many steps, then whatever is left to its end."""
@@ -107,20 +151,22 @@ class Traffic:
                 continue
             work = self.work_of(plan)
             first = min(self.scheduler.running, key=lambda request: request.order)
-            assert dict(work)[first] >= 1, "the first in order always advances"
+            assert first.num_pending == 0 or dict(work)[first] >= 1, "the first in order always advances"
+            self.copy(plan.copies)
             self.compute(work)
             self.scheduler.check()
 
     def disturb(self, arrivals: float) -> None:
         if self.rng.random() < arrivals:
-            for request in self.new_requests():
-                self.scheduler.add(request)
-                self.expected[request] = alone(request)
+            self.expect(self.new_requests())
         if self.expected and self.rng.random() < 0.01:
             gone = self.rng.choice(list(self.expected))
-            self.scheduler.remove(gone)
-            del self.expected[gone]
+            for one in gone.beams or (gone,):
+                self.scheduler.remove(one)
+                del self.expected[one]
             self.num_aborted += 1
+        if self.rng.random() < 0.01:
+            self.scheduler.plan()  # and an interrupt before anything of it is done
         if self.rng.random() < 0.001:
             self.scheduler.allocator.forget()
         if self.rng.random() < 0.001:
@@ -132,7 +178,8 @@ class Traffic:
             lengths = [request.handle.length for request in plan.requests]
             assert lengths == sorted(lengths), "rows of like length are neighbours"
             assert 1 <= plan.num_steps <= self.config.decode_steps
-            assert set(plan.requests) == set(self.scheduler.running)
+            assert set(plan.requests) == {request for request in self.scheduler.running if request.num_pending}
+            assert plan.num_steps == 1 or not any(request.search for request in plan.requests)
             return [(request, min(plan.num_steps, request.num_left)) for request in plan.requests]
         counts = [count for _, count in plan.work]
         assert counts == sorted(counts, key=lambda count: count > 1), "pieces of one token come first"
@@ -150,13 +197,28 @@ class Traffic:
                 self.store_prompt(request, count)
             else:
                 self.decode(request, count)
-        for request, _ in work:
+        for request in self.scheduler.running:
             self.check_sees_itself(request)  # nobody wrote over it
-            if request.finish_reason is not None:
-                assert request.tokens == self.expected.pop(request)
-                del self.states[request]
-                self.finished.append(request)
-                self.scheduler.remove(request)
+        for request, _ in work:
+            if request.search is None or request.search.is_over:
+                continue
+            if search_on(request.search, request.beams, self.scheduler.allocator):
+                for beam in request.beams:
+                    self.states[beam] = []
+                    beam.finish_reason = "stop" if request.search.is_over else None
+        for request in [request for request in self.scheduler.running if request.finish_reason is not None]:
+            got = found(request.search) if request.search else request.tokens
+            assert got == self.expected.pop(request)
+            self.states.pop(request, None)
+            self.finished.append(request)
+            self.scheduler.remove(request)
+
+    def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """As the device does: one after the other."""
+        for source, target in copies:
+            self.slots[target] = list(self.slots[source])
+        self.num_copies += len(copies)
+        self.scheduler.copied()
 
     def check_sees_itself(self, request: Request) -> None:
         size, length = self.config.block_size, request.handle.length
@@ -190,6 +252,9 @@ class Traffic:
                 return
 
     def sample(self, request: Request, state: int) -> None:
+        if request.search is not None:
+            request.candidates = candidates(state, request.seed)
+            return
         request.tokens.append(sampled(state, request.seed))
         if request.num_left == 0 or is_end(state, request.seed):
             request.finish_reason = "stop"
@@ -211,10 +276,20 @@ def test_every_request_gets_what_it_gets_alone_and_leaves_nothing(config):
     check(Traffic(config, seed=1), num_steps=1500)
 
 
+@pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("searches", [0.4, 1.0])
+def test_searches_among_others_find_what_they_find_alone(config, searches):
+    traffic = Traffic(config, seed=4, searches=searches)
+    check(traffic, num_steps=1000)
+    assert sum(request.search is not None for request in traffic.finished) > 20
+    assert traffic.num_copies > 0 or config.max_num_seqs == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
-def test_a_million_steps(config):
-    check(Traffic(config, seed=2), num_steps=150_000)
+@pytest.mark.parametrize("searches", [0.0, 0.3])
+def test_a_million_steps(config, searches):
+    check(Traffic(config, seed=2, searches=searches), num_steps=75_000)
 
 
 def check(traffic: Traffic, *, num_steps: int) -> None:
