@@ -209,9 +209,13 @@ class Traffic:
         for request in [request for request in self.scheduler.running if request.finish_reason is not None]:
             got = found(request.search) if request.search else request.tokens
             assert got == self.expected.pop(request)
+            assert all(key == self.key(request, index) for index, key in enumerate(request.chain.keys))
             self.states.pop(request, None)
             self.finished.append(request)
             self.scheduler.remove(request)
+
+    def key(self, request: Request, index: int) -> bytes:
+        return PageChain(request.chain.root).key(index, request.tokens, self.config.block_size)
 
     def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         """As the device does: one after the other."""
@@ -299,7 +303,7 @@ def check(traffic: Traffic, *, num_steps: int) -> None:
     assert traffic.num_aborted < len(traffic.finished)
     assert (one.running, one.waiting, one.allocator.num_used) == ([], [], 0)
     assert sorted(one._free_rows) == list(range(config.max_num_seqs))
-    assert one.num_found > 0
+    assert one.num_found > 0 or (traffic.searches and config.num_pages < 8)  # three beams of a page leave nothing
     if config.num_pages < 16:
         assert one.num_preemptions > 0
 
