@@ -21,7 +21,7 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
-from jaxkv.steps import Newest, step
+from jaxkv.steps import Newest, copy_pages, step
 
 SMALLEST_STEP = 16
 
@@ -127,9 +127,9 @@ class ProgramMemory(NamedTuple):
 
 
 class Programs:
-    """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine.
+    """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine, and its copy of pages.
 
-    `step(T)` and `loop(R)` give an executable, compiling it on first use; `compile_all` compiles the whole set.
+    `step(T)`, `loop(R)` and `copy()` give an executable, compiling it on first use; `compile_all` compiles them all.
     """
 
     def __init__(self, weights: Weights, kv: PagedKV, *, spec: ModelSpec, config: EngineConfig, backend: str) -> None:
@@ -158,6 +158,10 @@ class Programs:
     def loop(self, num_rows: int) -> Compiled:
         return self._get("loop", num_rows)
 
+    def copy(self) -> Compiled:
+        """Of as many pages as there are rows: each has one that is partly filled."""
+        return self._get("copy", self.config.max_num_seqs)
+
     @property
     def num_pages(self) -> int:
         """Of the pool that they are for."""
@@ -173,7 +177,7 @@ class Programs:
     @property
     def num_programs(self) -> int:
         """Compiled or not."""
-        return len(self.token_buckets) + len(self.row_buckets)
+        return len(self._every)
 
     @property
     def wide_bytes(self) -> int:
@@ -181,9 +185,13 @@ class Programs:
         counts = {self.num_step_rows(size) for size in self.token_buckets} | set(self.row_buckets)
         return sum(_num_bytes(self._sampling_for(count)) for count in counts)
 
-    def compile_all(self) -> None:
+    @property
+    def _every(self) -> list[tuple[str, int]]:
         steps = [("step", size) for size in self.token_buckets]
-        self._compile_each(steps + [("loop", size) for size in self.row_buckets])
+        return [*steps, *(("loop", size) for size in self.row_buckets), ("copy", self.config.max_num_seqs)]
+
+    def compile_all(self) -> None:
+        self._compile_each(self._every)
 
     def compile_largest(self) -> None:
         """The step and the loop that need the most memory."""
@@ -206,9 +214,9 @@ class Programs:
         return self._compiled[key]
 
     def _compile(self, kind: str, size: int) -> Compiled:
-        lowered = self._lower_step(size) if kind == "step" else self._lower_loop(size)
+        lower = {"step": self._lower_step, "loop": self._lower_loop, "copy": self._lower_copy}[kind]
         try:
-            return lowered.compile()
+            return lower(size).compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -220,7 +228,8 @@ class Programs:
         memory = self._compiled[kind, size].memory_analysis()
         if memory is None:
             raise NotImplementedError("this device's compiler does not say how much memory a program takes")
-        held = _num_bytes(self._weights) + sum(_num_bytes(group.pages) for group in self._kv.groups)
+        weights = {} if kind == "copy" else self._weights
+        held = _num_bytes(weights) + sum(_num_bytes(group.pages) for group in self._kv.groups)
         # An output that takes over an argument's memory (the pool) counts in both sizes, and once in the alias size.
         arguments_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return ProgramMemory(
@@ -240,6 +249,10 @@ class Programs:
         width = self.config.decode_steps
         args = (self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs)
         return decode_loop.lower(*args, width=width, **self._static)
+
+    def _lower_copy(self, num_pages: int) -> Any:
+        pages_C: Any = jax.ShapeDtypeStruct((num_pages,), np.int32)
+        return copy_pages.lower(self._kv_for(num_pages), pages_C, pages_C, _abstract_tree(np.int32(0)))
 
     @property
     def _static(self) -> dict[str, Any]:
@@ -270,7 +283,8 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _name(kind: str, size: int) -> str:
-    return f"{kind} of {size} {'tokens' if kind == 'step' else 'rows'}"
+    unit = {"step": "tokens", "loop": "rows", "copy": "pages"}[kind]
+    return f"{kind} of {size} {unit}"
 
 
 def _num_bytes(tree: Any) -> int:

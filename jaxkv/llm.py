@@ -14,14 +14,15 @@ from typing import Any
 import jax
 
 from jaxkv.aot import Programs
-from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, check_others
+from jaxkv.engine.branch import beam_output
 from jaxkv.engine.budget import device_memory
 from jaxkv.engine.compile_cache import use_compile_cache
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.model import load_model
-from jaxkv.engine.outputs import RequestOutput
+from jaxkv.engine.outputs import BeamSearchOutput, RequestOutput
 from jaxkv.engine.pool import abstract_kv, bytes_per_page, empty_kv, plan_pool
 from jaxkv.engine.prefix import root_key
 from jaxkv.engine.request import Submission
@@ -35,24 +36,6 @@ Conversation = Sequence[Mapping[str, Any]]
 
 DECODE_STEPS = 8
 """Tokens per row between two looks of the host."""
-
-ONLY = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-    "trust_remote_code": False,
-    "quantization": None,
-    "enable_lora": False,
-}
-"""Arguments of vLLM's that have one possible value so far."""
-
-
-def _check_others(given: Mapping[str, Any]) -> None:
-    if unknown := sorted(given.keys() - ONLY.keys()):
-        raise ValueError(f"LLM: unknown or not yet supported: {', '.join(unknown)}")
-    for name, value in given.items():
-        if value != ONLY[name] or type(value) is not type(ONLY[name]):
-            raise ValueError(f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}")
 
 
 class LLM:
@@ -77,7 +60,7 @@ class LLM:
     max_logprobs: the most logprobs or prompt_logprobs that a request may ask for. -1 is the whole vocabulary; steps and
     loops then have room for as many per token, in use or not.
 
-    Other names of vLLM's are taken with the one value that is true here (`ONLY`), such as tensor_parallel_size=1.
+    Other names of vLLM's are taken with the one value that is true here (`config.ONLY`): tensor_parallel_size=1.
 
     Raises: ValueError for an argument out of range or not supported (nothing is ignored), CheckpointError for a broken
     checkpoint, NotImplementedError for a backend that is not built.
@@ -108,7 +91,7 @@ class LLM:
         lazy_compile: bool = False,
         **others: Any,
     ) -> None:
-        _check_others(others)
+        check_others(others)
         if skip_tokenizer_init and tokenizer is not None:
             raise ValueError(f"tokenizer: expected None with skip_tokenizer_init=True, got {tokenizer!r}")
         self._device = jax.devices()[0]
@@ -164,9 +147,7 @@ class LLM:
         all or one each (default: `get_default_sampling_params`). priority: one number per prompt, the lowest first.
         Raises: ValueError naming every bad index before any work starts.
         """
-        listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-        if not isinstance(listed, (list, tuple)):
-            raise ValueError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}")
+        listed = _listed(prompts)
         if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(listed)):
             raise ValueError(f"priority: expected a list of {len(listed)} numbers, got {priority!r:.80}")
         params = self._listed_params(sampling_params, len(listed))
@@ -196,6 +177,21 @@ class LLM:
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         prompts = self._intake.render(conversations, chat_template=chat_template, tools=tools, **options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences for every prompt, as transformers' beam search finds them; in input order.
+
+        prompts: as in `generate`. Each beam takes a row, and while one runs, loops of all rows have one step.
+        Raises: ValueError naming every bad index before any work starts.
+        """
+        submissions = self._intake.accept_searches(_listed(prompts), params)
+        self._run(submissions, use_tqdm)
+        tokenizer, include = self._model.tokenizer, params.include_stop_str_in_output
+        decode = None if tokenizer is None else partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        options: Any = {"eos_id": self._model.eos_id, "include_stop": include, "decode": decode}
+        return [beam_output(submission, **options) for submission in submissions]
 
     def as_completed(
         self, requests: Iterable[tuple[Prompt | Conversation, SamplingParams | None]]
@@ -396,3 +392,10 @@ class LLM:
                     return
         finally:
             self._engine.abort(submission)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+    if not isinstance(listed, (list, tuple)):
+        raise ValueError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}")
+    return listed

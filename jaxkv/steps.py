@@ -128,6 +128,14 @@ def step(
 
 
 @partial(jax.jit, donate_argnames=("kv",))
-def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV:
-    """Jitted `kv.state.copy_pages`; consumes `kv`."""
-    return state.copy_pages(kv, source_C, target_C)
+def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Array) -> PagedKV:
+    """The first n copies of pages, one after the other: a later one may write what an earlier one has read.
+
+    Consumes `kv`. Pair by pair, since all at once reads and writes padding too (measured, docs/architecture.md).
+    """
+
+    def copy(i: jax.Array, kv: PagedKV) -> PagedKV:
+        source_1, target_1 = (jax.lax.dynamic_slice_in_dim(page_C, i, 1) for page_C in (source_C, target_C))
+        return state.copy_pages(kv, source_1, target_1)
+
+    return jax.lax.fori_loop(0, n, copy, kv)

@@ -70,7 +70,7 @@ def test_the_times_of_a_request_are_in_order(make):
 
 
 def test_a_single_full_row_wastes_what_can_be_counted(make):
-    """One prompt of 32 tokens fills a step, 8 decode tokens fill a page: all but the page reserved for these is held."""
+    """One prompt of 32 tokens fills a step, 8 decode tokens fill a page: all but their page is held."""
     llm = make()
     llm.generate({"prompt_token_ids": list(range(3, 35))}, replace(GREEDY, max_tokens=9), use_tqdm=False)
     metrics = named(llm.get_metrics())

@@ -115,7 +115,7 @@ class PageAllocator:
     def rewind(self, handle: KVHandle, length: int) -> KVHandle:
         """The handle cut to its first `length` tokens; pages past them are released.
 
-        A page that is now partly filled may still be shared with a fork: fork the result before writing to it.
+        A page that is now partly filled may still be shared: `own_tail` before writing to it.
         """
         if not 0 <= length <= handle.length:
             raise ValueError(f"expected a length of 0 to {handle.length} tokens, got {length}")
@@ -123,19 +123,32 @@ class PageAllocator:
         self._drop(handle.pages[kept:])
         return KVHandle(handle.pages[:kept], length)
 
-    def fork(self, handle: KVHandle) -> tuple[KVHandle, tuple[int, int] | None]:
-        """A second handle on the same tokens, and the (source, target) page copy that it needs before its next write.
+    def fork(self, handle: KVHandle) -> KVHandle:
+        """A second handle on the same tokens, which shares all of their pages, a partly filled last one too.
 
-        Full pages are shared. A partly filled tail page is copied, because both will write to it: the caller does that
-        with `copy_pages`. `handle` stays valid. Raises: CapacityError, with nothing changed, if no page is free.
+        Whoever writes next takes a page of its own for that one first (`own_tail`). `handle` stays valid.
         """
-        full, tail = divmod(handle.length, self.page_size)
-        shared = handle.pages[:full]
-        copied = self.reserve(KVHandle(), self.page_size).pages if tail else ()
-        for page in shared:
+        pages = handle.pages[: self.pages_for(handle.length)]
+        for page in pages:
             self._share(page)
-        copy = (handle.pages[full], copied[0]) if tail else None
-        return KVHandle(shared + copied, handle.length), copy
+        return KVHandle(pages, handle.length)
+
+    def own_tail(self, handle: KVHandle) -> tuple[KVHandle, tuple[int, int] | None]:
+        """The handle ready for its next write, and the (source, target) page copy that must come before.
+
+        A partly filled last page that others hold too, or that is listed for them, gives way to a new one; the last
+        holder keeps it. Raises: CapacityError, with nothing changed, if no page is free.
+        """
+        if not self._tail_is_shared(handle):
+            return handle, None
+        index = handle.length // self.page_size
+        source, (target,) = handle.pages[index], self.reserve(KVHandle(), self.page_size).pages
+        self._drop((source,))
+        return KVHandle((*handle.pages[:index], target, *handle.pages[index + 1 :]), handle.length), (source, target)
+
+    def _tail_is_shared(self, handle: KVHandle) -> bool:
+        index, rest = divmod(handle.length, self.page_size)
+        return rest > 0 and (self._references[handle.pages[index]] > 1 or handle.pages[index] in self._index.listed)
 
     def release(self, handle: KVHandle) -> None:
         """Gives the handle's references back; pages without any become free."""

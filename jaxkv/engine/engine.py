@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxkv.aot import Programs, fit_bucket
 from jaxkv.config import EngineConfig
+from jaxkv.engine.beam import BeamSearch
+from jaxkv.engine.branch import search_on
 from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
 from jaxkv.engine.outputs import Logprob
 from jaxkv.engine.request import Request, Submission
@@ -92,13 +94,16 @@ class Engine:
             self._abort(request)
 
     def _abort(self, request: Request) -> None:
+        """Ends the request, a beam with all of its search."""
         if self._stepping:
             self._aborted.append(request)
-        elif request in self._requests:
-            self._requests.remove(request)
-            request.finish_reason = "abort"
-            self._recorder.ended(request)
-            self.scheduler.remove(request)
+            return
+        for one in request.beams or (request,):
+            if one in self._requests:
+                self._requests.remove(one)
+                one.finish_reason = "abort"
+                self._recorder.ended(one)
+                self.scheduler.remove(one)
 
     def step(self) -> list[Request]:
         """Launches the next step or decode loop, then reads the one before it.
@@ -111,7 +116,7 @@ class Engine:
         try:
             self._restore_lost_kv()
             got = []
-            if any(request.needs_tokens for request in lost):
+            if any(request.needs_tokens for request in [*lost, *self.scheduler.running]):
                 got, self._flight = self._read(self._flight), None
             plan = self.scheduler.plan()
             if plan is not None:
@@ -158,7 +163,17 @@ class Engine:
 
     def _launch(self, plan: StepPlan | LoopPlan) -> Flight:
         self._recorder.begun(plan.requests)
+        self._copy_pages(plan.copies)
         return self._launch_loop(plan) if isinstance(plan, LoopPlan) else self._launch_step(plan)
+
+    def _copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        if not copies:
+            return
+        num_rows = self.scheduler.config.max_num_seqs
+        page_2C = np.zeros((2, num_rows), np.int32)
+        page_2C[:, : len(copies)] = np.transpose(copies)
+        self.kv = self.programs.copy()(self._rows.state_of([], self.kv, num_rows), *page_2C, np.int32(len(copies)))
+        self.scheduler.copied()
 
     def _launch_step(self, plan: StepPlan) -> Flight:
         num_tokens = sum(count for _, count in plan.work)
@@ -213,6 +228,9 @@ class Engine:
 
     def _accept(self, request: Request, tokens: list[int], out: Sampled, row: int, now: float) -> None:
         """Adds the row's new tokens up to the first that ends the request, and their text."""
+        if request.search is not None:
+            self._accept_candidates(request, request.search, out, row, now)
+            return
         start = len(request.tokens)
         # Of a hundred rows hardly one needs a look at every token, and looking is most of what the host does.
         if request.logprobs is None and request.stop_ids.isdisjoint(tokens) and not request.params.stop:
@@ -228,6 +246,18 @@ class Engine:
         self._recorder.generated(request, len(request.tokens) - start, now)
         if request.finish_reason is not None:
             self._finish(request)
+
+    def _accept_candidates(self, request: Request, search: BeamSearch, out: Sampled, row: int, now: float) -> None:
+        best = slice(search.num_candidates)
+        request.candidates = np.array(out.best_BK[0, row, best]), np.array(out.best_logprob_BK[0, row, best])
+        request.num_tokens = len(request.tokens)  # what was sampled is none of its tokens
+        if not search_on(search, request.beams, self.scheduler.allocator):
+            return
+        for beam in request.beams:
+            self._recorder.generated(beam, 1, now)
+            if search.is_over:
+                beam.finish_reason = "stop"
+                self._finish(beam)
 
     def _accept_one_by_one(self, request: Request, tokens: list[int], out: Sampled, row: int) -> None:
         for i, token in enumerate(tokens):

@@ -27,6 +27,10 @@ class PageChain:
     keys: list[bytes] = field(default_factory=list)
     packed: list[bytes] = field(default_factory=list)
 
+    def copy(self) -> PageChain:
+        """Of a sequence that may go on otherwise."""
+        return PageChain(self.root, list(self.keys), list(self.packed))
+
     def page(self, index: int, tokens: Sequence[int], page_size: int) -> PageKey:
         """The key of page `index`, which the first (index + 1) * page_size of `tokens` fill."""
         if index >= len(self.keys):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxkv.config import SamplingParams
 from jaxkv.engine.allocator import KVHandle
+from jaxkv.engine.beam import BeamSearch
 from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.text import TextStream
@@ -23,6 +26,9 @@ class Request:
 
     `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read yet. Plans count on
     those, as if the request would not end before: `handle` has what those steps store.
+
+    A beam's next token comes from its `search`, once that knows the candidates (tokens, log-probabilities) of all its
+    `beams`, this one included: until then the last token computed is the last there is, and nothing is pending.
     """
 
     id: str
@@ -54,6 +60,9 @@ class Request:
     num_preemptions: int = 0
     times: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_s: float = 0.0
+    search: BeamSearch | None = None
+    beams: tuple[Request, ...] = field(default=(), repr=False)
+    candidates: tuple[np.ndarray, np.ndarray] | None = None
     num_tokens: int = field(init=False)
     needs_host: bool = field(init=False)
     """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
@@ -92,7 +101,7 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are not in the KV state yet: 1 when decoding, more during prefill."""
+        """Tokens that are not in the KV state yet: 1 when decoding, more during prefill, 0 of a beam that waits."""
         return self.num_tokens - self.handle.length
 
     @property

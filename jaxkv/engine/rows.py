@@ -50,7 +50,7 @@ class RowTables:
         index = self._select(requests)
         row_B: Any = np.full(num_rows, NO_ROW, np.int32)
         row_B[: len(index)] = index
-        state = self._state_for(kv, requests, index, num_rows)
+        state = self.state_of(requests, kv, num_rows)
         return state, Newest(newest_R, row_B), self._sampling_for(requests, index, num_rows)
 
     def _select(self, requests: list[Request]) -> np.ndarray:
@@ -186,8 +186,9 @@ class RowTables:
             self._empty[num_rows] = replace(empty, **wide)
         return self._empty[num_rows]
 
-    def _state_for(self, kv: PagedKV, requests: list[Request], index: np.ndarray, num_rows: int) -> PagedKV:
+    def state_of(self, requests: list[Request], kv: PagedKV, num_rows: int) -> PagedKV:
         """The state with the requests' tables and lengths in this order. All groups share one table for now."""
+        index = np.array([request.row for request in requests], np.int32)
         # Copies: the tables change while the device may still read what it was given.
         table_BW: Any = np.zeros((num_rows, self.table_RW.shape[1]), np.int32)
         table_BW[: len(index)] = self.table_RW[index]

@@ -23,9 +23,10 @@ WATERMARK = 0.02
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One ragged step: (request, number of its pending tokens to compute), those with one token in this step first,
-    shortest first."""
+    shortest first. `copies` of pages, (source, target), come before it, in this order."""
 
     work: list[tuple[Request, int]]
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def requests(self) -> list[Request]:
@@ -35,10 +36,11 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
     """Up to `num_steps` decode steps on the device: (request, tokens that it may get), shortest first; their pages are
-    reserved."""
+    reserved. `copies` as in `StepPlan`."""
 
     work: list[tuple[Request, int]]
     num_steps: int
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def requests(self) -> list[Request]:
@@ -51,6 +53,10 @@ class Scheduler:
     Pages are taken as tokens come. Where they run out, the request that is last in that order gives all of its own back
     and waits again (it is preempted); its tokens are kept and computed anew. The first one in order never is, and fits
     alone, so something always advances.
+
+    A beam without pending tokens waits for the others of its search. They are neighbours in that order and all fit
+    together, so the first search in order always advances too: where nothing else is left to compute, its missing beams
+    are admitted whatever it takes.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -63,6 +69,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_added = 0
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._copies: dict[Request, tuple[int, int]] = {}
 
     @property
     def waiting(self) -> list[Request]:
@@ -76,13 +83,25 @@ class Scheduler:
 
     def plan(self) -> StepPlan | LoopPlan | None:
         """The next thing to run with its pages reserved, or None if there is nothing to do."""
+        for request in list(self._copies):  # an interrupt came before them: these pages hold nothing
+            self._preempt(request)
         self._publish_and_let_go()
-        self._admit()
-        if not self.running:
-            return None
-        if all(request.num_tokens == request.handle.length + 1 for request in self.running):
-            return self._plan_loop()
-        return self._plan_step()
+        while True:
+            self._admit()
+            if not self.running:
+                return None
+            ready = [request for request in self.running if request.num_tokens > request.handle.length]
+            if not ready:
+                raise RuntimeError("every running request waits for a beam that is neither running nor waiting")
+            decodes = all(request.num_tokens == request.handle.length + 1 for request in ready)
+            plan = self._plan_loop(ready) if decodes else self._plan_step()
+            # None where all that was ready gave its pages up and those before it are beams that wait: they come next.
+            if plan is not None:
+                return plan
+
+    def copied(self) -> None:
+        """The copies of the last plan are made."""
+        self._copies.clear()
 
     def launched(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
         """Counts what the plan stores and samples as done from now on, before anybody has read it.
@@ -124,10 +143,13 @@ class Scheduler:
             raise RuntimeError(f"request {request.id} is not running")
         self.running.remove(request)
         self._free_rows.append(request.row)
+        self._copies.pop(request, None)
         self.allocator.release(request.handle)
         request.row, request.handle, request.num_published = None, KVHandle(), 0
 
     def _admit(self) -> None:
+        if self._waiting and not self._free_rows and not self._is_ready():
+            self._preempt(self.running[-1])
         # In order: a request that does not fit yet holds back those behind it, or it could wait forever.
         owed = self._owed_pages() if self._waiting and self._free_rows else 0
         while self._waiting and self._free_rows:
@@ -136,7 +158,7 @@ class Scheduler:
                 return  # it was preempted, and all its tokens are computed anew
             found = self._take_cached(request)
             needed = self._pages_to_come(request)
-            if self.running and needed > self.allocator.num_free - owed:
+            if self._is_ready() and needed > self.allocator.num_free - owed:
                 self.allocator.release(request.handle)
                 request.handle, request.num_published = KVHandle(), 0
                 return
@@ -148,6 +170,10 @@ class Scheduler:
             insort(self.running, request, key=_order)
             owed += needed + 1
 
+    def _is_ready(self) -> bool:
+        """Whether anything that runs has something to compute."""
+        return any(request.num_pending for request in self.running)
+
     def _owed_pages(self) -> int:
         """What running requests still need for the tokens that they have, and are likely to need soon."""
         owed = sum(self._pages_to_come(request) for request in self.running)
@@ -156,15 +182,15 @@ class Scheduler:
     def _pages_to_come(self, request: Request) -> int:
         return max(0, self.allocator.pages_for(request.num_tokens) - len(request.handle.pages))
 
-    def _plan_loop(self) -> LoopPlan:
-        left = [request.num_left for request in self.running]
+    def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
+        left = [request.num_left for request in ready]
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
         num_steps = min(self.config.decode_steps, min(left) if self._waiting else max(left))
-        num_steps = 1 if any(request.needs_host for request in self.running) else num_steps
-        work = [(request, min(num_steps, num)) for request, num in zip(self.running, left, strict=True)]
-        return LoopPlan(sorted(self._reserve_all(work), key=_length_of_work), num_steps)
+        num_steps = 1 if any(request.needs_host for request in ready) else num_steps
+        work = self._reserve_all([(request, min(num_steps, num)) for request, num in zip(ready, left, strict=True)])
+        return LoopPlan(sorted(work, key=_length_of_work), num_steps, tuple(self._copies.values())) if work else None
 
-    def _plan_step(self) -> StepPlan:
+    def _plan_step(self) -> StepPlan | None:
         decoding = [request for request in self.running if request.num_pending == 1]
         budget = self._step_tokens(len(decoding))
         work = [(request, 1) for request in decoding[:budget]]
@@ -177,9 +203,11 @@ class Scheduler:
                 work.append((request, count))
                 budget -= count
         work = self._reserve_all(sorted(work, key=_order_of_work))
+        if not work:
+            return None
         # A prompt's last token alone is a decode row too.
         decode = sorted((item for item in work if item[1] == 1), key=_length_of_work)
-        return StepPlan(decode + [item for item in work if item[1] > 1])
+        return StepPlan(decode + [item for item in work if item[1] > 1], tuple(self._copies.values()))
 
     def _step_tokens(self, num_decoding: int) -> int:
         """Most tokens of the next step: what is pending, or as many as fill the next smaller program exactly where two
@@ -198,13 +226,17 @@ class Scheduler:
         size = self.config.block_size
         for request, count in work:
             handle = request.handle
-            if handle.length + count > len(handle.pages) * size and request.row is not None:
+            # Only beams share the page that they write to.
+            if request.beams or handle.length + count > len(handle.pages) * size:
                 self._reserve(request, handle.length + count)
         return [item for item in work if item[0].row is not None]
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
         while request.row is not None:
             try:
+                request.handle, copy = self.allocator.own_tail(request.handle)
+                if copy is not None:
+                    self._copies[request] = copy
                 request.handle = self.allocator.reserve(request.handle, num_tokens)
                 return
             except CapacityError:

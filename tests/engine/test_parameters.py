@@ -157,8 +157,8 @@ def loop_sizes(llm: LLM, monkeypatch) -> list[int]:
     """The number of steps of every decode loop to come."""
     sizes, plan_loop = [], llm._engine.scheduler._plan_loop
 
-    def watched():
-        plan = plan_loop()
+    def watched(ready):
+        plan = plan_loop(ready)
         sizes.append(plan.num_steps)
         return plan
 

@@ -6,6 +6,8 @@ import pytest
 
 from jaxkv.config import SamplingParams
 from jaxkv.engine.allocator import KVHandle
+from jaxkv.engine.beam import BeamSearch
+from jaxkv.engine.branch import link
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.request import Request
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
@@ -295,3 +297,61 @@ def test_check_sees_a_corruption(corrupt):
     corrupt(one)
     with pytest.raises(RuntimeError):
         one.check()
+
+
+# --- beams ------------------------------------------------------------------------------------------------------------
+
+
+def beams_with_one_tail(one: Scheduler, *, num_beams: int) -> list[Request]:
+    """Beams that share all they have, 5 tokens of a page of 8, and have one more to compute."""
+    beams = added(one, *[(5, 9)] * num_beams)
+    link(tuple(beams), BeamSearch(num_beams, max_new=9, eos_ids=(), length_penalty=1.0))
+    while any(beam.num_pending for beam in beams):
+        for beam, _ in one.launched(one.plan()):
+            beam.num_tokens = len(beam.tokens)
+    for beam in beams[1:]:
+        one.allocator.release(beam.handle)
+        beam.handle = one.allocator.fork(beams[0].handle)
+    for beam in beams:
+        beam.tokens.append(-1)
+        beam.num_tokens += 1
+    return beams
+
+
+def test_all_but_the_last_writer_of_a_shared_tail_get_a_copy():
+    one = scheduler()
+    beams = beams_with_one_tail(one, num_beams=3)
+    (shared,) = {beam.handle.pages for beam in beams}
+    plan = one.plan()
+    assert plan.requests == beams
+    assert plan.copies == tuple((shared[0], beam.handle.pages[0]) for beam in beams[:2])
+    assert beams[2].handle.pages == shared
+    assert len({beam.handle.pages for beam in beams}) == 3
+    one.check()
+    one.copied()
+    assert one.plan().copies == ()
+
+
+def test_beams_that_get_no_page_to_copy_to_give_way_and_drop_their_copies():
+    one = scheduler(num_pages=3)
+    beams = beams_with_one_tail(one, num_beams=3)
+    held = one.allocator.reserve(KVHandle(), 2 * ENGINE.block_size)  # all that is free
+    plan = one.plan()
+    assert [beam.row is None for beam in beams] == [False, True, True]
+    assert (plan.requests, plan.copies) == (beams[:1], ())
+    one.allocator.release(held)
+    one.check()
+
+
+def test_a_copy_that_was_never_made_is_dropped_and_its_beam_computed_anew():
+    one = scheduler()
+    beams = beams_with_one_tail(one, num_beams=2)
+    assert len(one.plan().copies) == 1
+    one._preempt(beams[0])
+    assert not one._copies
+    beams = beams_with_one_tail(one := scheduler(), num_beams=2)
+    assert len(one.plan().copies) == 1
+    plan = one.plan()  # an interrupt came in between
+    assert plan.copies == ()
+    assert dict(plan.work) == {beams[0]: 6, beams[1]: 1}
+    one.check()
