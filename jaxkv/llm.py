@@ -57,8 +57,7 @@ class LLM:
     deterministic: on a CPU, the same tokens and logprobs to the last bit, however a prompt was cut, cached or preempted
     (default: whatever runs beside it; what it costs is in docs/architecture.md).
     seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
-    max_logprobs: the most logprobs or prompt_logprobs that a request may ask for. -1 is the whole vocabulary; steps and
-    loops then have room for as many per token, in use or not.
+    max_logprobs: the most that a request may ask for; steps have room for as many per token (-1: the vocabulary).
 
     Other names of vLLM's are taken with the one value that is true here (`config.ONLY`): tensor_parallel_size=1.
 
