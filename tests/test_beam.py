@@ -199,22 +199,26 @@ def test_beams_share_all_full_pages_of_their_past_and_copy_only_tails_that_other
         copied.extend(copies)
         copy_pages(copies)
 
-    def expected_copies(beams: list[Any]) -> int:
+    plan, before = engine.scheduler.plan, []
+
+    def planned() -> Any:
+        beams = beams_of(llm)
         tails = [beam.handle.pages[-1] for beam in beams if beam.handle.length % PAGE and beam.num_pending]
-        return len(tails) - len(set(tails))  # the last holder writes in place
+        full = {page for beam in beams for page in beam.handle.pages[: beam.handle.length // PAGE]}
+        before[:] = len(tails) - len(set(tails)), full  # the last holder writes in place
+        return plan()
 
     monkeypatch.setattr(engine, "_copy_pages", recorded)
+    monkeypatch.setattr(engine.scheduler, "plan", planned)
     (submission,) = llm._intake.accept_searches(
         prompts_of((3 * PAGE + 2,)), BeamSearchParams(beam_width=4, max_tokens=40, ignore_eos=True)
     )
     engine.add(submission)
     num_shared_tails = 0
     while engine.has_work:
-        beams = beams_of(llm)
         copied.clear()
-        expected = expected_copies(beams)
-        full = {page for beam in beams for page in beam.handle.pages[: beam.handle.length // PAGE]}
         engine.step()
+        expected, full = before
         assert len(copied) == expected
         assert not full & {page for copy in copied for page in copy}
         num_shared_tails += expected
@@ -292,7 +296,7 @@ def test_a_search_loses_some_of_its_beams_and_computes_their_candidates_anew(mak
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-@pytest.mark.parametrize("where", ["_run_loop", "_copy_pages", "_run_step"])
+@pytest.mark.parametrize("where", ["_launch_loop", "_copy_pages", "_launch_step"])
 def test_an_interrupted_search_leaves_nothing_behind(make, monkeypatch, error, where):
     llm, params = make(), BeamSearchParams(beam_width=4, max_tokens=12)
     prompts = prompts_of((13, 9, 30))
