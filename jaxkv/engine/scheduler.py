@@ -19,6 +19,10 @@ STEP_COST = 64
 WATERMARK = 0.02
 """Part of the pool that admission leaves for running rows to grow into, beside one page for each of them."""
 
+PAGES_AT_ONCE = 8
+"""Pages of an output that are listed together: one at a time costs the host half as much again, all at the end would be
+felt by the step that they fall on."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -119,23 +123,24 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Takes a request out wherever it is and frees what it holds; full pages stay cached."""
         if request.row is not None:
-            self._publish(request, request.num_tokens)
+            self._publish(request)
             self._release(request)
         elif (request.order, request) in self._waiting:
             self._waiting.remove((request.order, request))
             heapq.heapify(self._waiting)
 
     def _publish_and_let_go(self) -> None:
-        """Lists new full pages of prompts; frees the rows and pages of requests whose last tokens are coming.
+        """Lists new full pages, of prompts at once; frees the rows and pages of requests whose last tokens are coming.
 
         The device works in order: what takes their place is written after their last step.
         """
         size = self.config.block_size
         for request in list(self.running):
-            if request.num_published < request.prompt_len // size:
-                self._publish(request, request.prompt_len)
+            num_new = (len(request.tokens) - 1) // size - request.num_published
+            if num_new >= PAGES_AT_ONCE or request.num_published < request.prompt_len // size:
+                self._publish(request)
             if request.num_tokens == request.max_len:
-                self._publish(request, request.num_tokens)
+                self._publish(request)
                 self._release(request)
 
     def _release(self, request: Request) -> None:
@@ -243,7 +248,7 @@ class Scheduler:
                 self._preempt(self.running[-1])
 
     def _preempt(self, request: Request) -> None:
-        self._publish(request, request.num_tokens)
+        self._publish(request)
         self._release(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
@@ -277,10 +282,10 @@ class Scheduler:
         whole = not rest and request.handle.length + self.config.block_size < len(request.tokens)
         return index if whole and request.reads_cache else None
 
-    def _publish(self, request: Request, num_tokens: int) -> None:
-        """Lists the request's full pages among its first `num_tokens` for others: those of the output when it goes."""
+    def _publish(self, request: Request) -> None:
+        """Lists the request's full pages for others."""
         size, first = self.config.block_size, request.num_published
-        end = min(num_tokens, request.num_known) // size
+        end = request.num_known // size
         if first < end:
             keys = request.chain.pages(first, end, request.tokens, size)
             request.handle, num_listed = self.allocator.publish(request.handle, first, keys)
