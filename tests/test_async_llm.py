@@ -69,6 +69,7 @@ def make(sync, checkpoint) -> Iterator[Callable[[], AsyncLLM]]:
     def make() -> AsyncLLM:
         llm = AsyncLLM(checkpoint, **OPTIONS)
         llm._llm._engine.programs._compiled = sync._engine.programs._compiled
+        llm._llm._engine.step = Pace(llm._llm._engine.step)
         made.append(weakref.ref(llm))
         return llm
 
@@ -91,10 +92,12 @@ def llm(shared) -> Iterator[AsyncLLM]:
 
 
 class Pace:
-    """Lets an engine take so many steps and then none, while its thread goes on doing what it is told."""
+    """Lets an engine take so many steps and then none, while its thread goes on doing what it is told. `rest_s`: the
+    pause before each."""
 
     def __init__(self, step: Callable[[], list]) -> None:
         self.num_left: float = math.inf
+        self.rest_s = 0.0
         self._step = step
 
     def __call__(self) -> list:
@@ -102,14 +105,16 @@ class Pace:
             time.sleep(0.001)
             return []
         self.num_left -= 1
+        time.sleep(self.rest_s)
         return self._step()
 
 
 @pytest.fixture
-def pace(llm, monkeypatch) -> Pace:
+def pace(llm) -> Iterator[Pace]:
     """Of the shared one."""
-    monkeypatch.setattr(llm._llm._engine, "step", Pace(llm._llm._engine.step))
-    return llm._llm._engine.step
+    pace = llm._llm._engine.step
+    yield pace
+    pace.num_left, pace.rest_s = math.inf, 0.0
 
 
 def run(awaitable: Awaitable[Any]) -> Any:
@@ -211,11 +216,17 @@ def test_many_at_once_get_what_each_would_get_alone(llm, sync):
                 assert part.logprobs is None or part.logprobs == whole.logprobs[: len(part.token_ids)]
 
 
-def test_outputs_do_not_change_once_they_are_given_out(llm):
+def test_outputs_do_not_change_once_they_are_given_out(llm, pace):
+    # Its second sample takes the prompt from the cache; the first still computes log-probabilities piece by piece.
+    prompt = {"prompt_token_ids": [6] * 100}
+    ahead = (prompt, replace(DRAWN, seed=1, n=2, max_tokens=20, prompt_logprobs=0))
+
     async def main() -> None:
-        for prompt, params in (MIXED[3], MIXED[4]):
+        await last(llm.generate(prompt, GREEDY))
+        pace.rest_s = 0.02  # to see them one by one
+        for request in (MIXED[3], ahead):
             given, copies = [], []
-            async for output in llm.generate(prompt, params):
+            async for output in llm.generate(*request):
                 given.append(output)
                 copies.append(deepcopy(output))
             assert len(given) > 2
@@ -302,10 +313,10 @@ def test_two_threads_with_loops_of_their_own_share_one_engine(llm, sync):
 
 def test_abort_ends_the_iterator_with_a_last_output_and_nobody_else_s(llm, sync, pace):
     async def main() -> None:
-        pace.num_left = 5
+        pace.num_left = 4  # each may begin in a step of its own
         other = asyncio.create_task(last(llm.generate(PROMPTS[1], LONG)))
         streams = [llm.generate(PROMPTS[0], LONG, f"r{i}") for i in range(3)]
-        given = [await anext(stream) for stream in streams[:2]]
+        given = await asyncio.gather(*map(anext, streams[:2]))
         third = asyncio.create_task(collect(streams[2]))
         await asyncio.sleep(0)
         await llm.abort("r0")
@@ -448,11 +459,11 @@ def test_a_loop_that_ends_takes_its_requests_along(llm, pace):
 
 
 def test_so_does_a_loop_that_is_closed_without_any_care(llm, pace):
-    pace.num_left = 2
     loop = asyncio.new_event_loop()
     streams = [llm.generate(PROMPTS[0], LONG) for _ in range(2)]
-    loop.run_until_complete(asyncio.wait_for(anext(streams[0]), PATIENCE_S))
-    loop.run_until_complete(asyncio.wait_for(anext(streams[1]), PATIENCE_S))
+    for stream in streams:
+        pace.num_left = 2
+        loop.run_until_complete(asyncio.wait_for(anext(stream), PATIENCE_S))
     assert len(llm._engine._live) == 2
     loop.close()
     run(assert_soon_empty(llm))
@@ -626,19 +637,51 @@ def test_a_failed_step_in_the_middle_leaves_those_that_wait(llm, sync, pace):
 
     async def main() -> list[Any]:
         pace.num_left = 4  # each may begin in a step of its own
-        running = [llm.generate(PROMPTS[0], replace(DRAWN, n=3, seed=1)), llm.generate(PROMPTS[1], LONG)]
+        several = replace(DRAWN, n=4, seed=1)  # the fourth has no row: it is not in the step, and ends all the same
+        running = [llm.generate(PROMPTS[1], LONG), llm.generate(PROMPTS[0], several)]
         await asyncio.gather(*map(anext, running))
         waiting = [asyncio.create_task(last(llm.generate(PROMPTS[3], LONG))) for _ in range(2)]
         await asyncio.sleep(0)
         await llm.get_metrics()
+        (parts,) = [live.submission.samples for live in llm._engine._live.values() if len(live.submission.samples) == 4]
+        assert [part.row is None for part in parts] == [False] * 3 + [True]
         break_once(llm, error)
         pace.num_left = math.inf
-        return await ended(*map(last, running), *waiting)
+        results = await ended(*map(last, running), *waiting)
+        assert [part.finish_reason for part in parts] == ["abort"] * 4
+        return results
 
     *failed, third, fourth = run(main())
     assert failed == [error, error]
     for output in (third, fourth):
         assert_same(output, alone(sync, PROMPTS[3], LONG))
+
+
+def test_what_a_failed_step_has_finished_before_it_failed_is_a_result(llm, sync, monkeypatch):
+    error, engine, params = RuntimeError("ours"), llm._llm._engine, replace(GREEDY, max_tokens=1)
+    accept, accepted = engine._accept, []
+
+    def accept_one(request: Any, *args: Any) -> None:
+        if accepted:
+            raise error
+        accepted.append(request.id)
+        accept(request, *args)
+
+    async def main() -> list[Any]:
+        gate = threading.Event()
+        llm._engine.post(gate.wait)
+        tasks = [asyncio.create_task(last(llm.generate(PROMPTS[i], params))) for i in range(3)]
+        await asyncio.sleep(0)
+        gate.set()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_accept", accept_one)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = run(main())
+    assert results.count(error) == 2
+    for i, result in enumerate(results):
+        if result is not error:
+            assert_same(result, alone(sync, PROMPTS[i], params))
 
 
 async def everything_raises(llm: AsyncLLM, match: str) -> None:
@@ -652,12 +695,15 @@ async def everything_raises(llm: AsyncLLM, match: str) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
 def test_the_thread_s_death_reaches_everybody(make, deaths, error):
     llm = make()
+    pace = llm._llm._engine.step
 
     async def main() -> list[Any]:
+        pace.num_left = 4
         running = [llm.generate(PROMPTS[i], LONG) for i in range(4)]
         await asyncio.gather(*map(anext, running))
         waiting = last(llm.generate(PROMPTS[0], GREEDY))
         break_once(llm, error)
+        pace.num_left = math.inf
         results = await ended(*map(last, running), waiting)
         await everything_raises(llm, f"the engine died of {type(error).__name__}")
         return results
@@ -671,11 +717,13 @@ def test_the_thread_s_death_reaches_everybody(make, deaths, error):
 
 def test_death_reaches_the_one_whose_command_it_was_and_those_behind_it(make, monkeypatch, deaths):
     llm = make()
+    pace = llm._llm._engine.step
 
     def accept(*_: object) -> None:
         raise SystemExit
 
     async def main() -> list[Any]:
+        pace.num_left = 2
         running = llm.generate(PROMPTS[0], LONG)
         await anext(running)
         gate = threading.Event()
@@ -694,14 +742,17 @@ def test_death_reaches_the_one_whose_command_it_was_and_those_behind_it(make, mo
 
 def test_an_error_that_concerns_no_request_is_the_end_and_not_an_endless_loop(make, monkeypatch, deaths):
     llm, error = make(), ZeroDivisionError()
+    pace = llm._llm._engine.step
 
     def plan() -> None:
         raise error
 
     async def main() -> list[Any]:
+        pace.num_left = 2
         running = llm.generate(PROMPTS[0], LONG)
         await anext(running)
         monkeypatch.setattr(llm._llm._engine.scheduler, "plan", plan)
+        pace.num_left = math.inf
         return await ended(last(running), last(llm.generate(PROMPTS[0], GREEDY)))
 
     for result in run(main()):
@@ -711,13 +762,39 @@ def test_an_error_that_concerns_no_request_is_the_end_and_not_an_endless_loop(ma
     assert deaths == [ZeroDivisionError]
 
 
-def test_an_output_that_cannot_be_made_does_not_hang(make, monkeypatch, deaths):
+def test_a_request_that_the_engine_loses_does_not_hang(make, monkeypatch, deaths):
     llm = make()
+    pace = llm._llm._engine.step
+
+    def lose() -> list:
+        for live in llm._engine._live.values():
+            llm._llm._engine.abort(live.submission)
+        return []
 
     async def main() -> list[Any]:
+        pace.num_left = 2
+        running = llm.generate(PROMPTS[0], LONG)
+        await anext(running)
+        monkeypatch.setattr(llm._llm._engine, "step", lose)
+        return await ended(last(running))
+
+    (result,) = run(main())
+    assert type(result) is EngineDeadError
+    assert str(result.__cause__) == "1 requests left the engine without a result"
+    llm.shutdown()
+    assert deaths == [RuntimeError]
+
+
+def test_an_output_that_cannot_be_made_does_not_hang(make, monkeypatch, deaths):
+    llm = make()
+    pace = llm._llm._engine.step
+
+    async def main() -> list[Any]:
+        pace.num_left = 2
         running = [llm.generate(PROMPTS[i], GREEDY) for i in range(2)]
         await asyncio.gather(*map(anext, running))
         monkeypatch.setattr("jaxkv.engine.request.Request.completion", None)
+        pace.num_left = math.inf
         return await ended(*map(last, running))
 
     assert [type(result) for result in run(main())] == [EngineDeadError] * 2
@@ -746,10 +823,12 @@ def test_an_error_in_a_command_is_its_caller_s(llm, monkeypatch):
 
 def test_shutdown_ends_everything_and_twice_is_fine(make, sync):
     llm = make()
+    pace = llm._llm._engine.step
 
     async def main() -> None:
         async with llm as same:
             assert same is llm
+            pace.num_left = 4
             streams = [llm.generate(PROMPTS[0], LONG) for _ in range(6)]
             await asyncio.gather(*map(anext, streams[:4]))
             waiting = [asyncio.create_task(last(stream)) for stream in streams[4:]]
@@ -767,6 +846,25 @@ def test_shutdown_ends_everything_and_twice_is_fine(make, sync):
     run(main())
     assert llm.num_kv_tokens == 512
     llm.shutdown()
+
+
+def test_shutdown_reaches_a_loop_that_is_stuck(make):
+    """What it has not seen yet does not keep the last output away."""
+    llm = make()
+    pace = llm._llm._engine.step
+
+    async def main() -> RequestOutput:
+        pace.num_left = 1
+        stream = llm.generate(PROMPTS[0], LONG)
+        await anext(stream)
+        pace.num_left = 1
+        (outbox,) = llm._engine._outboxes.values()
+        while outbox._is_ready:
+            time.sleep(0.001)
+        llm.shutdown()
+        return await last(stream)
+
+    assert run(main()).outputs[0].finish_reason == "abort"
 
 
 def test_requests_behind_the_shutdown_are_refused(make):
