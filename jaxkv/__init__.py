@@ -8,15 +8,25 @@ from jaxkv.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from jaxkv.async_llm import AsyncLLM
-    from jaxkv.config import SamplingParams
+    from jaxkv.config import BeamSearchParams, SamplingParams
     from jaxkv.engine.metrics import prometheus_text
-    from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from jaxkv.engine.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
     from jaxkv.errors import CapacityError, CheckpointError, EngineDeadError
     from jaxkv.llm import LLM
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CapacityError",
     "CheckpointError",
     "CompletionOutput",
@@ -33,6 +43,9 @@ _HOMES = {
     "LLM": "jaxkv.llm",
     "AsyncLLM": "jaxkv.async_llm",
     "SamplingParams": "jaxkv.config",
+    "BeamSearchParams": "jaxkv.config",
+    "BeamSearchOutput": "jaxkv.engine.outputs",
+    "BeamSearchSequence": "jaxkv.engine.outputs",
     "RequestOutput": "jaxkv.engine.outputs",
     "CompletionOutput": "jaxkv.engine.outputs",
     "Logprob": "jaxkv.engine.outputs",

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.stages import Compiled
 
 from jaxkv.config import EngineConfig
+from jaxkv.errors import CapacityError
 from jaxkv.kv.state import PagedKV
 from jaxkv.loop import Rows, decode_loop
 from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
-from jaxkv.steps import step
+from jaxkv.steps import Newest, copy_pages, step
 
 SMALLEST_STEP = 16
+
+NO_ROW = np.iinfo(np.int32).max
+"""Newest.row_B of a row that is padding: past every engine's last one."""
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -95,6 +100,11 @@ def empty_rows(num_rows: int) -> Rows:
     return Rows(token_B=_full((num_rows,), 0), position_B=_full((num_rows,), 0), budget_B=_full((num_rows,), 0))
 
 
+def empty_newest(num_engine_rows: int, num_rows: int) -> Newest:
+    """No row has sampled anything, and all of the step's are padding (numpy)."""
+    return Newest(token_R=_full((num_engine_rows,), NO_TOKEN), row_B=_full((num_rows,), NO_ROW))
+
+
 def _abstract_full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -104,10 +114,22 @@ def _full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
     return np.full(shape, value, dtype)
 
 
-class Programs:
-    """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine.
+class ProgramMemory(NamedTuple):
+    """What one program takes on its device beside weights and pool, in bytes, by the compiler's own account.
 
-    `step(T)` and `loop(R)` give an executable, compiling it on first use; `compile_all` compiles the whole set.
+    temp_bytes while it runs: temporaries, the inputs and outputs that are not weights or pool, and what padding adds to
+    those two. code_bytes as long as it is kept.
+    """
+
+    name: str
+    temp_bytes: int
+    code_bytes: int
+
+
+class Programs:
+    """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine, and its copy of pages.
+
+    `step(T)`, `loop(R)` and `copy()` give an executable, compiling it on first use; `compile_all` compiles them all.
     """
 
     def __init__(self, weights: Weights, kv: PagedKV, *, spec: ModelSpec, config: EngineConfig, backend: str) -> None:
@@ -120,6 +142,7 @@ class Programs:
         self._weights = jax.tree.map(_abstract, weights)
         self._kv = jax.tree.map(_abstract, kv)
         self._compiled: dict[tuple[str, int], Compiled] = {}
+        self._memory: dict[tuple[str, int], ProgramMemory] = {}
 
     @property
     def num_compiled(self) -> int:
@@ -135,9 +158,47 @@ class Programs:
     def loop(self, num_rows: int) -> Compiled:
         return self._get("loop", num_rows)
 
+    def copy(self) -> Compiled:
+        """Of as many pages as there are rows: each has one that is partly filled."""
+        return self._get("copy", self.config.max_num_seqs)
+
+    @property
+    def num_pages(self) -> int:
+        """Of the pool that they are for."""
+        return self._kv.groups[0].num_pages
+
+    @property
+    def memory(self) -> list[ProgramMemory]:
+        """Of every program that is compiled."""
+        for key in self._compiled.keys() - self._memory.keys():
+            self._memory[key] = self._memory_of(*key)  # 14 ms
+        return [self._memory[key] for key in self._compiled]
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled or not."""
+        return len(self._every)
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of the sampling parameters that stay on the device for every row count, whatever runs."""
+        counts = {self.num_step_rows(size) for size in self.token_buckets} | set(self.row_buckets)
+        return sum(_num_bytes(self._sampling_for(count)) for count in counts)
+
+    @property
+    def _every(self) -> list[tuple[str, int]]:
+        steps = [("step", size) for size in self.token_buckets]
+        return [*steps, *(("loop", size) for size in self.row_buckets), ("copy", self.config.max_num_seqs)]
+
     def compile_all(self) -> None:
+        self._compile_each(self._every)
+
+    def compile_largest(self) -> None:
+        """The step and the loop that need the most memory."""
+        self._compile_each([("step", self.token_buckets[-1]), ("loop", self.row_buckets[-1])])
+
+    def _compile_each(self, wanted: Iterable[tuple[str, int]]) -> None:
         """Compiles what is missing, two at a time: the compiler runs outside Python's lock."""
-        wanted = [("step", size) for size in self.token_buckets] + [("loop", size) for size in self.row_buckets]
         started = time.perf_counter()
         missing = [key for key in wanted if key not in self._compiled]
         with ThreadPoolExecutor(2) as pool:
@@ -153,23 +214,52 @@ class Programs:
         return self._compiled[key]
 
     def _compile(self, kind: str, size: int) -> Compiled:
-        lowered = self._lower_step(size) if kind == "step" else self._lower_loop(size)
-        return lowered.compile()
+        lower = {"step": self._lower_step, "loop": self._lower_loop, "copy": self._lower_copy}[kind]
+        try:
+            return lower(size).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            # A TPU's compiler refuses what its memory cannot hold.
+            what = f"the compiler finds no room for the {_name(kind, size)} with {self.num_pages} pages of KV cache"
+            raise CapacityError(f"{what}: {str(error).splitlines()[0]}") from error
+
+    def _memory_of(self, kind: str, size: int) -> ProgramMemory:
+        memory = self._compiled[kind, size].memory_analysis()
+        if memory is None:
+            raise NotImplementedError("this device's compiler does not say how much memory a program takes")
+        weights = {} if kind == "copy" else self._weights
+        held = _num_bytes(weights) + sum(_num_bytes(group.pages) for group in self._kv.groups)
+        # An output that takes over an argument's memory (the pool) counts in both sizes, and once in the alias size.
+        arguments_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return ProgramMemory(
+            name=_name(kind, size),
+            temp_bytes=memory.temp_size_in_bytes + arguments_and_outputs - held,
+            code_bytes=memory.generated_code_size_in_bytes,
+        )
 
     def _lower_step(self, num_tokens: int) -> Any:
         rows = self.num_step_rows(num_tokens)
         inputs = (_abstract_tree(empty_batch(num_tokens, rows)), self._sampling_for(rows))
-        return step.lower(self._weights, self._kv_for(rows), *inputs, **self._static)
+        return step.lower(self._weights, self._kv_for(rows), self._newest_for(rows), *inputs, **self._static)
 
     def _lower_loop(self, num_rows: int) -> Any:
         rows, n = _abstract_tree((empty_rows(num_rows), np.int32(0)))
         inputs = (rows, self._sampling_for(num_rows), n)
         width = self.config.decode_steps
-        return decode_loop.lower(self._weights, self._kv_for(num_rows), *inputs, width=width, **self._static)
+        args = (self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs)
+        return decode_loop.lower(*args, width=width, **self._static)
+
+    def _lower_copy(self, num_pages: int) -> Any:
+        pages_C: Any = jax.ShapeDtypeStruct((num_pages,), np.int32)
+        return copy_pages.lower(self._kv_for(num_pages), pages_C, pages_C, _abstract_tree(np.int32(0)))
 
     @property
     def _static(self) -> dict[str, Any]:
         return {"spec": self.spec, "backend": self.backend, "num_logprobs": self.config.max_logprobs}
+
+    def _newest_for(self, num_rows: int) -> Newest:
+        return _abstract_tree(empty_newest(self.config.max_num_seqs, num_rows))
 
     def _sampling_for(self, num_rows: int) -> Sampling:
         sizes = {"vocab_size": self.spec.vocab_size, "max_len": self.config.max_len}
@@ -190,6 +280,15 @@ def table_width(config: EngineConfig) -> int:
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+
+def _name(kind: str, size: int) -> str:
+    unit = {"step": "tokens", "loop": "rows", "copy": "pages"}[kind]
+    return f"{kind} of {size} {unit}"
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _abstract_tree(tree: Any) -> Any:

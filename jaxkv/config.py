@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +13,9 @@ MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 MIN_FLOAT32 = 2.0**-126
 """The smallest above 0 that devices do not flush to 0."""
+
+MAX_LOG_POWER = 60.0
+"""Natural logarithm of the largest power of a length: times any sum of log-probabilities it is still a float32."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by less would overflow."""
@@ -75,6 +80,26 @@ class EngineConfig:
     def max_len(self) -> int:
         """Longest prompt and output together that fit into the limit and the pool, in tokens."""
         return min(self.max_model_len, self.num_pages * self.block_size)
+
+
+ONLY = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "trust_remote_code": False,
+    "quantization": None,
+    "enable_lora": False,
+}
+"""Arguments of vLLM's `LLM` that have one possible value so far."""
+
+
+def check_others(given: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the arguments of `LLM` that are unknown or have another value than `ONLY`."""
+    if unknown := sorted(given.keys() - ONLY.keys()):
+        raise ValueError(f"LLM: unknown or not yet supported: {', '.join(unknown)}")
+    for name, value in given.items():
+        if value != ONLY[name] or type(value) is not type(ONLY[name]):
+            raise ValueError(f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}")
 
 
 _NOT_BUILT = {
@@ -215,3 +240,36 @@ class SamplingParams:
     def penalises(self) -> bool:
         """Whether a token's logit depends on the tokens before it."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeamSearchParams:
+    """How `LLM.beam_search` searches: vLLM's field names and defaults, transformers' algorithm (early_stopping=False).
+
+    The `beam_width` best sequences of up to `max_tokens` tokens, by their sum of log-probabilities divided by
+    length ** length_penalty; the length is in generated tokens, and includes an end token. With `ignore_eos` none ends
+    before max_tokens. `include_stop_str_in_output`: the text has the end token's too (`tokens` always have it).
+    `temperature` has one possible value: nothing is drawn.
+    Raises: ValueError naming the field for a value out of range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            _expect(is_int(value) and 1 <= value <= MAX_INT32, name, "a number >= 1", value)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            _expect(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
+        greedy = _is_number(self.temperature) and self.temperature == 0
+        _expect(greedy, "temperature", "0.0 (a beam search draws nothing)", self.temperature)
+        # Sums of log-probabilities are divided by this power, in float32.
+        penalty = self.length_penalty
+        fits = _is_number(penalty) and abs(penalty) * math.log(self.max_tokens) <= MAX_LOG_POWER
+        within = f"a number for which {self.max_tokens} (max_tokens) ** length_penalty is far within float32"
+        _expect(fits, "length_penalty", within, penalty)

@@ -14,14 +14,16 @@ from typing import Any
 import jax
 
 from jaxkv.aot import Programs
-from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, check_others
+from jaxkv.engine.branch import beam_output
+from jaxkv.engine.budget import device_memory
 from jaxkv.engine.compile_cache import use_compile_cache
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.model import load_model
-from jaxkv.engine.outputs import RequestOutput
-from jaxkv.engine.pool import bytes_per_page, choose_num_pages, empty_kv
+from jaxkv.engine.outputs import BeamSearchOutput, RequestOutput
+from jaxkv.engine.pool import abstract_kv, bytes_per_page, empty_kv, plan_pool
 from jaxkv.engine.prefix import root_key
 from jaxkv.engine.request import Submission
 from jaxkv.kv.codecs import Codec, get_codec
@@ -34,25 +36,6 @@ Conversation = Sequence[Mapping[str, Any]]
 
 DECODE_STEPS = 8
 """Tokens per row between two looks of the host."""
-
-
-ONLY = {
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-    "trust_remote_code": False,
-    "quantization": None,
-    "enable_lora": False,
-}
-"""Arguments of vLLM's that have one possible value so far."""
-
-
-def _check_others(given: Mapping[str, Any]) -> None:
-    if unknown := sorted(given.keys() - ONLY.keys()):
-        raise ValueError(f"LLM: unknown or not yet supported: {', '.join(unknown)}")
-    for name, value in given.items():
-        if value != ONLY[name] or type(value) is not type(ONLY[name]):
-            raise ValueError(f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}")
 
 
 class LLM:
@@ -74,10 +57,9 @@ class LLM:
     deterministic: on a CPU, the same tokens and logprobs to the last bit, however a prompt was cut, cached or preempted
     (default: whatever runs beside it; what it costs is in docs/architecture.md).
     seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
-    max_logprobs: the most logprobs or prompt_logprobs that a request may ask for. -1 is the whole vocabulary; steps and
-    loops then have room for as many per token, in use or not.
+    max_logprobs: the most that a request may ask for; steps have room for as many per token (-1: the vocabulary).
 
-    Other names of vLLM's are taken with the one value that is true here (`ONLY`), such as tensor_parallel_size=1.
+    Other names of vLLM's are taken with the one value that is true here (`config.ONLY`): tensor_parallel_size=1.
 
     Raises: ValueError for an argument out of range or not supported (nothing is ignored), CheckpointError for a broken
     checkpoint, NotImplementedError for a backend that is not built.
@@ -108,7 +90,7 @@ class LLM:
         lazy_compile: bool = False,
         **others: Any,
     ) -> None:
-        _check_others(others)
+        check_others(others)
         if skip_tokenizer_init and tokenizer is not None:
             raise ValueError(f"tokenizer: expected None with skip_tokenizer_init=True, got {tokenizer!r}")
         self._device = jax.devices()[0]
@@ -138,20 +120,17 @@ class LLM:
         )
         if limits.max_model_len > spec.max_len:
             raise ValueError(f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got {max_model_len}")
-        self._page_nbytes = bytes_per_page(spec, page_size=limits.block_size, codec=codec)
-        num_pages = choose_num_pages(
+        self._budget = plan_pool(
             limits,
-            self._page_nbytes,
-            self._device,
+            bytes_per_page(spec, page_size=limits.block_size, codec=codec),
+            device_memory(self._device, weight_bytes=self._model.weight_bytes, utilization=gpu_memory_utilization),
             memory_bytes=kv_cache_memory_bytes,
             pages_override=num_gpu_blocks_override,
-            utilization=gpu_memory_utilization,
+            programs_for=partial(self._programs_for, codec),
         )
-        self._config = replace(limits, num_pages=num_pages)
+        self._config = replace(limits, num_pages=self._budget.num_pages)
         self._intake = self._make_intake(codec, enable_prefix_caching, prefix_cache_secret)
-        self._engine = self._make_engine(codec)
-        if not lazy_compile:
-            self._engine.programs.compile_all()
+        self._engine = self._make_engine(codec, lazy_compile)
 
     def generate(
         self,
@@ -167,9 +146,7 @@ class LLM:
         all or one each (default: `get_default_sampling_params`). priority: one number per prompt, the lowest first.
         Raises: ValueError naming every bad index before any work starts.
         """
-        listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-        if not isinstance(listed, (list, tuple)):
-            raise ValueError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}")
+        listed = _listed(prompts)
         if priority is not None and (not isinstance(priority, (list, tuple)) or len(priority) != len(listed)):
             raise ValueError(f"priority: expected a list of {len(listed)} numbers, got {priority!r:.80}")
         params = self._listed_params(sampling_params, len(listed))
@@ -199,6 +176,21 @@ class LLM:
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         prompts = self._intake.render(conversations, chat_template=chat_template, tools=tools, **options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences for every prompt, as transformers' beam search finds them; in input order.
+
+        prompts: as in `generate`. Each beam takes a row, and while one runs, loops of all rows have one step.
+        Raises: ValueError naming every bad index before any work starts.
+        """
+        submissions = self._intake.accept_searches(_listed(prompts), params)
+        self._run(submissions, use_tqdm)
+        tokenizer, include = self._model.tokenizer, params.include_stop_str_in_output
+        decode = None if tokenizer is None else partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        options: Any = {"eos_id": self._model.eos_id, "include_stop": include, "decode": decode}
+        return [beam_output(submission, **options) for submission in submissions]
 
     def as_completed(
         self, requests: Iterable[tuple[Prompt | Conversation, SamplingParams | None]]
@@ -254,7 +246,7 @@ class LLM:
         """The page ids that every running request holds now, by request_id: a copy, to look at.
 
         Ids are 0 to num_kv_tokens / block_size - 1; a request's i-th page is for its tokens from i * block_size on.
-        Pages taken for its next tokens are listed too; what waits or has finished holds none and is not listed.
+        Pages taken for its next tokens are listed too; what waits or needs no more steps holds none and is not listed.
         """
         return {request.id: request.handle.pages for request in self._engine.scheduler.running}
 
@@ -271,19 +263,19 @@ class LLM:
         """What this engine is and has: model, memory, programs, backend and why."""
         model, config, programs = self._model, self._config, self._engine.programs
         spec, used = model.spec, self._engine.scheduler.allocator.num_used
-        pool_mib = config.num_pages * self._page_nbytes / 2**20
         return "\n".join(
             (
                 f"model     {model.directory} ({spec.family}, {spec.num_layers} layers, {spec.num_heads} query heads)",
                 f"weights   {model.weight_bytes / 2**20:.1f} MiB {model.dtype} on {self._device}",
                 f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of {config.block_size}, "
-                f"{pool_mib:.1f} MiB {self._engine.kv.groups[0].codec.name}, {used} pages in use",
+                f"{self._engine.kv.groups[0].codec.name}, {used} pages in use",
                 f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
                 f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode steps per loop",
                 f"programs  {programs.num_compiled} compiled in {programs.compile_s:.1f} s: steps of "
                 f"{programs.token_buckets} tokens, loops of {programs.row_buckets} rows",
                 f"cache     of compiled programs: {self._compile_cache}",
                 f"backend   {self._backend} ({self._backend_reason})",
+                *self._budget.lines(programs),
             )
         )
 
@@ -297,15 +289,20 @@ class LLM:
         root = root_key(secret, repr(self._model.spec), self._model.dtype, codec.name)
         return Intake(self._model, self._config, cache_root=root, share_prefixes=share_prefixes)
 
-    def _make_engine(self, codec: Codec) -> Engine:
-        spec, config, weights = self._model.spec, self._config, self._model.weights
-        make_kv = partial(empty_kv, spec, config, codec, self._device)
-        kv = make_kv()
-        programs = Programs(weights, kv, spec=spec, config=config, backend=self._backend)
-        tokenizer = self._model.tokenizer
+    def _programs_for(self, codec: Codec, config: EngineConfig, num_pages: int) -> Programs:
+        """Programs for a pool of `num_pages`, not compiled; `config` gives the rest. Allocates nothing."""
+        spec, weights = self._model.spec, self._model.weights
+        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, self._device)
+        return Programs(weights, kv, spec=spec, config=config, backend=self._backend)
+
+    def _make_engine(self, codec: Codec, lazy_compile: bool) -> Engine:
+        config, tokenizer = self._config, self._model.tokenizer
+        programs = self._programs_for(codec, config, config.num_pages)
+        self._budget.compile(programs, lazy=lazy_compile)
+        make_kv = partial(empty_kv, self._model.spec, config, codec, self._device)
         return Engine(
-            weights,
-            kv,
+            self._model.weights,
+            make_kv(),
             programs,
             config,
             make_kv=make_kv,
@@ -394,3 +391,10 @@ class LLM:
                     return
         finally:
             self._engine.abort(submission)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+    if not isinstance(listed, (list, tuple)):
+        raise ValueError(f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}")
+    return listed

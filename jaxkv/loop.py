@@ -14,15 +14,16 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled, Sampling, empty_sampled, is_stop, sample
-from jaxkv.steps import last_logits
+from jaxkv.steps import Newest, last_logits
 
 
 @struct.dataclass
 class Rows:
     """Rows that decode: token_B (sampled, not yet stored), its position_B, and budget_B, the tokens still allowed.
 
-    All int32. A row with budget 0 rests: it stores nothing and samples nothing. The pages for `budget` more tokens are
-    the host's promise, so the loop cannot run out of memory half way.
+    All int32. token_B is NO_TOKEN where only `Newest` has it. A row with budget 0, or that has ended, rests: it stores
+    nothing and samples nothing. The pages for `budget` more tokens are the host's promise, so the loop cannot run out
+    of memory half way.
     """
 
     token_B: jax.Array
@@ -34,6 +35,7 @@ class Rows:
 def decode_loop(
     weights: Weights,
     kv: PagedKV,
+    newest: Newest,
     rows: Rows,
     sampling: Sampling,
     n: jax.Array,
@@ -42,7 +44,7 @@ def decode_loop(
     backend: str,
     width: int,
     num_logprobs: int = NUM_LOGPROBS,
-) -> tuple[PagedKV, Rows, Sampled]:
+) -> tuple[PagedKV, Newest, Rows, Sampled]:
     """Up to n tokens for each row, ending early when every row has met a stop token or its budget.
 
     n is traced (n <= width); `out` arrays are [width, B, ...] with NO_TOKEN where a row rested. Consumes kv and rows.
@@ -50,12 +52,14 @@ def decode_loop(
     """
     num_rows = rows.token_B.shape[0]
     row_B = jnp.arange(num_rows, dtype=jnp.int32)
+    token_B = newest.fill_in(rows.token_B)
+    rows = replace(rows, token_B=token_B, budget_B=jnp.where(token_B == NO_TOKEN, 0, rows.budget_B))
 
     def advance(carry: tuple) -> tuple:
         i, kv, rows, min_left_B, out = carry
         live_B = rows.budget_B > 0
         batch = Batch(
-            token_T=rows.token_B,
+            token_T=jnp.maximum(rows.token_B, 0),
             position_T=rows.position_B,
             row_T=jnp.where(live_B, row_B, num_rows),
             start_B=row_B,
@@ -73,7 +77,8 @@ def decode_loop(
             replace(sampled, token_B=jnp.where(live_B, sampled.token_B, NO_TOKEN)),
         )
         budget_B = jnp.where(live_B & ~is_stop(sampled.token_B, now), rows.budget_B - 1, 0)
-        rows = Rows(
+        rows = replace(
+            rows,
             token_B=jnp.where(live_B, sampled.token_B, rows.token_B),
             position_B=rows.position_B + live_B,
             budget_B=budget_B,
@@ -85,4 +90,5 @@ def decode_loop(
 
     out = empty_sampled(width, num_rows, spec.vocab_size, num_logprobs)
     _, kv, rows, _, out = jax.lax.while_loop(unfinished, advance, (0, kv, rows, sampling.min_left_B, out))
-    return kv, rows, out
+    ended_B = is_stop(rows.token_B, sampling) | (rows.token_B == NO_TOKEN)
+    return kv, newest.after(rows.token_B, ended_B), rows, out

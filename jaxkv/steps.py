@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxkv.kv import state
 from jaxkv.kv.state import PagedKV
@@ -13,7 +15,17 @@ from jaxkv.models import decoder
 from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
-from jaxkv.ops.sampling import NUM_LOGPROBS, Sampled, Sampling, Scores, empty_scores, sample, score
+from jaxkv.ops.sampling import (
+    NO_TOKEN,
+    NUM_LOGPROBS,
+    Sampled,
+    Sampling,
+    Scores,
+    empty_scores,
+    is_stop,
+    sample,
+    score,
+)
 
 SCORED_TOKENS = 64
 """Prompt tokens whose logits exist at once when prompt logprobs are wanted."""
@@ -60,31 +72,70 @@ def prompt_scores(
     return jax.lax.fori_loop(0, (end - first + size - 1) // size, score_piece, scores)
 
 
+@struct.dataclass
+class Newest:
+    """What every row of the engine sampled last, which the next step begins with before the host has seen it.
+
+    token_R  int32, NO_TOKEN where it ended the row.
+    row_B    int32: which of them each row of this step is, past the last one for padding.
+    """
+
+    token_R: jax.Array
+    row_B: jax.Array
+
+    def fill_in(self, token_B: jax.Array) -> jax.Array:
+        """token_B with the newest token where it is NO_TOKEN, which stays where the row has ended."""
+        newest_B = self.token_R.at[self.row_B].get(mode="fill", fill_value=NO_TOKEN)
+        return jnp.where(token_B == NO_TOKEN, newest_B, token_B)
+
+    def after(self, token_B: jax.Array, ended_B: jax.Array) -> Newest:
+        """With what the rows sampled now."""
+        token_R = self.token_R.at[self.row_B].set(jnp.where(ended_B, NO_TOKEN, token_B), mode="drop")
+        return replace(self, token_R=token_R)
+
+
 @partial(jax.jit, static_argnames=("spec", "backend", "num_logprobs"), donate_argnames=("kv",))
 def step(
     weights: Weights,
     kv: PagedKV,
+    newest: Newest,
     batch: Batch,
     sampling: Sampling,
     *,
     spec: ModelSpec,
     backend: str,
     num_logprobs: int = NUM_LOGPROBS,
-) -> tuple[PagedKV, Sampled, Scores]:
+) -> tuple[PagedKV, Newest, Sampled, Scores]:
     """One ragged step: prefill chunks and decode tokens together, one sampled token per row, and the prompt tokens'
     own scores where batch.target_T asks for them.
 
+    NO_TOKEN in batch.token_T is the row's newest token, its only one in this step; what a row that has ended by then
+    samples means nothing.
     Consumes `kv` (donated). Compiled once per number of packed tokens T and of rows B.
     """
+    # Only a row of one token has its newest one to come.
+    first_B = newest.fill_in(batch.token_T[batch.start_B])
+    newest_T = first_B.at[batch.row_T].get(mode="fill", fill_value=0)
+    token_T = jnp.where(batch.token_T == NO_TOKEN, newest_T, batch.token_T)
+    batch = replace(batch, token_T=jnp.maximum(token_T, 0))
     kv, x_TD = decoder.forward(weights, kv, batch, spec=spec, backend=backend)
     last_B = last_token(batch)
     logits_BV = decoder.logits(weights, x_TD[last_B], spec=spec)
     sampled = sample(logits_BV, sampling, batch.position_T[last_B] + 1, num_logprobs=num_logprobs)
     scores = prompt_scores(weights, x_TD, batch.target_T, spec=spec, num_logprobs=num_logprobs)
-    return kv, sampled, scores
+    ended_B = is_stop(sampled.token_B, sampling) | (first_B == NO_TOKEN)
+    return kv, newest.after(sampled.token_B, ended_B), sampled, scores
 
 
 @partial(jax.jit, donate_argnames=("kv",))
-def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV:
-    """Jitted `kv.state.copy_pages`; consumes `kv`."""
-    return state.copy_pages(kv, source_C, target_C)
+def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Array) -> PagedKV:
+    """The first n copies of pages, one after the other: a later one may write what an earlier one has read.
+
+    Consumes `kv`. Pair by pair, since all at once reads and writes padding too (measured, docs/architecture.md).
+    """
+
+    def copy(i: jax.Array, kv: PagedKV) -> PagedKV:
+        source_1, target_1 = (jax.lax.dynamic_slice_in_dim(page_C, i, 1) for page_C in (source_C, target_C))
+        return state.copy_pages(kv, source_1, target_1)
+
+    return jax.lax.fori_loop(0, n, copy, kv)

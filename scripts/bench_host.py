@@ -4,11 +4,12 @@
 
 The engine is the real one: scheduler, allocator, prefix cache, row tables, text. Only the compiled programs are stubs
 that return random tokens at once, and their time is not counted. Outputs end at different times and a new request
-takes each free place, so every decode loop has all rows; the steps that compute the new prompts are not counted.
+takes each free place. A call of the engine launches a step or loop and reads the one before it; calls in which either
+was a step that computed new prompts are not counted. Rows whose last tokens are coming are not in the next loop.
 
 Lines: tokens alone and with text, each with Python's garbage collector on and off, in turns. A dispatch is one decode
 loop; its time is divided by the loop's steps. Parts: plan (scheduler, allocator, prefix index), inputs (row tables,
-packed arrays), outputs (tokens, ends, text, pages given back).
+packed arrays), outputs of the loop before (tokens, ends, text, pages given back).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from jaxkv.llm import DECODE_STEPS, DEMO
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
+from jaxkv.steps import Newest
 
 TARGET_US = {"p50": 150, "p99": 500}
 PARTS = ("plan", "inputs", "outputs")
@@ -61,6 +63,9 @@ class Clock:
 class StubPrograms:
     """`aot.Programs` whose steps and loops sample random tokens at once and leave the KV state alone."""
 
+    num_compiled = 0
+    compile_s = 0.0
+
     def __init__(self, config: EngineConfig, spec: ModelSpec, clock: Clock) -> None:
         self.spec = spec
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
@@ -75,11 +80,15 @@ class StubPrograms:
         return min(self._max_rows, num_tokens)
 
     def step(self, num_tokens: int) -> Callable[..., tuple]:
-        return lambda _weights, kv, _batch, sampling: (kv, self._sampled(np.ones_like(sampling.top_k_B), (), 1), None)
+        def run(_weights: Any, kv: PagedKV, newest: Newest, _batch: Any, sampling: Any) -> tuple:
+            return kv, newest, self._sampled(np.ones_like(sampling.top_k_B), (), 1), None
+
+        return run
 
     def loop(self, num_rows: int) -> Callable[..., tuple]:
-        def run(_weights: Any, kv: PagedKV, rows: Any, _sampling: Any, n: np.int32) -> tuple:
-            return kv, rows, self._sampled(np.minimum(rows.budget_B, n), (self._drawn.shape[1],), self._drawn.shape[1])
+        def run(_weights: Any, kv: PagedKV, newest: Newest, rows: Any, _sampling: Any, n: np.int32) -> tuple:
+            width = self._drawn.shape[1]
+            return kv, newest, rows, self._sampled(np.minimum(rows.budget_B, n), (width,), width)
 
         return run
 
@@ -103,6 +112,7 @@ class Figures:
     total_us: list[float] = field(default_factory=list)
     part_us: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     live_len: list[float] = field(default_factory=list)
+    num_rows: list[int] = field(default_factory=list)
     num_finished: int = 0
     gc_ms: dict[int, list[float]] = field(default_factory=lambda: {generation: [] for generation in range(3)})
 
@@ -111,6 +121,7 @@ class Figures:
         return {
             "num_loops": len(self.total_us),
             "mean_live_len": float(np.mean(self.live_len)),
+            "mean_rows": float(np.mean(self.num_rows)),
             "num_finished": self.num_finished,
             "us_per_step": {name: spread(values) for name, values in shown.items()},
             "collections": {
@@ -141,6 +152,11 @@ class Load:
             # As in the middle of a long run: requests of every age.
             self.engine.add(self.request(part_done=self.rng.random()))
 
+    @property
+    def utilization(self) -> float:
+        """Held / allocated slots of the KV cache so far; last pages and what a loop may write count as allocated."""
+        return next(metric.value for metric in self.engine.metrics() if metric.name == "kv_cache_utilization")
+
     def request(self, *, part_done: float = 0.0) -> Submission:
         low, high = self.options.prompt_len
         prompt_len = int(self.rng.integers(low, high + 1))
@@ -155,13 +171,15 @@ class Load:
 
     def run(self, num_loops: int, figures: Figures) -> None:
         """Takes steps until `num_loops` more decode loops are in `figures`."""
-        until = len(figures.total_us) + num_loops
+        until, before = len(figures.total_us) + num_loops, None
         while len(figures.total_us) < until:
             started = time.perf_counter()
             got = self.engine.step()
             ended = time.perf_counter()
-            if isinstance(self.clock.plan, LoopPlan):
+            # It launches one and reads the one before.
+            if isinstance(self.clock.plan, LoopPlan) and isinstance(before, LoopPlan):
                 self._note(figures, started, ended)
+            before = self.clock.plan
             finished = [request for request in got if request.finish_reason is not None]
             figures.num_finished += len(finished)
             for _ in finished:
@@ -174,6 +192,7 @@ class Load:
         for name, part_s in zip(PARTS, parts, strict=True):
             figures.part_us[name].append(part_s * scale)
         figures.total_us.append((ended - started - clock.stub_s) * scale)
+        figures.num_rows.append(len(clock.plan.work))
         figures.live_len.append(float(np.mean([request.handle.length for request in clock.plan.requests])))
 
 
@@ -259,7 +278,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 loads[name].run(num_loops, figures)
     for load in loads.values():
         load.engine.check()
-    return {", ".join(line): figures.summary() for line, figures in lines.items()}
+    return {
+        ", ".join(line): figures.summary() | {"kv_cache_utilization": loads[line[0]].utilization}
+        for line, figures in lines.items()
+    }
 
 
 def table(lines: dict[str, Any]) -> str:
@@ -291,8 +313,11 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     result = environment() | {"command": " ".join(sys.argv), "target_us_per_step": TARGET_US}
     result["lines"] = measure(options)
-    live = result["lines"]["tokens, gc on"]["mean_live_len"]
-    print(f"{options.rows} rows, loops of {DECODE_STEPS} steps, {live:.0f} tokens live per row in the mean")
+    first = result["lines"]["tokens, gc on"]
+    print(
+        f"{options.rows} rows ({first['mean_rows']:.0f} in a loop), loops of {DECODE_STEPS} steps, "
+        f"{first['mean_live_len']:.0f} tokens live per row, {first['kv_cache_utilization']:.1%} of slots held"
+    )
     print(table(result["lines"]))
     met = result["lines"]["tokens, gc on"]["us_per_step"]["total"]
     print(", ".join(f"{name} {met[name]:.0f} us (target {most})" for name, most in TARGET_US.items()))

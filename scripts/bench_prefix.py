@@ -31,7 +31,7 @@ from bench_generate import environment
 from bench_models import SHAPES, make_checkpoint
 
 from jaxkv import LLM, SamplingParams
-from jaxkv.engine.prefix import PageChain, PrefixIndex, page_tokens
+from jaxkv.engine.prefix import PageChain, PageKey, PrefixIndex
 
 LINES = ("lookup", "shared", "distinct")
 SIDES = {"cache": True, "no cache": False}
@@ -127,7 +127,7 @@ def lookup(options: argparse.Namespace) -> dict[str, float]:
     num_pages = len(tokens) // size
     seen: dict[str, list[float]] = {"keys": [], "miss": [], "hit": []}
     for page, key in enumerate(keys_of(tokens, size)):
-        index.add(key, page, page - 1 if page else None, page_tokens(tokens, page, size))
+        index.add(key, page, page - 1 if page else None)
     for _ in range(max(5, options.rounds)):
         started = time.perf_counter()
         keys = keys_of(tokens, size)
@@ -135,14 +135,14 @@ def lookup(options: argparse.Namespace) -> dict[str, float]:
         for name, one in (("miss", empty), ("hit", index)):
             started = time.perf_counter()
             for page, key in enumerate(keys):
-                one.find(key, page - 1 if page else None, page_tokens(tokens, page, size))
+                one.find(key, page - 1 if page else None)
             seen[name].append(time.perf_counter() - started)
     return {name: median(values) * 1e9 / (num_pages * size) for name, values in seen.items()}
 
 
-def keys_of(tokens: list[int], size: int) -> list[bytes]:
+def keys_of(tokens: list[int], size: int) -> list[PageKey]:
     chain = PageChain(b"root")
-    return [chain.key(page, tokens, size) for page in range(len(tokens) // size)]
+    return [chain.page(page, tokens, size) for page in range(len(tokens) // size)]
 
 
 def parse() -> argparse.Namespace:

@@ -70,14 +70,14 @@ def test_the_times_of_a_request_are_in_order(make):
 
 
 def test_a_single_full_row_wastes_what_can_be_counted(make):
-    """One prompt of 32 tokens fills a step, 8 decode tokens fill a page: all but the reserved page is held."""
+    """One prompt of 32 tokens fills a step, 8 decode tokens fill a page: all but their page is held."""
     llm = make()
     llm.generate({"prompt_token_ids": list(range(3, 35))}, replace(GREEDY, max_tokens=9), use_tqdm=False)
     metrics = named(llm.get_metrics())
     assert metrics["step_padding"].value == 0
     assert metrics["loop_padding"].value == 1 / 2  # a loop has two rows at least
     assert metrics["effective_batch"].value == 1 / 4
-    assert metrics["kv_cache_utilization"].value == pytest.approx((0 + 32) / (32 + 40))
+    assert metrics["kv_cache_utilization"].value == pytest.approx((32 + 32) / (32 + 40))
 
 
 def test_preemptions_are_counted(make):

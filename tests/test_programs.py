@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import LLM, SamplingParams
+from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.aot import Programs, fit_bucket, row_buckets, token_buckets
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
@@ -95,14 +95,18 @@ def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilat
     save_tokenizer(checkpoints["with tokenizer"])
     llm = LLM(checkpoints["with tokenizer"], num_gpu_blocks_override=20, **limits)
     programs = llm._engine.programs
-    assert programs.num_compiled == len(programs.token_buckets) + len(programs.row_buckets) == 4
-    assert len(compilations) >= 4
+    assert programs.num_compiled == len(programs.token_buckets) + len(programs.row_buckets) + 1 == 5
+    assert len(compilations) >= 5
     compilations.clear()
     rng = np.random.default_rng(0)
     outputs = []
     for count in (1, 60, 99, 1, 2, 30):
         prompts, params = zip(*(random_request(rng) for _ in range(count)), strict=True)
         outputs += llm.generate(prompts, list(params), use_tqdm=False)
+    for width in (1, 2, 4):
+        prompts = [{"prompt_token_ids": rng.integers(0, VOCAB, length).tolist()} for length in (3, 20, 31 - 4 * width)]
+        searched = llm.beam_search(prompts, BeamSearchParams(beam_width=width, max_tokens=9))
+        assert [len(output.sequences) for output in searched] == [width] * 3
     for count in range(7):
         stream = llm.stream(*random_request(rng))
         outputs += [part for _, part in zip(range(count), stream, strict=False)][-1:]
@@ -111,7 +115,7 @@ def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilat
     assert sum(output.prompt_logprobs is not None for output in outputs) > 30
     assert {output.outputs[0].finish_reason for output in outputs[:193]} == {"stop", "length"}
     assert compilations == []
-    assert programs.num_compiled == 4
+    assert programs.num_compiled == 5
 
 
 @pytest.mark.parametrize("max_num_seqs", [None, 256])
@@ -151,7 +155,7 @@ def test_programs_update_the_pool_in_place_and_need_no_more_memory_for_a_larger_
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64}
     dtypes = {"dtype": "float32", "kv_cache_dtype": kv_dtype}
     llm = LLM(checkpoints[variant], skip_tokenizer_init=True, lazy_compile=True, **limits, **dtypes)
-    page_nbytes, temporaries = llm._page_nbytes, []
+    page_nbytes, temporaries = llm._budget.page_nbytes, []
     for num_pages in PAGES:
         groups = tuple(
             replace(g, pages=jax.ShapeDtypeStruct((g.num_layers * num_pages, *g.pages.shape[1:]), g.pages.dtype))

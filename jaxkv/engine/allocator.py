@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxkv.engine.prefix import PrefixIndex
+from jaxkv.engine.prefix import PageKey, PrefixIndex
 from jaxkv.errors import CapacityError
 
 
@@ -56,45 +56,48 @@ class PageAllocator:
 
         Raises: CapacityError, with nothing changed, if fewer pages are free than needed.
         """
-        needed = self.pages_for(num_tokens) - len(handle.pages)
+        empty, needed = self._empty, -(-num_tokens // self.page_size) - len(handle.pages)
         if needed <= 0:
             return handle
-        if needed > self.num_free:
+        if needed > len(empty) + len(self._cached):
             raise CapacityError(f"{needed} pages of {self.page_size} tokens needed, {self.num_free} free")
-        new = tuple(self._empty.pop() if self._empty else self._evict() for _ in range(needed))
+        new = [empty.pop() if empty else self._evict() for _ in range(needed)]
         for page in new:
             self._references[page] = 1
-        return KVHandle(handle.pages + new, handle.length)
+        return KVHandle((*handle.pages, *new), handle.length)
 
-    def find(self, handle: KVHandle, key: bytes, tokens: bytes) -> int | None:
-        """The page that holds `tokens` (one page of them, with this key) after the handle's own, if one is listed.
+    def find(self, handle: KVHandle, key: PageKey) -> int | None:
+        """The page that continues the handle's own with this key's tokens, if one is listed.
 
         The handle's length is a multiple of the page size, and it has no pages past it.
         """
-        return self._index.find(key, handle.pages[-1] if handle.pages else None, tokens)
+        return self._index.find(key, handle.pages[-1] if handle.pages else None)
 
     def extend(self, handle: KVHandle, page: int) -> KVHandle:
         """The handle with a page that `find` gave for it."""
         self._share(page)
         return KVHandle((*handle.pages, page), handle.length + self.page_size)
 
-    def publish(self, handle: KVHandle, index: int, key: bytes, tokens: bytes) -> tuple[KVHandle, bool]:
-        """Lists the handle's full page `index` for others to find.
+    def publish(self, handle: KVHandle, first: int, keys: Iterable[PageKey]) -> tuple[KVHandle, int]:
+        """Lists the handle's full pages from `first` on for others to find. Returns the handle and how many are listed.
 
-        Where a page with the same tokens is listed already, the handle goes over to that one. False, and nothing
-        changed: the key is taken by other tokens, or the page before is not listed (any more).
+        Where a page with the same tokens is listed already, the handle goes over to that one. It ends at a page whose
+        key is taken by other tokens, and lists nothing if the page before the first is not listed (any more).
         """
-        own, parent = handle.pages[index], handle.pages[index - 1] if index else None
-        if parent is not None and parent not in self._index:
-            return handle, False
-        if self._index.add(key, own, parent, tokens):
-            return handle, True
-        listed = self._index.find(key, parent, tokens)
-        if listed is None:
-            return handle, False
-        self._share(listed)
-        self._drop((own,))
-        return KVHandle((*handle.pages[:index], listed, *handle.pages[index + 1 :]), handle.length), True
+        pages, parent, num_listed = list(handle.pages), handle.pages[first - 1] if first else None, 0
+        if parent is not None and parent not in self._index.listed:
+            return handle, 0
+        for index, key in enumerate(keys, start=first):
+            if not self._index.add(key, pages[index], parent):
+                listed = self._index.find(key, parent)
+                if listed is None:
+                    break
+                self._share(listed)
+                self._drop((pages[index],))
+                pages[index] = listed
+            parent = pages[index]
+            num_listed += 1
+        return KVHandle(tuple(pages), handle.length), num_listed
 
     def forget(self) -> None:
         """Empties the prefix index: nothing computed so far is found again."""
@@ -112,7 +115,7 @@ class PageAllocator:
     def rewind(self, handle: KVHandle, length: int) -> KVHandle:
         """The handle cut to its first `length` tokens; pages past them are released.
 
-        A page that is now partly filled may still be shared with a fork: fork the result before writing to it.
+        A page that is now partly filled may still be shared: `own_tail` before writing to it.
         """
         if not 0 <= length <= handle.length:
             raise ValueError(f"expected a length of 0 to {handle.length} tokens, got {length}")
@@ -120,19 +123,32 @@ class PageAllocator:
         self._drop(handle.pages[kept:])
         return KVHandle(handle.pages[:kept], length)
 
-    def fork(self, handle: KVHandle) -> tuple[KVHandle, tuple[int, int] | None]:
-        """A second handle on the same tokens, and the (source, target) page copy that it needs before its next write.
+    def fork(self, handle: KVHandle) -> KVHandle:
+        """A second handle on the same tokens, which shares all of their pages, a partly filled last one too.
 
-        Full pages are shared. A partly filled tail page is copied, because both will write to it: the caller does that
-        with `copy_pages`. `handle` stays valid. Raises: CapacityError, with nothing changed, if no page is free.
+        Whoever writes next takes a page of its own for that one first (`own_tail`). `handle` stays valid.
         """
-        full, tail = divmod(handle.length, self.page_size)
-        shared = handle.pages[:full]
-        copied = self.reserve(KVHandle(), self.page_size).pages if tail else ()
-        for page in shared:
+        pages = handle.pages[: self.pages_for(handle.length)]
+        for page in pages:
             self._share(page)
-        copy = (handle.pages[full], copied[0]) if tail else None
-        return KVHandle(shared + copied, handle.length), copy
+        return KVHandle(pages, handle.length)
+
+    def own_tail(self, handle: KVHandle) -> tuple[KVHandle, tuple[int, int] | None]:
+        """The handle ready for its next write, and the (source, target) page copy that must come before.
+
+        A partly filled last page that others hold too, or that is listed for them, gives way to a new one; the last
+        holder keeps it. Raises: CapacityError, with nothing changed, if no page is free.
+        """
+        if not self._tail_is_shared(handle):
+            return handle, None
+        index = handle.length // self.page_size
+        source, (target,) = handle.pages[index], self.reserve(KVHandle(), self.page_size).pages
+        self._drop((source,))
+        return KVHandle((*handle.pages[:index], target, *handle.pages[index + 1 :]), handle.length), (source, target)
+
+    def _tail_is_shared(self, handle: KVHandle) -> bool:
+        index, rest = divmod(handle.length, self.page_size)
+        return rest > 0 and (self._references[handle.pages[index]] > 1 or handle.pages[index] in self._index.listed)
 
     def release(self, handle: KVHandle) -> None:
         """Gives the handle's references back; pages without any become free."""
@@ -148,14 +164,15 @@ class PageAllocator:
         return page
 
     def _drop(self, pages: tuple[int, ...]) -> None:
+        references, listed = self._references, self._index.listed
         # Last page first, so that a sequence's first pages stay cached longest.
         for page in reversed(pages):
-            if self._references[page] < 1:
+            if references[page] < 1:
                 raise RuntimeError(f"page {page} released more often than it was taken: a handle was used twice")
-            self._references[page] -= 1
-            if self._references[page]:
+            references[page] -= 1
+            if references[page]:
                 continue
-            if page in self._index:
+            if page in listed:
                 self._cached[page] = None
             else:
                 self._empty.append(page)
@@ -173,6 +190,6 @@ class PageAllocator:
             raise RuntimeError("a page is free twice, or free and used")
         if len(free) + len(counted) != self.num_pages:
             raise RuntimeError(f"{len(free)} free + {len(counted)} used pages, expected {self.num_pages} in all")
-        if any((page in self._index) != (page in self._cached) for page in free):
+        if any((page in self._index.listed) != (page in self._cached) for page in free):
             raise RuntimeError("a free page is cached but not listed in the prefix index, or listed but not cached")
         self._index.check()

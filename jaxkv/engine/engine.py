@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxkv.aot import Programs, fit_bucket
 from jaxkv.config import EngineConfig
+from jaxkv.engine.beam import BeamSearch
+from jaxkv.engine.branch import search_on
 from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
 from jaxkv.engine.outputs import Logprob
 from jaxkv.engine.request import Request, Submission
@@ -20,8 +25,26 @@ from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step or loop on its way: its requests, each with the tokens that come to it, and what the device will return.
+
+    `batch` and `scores` are those of a step. A request that has ended meanwhile takes nothing from it.
+    """
+
+    rows: list[tuple[Request, int]]
+    sampled: Sampled
+    num_padded_rows: int
+    batch: Batch | None = None
+    scores: Scores | None = None
+
+
 class Engine:
     """Owns the KV state and everything mutable around it. One thread at a time.
+
+    What a step sampled is read when the next one is on its way, so that the device does not wait for the host. The
+    next one begins with tokens that only the device knows (`steps.Newest`), as if no request ended with them; what
+    it computes for one that did is dropped.
 
     `make_kv` makes an empty KV state again should an interrupt destroy it half way.
     `decode_token` names single tokens in logprobs (None without a tokenizer).
@@ -42,6 +65,8 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.kv = kv
         self._make_kv = make_kv
+        self._newest_R = _no_tokens(config)
+        self._flight: Flight | None = None
         self._rows = RowTables(config, programs.spec.vocab_size)
         self._requests: set[Request] = set()
         self._decode_token = decode_token
@@ -69,38 +94,49 @@ class Engine:
             self._abort(request)
 
     def _abort(self, request: Request) -> None:
+        """Ends the request, a beam with all of its search."""
         if self._stepping:
             self._aborted.append(request)
-        elif request in self._requests:
-            self._requests.remove(request)
-            request.finish_reason = "abort"
-            self._recorder.ended(request)
-            self.scheduler.remove(request)
+            return
+        for one in request.beams or (request,):
+            if one in self._requests:
+                self._requests.remove(one)
+                one.finish_reason = "abort"
+                self._recorder.ended(one)
+                self.scheduler.remove(one)
 
     def step(self) -> list[Request]:
-        """Runs the next step or decode loop. Returns the requests that got tokens; finished ones are out already.
+        """Launches the next step or decode loop, then reads the one before it.
 
-        An exception on the way ends the requests that were in the step: their tokens, text and pages may disagree.
-        Where it took the KV state with it, the others are computed anew.
+        Returns the requests that got tokens; finished ones are out already. An exception on the way ends the requests
+        of both: their tokens, text and pages may disagree. Where it took the KV state with it, the others are computed
+        anew.
         """
-        self._stepping, begun = True, list[Request]()
+        self._stepping, lost = True, self._flying
         try:
             self._restore_lost_kv()
+            got = []
+            if any(request.needs_tokens for request in [*lost, *self.scheduler.running]):
+                got, self._flight = self._read(self._flight), None
             plan = self.scheduler.plan()
-            if plan is None:
-                return []
-            begun = plan.requests if isinstance(plan, LoopPlan) else [request for request, _ in plan.work]
-            self._recorder.begun(begun, self.scheduler.running, self.scheduler.allocator)
-            for request in begun:
-                self._rows.update(request)
-            got = self._run_loop(plan) if isinstance(plan, LoopPlan) else self._run_step(plan)
-            begun = []
+            if plan is not None:
+                lost = lost + plan.requests
+            before, self._flight = self._flight, None if plan is None else self._launch(plan)
+            got += self._read(before)
+            lost = []
             return got
         finally:
             self._stepping = False
-            for request in [*self._aborted, *begun]:
+            if lost:
+                self._flight = None
+            for request in [*self._aborted, *lost]:
                 self._abort(request)
             self._aborted.clear()
+
+    @property
+    def _flying(self) -> list[Request]:
+        """Requests that have tokens coming."""
+        return [] if self._flight is None else [request for request, _ in self._flight.rows]
 
     def metrics(self) -> list[Metric]:
         """What there is to watch now, under vLLM's names without its prefix."""
@@ -121,72 +157,107 @@ class Engine:
         """Raises RuntimeError if pages, rows and requests do not add up."""
         self.scheduler.check()
         known = {*self.scheduler.waiting, *self.scheduler.running}
-        if known != self._requests:
+        leaving = {request for request in self._flying if request.is_leaving}
+        if known | (leaving & self._requests) != self._requests or known & leaving:
             raise RuntimeError("scheduler and engine disagree about which requests exist")
 
-    def _run_step(self, plan: StepPlan) -> list[Request]:
-        requests = [request for request, _ in plan.work]
-        size = fit_bucket(self.programs.token_buckets, sum(count for _, count in plan.work))
+    def _launch(self, plan: StepPlan | LoopPlan) -> Flight:
+        self._recorder.begun(plan.requests)
+        self._copy_pages(plan.copies)
+        return self._launch_loop(plan) if isinstance(plan, LoopPlan) else self._launch_step(plan)
+
+    def _copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
+        if not copies:
+            return
+        num_rows = self.scheduler.config.max_num_seqs
+        page_2C = np.zeros((2, num_rows), np.int32)
+        page_2C[:, : len(copies)] = np.transpose(copies)
+        self.kv = self.programs.copy()(self._rows.state_of([], self.kv, num_rows), *page_2C, np.int32(len(copies)))
+        self.scheduler.copied()
+
+    def _launch_step(self, plan: StepPlan) -> Flight:
+        num_tokens = sum(count for _, count in plan.work)
+        size = fit_bucket(self.programs.token_buckets, num_tokens)
         num_rows = self.programs.num_step_rows(size)
-        program = self.programs.step(size)
-        batch = self._rows.batch(plan.work, size, num_rows)
-        self.kv, sampled, scores = program(
-            self.weights,
-            self._rows.state_for(self.kv, requests, num_rows),
-            batch,
-            self._rows.sampling_for(requests, num_rows),
-        )
-        self._take_prompt_logprobs(requests, batch, scores)
-        out = jax.tree.map(lambda x: np.asarray(x)[None], sampled)
-        tokens_of = _tokens_of_rows(out)
-        self._recorder.step(sum(count for _, count in plan.work), size)
-        got = []
-        for row, (request, count) in enumerate(plan.work):
-            length = request.handle.length + count
-            request.handle = self.scheduler.allocator.advance(request.handle, length)
-            if request.num_pending == 0:
-                self._accept(request, tokens_of[row], out, row)
+        program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, plan.requests, num_rows)
+        self.kv, newest, sampled, scores = program(self.weights, kv, newest, batch, sampling)
+        self._newest_R = newest.token_R
+        self._recorder.step(num_tokens, size)
+        rows = self.scheduler.launched(plan)
+        # What a chunk fills is held, what a loop may fill is not yet.
+        self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
+        return Flight(rows, sampled, num_rows, batch, scores)
+
+    def _launch_loop(self, plan: LoopPlan) -> Flight:
+        num_rows = fit_bucket(self.programs.row_buckets, len(plan.work))
+        program, rows = self.programs.loop(num_rows), self._rows.decode_rows(plan.work, num_rows)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, plan.requests, num_rows)
+        self.kv, newest, _, sampled = program(self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps))
+        self._newest_R = newest.token_R
+        self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
+        return Flight(self.scheduler.launched(plan), sampled, num_rows)
+
+    def _read(self, flight: Flight | None) -> list[Request]:
+        """Waits for what the device returns and gives every request its part."""
+        if flight is None:
+            return []
+        tokens_of = _tokens_of_rows(np.atleast_2d(flight.sampled.token_B))
+        out = flight.sampled
+        if any(request.logprobs is not None for request, _ in flight.rows):
+            out = jax.tree.map(np.asarray, out)
+            out = out if flight.batch is None else jax.tree.map(lambda x: x[None], out)
+        if flight.batch is None:
+            self._count_loop(tokens_of, flight.num_padded_rows)
+        else:
+            self._take_prompt_logprobs(flight)
+        got, now = [], time.monotonic()
+        for row, (request, num_coming) in enumerate(flight.rows):
+            if num_coming and request.finish_reason is None:
+                tokens = tokens_of[row]
+                if len(tokens) < num_coming and request.stop_ids.isdisjoint(tokens[-1:]):
+                    raise RuntimeError(f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}")
+                self._accept(request, tokens, out, row, now)
                 got.append(request)
         return got
 
-    def _run_loop(self, plan: LoopPlan) -> list[Request]:
-        num_rows = fit_bucket(self.programs.row_buckets, len(plan.requests))
-        program = self.programs.loop(num_rows)
-        self.kv, _, sampled = program(
-            self.weights,
-            self._rows.state_for(self.kv, plan.requests, num_rows),
-            self._rows.decode_rows(plan.requests, plan.num_steps, num_rows),
-            self._rows.sampling_for(plan.requests, num_rows),
-            np.int32(plan.num_steps),
-        )
-        out = jax.tree.map(np.asarray, sampled)
-        tokens_of = _tokens_of_rows(out)
-        num_stored = [len(tokens) for tokens in tokens_of]
-        num_steps, possible = max(num_stored), self.scheduler.config.max_num_seqs
-        self._recorder.loop(sum(num_stored), num_steps * num_rows, num_steps * possible)
-        for row, request in enumerate(plan.requests):
-            length = request.handle.length + num_stored[row]
-            request.handle = self.scheduler.allocator.advance(request.handle, length)
-            self._accept(request, tokens_of[row], out, row)
-        return plan.requests
+    def _count_loop(self, tokens_of: list[list[int]], num_padded_rows: int) -> None:
+        num_stored, possible = [len(tokens) for tokens in tokens_of], self.scheduler.config.max_num_seqs
+        num_steps = max(num_stored)
+        self._recorder.loop(sum(num_stored), num_steps * num_padded_rows, num_steps * possible)
 
-    def _accept(self, request: Request, tokens: list[int], out: Sampled, row: int) -> None:
+    def _accept(self, request: Request, tokens: list[int], out: Sampled, row: int, now: float) -> None:
         """Adds the row's new tokens up to the first that ends the request, and their text."""
+        if request.search is not None:
+            self._accept_candidates(request, request.search, out, row, now)
+            return
         start = len(request.tokens)
         # Of a hundred rows hardly one needs a look at every token, and looking is most of what the host does.
         if request.logprobs is None and request.stop_ids.isdisjoint(tokens) and not request.params.stop:
             request.tokens += tokens
-            if request.num_left == 0:
+            if request.is_full:
                 request.finish_reason = request.limit
         else:
             self._accept_one_by_one(request, tokens, out, row)
-        self._recorder.generated(request, len(request.tokens) - start)
         # Text can wait for the end of the chunk unless a stop string may end it in the middle.
         if request.text is not None and not request.params.stop:
             new = request.tokens[start:]
             request.text.push(new[:-1] if self._hides(request, new[-1]) else new)
+        self._recorder.generated(request, len(request.tokens) - start, now)
         if request.finish_reason is not None:
             self._finish(request)
+
+    def _accept_candidates(self, request: Request, search: BeamSearch, out: Sampled, row: int, now: float) -> None:
+        best = slice(search.num_candidates)
+        request.candidates = np.array(out.best_BK[0, row, best]), np.array(out.best_logprob_BK[0, row, best])
+        request.num_tokens = len(request.tokens)  # what was sampled is none of its tokens
+        if not search_on(search, request.beams, self.scheduler.allocator):
+            return
+        for beam in request.beams:
+            self._recorder.generated(beam, 1, now)
+            if search.is_over:
+                beam.finish_reason = "stop"
+                self._finish(beam)
 
     def _accept_one_by_one(self, request: Request, tokens: list[int], out: Sampled, row: int) -> None:
         for i, token in enumerate(tokens):
@@ -206,7 +277,7 @@ class Engine:
             found = request.text.push([token], search=enough)
             if found is not None and request.finish_reason is None:
                 request.finish_reason, request.stop_reason = "stop", found
-        if request.finish_reason is None and request.num_left == 0:
+        if request.finish_reason is None and request.is_full:
             request.finish_reason = request.limit
         return request.finish_reason is not None
 
@@ -226,11 +297,12 @@ class Engine:
         one = Scores(out.logprob_B[i, row], out.rank_B[i, row], out.best_BK[i, row], out.best_logprob_BK[i, row])
         return self._entry(token, one, request.params.logprobs or 0)
 
-    def _take_prompt_logprobs(self, requests: list[Request], batch: Batch, scores: Scores) -> None:
+    def _take_prompt_logprobs(self, flight: Flight) -> None:
         """Entries of the prompt tokens that this step has scored, in order."""
-        if all(request.prompt_logprobs is None for request in requests):
+        batch, requests = flight.batch, [request for request, _ in flight.rows]
+        if batch is None or all(request.prompt_logprobs is None for request in requests):
             return
-        scores, targets = jax.tree.map(np.asarray, scores), np.asarray(batch.target_T)
+        scores, targets = jax.tree.map(np.asarray, flight.scores), np.asarray(batch.target_T)
         for request, start, count in zip(requests, batch.start_B, batch.count_B, strict=False):
             entries = [] if request.prompt_logprobs is None else request.prompt_logprobs
             for t in start + np.flatnonzero(targets[start : start + count] != NO_TOKEN):
@@ -255,10 +327,18 @@ class Engine:
         """A new empty pool after an interrupt between donating the old one and receiving its successor."""
         if any(group.pages.is_deleted() for group in self.kv.groups):
             self.scheduler.start_over()
-            self.kv = self._make_kv()
+            self.kv, self._newest_R = self._make_kv(), _no_tokens(self.scheduler.config)
 
 
-def _tokens_of_rows(out: Sampled) -> list[list[int]]:
+def _no_tokens(config: EngineConfig) -> Any:
+    return np.full(config.max_num_seqs, NO_TOKEN, np.int32)
+
+
+def _tokens_of_rows(token_nB: np.ndarray) -> list[list[int]]:
     """What each row sampled: a row that rests does so from then on."""
-    num_B = np.count_nonzero(out.token_B != NO_TOKEN, axis=0).tolist()
-    return [tokens[:num] for tokens, num in zip(out.token_B.T.tolist(), num_B, strict=True)]
+    num_B = np.count_nonzero(token_nB != NO_TOKEN, axis=0)
+    most = num_B.max()
+    rows = token_nB[:most].T.tolist()
+    for row in np.flatnonzero(num_B < most).tolist():
+        del rows[row][num_B[row] :]
+    return rows

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jaxkv.config import EngineConfig, SamplingParams, is_int
+from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, is_int
+from jaxkv.engine.beam import BeamSearch, num_candidates
+from jaxkv.engine.branch import link
 from jaxkv.engine.masks import Word, encode_words
 from jaxkv.engine.model import Model
 from jaxkv.engine.prefix import PageChain, root_key
@@ -43,12 +46,22 @@ class Intake:
 
         Raises: ValueError naming every bad index, with nothing numbered.
         """
+        priorities = [0] * len(prompts) if priorities is None else priorities
+        asked = zip(prompts, params, priorities, strict=True)
+        return self._make([partial(self._submission, *one) for one in asked])
+
+    def accept_searches(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[Submission]:
+        """One submission per prompt, whose samples are the beams of its search. Raises: ValueError as `accept` does."""
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params: expected BeamSearchParams, got {type(params).__name__}")
+        return self._make([partial(self._search, prompt, params) for prompt in prompts])
+
+    def _make(self, makers: Sequence[Callable[[int], Submission]]) -> list[Submission]:
         made: list[Submission] = []
         problems = []
-        priorities = [0] * len(prompts) if priorities is None else priorities
-        for index, (prompt, one, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+        for index, make in enumerate(makers):
             try:
-                made.append(self._submission(prompt, one, priority, self._num_submitted + index))
+                made.append(make(self._num_submitted + index))
             except ValueError as error:
                 problems.append(f"prompt {index}: {error}")
         if problems:
@@ -83,13 +96,44 @@ class Intake:
             raise ValueError("\n".join(problems))
         return prompts
 
-    def _submission(self, prompt: Prompt, params: SamplingParams, priority: int, number: int) -> Submission:
+    def _search(self, prompt: Prompt, params: BeamSearchParams, number: int) -> Submission:
+        config, width = self._config, params.beam_width
+        eos_ids = frozenset() if params.ignore_eos else self._model.eos_ids
+        wanted = min(num_candidates(width, len(eos_ids)), self._model.spec.vocab_size)
+        if wanted > config.max_logprobs:
+            raise ValueError(
+                f"beam_width: {width} beams need the {wanted} likeliest tokens of each, and max_logprobs of LLM is "
+                f"{config.max_logprobs}: raise it (-1: all)"
+            )
+        if width > config.max_num_seqs:
+            raise ValueError(f"beam_width: expected at most max_num_seqs={config.max_num_seqs}, got {width}")
+        # A beam ends when its search says so, not at an end token.
+        of_beam = SamplingParams(
+            temperature=0.0, max_tokens=params.max_tokens, ignore_eos=True, logprobs=wanted, detokenize=False
+        )
+        submission = self._submission(prompt, of_beam, 0, number, width)
+        first = submission.samples[0]
+        length = min(first.prompt_len + params.max_tokens, config.max_model_len)
+        needed = width * -(-length // config.block_size)
+        if needed > config.num_pages:
+            raise ValueError(
+                f"beam_width: {width} beams of {length} tokens may need {needed} pages, the KV cache has "
+                f"{config.num_pages}: raise kv_cache_memory_bytes or num_gpu_blocks_override"
+            )
+        max_new, penalty = length - first.prompt_len, params.length_penalty
+        link(submission.samples, BeamSearch(width, max_new=max_new, eos_ids=eos_ids, length_penalty=penalty))
+        return submission
+
+    def _submission(
+        self, prompt: Prompt, params: SamplingParams, priority: int, number: int, num_samples: int | None = None
+    ) -> Submission:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
         if not is_int(priority):
             raise ValueError(f"priority: expected a whole number, got {priority!r}")
-        text, tokens, salt = self._parse(prompt)
-        self._check_length(len(tokens))
+        text, ids, salt = self._parse(prompt)
+        self._check_length(len(ids))  # before anything is done for each token: it may be a million
+        tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
         self._check_ids("prompt", tokens)
         stop_ids = self._stop_ids(params)
         self._check_logprobs(params)
@@ -97,9 +141,10 @@ class Intake:
         max_len, limit = self._limit(len(tokens), params)
         salts = ("shared", salt) if self._share_prefixes else (str(number), salt)
         root = root_key(self._cache_root, *salts)
+        num_samples = params.n if num_samples is None else num_samples
         samples = tuple(
             Request(
-                id=str(number) if params.n == 1 else f"{number}-{sample}",
+                id=str(number) if num_samples == 1 else f"{number}-{sample}",
                 tokens=list(tokens),
                 prompt_len=len(tokens),
                 params=params,
@@ -116,7 +161,7 @@ class Intake:
                 sample=sample,
                 priority=priority,
             )
-            for sample in range(params.n)
+            for sample in range(num_samples)
         )
         return Submission(str(number), text, samples)
 
@@ -167,8 +212,8 @@ class Intake:
             )
         return words
 
-    def _parse(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        """(text, tokens, cache_salt)"""
+    def _parse(self, prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray, str]:
+        """(text, token ids as they came, cache_salt)"""
         if isinstance(prompt, str):
             return prompt, self._encode(prompt), ""
         if not isinstance(prompt, Mapping):
@@ -190,7 +235,7 @@ class Intake:
             return text, self._encode(text), salt
         if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
             raise ValueError(f"prompt_token_ids: expected a list of token ids, got {type(ids).__name__}")
-        return text, [i.item() if isinstance(i, np.integer) else i for i in ids], salt
+        return text, ids, salt
 
     def _encode(self, text: str) -> list[int]:
         if self._model.tokenizer is None:

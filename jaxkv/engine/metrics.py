@@ -78,16 +78,19 @@ class Recorder:
         request.times.arrival_time = time.time()
         request.arrived_s = time.monotonic()
 
-    def begun(self, requests: Iterable[Request], running: Iterable[Request], allocator: PageAllocator) -> None:
-        """Before a step of some of the running requests, whose pages are reserved."""
-        now, size = time.monotonic(), allocator.page_size
+    def begun(self, requests: Iterable[Request]) -> None:
+        """Before a step of these requests."""
+        now = time.monotonic()
         for request in requests:
             if request.times.time_in_queue is None:
                 request.times.time_in_queue = now - request.arrived_s
                 request.times.first_scheduled_time = request.times.arrival_time + request.times.time_in_queue
+
+    def pages(self, running: Iterable[Request], allocator: PageAllocator) -> None:
+        """Once per step."""
         # Only full pages are shared, so what is allocated and not held is each request's own.
-        allocated = allocator.num_used * size
-        empty = sum(len(request.handle.pages) * size - request.handle.length for request in running)
+        allocated = allocator.num_used * allocator.page_size
+        empty = sum(len(request.handle.pages) * allocator.page_size - request.handle.length for request in running)
         self.allocated_slots += allocated
         self.held_slots += allocated - empty
 
@@ -100,22 +103,21 @@ class Recorder:
         self.num_padded_row_steps += padded_row_steps
         self.num_possible_row_steps += possible_row_steps
 
-    def generated(self, request: Request, num_tokens: int) -> None:
-        """After `num_tokens` more tokens; those of one loop came at once and share its time evenly."""
-        times, now = request.times, time.monotonic() - request.arrived_s
-        if times.first_token_time is None:
-            times.first_token_time = times.arrival_time + now
-            self.prompt_tokens += request.prompt_len
-            self.ttft.add(now)
-            self.prefill.add(now - (times.time_in_queue or 0.0))
-            times.last_token_time, num_left = times.first_token_time, num_tokens - 1
-        else:
-            num_left = num_tokens
-        if num_left:
-            passed = times.arrival_time + now - (times.last_token_time or 0.0)
-            self.itl.add(passed / num_left, num_left)
-        times.last_token_time = times.arrival_time + now
+    def generated(self, request: Request, num_tokens: int, now: float) -> None:
+        """After `num_tokens` more tokens, at `now` on the monotonic clock; those of one loop came at once and share its
+        time evenly."""
+        times = request.times
+        moment, before = times.arrival_time + now - request.arrived_s, times.last_token_time
         self.generation_tokens += num_tokens
+        times.last_token_time = moment
+        if before is None:
+            times.first_token_time = before = moment
+            self.prompt_tokens += request.prompt_len
+            self.ttft.add(now - request.arrived_s)
+            self.prefill.add(now - request.arrived_s - (times.time_in_queue or 0.0))
+            num_tokens -= 1
+        if num_tokens:
+            self.itl.add((moment - before) / num_tokens, num_tokens)
 
     def ended(self, request: Request) -> None:
         times = request.times

@@ -64,3 +64,28 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One of the sequences that a beam search found.
+
+    `tokens` and `text` are prompt and output together, as in vLLM (text: None without a tokenizer). `cum_logprob` is
+    the sum of the output's log-probabilities, not divided by its length. `logprobs` has one dict per output token: the
+    likeliest tokens there. `finish_reason` is "stop" where an end token ended it (`stop_reason` is None for the model's
+    own first one, else its id), else "length".
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The `beam_width` best sequences for one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

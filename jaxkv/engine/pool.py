@@ -1,23 +1,27 @@
-"""How many pages the pool gets."""
+"""How many pages the pool gets, and the pool itself."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 
+from jaxkv.aot import Programs
 from jaxkv.config import EngineConfig, is_int
+from jaxkv.engine.budget import Budget, Memory
 from jaxkv.errors import CapacityError
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.state import PagedKV, empty_group, page_bytes
 from jaxkv.models.spec import ModelSpec
 
-CPU_SHARE = 0.25
-"""Most of the available memory that the pool takes on a CPU unless told otherwise."""
+MARGIN = 0.01
+"""Part of the limit that a pool whose size the programs' memory decides leaves unused."""
 
-STEP_SHARE = 0.1
-"""Part of an accelerator's memory budget that is left for the steps' temporaries."""
+ProgramsFor = Callable[[EngineConfig, int], Programs]
+"""The programs of an engine whose pool has so many pages; what else they depend on is in the config."""
 
 
 def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec) -> int:
@@ -34,51 +38,113 @@ def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec) -> int:
     )
 
 
-def choose_num_pages(
+def plan_pool(
     limits: EngineConfig,
     page_nbytes: int,
-    device: jax.Device,
+    memory: Memory,
     *,
     memory_bytes: int | None,
     pages_override: int | None,
-    utilization: float,
-) -> int:
-    """Pages that were asked for, else as many as every row at full length takes and memory allows.
+    programs_for: ProgramsFor,
+) -> Budget:
+    """The pages that were asked for, else as many as every row at full length takes and memory allows.
 
-    `limits` gives rows, length and page size; `page_nbytes` is `bytes_per_page`. Call it with the weights loaded.
+    `limits` gives rows, length and page size; `page_nbytes` is `bytes_per_page`. Where the memory sets no limit for the
+    pool, the largest of `programs_for` are compiled to learn what they leave. Nothing is allocated.
     Raises: ValueError for a figure out of range, CapacityError if there is no room for a single page.
     """
+    asked = _asked_pages(page_nbytes, memory_bytes, pages_override)
+    if asked is not None:
+        num_pages, name = asked
+        advice = f"lower {name}, max_num_batched_tokens or max_num_seqs"
+        return Budget(
+            memory=memory, num_pages=num_pages, page_nbytes=page_nbytes, reason=f"asked for by {name}", advice=advice
+        )
+    wanted, compile_s = limits.max_num_seqs * pages_per_row(limits), 0.0
+    if memory.pool_limit is None:
+        # A small pool bounds the length of rows, and so other inputs: one that only tries the compiler must not.
+        rows = replace(limits, num_pages=pages_per_row(limits))
+        most, compile_s = _fit_pages(memory, page_nbytes, wanted, partial(programs_for, rows))
+    elif (most := memory.pool_limit // page_nbytes) < 1:
+        raise CapacityError(f"{page_nbytes} bytes needed for one page of KV cache, {memory.pool_limit} free")
+    return Budget(
+        memory=memory,
+        num_pages=min(wanted, most),
+        page_nbytes=page_nbytes,
+        reason="what max_num_seqs x max_model_len needs" if wanted <= most else "as many as memory allows",
+        advice="lower max_num_batched_tokens or max_num_seqs, or set num_gpu_blocks_override",
+        compile_s=compile_s,
+    )
+
+
+def _asked_pages(page_nbytes: int, memory_bytes: int | None, pages_override: int | None) -> tuple[int, str] | None:
+    """(pages, name of the argument that asks for them)"""
     if memory_bytes is not None and pages_override is not None:
         raise ValueError("expected kv_cache_memory_bytes or num_gpu_blocks_override, got both")
-    if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization: expected a number in (0, 1], got {utilization!r}")
     if pages_override is not None:
         if not is_int(pages_override) or pages_override < 1:
             raise ValueError(f"num_gpu_blocks_override: expected a number >= 1, got {pages_override!r}")
-        return pages_override
+        return pages_override, "num_gpu_blocks_override"
     if memory_bytes is not None:
         if not is_int(memory_bytes) or memory_bytes < page_nbytes:
             raise ValueError(f"kv_cache_memory_bytes: expected at least one page, {page_nbytes}, got {memory_bytes!r}")
-        return memory_bytes // page_nbytes
-    wanted = limits.max_num_seqs * -(-limits.max_model_len // limits.block_size)
-    room = _free_bytes(device, utilization)
-    if room < page_nbytes:
-        raise CapacityError(f"{page_nbytes} bytes needed for one page of KV cache, {room} free on {device}")
-    return min(wanted, room // page_nbytes)
+        return memory_bytes // page_nbytes, "kv_cache_memory_bytes"
+    return None
 
 
-def _free_bytes(device: jax.Device, utilization: float) -> int:
-    """On a CPU at most a quarter of what this process (its cgroup) can still get; on an accelerator what `utilization`
-    of its memory leaves beside what is in use, less a tenth for the temporaries of the steps."""
-    if device.platform == "cpu":
-        return int(available_memory() * min(CPU_SHARE, utilization))
-    stats = device.memory_stats()
-    if stats is None:
-        raise CapacityError(f"{device} does not say how much memory it has; pass kv_cache_memory_bytes")
-    return int((stats["bytes_limit"] * utilization - stats["bytes_in_use"]) * (1 - STEP_SHARE))
+def _fit_pages(
+    memory: Memory, page_nbytes: int, wanted: int, programs_for: Callable[[int], Programs]
+) -> tuple[int, float]:
+    """(most pages that fit beside the programs, seconds spent compiling).
+
+    Raises: CapacityError if not even one page fits.
+    """
+    small, large = measured = _compile_two(min(wanted, memory.free // page_nbytes), programs_for)
+    kept = large.wide_bytes + large.num_programs * max(program.code_bytes for program in large.memory)
+    room = memory.free - kept - int(MARGIN * (memory.free + memory.used))
+    points = ([(programs.num_pages, one.temp_bytes) for one in programs.memory] for programs in measured)
+    lines = [fit_line(*pair) for pair in zip(*points, strict=True)]
+    num_pages = min((room - fixed) // (page_nbytes + per_page) for fixed, per_page in lines)
+    if num_pages < 1:
+        needed = max(page_nbytes + fixed + per_page for fixed, per_page in lines)
+        raise CapacityError(
+            f"{needed} bytes needed for one page of KV cache and the programs, {room} free: "
+            f"lower max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization"
+        )
+    return num_pages, small.compile_s + large.compile_s
 
 
-def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.Device) -> PagedKV:
+def _compile_two(at_most: int, programs_for: Callable[[int], Programs]) -> tuple[Programs, Programs]:
+    """The largest step and loop for two pools, of which the larger has half of what would fit without programs.
+
+    As large as that because a compiler that has memory to spare may spend it: for a small pool it has made three copies
+    where it made one for a large one (docs/benchmarks/memory.md). Half of it again if the compiler says that it cannot.
+    """
+    count = max(2, at_most // 2)
+    pair = programs_for(max(1, count * 3 // 4)), programs_for(count)
+    try:
+        for programs in pair:
+            programs.compile_largest()
+    except CapacityError:
+        if count == 2:
+            raise
+        return _compile_two(count, programs_for)
+    return pair
+
+
+def fit_line(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    """(a, b), whole bytes, of the line a + b * pages with b >= 0 that is nowhere below two points (pages, bytes)."""
+    (pages, nbytes), (more_pages, more_nbytes) = sorted((first, second))
+    per_page = max(0, -(-(more_nbytes - nbytes) // (more_pages - pages)))
+    return max(nbytes - per_page * pages, more_nbytes - per_page * more_pages), per_page
+
+
+def pages_per_row(limits: EngineConfig) -> int:
+    """Pages of one row of max_model_len tokens."""
+    return -(-limits.max_model_len // limits.block_size)
+
+
+def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.Device | None) -> PagedKV:
     """The engine's zeroed KV state on `device`.
 
     Raises: ValueError if the pool has more heads x pages than int32 can count.
@@ -103,26 +169,11 @@ def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.De
     )
 
 
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can still be had: the system's figure, and on Linux the cgroup's where that is lower."""
-    meminfo = root / "proc/meminfo"
-    if not meminfo.is_file():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    available = _fields(meminfo, ":")["MemAvailable"] * 1024
-    v1 = root / "sys/fs/cgroup/memory"
-    for limit, usage, cache in (
-        (v1.parent / "memory.max", v1.parent / "memory.current", "inactive_file"),
-        (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        if limit.is_file() and usage.is_file() and (text := limit.read_text().strip()) != "max":
-            # What files left in the page cache counts as used, but is given back on demand.
-            stat = usage.parent / "memory.stat"
-            reclaimable = _fields(stat, " ").get(cache, 0) if stat.is_file() else 0
-            available = min(available, max(0, int(text) - int(usage.read_text()) + reclaimable))
-    return available
+def abstract_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.Device) -> PagedKV:
+    """The shapes of `empty_kv` on `device`, which may be one of a topology. Allocates nothing. Raises: as that does."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
 
+    def placed(x: jax.ShapeDtypeStruct) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-def _fields(path: Path, separator: str) -> dict[str, int]:
-    """The `name<separator>number ...` lines of a kernel file."""
-    pairs = (line.split(separator, 1) for line in path.read_text().splitlines() if separator in line)
-    return {name: int(value.split()[0]) for name, value in pairs}
+    return jax.tree.map(placed, jax.eval_shape(partial(empty_kv, spec, config, codec, None)))

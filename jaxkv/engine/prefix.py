@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class PageKey(NamedTuple):
+    """What a full page is found by: its key, and its tokens (int32) to compare."""
+
+    key: bytes
+    tokens: bytes
 
 
 @dataclass(slots=True)
@@ -17,13 +25,32 @@ class PageChain:
 
     root: bytes
     keys: list[bytes] = field(default_factory=list)
+    packed: list[bytes] = field(default_factory=list)
 
-    def key(self, index: int, tokens: Sequence[int], page_size: int) -> bytes:
+    def copy(self) -> PageChain:
+        """Of a sequence that may go on otherwise."""
+        return PageChain(self.root, list(self.keys), list(self.packed))
+
+    def page(self, index: int, tokens: Sequence[int], page_size: int) -> PageKey:
         """The key of page `index`, which the first (index + 1) * page_size of `tokens` fill."""
-        while len(self.keys) <= index:
-            before = self.keys[-1] if self.keys else self.root
-            self.keys.append(hashlib.sha256(before + page_tokens(tokens, len(self.keys), page_size)).digest())
-        return self.keys[index]
+        if index >= len(self.keys):
+            self._extend(index + 1, tokens, page_size)
+        return PageKey(self.keys[index], self.packed[index])
+
+    def pages(self, first: int, end: int, tokens: Sequence[int], page_size: int) -> list[PageKey]:
+        """The same of several."""
+        self._extend(end, tokens, page_size)
+        return list(map(PageKey, self.keys[first:end], self.packed[first:end]))
+
+    def _extend(self, end: int, tokens: Sequence[int], page_size: int) -> None:
+        first = len(self.keys)
+        new = array("i", tokens[first * page_size : end * page_size]).tobytes()
+        key, page_bytes = self.keys[-1] if self.keys else self.root, page_size * array("i").itemsize
+        for start in range(0, len(new), page_bytes):
+            packed = new[start : start + page_bytes]
+            key = hashlib.sha256(key + packed).digest()
+            self.keys.append(key)
+            self.packed.append(packed)
 
 
 def root_key(secret: bytes, *parts: str) -> bytes:
@@ -32,52 +59,49 @@ def root_key(secret: bytes, *parts: str) -> bytes:
     return hashlib.sha256(b"\0".join([secret, lengths.encode(), *(part.encode() for part in parts)])).digest()
 
 
-def page_tokens(tokens: Sequence[int], index: int, page_size: int) -> bytes:
-    """The tokens of one page, as they are hashed and compared."""
-    return array("i", tokens[index * page_size : (index + 1) * page_size]).tobytes()
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    page: int
-    parent: int | None
-    tokens: bytes
-
-
 class PrefixIndex:
     """Pages by key. The allocator decides what leaves it, and keeps every entry's parent as long as the entry."""
 
     def __init__(self) -> None:
-        self._entry_of: dict[bytes, _Entry] = {}
+        # Of bytes and numbers only: among objects for every page Python's garbage collector would take milliseconds.
+        self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._parent_of: dict[int, int | None] = {}
+        self._tokens_of: dict[int, bytes] = {}
 
-    def __contains__(self, page: int) -> bool:
-        return page in self._key_of
+    @property
+    def listed(self) -> KeysView[int]:
+        """The pages that have an entry."""
+        return self._key_of.keys()
 
-    def find(self, key: bytes, parent: int | None, tokens: bytes) -> int | None:
+    def find(self, page_key: PageKey, parent: int | None) -> int | None:
         """The page of this key if it does hold these tokens after that parent: a collision is a miss."""
-        entry = self._entry_of.get(key)
-        return entry.page if entry is not None and (entry.parent, entry.tokens) == (parent, tokens) else None
+        page = self._page_of.get(page_key.key)
+        if page is None or self._parent_of[page] != parent or self._tokens_of[page] != page_key.tokens:
+            return None
+        return page
 
-    def add(self, key: bytes, page: int, parent: int | None, tokens: bytes) -> bool:
+    def add(self, page_key: PageKey, page: int, parent: int | None) -> bool:
         """Whether the page is listed now; it is not where its key is taken already."""
-        if key in self._entry_of:
+        if page_key.key in self._page_of:
             return False
-        self._entry_of[key] = _Entry(page, parent, tokens)
-        self._key_of[page] = key
+        self._page_of[page_key.key] = page
+        self._key_of[page], self._tokens_of[page] = page_key
+        self._parent_of[page] = parent
         return True
 
     def remove(self, page: int) -> None:
-        del self._entry_of[self._key_of.pop(page)]
+        del self._page_of[self._key_of.pop(page)], self._parent_of[page], self._tokens_of[page]
 
     def clear(self) -> None:
-        self._entry_of.clear()
-        self._key_of.clear()
+        for each in (self._page_of, self._key_of, self._parent_of, self._tokens_of):
+            each.clear()
 
     def check(self) -> None:
-        """Raises RuntimeError if the two directions disagree, or an entry outlived its parent."""
-        if self._key_of != {entry.page: key for key, entry in self._entry_of.items()}:
+        """Raises RuntimeError if the directions disagree, or an entry outlived its parent."""
+        listed = {page: key for key, page in self._page_of.items()}
+        if self._key_of != listed or not listed.keys() == self._parent_of.keys() == self._tokens_of.keys():
             raise RuntimeError("prefix index: pages and keys disagree")
-        lost = [entry.page for entry in self._entry_of.values() if entry.parent not in self._key_of | {None: b""}]
+        lost = [page for page, parent in self._parent_of.items() if parent is not None and parent not in listed]
         if lost:
             raise RuntimeError(f"prefix index: pages {lost[:5]} are listed, their parents are not")

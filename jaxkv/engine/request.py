@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxkv.config import SamplingParams
 from jaxkv.engine.allocator import KVHandle
+from jaxkv.engine.beam import BeamSearch
 from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.text import TextStream
@@ -20,6 +23,12 @@ class Request:
     and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason. `row` is its place in
     the row tables while it runs. `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the
     prompt. `arrived_s` is `times.arrival_time` on the monotonic clock.
+
+    `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read yet. Plans count on
+    those, as if the request would not end before: `handle` has what those steps store.
+
+    A beam's next token comes from its `search`, once that knows the candidates (tokens, log-probabilities) of all its
+    `beams`, this one included: until then the last token computed is the last there is, and nothing is pending.
     """
 
     id: str
@@ -51,6 +60,19 @@ class Request:
     num_preemptions: int = 0
     times: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_s: float = 0.0
+    search: BeamSearch | None = None
+    beams: tuple[Request, ...] = field(default=(), repr=False)
+    candidates: tuple[np.ndarray, np.ndarray] | None = None
+    num_tokens: int = field(init=False)
+    needs_host: bool = field(init=False)
+    """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
+    needs_tokens: bool = field(init=False)
+    """Whether its part in a step is made from all tokens before it, so that those must have been read."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.tokens)
+        self.needs_host = any(len(word) > 1 for word in self.bad_words)
+        self.needs_tokens = self.needs_host or self.params.penalises
 
     @property
     def order(self) -> tuple[int, int]:
@@ -64,23 +86,38 @@ class Request:
 
     @property
     def num_new(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated and read so far."""
         return len(self.tokens) - self.prompt_len
 
     @property
+    def num_coming(self) -> int:
+        """Tokens that are sampled but not read."""
+        return self.num_tokens - len(self.tokens)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are in the KV state and have been read. The newest one read may be an end that is not stored."""
+        return min(self.handle.length, len(self.tokens) - 1)
+
+    @property
     def num_pending(self) -> int:
-        """Tokens that are not in the KV state yet: 1 when decoding, more during prefill."""
-        return len(self.tokens) - self.handle.length
+        """Tokens that are not in the KV state yet: 1 when decoding, more during prefill, 0 of a beam that waits."""
+        return self.num_tokens - self.handle.length
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may still generate."""
-        return self.max_len - len(self.tokens)
+        """Tokens that it may still generate, beyond those that are coming."""
+        return self.max_len - self.num_tokens
 
     @property
-    def needs_host(self) -> bool:
-        """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
-        return bool(self.bad_words) and any(len(word) > 1 for word in self.bad_words)
+    def is_full(self) -> bool:
+        """Whether all the tokens that it may have are here."""
+        return len(self.tokens) >= self.max_len
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it needs no more than what is coming: it has given back its row and pages."""
+        return self.row is None and self.num_left == 0 and self.num_coming > 0
 
     def completion(self) -> CompletionOutput:
         """Everything so far; until it ends without what may turn out to begin a stop string."""

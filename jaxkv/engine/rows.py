@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.aot import empty_batch, empty_rows, empty_sampling, table_width
+from jaxkv.aot import NO_ROW, empty_batch, empty_rows, empty_sampling, table_width
 from jaxkv.config import EngineConfig
 from jaxkv.engine.masks import ends_of, token_mask
 from jaxkv.engine.request import Request
@@ -16,6 +16,7 @@ from jaxkv.kv.state import PagedKV
 from jaxkv.loop import Rows
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
+from jaxkv.steps import Newest
 
 WIDE = ("allowed_BM", "bias_id_BE", "bias_BE", "history_BN")
 """Sampling parameters of more than a few values per row."""
@@ -38,23 +39,40 @@ class RowTables:
         self._min_len_R = np.zeros(config.max_num_seqs, np.int64)
         self._penalises_R = np.zeros(config.max_num_seqs, np.bool_)
         self._empty: dict[int, Sampling] = {}
+        self._same: tuple[tuple[int, bytes], Sampling] | None = None
         self._owner_R: list[Request | None] = [None] * config.max_num_seqs
         self._pages_R: list[tuple[int, ...]] = [()] * config.max_num_seqs
 
-    def update(self, request: Request) -> None:
-        """Takes over a request that is new in its row, and the pages of one that has got others since the last time."""
-        row, pages = request.row, request.handle.pages
-        if row is None:
-            raise RuntimeError(f"request {request.id} is to run without a row")
-        if self._owner_R[row] is not request:
-            self._owner_R[row] = request
-            self._set_sampling(row, request)
+    def bind(
+        self, kv: PagedKV, newest_R: jax.Array, requests: list[Request], num_rows: int
+    ) -> tuple[PagedKV, Newest, Sampling]:
+        """What a step of these running requests, in this order, has of them beside their tokens."""
+        index = self._select(requests)
+        row_B: Any = np.full(num_rows, NO_ROW, np.int32)
+        row_B[: len(index)] = index
+        state = self.state_of(requests, kv, num_rows)
+        return state, Newest(newest_R, row_B), self._sampling_for(requests, index, num_rows)
+
+    def _select(self, requests: list[Request]) -> np.ndarray:
+        """The requests' rows. Takes over who is new in its row, and the pages of who has got others since."""
+        for request in requests:
+            row, pages = request.row, request.handle.pages
+            if row is None:
+                raise RuntimeError(f"request {request.id} is to run without a row")
+            if self._owner_R[row] is not request:
+                self._owner_R[row] = request
+                self._set_sampling(row, request)
+                self._same = None
+            if self._pages_R[row] is not pages:
+                self._set_pages(row, pages)
+        return np.array([request.row for request in requests], np.int32)
+
+    def _set_pages(self, row: int, pages: tuple[int, ...]) -> None:
+        # Nearly always some pages more, and to write them all costs ten times as much.
         before = self._pages_R[row]
-        if before is not pages:
-            # Nearly always some pages more, and to write them all costs ten times as much.
-            kept = len(before) if pages[: len(before)] == before else 0
-            self._pages_R[row] = pages
-            self.table_RW[row, kept : len(pages)] = pages[kept:]
+        kept = len(before) if pages[: len(before)] == before else 0
+        self._pages_R[row] = pages
+        self.table_RW[row, kept : len(pages)] = pages[kept:]
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
@@ -67,7 +85,7 @@ class RowTables:
         table.stop_BE[row] = NO_TOKEN
         table.stop_BE[row, : len(request.stop_ids)] = sorted(request.stop_ids)
         table.logprobs_B[row] = params.logprobs is not None
-        self._min_len_R[row] = request.prompt_len + params.min_tokens
+        self._min_len_R[row] = request.prompt_len + params.min_tokens if params.min_tokens else 0
         self._penalises_R[row] = params.penalises
         table.repetition_B[row] = params.repetition_penalty
         table.frequency_B[row] = params.frequency_penalty
@@ -92,7 +110,7 @@ class RowTables:
         start = 0
         for row, (request, count) in enumerate(work):
             done, end = request.handle.length, start + count
-            batch.token_T[start:end] = request.tokens[done : done + count]
+            batch.token_T[start:end] = NO_TOKEN if request.num_coming else request.tokens[done : done + count]
             batch.position_T[start:end] = np.arange(done, done + count)
             batch.row_T[start:end] = row
             batch.start_B[row] = start
@@ -112,34 +130,47 @@ class RowTables:
         if first < end:
             target_T[first - done - 1 : end - done - 1] = request.tokens[first:end]
 
-    def decode_rows(self, requests: list[Request], num_steps: int, num_rows: int) -> Rows:
-        rows, count = empty_rows(num_rows), len(requests)
-        rows.token_B[:count] = [request.tokens[-1] for request in requests]
-        rows.position_B[:count] = [len(request.tokens) - 1 for request in requests]
-        rows.budget_B[:count] = np.minimum([request.num_left for request in requests], num_steps)
+    def decode_rows(self, work: list[tuple[Request, int]], num_rows: int) -> Rows:
+        """Rows that may get so many tokens; their newest one is on the device only where steps are under way."""
+        rows, count = empty_rows(num_rows), len(work)
+        rows.token_B[:count] = [r.tokens[-1] if r.num_tokens == len(r.tokens) else NO_TOKEN for r, _ in work]
+        rows.position_B[:count] = [request.handle.length for request, _ in work]
+        rows.budget_B[:count] = [num_tokens for _, num_tokens in work]
         return rows
 
-    def sampling_for(self, requests: list[Request], num_rows: int) -> Sampling:
+    def _sampling_for(self, requests: list[Request], index: np.ndarray, num_rows: int) -> Sampling:
         """The requests' parameters in this order; rows past them are greedy and want nothing."""
-        index = _row_index(requests)
-        table, empty = self.sampling, self._empty_for(num_rows)
-        unused = {"history_BN"}
-        if not table.masked_B[index].any():
-            unused |= {"allowed_BM"}
-        if (table.bias_id_BE[index, 0] == NO_TOKEN).all():
-            unused |= {"bias_id_BE", "bias_BE"}
-        sent: dict[str, Any] = {}
-        for name in {field.name for field in fields(Sampling)} - unused:
-            sent[name] = np.array(getattr(empty, name))
-            sent[name][: len(index)] = getattr(table, name)[index]
-        sampling = replace(empty, **sent)
-        num_tokens = [len(request.tokens) for request in requests]
-        sampling.min_left_B[: len(index)] = np.maximum(self._min_len_R[index] - num_tokens, 0)
-        for row in np.flatnonzero(table.masked_B[index]).tolist():
-            if requests[row].needs_host:
-                self._set_mask(sampling.allowed_BM, row, requests[row])
-        penalised = np.flatnonzero(self._penalises_R[index]).tolist()
-        return replace(sampling, history_BN=self._histories(requests, penalised, num_rows)) if penalised else sampling
+        sampling = self._parameters(index, num_rows)
+        changed: dict[str, Any] = {}
+        if self._min_len_R[index].any():
+            changed["min_left_B"] = np.zeros(num_rows, np.int32)
+            num_tokens = [request.num_tokens for request in requests]
+            changed["min_left_B"][: len(index)] = np.maximum(self._min_len_R[index] - num_tokens, 0)
+        if any(request.needs_host for request in requests):
+            changed["allowed_BM"] = np.array(sampling.allowed_BM)
+            for row, request in enumerate(requests):
+                if request.needs_host:
+                    self._set_mask(changed["allowed_BM"], row, request)
+        if penalised := np.flatnonzero(self._penalises_R[index]).tolist():
+            changed["history_BN"] = self._histories(requests, penalised, num_rows)
+        return replace(sampling, **changed) if changed else sampling
+
+    def _parameters(self, index: np.ndarray, num_rows: int) -> Sampling:
+        """What the tables hold of these rows. Decode loops of the same ones make it once."""
+        key = (num_rows, index.tobytes())
+        if self._same is None or self._same[0] != key:
+            table, empty = self.sampling, self._empty_for(num_rows)
+            unused = {"history_BN"}
+            if not table.masked_B[index].any():
+                unused |= {"allowed_BM"}
+            if (table.bias_id_BE[index, 0] == NO_TOKEN).all():
+                unused |= {"bias_id_BE", "bias_BE"}
+            sent: dict[str, Any] = {}
+            for name in {field.name for field in fields(Sampling)} - unused:
+                sent[name] = np.array(getattr(empty, name))
+                sent[name][: len(index)] = getattr(table, name)[index]
+            self._same = key, replace(empty, **sent)
+        return self._same[1]
 
     def _histories(self, requests: list[Request], penalised: list[int], num_rows: int) -> Any:
         history_BN = np.full((num_rows, self.max_len), NO_TOKEN, np.int32)
@@ -155,17 +186,14 @@ class RowTables:
             self._empty[num_rows] = replace(empty, **wide)
         return self._empty[num_rows]
 
-    def state_for(self, kv: PagedKV, requests: list[Request], num_rows: int) -> PagedKV:
+    def state_of(self, requests: list[Request], kv: PagedKV, num_rows: int) -> PagedKV:
         """The state with the requests' tables and lengths in this order. All groups share one table for now."""
+        index = np.array([request.row for request in requests], np.int32)
+        # Copies: the tables change while the device may still read what it was given.
         table_BW: Any = np.zeros((num_rows, self.table_RW.shape[1]), np.int32)
-        table_BW[: len(requests)] = self.table_RW[_row_index(requests)]
+        table_BW[: len(index)] = self.table_RW[index]
         len_B: Any = np.zeros(num_rows, np.int32)
-        len_B[: len(requests)] = [request.handle.length for request in requests]
+        len_B[: len(index)] = [request.handle.length for request in requests]
         first_BW: Any = np.broadcast_to(self.first_W, table_BW.shape)
         groups = (replace(group, table_BW=table_BW, first_BW=first_BW, len_B=len_B) for group in kv.groups)
         return replace(kv, groups=tuple(groups))
-
-
-def _row_index(requests: list[Request]) -> np.ndarray:
-    """Rows of running requests; a request without one is refused by numpy."""
-    return np.array([request.row for request in requests], np.int32)

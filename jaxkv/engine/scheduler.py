@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from jaxkv.aot import fit_bucket, token_buckets
 from jaxkv.config import EngineConfig
 from jaxkv.engine.allocator import KVHandle, PageAllocator
-from jaxkv.engine.prefix import page_tokens
+from jaxkv.engine.prefix import PageKey
 from jaxkv.engine.request import Request
+from jaxkv.errors import CapacityError
 
 STEP_COST = 64
 """What a step costs however few its tokens, counted in tokens: it reads all weights (measured on a CPU)."""
@@ -18,21 +19,36 @@ STEP_COST = 64
 WATERMARK = 0.02
 """Part of the pool that admission leaves for running rows to grow into, beside one page for each of them."""
 
+PAGES_AT_ONCE = 8
+"""Pages of an output that are listed together: one at a time costs the host half as much again, all at the end would be
+felt by the step that they fall on."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One ragged step: (request, number of its pending tokens to compute), those with one token in this step first,
-    shortest first."""
+    shortest first. `copies` of pages, (source, target), come before it, in this order."""
 
     work: list[tuple[Request, int]]
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self.work]
 
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """Up to `num_steps` decode steps on the device for these requests, shortest first; their pages are reserved."""
+    """Up to `num_steps` decode steps on the device: (request, tokens that it may get), shortest first; their pages are
+    reserved. `copies` as in `StepPlan`."""
 
-    requests: list[Request]
+    work: list[tuple[Request, int]]
     num_steps: int
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self.work]
 
 
 class Scheduler:
@@ -41,6 +57,10 @@ class Scheduler:
     Pages are taken as tokens come. Where they run out, the request that is last in that order gives all of its own back
     and waits again (it is preempted); its tokens are kept and computed anew. The first one in order never is, and fits
     alone, so something always advances.
+
+    A beam without pending tokens waits for the others of its search. They are neighbours in that order and all fit
+    together, so the first search in order always advances too: where nothing else is left to compute, its missing beams
+    are admitted whatever it takes.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -53,6 +73,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_added = 0
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._copies: dict[Request, tuple[int, int]] = {}
 
     @property
     def waiting(self) -> list[Request]:
@@ -66,40 +87,83 @@ class Scheduler:
 
     def plan(self) -> StepPlan | LoopPlan | None:
         """The next thing to run with its pages reserved, or None if there is nothing to do."""
-        size = self.config.block_size
-        for request in self.running:
-            if request.num_published < request.handle.length // size:
-                self._publish(request)
-        self._admit()
-        if not self.running:
-            return None
-        if all(request.num_pending == 1 for request in self.running):
-            return self._plan_loop()
-        return self._plan_step()
+        for request in list(self._copies):  # an interrupt came before them: these pages hold nothing
+            self._preempt(request)
+        self._publish_and_let_go()
+        while True:
+            self._admit()
+            if not self.running:
+                return None
+            ready = [request for request in self.running if request.num_tokens > request.handle.length]
+            if not ready:
+                raise RuntimeError("every running request waits for a beam that is neither running nor waiting")
+            decodes = all(request.num_tokens == request.handle.length + 1 for request in ready)
+            plan = self._plan_loop(ready) if decodes else self._plan_step()
+            # None where all that was ready gave its pages up and those before it are beams that wait: they come next.
+            if plan is not None:
+                return plan
+
+    def copied(self) -> None:
+        """The copies of the last plan are made."""
+        self._copies.clear()
+
+    def launched(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
+        """Counts what the plan stores and samples as done from now on, before anybody has read it.
+
+        Returns its requests, each with the number of tokens that come to it unless it ends before.
+        """
+        is_loop, rows = isinstance(plan, LoopPlan), []
+        for request, count in plan.work:
+            request.handle = self.allocator.advance(request.handle, request.handle.length + count)
+            coming = count if is_loop else int(request.num_pending == 0)
+            request.num_tokens += coming
+            rows.append((request, coming))
+        return rows
 
     def remove(self, request: Request) -> None:
-        """Takes a waiting or running request out and frees what it holds; full pages stay cached."""
-        if request.row is None:
+        """Takes a request out wherever it is and frees what it holds; full pages stay cached."""
+        if request.row is not None:
+            self._publish(request)
+            self._release(request)
+        elif (request.order, request) in self._waiting:
             self._waiting.remove((request.order, request))
             heapq.heapify(self._waiting)
-            return
-        self._publish(request)
-        self._release(request)
+
+    def _publish_and_let_go(self) -> None:
+        """Lists new full pages, of prompts at once; frees the rows and pages of requests whose last tokens are coming.
+
+        The device works in order: what takes their place is written after their last step.
+        """
+        size = self.config.block_size
+        for request in list(self.running):
+            num_new = (len(request.tokens) - 1) // size - request.num_published
+            if num_new >= PAGES_AT_ONCE or request.num_published < request.prompt_len // size:
+                self._publish(request)
+            if request.num_tokens == request.max_len:
+                self._publish(request)
+                self._release(request)
 
     def _release(self, request: Request) -> None:
         if request.row is None:
             raise RuntimeError(f"request {request.id} is not running")
         self.running.remove(request)
         self._free_rows.append(request.row)
+        self._copies.pop(request, None)
         self.allocator.release(request.handle)
         request.row, request.handle, request.num_published = None, KVHandle(), 0
 
     def _admit(self) -> None:
+        if self._waiting and not self._free_rows and not self._is_ready():
+            self._preempt(self.running[-1])
         # In order: a request that does not fit yet holds back those behind it, or it could wait forever.
+        owed = self._owed_pages() if self._waiting and self._free_rows else 0
         while self._waiting and self._free_rows:
             _, request = self._waiting[0]
+            if request.num_coming:
+                return  # it was preempted, and all its tokens are computed anew
             found = self._take_cached(request)
-            if self.running and self._pages_to_come(request) > self.allocator.num_free - self._owed_pages():
+            needed = self._pages_to_come(request)
+            if self._is_ready() and needed > self.allocator.num_free - owed:
                 self.allocator.release(request.handle)
                 request.handle, request.num_published = KVHandle(), 0
                 return
@@ -109,6 +173,11 @@ class Scheduler:
                 self.num_looked_up += request.prompt_len
             self._count_found(request, found)
             insort(self.running, request, key=_order)
+            owed += needed + 1
+
+    def _is_ready(self) -> bool:
+        """Whether anything that runs has something to compute."""
+        return any(request.num_pending for request in self.running)
 
     def _owed_pages(self) -> int:
         """What running requests still need for the tokens that they have, and are likely to need soon."""
@@ -116,35 +185,34 @@ class Scheduler:
         return owed + len(self.running) + int(WATERMARK * self.config.num_pages)
 
     def _pages_to_come(self, request: Request) -> int:
-        return max(0, self.allocator.pages_for(len(request.tokens)) - len(request.handle.pages))
+        return max(0, self.allocator.pages_for(request.num_tokens) - len(request.handle.pages))
 
-    def _plan_loop(self) -> LoopPlan:
-        left = [request.num_left for request in self.running]
+    def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
+        left = [request.num_left for request in ready]
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
         num_steps = min(self.config.decode_steps, min(left) if self._waiting else max(left))
-        num_steps = 1 if any(request.needs_host for request in self.running) else num_steps
-        for request in list(self.running):
-            self._reserve(request, min(num_steps, request.num_left))
-        return LoopPlan(sorted(self.running, key=_length), num_steps)
+        num_steps = 1 if any(request.needs_host for request in ready) else num_steps
+        work = self._reserve_all([(request, min(num_steps, num)) for request, num in zip(ready, left, strict=True)])
+        return LoopPlan(sorted(work, key=_length_of_work), num_steps, tuple(self._copies.values())) if work else None
 
-    def _plan_step(self) -> StepPlan:
+    def _plan_step(self) -> StepPlan | None:
         decoding = [request for request in self.running if request.num_pending == 1]
         budget = self._step_tokens(len(decoding))
         work = [(request, 1) for request in decoding[:budget]]
         budget -= len(work)
-        coming: set[bytes] = set()
+        coming: set[PageKey] = set()
         for request in self.running:
             if request.num_pending > 1 and budget > 0 and self._is_next(request, coming):
                 count = min(budget, request.num_pending)
                 self._expect(request, count, coming)
                 work.append((request, count))
                 budget -= count
-        for request, count in sorted(work, key=lambda item: item[0].order):
-            self._reserve(request, count)
-        work = [(request, count) for request, count in work if request.row is not None]
+        work = self._reserve_all(sorted(work, key=_order_of_work))
+        if not work:
+            return None
         # A prompt's last token alone is a decode row too.
-        decode = sorted((item for item in work if item[1] == 1), key=lambda item: _length(item[0]))
-        return StepPlan(decode + [item for item in work if item[1] > 1])
+        decode = sorted((item for item in work if item[1] == 1), key=_length_of_work)
+        return StepPlan(decode + [item for item in work if item[1] > 1], tuple(self._copies.values()))
 
     def _step_tokens(self, num_decoding: int) -> int:
         """Most tokens of the next step: what is pending, or as many as fill the next smaller program exactly where two
@@ -157,18 +225,30 @@ class Scheduler:
         rest = fit_bucket(buckets, wanted - smaller + num_decoding)
         return smaller if smaller + rest + STEP_COST < fit_bucket(buckets, wanted) else wanted
 
+    def _reserve_all(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Pages for so many more tokens of each request, which come in order. Returns what of the work is left: where
+        no pages are free, the last running ones give theirs back, maybe some of these."""
+        size = self.config.block_size
+        for request, count in work:
+            handle = request.handle
+            # Only beams share the page that they write to.
+            if request.beams or handle.length + count > len(handle.pages) * size:
+                self._reserve(request, handle.length + count)
+        return [item for item in work if item[0].row is not None]
+
     def _reserve(self, request: Request, num_tokens: int) -> None:
-        """Pages for so many more tokens, taken from the last requests in order where none are free: maybe itself."""
-        total = request.handle.length + num_tokens
-        if total <= len(request.handle.pages) * self.config.block_size:
-            return
         while request.row is not None:
-            if self.allocator.pages_for(total) - len(request.handle.pages) <= self.allocator.num_free:
-                request.handle = self.allocator.reserve(request.handle, total)
+            try:
+                request.handle, copy = self.allocator.own_tail(request.handle)
+                if copy is not None:
+                    self._copies[request] = copy
+                request.handle = self.allocator.reserve(request.handle, num_tokens)
                 return
-            self._preempt(self.running[-1])
+            except CapacityError:
+                self._preempt(self.running[-1])
 
     def _preempt(self, request: Request) -> None:
+        self._publish(request)
         self._release(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
@@ -189,7 +269,7 @@ class Scheduler:
         """
         before = request.handle.length
         while (index := self._next_page(request)) is not None:
-            page = self.allocator.find(request.handle, self._key(request, index), self._page(request, index))
+            page = self.allocator.find(request.handle, self._key(request, index))
             if page is None:
                 break
             request.handle = self.allocator.extend(request.handle, page)
@@ -204,14 +284,14 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Lists the request's full pages for others."""
-        while (index := request.num_published) < request.handle.length // self.config.block_size:
-            key, tokens = self._key(request, index), self._page(request, index)
-            request.handle, listed = self.allocator.publish(request.handle, index, key, tokens)
-            if not listed:
-                return
-            request.num_published += 1
+        size, first = self.config.block_size, request.num_published
+        end = request.num_known // size
+        if first < end:
+            keys = request.chain.pages(first, end, request.tokens, size)
+            request.handle, num_listed = self.allocator.publish(request.handle, first, keys)
+            request.num_published += num_listed
 
-    def _is_next(self, request: Request, coming: set[bytes]) -> bool:
+    def _is_next(self, request: Request, coming: set[PageKey]) -> bool:
         """Whether to compute the request's next page now, and not take it over from another one after this step."""
         self._count_found(request, self._take_cached(request))
         index = self._next_page(request)
@@ -223,17 +303,14 @@ class Scheduler:
             self.num_found += num_tokens
             request.num_cached += num_tokens
 
-    def _expect(self, request: Request, count: int, coming: set[bytes]) -> None:
+    def _expect(self, request: Request, count: int, coming: set[PageKey]) -> None:
         """Adds the pages that the next `count` tokens fill."""
         size = self.config.block_size
         first, end = request.handle.length // size, (request.handle.length + count) // size
         coming.update(self._key(request, index) for index in range(first, end))
 
-    def _key(self, request: Request, index: int) -> bytes:
-        return request.chain.key(index, request.tokens, self.config.block_size)
-
-    def _page(self, request: Request, index: int) -> bytes:
-        return page_tokens(request.tokens, index, self.config.block_size)
+    def _key(self, request: Request, index: int) -> PageKey:
+        return request.chain.page(index, request.tokens, self.config.block_size)
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows or order do not add up."""
@@ -251,6 +328,10 @@ def _order(request: Request) -> tuple[int, int]:
     return request.order
 
 
-def _length(request: Request) -> int:
+def _order_of_work(item: tuple[Request, int]) -> tuple[int, int]:
+    return item[0].order
+
+
+def _length_of_work(item: tuple[Request, int]) -> int:
     """Decode rows are listed by length: attention sweeps neighbouring rows together, as far as the longest one goes."""
-    return request.handle.length
+    return item[0].handle.length

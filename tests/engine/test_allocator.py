@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from jaxkv.engine.allocator import KVHandle, PageAllocator
+from jaxkv.engine.prefix import PageKey
 from jaxkv.errors import CapacityError
 
 PAGE = 4
@@ -51,27 +52,49 @@ def test_advance_stays_within_the_reserved_pages_and_never_goes_back():
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 5, 8, 11])
-def test_a_fork_shares_full_pages_and_copies_only_the_partial_tail(length):
+def test_a_fork_shares_all_pages_and_the_first_that_writes_gets_its_own_partial_tail(length):
     allocator = PageAllocator(8, PAGE)
     handle = filled(allocator, length, room=12)
-    fork, copy = allocator.fork(handle)
-    full = length // PAGE
-    assert fork.length == length
-    assert fork.pages[:full] == handle.pages[:full]
-    if length % PAGE:
-        assert copy == (handle.pages[full], fork.pages[full])
-        assert fork.pages[full] not in handle.pages
-    else:
-        assert copy is None
-        assert len(fork.pages) == full
-    assert allocator.num_used == 3 + bool(length % PAGE)
+    fork = allocator.fork(handle)
+    full, partial = length // PAGE, length % PAGE > 0
+    assert fork == KVHandle(handle.pages[: full + partial], length)
+    assert allocator.num_used == 3
     allocator.check([handle, fork])
+    own, copy = allocator.own_tail(fork)
+    assert allocator.num_used == 3 + partial
+    if partial:
+        assert copy == (handle.pages[full], own.pages[full])
+        assert own.pages[full] not in handle.pages
+    assert (own.pages[:full], own.length) == (handle.pages[:full], length)
+    for one in (own, handle):  # neither is shared now
+        assert allocator.own_tail(one) == (one, None)
+    allocator.check([own, handle])
     allocator.release(handle)
-    assert allocator.num_used == len(fork.pages)
-    allocator.check([fork])
-    allocator.release(fork)
+    assert allocator.num_used == len(own.pages)
+    allocator.check([own])
+    allocator.release(own)
     assert allocator.num_free == 8
     allocator.check([])
+
+
+def test_the_last_holder_of_a_tail_keeps_it_unless_it_is_listed_for_others():
+    allocator = PageAllocator(8, PAGE)
+    first = filled(allocator, 5)
+    second, third = allocator.fork(first), allocator.fork(first)
+    copies = []
+    for handle in (first, second, third):
+        own, copy = allocator.own_tail(handle)
+        copies.append(copy)
+        allocator.check([own, *[first, second, third][len(copies) :]])
+        allocator.release(own)
+    assert [copy and copy[0] for copy in copies] == [first.pages[1], first.pages[1], None]
+    listed, num_listed = allocator.publish(filled(allocator, 4), 0, [PageKey(b"key", b"tokens")])
+    assert num_listed == 1
+    short = allocator.rewind(listed, 3)
+    own, copy = allocator.own_tail(short)
+    assert copy == (short.pages[0], own.pages[0])
+    allocator.check([own])
+    assert allocator.find(KVHandle(), PageKey(b"key", b"tokens")) == short.pages[0]
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 9])
@@ -89,8 +112,7 @@ def test_rewind_keeps_the_pages_of_the_kept_tokens_only(length):
 def test_a_rewound_fork_leaves_the_shared_pages_to_the_other():
     allocator = PageAllocator(8, PAGE)
     handle = filled(allocator, 8)
-    fork, _ = allocator.fork(handle)
-    fork = allocator.rewind(fork, 0)
+    fork = allocator.rewind(allocator.fork(handle), 0)
     allocator.check([handle, fork])
     assert allocator.num_used == 2
 
@@ -123,11 +145,15 @@ def test_exhaustion_says_needed_and_free_and_changes_nothing():
     assert state(allocator) == before
     other = filled(allocator, 8)
     before = state(allocator)
+    fork = allocator.fork(handle)
+    shared = state(allocator)
     with pytest.raises(CapacityError, match="1 pages of 4 tokens needed, 0 free"):
-        allocator.fork(handle)
+        allocator.own_tail(fork)
+    assert state(allocator) == shared
+    allocator.check([handle, other, fork])
+    allocator.release(fork)
     assert state(allocator) == before
-    allocator.check([handle, other])
-    fork, copy = allocator.fork(other)  # full pages need no new one
+    fork, copy = allocator.own_tail(allocator.fork(other))  # full pages need no new one
     assert copy is None
     allocator.check([handle, other, fork])
 
@@ -179,7 +205,7 @@ CORRUPTIONS = [lose_a_reference, gain_a_reference, take_a_free_page, lose_a_free
 def test_check_sees_a_corruption(corrupt):
     allocator = PageAllocator(8, PAGE)
     handles = [filled(allocator, 6)]
-    handles.append(allocator.fork(handles[0])[0])
+    handles.append(allocator.own_tail(allocator.fork(handles[0]))[0])
     allocator.check(handles)
     corrupt(allocator, handles)
     with pytest.raises(RuntimeError):
@@ -198,15 +224,16 @@ class Naive:
     memory: dict[tuple[int, int], int] = field(default_factory=dict)
     live: list[tuple[KVHandle, list[int]]] = field(default_factory=list)
     num_refused: int = 0
+    num_copied: int = 0
 
     def step(self) -> None:
         operation = self.rng.choice([self.start, self.grow, self.grow, self.grow, self.fork, self.rewind, self.release])
-        before = state(self.allocator)
+        self.before = state(self.allocator)
         try:
             operation()
         except CapacityError:
             self.num_refused += 1
-            assert state(self.allocator) == before
+            assert state(self.allocator) == self.before
             self.release()
         self.check()
 
@@ -221,29 +248,25 @@ class Naive:
             return
         i = self.pick()
         handle, tokens = self.live[i]
-        if self.tail_is_shared(handle):
-            return
-        handle = self.allocator.reserve(handle, handle.length + self.rng.randrange(0, 14))
+        total = handle.length + self.rng.randrange(0, 14)
+        handle, copy = self.allocator.own_tail(handle)
+        self.live[i], self.before = (handle, tokens), state(self.allocator)
+        if copy is not None:
+            source, target = copy
+            self.memory |= {(target, slot): self.memory.get((source, slot), -1) for slot in range(PAGE)}
+            self.num_copied += 1
+        handle = self.allocator.reserve(handle, total)
         room = len(handle.pages) * PAGE
         new = [self.rng.getrandbits(30) for _ in range(self.rng.randint(0, room - handle.length))]
         for position, token in enumerate(new, start=handle.length):
             self.memory[handle.pages[position // PAGE], position % PAGE] = token
         self.live[i] = self.allocator.advance(handle, handle.length + len(new)), tokens + new
 
-    def tail_is_shared(self, handle: KVHandle) -> bool:
-        """A handle rewound into a shared page may be read, forked and released; to be written it must be forked."""
-        written = handle.pages[handle.length // PAGE :]
-        return any(page in other.pages for page in written for other, _ in self.live if other is not handle)
-
     def fork(self) -> None:
         if not self.live:
             return
         handle, tokens = self.live[self.pick()]
-        fork, copy = self.allocator.fork(handle)
-        if copy is not None:
-            source, target = copy
-            self.memory |= {(target, slot): self.memory.get((source, slot), -1) for slot in range(PAGE)}
-        self.live.append((fork, list(tokens)))
+        self.live.append((self.allocator.fork(handle), list(tokens)))
 
     def rewind(self) -> None:
         if not self.live:
@@ -273,6 +296,7 @@ def test_random_operations_keep_every_sequence_whole_and_lose_no_page():
     for _ in range(20_000):
         naive.step()
     assert naive.num_refused > 500  # the pool was full often enough to mean something
+    assert naive.num_copied > 300
     while naive.live:
         naive.release()
     naive.check()

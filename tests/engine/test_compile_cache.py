@@ -32,7 +32,7 @@ print(json.dumps({
     "asked": events["compile_requests_use_cache"],
     "hits": events["cache_hits"],
     "aliased": [program.memory_analysis().alias_size_in_bytes for program in programs],
-    "pool": llm._config.num_pages * llm._page_nbytes,
+    "pool": llm._budget.pool_bytes,
     "cache": next(line for line in llm.describe().splitlines() if line.startswith("cache ")),
 }))
 """

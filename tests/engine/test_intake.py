@@ -1,5 +1,7 @@
 """The front door: a request as it was meant, or one ValueError that names every bad index, and nothing else changed."""
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -259,6 +261,30 @@ def test_a_prompt_longer_than_the_pool_says_what_to_raise(tokenizer):
     message = refused(intake_with(tokenizer, num_pages=3), {"prompt_token_ids": [3] * 24})
     assert "the prompt has 24 tokens; the KV cache holds 24 in all (3 pages of 8)" in message
     assert "raise kv_cache_memory_bytes or num_gpu_blocks_override" in message
+
+
+class Untouched(Sequence):
+    """A million token ids that nobody may look at."""
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: object) -> int:
+        raise AssertionError("a prompt that cannot fit was read")
+
+
+@pytest.mark.parametrize("num_pages", [16, 3])
+def test_a_prompt_that_can_never_fit_is_refused_without_looking_at_its_tokens(tokenizer, num_pages):
+    intake = intake_with(tokenizer, num_pages=num_pages)
+    assert "the prompt has 1000000 tokens; expected at most 63" in refused(intake, {"prompt_token_ids": Untouched()})
+    for ids in ([3] * 10**6, np.full(10**6, 3)):
+        seconds = []
+        for _ in range(5):
+            started = time.perf_counter()
+            with pytest.raises(ValueError, match="1000000 tokens"):
+                one(intake, {"prompt_token_ids": ids})
+            seconds.append(time.perf_counter() - started)
+        assert min(seconds) < 0.01
 
 
 @pytest.mark.parametrize("ids", [[VOCAB], [-1], [3, 2**40]])

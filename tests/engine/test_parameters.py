@@ -157,8 +157,8 @@ def loop_sizes(llm: LLM, monkeypatch) -> list[int]:
     """The number of steps of every decode loop to come."""
     sizes, plan_loop = [], llm._engine.scheduler._plan_loop
 
-    def watched():
-        plan = plan_loop()
+    def watched(ready):
+        plan = plan_loop(ready)
         sizes.append(plan.num_steps)
         return plan
 
@@ -179,7 +179,7 @@ def test_a_word_of_several_tokens_never_comes_and_all_else_does(new_llm, dense, 
             words = [tuple(plain[0:2]), tuple(plain[7:10]), (plain[3],)]
             want, lead = reference(dense, ids, GREEDY, words)
         (submission,) = llm._intake.accept([{"prompt_token_ids": ids}], [GREEDY])
-        submission.samples[0].bad_words = tuple(words)
+        submission = replace(submission, samples=(replace(submission.samples[0], bad_words=tuple(words)),))
         with poisoned(llm._engine):
             (output,) = llm._run([submission], use_tqdm=False)
         got = output.outputs[0].token_ids

@@ -1,19 +1,22 @@
-"""How many pages there are: what was asked for, else what all rows need, else what the memory holds."""
+"""How many pages there are: what was asked for, else what all rows need, else what memory and programs leave."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from jaxkv.aot import ProgramMemory, Programs
 from jaxkv.config import EngineConfig
-from jaxkv.engine import pool
-from jaxkv.engine.pool import available_memory, bytes_per_page, choose_num_pages, empty_kv
+from jaxkv.engine.budget import Budget, Memory, device_memory
+from jaxkv.engine.pool import MARGIN, abstract_kv, bytes_per_page, empty_kv, fit_line, plan_pool
 from jaxkv.errors import CapacityError
 from jaxkv.kv.codecs import get_codec
 from jaxkv.models.families import ConfigReader, read_family
+from jaxkv.ops.attention import BACKENDS, xla
 from tiny import tiny_config
 
 LIMITS = EngineConfig(
@@ -21,65 +24,80 @@ LIMITS = EngineConfig(
 )
 ALL_ROWS = 4 * 7
 KIB = 1024
-CPU = SimpleNamespace(platform="cpu")
+MANY_ROWS = replace(LIMITS, max_num_seqs=32, max_model_len=10**6)
 
 
-def chosen(device: object = CPU, limits: EngineConfig = LIMITS, **options: object) -> int:
-    options = {"memory_bytes": None, "pages_override": None, "utilization": 0.9} | options
-    return choose_num_pages(limits, KIB, device, **options)
+class FakePrograms:
+    """A step and a loop whose temporaries are lines over the pool's pages, and a compiler that refuses large pools."""
+
+    wide_bytes, num_programs, code_bytes = 300, 7, 11
+
+    def __init__(self, lines: list[tuple[int, int]], refused: int, config: EngineConfig, num_pages: int) -> None:
+        self.config, self.num_pages, self.refused, self.compile_s = config, num_pages, refused, 1.0
+        self.memory = [ProgramMemory("", a + b * num_pages, self.code_bytes) for a, b in lines]
+
+    def compile_largest(self) -> None:
+        if self.num_pages >= self.refused:
+            raise CapacityError(f"refused {self.num_pages}")
 
 
-def accelerator(limit: int, in_use: int) -> SimpleNamespace:
-    stats = {"bytes_limit": limit, "bytes_in_use": in_use}
-    return SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
+def with_lines(*lines: tuple[int, int], refused: int = 2**31) -> Callable[..., FakePrograms]:
+    return partial(FakePrograms, list(lines), refused)
 
 
-@pytest.fixture
-def available(monkeypatch):
-    def set_to(num_bytes: int) -> None:
-        monkeypatch.setattr(pool, "available_memory", lambda: num_bytes)
-
-    return set_to
+def never(config: EngineConfig, num_pages: int) -> Programs:
+    raise AssertionError("nothing was to be compiled")
 
 
-def test_by_default_every_row_gets_its_full_length(available):
-    available(10**9)
-    assert chosen() == ALL_ROWS
-    assert chosen(limits=replace(LIMITS, max_model_len=97)) == ALL_ROWS
-    assert chosen(limits=replace(LIMITS, max_model_len=96)) == 4 * 6
-    assert chosen(accelerator(10**9, 0)) == ALL_ROWS
+def pool_of(at_most: int) -> Memory:
+    """A CPU's, where the pool may take so many bytes."""
+    return Memory(limit=2**60, used=0, source="", pool_limit=at_most)
 
 
-def test_on_a_cpu_at_most_a_quarter_of_the_available_memory(available):
-    available(80 * KIB)
-    assert chosen() == 20
-    assert chosen(utilization=0.1) == 8
+def accelerator(limit: int, used: int = 0) -> Memory:
+    return Memory(limit=limit, used=used, source="")
 
 
-def test_on_an_accelerator_what_weights_and_steps_leave():
-    assert chosen(accelerator(100 * KIB, 70 * KIB), utilization=0.9) == 18  # (90 - 70) x 0.9
+def planned(memory: Memory, limits: EngineConfig = LIMITS, **options: object) -> Budget:
+    options = {"memory_bytes": None, "pages_override": None, "programs_for": never} | options
+    return plan_pool(limits, KIB, memory, **options)
 
 
-def test_no_room_for_a_page_is_a_capacity_error(available):
-    available(4 * KIB - 4)
+def chosen(*args: object, **options: object) -> int:
+    return planned(*args, **options).num_pages
+
+
+def test_by_default_every_row_gets_its_full_length():
+    assert chosen(pool_of(10**9)) == ALL_ROWS
+    assert chosen(pool_of(10**9), replace(LIMITS, max_model_len=97)) == ALL_ROWS
+    assert chosen(pool_of(10**9), replace(LIMITS, max_model_len=96)) == 4 * 6
+    assert chosen(accelerator(10**9), programs_for=with_lines((10**6, KIB))) == ALL_ROWS
+    assert planned(pool_of(10**9)).reason == "what max_num_seqs x max_model_len needs"
+
+
+def test_else_as_many_as_the_pool_may_have():
+    assert chosen(pool_of(20 * KIB)) == 20
+    assert chosen(pool_of(20 * KIB - 1)) == 19
+    assert planned(pool_of(20 * KIB)).reason == "as many as memory allows"
     with pytest.raises(CapacityError, match="1024 bytes needed for one page of KV cache, 1023 free"):
-        chosen()
-    with pytest.raises(CapacityError, match=r"-.* free"):
-        chosen(accelerator(100 * KIB, 99 * KIB))
+        chosen(pool_of(KIB - 1))
+
+
+def test_what_was_asked_for_is_what_there_is_and_nothing_is_compiled_to_learn_that():
+    for memory in (pool_of(0), accelerator(0), Memory(limit=None, used=0, source="silent")):
+        assert chosen(memory, pages_override=3) == 3
+        assert chosen(memory, pages_override=10**6) == 10**6
+        assert chosen(memory, memory_bytes=5 * KIB + 1023) == 5
+    assert planned(pool_of(0), memory_bytes=5 * KIB).reason == "asked for by kv_cache_memory_bytes"
 
 
 def test_a_device_that_does_not_say_what_it_has_must_be_told():
     silent = SimpleNamespace(platform="tpu", memory_stats=lambda: None)
-    with pytest.raises(CapacityError, match="does not say how much memory it has; pass kv_cache_memory_bytes"):
-        chosen(silent)
-    assert chosen(silent, memory_bytes=2 * KIB) == 2
-
-
-def test_what_was_asked_for_is_what_there_is(available):
-    available(0)
-    assert chosen(pages_override=3) == 3
-    assert chosen(pages_override=10**6) == 10**6
-    assert chosen(memory_bytes=5 * KIB + 1023) == 5
+    memory = device_memory(silent, weight_bytes=9, utilization=0.9)
+    with pytest.raises(
+        CapacityError, match="does not say how much memory it has; pass kv_cache_memory_bytes or num_gpu"
+    ):
+        chosen(memory)
 
 
 @pytest.mark.parametrize(
@@ -92,59 +110,129 @@ def test_what_was_asked_for_is_what_there_is(available):
         ({"pages_override": 0}, "num_gpu_blocks_override: expected a number >= 1, got 0"),
         ({"pages_override": 1.5}, "num_gpu_blocks_override: .* got 1.5"),
         ({"pages_override": True}, "num_gpu_blocks_override: .* got True"),
-        ({"utilization": 0}, r"gpu_memory_utilization: expected a number in \(0, 1\], got 0"),
-        ({"utilization": 1.01}, "gpu_memory_utilization: .* got 1.01"),
-        ({"utilization": float("nan")}, "gpu_memory_utilization: .* got nan"),
     ],
 )
 def test_a_figure_out_of_range_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
-        chosen(**options)
+        chosen(pool_of(10**9), **options)
 
 
-# --- the memory that is left ------------------------------------------------------------------------------------------
-
-
-def system(root: Path, files: dict[str, str]) -> Path:
-    for name, text in ({"proc/meminfo": "MemTotal: 900 kB\nMemAvailable:     500 kB\n"} | files).items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-V1, V2 = "sys/fs/cgroup/memory/memory.", "sys/fs/cgroup/memory."
+# --- the size that the programs leave ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("first", "second", "line"),
     [
-        ({}, 500 * KIB),
-        ({V2 + "max": "max\n", V2 + "current": "9\n"}, 500 * KIB),
-        ({V2 + "max": f"{300 * KIB}\n", V2 + "current": f"{100 * KIB}\n"}, 200 * KIB),
-        ({V2 + "max": f"{900 * KIB}\n", V2 + "current": "0\n"}, 500 * KIB),
-        ({V2 + "max": "5\n", V2 + "current": "9\n"}, 0),
-        ({V2 + "max": "5\n"}, 500 * KIB),
-        ({V1 + "limit_in_bytes": f"{300 * KIB}\n", V1 + "usage_in_bytes": "0\n"}, 300 * KIB),
-        ({V1 + "limit_in_bytes": "9223372036854771712\n", V1 + "usage_in_bytes": "0\n"}, 500 * KIB),
-        (
-            {V2 + "max": f"{300 * KIB}\n", V2 + "current": f"{250 * KIB}\n"}
-            | {V2 + "stat": f"anon 9\ninactive_file {150 * KIB}\nactive_file {20 * KIB}\n"},
-            200 * KIB,
-        ),
-        (
-            {V1 + "limit_in_bytes": f"{300 * KIB}\n", V1 + "usage_in_bytes": f"{250 * KIB}\n"}
-            | {V1 + "stat": f"cache 9\ninactive_file 7\ntotal_inactive_file {150 * KIB}\n"},
-            200 * KIB,
-        ),
+        ((10, 1100), (30, 1300), (1000, 10)),
+        ((30, 1300), (10, 1100), (1000, 10)),
+        ((10, 500), (30, 500), (500, 0)),
+        ((10, 600), (30, 500), (600, 0)),  # less for a larger pool: nothing to build on
+        ((10, 100), (13, 110), (60, 4)),  # 3.33 a page, in whole bytes
+        ((10, 100), (20, 900), (-700, 80)),
     ],
-    ids=["none", "v2 unlimited", "v2", "v2 above", "v2 over", "half", "v1", "v1 unlimited", "v2 cached", "v1 cached"],
 )
-def test_available_memory_is_the_lower_of_system_and_cgroup(tmp_path, files, expected):
-    assert available_memory(system(tmp_path, files)) == expected
+def test_the_line_through_two_measurements(first, second, line):
+    assert fit_line(first, second) == line
+    for pages, nbytes in (first, second):
+        assert line[0] + line[1] * pages >= nbytes
 
 
-def test_available_memory_is_known_without_linux(tmp_path):
-    assert available_memory(tmp_path) > 2**20
+def test_the_pool_is_the_largest_that_fits_beside_the_programs():
+    """Against trying every size, for random memories and pairs of lines."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        lines = [(int(rng.integers(0, 50 * KIB)), int(rng.integers(0, 3 * KIB))) for _ in range(2)]
+        memory = accelerator(int(rng.integers(150, 2000)) * KIB, used=int(rng.integers(0, 50)) * KIB)
+        kept = FakePrograms.wide_bytes + FakePrograms.num_programs * FakePrograms.code_bytes
+        room = memory.limit * (1 - MARGIN) - memory.used - kept
+
+        def fits(pages: int, room: float = room, lines: list = lines) -> bool:
+            return pages * KIB + max(a + b * pages for a, b in lines) <= room + 1
+
+        best = max(pages for pages in range(1, 2001) if fits(pages))
+        budget = planned(memory, MANY_ROWS, programs_for=with_lines(*lines))
+        assert budget.num_pages == best
+        assert (budget.reason, budget.compile_s) == ("as many as memory allows", 2.0)
+
+
+def test_rows_of_programs_that_only_try_the_compiler_are_as_long_as_all_others():
+    seen = []
+
+    def programs_for(config: EngineConfig, num_pages: int) -> FakePrograms:
+        seen.append((config.max_len, num_pages))
+        return with_lines((0, 0))(config, num_pages)
+
+    chosen(accelerator(8 * KIB), replace(LIMITS, max_model_len=4000), programs_for=programs_for)
+    assert seen == [(4000, 3), (4000, 4)]
+
+
+@pytest.mark.parametrize("refused", [400, 200, 100, 20, 3])
+def test_pools_that_the_compiler_refuses_are_tried_smaller(refused):
+    memory = accelerator(1000 * KIB)
+    room = 990 * KIB - 300 - 77
+    assert chosen(memory, MANY_ROWS, programs_for=with_lines((0, 2 * KIB), refused=refused)) == room // (3 * KIB)
+
+
+def test_no_room_for_a_page_beside_the_programs_is_a_capacity_error():
+    with pytest.raises(CapacityError, match="refused"):
+        chosen(accelerator(1000 * KIB), programs_for=with_lines((0, 0), refused=2))
+    expected = "51312 bytes needed for one page of KV cache and the programs, 50311 free: lower max_num_batched_tokens"
+    with pytest.raises(CapacityError, match=expected):
+        chosen(accelerator(51200, used=0), programs_for=with_lines((50000, 288)))
+    with pytest.raises(CapacityError, match=r"needed for one page .* -\d+ free"):
+        chosen(accelerator(10 * KIB, used=11 * KIB), programs_for=with_lines((0, 0)))
+
+
+# --- against real programs --------------------------------------------------------------------------------------------
+
+
+def copying(q: jax.Array, group, *args: object, **options: object) -> jax.Array:
+    """The reference behind two copies of the pool, as a compiler makes them that wants another layout."""
+    pages = jax.lax.optimization_barrier(group.pages[::-1])
+    return xla.attend(q, replace(group, pages=pages[::-1]), *args, **options)
+
+
+def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "copying", copying)
+    spec, layout = read_family(ConfigReader(tiny_config("llama"), "config.json"))
+    device, codec = jax.devices()[0], get_codec("float32", platform="cpu")
+    top = {name: leaf.info for name, leaf in layout.top.items()}
+    layers = {name: (spec.num_layers, *leaf.info.shape) for name, leaf in layout.layer.items()}
+    weights = {name: jax.ShapeDtypeStruct(info.shape, np.float32) for name, info in top.items()}
+    weights["layers"] = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in layers.items()}
+    made: list[Programs] = []
+
+    def programs_for(config: EngineConfig, num_pages: int) -> Programs:
+        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, device)
+        made.append(Programs(weights, kv, spec=spec, config=config, backend="copying"))
+        return made[-1]
+
+    page_nbytes = bytes_per_page(spec, page_size=16, codec=codec)
+    stats = {"bytes_limit": 9 * 2**20, "bytes_in_use": 2**20}
+    fake = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
+    memory = device_memory(fake, weight_bytes=2**20, utilization=0.9)
+    before = len(jax.live_arrays())
+    limits = replace(LIMITS, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=4000)
+    budget = plan_pool(limits, page_nbytes, memory, memory_bytes=None, pages_override=None, programs_for=programs_for)
+    assert len(jax.live_arrays()) == before
+    (small, large), num_pages = made, budget.num_pages
+    lines = [
+        fit_line((small.num_pages, one.temp_bytes), (large.num_pages, other.temp_bytes))
+        for one, other in zip(small.memory, large.memory, strict=True)
+    ]
+    slopes = [round(b / page_nbytes) for _, b in lines]
+    assert min(slopes) >= 1
+    assert num_pages < memory.free // (page_nbytes * (1 + max(slopes)))
+    programs = programs_for(replace(limits, num_pages=num_pages), num_pages)
+    budget.compile(programs, lazy=False)
+    largest = {one.name: one.temp_bytes for one in programs.memory}
+    predicted = [a + b * num_pages for a, b in lines]
+    assert np.abs(np.subtract([largest["step of 16 tokens"], largest["loop of 2 rows"]], predicted)).max() < 256
+    spent = memory.used + budget.pool_bytes + max(largest.values()) + programs.wide_bytes
+    assert 0.98 * memory.limit < spent <= memory.limit
+    assert programs.compile_s > budget.compile_s > 0
+    with pytest.raises(CapacityError, match=f"available .*: {budget.advice}"):
+        replace(budget, num_pages=num_pages + num_pages // 10).check(programs)
 
 
 # --- the pool itself --------------------------------------------------------------------------------------------------
@@ -168,9 +256,3 @@ def test_a_pool_that_int32_cannot_count_is_refused_before_it_is_allocated():
     codec = get_codec("float32", platform="cpu")
     with pytest.raises(ValueError, match=r"num_gpu_blocks_override: expected layers x pages x .* < 2\*\*31, got "):
         empty_kv(spec, replace(LIMITS, num_pages=2**31 // 12 + 1), codec, jax.devices()[0])
-
-
-def test_this_machine_s_own_device_and_memory_are_understood():
-    assert 1 <= choose_num_pages(
-        LIMITS, KIB, jax.devices()[0], memory_bytes=None, pages_override=None, utilization=0.9
-    ) <= ALL_ROWS  # fmt: skip

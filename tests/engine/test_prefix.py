@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from jaxkv.engine.allocator import KVHandle, PageAllocator
-from jaxkv.engine.prefix import PageChain, PrefixIndex, page_tokens, root_key
+from jaxkv.engine.prefix import PageChain, PageKey, PrefixIndex, root_key
 
 SIZE = 4
 TOKENS = list(range(40))
@@ -15,17 +15,16 @@ def listed(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") -
     """A handle on all of the tokens, whose full pages are listed."""
     handle = allocator.advance(allocator.reserve(KVHandle(), len(tokens)), len(tokens))
     chain = PageChain(root)
-    for index in range(len(tokens) // SIZE):
-        key = chain.key(index, tokens, SIZE)
-        handle, is_listed = allocator.publish(handle, index, key, page_tokens(tokens, index, SIZE))
-        assert is_listed
+    num_pages = len(tokens) // SIZE
+    handle, num_listed = allocator.publish(handle, 0, chain.pages(0, num_pages, tokens, SIZE))
+    assert num_listed == num_pages
     return handle
 
 
 def found(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") -> KVHandle:
     handle, chain = KVHandle(), PageChain(root)
     for index in range(len(tokens) // SIZE):
-        page = allocator.find(handle, chain.key(index, tokens, SIZE), page_tokens(tokens, index, SIZE))
+        page = allocator.find(handle, chain.page(index, tokens, SIZE))
         if page is None:
             break
         handle = allocator.extend(handle, page)
@@ -33,12 +32,12 @@ def found(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") ->
 
 
 def test_a_key_depends_on_the_root_and_every_token_up_to_its_page_s_end():
-    keys = {PageChain(root).key(2, TOKENS, SIZE) for root in (b"a", b"b")}
+    keys = {PageChain(root).page(2, TOKENS, SIZE).key for root in (b"a", b"b")}
     for changed in range(3 * SIZE):
         other = [99 if i == changed else token for i, token in enumerate(TOKENS)]
-        keys.add(PageChain(b"a").key(2, other, SIZE))
+        keys.add(PageChain(b"a").page(2, other, SIZE).key)
     assert len(keys) == 2 + 3 * SIZE
-    assert PageChain(b"a").key(2, [*TOKENS[: 3 * SIZE], 99], SIZE) in keys
+    assert PageChain(b"a").page(2, [*TOKENS[: 3 * SIZE], 99], SIZE).key in keys
 
 
 def test_roots_tell_their_parts_apart():
@@ -48,21 +47,21 @@ def test_roots_tell_their_parts_apart():
 
 
 def test_a_key_that_other_tokens_or_another_parent_have_is_a_miss():
-    index, tokens = PrefixIndex(), page_tokens(TOKENS, 0, SIZE)
-    assert index.add(b"key", 7, 3, tokens)
-    assert index.find(b"key", 3, tokens) == 7
-    assert index.find(b"key", 3, page_tokens(TOKENS, 1, SIZE)) is None
-    assert index.find(b"key", None, tokens) is None
-    assert not index.add(b"key", 8, 3, tokens)
-    assert index.find(b"key", 3, tokens) == 7
+    index, key = PrefixIndex(), PageKey(b"key", b"tokens")
+    assert index.add(key, 7, 3)
+    assert index.find(key, 3) == 7
+    assert index.find(PageKey(b"key", b"others"), 3) is None
+    assert index.find(key, None) is None
+    assert not index.add(key, 8, 3)
+    assert index.find(key, 3) == 7
 
 
 def test_a_collision_leaves_the_second_page_with_its_owner_alone():
     allocator = PageAllocator(8, SIZE)
     first = listed(allocator, TOKENS[:SIZE])
-    key = PageChain(b"root").key(0, TOKENS, SIZE)
+    key = PageChain(b"root").page(0, TOKENS, SIZE)
     other = allocator.advance(allocator.reserve(KVHandle(), SIZE), SIZE)
-    assert allocator.publish(other, 0, key, page_tokens(TOKENS, 5, SIZE)) == (other, False)
+    assert allocator.publish(other, 0, [key._replace(tokens=b"others")]) == (other, 0)
     allocator.check([first, other])
 
 
@@ -107,8 +106,8 @@ def test_what_is_forgotten_is_not_found_and_not_listed_after():
     allocator.forget()
     assert found(allocator, TOKENS[:8]) == found(allocator, TOKENS[20:28]) == KVHandle()
     held = allocator.advance(allocator.reserve(held, 12), 12)
-    key = PageChain(b"root").key(2, TOKENS, SIZE)
-    assert allocator.publish(held, 2, key, page_tokens(TOKENS, 2, SIZE)) == (held, False)  # its parent is not
+    key = PageChain(b"root").page(2, TOKENS, SIZE)
+    assert allocator.publish(held, 2, [key]) == (held, 0)  # its parent is not
     allocator.check([held])
     allocator.release(held)
     allocator.check([])

@@ -1,12 +1,13 @@
 """Who runs next, with which tokens and pages."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from jaxkv.config import SamplingParams
 from jaxkv.engine.allocator import KVHandle
+from jaxkv.engine.beam import BeamSearch
+from jaxkv.engine.branch import link
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.request import Request
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
@@ -41,28 +42,17 @@ def added(scheduler: Scheduler, *sizes: tuple[int, int]) -> list[Request]:
     return requests
 
 
-def carry_out(
-    scheduler: Scheduler, plan: StepPlan | LoopPlan, stops: Callable[[Request], bool] = lambda request: False
-) -> list[tuple[Request, int]]:
-    """Does to the requests what the engine would: (request, tokens computed); finished ones are removed."""
-    done = []
-    if isinstance(plan, StepPlan):
-        for one, count in plan.work:
-            one.handle = scheduler.allocator.advance(one.handle, one.handle.length + count)
-            one.tokens += [-1] * (one.num_pending == 0)
-            done.append((one, count))
-    else:
-        for one in plan.requests:
-            most = min(plan.num_steps, one.num_left)
-            count = next((n for n in range(1, most) if stops(one)), most)
-            one.handle = scheduler.allocator.advance(one.handle, one.handle.length + count)
-            one.tokens += [-1] * count
-            done.append((one, count))
-    for one, _ in done:
-        if one.num_pending == 1 and len(one.tokens) > one.prompt_len and (one.num_left == 0 or stops(one)):
-            one.finish_reason = "stop"
+def carry_out(scheduler: Scheduler, plan: StepPlan | LoopPlan) -> None:
+    """Does to the requests what the engine would; those that are through are removed."""
+    read(scheduler, scheduler.launched(plan))
+
+
+def read(scheduler: Scheduler, rows: list[tuple[Request, int]]) -> None:
+    for one, coming in rows:
+        one.tokens += [-1] * coming
+        if one.is_full:
+            one.finish_reason = "length"
             scheduler.remove(one)
-    return done
 
 
 def work_of(plan: StepPlan | LoopPlan | None) -> list[tuple[str, int]]:
@@ -211,9 +201,9 @@ def test_the_loop_runs_as_long_as_the_longest_unless_somebody_waits():
     one = scheduler(max_num_seqs=2)
     requests = added(one, (2, 3), (2, 9))
     carry_out(one, one.plan())
-    assert one.plan() == LoopPlan(requests, 4)  # decode_steps
+    assert one.plan() == LoopPlan([(requests[0], 2), (requests[1], 4)], 4)  # decode_steps
     one.add(request(2, 2))
-    assert one.plan() == LoopPlan(requests, 2)  # until the first is done and makes room
+    assert one.plan() == LoopPlan([(requests[0], 2), (requests[1], 2)], 2)  # until the first is done and makes room
 
 
 def test_the_loop_reserves_the_pages_of_all_its_steps_and_no_more():
@@ -223,6 +213,44 @@ def test_the_loop_reserves_the_pages_of_all_its_steps_and_no_more():
     one.plan()
     # 7 stored; the loop stores tokens 8..11 of the first, and the last one of the second, whose successor is the end.
     assert [len(r.handle.pages) for r in (first, second)] == [2, 1]
+
+
+# --- plans before the results of the last one are read ---------------------------------------------------------------
+
+
+def test_a_plan_counts_on_what_the_last_one_samples():
+    one = scheduler()
+    (first,) = added(one, (8, 9))
+    unread = [one.launched(one.plan()), one.launched(one.plan())]  # the prompt with one token, and four more
+    assert (first.num_tokens, first.num_new, first.handle.length) == (13, 0, 12)
+    plan = one.plan()
+    assert (plan.work, len(first.handle.pages)) == ([(first, 4)], 2)
+    for rows in unread:
+        read(one, rows)
+    assert (first.num_new, first.num_coming, first.row) == (5, 0, 0)
+    one.check()
+
+
+def test_a_request_whose_last_tokens_are_coming_makes_room_at_once():
+    one = scheduler(max_num_seqs=1)
+    first, second = added(one, (8, 5), (8, 5))
+    carry_out(one, one.plan())
+    rows = one.launched(one.plan())
+    assert work_of(one.plan()) == [("1", 8)]
+    assert (first.row, first.handle, first.is_leaving, second.row) == (None, KVHandle(), True, 0)
+    read(one, rows)
+    assert first.is_full
+    one.check()
+
+
+def test_a_request_that_was_preempted_waits_for_what_is_coming():
+    one = scheduler()
+    (first,) = added(one, (8, 9))
+    rows = one.launched(one.plan())
+    one._preempt(first)
+    assert one.plan() is None
+    read(one, rows)
+    assert work_of(one.plan()) == [("0", 9)]
 
 
 # --- removal ----------------------------------------------------------------------------------------------------------
@@ -269,3 +297,61 @@ def test_check_sees_a_corruption(corrupt):
     corrupt(one)
     with pytest.raises(RuntimeError):
         one.check()
+
+
+# --- beams ------------------------------------------------------------------------------------------------------------
+
+
+def beams_with_one_tail(one: Scheduler, *, num_beams: int) -> list[Request]:
+    """Beams that share all they have, 5 tokens of a page of 8, and have one more to compute."""
+    beams = added(one, *[(5, 9)] * num_beams)
+    link(tuple(beams), BeamSearch(num_beams, max_new=9, eos_ids=(), length_penalty=1.0))
+    while any(beam.num_pending for beam in beams):
+        for beam, _ in one.launched(one.plan()):
+            beam.num_tokens = len(beam.tokens)
+    for beam in beams[1:]:
+        one.allocator.release(beam.handle)
+        beam.handle = one.allocator.fork(beams[0].handle)
+    for beam in beams:
+        beam.tokens.append(-1)
+        beam.num_tokens += 1
+    return beams
+
+
+def test_all_but_the_last_writer_of_a_shared_tail_get_a_copy():
+    one = scheduler()
+    beams = beams_with_one_tail(one, num_beams=3)
+    (shared,) = {beam.handle.pages for beam in beams}
+    plan = one.plan()
+    assert plan.requests == beams
+    assert plan.copies == tuple((shared[0], beam.handle.pages[0]) for beam in beams[:2])
+    assert beams[2].handle.pages == shared
+    assert len({beam.handle.pages for beam in beams}) == 3
+    one.check()
+    one.copied()
+    assert one.plan().copies == ()
+
+
+def test_beams_that_get_no_page_to_copy_to_give_way_and_drop_their_copies():
+    one = scheduler(num_pages=3)
+    beams = beams_with_one_tail(one, num_beams=3)
+    held = one.allocator.reserve(KVHandle(), 2 * ENGINE.block_size)  # all that is free
+    plan = one.plan()
+    assert [beam.row is None for beam in beams] == [False, True, True]
+    assert (plan.requests, plan.copies) == (beams[:1], ())
+    one.allocator.release(held)
+    one.check()
+
+
+def test_a_copy_that_was_never_made_is_dropped_and_its_beam_computed_anew():
+    one = scheduler()
+    beams = beams_with_one_tail(one, num_beams=2)
+    assert len(one.plan().copies) == 1
+    one._preempt(beams[0])
+    assert not one._copies
+    beams = beams_with_one_tail(one := scheduler(), num_beams=2)
+    assert len(one.plan().copies) == 1
+    plan = one.plan()  # an interrupt came in between
+    assert plan.copies == ()
+    assert dict(plan.work) == {beams[0]: 6, beams[1]: 1}
+    one.check()

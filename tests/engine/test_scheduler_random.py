@@ -5,12 +5,16 @@ next token is made of the number before it. A wrong, stale or foreign page there
 """
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.engine.allocator import KVHandle
+from jaxkv.engine.beam import BeamSearch
+from jaxkv.engine.branch import link, search_on
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.request import Request
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
@@ -52,37 +56,94 @@ def alone(request: Request) -> list[int]:
         state = after(state, tokens[-1])
 
 
+def candidates(state: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """All tokens that may follow, the likeliest first, with their log-probabilities."""
+    rng = random.Random(hash((state, seed)))
+    likely = sorted((-rng.random(), token) for token in range(NUM_TOKENS))[::-1]
+    return np.array([token for _, token in likely]), np.array([value for value, _ in likely], np.float32)
+
+
+def new_search(width: int, max_new: int) -> BeamSearch:
+    return BeamSearch(width, max_new=max_new, eos_ids=[1], length_penalty=0.7)
+
+
+def found(search: BeamSearch) -> list[list[int]]:
+    return [[beam.token for beam in end.path()] for end in search.ended]
+
+
+def alone_beams(first: Request) -> list[list[int]]:
+    """What a search finds that nobody disturbs."""
+    search = new_search(len(first.beams), first.num_left)
+    states = [states_of(first.chain.root, first.tokens)[-1]] * search.width
+    while not search.is_over:
+        tokens, logprobs = zip(*(candidates(state, first.seed) for state in states), strict=True)
+        chosen = search.advance(np.stack(tokens), np.stack(logprobs))
+        states = [after(states[parent], token) for parent, token in chosen]
+    return found(search)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """What the device knows of a request: tokens that nobody may have read yet, the states of what it has stored, and
+    whether the newest token is its end."""
+
+    tokens: list[int]
+    states: list[int] = field(default_factory=list)
+    has_ended: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a request gets from a step: new tokens, or the state that a beam's candidates follow from."""
+
+    request: Request
+    coming: int
+    tokens: list[int]
+    state: int | None
+
+
 @dataclass
 class Traffic:
+    """`reads_late`: how often a plan is made while the results of the one before it are still to come."""
+
     config: EngineConfig
     seed: int
+    reads_late: float = 0.7
+    searches: float = 0.0
     num_steps: int = 0
     num_aborted: int = 0
+    num_copies: int = 0
     finished: list[Request] = field(default_factory=list)
     computed: Counter = field(default_factory=Counter)
-    states: defaultdict[Request, list[int]] = field(default_factory=lambda: defaultdict(list))
+    sequences: dict[Request, Sequence] = field(default_factory=dict)
+    flight: list[Part] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.scheduler = Scheduler(self.config)
         self.slots: list[list[int | None]] = [[None] * self.config.block_size for _ in range(self.config.num_pages)]
-        self.expected: dict[Request, list[int]] = {}
+        self.expected: dict[Request, list[int] | list[list[int]]] = {}
         limit = self.config.max_len - 1
         self.beginnings = [self.rng.choices(range(NUM_TOKENS), k=self.rng.randint(0, limit)) for _ in range(6)]
 
     def new_requests(self) -> list[Request]:
-        """One to three that share a prompt and its pages."""
+        """One to three that share a prompt and its pages, now and then as beams of a search."""
         rng, limit = self.rng, self.config.max_len
         prompt = [*rng.choice(self.beginnings), *rng.choices(range(NUM_TOKENS), k=rng.choice([1, 2, 9]))][: limit - 1]
         root, seed, priority = rng.choice([b"one", b"two"]), rng.getrandbits(16), rng.choice([0, 0, 0, -1, 5])
         max_len = rng.randint(len(prompt) + 1, limit)
-        return [
+        is_search, width = rng.random() < self.searches, rng.choice([1, 1, 1, 3])
+        if is_search:  # what the front door lets in
+            width = min(rng.randint(1, 4), self.config.max_num_seqs, self.config.num_pages)
+            max_len = min(max_len, self.config.num_pages // width * self.config.block_size)
+            prompt = prompt[: max_len - 1]
+        requests = [
             Request(
                 id=f"{self.num_steps}-{sample}",
                 tokens=list(prompt),
                 prompt_len=len(prompt),
                 params=PARAMS,
-                seed=seed + sample,
+                seed=seed if is_search else seed + sample,
                 max_len=max_len,
                 stop_ids=frozenset(),
                 eos_id=None,
@@ -91,8 +152,17 @@ class Traffic:
                 sample=sample,
                 priority=priority,
             )
-            for sample in range(rng.choice([1, 1, 1, 3]))
+            for sample in range(width)
         ]
+        if is_search:
+            link(tuple(requests), new_search(width, requests[0].num_left))
+        return requests
+
+    def expect(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.expected[request] = alone_beams(request) if request.search else alone(request)
+            self.sequences[request] = Sequence(list(request.tokens))
+            self.scheduler.add(request)
 
     def run(self, num_steps: int, *, arrivals: float) -> None:
         """Random arrivals and aborts for so many steps, then whatever is left to its end."""
@@ -100,30 +170,42 @@ class Traffic:
             self.num_steps += 1
             if self.num_steps <= num_steps:
                 self.disturb(arrivals)
+            if self.rng.random() > self.reads_late or self.must_read():
+                self.read()
             plan = self.scheduler.plan()
             self.scheduler.check()
+            before, self.flight = self.flight, []
             if plan is None:
-                assert not self.expected
-                continue
-            work = self.work_of(plan)
-            first = min(self.scheduler.running, key=lambda request: request.order)
-            assert dict(work)[first] >= 1, "the first in order always advances"
-            self.compute(work)
+                assert before or not self.expected
+            else:
+                work = self.work_of(plan)
+                first = min(self.scheduler.running, key=lambda request: request.order)
+                assert first.num_pending == 0 or dict(work)[first] >= 1, "the first in order always advances"
+                self.copy(plan.copies)
+                self.launch(plan, work)
+            self.read(before)
             self.scheduler.check()
+
+    def must_read(self) -> bool:
+        return any(request.needs_tokens for request in self.scheduler.running)
 
     def disturb(self, arrivals: float) -> None:
         if self.rng.random() < arrivals:
-            for request in self.new_requests():
-                self.scheduler.add(request)
-                self.expected[request] = alone(request)
+            self.expect(self.new_requests())
         if self.expected and self.rng.random() < 0.01:
             gone = self.rng.choice(list(self.expected))
-            self.scheduler.remove(gone)
-            del self.expected[gone]
+            for one in gone.beams or (gone,):
+                self.scheduler.remove(one)
+                del self.expected[one], self.sequences[one]
             self.num_aborted += 1
+        if self.rng.random() < 0.01:
+            if self.must_read():
+                self.read()
+            self.scheduler.plan()  # and an interrupt before anything of it is done
         if self.rng.random() < 0.001:
             self.scheduler.allocator.forget()
         if self.rng.random() < 0.001:
+            self.read()
             self.scheduler.start_over()
             self.slots = [[None] * self.config.block_size for _ in self.slots]
 
@@ -132,8 +214,10 @@ class Traffic:
             lengths = [request.handle.length for request in plan.requests]
             assert lengths == sorted(lengths), "rows of like length are neighbours"
             assert 1 <= plan.num_steps <= self.config.decode_steps
-            assert set(plan.requests) == set(self.scheduler.running)
-            return [(request, min(plan.num_steps, request.num_left)) for request in plan.requests]
+            assert set(plan.requests) == {request for request in self.scheduler.running if request.num_pending}
+            assert plan.num_steps == 1 or not any(request.search for request in plan.requests)
+            assert plan.work == [(request, min(plan.num_steps, request.num_left)) for request in plan.requests]
+            return plan.work
         counts = [count for _, count in plan.work]
         assert counts == sorted(counts, key=lambda count: count > 1), "pieces of one token come first"
         assert sum(counts) <= self.config.max_num_batched_tokens
@@ -142,57 +226,98 @@ class Traffic:
         assert all(1 <= count <= request.num_pending for request, count in plan.work)
         return plan.work
 
-    def compute(self, work: list[tuple[Request, int]]) -> None:
-        """What the device and the engine do: store, look at everything before, sample, stop."""
-        for request, count in work:
-            self.check_sees_itself(request)
-            if request.num_pending > 1:
-                self.store_prompt(request, count)
-            else:
-                self.decode(request, count)
-        for request, _ in work:
-            self.check_sees_itself(request)  # nobody wrote over it
-            if request.finish_reason is not None:
-                assert request.tokens == self.expected.pop(request)
-                del self.states[request]
-                self.finished.append(request)
-                self.scheduler.remove(request)
+    def launch(self, plan: StepPlan | LoopPlan, work: list[tuple[Request, int]]) -> None:
+        """What the device does with the plan, in order: store, look at everything before, sample, rest after an end."""
+        starts = [(request, request.handle, count) for request, count in work]
+        for (request, coming), (planned, handle, count) in zip(self.scheduler.launched(plan), starts, strict=True):
+            assert request is planned
+            known = len(self.sequences[request].tokens)
+            state = self.advance(request, handle, count)
+            self.flight.append(Part(request, coming, self.sequences[request].tokens[known:], state))
+        for request in self.scheduler.running:
+            self.check_sees_itself(request, request.handle)  # nobody wrote over it
 
-    def check_sees_itself(self, request: Request) -> None:
-        size, length = self.config.block_size, request.handle.length
-        states = self.states[request]
-        while len(states) < length:
-            states.append(after(states[-1] if states else hash(request.chain.root), request.tokens[len(states)]))
-        for index, page in enumerate(request.handle.pages[: -(-length // size)]):
-            own = states[index * size : min(length, (index + 1) * size)]
-            assert self.slots[page][: len(own)] == own
+    def advance(self, request: Request, handle: KVHandle, count: int) -> int | None:
+        """The last state that it stores."""
+        sequence, size = self.sequences[request], self.config.block_size
+        self.check_sees_itself(request, handle)
+        state = None
+        for at in range(handle.length, handle.length + count):
+            if sequence.has_ended:
+                self.slots[handle.pages[at // size]][at % size] = None  # of no use, and nobody else's
+                continue
+            state = self.store(request, handle, at)
+            if at + 1 == len(sequence.tokens) and request.search is None:
+                sequence.tokens.append(sampled(state, request.seed))
+                sequence.has_ended = is_end(state, request.seed)
+        return state
 
-    def store(self, request: Request) -> int:
-        """Writes the next token's slot; returns what it holds."""
-        size, at = self.config.block_size, request.handle.length
-        before = self.slots[request.handle.pages[(at - 1) // size]][(at - 1) % size] if at else hash(request.chain.root)
-        state = after(before, request.tokens[at])
-        self.slots[request.handle.pages[at // size]][at % size] = state
-        request.handle = self.scheduler.allocator.advance(request.handle, at + 1)
+    def store(self, request: Request, handle: KVHandle, at: int) -> int:
+        """Writes the token's slot; returns what it holds."""
+        size, sequence = self.config.block_size, self.sequences[request]
+        before = self.slots[handle.pages[(at - 1) // size]][(at - 1) % size] if at else hash(request.chain.root)
+        state = after(before, sequence.tokens[at])
+        self.slots[handle.pages[at // size]][at % size] = state
         if (at + 1) % size == 0 and at + 1 < request.prompt_len:
             self.computed[state] += 1
         return state
 
-    def store_prompt(self, request: Request, count: int) -> None:
-        state = [self.store(request) for _ in range(count)][-1]
-        if request.num_pending == 0:
-            self.sample(request, state)
+    def read(self, flight: list[Part] | None = None) -> None:
+        """The host learns what was sampled (by default in the newest flight)."""
+        if flight is None:
+            flight, self.flight = self.flight, []
+        for part in flight:
+            request = part.request
+            assert len(part.tokens) <= part.coming
+            if request not in self.expected:
+                continue
+            sequence = self.sequences[request]
+            if request.search is not None and part.coming:
+                self.read_candidates(request, part.state)
+            request.tokens += part.tokens
+            if request.is_full or (sequence.has_ended and len(request.tokens) == len(sequence.tokens)):
+                request.finish_reason = "stop"
+        for request in [part.request for part in flight if part.request in self.expected]:
+            for one in request.beams or (request,):
+                if one.finish_reason is not None and one in self.expected:
+                    self.finish(one)
 
-    def decode(self, request: Request, count: int) -> None:
-        for _ in range(count):
-            self.sample(request, self.store(request))
-            if request.finish_reason is not None:
-                return
+    def read_candidates(self, request: Request, state: int) -> None:
+        request.candidates = candidates(state, request.seed)
+        request.num_tokens = len(request.tokens)
+        if search_on(request.search, request.beams, self.scheduler.allocator):
+            for beam in request.beams:
+                self.sequences[beam] = Sequence(list(beam.tokens))
+                beam.finish_reason = "stop" if request.search.is_over else None
 
-    def sample(self, request: Request, state: int) -> None:
-        request.tokens.append(sampled(state, request.seed))
-        if request.num_left == 0 or is_end(state, request.seed):
-            request.finish_reason = "stop"
+    def finish(self, request: Request) -> None:
+        assert (found(request.search) if request.search else request.tokens) == self.expected.pop(request)
+        fresh = PageChain(request.chain.root)
+        assert [fresh.page(i, request.tokens, self.config.block_size).key for i in range(len(request.chain.keys))] == (
+            request.chain.keys
+        )
+        del self.sequences[request]
+        self.finished.append(request)
+        self.scheduler.remove(request)
+
+    def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
+        """As the device does: one after the other."""
+        for source, target in copies:
+            self.slots[target] = list(self.slots[source])
+        self.num_copies += len(copies)
+        self.scheduler.copied()
+
+    def check_sees_itself(self, request: Request, handle: KVHandle) -> None:
+        """Every slot of it that is stored holds what it would hold were the request alone."""
+        if request not in self.sequences:
+            return
+        sequence, size = self.sequences[request], self.config.block_size
+        length, states = min(handle.length, len(sequence.tokens) - 1), sequence.states
+        while len(states) < length:
+            states.append(after(states[-1] if states else hash(request.chain.root), sequence.tokens[len(states)]))
+        for index, page in enumerate(handle.pages[: -(-length // size)]):
+            own = states[index * size : min(length, (index + 1) * size)]
+            assert self.slots[page][: len(own)] == own
 
 
 ENGINES = {
@@ -211,10 +336,20 @@ def test_every_request_gets_what_it_gets_alone_and_leaves_nothing(config):
     check(Traffic(config, seed=1), num_steps=1500)
 
 
+@pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("searches", [0.4, 1.0])
+def test_searches_among_others_find_what_they_find_alone(config, searches):
+    traffic = Traffic(config, seed=4, searches=searches)
+    check(traffic, num_steps=1000)
+    assert sum(request.search is not None for request in traffic.finished) > 20
+    assert traffic.num_copies > 0 or config.max_num_seqs == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
-def test_a_million_steps(config):
-    check(Traffic(config, seed=2), num_steps=150_000)
+@pytest.mark.parametrize("searches", [0.0, 0.3])
+def test_a_million_steps(config, searches):
+    check(Traffic(config, seed=2, searches=searches), num_steps=75_000)
 
 
 def check(traffic: Traffic, *, num_steps: int) -> None:
@@ -224,17 +359,14 @@ def check(traffic: Traffic, *, num_steps: int) -> None:
     assert traffic.num_aborted < len(traffic.finished)
     assert (one.running, one.waiting, one.allocator.num_used) == ([], [], 0)
     assert sorted(one._free_rows) == list(range(config.max_num_seqs))
-    assert one.num_found > 0
+    assert one.num_found > 0 or (traffic.searches and config.num_pages < 8)  # three beams of a page leave nothing
     if config.num_pages < 16:
         assert one.num_preemptions > 0
 
 
 def test_a_page_of_a_prompt_is_computed_once_however_many_have_it():
     traffic = Traffic(replace(ENGINES["plenty"], num_pages=3000), seed=3)  # nothing has to leave the cache
-    traffic.disturb = lambda arrivals: [
-        (traffic.scheduler.add(request), traffic.expected.update({request: alone(request)}))
-        for request in traffic.new_requests()
-    ]
+    traffic.disturb = lambda arrivals: traffic.expect(traffic.new_requests())
     traffic.run(200, arrivals=1.0)
     assert len(traffic.computed) > 20
     assert set(traffic.computed.values()) == {1}

@@ -121,7 +121,7 @@ def test_a_write_into_either_side_of_a_fork_is_not_seen_by_the_other():
     rng = np.random.default_rng(4)
     allocator = PageAllocator(P, S)
     parent = allocator.advance(allocator.reserve(KVHandle(), 13), 13)
-    child, copy = allocator.fork(parent)
+    child, copy = allocator.own_tail(allocator.fork(parent))
     assert copy is not None
     assert child.pages[0] == parent.pages[0]
     group = copy_pages(PagedKV((random_group(rng),)), *np.int32(copy)[:, None]).groups[0]
