@@ -20,6 +20,7 @@ import pytest
 import jaxkv
 from jaxkv.async_llm import AsyncLLM
 from jaxkv.config import SamplingParams
+from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.outputs import RequestOutput
 from jaxkv.engine_thread import Stream, _Live
@@ -70,7 +71,7 @@ def make(sync, checkpoint) -> Iterator[Callable[[], AsyncLLM]]:
     def make() -> AsyncLLM:
         llm = AsyncLLM(checkpoint, **OPTIONS)
         llm._llm._engine.programs._compiled = sync._engine.programs._compiled
-        llm._llm._engine.step = Pace(llm._llm._engine.step)
+        llm._llm._engine.step = Pace(llm._llm._engine)
         made.append(weakref.ref(llm))
         return llm
 
@@ -93,22 +94,23 @@ def llm(shared) -> Iterator[AsyncLLM]:
 
 
 class Pace:
-    """Lets an engine take so many steps that give tokens and then none, while its thread goes on doing what it is told.
-    `rest_s`: the pause before each."""
+    """In the place of an engine's step: takes none once all that can run have `enough` tokens, while the thread goes on
+    doing what it is told. `rest_s`: the pause before each step."""
 
-    def __init__(self, step: Callable[[], list]) -> None:
-        self.num_left: float = math.inf
+    def __init__(self, engine: Engine) -> None:
+        self.enough: float = math.inf
         self.rest_s = 0.0
-        self._step = step
+        self._engine = engine
+        self._step = engine.step
 
     def __call__(self) -> list:
-        if not self.num_left:
+        running, num_rows = self._engine.scheduler.running, self._engine.scheduler.config.max_num_seqs
+        all_run = len(running) == min(len(self._engine._requests), num_rows)
+        if all_run and all(request.num_new >= self.enough for request in running):
             time.sleep(0.001)
             return []
         time.sleep(self.rest_s)
-        got = self._step()
-        self.num_left -= bool(got)
-        return got
+        return self._step()
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def pace(llm) -> Iterator[Pace]:
     """Of the shared one."""
     pace = llm._llm._engine.step
     yield pace
-    pace.num_left, pace.rest_s = math.inf, 0.0
+    pace.enough, pace.rest_s = math.inf, 0.0
 
 
 def run(awaitable: Awaitable[Any]) -> Any:
@@ -243,12 +245,12 @@ def test_a_request_that_comes_while_another_runs_finishes_before_it(llm, sync, p
     short = replace(GREEDY, max_tokens=5)
 
     async def main() -> tuple[RequestOutput, RequestOutput]:
-        pace.num_left = 3
+        pace.enough = 1
         first = llm.generate(PROMPTS[0], LONG)
         assert not (await anext(first)).finished
         second = asyncio.create_task(last(llm.generate(PROMPTS[1], short)))
         await asyncio.sleep(0)
-        pace.num_left = math.inf
+        pace.enough = math.inf
         return await last(first), await second
 
     first, second = run(main())
@@ -276,13 +278,13 @@ def test_the_lowest_priority_goes_first(llm, pace):
     """Four rows are taken, one of them for a short while: the last two to come wait for that one."""
 
     async def main() -> tuple[RequestOutput, ...]:
-        pace.num_left = 4  # each may begin in a step of its own
-        running = [llm.generate(PROMPTS[0], replace(LONG, max_tokens=n)) for n in (100, 100, 100, 30)]
+        pace.enough = 1
+        running = [llm.generate(PROMPTS[0], replace(LONG, max_tokens=n)) for n in (100, 100, 100, 60)]
         await asyncio.gather(*map(anext, running))
         waiting = [asyncio.create_task(last(llm.generate(PROMPTS[1], GREEDY, priority=p))) for p in (5, -1)]
         await asyncio.sleep(0)
         await llm.get_metrics()
-        pace.num_left = math.inf
+        pace.enough = math.inf
         later, sooner, *_ = await asyncio.gather(*waiting, *map(last, running))
         return later, sooner
 
@@ -314,7 +316,7 @@ def test_two_threads_with_loops_of_their_own_share_one_engine(llm, sync):
 
 def test_abort_ends_the_iterator_with_a_last_output_and_nobody_else_s(llm, sync, pace):
     async def main() -> None:
-        pace.num_left = 4  # each may begin in a step of its own
+        pace.enough = 1
         other = asyncio.create_task(last(llm.generate(PROMPTS[1], LONG)))
         streams = [llm.generate(PROMPTS[0], LONG, f"r{i}") for i in range(3)]
         given = await asyncio.gather(*map(anext, streams[:2]))
@@ -323,7 +325,7 @@ def test_abort_ends_the_iterator_with_a_last_output_and_nobody_else_s(llm, sync,
         await llm.abort("r0")
         await llm.abort(["r1", "never heard of", "r2", "r1"])
         await llm.abort("r1")
-        pace.num_left = math.inf
+        pace.enough = math.inf
         whole = alone(sync, PROMPTS[0], LONG).outputs[0]
         for outputs in [*[await collect(stream) for stream in streams[:2]], await third]:
             (completion,) = outputs[-1].outputs
@@ -340,7 +342,7 @@ def test_abort_ends_the_iterator_with_a_last_output_and_nobody_else_s(llm, sync,
 
 def test_abort_frees_before_it_returns(llm, pace):
     async def main() -> None:
-        pace.num_left = 3
+        pace.enough = 1
         stream = llm.generate(PROMPTS[0], LONG, "r")
         await anext(stream)
         assert llm._llm._engine.scheduler.allocator.num_used > 0
@@ -356,7 +358,7 @@ def test_the_last_output_after_an_abort_has_the_text_that_could_have_begun_a_sto
     stop = whole + "never ever"  # so that all of the text is held back
 
     async def main() -> list[RequestOutput]:
-        pace.num_left = 2
+        pace.enough = 1
         stream = llm.generate(PROMPTS[0], replace(GREEDY, stop=stop), "r")
         first = await anext(stream)
         await llm.abort("r")
@@ -369,13 +371,13 @@ def test_the_last_output_after_an_abort_has_the_text_that_could_have_begun_a_sto
 
 def test_abort_of_a_request_that_waits_for_a_row(llm, pace):
     async def main() -> None:
-        pace.num_left = 4  # each may begin in a step of its own
+        pace.enough = 1
         running = [llm.generate(PROMPTS[0], LONG) for _ in range(4)]
         await asyncio.gather(*map(anext, running))
         waiting = asyncio.create_task(collect(llm.generate(PROMPTS[1], LONG, "r")))
         await asyncio.sleep(0)
         await llm.abort("r")
-        pace.num_left = math.inf
+        pace.enough = math.inf
         (output,) = await waiting
         assert (output.finished, output.outputs[0].token_ids, output.outputs[0].finish_reason) == (True, [], "abort")
         assert [output.finished for output in await asyncio.gather(*map(last, running))] == [True] * 4
@@ -392,19 +394,19 @@ def test_abort_before_the_first_iteration_means_nothing(llm, sync):
     assert_same(run(main()), alone(sync, PROMPTS[0], GREEDY))
 
 
-@pytest.mark.parametrize("num_outputs", [0, 1, 3])
-def test_a_cancelled_task_ends_its_request(llm, pace, num_outputs):
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_cancelled_task_ends_its_request(llm, pace, is_running):
     async def main() -> None:
-        pace.num_left = num_outputs
-        seen, many = [], asyncio.Event()
+        pace.enough = 1
+        seen, running = [], asyncio.Event()
 
         async def read() -> None:
             async for output in llm.generate(PROMPTS[0], LONG, "r"):
                 seen.append(output)
-                many.set()
+                running.set()
 
         task = asyncio.create_task(read())
-        await (many.wait() if num_outputs else asyncio.sleep(0))
+        await (running.wait() if is_running else asyncio.sleep(0))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -432,13 +434,12 @@ def test_a_request_that_is_cancelled_before_the_engine_looks_at_it_never_begins(
 
 def test_closing_and_forgetting_an_iterator_end_its_request(llm, pace):
     async def main() -> None:
-        pace.num_left = 2
+        pace.enough = 1
         closed, never_read = (llm.generate(PROMPTS[0], LONG) for _ in range(2))
         await anext(closed)
         await closed.aclose()
         await never_read.aclose()
         await assert_soon_empty(llm)
-        pace.num_left = 2
         async for _ in llm.generate(PROMPTS[0], LONG):
             break
         gc.collect()
@@ -449,7 +450,7 @@ def test_closing_and_forgetting_an_iterator_end_its_request(llm, pace):
 
 def test_a_loop_that_ends_takes_its_requests_along(llm, pace):
     async def main() -> None:
-        pace.num_left = 2
+        pace.enough = 1
         task = asyncio.create_task(last(llm.generate(PROMPTS[0], LONG)))
         stream = llm.generate(PROMPTS[0], LONG)
         await anext(stream)
@@ -462,8 +463,8 @@ def test_a_loop_that_ends_takes_its_requests_along(llm, pace):
 def test_so_does_a_loop_that_is_closed_without_any_care(llm, pace):
     loop = asyncio.new_event_loop()
     streams = [llm.generate(PROMPTS[0], LONG) for _ in range(2)]
+    pace.enough = 1
     for stream in streams:
-        pace.num_left = 2
         loop.run_until_complete(asyncio.wait_for(anext(stream), PATIENCE_S))
     assert len(llm._engine._live) == 2
     loop.close()
@@ -501,7 +502,7 @@ def test_a_refusal_is_raised_where_it_was_asked_for_and_nowhere_else(llm, sync):
 
 def test_an_id_is_for_one_request_at_a_time(llm, sync, pace):
     async def main() -> None:
-        pace.num_left = 2
+        pace.enough = 1
         first = llm.generate(PROMPTS[0], LONG, "r")
         await anext(first)
         with pytest.raises(ValueError, match="request_id: expected one that is not in use, got 'r'"):
@@ -509,11 +510,10 @@ def test_an_id_is_for_one_request_at_a_time(llm, sync, pace):
         assert "r" in llm._engine._live
         # Now it ends, unread, and the id has another request: closing the old iterator is nothing to that.
         await llm.abort("r")
-        pace.num_left = 2
         second = llm.generate(PROMPTS[1], GREEDY, "r")
         pieces = [await anext(second)]
         await first.aclose()
-        pace.num_left = math.inf
+        pace.enough = math.inf
         pieces += await collect(second)
         assert_same(pieces[-1], alone(sync, PROMPTS[1], GREEDY))
 
@@ -525,10 +525,10 @@ def test_an_id_is_for_one_request_at_a_time(llm, sync, pace):
 
 def test_a_slow_reader_gets_the_newest_state_only(llm, sync, pace):
     async def main() -> list[RequestOutput]:
-        pace.num_left = 1
+        pace.enough = 1
         slow = llm.generate(PROMPTS[0], GREEDY)
         first = await anext(slow)
-        pace.num_left = math.inf
+        pace.enough = math.inf
         await last(llm.generate(PROMPTS[1], LONG))
         return [first, *await collect(slow)]
 
@@ -552,14 +552,14 @@ def test_one_delivery_serves_all_streams_and_a_stuck_loop_gets_no_second_one(llm
 
     async def main(stuck: bool) -> list[RequestOutput]:
         loop = asyncio.get_running_loop()
-        pace.num_left = 4
+        pace.enough = 1
         streams = [llm.generate(PROMPTS[0], LONG) for _ in range(4)]
         await asyncio.gather(*map(anext, streams))
         call = loop.call_soon_threadsafe
         monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: (calls.append(args), call(*args)))
         steps.clear()
         idle.clear()
-        pace.num_left = math.inf
+        pace.enough = math.inf
         if stuck:
             assert idle.wait(PATIENCE_S)
             assert len(calls) <= 1
@@ -638,8 +638,9 @@ def test_a_failed_step_in_the_middle_leaves_those_that_wait(llm, sync, pace):
     error = RuntimeError("device")
 
     async def main() -> list[Any]:
-        pace.num_left = 4  # each may begin in a step of its own
-        several = replace(DRAWN, n=4, seed=1)  # the fourth has no row: it is not in the step, and ends all the same
+        pace.enough = 1
+        # The fourth has no row: it is not in the step, and ends all the same.
+        several = replace(DRAWN, n=4, seed=1, max_tokens=60)
         running = [llm.generate(PROMPTS[1], LONG), llm.generate(PROMPTS[0], several)]
         await asyncio.gather(*map(anext, running))
         waiting = [asyncio.create_task(last(llm.generate(PROMPTS[3], LONG))) for _ in range(2)]
@@ -648,7 +649,7 @@ def test_a_failed_step_in_the_middle_leaves_those_that_wait(llm, sync, pace):
         (parts,) = [live.submission.samples for live in llm._engine._live.values() if len(live.submission.samples) == 4]
         assert [part.row is None for part in parts] == [False] * 3 + [True]
         break_once(llm, error)
-        pace.num_left = math.inf
+        pace.enough = math.inf
         results = await ended(*map(last, running), *waiting)
         assert [part.finish_reason for part in parts] == ["abort"] * 4
         return results
@@ -700,12 +701,12 @@ def test_the_thread_s_death_reaches_everybody(make, deaths, error):
     pace = llm._llm._engine.step
 
     async def main() -> list[Any]:
-        pace.num_left = 4
+        pace.enough = 1
         running = [llm.generate(PROMPTS[i], LONG) for i in range(4)]
         await asyncio.gather(*map(anext, running))
         waiting = last(llm.generate(PROMPTS[0], GREEDY))
         break_once(llm, error)
-        pace.num_left = math.inf
+        pace.enough = math.inf
         results = await ended(*map(last, running), waiting)
         await everything_raises(llm, f"the engine died of {type(error).__name__}")
         return results
@@ -725,7 +726,7 @@ def test_death_reaches_the_one_whose_command_it_was_and_those_behind_it(make, mo
         raise SystemExit
 
     async def main() -> list[Any]:
-        pace.num_left = 2
+        pace.enough = 1
         running = llm.generate(PROMPTS[0], LONG)
         await anext(running)
         gate = threading.Event()
@@ -750,16 +751,17 @@ def test_an_error_that_concerns_no_request_is_the_end_and_not_an_endless_loop(ma
         raise error
 
     async def main() -> list[Any]:
-        pace.num_left = 2
+        pace.enough = 1
         running = llm.generate(PROMPTS[0], LONG)
         await anext(running)
         monkeypatch.setattr(llm._llm._engine.scheduler, "plan", plan)
-        pace.num_left = math.inf
+        pace.enough = math.inf
         return await ended(last(running), last(llm.generate(PROMPTS[0], GREEDY)))
 
-    for result in run(main()):
-        assert type(result) is EngineDeadError
-        assert result.__cause__ is error
+    running, waiting = run(main())
+    assert error in (running, running.__cause__)  # it may have had tokens coming
+    assert type(waiting) is EngineDeadError
+    assert waiting.__cause__ is error
     llm.shutdown()
     assert deaths == [ZeroDivisionError]
 
@@ -774,7 +776,7 @@ def test_a_request_that_the_engine_loses_does_not_hang(make, monkeypatch, deaths
         return []
 
     async def main() -> list[Any]:
-        pace.num_left = 2
+        pace.enough = 1
         running = llm.generate(PROMPTS[0], LONG)
         await anext(running)
         monkeypatch.setattr(llm._llm._engine, "step", lose)
@@ -792,11 +794,11 @@ def test_an_output_that_cannot_be_made_does_not_hang(make, monkeypatch, deaths):
     pace = llm._llm._engine.step
 
     async def main() -> list[Any]:
-        pace.num_left = 2
+        pace.enough = 1
         running = [llm.generate(PROMPTS[i], GREEDY) for i in range(2)]
         await asyncio.gather(*map(anext, running))
         monkeypatch.setattr("jaxkv.engine.request.Request.completion", None)
-        pace.num_left = math.inf
+        pace.enough = math.inf
         return await ended(*map(last, running))
 
     assert [type(result) for result in run(main())] == [EngineDeadError] * 2
@@ -830,7 +832,7 @@ def test_shutdown_ends_everything_and_twice_is_fine(make, sync):
     async def main() -> None:
         async with llm as same:
             assert same is llm
-            pace.num_left = 4
+            pace.enough = 1
             streams = [llm.generate(PROMPTS[0], LONG) for _ in range(6)]
             await asyncio.gather(*map(anext, streams[:4]))
             waiting = [asyncio.create_task(last(stream)) for stream in streams[4:]]
@@ -856,10 +858,10 @@ def test_shutdown_reaches_a_loop_that_is_stuck(make):
     pace = llm._llm._engine.step
 
     async def main() -> RequestOutput:
-        pace.num_left = 1
+        pace.enough = 1
         stream = llm.generate(PROMPTS[0], LONG)
         await anext(stream)
-        pace.num_left = 1
+        pace.enough = 10
         (outbox,) = llm._engine._outboxes.values()
         while outbox._is_ready:
             time.sleep(0.001)
@@ -935,7 +937,7 @@ def test_a_program_may_end_without_shutdown(checkpoint, end, run, code):
 
 def test_what_an_llm_tells_it_tells_too(llm, sync, pace):
     async def main() -> None:
-        pace.num_left = 2
+        pace.enough = 1
         assert llm.num_kv_tokens == sync.num_kv_tokens
         stream = llm.generate(PROMPTS[0], LONG)
         await anext(stream)
