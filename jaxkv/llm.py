@@ -172,9 +172,9 @@ class LLM:
         if not isinstance(messages, (list, tuple)):
             raise ValueError(f"messages: expected a conversation or a list of them, got {type(messages).__name__}")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        options = dict(chat_template_kwargs or {})
+        options: dict[str, Any] = {"chat_template": chat_template, "tools": tools}
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        prompts = self._intake.render(conversations, chat_template=chat_template, tools=tools, **options)
+        prompts = self._intake.render(conversations, chat_template_kwargs, **options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(
