@@ -39,7 +39,7 @@ DECODE_STEPS = 8
 
 
 class LLM:
-    """A model ready to generate: loads weights, allocates the KV cache once and compiles every step.
+    """A model ready to generate: loads weights, compiles every step, then allocates the KV cache, once.
 
     model: a local Hugging Face directory, a hub id, or None for the small demo model that ships with jaxkv.
     tokenizer: directory or hub id of the tokenizer (default: the model's); skip_tokenizer_init=True works without one.
@@ -62,7 +62,7 @@ class LLM:
     Other names of vLLM's are taken with the one value that is true here (`config.ONLY`): tensor_parallel_size=1.
 
     Raises: ValueError for an argument out of range or not supported (nothing is ignored), CheckpointError for a broken
-    checkpoint, NotImplementedError for a backend that is not built.
+    checkpoint, NotImplementedError for a backend that is not built, CapacityError for what memory cannot hold.
     """
 
     def __init__(
@@ -172,9 +172,9 @@ class LLM:
         if not isinstance(messages, (list, tuple)):
             raise ValueError(f"messages: expected a conversation or a list of them, got {type(messages).__name__}")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        options = dict(chat_template_kwargs or {})
+        options: dict[str, Any] = {"chat_template": chat_template, "tools": tools}
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        prompts = self._intake.render(conversations, chat_template=chat_template, tools=tools, **options)
+        prompts = self._intake.render(conversations, chat_template_kwargs, **options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(

@@ -5,7 +5,8 @@
 Decode rows are in every step and prompts fill what is left of its budget (max_num_batched_tokens), so between two
 tokens of a request lies at most one full step, however long the prompts beside it are. Some requests decode all the
 time; then the same with one prompt of --long tokens in the engine at any time. For each budget: the time between two
-deliveries of tokens to a decoding request without and with long prompts, and that of a full step alone.
+deliveries of tokens to a decoding request without (a loop of 8 steps each) and with long prompts, the most steps of
+the engine between two, and the time of a prompt that fills one step, alone.
 """
 
 from __future__ import annotations
@@ -49,23 +50,25 @@ class Load:
         self.engine.add(submission)
         return submission
 
-    def gaps(self, *, long: bool) -> list[float]:
-        """Seconds between deliveries, of all decoding requests, after the first of each."""
+    def gaps(self, *, long: bool) -> tuple[list[float], int]:
+        """Seconds between deliveries, of all decoding requests, after the first of each; the most steps between two."""
         decoding = [self.add(32, self.options.output_len) for _ in range(self.options.rows)]
-        last: dict[Request, float] = {}
-        gaps, beside = [], None
+        last: dict[Request, tuple[float, int]] = {}
+        gaps, beside, most, num_steps = [], None, 0, 0
         while not all(submission.is_finished for submission in decoding):
             if long and len(last) == len(decoding) and (beside is None or beside.is_finished):
                 beside = self.add(self.options.long, 1)
             got, now = self.engine.step(), time.perf_counter()
+            num_steps += 1
             for request in got:
                 if request.params.max_tokens == self.options.output_len:
                     if request in last:
-                        gaps.append(now - last[request])
-                    last[request] = now
+                        gaps.append(now - last[request][0])
+                        most = max(most, num_steps - last[request][1])
+                    last[request] = now, num_steps
         if beside is not None:
             self.engine.abort(beside)
-        return gaps
+        return gaps, most
 
     def full_step_s(self, budget: int) -> float:
         """The time of one step of as many prompt tokens as it may have, the shortest of five."""
@@ -81,12 +84,13 @@ class Load:
 def measure(directory: Path, options: argparse.Namespace, budget: int) -> dict[str, Any]:
     load = Load(directory, options, budget)
     load.gaps(long=True)
-    alone, beside = load.gaps(long=False), load.gaps(long=True)
+    (alone, _), (beside, most) = load.gaps(long=False), load.gaps(long=True)
     load.engine.check()
     return {
         "full_step_ms": load.full_step_s(budget) * 1e3,
         "alone_ms": spread(alone),
         "beside_long_prompts_ms": spread(beside),
+        "most_steps_between_tokens": most,
     }
 
 
@@ -113,12 +117,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = make_checkpoint(options.checkpoint or Path(scratch) / "model", options.shape, seed=options.seed)
         lines = {str(budget): measure(directory, options, budget) for budget in options.budgets}
-    print(f"{'ms':>8s}{'full step':>12s}{'alone p50':>12s}{'p99':>10s}{'beside p50':>12s}{'p99':>10s}{'max':>10s}")
+    titles = ("ms", 8), ("full step", 12), ("alone p50", 12), ("p99", 10), ("beside p50", 12), ("p99", 10), ("max", 10)
+    print("".join(f"{title:>{width}s}" for title, width in (*titles, ("steps", 7))))
     for budget, line in lines.items():
         alone, beside = line["alone_ms"], line["beside_long_prompts_ms"]
         shown = [(line["full_step_ms"], 12), (alone["p50"], 12), (alone["p99"], 10)]
         shown += [(beside["p50"], 12), (beside["p99"], 10), (beside["max"], 10)]
-        print(f"{budget:>8s}" + "".join(f"{value:{width}.1f}" for value, width in shown))
+        values = "".join(f"{value:{width}.1f}" for value, width in shown)
+        print(f"{budget:>8s}{values}{line['most_steps_between_tokens']:7d}")
     if options.json:
         result = environment() | {"command": " ".join(sys.argv), "budgets": lines}
         options.json.write_text(json.dumps(result, indent=1) + "\n")

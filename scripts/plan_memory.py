@@ -11,6 +11,7 @@ import argparse
 import os
 import time
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 # Before jax is imported: it reads these once.
@@ -60,9 +61,7 @@ def main() -> None:
         tried.append(Programs(weights, kv, spec=spec, config=config, backend=args.backend))
         return tried[-1]
 
-    print(
-        f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, {device.client.platform_version.splitlines()[0]}"
-    )
+    print(f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, libtpu {metadata.version('libtpu')}")
     print(f"{args.topology} ({device.device_kind}), backend {args.backend}, {args.layers} layers of {args.hidden}")
     usable = int(USABLE_GIB[args.topology.split(":")[0]] * 2**30)
     limit = int(usable * args.utilization)

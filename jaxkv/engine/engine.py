@@ -142,8 +142,8 @@ class Engine:
         """What there is to watch now, under vLLM's names without its prefix."""
         scheduler, allocator, programs = self.scheduler, self.scheduler.allocator, self.programs
         return [
-            Gauge("num_requests_running", "Requests that hold a row.", len(scheduler.running)),
-            Gauge("num_requests_waiting", "Requests that wait for one.", len(self._requests) - len(scheduler.running)),
+            Gauge("num_requests_running", "Requests under way.", len(self._requests) - scheduler.num_waiting),
+            Gauge("num_requests_waiting", "Requests that wait for a row.", scheduler.num_waiting),
             Gauge("kv_cache_usage_perc", "Part of the pages in use.", allocator.num_used / allocator.num_pages),
             Counter("prefix_cache_queries", "Prompt tokens that were looked up.", scheduler.num_looked_up),
             Counter("prefix_cache_hits", "Prompt tokens that were found.", scheduler.num_found),

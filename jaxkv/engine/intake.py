@@ -69,10 +69,20 @@ class Intake:
         self._num_submitted += len(made)
         return made
 
-    def render(self, conversations: Sequence[Any], **options: Any) -> list[Prompt]:
-        """Token prompts of conversations by the chat template. Raises: ValueError naming every bad index."""
+    def render(
+        self, conversations: Sequence[Any], extra: Mapping[str, Any] | None = None, **options: Any
+    ) -> list[Prompt]:
+        """Token prompts of conversations by the chat template, which gets `extra` as well as `options`.
+
+        Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
+        """
         from jinja2 import TemplateError
 
+        extra = {} if extra is None else extra
+        if not isinstance(extra, Mapping):
+            raise ValueError(f"chat_template_kwargs: expected a dict, got {type(extra).__name__}")
+        if taken := sorted(map(str, extra.keys() & {*options, "tokenize"})):
+            raise ValueError(f"chat_template_kwargs: expected no {', '.join(taken)}: chat has arguments for it")
         tokenizer = self._model.tokenizer
         if tokenizer is None:
             raise ValueError("chat: expected a tokenizer, got skip_tokenizer_init=True")
@@ -87,7 +97,7 @@ class Intake:
                 problems.append(f"conversation {index}: expected {expected}, got {messages!r:.80}")
                 continue
             try:
-                text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+                text = tokenizer.apply_chat_template(messages, tokenize=False, **options, **extra)
                 ids = tokenizer.encode(text, add_special_tokens=False)
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
             except (TemplateError, ValueError, TypeError) as error:

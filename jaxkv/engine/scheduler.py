@@ -76,6 +76,10 @@ class Scheduler:
         self._copies: dict[Request, tuple[int, int]] = {}
 
     @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
     def waiting(self) -> list[Request]:
         """In the order in which they will be admitted."""
         return [request for _, request in sorted(self._waiting)]

@@ -399,8 +399,22 @@ def test_conversations_become_the_template_s_tokens_and_no_more(intake, tokenize
 
 
 def test_a_template_given_with_the_call_is_used(intake):
-    (prompt,) = intake.render([[USER]], chat_template="{{ messages[0].content }}{{ mark }}", mark="!")
+    (prompt,) = intake.render([[USER]], chat_template="{{ messages[0].content }}{{ mark }}", extra={"mark": "!"})
     assert prompt["prompt"] == "The end!"
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"tools": []}, "no tools:"),
+        ({"tokenize": True, "mark": "!"}, "no tokenize:"),
+        ({"add_generation_prompt": False, "tools": 1}, "no add_generation_prompt, tools:"),
+        ([1], "a dict, got list"),
+    ],
+)
+def test_what_the_template_is_told_elsewhere_is_refused(intake, extra, expected):
+    with pytest.raises(ValueError, match=f"chat_template_kwargs: expected {expected}"):
+        intake.render([[USER]], extra, tools=None, add_generation_prompt=True)
 
 
 def test_without_a_template_or_a_tokenizer_chat_is_refused(tmp_path):

@@ -150,12 +150,12 @@ def test_the_command_takes_along_what_an_engine_needs_and_no_weights_twice(tmp_p
 def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monkeypatch):
     source = make_checkpoint(tmp_path / "in", tiny_config("llama", max_position_embeddings=64))
     compiled = []
-    monkeypatch.setattr(Programs, "_compile", lambda _, kind, size: compiled.append((kind, size)))
+    monkeypatch.setattr(Programs, "_compile_each", lambda _, wanted: compiled.extend(wanted))
     assert cli.main(["convert", str(source), str(tmp_path / "out")]) == 0
     assert f"model     {tmp_path / 'out'} (llama, 3 layers" in capsys.readouterr().out
     programs = LLM(tmp_path / "out", skip_tokenizer_init=True, lazy_compile=True)._engine.programs
     wanted = {("step", size) for size in programs.token_buckets} | {("loop", size) for size in programs.row_buckets}
-    assert set(compiled) == wanted
+    assert set(compiled) == wanted | {("copy", programs.config.max_num_seqs)}
 
 
 @pytest.mark.parametrize(
