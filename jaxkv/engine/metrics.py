@@ -88,7 +88,7 @@ class Recorder:
 
     def pages(self, running: Iterable[Request], allocator: PageAllocator) -> None:
         """Once per step."""
-        # Only full pages are shared, so what is allocated and not held is each request's own.
+        # A page that is being filled is never shared, so what is allocated and not held is each request's own.
         allocated = allocator.num_used * allocator.page_size
         empty = sum(len(request.handle.pages) * allocator.page_size - request.handle.length for request in running)
         self.allocated_slots += allocated

@@ -24,6 +24,9 @@ PARAMS = SamplingParams()
 NUM_TOKENS = 3
 """So few that sequences often begin alike."""
 
+MOST_AT_ONCE = 60
+"""Requests, waiting or running."""
+
 
 def after(state: int, token: int) -> int:
     return hash((state, token))
@@ -190,7 +193,8 @@ class Traffic:
         return any(request.needs_tokens for request in self.scheduler.running)
 
     def disturb(self, arrivals: float) -> None:
-        if self.rng.random() < arrivals:
+        # A queue that only grew would cost more and test no more.
+        if self.rng.random() < arrivals and len(self.expected) < MOST_AT_ONCE:
             self.expect(self.new_requests())
         if self.expected and self.rng.random() < 0.01:
             gone = self.rng.choice(list(self.expected))
