@@ -18,7 +18,8 @@ from tokenizers_ import save_tokenizer
 
 PAGE = SMALL["block_size"]
 VOCAB = 151
-EOS = {"no": None, "one": [7], "three": [7, 30, 77]}
+EOS = {"no": None, "one": [7], "many": list(range(7, VOCAB, 10))}
+"""End tokens. Of 15 among 151 enough come up for a search to be over before max_tokens."""
 LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 1, 3 * PAGE, 21)
 """Of prompts: around page borders."""
 
@@ -36,8 +37,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def make(folder, compile_once):
-    def make(family: str = "llama", eos: str = "three", **options: Any) -> LLM:
-        return LLM(folder / f"{family} {eos}", **SMALL | {"max_num_seqs": 5, "max_logprobs": 40} | options)
+    def make(family: str = "llama", eos: str = "many", **options: Any) -> LLM:
+        return LLM(folder / f"{family} {eos}", **SMALL | {"max_num_seqs": 5, "max_logprobs": 80} | options)
 
     return make
 
@@ -120,19 +121,20 @@ def test_all_beams_are_those_of_transformers(make, reference, family, eos, lengt
 
 
 def test_a_sequence_tells_its_tokens_logprobs_and_how_it_ended(make):
-    llm = make(eos="three")
-    (prompt,) = prompts_of((PAGE + 3,), seed=4)
-    params = BeamSearchParams(beam_width=4, max_tokens=19)
-    (output,) = llm.beam_search(prompt, params)
-    assert len(output.sequences) == 4
-    start = len(prompt["prompt_token_ids"])
-    for sequence in output.sequences:
+    llm = make()
+    prompts = prompts_of((PAGE + 3,) * 6, seed=5)
+    params = BeamSearchParams(beam_width=4, max_tokens=9)
+    outputs = llm.beam_search(prompts, params)
+    assert [len(output.sequences) for output in outputs] == [4] * 6
+    start, reasons = PAGE + 3, set()
+    sequences = [one for output in outputs for one in output.sequences]
+    for number, sequence in enumerate(sequences):
         assert isinstance(sequence, BeamSearchSequence)
-        assert sequence.tokens[:start] == prompt["prompt_token_ids"]
+        assert sequence.tokens[:start] == prompts[number // 4]["prompt_token_ids"]
         new, last = sequence.tokens[start:], sequence.tokens[-1]
         assert sequence.text is None
         assert len(sequence.logprobs) == len(new)
-        assert all(len(entry) == 4 * 4 for entry in sequence.logprobs)
+        assert all(len(entry) == 4 * 16 for entry in sequence.logprobs)
         assert sequence.cum_logprob == pytest.approx(
             sum(entry[token].logprob for token, entry in zip(new, sequence.logprobs, strict=True)), rel=1e-6
         )
@@ -141,14 +143,17 @@ def test_a_sequence_tells_its_tokens_logprobs_and_how_it_ended(make):
         )
         own = [entry[token].logprob for token, entry in zip(new, scored.prompt_logprobs[start:], strict=True)]
         assert sequence.cum_logprob == pytest.approx(sum(own), rel=1e-5)
-        stopped = last in EOS["three"]
+        stopped = last in EOS["many"]
         assert sequence.finish_reason == ("stop" if stopped else "length")
-        assert sequence.stop_reason == (last if stopped and last != EOS["three"][0] else None)
-        assert stopped or len(new) == 19
-    scores = [one.cum_logprob / (len(one.tokens) - start) for one in output.sequences]
-    assert scores == sorted(scores, reverse=True)
-    (ignoring,) = llm.beam_search([prompt], replace(params, ignore_eos=True))
-    assert {(len(one.tokens) - start, one.finish_reason) for one in ignoring.sequences} == {(19, "length")}
+        assert sequence.stop_reason == (last if stopped and last != EOS["many"][0] else None)
+        assert stopped or len(new) == 9
+        reasons.add((sequence.finish_reason, sequence.stop_reason is None))
+    assert reasons == {("stop", True), ("stop", False), ("length", True)}
+    for output in outputs:
+        scores = [one.cum_logprob / (len(one.tokens) - start) for one in output.sequences]
+        assert scores == sorted(scores, reverse=True)
+    (ignoring,) = llm.beam_search(prompts[:1], replace(params, ignore_eos=True))
+    assert {(len(one.tokens) - start, one.finish_reason) for one in ignoring.sequences} == {(9, "length")}
 
 
 def test_the_text_leaves_the_end_token_out_unless_asked(tmp_path, compile_once):
@@ -359,7 +364,7 @@ def test_a_parameter_out_of_range_is_named(message):
 
 
 def test_a_search_that_cannot_run_is_refused_with_every_bad_index(make):
-    llm = make(num_gpu_blocks_override=20, max_logprobs=16)
+    llm = make(num_gpu_blocks_override=20, max_logprobs=64)
     prompts = [*prompts_of((9, 60)), {"prompt_token_ids": [VOCAB]}, *prompts_of((100,))]
     with pytest.raises(ValueError, match="prompt") as refused:
         llm.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=10))
@@ -371,7 +376,7 @@ def test_a_search_that_cannot_run_is_refused_with_every_bad_index(make):
     )
     assert "prompt: expected token ids from 0 to 150, got [151]" in lines[1]
     for width, message in (
-        (5, "beam_width: 5 beams need the 20 likeliest tokens of each, and max_logprobs of LLM is 16: raise it"),
+        (5, "beam_width: 5 beams need the 80 likeliest tokens of each, and max_logprobs of LLM is 64: raise it"),
         (6, "beam_width: expected at most max_num_seqs=5, got 6"),
     ):
         eos = {"ignore_eos": width == 6}
