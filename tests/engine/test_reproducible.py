@@ -11,13 +11,14 @@ from tiny import make_checkpoint, tiny_config
 NUM_NEW = 20
 ANSWER = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=20)
 SHAPES = {
+    "64": {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2},
     "256": {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "num_key_value_heads": 2},
     "576": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
     "768": {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4},
 }
 COMMON = {"num_hidden_layers": 2, "vocab_size": 1000, "max_position_embeddings": 512}
 CASES = [("256", "bfloat16")]
-SLOW = [("256", "float32"), ("576", "float32"), ("576", "bfloat16"), ("768", "bfloat16")]
+SLOW = [("64", "float32"), ("256", "float32"), ("576", "float32"), ("576", "bfloat16"), ("768", "bfloat16")]
 CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 
 Bits = list[list[tuple[int, float]]]

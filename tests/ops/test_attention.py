@@ -260,3 +260,19 @@ def test_the_oracle_writes_rounded_values_into_one_layer_and_drops_padding(dtype
     for t, dest in enumerate(dest_T[:3]):
         want[dest // size, :, dest % size] = np.concatenate([k_TKH[t], v_TKH[t]]).astype(want.dtype)
     np.testing.assert_array_equal(np.asarray(after).astype(np.float32), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_chunk_gets_the_same_bits_in_programs_of_all_sizes(head_dim, dtype):
+    shape = Shape(16, None, 4, 2, head_dim, dtype)
+    len_B, count_B = np.array([140, 0]), np.array([13, 0])
+    scalars = {"num_decode": np.int32(0), "num_rows": np.int32(1), "start_B": np.zeros(2, int)}
+    large = random_case(np.random.default_rng(0), shape, len_B, count_B, num_tokens=256, **scalars)
+    want = run_backend("xla", large, layer=0, window=None)[:13]
+    assert np.isfinite(want).all()
+    for size in (16, 32, 64, 128):
+        names = ("token_T", "position_T", "row_T")
+        batch = replace(large.batch, **{name: getattr(large.batch, name)[:size] for name in names})
+        small = large._replace(q_TNH=large.q_TNH[:size], batch=batch)
+        np.testing.assert_array_equal(run_backend("xla", small, layer=0, window=None)[:13], want)

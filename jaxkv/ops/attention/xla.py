@@ -27,6 +27,10 @@ CPU_TILE_ROWS = 8
 CPU_MIN_QUERIES = 2
 """Per KV head: XLA:CPU adds up the product of a vector and a matrix in another order than that of two matrices."""
 
+FLOAT32_VALUES = 64
+"""Float32 values are padded to a multiple: XLA:CPU adds up the product of a few queries and other widths in another
+order than that of many."""
+
 QUERY_BLOCK = 128
 """Queries of one prefill work item."""
 
@@ -198,6 +202,8 @@ def _sweep(
     by_head = group.pages.reshape(-1, size, head_dim)
     layer_base = layer * group.num_pages * 2 * heads
     head_K1 = jnp.arange(heads, dtype=jnp.int32)[:, None]
+    is_float32 = in_float32 or group.codec.decode(by_head[:0]).dtype == jnp.float32
+    padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
 
     def fetch(head_page_RKC: jax.Array) -> jax.Array:
         """[R, K, C*S, H]: contiguous pieces of S*H values, already in the order that the matmul reads."""
@@ -219,12 +225,14 @@ def _sweep(
         keys, values = fetch(index_RKC), fetch(index_RKC + heads)
         # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is not enough.
         values = jnp.where(held_RJ[:, None, :, None], values, 0)
+        values = jnp.pad(values, ((0, 0), (0, 0), (0, 0), (0, padding)))
         return _accumulate(state, q_RKMH, keys, values, seen_RMJ[:, None])
 
     low, high = bounds
     block = per_block * size
-    state = jax.lax.fori_loop(low // block, (high + block - 1) // block, body, Softmax.empty(*q_RKMH.shape))
-    return state.result()
+    empty = Softmax.empty(*q_RKMH.shape[:-1], head_dim + padding)
+    state = jax.lax.fori_loop(low // block, (high + block - 1) // block, body, empty)
+    return state.result()[..., :head_dim]
 
 
 def _accumulate(state: Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> Softmax:
