@@ -81,6 +81,7 @@ def empty_sampling(num_rows: int, *, vocab_size: int, max_len: int, make: Callab
         seed_B2=full((num_rows, 2), 0, np.uint32),
         sample_B=full((num_rows,), 0),
         stop_BE=full((num_rows, NUM_STOP_TOKENS), NO_TOKEN),
+        ignored_B=full((num_rows,), NO_TOKEN),
         min_left_B=full((num_rows,), 0),
         logprobs_B=full((num_rows,), False, np.bool_),
         masked_B=full((num_rows,), False, np.bool_),

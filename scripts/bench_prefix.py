@@ -46,7 +46,7 @@ class Sides:
         self.options = options
         longest = options.prompt_len + options.output_len
         common = {"skip_tokenizer_init": True, "max_model_len": longest, "lazy_compile": True}
-        common["max_num_seqs"] = options.rows
+        common |= {"max_num_seqs": options.rows, "deterministic": options.deterministic}
         self.engines = {name: LLM(directory, enable_prefix_caching=on, **common) for name, on in SIDES.items()}
         self.params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True)
 
@@ -157,6 +157,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--long-prompt", type=int, default=32_768, help="tokens of the prompt that is looked up")
     parser.add_argument("--checkpoint", type=Path, help="where to write or find it (default: a temporary directory)")
+    parser.add_argument("--deterministic", action="store_true", help="engines whose results do not depend on the cache")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything that was measured")
     options = parser.parse_args()

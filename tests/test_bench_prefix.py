@@ -16,7 +16,7 @@ def prefix(script):
 def test_a_run_leaves_its_figures(tmp_path, scripts):
     command = [sys.executable, scripts / "bench_prefix.py", "--shape", "toy", "--requests", "3", "--rounds", "1"]
     command += ["--prompt-len", "64", "--shared", "50", "--output-len", "2", "--rows", "4", "--long-prompt", "256"]
-    command += ["--json", tmp_path / "result.json"]
+    command += ["--deterministic", "--json", tmp_path / "result.json"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     result = json.loads((tmp_path / "result.json").read_text())
     assert {"cpu", "cores", "versions", "command"} <= result.keys()
@@ -28,6 +28,7 @@ def test_a_run_leaves_its_figures(tmp_path, scripts):
     for name in ("shared", "distinct"):
         sides = lines[name]["rounds"]
         assert [run["found"] for run in sides["no cache"]] == [0]
+        assert lines[name]["same_outputs"] == 1
         assert lines[name]["ratio"] == sides["no cache"][0]["run_s"] / sides["cache"][0]["run_s"]
         assert f"ratio {lines[name]['ratio']:.3f}" in shown
 

@@ -284,6 +284,14 @@ def test_min_tokens_keeps_every_end_away(llm):
     assert len(one(llm, params=replace(GREEDY, stop=stop, min_tokens=count)).token_ids) > count
 
 
+def test_min_tokens_keeps_an_ignored_end_token_away_as_vllm_does(llm):
+    drawn_to_it = replace(GREEDY, ignore_eos=True, logit_bias={EOS: 100.0}, max_tokens=9)
+    assert one(llm, params=drawn_to_it).token_ids == [EOS] * 9
+    late = one(llm, params=replace(drawn_to_it, min_tokens=5)).token_ids
+    assert EOS not in late[:5]
+    assert late[5:] == [EOS] * 4
+
+
 def test_a_stop_string_ends_the_text_and_is_named(llm):
     whole = one(llm, params=replace(DRAWN, seed=3, max_tokens=60))
     text = whole.text
@@ -478,6 +486,50 @@ def test_an_error_in_a_step_leaves_nothing_behind(llm, monkeypatch, error, donat
             run(llm, prompts)
     assert_empty(llm)
     assert tokens(run(llm, prompts)) == before
+
+
+class Failed:
+    """What a device returns for an array that it failed to compute: nobody notices before it is read."""
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def block_until_ready(self) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device failed")
+
+    def __array__(self, *_: object, **__: object) -> None:
+        self.block_until_ready()
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_step_that_fails_on_the_device_leaves_nothing_behind(llm, monkeypatch, num_steps):
+    before, programs, calls, real = tokens(run(llm, PROMPTS)), llm._engine.programs, iter(range(10**6)), []
+
+    def wrap(get):
+        def failing(size: int):
+            good = get(size)
+
+            def program(weights, kv, newest, *inputs):
+                if next(calls) < num_steps:
+                    return good(weights, kv, newest, *inputs)
+                if real:  # the step before has failed, unnoticed so far
+                    groups = zip(kv.groups, real[0].groups, strict=True)
+                    kv = replace(kv, groups=tuple(replace(group, pages=other.pages) for group, other in groups))
+                    newest = replace(newest, token_R=real[1].token_R)
+                real[:] = good(weights, kv, newest, *inputs)
+                return jax.tree.map(lambda _: Failed(), tuple(real))
+
+            return program
+
+        return failing
+
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "step", wrap(programs.step))
+        patch.setattr(programs, "loop", wrap(programs.loop))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the device failed"):
+            run(llm, PROMPTS)
+    assert_empty(llm)
+    assert tokens(run(llm, PROMPTS)) == before
 
 
 @pytest.mark.parametrize("donated", [False, True])

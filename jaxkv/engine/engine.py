@@ -72,6 +72,7 @@ class Engine:
         self._decode_token = decode_token
         self._recorder = Recorder()
         self._stepping = False
+        self._failed = False
         self._aborted: list[Request] = []
 
     @property
@@ -128,7 +129,7 @@ class Engine:
         finally:
             self._stepping = False
             if lost:
-                self._flight = None
+                self._flight, self._failed = None, True
             for request in [*self._aborted, *lost]:
                 self._abort(request)
             self._aborted.clear()
@@ -324,10 +325,23 @@ class Engine:
         return entry
 
     def _restore_lost_kv(self) -> None:
-        """A new empty pool after an interrupt between donating the old one and receiving its successor."""
-        if any(group.pages.is_deleted() for group in self.kv.groups):
+        """A new empty pool where a step that failed took the contents of the old one."""
+        if self._failed and not _is_computed([group.pages for group in self.kv.groups]):
             self.scheduler.start_over()
             self.kv, self._newest_R = self._make_kv(), _no_tokens(self.scheduler.config)
+        self._failed = False
+
+
+def _is_computed(arrays: list[jax.Array]) -> bool:
+    """Whether the arrays hold what they should: not where an interrupt came between donating one and receiving its
+    successor, nor where the device failed while it computed one."""
+    if any(array.is_deleted() for array in arrays):
+        return False
+    try:
+        jax.block_until_ready(arrays)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 def _no_tokens(config: EngineConfig) -> Any:

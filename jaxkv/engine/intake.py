@@ -147,7 +147,7 @@ class Intake:
         self._check_ids("prompt", tokens)
         stop_ids = self._stop_ids(params)
         self._check_logprobs(params)
-        bad_words = self._processing(params, stop_ids)
+        bad_words = self._processing(params, stop_ids | {self._model.eos_id})
         max_len, limit = self._limit(len(tokens), params)
         salts = ("shared", salt) if self._share_prefixes else (str(number), salt)
         root = root_key(self._cache_root, *salts)
@@ -163,6 +163,7 @@ class Intake:
                 limit=limit,
                 stop_ids=stop_ids,
                 eos_id=None if params.ignore_eos else self._model.eos_id,
+                ignored_eos=self._model.eos_id if params.ignore_eos else None,
                 text=self._text_stream(tokens, params),
                 bad_words=bad_words,
                 logprobs=None if params.logprobs is None else [],
@@ -203,8 +204,9 @@ class Intake:
                 what = f"-1 (all {size} tokens)" if asked == -1 else asked
                 raise ValueError(f"{name}: expected at most {most}, got {what}; raise max_logprobs of LLM (-1: all)")
 
-    def _processing(self, params: SamplingParams, stop_ids: frozenset[int]) -> tuple[Word, ...]:
-        """Checks what changes the logits. Returns the tokens of the bad words."""
+    def _processing(self, params: SamplingParams, ends: frozenset[int | None]) -> tuple[Word, ...]:
+        """Checks what changes the logits. Returns the tokens of the bad words. `ends` are out of reach at first where
+        min_tokens is given."""
         bias, allowed = params.logit_bias or {}, params.allowed_token_ids
         self._check_ids("logit_bias", list(bias))
         if len(bias) > NUM_BIASES:
@@ -214,7 +216,7 @@ class Intake:
             raise ValueError("bad_words: expected a tokenizer for bad words, got skip_tokenizer_init=True")
         words = encode_words(self._model.tokenizer, params.bad_words or ())
         self._check_ids("bad_words", [token for word in words for token in word])
-        out_of_reach = {word[-1] for word in words} | (stop_ids if params.min_tokens else set())
+        out_of_reach = {word[-1] for word in words} | (ends if params.min_tokens else set())
         if allowed is not None and not set(allowed) - out_of_reach:
             raise ValueError(
                 "allowed_token_ids: expected at least one that ends no bad word and, with min_tokens, no request, "

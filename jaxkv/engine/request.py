@@ -20,9 +20,10 @@ class Request:
 
     `chain` names its full pages for the prefix cache, in which the first `num_published` of the handle's are listed.
     `max_len` bounds prompt and output together, `limit` is the finish_reason there. `stop_ids` end it: the caller's,
-    and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason. `row` is its place in
-    the row tables while it runs. `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the
-    prompt. `arrived_s` is `times.arrival_time` on the monotonic clock.
+    and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason; else it is
+    `ignored_eos`, which comes only after min_tokens too. `row` is its place in the row tables while it runs.
+    `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the prompt. `arrived_s` is
+    `times.arrival_time` on the monotonic clock.
 
     `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read yet. Plans count on
     those, as if the request would not end before: `handle` has what those steps store.
@@ -43,6 +44,7 @@ class Request:
     chain: PageChain
     sample: int = 0
     priority: int = 0
+    ignored_eos: int | None = None
     limit: str = "length"
     arrival: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()

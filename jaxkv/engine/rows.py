@@ -84,6 +84,7 @@ class RowTables:
         table.sample_B[row] = request.sample
         table.stop_BE[row] = NO_TOKEN
         table.stop_BE[row, : len(request.stop_ids)] = sorted(request.stop_ids)
+        table.ignored_B[row] = NO_TOKEN if request.ignored_eos is None else request.ignored_eos
         table.logprobs_B[row] = params.logprobs is not None
         self._min_len_R[row] = request.prompt_len + params.min_tokens if params.min_tokens else 0
         self._penalises_R[row] = params.penalises

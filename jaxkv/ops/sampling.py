@@ -33,7 +33,8 @@ class Sampling:
     seed_B2     uint32: high and low word of the request's 64-bit seed.
     sample_B    int32: which of the request's samples this row is.
     stop_BE     int32 token ids that end the row, NO_TOKEN where unused.
-    min_left_B  int32: tokens that must still come before a stop token may.
+    ignored_B   int32: the model's end token where it does not end the row, else NO_TOKEN.
+    min_left_B  int32: tokens that must still come before a stop token or the ignored one may.
     logprobs_B  bool: the row wants logprobs.
     masked_B    bool: of this row only the tokens in allowed_BM may come.
     allowed_BM  uint32 [B, >= V/32]: bit t % 32 of word t // 32 is set if token t is allowed.
@@ -50,6 +51,7 @@ class Sampling:
     seed_B2: jax.Array
     sample_B: jax.Array
     stop_BE: jax.Array
+    ignored_B: jax.Array
     min_left_B: jax.Array
     logprobs_B: jax.Array
     masked_B: jax.Array
@@ -164,7 +166,8 @@ def _process(logits_BV: jax.Array, sampling: Sampling, recent_nB: jax.Array | No
 
     def process() -> jax.Array:
         x_BV = jax.lax.cond(masks, lambda x: allow(x, sampling.masked_B, sampling.allowed_BM), _same, logits_BV)
-        stop_BE = jnp.where((sampling.min_left_B > 0)[:, None], sampling.stop_BE, NO_TOKEN)
+        stop_BE = jnp.concatenate([sampling.stop_BE, sampling.ignored_B[:, None]], axis=1)
+        stop_BE = jnp.where((sampling.min_left_B > 0)[:, None], stop_BE, NO_TOKEN)
         x_BV = jax.lax.cond(stops, lambda x: forbid(x, stop_BE), _same, x_BV)
         x_BV = jax.lax.cond(biases, lambda x: add_bias(x, sampling.bias_id_BE, sampling.bias_BE), _same, x_BV)
         return jax.lax.cond(penalises, lambda x: _penalise(x, sampling, recent_nB), _same, x_BV)
