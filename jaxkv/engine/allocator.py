@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from jaxkv.engine.prefix import PageKey, PrefixIndex
 from jaxkv.errors import CapacityError
@@ -56,15 +57,26 @@ class PageAllocator:
 
         Raises: CapacityError, with nothing changed, if fewer pages are free than needed.
         """
-        empty, needed = self._empty, -(-num_tokens // self.page_size) - len(handle.pages)
-        if needed <= 0:
-            return handle
-        if needed > len(empty) + len(self._cached):
-            raise CapacityError(f"{needed} pages of {self.page_size} tokens needed, {self.num_free} free")
-        new = [empty.pop() if empty else self._evict() for _ in range(needed)]
+        return self.reserve_all([(handle, num_tokens)])[0]
+
+    def reserve_all(self, asked: list[tuple[KVHandle, int]]) -> list[KVHandle]:
+        """`reserve` of each of these handles, all of them or none."""
+        size = self.page_size
+        needed = [max(0, -(-num_tokens // size) - len(handle.pages)) for handle, num_tokens in asked]
+        new = self._take(sum(needed))
+        return [
+            KVHandle(handle.pages + tuple(islice(new, num_pages)), handle.length) if num_pages else handle
+            for (handle, _), num_pages in zip(asked, needed, strict=True)
+        ]
+
+    def _take(self, num_pages: int) -> Iterator[int]:
+        empty, references = self._empty, self._references
+        if num_pages > len(empty) + len(self._cached):
+            raise CapacityError(f"{num_pages} pages of {self.page_size} tokens needed, {self.num_free} free")
+        new = [empty.pop() if empty else self._evict() for _ in range(num_pages)]
         for page in new:
-            self._references[page] = 1
-        return KVHandle((*handle.pages, *new), handle.length)
+            references[page] = 1
+        return iter(new)
 
     def find(self, handle: KVHandle, key: PageKey) -> int | None:
         """The page that continues the handle's own with this key's tokens, if one is listed.

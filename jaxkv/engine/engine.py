@@ -173,7 +173,7 @@ class Engine:
         num_rows = self.scheduler.config.max_num_seqs
         page_2C = np.zeros((2, num_rows), np.int32)
         page_2C[:, : len(copies)] = np.transpose(copies)
-        self.kv = self.programs.copy()(self._rows.state_of([], self.kv, num_rows), *page_2C, np.int32(len(copies)))
+        self.kv = self.programs.copy()(self._rows.without_rows(self.kv), *page_2C, np.int32(len(copies)))
         self.scheduler.copied()
 
     def _launch_step(self, plan: StepPlan) -> Flight:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-
-class PageKey(NamedTuple):
-    """What a full page is found by: its key, and its tokens (int32) to compare."""
-
-    key: bytes
-    tokens: bytes
+PageKey = tuple[bytes, bytes]
+"""What a full page is found by: its key, and its tokens (int32) to compare."""
 
 
 @dataclass(slots=True)
@@ -35,12 +30,12 @@ class PageChain:
         """The key of page `index`, which the first (index + 1) * page_size of `tokens` fill."""
         if index >= len(self.keys):
             self._extend(index + 1, tokens, page_size)
-        return PageKey(self.keys[index], self.packed[index])
+        return self.keys[index], self.packed[index]
 
-    def pages(self, first: int, end: int, tokens: Sequence[int], page_size: int) -> list[PageKey]:
+    def pages(self, first: int, end: int, tokens: Sequence[int], page_size: int) -> Iterable[PageKey]:
         """The same of several."""
         self._extend(end, tokens, page_size)
-        return list(map(PageKey, self.keys[first:end], self.packed[first:end]))
+        return zip(self.keys[first:end], self.packed[first:end], strict=True)
 
     def _extend(self, end: int, tokens: Sequence[int], page_size: int) -> None:
         first = len(self.keys)
@@ -63,7 +58,8 @@ class PrefixIndex:
     """Pages by key. The allocator decides what leaves it, and keeps every entry's parent as long as the entry."""
 
     def __init__(self) -> None:
-        # Of bytes and numbers only: among objects for every page Python's garbage collector would take milliseconds.
+        # Of bytes and numbers only: with an object for every page, be it a tuple, Python's garbage collector takes
+        # milliseconds.
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._parent_of: dict[int, int | None] = {}
@@ -76,18 +72,19 @@ class PrefixIndex:
 
     def find(self, page_key: PageKey, parent: int | None) -> int | None:
         """The page of this key if it does hold these tokens after that parent: a collision is a miss."""
-        page = self._page_of.get(page_key.key)
-        if page is None or self._parent_of[page] != parent or self._tokens_of[page] != page_key.tokens:
+        key, tokens = page_key
+        page = self._page_of.get(key)
+        if page is None or self._parent_of[page] != parent or self._tokens_of[page] != tokens:
             return None
         return page
 
     def add(self, page_key: PageKey, page: int, parent: int | None) -> bool:
         """Whether the page is listed now; it is not where its key is taken already."""
-        if page_key.key in self._page_of:
+        key, tokens = page_key
+        if key in self._page_of:
             return False
-        self._page_of[page_key.key] = page
-        self._key_of[page], self._tokens_of[page] = page_key
-        self._parent_of[page] = parent
+        self._page_of[key] = page
+        self._key_of[page], self._tokens_of[page], self._parent_of[page] = key, tokens, parent
         return True
 
     def remove(self, page: int) -> None:

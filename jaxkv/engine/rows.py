@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.aot import NO_ROW, empty_batch, empty_rows, empty_sampling, table_width
+from jaxkv.aot import empty_batch, empty_rows, empty_sampling, table_width
 from jaxkv.config import EngineConfig
 from jaxkv.engine.masks import ends_of, token_mask
 from jaxkv.engine.request import Request
@@ -21,58 +21,68 @@ from jaxkv.steps import Newest
 WIDE = ("allowed_BM", "bias_id_BE", "bias_BE", "history_BN")
 """Sampling parameters of more than a few values per row."""
 
+PARAMETERS = {field.name for field in fields(Sampling)}
+
 
 class RowTables:
     """Page table and sampling parameters of every row of the engine; a row belongs to one running request.
+
+    The tables have one row more, which stays as it is made: the padding rows of a step.
 
     Wide parameters that no request of a step uses are not sent: the device keeps an empty array of each shape.
     """
 
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         width = table_width(config)
-        self.table_RW = np.zeros((config.max_num_seqs, width), np.int32)
+        self.num_rows = config.max_num_seqs
+        self.table_RW = np.zeros((self.num_rows + 1, width), np.int32)
         self.first_W = np.arange(width, dtype=np.int32) * config.block_size
         self.vocab_size = vocab_size
         self.max_len = config.max_len
         # Without histories: they are written anew for each step from the requests' tokens.
-        self.sampling = empty_sampling(config.max_num_seqs, vocab_size=vocab_size, max_len=0)
-        self._min_len_R = np.zeros(config.max_num_seqs, np.int64)
-        self._penalises_R = np.zeros(config.max_num_seqs, np.bool_)
+        self.sampling = empty_sampling(self.num_rows + 1, vocab_size=vocab_size, max_len=0)
+        self._min_len_R = np.zeros(self.num_rows + 1, np.int64)
+        self._penalises_R = np.zeros(self.num_rows + 1, np.bool_)
         self._empty: dict[int, Sampling] = {}
-        self._same: tuple[tuple[int, bytes], Sampling] | None = None
-        self._owner_R: list[Request | None] = [None] * config.max_num_seqs
-        self._pages_R: list[tuple[int, ...]] = [()] * config.max_num_seqs
+        self._same: tuple[bytes, Sampling] | None = None
+        self._owner_R: list[Request | None] = [None] * self.num_rows
+        self._pages_R: list[tuple[int, ...]] = [()] * self.num_rows
 
     def bind(
         self, kv: PagedKV, newest_R: jax.Array, requests: list[Request], num_rows: int
     ) -> tuple[PagedKV, Newest, Sampling]:
         """What a step of these running requests, in this order, has of them beside their tokens."""
-        index = self._select(requests)
-        row_B: Any = np.full(num_rows, NO_ROW, np.int32)
-        row_B[: len(index)] = index
-        state = self.state_of(requests, kv, num_rows)
-        return state, Newest(newest_R, row_B), self._sampling_for(requests, index, num_rows)
+        rows = self._select(requests)
+        row_B: Any = np.full(num_rows, self.num_rows, np.int32)
+        row_B[: len(rows)] = rows
+        len_B: Any = np.zeros(num_rows, np.int32)
+        len_B[: len(rows)] = [request.handle.length for request in requests]
+        state = self._state(kv, row_B, len_B)
+        return state, Newest(newest_R, row_B), self._sampling_for(requests, row_B)
 
-    def _select(self, requests: list[Request]) -> np.ndarray:
+    def _select(self, requests: list[Request]) -> list[int]:
         """The requests' rows. Takes over who is new in its row, and the pages of who has got others since."""
+        owner_R, pages_R, rows = self._owner_R, self._pages_R, []
         for request in requests:
             row, pages = request.row, request.handle.pages
             if row is None:
                 raise RuntimeError(f"request {request.id} is to run without a row")
-            if self._owner_R[row] is not request:
-                self._owner_R[row] = request
+            if owner_R[row] is not request:
+                owner_R[row] = request
                 self._set_sampling(row, request)
                 self._same = None
-            if self._pages_R[row] is not pages:
+            if pages_R[row] is not pages:
                 self._set_pages(row, pages)
-        return np.array([request.row for request in requests], np.int32)
+            rows.append(row)
+        return rows
 
     def _set_pages(self, row: int, pages: tuple[int, ...]) -> None:
-        # Nearly always some pages more, and to write them all costs ten times as much.
-        before = self._pages_R[row]
+        # Nearly always one page more: to write them all, or a slice, costs several times as much.
+        before, table_RW = self._pages_R[row], self.table_RW
         kept = len(before) if pages[: len(before)] == before else 0
         self._pages_R[row] = pages
-        self.table_RW[row, kept : len(pages)] = pages[kept:]
+        for index in range(kept, len(pages)):
+            table_RW[row, index] = pages[index]
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
@@ -139,38 +149,35 @@ class RowTables:
         rows.budget_B[:count] = [num_tokens for _, num_tokens in work]
         return rows
 
-    def _sampling_for(self, requests: list[Request], index: np.ndarray, num_rows: int) -> Sampling:
+    def _sampling_for(self, requests: list[Request], row_B: np.ndarray) -> Sampling:
         """The requests' parameters in this order; rows past them are greedy and want nothing."""
-        sampling = self._parameters(index, num_rows)
+        sampling, num_rows, rows = self._parameters(row_B), len(row_B), row_B[: len(requests)]
         changed: dict[str, Any] = {}
-        if self._min_len_R[index].any():
+        if self._min_len_R[rows].any():
             changed["min_left_B"] = np.zeros(num_rows, np.int32)
             num_tokens = [request.num_tokens for request in requests]
-            changed["min_left_B"][: len(index)] = np.maximum(self._min_len_R[index] - num_tokens, 0)
+            changed["min_left_B"][: len(rows)] = np.maximum(self._min_len_R[rows] - num_tokens, 0)
         if any(request.needs_host for request in requests):
             changed["allowed_BM"] = np.array(sampling.allowed_BM)
             for row, request in enumerate(requests):
                 if request.needs_host:
                     self._set_mask(changed["allowed_BM"], row, request)
-        if penalised := np.flatnonzero(self._penalises_R[index]).tolist():
+        if penalised := np.flatnonzero(self._penalises_R[rows]).tolist():
             changed["history_BN"] = self._histories(requests, penalised, num_rows)
         return replace(sampling, **changed) if changed else sampling
 
-    def _parameters(self, index: np.ndarray, num_rows: int) -> Sampling:
+    def _parameters(self, row_B: np.ndarray) -> Sampling:
         """What the tables hold of these rows. Decode loops of the same ones make it once."""
-        key = (num_rows, index.tobytes())
+        key = row_B.tobytes()
         if self._same is None or self._same[0] != key:
-            table, empty = self.sampling, self._empty_for(num_rows)
+            table = self.sampling
             unused = {"history_BN"}
-            if not table.masked_B[index].any():
+            if not table.masked_B[row_B].any():
                 unused |= {"allowed_BM"}
-            if (table.bias_id_BE[index, 0] == NO_TOKEN).all():
+            if (table.bias_id_BE[row_B, 0] == NO_TOKEN).all():
                 unused |= {"bias_id_BE", "bias_BE"}
-            sent: dict[str, Any] = {}
-            for name in {field.name for field in fields(Sampling)} - unused:
-                sent[name] = np.array(getattr(empty, name))
-                sent[name][: len(index)] = getattr(table, name)[index]
-            self._same = key, replace(empty, **sent)
+            sent = {name: getattr(table, name)[row_B] for name in PARAMETERS - unused}
+            self._same = key, replace(self._empty_for(len(row_B)), **sent)
         return self._same[1]
 
     def _histories(self, requests: list[Request], penalised: list[int], num_rows: int) -> Any:
@@ -187,14 +194,14 @@ class RowTables:
             self._empty[num_rows] = replace(empty, **wide)
         return self._empty[num_rows]
 
-    def state_of(self, requests: list[Request], kv: PagedKV, num_rows: int) -> PagedKV:
-        """The state with the requests' tables and lengths in this order. All groups share one table for now."""
-        index = np.array([request.row for request in requests], np.int32)
+    def without_rows(self, kv: PagedKV) -> PagedKV:
+        """The state for a program that looks at pages only."""
+        return self._state(kv, np.full(self.num_rows, self.num_rows, np.int32), np.zeros(self.num_rows, np.int32))
+
+    def _state(self, kv: PagedKV, row_B: np.ndarray, len_B: Any) -> PagedKV:
+        """The state with the tables of these rows. All groups share one table for now."""
         # Copies: the tables change while the device may still read what it was given.
-        table_BW: Any = np.zeros((num_rows, self.table_RW.shape[1]), np.int32)
-        table_BW[: len(index)] = self.table_RW[index]
-        len_B: Any = np.zeros(num_rows, np.int32)
-        len_B[: len(index)] = [request.handle.length for request in requests]
+        table_BW: Any = self.table_RW[row_B]
         first_BW: Any = np.broadcast_to(self.first_W, table_BW.shape)
         groups = (replace(group, table_BW=table_BW, first_BW=first_BW, len_B=len_B) for group in kv.groups)
         return replace(kv, groups=tuple(groups))

@@ -232,20 +232,35 @@ class Scheduler:
     def _reserve_all(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Pages for so many more tokens of each request, which come in order. Returns what of the work is left: where
         no pages are free, the last running ones give theirs back, maybe some of these."""
-        size = self.config.block_size
+        size, short, is_search = self.config.block_size, [], False
         for request, count in work:
             handle = request.handle
-            # Only beams share the page that they write to.
-            if request.beams or handle.length + count > len(handle.pages) * size:
-                self._reserve(request, handle.length + count)
+            num_tokens = handle.length + count
+            if num_tokens > len(handle.pages) * size or request.beams:
+                short.append((request, num_tokens))
+                is_search = is_search or bool(request.beams)
+        if is_search or not self._reserve_at_once(short):
+            for request, num_tokens in short:
+                self._reserve(request, num_tokens)
         return [item for item in work if item[0].row is not None]
+
+    def _reserve_at_once(self, short: list[tuple[Request, int]]) -> bool:
+        """Whether there are pages for all of these."""
+        try:
+            handles = self.allocator.reserve_all([(request.handle, num_tokens) for request, num_tokens in short])
+        except CapacityError:
+            return False
+        for (request, _), handle in zip(short, handles, strict=True):
+            request.handle = handle
+        return True
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
         while request.row is not None:
             try:
-                request.handle, copy = self.allocator.own_tail(request.handle)
-                if copy is not None:
-                    self._copies[request] = copy
+                if request.beams:  # only they share the page that they write to
+                    request.handle, copy = self.allocator.own_tail(request.handle)
+                    if copy is not None:
+                        self._copies[request] = copy
                 request.handle = self.allocator.reserve(request.handle, num_tokens)
                 return
             except CapacityError:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from jaxkv.engine.allocator import KVHandle, PageAllocator
-from jaxkv.engine.prefix import PageKey
 from jaxkv.errors import CapacityError
 
 PAGE = 4
@@ -88,13 +87,13 @@ def test_the_last_holder_of_a_tail_keeps_it_unless_it_is_listed_for_others():
         allocator.check([own, *[first, second, third][len(copies) :]])
         allocator.release(own)
     assert [copy and copy[0] for copy in copies] == [first.pages[1], first.pages[1], None]
-    listed, num_listed = allocator.publish(filled(allocator, 4), 0, [PageKey(b"key", b"tokens")])
+    listed, num_listed = allocator.publish(filled(allocator, 4), 0, [(b"key", b"tokens")])
     assert num_listed == 1
     short = allocator.rewind(listed, 3)
     own, copy = allocator.own_tail(short)
     assert copy == (short.pages[0], own.pages[0])
     allocator.check([own])
-    assert allocator.find(KVHandle(), PageKey(b"key", b"tokens")) == short.pages[0]
+    assert allocator.find(KVHandle(), (b"key", b"tokens")) == short.pages[0]
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 9])

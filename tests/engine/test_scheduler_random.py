@@ -297,7 +297,7 @@ class Traffic:
     def finish(self, request: Request) -> None:
         assert (found(request.search) if request.search else request.tokens) == self.expected.pop(request)
         fresh = PageChain(request.chain.root)
-        assert [fresh.page(i, request.tokens, self.config.block_size).key for i in range(len(request.chain.keys))] == (
+        assert [fresh.page(i, request.tokens, self.config.block_size)[0] for i in range(len(request.chain.keys))] == (
             request.chain.keys
         )
         del self.sequences[request]
