@@ -15,12 +15,22 @@ import jax
 import pytest
 
 from jaxkv.aot import Programs
+from tiny import make_checkpoint, tiny_config
+from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
 
 # [B] + [T, B] is an error, not a guess. NaN checks stay off: tests poison unused pages with NaN on purpose.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 COMPILED: dict[object, dict] = {}
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    """A small Llama with a tokenizer and a chat template, which nobody writes to."""
+    directory = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", tiny_config("llama", vocab_size=420))
+    save_tokenizer(directory, chat_template=CHAT_TEMPLATE)
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -27,8 +27,6 @@ from jaxkv.engine.request import Request
 from jaxkv.engine_thread import Stream, _Live
 from jaxkv.errors import EngineDeadError
 from jaxkv.llm import LLM
-from tiny import make_checkpoint, tiny_config
-from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
 
 VOCAB, MAX_LEN, PATIENCE_S = 420, 128, 120
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "dtype": "float32", "lazy_compile": True}
@@ -49,13 +47,6 @@ MIXED = [
     (PROMPTS[1], replace(GREEDY, max_tokens=1)),
     (PROMPTS[2], replace(GREEDY, detokenize=False)),
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    directory = make_checkpoint(tmp_path_factory.mktemp("llm") / "model", tiny_config("llama", vocab_size=VOCAB))
-    save_tokenizer(directory, chat_template=CHAT_TEMPLATE)
-    return directory
 
 
 @pytest.fixture(scope="module")

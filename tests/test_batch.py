@@ -24,8 +24,6 @@ from jaxkv.batch import BatchCounts, open_output, run_batch
 from jaxkv.config import SamplingParams
 from jaxkv.engine.outputs import RequestOutput
 from jaxkv.llm import LLM
-from tiny import make_checkpoint, tiny_config
-from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
 
 VOCAB = 420
 SMALL = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "dtype": "float32"}
@@ -34,13 +32,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
 USER = {"role": "user", "content": "The end"}
 pytestmark = pytest.mark.usefixtures("compile_once")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    directory = make_checkpoint(tmp_path_factory.mktemp("batch") / "model", tiny_config("llama", vocab_size=VOCAB))
-    save_tokenizer(directory, chat_template=CHAT_TEMPLATE)
-    return directory
 
 
 @pytest.fixture(scope="module")

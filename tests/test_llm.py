@@ -17,8 +17,7 @@ from jaxkv.engine.outputs import RequestOutput
 from jaxkv.errors import CheckpointError
 from jaxkv.llm import LLM
 from poison import poison_kv
-from tiny import make_checkpoint, tiny_config
-from tokenizers_ import BOS, CHAT_TEMPLATE, EOS, save_tokenizer
+from tokenizers_ import BOS, EOS, save_tokenizer
 
 VOCAB = 420
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "dtype": "float32", "lazy_compile": True}
@@ -27,13 +26,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
 PROMPTS = ["Once upon a time", {"prompt": "The end of"}, {"prompt_token_ids": [9, 8, 7]}, "One by one, by one, by one"]
 USER = {"role": "user", "content": "The end"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    directory = make_checkpoint(tmp_path_factory.mktemp("llm") / "model", tiny_config("llama", vocab_size=VOCAB))
-    save_tokenizer(directory, chat_template=CHAT_TEMPLATE)
-    return directory
 
 
 @pytest.fixture(scope="module")
