@@ -82,6 +82,9 @@ class EngineConfig:
         return min(self.max_model_len, self.num_pages * self.block_size)
 
 
+MAX_SAMPLES = 1024
+"""Samples of one prompt: each has its own copy of the prompt on the host from the start."""
+
 ONLY = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
@@ -181,7 +184,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value not in (default, [], {}) or isinstance(value, bool) is not isinstance(default, bool):
                 raise ValueError(f"{name}={value!r} is not supported yet; leave it at {default!r}")
-        _expect(is_int(self.n) and self.n >= 1, "n", "a number >= 1", self.n)
+        _expect(is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, "n", f"a number from 1 to {MAX_SAMPLES}", self.n)
         number = _is_number(self.temperature) and self.temperature >= 0
         _expect(number, "temperature", "a finite float32 number >= 0", self.temperature)
         if self.n > 1 and self.temperature < GREEDY_BELOW:
@@ -227,6 +230,9 @@ class SamplingParams:
         _expect(self.detokenize or not self.stop_strings, "stop", "no stop strings with detokenize=False", self.stop)
         words = _is_list_of(str, self.bad_words) and all(word.strip() for word in self.bad_words or ())
         _expect(words, "bad_words", "a list of words, none empty", self.bad_words)
+        for word in self.bad_words or ():
+            # A tokenizer raises errors of its own for half of a surrogate pair.
+            _expect(not any("\ud800" <= c <= "\udfff" for c in word), "bad_words", "valid Unicode", word)
         for name in ("stop_token_ids", "allowed_token_ids"):
             _expect(_is_list_of(int, getattr(self, name)), name, "a list of token ids", getattr(self, name))
         some = self.allowed_token_ids is None or len(self.allowed_token_ids) > 0

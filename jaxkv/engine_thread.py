@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -19,6 +20,8 @@ from jaxkv.engine.outputs import RequestOutput
 from jaxkv.engine.request import Request, Submission
 from jaxkv.errors import EngineDeadError
 from jaxkv.llm import LLM, Conversation
+
+LOG = logging.getLogger("jaxkv")
 
 T = TypeVar("T")
 
@@ -177,6 +180,7 @@ class EngineThread:
         self._is_stopping = False
         self._tokenizer: Any = None
         self._live: dict[str, _Live] = {}
+        self._failed_for_nobody = False
         self._live_of: dict[Request, _Live] = {}
         self._outboxes: dict[asyncio.AbstractEventLoop, _Outbox] = {}
 
@@ -272,11 +276,11 @@ class EngineThread:
             self._send()
 
     def _obey(self) -> None:
-        """Does what it was told. Waits if there is nothing else to do."""
+        """Does what it was told so far. Waits if there is nothing else to do."""
         must_wait = not self._engine.has_work
-        while must_wait or not self._commands.empty():
+        # What comes meanwhile waits for the next step, or those who ask without end would stop all others.
+        for _ in range(max(must_wait, self._commands.qsize())):
             self._commands.get()()
-            must_wait = False
 
     def _step(self) -> None:
         got: list[Request] = []
@@ -285,7 +289,9 @@ class EngineThread:
         for request in got:
             if (live := self._live_of.get(request)) is not None:
                 self._note(live)
-        if kept.error is not None:
+        if kept.error is None:
+            self._failed_for_nobody = False
+        else:
             self._fail(kept.error)
         if self._live and not self._engine.has_work:
             raise RuntimeError(f"{len(self._live)} requests left the engine without a result")
@@ -294,8 +300,12 @@ class EngineThread:
         """Gives an exception of a step to the requests that the engine has ended for it; the others go on."""
         concerned = [live for live in self._live.values() if live.is_aborted]
         if not concerned:
-            # It would be raised again and again, and nobody would know.
-            raise error
+            if self._failed_for_nobody:
+                # It would be raised again and again, and nobody would know.
+                raise error
+            # Those whose step it was may have gone meanwhile.
+            self._failed_for_nobody = True
+            LOG.warning("a step failed that concerns no request any more: %r", error)
         for live in concerned:
             live.error = error
             self._engine.abort(live.submission)

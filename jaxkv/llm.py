@@ -252,7 +252,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now on."""
-        self._engine.scheduler.allocator.forget()
+        self._engine.scheduler.forget()
 
     def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
         """Counters, gauges and histograms under vLLM's names (and some of our own), behind `prefix`: "vllm:" makes them

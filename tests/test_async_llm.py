@@ -652,6 +652,57 @@ def test_a_failed_step_in_the_middle_leaves_those_that_wait(llm, sync, pace):
         assert_same(output, alone(sync, PROMPTS[3], LONG))
 
 
+def test_a_failed_step_that_concerns_nobody_any_more_ends_nothing(llm, sync, monkeypatch, caplog):
+    """Its request is gone when it is read, because the next one's tokens must be read before planning."""
+    engine, read = llm._llm._engine, type(llm._llm._engine)._read
+    needs_tokens = replace(GREEDY, presence_penalty=0.5, max_tokens=60)
+
+    async def main() -> RequestOutput:
+        gate = threading.Event()
+        stream = llm.generate(PROMPTS[0], needs_tokens, "gone")
+        await anext(stream)
+        llm._engine.post(gate.wait)
+        aborting = asyncio.create_task(llm.abort("gone"))
+        await asyncio.sleep(0)
+        failed = []
+
+        def fail_once(flight: Any) -> list[Any]:
+            if flight is not None and not failed:
+                failed.append(flight)
+                raise RuntimeError("device")
+            return read(engine, flight)
+
+        monkeypatch.setattr(engine, "_read", fail_once)
+        gate.set()
+        await aborting
+        result = await last(llm.generate(PROMPTS[1], GREEDY))
+        assert failed
+        return result
+
+    with caplog.at_level("WARNING", logger="jaxkv"):
+        result = run(main())
+    assert result.outputs == alone(sync, PROMPTS[1], GREEDY).outputs
+    assert "a step failed that concerns no request any more: RuntimeError('device')" in caplog.text
+
+
+def test_who_asks_without_end_does_not_stop_the_others(llm, sync):
+    is_asking = threading.Event()
+    is_asking.set()
+
+    def ask_again() -> None:
+        if is_asking.is_set():
+            llm._engine.post(ask_again)
+
+    async def main() -> RequestOutput:
+        ask_again()
+        try:
+            return await asyncio.wait_for(last(llm.generate(PROMPTS[1], GREEDY)), PATIENCE_S)
+        finally:
+            is_asking.clear()
+
+    assert run(main()).outputs == alone(sync, PROMPTS[1], GREEDY).outputs
+
+
 def test_what_a_failed_step_has_finished_before_it_failed_is_a_result(llm, sync, monkeypatch):
     error, engine, params = RuntimeError("ours"), llm._llm._engine, replace(GREEDY, max_tokens=1)
     accept, accepted = engine._accept, []

@@ -345,6 +345,7 @@ BAD = {  # the line, whether its id can be used, what the row says
     ),
     "no text": (b'{"id": "s", "prompt": 3}', True, "prompt: expected a text, got int"),
     "empty": (b'{"id": "v", "prompt": ""}', True, "the prompt is empty"),
+    "bad word": (b'{"id": 5, "prompt": "x", "params": {"bad_words": ["\\ud800"]}}', True, "bad_words: expected valid"),
     "surrogate": (b'{"id": "w\\ud800", "prompt": "\\ud800"}', True, "not valid Unicode"),
     "too many tokens": (b'{"id": "y", "prompt": "' + b"x" * 500 + b'"}', True, "the prompt has 501 tokens"),
     "token id": (b'{"id": "z", "prompt_token_ids": [-1]}', True, "prompt: expected token ids from 0"),

@@ -486,6 +486,9 @@ class Failed:
     def is_deleted(self) -> bool:
         return False
 
+    def delete(self) -> None:
+        pass
+
     def block_until_ready(self) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: the device failed")
 

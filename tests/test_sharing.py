@@ -69,6 +69,27 @@ def test_a_salt_of_its_own_and_a_reset_find_nothing(make):
     assert run(llm, [prompt])[0].num_cached_tokens > 0
 
 
+def test_an_output_that_ended_by_its_length_is_found_by_what_continues_it(make):
+    llm, ids = make(), list(range(3, 33))
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    (output,) = run(llm, [{"prompt_token_ids": ids}], params)
+    (again,) = run(llm, [{"prompt_token_ids": ids + output.outputs[0].token_ids}], params)
+    assert again.num_cached_tokens > len(ids) + 8  # not what the last loop stored: nobody has read that in time
+
+
+def test_what_a_request_has_computed_before_a_reset_is_not_found_after_its_end(make):
+    llm, ids = make(), [3, 1, 4]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for is_reset in (True, False):
+        tokens, stream = list(ids), llm.stream({"prompt_token_ids": ids}, params)
+        for new in stream:
+            tokens += new.outputs[0].token_ids
+            if is_reset and len(tokens) > 30:
+                llm.reset_prefix_cache()
+        assert (run(llm, [{"prompt_token_ids": tokens}])[0].num_cached_tokens > 0) is not is_reset
+        llm.reset_prefix_cache()
+
+
 def test_samples_share_the_pages_of_their_prompt_and_are_each_what_they_are_alone(make):
     llm, ids = make(), list(range(3, 83))
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20)

@@ -16,7 +16,7 @@ from jaxkv.kv.state import PagedKV, empty_group
 from jaxkv.loop import Rows, decode_loop
 from jaxkv.models.families import read_config, read_family
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Sampling
-from jaxkv.steps import copy_pages, step
+from jaxkv.steps import Newest, copy_pages, step
 from jaxkv.weights.load import load_weights
 from poison import owned_slots, poison_kv
 from tiny import make_checkpoint, tiny_config
@@ -250,6 +250,30 @@ def test_a_loop_ends_when_every_row_has_ended_and_resting_rows_store_nothing(dev
     for old, handle in zip(before, handles, strict=True):
         for x, y in zip(old, device.held(handle), strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+def test_a_row_that_has_ended_on_the_device_rests_and_stays_ended(device, allocator):
+    handles, rows = start(device, allocator)
+    sampling = make_sampling()
+    _, free = device.loop(handles, rows, sampling, WIDTH)
+    sampling.stop_BE[2, 0] = free.token_B[0, 2]
+    rows.token_B[1] = NO_TOKEN  # `newest` has it: the row has ended
+    newest = Newest(token_R=np.full(NUM_ROWS, NO_TOKEN, np.int32), row_B=np.arange(NUM_ROWS, dtype=np.int32))
+    static = {"spec": device.spec, "backend": "xla"}
+    kv = device.bind(handles)
+    kv, newest, _, out = decode_loop(device.weights, kv, newest, rows, sampling, np.int32(2), **static, width=WIDTH)
+    token_nB = np.asarray(out.token_B)
+    assert (token_nB[:, 1] == NO_TOKEN).all()
+    assert token_nB[:2, 2].tolist() == [free.token_B[0, 2], NO_TOKEN]
+    assert np.asarray(newest.token_R)[:3].tolist() == [free.token_B[1, 0], NO_TOKEN, NO_TOKEN]
+
+    batch = empty_batch(NUM_TOKENS, NUM_ROWS)
+    for row in range(3):
+        batch.token_T[row], batch.row_T[row], batch.start_B[row], batch.count_B[row] = NO_TOKEN, row, row, 1
+        batch.position_T[row] = handles[row].length + 2
+    batch = replace(batch, num_decode=np.int32(3), num_rows=np.int32(3))
+    _, newest, sampled, _ = step(device.weights, kv, newest, batch, make_sampling(), **static)
+    assert np.asarray(newest.token_R)[:3].tolist() == [int(sampled.token_B[0]), NO_TOKEN, NO_TOKEN]
 
 
 def test_a_loop_over_resting_rows_changes_nothing(device, allocator):

@@ -78,17 +78,21 @@ class PageAllocator:
             references[page] = 1
         return iter(new)
 
-    def find(self, handle: KVHandle, key: PageKey) -> int | None:
-        """The page that continues the handle's own with this key's tokens, if one is listed.
+    def take_listed(self, handle: KVHandle, keys: Iterable[PageKey]) -> tuple[KVHandle, int]:
+        """The handle with the pages that continue its own with the tokens of these keys, as far as they are listed, and
+        how many that are.
 
         The handle's length is a multiple of the page size, and it has no pages past it.
         """
-        return self._index.find(key, handle.pages[-1] if handle.pages else None)
-
-    def extend(self, handle: KVHandle, page: int) -> KVHandle:
-        """The handle with a page that `find` gave for it."""
-        self._share(page)
-        return KVHandle((*handle.pages, page), handle.length + self.page_size)
+        parent, found = handle.pages[-1] if handle.pages else None, []
+        for key in keys:
+            parent = self._index.find(key, parent)
+            if parent is None:
+                break
+            found.append(parent)
+        for page in found:
+            self._share(page)
+        return KVHandle((*handle.pages, *found), handle.length + len(found) * self.page_size), len(found)
 
     def publish(self, handle: KVHandle, first: int, keys: Iterable[PageKey]) -> tuple[KVHandle, int]:
         """Lists the handle's full pages from `first` on for others to find. Returns the handle and how many are listed.

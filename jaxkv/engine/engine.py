@@ -328,6 +328,8 @@ class Engine:
         """A new empty pool where a step that failed took the contents of the old one."""
         if self._failed and not _is_computed([group.pages for group in self.kv.groups]):
             self.scheduler.start_over()
+            for group in self.kv.groups:
+                group.pages.delete()  # before there is a second pool
             self.kv, self._newest_R = self._make_kv(), _no_tokens(self.scheduler.config)
         self._failed = False
 

@@ -15,7 +15,7 @@ from jaxkv.engine.masks import Word, encode_words
 from jaxkv.engine.model import Model
 from jaxkv.engine.prefix import PageChain, root_key
 from jaxkv.engine.request import Request, Submission
-from jaxkv.engine.text import TextStream
+from jaxkv.engine.text import TextStream, longest_token
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 
 Prompt = str | Mapping[str, Any]
@@ -37,6 +37,7 @@ class Intake:
         self._config = config
         self._cache_root = cache_root
         self._share_prefixes = share_prefixes
+        self._longest_token: float | None = None
         self._num_submitted = 0
 
     def accept(
@@ -245,7 +246,8 @@ class Intake:
             if text is None:
                 raise ValueError('expected "prompt" or "prompt_token_ids", got neither')
             return text, self._encode(text), salt
-        if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+        is_list = ids.ndim > 0 if isinstance(ids, np.ndarray) else isinstance(ids, Sequence)
+        if not is_list or isinstance(ids, (str, bytes)):
             raise ValueError(f"prompt_token_ids: expected a list of token ids, got {type(ids).__name__}")
         return text, ids, salt
 
@@ -258,7 +260,20 @@ class Intake:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the prompt is not valid Unicode: {error}") from error
+        if len(text) > self._config.max_model_len:
+            self._check_characters(len(text))
         return self._model.tokenizer.encode(text)
+
+    def _check_characters(self, length: int) -> None:
+        """Refuses what is certainly too long, since a tokenizer takes seconds for megabytes."""
+        if self._longest_token is None:
+            self._longest_token = longest_token(self._model.tokenizer)
+        limit = self._config.max_model_len
+        if length > (most := self._longest_token * limit):
+            raise ValueError(
+                f"the prompt has {length} characters, more than {limit} tokens can have ({most:.0f}); expected at most "
+                f"{limit - 1} tokens, so that one more fits into max_model_len={limit}"
+            )
 
     def _check_length(self, length: int) -> None:
         config = self._config

@@ -154,7 +154,7 @@ class Scheduler:
         self._free_rows.append(request.row)
         self._copies.pop(request, None)
         self.allocator.release(request.handle)
-        request.row, request.handle, request.num_published = None, KVHandle(), 0
+        request.row, request.handle, request.num_published, request.is_listed = None, KVHandle(), 0, True
 
     def _admit(self) -> None:
         if self._waiting and not self._free_rows and not self._is_ready():
@@ -273,6 +273,12 @@ class Scheduler:
         request.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request))
 
+    def forget(self) -> None:
+        """Nothing computed so far is found again, nor what running requests list later of it."""
+        self.allocator.forget()
+        for request in self.running:
+            request.is_listed = False
+
     def start_over(self) -> None:
         """Preempts every request and forgets what was cached: the pages' contents are lost."""
         for request in list(self.running):
@@ -286,14 +292,15 @@ class Scheduler:
 
         The last token is always computed: what comes after it is not in the cache.
         """
-        before = request.handle.length
-        while (index := self._next_page(request)) is not None:
-            page = self.allocator.find(request.handle, self._key(request, index))
-            if page is None:
-                break
-            request.handle = self.allocator.extend(request.handle, page)
-            request.num_published = index + 1
-        return request.handle.length - before
+        if (first := self._next_page(request)) is None:
+            return 0
+        size = self.config.block_size
+        # Page after page, up to the one that has the last token.
+        keys = (self._key(request, index) for index in range(first, (len(request.tokens) - 1) // size))
+        request.handle, num_found = self.allocator.take_listed(request.handle, keys)
+        if num_found:
+            request.num_published = first + num_found
+        return num_found * size
 
     def _next_page(self, request: Request) -> int | None:
         """Which page of the request could be one that is cached; None if what comes next is less than a page."""
@@ -305,7 +312,7 @@ class Scheduler:
         """Lists the request's full pages for others."""
         size, first = self.config.block_size, request.num_published
         end = request.num_known // size
-        if first < end:
+        if first < end and request.is_listed:
             keys = request.chain.pages(first, end, request.tokens, size)
             request.handle, num_listed = self.allocator.publish(request.handle, first, keys)
             request.num_published += num_listed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ UNFINISHED = "\ufffd"
 
 MAX_PENDING = 64
 """Tokens after which bytes that never became a character are given out as they are."""
+
+MOST_NORMALIZED = 4
+"""Characters that a tokenizer may turn into one before it looks for tokens (a letter and its marks, several spaces)."""
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -33,6 +37,14 @@ def load_tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{directory}: its tokenizer cannot be read: {type(error).__name__}: {error}") from error
+
+
+def longest_token(tokenizer: Any) -> float:
+    """The most characters of a text that one token may stand for: infinite where any unknown word is one."""
+    vocabulary = tokenizer.get_vocab()
+    if tokenizer.unk_token is not None and "<0x00>" not in vocabulary:
+        return math.inf
+    return MOST_NORMALIZED * max(map(len, vocabulary))
 
 
 def whole_suffix(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[int]:

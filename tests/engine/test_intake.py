@@ -1,5 +1,6 @@
 """The front door: a request as it was meant, or one ValueError that names every bad index, and nothing else changed."""
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from jaxkv.engine.intake import Intake
 from jaxkv.engine.masks import encode_words
 from jaxkv.engine.model import Model
 from jaxkv.engine.request import Request, Submission
-from jaxkv.engine.text import load_tokenizer
+from jaxkv.engine.text import load_tokenizer, longest_token
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from tiny import tiny_config
@@ -454,3 +455,22 @@ def test_a_message_without_what_the_template_needs_is_a_value_error(intake):
 def test_half_a_surrogate_pair_in_a_conversation_is_a_value_error(intake):
     with pytest.raises(ValueError, match="conversation 0: "):
         intake.render([[{"role": "user", "content": "\ud83d"}]], add_generation_prompt=True)
+
+
+def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized(intake, monkeypatch):
+    tokenizer = intake._model.tokenizer
+    assert longest_token(tokenizer) == math.inf  # it has a token for unknown words
+    intake._longest_token, most = 10, 10 * MAX_LEN
+    with pytest.raises(ValueError, match=r"the prompt has \d+ tokens; expected at most"):
+        one(intake, "x" * most)
+    monkeypatch.setattr(type(tokenizer), "encode", None)
+    expected = rf"prompt 0: the prompt has {most + 1} characters, more than {MAX_LEN} tokens can have \({most}\)"
+    with pytest.raises(ValueError, match=expected):
+        one(intake, "x" * (most + 1))
+
+
+def test_no_text_is_certainly_too_long_where_any_unknown_word_is_one_token():
+    vocabulary = {"a": 0, "bcd": 1}
+    assert longest_token(SimpleNamespace(unk_token="?", get_vocab=lambda: vocabulary)) == math.inf
+    assert longest_token(SimpleNamespace(unk_token=None, get_vocab=lambda: vocabulary)) == 4 * 3
+    assert longest_token(SimpleNamespace(unk_token="?", get_vocab=lambda: vocabulary | {"<0x00>": 2})) == 4 * 6

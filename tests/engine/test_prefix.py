@@ -22,12 +22,9 @@ def listed(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") -
 
 
 def found(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") -> KVHandle:
-    handle, chain = KVHandle(), PageChain(root)
-    for index in range(len(tokens) // SIZE):
-        page = allocator.find(handle, chain.page(index, tokens, SIZE))
-        if page is None:
-            break
-        handle = allocator.extend(handle, page)
+    chain, num_pages = PageChain(root), len(tokens) // SIZE
+    handle, num_found = allocator.take_listed(KVHandle(), chain.pages(0, num_pages, tokens, SIZE))
+    assert handle.length == num_found * SIZE
     return handle
 
 

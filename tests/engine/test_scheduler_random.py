@@ -207,7 +207,7 @@ class Traffic:
                 self.read()
             self.scheduler.plan()  # and an interrupt before anything of it is done
         if self.rng.random() < 0.001:
-            self.scheduler.allocator.forget()
+            self.scheduler.forget()
         if self.rng.random() < 0.001:
             self.read()
             self.scheduler.start_over()

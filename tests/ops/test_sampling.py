@@ -322,6 +322,14 @@ def test_stop_tokens_cannot_come_before_min_tokens_and_can_after():
         assert not (drawn[1:3, None] == stop_BE[1:3]).any()
 
 
+def test_an_ignored_end_token_cannot_come_before_min_tokens_of_its_own_row():
+    logits_BV = np.eye(V, dtype=np.float32)[[3, 3, 3, 3]]
+    fields = {"ignored": np.array([3, 3, -1, 3]), "min_left": np.array([0, 1, 1, 5])}
+    token_B = draw(logits_BV, make_sampling(4, **fields)).token_B
+    assert (np.asarray(token_B) == 3).tolist() == [True, False, True, False]
+    assert not np.asarray(is_stop(np.full(4, 3), make_sampling(4, **fields))).any()
+
+
 def test_the_last_token_of_the_vocabulary_is_not_masked_by_unused_stop_slots():
     logits_BV = np.eye(V, dtype=np.float32)[[V - 1, V - 1]]
     stop_BE = np.full((2, NUM_STOP_TOKENS), -1)
