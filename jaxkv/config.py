@@ -83,7 +83,6 @@ class EngineConfig:
 
 
 ONLY = {
-    "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "trust_remote_code": False,

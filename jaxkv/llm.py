@@ -58,8 +58,9 @@ class LLM:
     (default: whatever runs beside it; what it costs is in docs/architecture.md).
     seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
     max_logprobs: the most that a request may ask for; steps have room for as many per token (-1: the vocabulary).
+    tensor_parallel_size: devices that divide the model and its KV cache between them by heads.
 
-    Other names of vLLM's are taken with the one value that is true here (`config.ONLY`): tensor_parallel_size=1.
+    Other names of vLLM's are taken with the one value that is true here (`config.ONLY`).
 
     Raises: ValueError for an argument out of range or not supported (nothing is ignored), CheckpointError for a broken
     checkpoint, NotImplementedError for a backend that is not built, CapacityError for what memory cannot hold.
@@ -73,6 +74,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
         dtype: str = "auto",
+        tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int = 2048,
@@ -103,7 +105,7 @@ class LLM:
             tokenizer=tokenizer,
             skip_tokenizer_init=skip_tokenizer_init,
             dtype=dtype,
-            device=self._device,
+            tensor_parallel_size=tensor_parallel_size,
         )
         spec = self._model.spec
         kv_dtype = self._model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
@@ -122,7 +124,9 @@ class LLM:
             raise ValueError(f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got {max_model_len}")
         self._budget = plan_pool(
             limits,
-            bytes_per_page(spec, page_size=limits.block_size, codec=codec),
+            bytes_per_page(
+                spec, page_size=limits.block_size, codec=codec, num_devices=self._model.placement.size
+            ),
             device_memory(self._device, weight_bytes=self._model.weight_bytes, utilization=gpu_memory_utilization),
             memory_bytes=kv_cache_memory_bytes,
             pages_override=num_gpu_blocks_override,
@@ -220,13 +224,7 @@ class LLM:
 
         Raises: ValueError if it asks for something that is out of range.
         """
-        names = {"max_new_tokens": "max_tokens"}
-        keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-        given = {names.get(k, k): v for k in keys if (v := self._model.generation.get(k)) is not None}
-        try:
-            return SamplingParams(**given)
-        except ValueError as error:
-            raise ValueError(f"generation_config.json: {error}; pass sampling_params to set your own") from error
+        return self._model.default_params()
 
     @property
     def num_kv_tokens(self) -> int:
@@ -266,7 +264,7 @@ class LLM:
         return "\n".join(
             (
                 f"model     {model.directory} ({spec.family}, {spec.num_layers} layers, {spec.num_heads} query heads)",
-                f"weights   {model.weight_bytes / 2**20:.1f} MiB {model.dtype} on {self._device}",
+                f"weights   {model.weight_bytes / 2**20:.1f} MiB {model.dtype} on {model.placement}",
                 f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of {config.block_size}, "
                 f"{self._engine.kv.groups[0].codec.name}, {used} pages in use",
                 f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
@@ -291,15 +289,15 @@ class LLM:
 
     def _programs_for(self, codec: Codec, config: EngineConfig, num_pages: int) -> Programs:
         """Programs for a pool of `num_pages`, not compiled; `config` gives the rest. Allocates nothing."""
-        spec, weights = self._model.spec, self._model.weights
-        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, self._device)
-        return Programs(weights, kv, spec=spec, config=config, backend=self._backend)
+        spec, weights, placement = self._model.spec, self._model.weights, self._model.placement
+        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, placement)
+        return Programs(weights, kv, spec=spec, config=config, backend=self._backend, placement=placement)
 
     def _make_engine(self, codec: Codec, lazy_compile: bool) -> Engine:
         config, tokenizer = self._config, self._model.tokenizer
         programs = self._programs_for(codec, config, config.num_pages)
         self._budget.compile(programs, lazy=lazy_compile)
-        make_kv = partial(empty_kv, self._model.spec, config, codec, self._device)
+        make_kv = partial(empty_kv, self._model.spec, config, codec, self._model.placement)
         return Engine(
             self._model.weights,
             make_kv(),

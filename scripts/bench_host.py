@@ -43,6 +43,7 @@ from jaxkv.llm import DECODE_STEPS, DEMO
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
+from jaxkv.sharding import Placement
 from jaxkv.steps import Newest
 
 TARGET_US = {"p50": 150, "p99": 500}
@@ -63,6 +64,7 @@ class Clock:
 class StubPrograms:
     """`aot.Programs` whose steps and loops sample random tokens at once and leave the KV state alone."""
 
+    placement = None
     num_compiled = 0
     compile_s = 0.0
 
@@ -216,6 +218,7 @@ def demo_model() -> Model:
         directory=DEMO,
         spec=spec,
         weights={},
+        placement=Placement((jax.devices()[0],)),
         dtype="float32",
         tokenizer=load_tokenizer(DEMO),
         generation={},

@@ -650,7 +650,8 @@ def test_what_is_no_sampling_params_is_a_value_error(llm, params):
 
 BAD_ARGUMENTS = {
     "unknown": ({"enforce_eager": True}, "unknown or not yet supported: enforce_eager$"),
-    "tensor_parallel_size": ({"tensor_parallel_size": 2}, "tensor_parallel_size: expected 1 .*, got 2"),
+    "tensor_parallel_size": ({"tensor_parallel_size": 2}, "_size: expected 1 to 1, the devices here, got 2"),
+    "tensor_parallel_size 0": ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected 1 to 1, .* got 0"),
     "enable_prefix_caching": ({"enable_prefix_caching": 1}, "enable_prefix_caching: expected True or False, got 1"),
     "prefix_cache_secret": ({"prefix_cache_secret": "s"}, "prefix_cache_secret: expected bytes or None, got str"),
     "quantization": ({"quantization": "awq"}, "quantization: expected None .*, got 'awq'"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 
@@ -16,6 +15,7 @@ from jaxkv.errors import CapacityError
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.state import PagedKV, empty_group, page_bytes
 from jaxkv.models.spec import ModelSpec
+from jaxkv.sharding import PAGES, Placement
 
 MARGIN = 0.01
 """Part of the limit that a pool whose size the programs' memory decides leaves unused."""
@@ -24,12 +24,12 @@ ProgramsFor = Callable[[EngineConfig, int], Programs]
 """The programs of an engine whose pool has so many pages; what else they depend on is in the config."""
 
 
-def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec) -> int:
-    """Bytes of one page over all layers of all groups."""
+def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec, num_devices: int = 1) -> int:
+    """Bytes of one page over all layers of all groups, on each of the devices that divide the KV heads."""
     return sum(
         page_bytes(
             num_layers=len(group.layers),
-            num_kv_heads=group.num_kv_heads,
+            num_kv_heads=group.num_kv_heads // num_devices,
             head_dim=group.head_dim,
             page_size=page_size,
             codec=codec,
@@ -144,8 +144,8 @@ def pages_per_row(limits: EngineConfig) -> int:
     return -(-limits.max_model_len // limits.block_size)
 
 
-def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.Device | None) -> PagedKV:
-    """The engine's zeroed KV state on `device`.
+def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, placement: Placement | None) -> PagedKV:
+    """The engine's zeroed KV state on its devices, the default one without a placement.
 
     Raises: ValueError if the pool has more heads x pages than int32 can count.
     """
@@ -162,18 +162,14 @@ def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.De
                 num_pages=config.num_pages,
                 page_size=config.block_size,
                 codec=codec,
-                device=device,
+                device=None if placement is None else placement.put(PAGES),
             )
             for group in spec.groups
         )
     )
 
 
-def abstract_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.Device) -> PagedKV:
-    """The shapes of `empty_kv` on `device`, which may be one of a topology. Allocates nothing. Raises: as that does."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-
-    def placed(x: jax.ShapeDtypeStruct) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(placed, jax.eval_shape(partial(empty_kv, spec, config, codec, None)))
+def abstract_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, placement: Placement) -> PagedKV:
+    """The shapes of `empty_kv` on its devices, which may be those of a topology. Allocates nothing. Raises: as that."""
+    kv = jax.eval_shape(partial(empty_kv, spec, config, codec, None))
+    return jax.tree.map(lambda x, parts: placement.abstract(x.shape, x.dtype, parts), kv, placement.kv(kv))
