@@ -9,8 +9,6 @@ issues the former beside the latter (measured: with a traced slot it puts all of
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,70 +17,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.tpu.layout import LANES, Layout
+from kernels_pallas.tpu.block import LOG2E, MASKED, SUBLANES, VMEM_BYTES, Static, div, dot, in_lanes, load, scores
+from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import Schedule
 from kernels_pallas.tpu.tiles import SLOTS, TILE
 
-MASKED = -1e30
-"""Score of a slot that is not seen: finite, so that a row that saw nothing yet gives no NaN."""
-
-LOG2E = math.log2(math.e)
-SUBLANES = 8
 import os
-PIPE=int(os.environ.get('PIPE','1'))
-VMEM_BYTES = 60 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Static:
-    """What is known when compiling. `statistics`, `page_mass`: the optional outputs."""
-
-    layout: Layout
-    page_size: int
-    block: int
-    scale: float
-    window: bool
-    softcap: float | None
-    sinks: bool
-    statistics: bool
-    page_mass: bool
-    wait_by_page: bool
-    """One wait for each page rather than one for all: the plain interpreter knows no copies of traced size."""
-
-    @property
-    def slots(self) -> int:
-        return self.block * self.page_size
-
-
-def div(a: jax.Array, b: int) -> jax.Array:
-    """Of numbers that are not negative; `//` also handles the others, which costs scalar operations."""
-    return jax.lax.div(a, jnp.int32(b))
-
-
-def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-
-def scores(q_MX: jax.Array, k_SX: jax.Array, scale_1S: jax.Array | None, static: Static) -> jax.Array:
-    """[M, S] float32 scores times log2(e): the kernels use exp2, which is one operation less than exp."""
-    s = dot(q_MX, k_SX, (1, 1))
-    if scale_1S is not None:
-        s = s * scale_1S
-    if static.softcap is None:
-        return s * (static.scale * LOG2E)
-    return jnp.tanh(s * (static.scale / static.softcap)) * (static.softcap * LOG2E)
-
-
-def load(block: Any, row: int) -> tuple[jax.Array, jax.Array | None]:
-    """Row `row` of all pages of a block [pages, C, S, X] as a matmul operand [slots, X], and its scale per slot.
-
-    The place where a quantised codec goes: elements as they are stored, cast to what the matmul unit takes, and a scale
-    [1, slots] (per token and head) that multiplies columns of the scores, or of the weights, never elements.
-    """
-    pages, _, size, width = block.shape
-    return block[:, row].reshape(pages * size, width), None
+PIPE=int(os.environ.get("PIPE","2"))
 
 
 class Block(NamedTuple):
@@ -92,15 +33,6 @@ class Block(NamedTuple):
     sum: jax.Array
     entropy: jax.Array | None
     p: jax.Array
-
-
-def in_lanes(*columns_ML: jax.Array) -> jax.Array:
-    """[M, LANES] with the i-th array's values in lane i, the last one's in all lanes from its own on."""
-    *columns, out = (column[:, :LANES] for column in columns_ML)
-    lane = jax.lax.broadcasted_iota(jnp.int32, out.shape, 1)
-    for i, column in enumerate(columns):
-        out = jnp.where(lane == i, column, out)
-    return out
 
 
 def page_masses(p_MS: jax.Array, top_M1: jax.Array, static: Static) -> jax.Array:
@@ -180,7 +112,7 @@ def _kernel(static: Static, *refs: Any) -> None:
             # Read back for each row of heads: kept in registers it makes the others spill.
             at = slot_MS[...] if layout.joined > 1 else jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
             seen = at < high_I[item]
-            if static.window:
+            if static.window is not None:
                 seen &= at >= low_I[item]
             s = jnp.where(seen, scores(q_DJMX[row, j], keys, scale_1S, static), MASKED)
             top = jnp.max(s, axis=1, keepdims=True)
@@ -262,12 +194,12 @@ def decode(
     *,
     static: Static,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """-> (out [D, J, M, X] float32, pages, statistics [D, J, M, 3], masses [items, J, M, LANES]).
 
     q, new: in the dtype of the pages; D decode rows. base [1]: the layer's first row in `pages`. A row without items gets
     zeros. statistics: max, sum and entropy accumulator of the softmax, its sink included. masses: sums of e^(score - max)
-    per page of a block, with the block's own max in the last lane. Both are empty unless `static` asks for them.
+    per page of a block, with the block's own max in the last lane. None unless `static` asks.
     """
     num_rows, joined, per_row, width = q_DJMX.shape
     padded = -(-per_row // SUBLANES) * SUBLANES
@@ -286,7 +218,7 @@ def decode(
     masses = (items.row.shape[0], *lanes) if static.page_mass else small
     block_shape = (static.block, *pages.shape[1:])
     scalars = (items.num, items.row, items.start, items.low, items.high, items.new, items.first, schedule.table, base)
-    out_JMX, pages, statistics_DJML, mass_IJML = pl.pallas_call(
+    out_DJMX, pages, statistics_DJML, mass_IJML = pl.pallas_call(
         partial(_kernel, static),
         name="paged_decode",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -313,4 +245,9 @@ def decode(
         ),
         interpret=interpret,
     )(*scalars, q_DJMX, new_DCX, sinks_JMX, pages)
-    return out_JMX[:, :, :per_row], pages, statistics_DJML[:, :, :per_row, :3], mass_IJML[:, :, :per_row]
+    return (
+        out_DJMX[:, :, :per_row],
+        pages,
+        statistics_DJML[:, :, :per_row, :3] if static.statistics else None,
+        mass_IJML[:, :, :per_row] if static.page_mass else None,
+    )

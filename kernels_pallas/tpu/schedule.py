@@ -88,18 +88,25 @@ class PrefillItems:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["table", "first", "decode", "write", "prefill"],
-    meta_fields=["tiles", "window"],
+    data_fields=["table", "first", "num_decode", "decode", "write", "prefill"],
+    meta_fields=["batch", "width", "page_size", "tiles", "window"],
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A step's work. table, first: [B * W + a block] flat. write, prefill: None where every row is a decode row."""
+    """A step's work. table, first: [B * W + a block] flat; first: [1] without a window.
+
+    write, prefill: None where every row is a decode row.
+    """
 
     table: Ints
     first: Ints
+    num_decode: jax.Array
     decode: DecodeItems
     write: WriteItems | None
     prefill: PrefillItems | None
+    batch: int
+    width: int
+    page_size: int
     tiles: Tiles
     window: int | None
 
@@ -139,9 +146,20 @@ def make_schedule(
         prefill = _prefill_items(rows, chunk_B, num_tokens, tiles)
     # A block may end past its row's pages: ids are read before it is known whether the page is fetched.
     padding = max(tiles.decode_pages, tiles.prefill_pages)
-    table, first = (jnp.pad(x.reshape(-1), (0, padding)) for x in (table_BW, first_BW))
+    table = jnp.pad(table_BW.reshape(-1), (0, padding))
+    first = jnp.zeros(1, jnp.int32) if window is None else jnp.pad(first_BW.reshape(-1), (0, padding))
     return Schedule(
-        table=table, first=first, decode=decode, write=write, prefill=prefill, tiles=tiles, window=window
+        table=table,
+        first=first,
+        num_decode=jnp.asarray(num_decode, jnp.int32),
+        decode=decode,
+        write=write,
+        prefill=prefill,
+        batch=num_batch,
+        width=table_BW.shape[1],
+        page_size=page_size,
+        tiles=tiles,
+        window=window,
     )
 
 
@@ -241,11 +259,9 @@ def _prefill_items(rows: _Rows, chunk_B: jax.Array, num_tokens: int, tiles: Tile
     size = -(-(num_tokens + (TILE - 1) * max_rows) // TILE) * TILE + block
     _, token_row, offset = _expand(rounded_B, size)
     token = jnp.clip(rows.start_B[token_row] + offset, 0, num_tokens - 1)
-    end_B = jnp.cumsum(count_B, dtype=jnp.int32)
     spread = jnp.where(offset < count_B[token_row], token, num_tokens)
     spread = jnp.where(jnp.arange(size) < rounded_B.sum(), spread, num_tokens)
     where = jnp.full(num_tokens, size - 1, jnp.int32).at[spread].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
-    del end_B
     return PrefillItems(
         num=num,
         table=row * rows.width,
