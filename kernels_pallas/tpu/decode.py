@@ -66,7 +66,7 @@ def _kernel(static: Static, *refs: Any) -> None:
             pl.loop(0, pages_fetched)(lambda i: fetch_page(item, 0, slot).wait())
             return
         arrived = blocks[slot].at[pl.ds(0, pages_fetched)]
-        pltpu.make_async_copy(arrived, arrived, fetched.at[slot]).wait()
+        pl.when(pages_fetched > 0)(pltpu.make_async_copy(arrived, arrived, fetched.at[slot]).wait)
 
     def clear_tail(item: jax.Array, slot: int) -> None:
         """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a value."""
