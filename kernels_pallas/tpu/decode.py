@@ -88,11 +88,10 @@ def _kernel(static: Static, *refs: Any) -> None:
     def store_new(item: jax.Array, slot: int) -> None:
         """Puts the step's key and value among the fetched pages, from where their tile goes back to HBM."""
         i, offset, place = tile_of_new(item)
-        here = jax.lax.broadcasted_iota(jnp.int32, (TILE, layout.width), 0) == place
-        here &= new_I[item] >= 0
-        for c in range(layout.rows):
-            at = (i, c, pl.ds(offset, TILE))
-            blocks[slot][at] = jnp.where(here, new_DCX[row_I[item], pl.ds(c, 1)], blocks[slot][at])
+        at = (i, slice(None), pl.ds(offset, TILE))
+        old_CSX = blocks[slot][at]
+        here = (jax.lax.broadcasted_iota(jnp.int32, old_CSX.shape, 1) == place) & (new_I[item] >= 0)
+        blocks[slot][at] = jnp.where(here, new_DCX[row_I[item]][:, None], old_CSX)
 
     def write_tile(item: jax.Array, slot: int) -> Any:
         i, offset, _ = tile_of_new(item)

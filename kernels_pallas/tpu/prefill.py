@@ -16,15 +16,29 @@ from kernels_pallas.tpu.block import LOG2E, MASKED, VMEM_BYTES, Static, div, dot
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import Schedule
 
-CHUNK = 128
+CHUNK = 64
 """Query rows, at most, whose scores are worked on together."""
+
+
+def across(x_RL: jax.Array, width: int) -> jax.Array:
+    """[R, LANES], equal in all lanes, as [R, width], a multiple of LANES or below it."""
+    return jnp.concatenate([x_RL] * (width // LANES), axis=1) if width > LANES else x_RL[:, :width]
+
+
+def across_sum(x_RS: jax.Array) -> jax.Array:
+    """[R, S] -> [R, LANES]: S / LANES terms per lane. Lanes are added up once, at the end: that is not the vector unit's."""
+    width = x_RS.shape[1]
+    if width <= LANES:
+        return jnp.pad(x_RS, ((0, 0), (0, LANES - width)))
+    return sum(x_RS[:, i : i + LANES] for i in range(0, width, LANES))
 
 
 def _kernel(static: Static, *refs: Any) -> None:
     num, table_I, query_I, slot_I, low_I, high_I, position_I, table, first, base = refs[:10]
     q_JRX, offset_RL, sinks_JRL, pages, out_JRX, statistics_JRL = refs[10:16]
     query, block, max_JRL, sum_JRL, entropy_JRL, acc_JRX, result, steps = refs[16:24]
-    queried, fetched, sent, sent_statistics = refs[24:]
+    staged = refs[24:28]
+    queried, fetched, sent, sent_statistics = refs[28:]
     layout, size, slots = static.layout, static.page_size, static.slots
     num_rows = query.shape[2]
     per_token = num_rows // static.queries
@@ -90,27 +104,31 @@ def _kernel(static: Static, *refs: Any) -> None:
         return mask & (lane + shift - offset > position_I[item] - static.window)
 
     def attend(item: jax.Array, number: jax.Array, slot: jax.Array, masked: bool) -> None:
+        """Scores and weights go through VMEM: all rows of queries meet a tile of keys while it is in the matmul unit,
+        but a softmax in registers wants few rows at a time."""
         for j in range(layout.joined):
+            scores_RS, weights_RS = staged[j % 2], staged[2 + j % 2]
             keys, key_scale = load(block.at[slot], j)
+            scores_RS[...] = scores(query[jax.lax.rem(item, jnp.int32(2)), j], keys, key_scale, static)
             values, value_scale = load(block.at[slot], layout.values + j)
             for start in range(0, num_rows, chunk):
                 rows = pl.ds(start, chunk)
-                s = scores(query[jax.lax.rem(item, jnp.int32(2)), j, rows], keys, key_scale, static)
+                s = scores_RS[rows]
                 if masked:
                     s = jnp.where(seen(item, number, rows), s, MASKED)
-                old_max, old_sum = max_JRL[j, rows, :1], sum_JRL[j, rows, :1]
+                old_max, old_sum = max_JRL[j, rows], sum_JRL[j, rows]
                 top = jnp.maximum(old_max, jnp.max(s, axis=1, keepdims=True))
-                p = jnp.exp2(s - top)
+                p = jnp.exp2(s - across(top, slots))
                 shrink = jnp.exp2(old_max - top)
                 if static.statistics:
-                    own = jnp.sum(p * (s - top), axis=1, keepdims=True)
-                    old = entropy_JRL[j, rows, :1] + old_sum * (old_max - top)
-                    entropy_JRL[j, rows] = jnp.broadcast_to(shrink * old + own, (chunk, LANES))
-                total = old_sum * shrink + jnp.sum(p, axis=1, keepdims=True)
-                max_JRL[j, rows] = jnp.broadcast_to(top, (chunk, LANES))
-                sum_JRL[j, rows] = jnp.broadcast_to(total, (chunk, LANES))
+                    own = across_sum(p * (s - across(top, slots)))
+                    entropy_JRL[j, rows] = shrink * (entropy_JRL[j, rows] + old_sum * (old_max - top)) + own
+                max_JRL[j, rows] = top
+                sum_JRL[j, rows] = old_sum * shrink + across_sum(p)
+                acc_JRX[j, rows] = acc_JRX[j, rows] * across(shrink, layout.width)
                 p = p if value_scale is None else p * value_scale
-                acc_JRX[j, rows] = acc_JRX[j, rows] * shrink + dot(p.astype(values.dtype), values, (1, 0))
+                weights_RS[rows] = p.astype(values.dtype)
+            acc_JRX[j] += dot(weights_RS[...], values, (1, 0))
 
     def run_block(item: jax.Array, number: jax.Array, num_blocks: jax.Array) -> None:
         slot = jax.lax.rem(steps[0], jnp.int32(2))
@@ -140,7 +158,7 @@ def _kernel(static: Static, *refs: Any) -> None:
         fetch_queries(item).wait()
         pl.when(item + 1 < num[0])(lambda: fetch_queries(item + 1).start())
         max_JRL[...] = sinks_JRL[...] if static.sinks else jnp.full_like(max_JRL, MASKED)
-        sum_JRL[...] = jnp.full_like(sum_JRL, 1.0 if static.sinks else 0.0)
+        sum_JRL[...] = jnp.full_like(sum_JRL, 1.0 / LANES if static.sinks else 0.0)
         acc_JRX[...] = jnp.zeros_like(acc_JRX)
         if static.statistics:
             pl.when(item > 0)(lambda: send_statistics(item - 1).wait())
@@ -150,9 +168,11 @@ def _kernel(static: Static, *refs: Any) -> None:
         # Blocks run past their chunk into the next one, whose own result has to come later.
         pl.when(item > 0)(lambda: send(item - 1).wait())
         for j in range(layout.joined):
-            result[j] = acc_JRX[j] / sum_JRL[j, :, :1]
+            total = jnp.sum(sum_JRL[j], axis=1, keepdims=True)
+            result[j] = acc_JRX[j] / total
             if static.statistics:
-                entropy_JRL[j] = in_lanes(max_JRL[j] / LOG2E, sum_JRL[j], entropy_JRL[j] / LOG2E)
+                entropy = jnp.sum(entropy_JRL[j], axis=1, keepdims=True) / LOG2E
+                entropy_JRL[j] = in_lanes(max_JRL[j] / LOG2E, *(jnp.broadcast_to(x, (num_rows, LANES)) for x in (total, entropy)))
         send(item).start()
         if static.statistics:
             send_statistics(item).start()
@@ -211,6 +231,8 @@ def prefill(
                 pltpu.VMEM(lanes if static.statistics else small, jnp.float32),
                 *[pltpu.VMEM((joined, num_rows, width), jnp.float32)] * 2,
                 pltpu.SMEM((1,), jnp.int32),
+                *[pltpu.VMEM((num_rows, static.slots), jnp.float32)] * 2,
+                *[pltpu.VMEM((num_rows, static.slots), pages.dtype)] * 2,
                 *[dma((2,)), dma((2,)), dma, dma],
             ],
         ),
