@@ -4,9 +4,9 @@
     python scripts/tpu_cost.py --chip v6e --shape 8b --context 8192   one of them
     python scripts/tpu_cost.py --kernel prefill --json
 
-Needs libtpu (pip install "jax[tpu]"), on any x86-64 Linux machine. The figure, issue cycles over DMA cycles, is a lower
-bound on issue cycles (bundles per loop x trips, conditional regions included, whole kernel) by the bytes of the pages at
-the chip's published bandwidth. Above 1 a kernel cannot be memory bound; below 1 nothing is proven. It compares kernels
+Needs libtpu (pip install "jax[tpu]"), on any x86-64 Linux machine. The ratio is a lower bound on issue cycles (bundles
+per loop x trips, conditional regions included, the whole kernel) over the cycles that the bytes of the pages take at the
+chip's published bandwidth. Above 1 a kernel cannot be memory bound; below 1 nothing is proven. It compares kernels
 under one compiler. It is not a speed: latency, stalls and bank conflicts are not in it, and nothing was run.
 """
 
@@ -54,8 +54,11 @@ class Case:
     far: bool = False
 
 
-def lower(case: Case):  # noqa: ANN201  (jax is imported late: the environment comes first)
-    """The kernel's call, lowered for the chip; with `far`, a pool of more than 2^31 bytes."""
+def lower(case: Case):
+    """(the kernel's call, lowered for the chip, its tiles); with `far`, a pool of more than 2^31 bytes.
+
+    jax is imported late, here and below: the environment comes first.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -67,9 +70,7 @@ def lower(case: Case):  # noqa: ANN201  (jax is imported late: the environment c
     num_heads, kv_heads, head_dim = SHAPES[case.shape]
     layout = tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim)
     page_shape, dtype = (layout.rows, case.page_size, layout.width), jnp.dtype(case.dtype)
-    tiles = tpu.choose_tiles(
-        page_shape=page_shape, itemsize=dtype.itemsize, queries_per_row=num_heads // layout.joined
-    )
+    tiles = tpu.choose_tiles(layout=layout, page_size=case.page_size, itemsize=dtype.itemsize, num_heads=num_heads)
     if case.pages:
         tiles = tpu.Tiles(**(asdict(tiles) | {f"{case.kernel}_pages": case.pages}))
     decodes = case.kernel == "decode"
@@ -78,7 +79,7 @@ def lower(case: Case):  # noqa: ANN201  (jax is imported late: the environment c
     num_layers = 1 + (2**33 // (num_pages * int(np.prod(page_shape)) * dtype.itemsize) if case.far else 0)
     num_tokens = case.batch if decodes else case.queries
 
-    def step(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, start_B, count_B, layer):  # noqa: ANN001, ANN202
+    def step(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, start_B, count_B, layer):
         num_decode = case.batch if decodes else 0
         schedule = tpu.make_schedule(
             table_BW, first_BW, len_B, start_B, count_B, num_decode, case.batch, num_tokens=num_tokens,
@@ -128,7 +129,7 @@ def count(case: Case, folder: Path) -> dict:
     }  # fmt: skip
 
 
-def _decode(case: Case, schedule, tiles) -> dict:  # noqa: ANN001
+def _decode(case: Case, schedule, tiles) -> dict:
     """Rounds of the one loop with matmuls; the loops in it clear what a block fetches past its row's end."""
     from kernels_pallas.tpu.tiles import SLOTS
 
@@ -148,8 +149,8 @@ def _decode(case: Case, schedule, tiles) -> dict:  # noqa: ANN001
     }
 
 
-def _prefill(case: Case, schedule, tiles) -> dict:  # noqa: ANN001
-    """A block of keys runs one of two regions: without a mask, or with (the blocks that hold the queries themselves)."""
+def _prefill(case: Case, schedule, tiles) -> dict:
+    """A block of keys runs one of two regions: without a mask, or with (blocks that hold the queries themselves)."""
     regions = sorted((region for region in schedule.regions if region.units["MXU"]), key=lambda region: region.start)
     inner = [region for region in regions if not any(region.holds(other) for other in regions)]
     whole, masked = inner

@@ -1,7 +1,6 @@
 """Reads the schedule that libtpu dumps for a Pallas kernel: bundles, loops, conditional regions, units, spills, VMEM.
 
-A bundle is what a core issues in one cycle, if nothing stalls. What a loop costs is therefore at least its bundles times
-its trips; latency, stalls and bank conflicts are not in the dump.
+A bundle is what a core issues in one cycle, if nothing stalls. So a loop costs at least its bundles times its trips; latency, stalls and bank conflicts are not in the dump.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def _check(layout: Layout, q_TNH: jax.Array, pages: jax.Array, schedule: Schedul
     if pages.shape[1:] != expected:
         raise ValueError(f"pages: expected [L*P, C, S, X] with (C, S, X) = {expected}, got {pages.shape[1:]}")
     if q_TNH.shape[1] % layout.kv_heads or q_TNH.shape[2] != layout.head_dim:
-        expected = f"a multiple of {layout.kv_heads} heads of {layout.head_dim}"
-        raise ValueError(f"queries: expected {expected}, got {q_TNH.shape[1:]}")
+        heads = f"a multiple of {layout.kv_heads} heads of {layout.head_dim}"
+        raise ValueError(f"queries: expected {heads}, got {q_TNH.shape[1:]}")
     if pages.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"pages: expected bfloat16 or float32, got {pages.dtype}")
     if schedule.page_size not in PAGE_SIZES:

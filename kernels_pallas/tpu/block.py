@@ -1,4 +1,4 @@
-"""What the attention kernels share: one block of pages as matmul operands, its scores, and what is known when compiling."""
+"""What the attention kernels share: a block of pages as matmul operands, its scores, what is known when compiling."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ VMEM_BYTES = 60 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
-    """What is known when compiling. `statistics`, `page_mass`: the optional outputs."""
+    """What is known when compiling. block: pages; queries: tokens of a prefill block; the rest: `attention`."""
 
     layout: Layout
     page_size: int
     block: int
+    queries: int
     scale: float
     window: int | None
-    queries: int
     softcap: float | None
     sinks: bool
     statistics: bool
@@ -52,24 +52,32 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def scores(q_MX: jax.Array, k_SX: jax.Array, scale_1S: jax.Array | None, static: Static) -> jax.Array:
-    """[M, S] float32 scores times log2(e): the kernels use exp2, which is one operation less than exp."""
-    s = dot(q_MX, k_SX, (1, 1))
-    if scale_1S is not None:
-        s = s * scale_1S
+def elements(block: Any, row: int) -> jax.Array:
+    """Row `row` of all pages of a block [pages, C, S, X], as a matmul operand [slots, X].
+
+    With `slot_scale` the place where a quantised codec goes: this one gives elements as they are stored, cast to what
+    the matmul unit takes, that one their scale per token and head.
+    """
+    pages, _, size, width = block.shape
+    return block[:, row].reshape(pages * size, width)
+
+
+def slot_scale(block: Any, row: int) -> jax.Array | None:
+    """[1, slots]: multiplies columns of the scores (keys) or weights (values), never elements. None: all are 1."""
+    del block, row
+    return None
+
+
+def scaled(x_MS: jax.Array, scale_1S: jax.Array | None) -> jax.Array:
+    return x_MS if scale_1S is None else x_MS * scale_1S
+
+
+def scores(q_MX: jax.Array, block: Any, row: int, static: Static) -> jax.Array:
+    """[M, slots] float32: scaled (and capped) scores times log2(e). exp2 is one operation less than exp."""
+    s = scaled(dot(q_MX, elements(block, row), (1, 1)), slot_scale(block, row))
     if static.softcap is None:
         return s * (static.scale * LOG2E)
     return jnp.tanh(s * (static.scale / static.softcap)) * (static.softcap * LOG2E)
-
-
-def load(block: Any, row: int) -> tuple[jax.Array, jax.Array | None]:
-    """Row `row` of all pages of a block [pages, C, S, X] as a matmul operand [slots, X], and its scale per slot.
-
-    The place where a quantised codec goes: elements as they are stored, cast to what the matmul unit takes, and a scale
-    [1, slots] (per token and head) that multiplies columns of the scores, or of the weights, never elements.
-    """
-    pages, _, size, width = block.shape
-    return block[:, row].reshape(pages * size, width), None
 
 
 def in_lanes(*columns_ML: jax.Array) -> jax.Array:

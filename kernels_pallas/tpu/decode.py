@@ -17,22 +17,31 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.tpu.block import LOG2E, MASKED, SUBLANES, VMEM_BYTES, Static, div, dot, in_lanes, load, scores
+from kernels_pallas.tpu.block import (
+    LOG2E,
+    MASKED,
+    SUBLANES,
+    VMEM_BYTES,
+    Static,
+    div,
+    dot,
+    elements,
+    in_lanes,
+    scaled,
+    scores,
+    slot_scale,
+)
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import Schedule
-from kernels_pallas.tpu.tiles import SLOTS, TILE
-
-import os
-PIPE=int(os.environ.get("PIPE","2"))
+from kernels_pallas.tpu.tiles import AHEAD, SLOTS, TILE
 
 
 class Block(NamedTuple):
-    """One block's softmax: max, sum and entropy accumulator [M, 1] and weights p [M, slots], relative to its own max."""
+    """Of one block's softmax, relative to its own max: [M, 1] each."""
 
     top: jax.Array
     sum: jax.Array
     entropy: jax.Array | None
-    p: jax.Array
 
 
 def page_masses(p_MS: jax.Array, top_M1: jax.Array, static: Static) -> jax.Array:
@@ -47,7 +56,10 @@ def page_masses(p_MS: jax.Array, top_M1: jax.Array, static: Static) -> jax.Array
 def _kernel(static: Static, *refs: Any) -> None:
     num, row_I, start_I, low_I, high_I, new_I, first_I, table, base = refs[:9]
     q_DJMX, new_DCX, sinks_JMX, _, out_DJMX, pages, statistics_DJML, mass_IJML = refs[9:17]
-    blocks, (max_JMX, sum_JMX, entropy_JMX, acc_JMX, slot_MS, mass_SJML) = refs[17 : 17 + SLOTS], refs[17 + SLOTS : -3]
+    blocks, (max_JMX, sum_JMX, entropy_JMX, acc_JMX, weights_JMS, slot_MS, mass_SJML) = (
+        refs[17 : 17 + SLOTS],
+        refs[17 + SLOTS : -3],
+    )
     fetched, written, mass_sent = refs[-3:]
     layout, block, size = static.layout, static.block, static.page_size
 
@@ -88,10 +100,15 @@ def _kernel(static: Static, *refs: Any) -> None:
     def store_new(item: jax.Array, slot: int) -> None:
         """Puts the step's key and value among the fetched pages, from where their tile goes back to HBM."""
         i, offset, place = tile_of_new(item)
-        at = (i, slice(None), pl.ds(offset, TILE))
-        old_CSX = blocks[slot][at]
-        here = (jax.lax.broadcasted_iota(jnp.int32, old_CSX.shape, 1) == place) & (new_I[item] >= 0)
-        blocks[slot][at] = jnp.where(here, new_DCX[row_I[item]][:, None], old_CSX)
+        tiles = [(i, c, pl.ds(offset, TILE)) for c in range(layout.rows)]
+        here = jax.lax.broadcasted_iota(jnp.int32, (TILE, layout.width), 0) == place
+        here &= new_I[item] >= 0
+        row = row_I[item]
+        new = [jnp.broadcast_to(new_DCX[row, pl.ds(c, 1)], here.shape).astype(pages.dtype) for c in range(layout.rows)]
+        merged = [jnp.where(here, new[c], blocks[slot][tile]) for c, tile in enumerate(tiles)]
+        # All loads before all stores, which the compiler cannot reorder: it does not know that the tiles differ.
+        for tile, values in zip(tiles, merged, strict=True):
+            blocks[slot][tile] = values
 
     def write_tile(item: jax.Array, slot: int) -> Any:
         i, offset, _ = tile_of_new(item)
@@ -107,23 +124,22 @@ def _kernel(static: Static, *refs: Any) -> None:
 
         def weigh(j: int) -> tuple[int, Block]:
             """The block's own softmax for the queries of row j."""
-            keys, scale_1S = load(blocks[slot], j)
             # Read back for each row of heads: kept in registers it makes the others spill.
             at = slot_MS[...] if layout.joined > 1 else jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
             seen = at < high_I[item]
             if static.window is not None:
                 seen &= at >= low_I[item]
-            s = jnp.where(seen, scores(q_DJMX[row, j], keys, scale_1S, static), MASKED)
+            s = jnp.where(seen, scores(q_DJMX[row, j], blocks[slot], j, static), MASKED)
             top = jnp.max(s, axis=1, keepdims=True)
             p = jnp.exp2(s - top)
             if static.page_mass:
                 mass_SJML[slot, j] = page_masses(p, top, static)
             entropy = jnp.sum(p * (s - top), axis=1, keepdims=True) if static.statistics else None
-            return j, Block(top, jnp.sum(p, axis=1, keepdims=True), entropy, p.astype(pages.dtype))
+            weights_JMS[j] = scaled(p, slot_scale(blocks[slot], layout.values + j)).astype(pages.dtype)
+            return j, Block(top, jnp.sum(p, axis=1, keepdims=True), entropy)
 
         def merge(j: int, new: Block) -> None:
-            values, scale_1S = load(blocks[slot], layout.values + j)
-            gained = dot(new.p if scale_1S is None else new.p * scale_1S.astype(new.p.dtype), values, (1, 0))
+            gained = dot(weights_JMS[j], elements(blocks[slot], layout.values + j), (1, 0))
             old_max = jnp.where(first, sinks_JMX[j] if static.sinks else MASKED, max_JMX[j])
             old_sum = jnp.where(first, 1.0 if static.sinks else 0.0, sum_JMX[j])
             top = jnp.maximum(old_max, new.top)
@@ -138,11 +154,11 @@ def _kernel(static: Static, *refs: Any) -> None:
                 entropy_JMX[j] = old + share * (new.entropy + new.sum * (new.top - top))
                 statistics_DJML[row, j] = in_lanes(top / LOG2E, total, entropy_JMX[j] / LOG2E)
 
-        # The softmax of one row of heads runs beside the matmuls of the next.
+        # Softmaxes run beside the matmuls of other rows of heads. Their weights wait in VMEM: registers would spill.
         pending: list[tuple[int, Block]] = []
         for j in range(layout.joined):
             pending.append(weigh(j))
-            if len(pending) > PIPE:
+            if len(pending) > AHEAD:
                 merge(*pending.pop(0))
         for each in pending:
             merge(*each)
@@ -172,7 +188,7 @@ def _kernel(static: Static, *refs: Any) -> None:
     rounds = div(num[0] + SLOTS - 1, SLOTS)
 
     @pl.loop(0, rounds)
-    def _(i: jax.Array) -> None:
+    def round_of_slots(i: jax.Array) -> None:
         for slot in range(SLOTS):
             run(i * SLOTS + slot, slot)
 
@@ -196,9 +212,9 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """-> (out [D, J, M, X] float32, pages, statistics [D, J, M, 3], masses [items, J, M, LANES]).
 
-    q, new: in the dtype of the pages; D decode rows. base [1]: the layer's first row in `pages`. A row without items gets
-    zeros. statistics: max, sum and entropy accumulator of the softmax, its sink included. masses: sums of e^(score - max)
-    per page of a block, with the block's own max in the last lane. None unless `static` asks.
+    q, new: in the dtype of the pages; D decode rows. base [1]: the layer's first row in `pages`. A row without items
+    gets zeros. statistics: max, sum and entropy accumulator of the softmax, its sink included. masses: sums of
+    e^(score - max) per page of a block, with the block's own max in the last lane. None unless `static` asks.
     """
     num_rows, joined, per_row, width = q_DJMX.shape
     padded = -(-per_row // SUBLANES) * SUBLANES
@@ -227,6 +243,7 @@ def decode(
             scratch_shapes=[
                 *[pltpu.VMEM(block_shape, pages.dtype)] * SLOTS,
                 *[pltpu.VMEM(state, jnp.float32)] * 4,
+                pltpu.VMEM((joined, padded, static.slots), pages.dtype),
                 pltpu.VMEM((padded, static.slots), jnp.int32),
                 pltpu.VMEM((SLOTS, *lanes) if static.page_mass else small, jnp.float32),
                 *[pltpu.SemaphoreType.DMA((SLOTS,))] * 3,
@@ -243,7 +260,7 @@ def decode(
             vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         interpret=interpret,
-    )(*scalars, q_DJMX, new_DCX, sinks_JMX, pages)
+    )(*scalars, q_DJMX, new_DCX.astype(jnp.float32), sinks_JMX, pages)
     return (
         out_DJMX[:, :, :per_row],
         pages,

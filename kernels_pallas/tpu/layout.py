@@ -1,7 +1,7 @@
 """How heads lie in a page, so that its rows are whole 128-lane registers and no byte is padding.
 
-The kernels see pages [L*P, C, S, X] with X a multiple of 128, C rows of heads, and queries [.., J, M, X] that meet row j
-of a page as keys and row j + `values` of it as values:
+The kernels see pages [L*P, C, S, X] with X a multiple of 128, C rows of heads, and queries [.., J, M, X] that meet row
+j of a page as keys and row j + `values` of it as values:
 
 kind   when              C   X    row of a page                               query of head n        output lanes
 whole  H % 128 = 0       2K  H    j < K: keys of head j; then values          its H lanes            all

@@ -1,5 +1,5 @@
-"""Paged attention of prefill chunks: blocks of queries against the pages of their row, keys and values of the step among
-them (`write` comes first). Flash attention, arXiv 2205.14135, algorithm 1, with the pages fetched one block ahead.
+"""Paged attention of prefill chunks: blocks of queries against the pages of their row, which hold the step's own keys
+and values already. Flash attention, arXiv 2205.14135, algorithm 1, with the pages fetched one block ahead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.tpu.block import LOG2E, MASKED, VMEM_BYTES, Static, div, dot, in_lanes, load, scores
+from kernels_pallas.tpu.block import (
+    LOG2E,
+    MASKED,
+    VMEM_BYTES,
+    Static,
+    div,
+    dot,
+    elements,
+    in_lanes,
+    scaled,
+    scores,
+    slot_scale,
+)
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import Schedule
 
@@ -26,11 +38,14 @@ def across(x_RL: jax.Array, width: int) -> jax.Array:
 
 
 def across_sum(x_RS: jax.Array) -> jax.Array:
-    """[R, S] -> [R, LANES]: S / LANES terms per lane. Lanes are added up once, at the end: that is not the vector unit's."""
+    """[R, S] -> [R, LANES]: S / LANES terms per lane. Lanes are added up once, at the end."""
     width = x_RS.shape[1]
     if width <= LANES:
         return jnp.pad(x_RS, ((0, 0), (0, LANES - width)))
-    return sum(x_RS[:, i : i + LANES] for i in range(0, width, LANES))
+    total = x_RS[:, :LANES]
+    for i in range(LANES, width, LANES):
+        total += x_RS[:, i : i + LANES]
+    return total
 
 
 def _kernel(static: Static, *refs: Any) -> None:
@@ -108,9 +123,8 @@ def _kernel(static: Static, *refs: Any) -> None:
         but a softmax in registers wants few rows at a time."""
         for j in range(layout.joined):
             scores_RS, weights_RS = staged[j % 2], staged[2 + j % 2]
-            keys, key_scale = load(block.at[slot], j)
-            scores_RS[...] = scores(query[jax.lax.rem(item, jnp.int32(2)), j], keys, key_scale, static)
-            values, value_scale = load(block.at[slot], layout.values + j)
+            scores_RS[...] = scores(query[jax.lax.rem(item, jnp.int32(2)), j], block.at[slot], j, static)
+            value_scale = slot_scale(block.at[slot], layout.values + j)
             for start in range(0, num_rows, chunk):
                 rows = pl.ds(start, chunk)
                 s = scores_RS[rows]
@@ -126,9 +140,8 @@ def _kernel(static: Static, *refs: Any) -> None:
                 max_JRL[j, rows] = top
                 sum_JRL[j, rows] = old_sum * shrink + across_sum(p)
                 acc_JRX[j, rows] = acc_JRX[j, rows] * across(shrink, layout.width)
-                p = p if value_scale is None else p * value_scale
-                weights_RS[rows] = p.astype(values.dtype)
-            acc_JRX[j] += dot(weights_RS[...], values, (1, 0))
+                weights_RS[rows] = scaled(p, value_scale).astype(weights_RS.dtype)
+            acc_JRX[j] += dot(weights_RS[...], elements(block.at[slot], layout.values + j), (1, 0))
 
     def run_block(item: jax.Array, number: jax.Array, num_blocks: jax.Array) -> None:
         slot = jax.lax.rem(steps[0], jnp.int32(2))
@@ -150,7 +163,7 @@ def _kernel(static: Static, *refs: Any) -> None:
 
     @pl.when(num[0] > 0)
     def _() -> None:
-        fetch_queries(0).start()
+        fetch_queries(jnp.int32(0)).start()
         fetch(jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
     @pl.loop(0, num[0])
@@ -172,7 +185,9 @@ def _kernel(static: Static, *refs: Any) -> None:
             result[j] = acc_JRX[j] / total
             if static.statistics:
                 entropy = jnp.sum(entropy_JRL[j], axis=1, keepdims=True) / LOG2E
-                entropy_JRL[j] = in_lanes(max_JRL[j] / LOG2E, *(jnp.broadcast_to(x, (num_rows, LANES)) for x in (total, entropy)))
+                entropy_JRL[j] = in_lanes(
+                    max_JRL[j] / LOG2E, *(jnp.broadcast_to(x, (num_rows, LANES)) for x in (total, entropy))
+                )
         send(item).start()
         if static.statistics:
             send_statistics(item).start()
@@ -213,8 +228,8 @@ def prefill(
     else:
         sinks_JRL = jnp.broadcast_to(jnp.tile(sinks_JM * LOG2E, (1, static.queries))[:, :, None], lanes)
     statistics = (joined, q_JRX.shape[1], LANES) if static.statistics else small
-    scalars = (items.num, items.table, items.query, items.slot, items.low, items.high, items.position)
-    scalars = (*scalars, schedule.table, schedule.first, base)
+    work = (items.num, items.table, items.query, items.slot, items.low, items.high, items.position)
+    scalars = (*work, schedule.table, schedule.first, base)
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
     dma = pltpu.SemaphoreType.DMA
     out_JRX, statistics_JRL = pl.pallas_call(

@@ -1,7 +1,7 @@
 """What the kernels do in a step, as lists of work: equal for all layers of a KV group, so made once per step.
 
-Positions become ranges of slots here: rows list their slots by rising position, so what a query sees of its row (causal,
-window, dropped pages) is one range of slots, and the decode kernel needs no position at all.
+Positions become ranges of slots here: rows list their slots by rising position, so what a query sees of its row
+(causal, window, dropped pages) is one range of slots, and the decode kernel needs no position at all.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WriteItems:
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillItems:
-    """Blocks of `Tiles.prefill_queries` queries of chunks. Chunks are repacked so that each begins at a multiple of TILE.
+    """Blocks of `Tiles.prefill_queries` queries of chunks, which are repacked so that each begins at a multiple of TILE.
 
     num [1] items; table: index of the row's first page in the flat table; query: repacked index of the first query;
     slot, position: those of the first query; low, high: slots that some query of the block sees, low a page's first.

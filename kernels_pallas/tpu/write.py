@@ -1,12 +1,11 @@
 """Writes the keys and values of prefill chunks into their pages, a tile of TILE slots at a time.
 
-A DMA cannot begin inside a register tile, so a tile is read, merged and written back, as decode does with its one token;
-here several are on their way at once.
+A DMA cannot begin inside a register tile, so a tile is read, merged and written back, as decode does with its one
+token; here several are on their way at once.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -50,7 +49,7 @@ def _kernel(*refs: Any) -> None:
     pl.loop(0, AHEAD)(start)
 
     @pl.loop(0, num[0])
-    def _(item: jax.Array) -> None:
+    def merge(item: jax.Array) -> None:
         start(item + AHEAD)
         for copy in fetch(item):
             copy.wait()
@@ -75,7 +74,7 @@ def write(
     tiles = pltpu.VMEM((SLOTS, *new_ICSX.shape[1:]), pages.dtype)
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        partial(_kernel),
+        _kernel,
         name="paged_write",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
