@@ -1,6 +1,7 @@
-"""Reads the schedule that libtpu dumps for a Pallas kernel: bundles, loops, conditional regions, units, spills, VMEM.
+"""Reads the schedule that libtpu dumps for a Pallas kernel: bundles, loops, regions, units, spills, VMEM.
 
-A bundle is what a core issues in one cycle, if nothing stalls. So a loop costs at least its bundles times its trips; latency, stalls and bank conflicts are not in the dump.
+A bundle is what a core issues in one cycle, if nothing stalls. So a loop costs at least its bundles times its trips;
+latency, stalls and bank conflicts are not in the dump.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class WriteItems:
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillItems:
-    """Blocks of `Tiles.prefill_queries` queries of chunks, which are repacked so that each begins at a multiple of TILE.
+    """Blocks of `Tiles.prefill_queries` queries of chunks, repacked so that each chunk begins at a multiple of TILE.
 
     num [1] items; table: index of the row's first page in the flat table; query: repacked index of the first query;
     slot, position: those of the first query; low, high: slots that some query of the block sees, low a page's first.
