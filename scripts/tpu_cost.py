@@ -5,9 +5,9 @@
     python scripts/tpu_cost.py --kernel prefill --json
 
 Needs libtpu (pip install "jax[tpu]"), on any x86-64 Linux machine. The ratio is a lower bound on issue cycles (bundles
-per loop x trips, regions included, the whole kernel) over the cycles that the bytes of the pages take at the
-chip's published bandwidth. Above 1 a kernel cannot be memory bound; below 1 nothing is proven. It compares kernels under
-one compiler. It is not a speed: latency, stalls and bank conflicts are not in it, and nothing was run.
+per loop x trips, regions included, the whole kernel) over the cycles that the bytes of the pages take at the chip's
+published bandwidth. Above 1 a kernel cannot be memory bound; below 1 nothing is proven. It compares kernels under one
+compiler. It is not a speed: latency, stalls and bank conflicts are not in it, and nothing was run.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ issues the former beside the latter (measured: with a traced slot it puts all of
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,10 +57,8 @@ def page_masses(p_MS: jax.Array, top_M1: jax.Array, static: Static) -> jax.Array
 def _kernel(static: Static, *refs: Any) -> None:
     num, row_I, start_I, low_I, high_I, new_I, first_I, table, base = refs[:9]
     q_DJMX, new_DCX, sinks_JMX, _, out_DJMX, pages, statistics_DJML, mass_IJML = refs[9:17]
-    blocks, (max_JMX, sum_JMX, entropy_JMX, acc_JMX, weights_JMS, slot_MS, mass_SJML) = (
-        refs[17 : 17 + SLOTS],
-        refs[17 + SLOTS : -3],
-    )
+    blocks = refs[17 : 17 + SLOTS]
+    max_JMX, sum_JMX, entropy_JMX, acc_JMX, weights_JMS, slot_MS, mass_SJML = refs[17 + SLOTS : -3]
     fetched, written, mass_sent = refs[-3:]
     layout, block, size = static.layout, static.block, static.page_size
 
@@ -192,8 +191,8 @@ def _kernel(static: Static, *refs: Any) -> None:
         for slot in range(SLOTS):
             run(i * SLOTS + slot, slot)
 
-    last = rounds * SLOTS - 1
-    pl.when((rounds > 0) & (new_I[jnp.maximum(last, 0)] >= 0))(write_tile(last, SLOTS - 1).wait)
+    last = jnp.maximum(rounds * SLOTS - 1, 0)
+    pl.when((rounds > 0) & (new_I[last] >= 0))(write_tile(last, SLOTS - 1).wait)
     if static.page_mass:
         for slot in range(SLOTS):
             pl.when(rounds > 0)(send_mass(last, slot).wait)
@@ -225,6 +224,10 @@ def decode(
         sinks_JMX = jnp.pad(sinks_JM * LOG2E, ((0, 0), (0, padded - per_row)))[:, :, None]
         sinks_JMX = jnp.broadcast_to(sinks_JMX, (joined, padded, width))
     items = schedule.decode
+    block_bytes = static.block * math.prod(pages.shape[1:]) * pages.dtype.itemsize
+    vmem_bytes = (pages.dtype.itemsize + 4) * q_DJMX.size + 4 * new_DCX.size + SLOTS * block_bytes
+    if vmem_bytes > VMEM_BYTES:
+        raise NotImplementedError(f"{num_rows} decode rows: {vmem_bytes} bytes do not fit {VMEM_BYTES} bytes of VMEM")
     state = (joined, padded, width)
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
     lanes = (joined, padded, LANES)

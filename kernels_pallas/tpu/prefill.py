@@ -33,15 +33,15 @@ CHUNK = 64
 
 
 def across(x_RL: jax.Array, width: int) -> jax.Array:
-    """[R, LANES], equal in all lanes, as [R, width], a multiple of LANES or below it."""
-    return jnp.concatenate([x_RL] * (width // LANES), axis=1) if width > LANES else x_RL[:, :width]
+    """[R, LANES], equal in all lanes, as [R, width]."""
+    copies = -(-width // LANES)
+    return (jnp.concatenate([x_RL] * copies, axis=1) if copies > 1 else x_RL)[:, :width]
 
 
 def across_sum(x_RS: jax.Array) -> jax.Array:
-    """[R, S] -> [R, LANES]: S / LANES terms per lane. Lanes are added up once, at the end."""
+    """[R, S] -> [R, LANES]: every LANES-th term. Lanes are added up once, at the end."""
     width = x_RS.shape[1]
-    if width <= LANES:
-        return jnp.pad(x_RS, ((0, 0), (0, LANES - width)))
+    x_RS = jnp.pad(x_RS, ((0, 0), (0, -width % LANES)))
     total = x_RS[:, :LANES]
     for i in range(LANES, width, LANES):
         total += x_RS[:, i : i + LANES]
