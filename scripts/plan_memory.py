@@ -59,7 +59,7 @@ def main() -> None:
     tried: list[Programs] = []
 
     def programs_for(config: EngineConfig, num_pages: int) -> Programs:
-        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, placement)
+        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, backend=args.backend, placement=placement)
         tried.append(Programs(weights, kv, spec=spec, config=config, backend=args.backend, placement=placement))
         return tried[-1]
 

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.state import GroupKV, PagedKV, destinations, write
+from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import BACKENDS, Batch
+from jaxkv.ops.attention import BACKENDS, Batch, Heads
 from jaxkv.ops.layers import Matrix, apply_rope, gated_mlp, linear, linear_over, rms_norm, rope_tables, values
 
 Weights = Mapping[str, Any]
@@ -31,23 +31,35 @@ def forward(
     Returns the new state (lengths grown by this step's tokens) and the hidden states [T, D] float32 before the final
     norm. Cost: every array but the pages is of size T.
     """
-    start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
-    offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
-    dest_GT = [destinations(group, row_T=batch.row_T, offset_T=offset_T) for group in kv.groups]
+    attention = BACKENDS[backend]
+    heads_G = heads_of(spec, num_devices=1 if axis is None else jax.lax.axis_size(axis))
+    prepared_G = [attention.prepare(group, batch, heads) for group, heads in zip(kv.groups, heads_G, strict=True)]
     kv = replace(kv, groups=tuple(replace(group, len_B=group.len_B + batch.count_B) for group in kv.groups))
     rope = rope_tables(batch.position_T, *rope_frequencies(spec))
-    attend = BACKENDS[backend]
 
     def block(x_TD: jax.Array, group: GroupKV, w: Weights, g: int, index: int | jax.Array) -> tuple[jax.Array, GroupKV]:
         q, k, v = _project(rms_norm(x_TD, w["attn_norm"], eps=spec.norm_eps), w, rope, spec)
-        group = write(group, k, v, dest_T=dest_GT[g], layer=index)
-        out = attend(q, group, batch, layer=index, scale=spec.head_dim**-0.5, window=spec.groups[g].window)
+        scale = spec.head_dim**-0.5
+        out, group = attention.attend(q, k, v, group, batch, prepared_G[g], layer=index, scale=scale)
         x_TD = x_TD + linear_over(out.reshape(out.shape[0], -1), w["o"], w.get("o_bias"), axis=axis)
         h_TD = rms_norm(x_TD, w["mlp_norm"], eps=spec.norm_eps)
         return x_TD + gated_mlp(h_TD, w, activation=spec.activation, axis=axis), group
 
     x_TD = _embed(weights["embed"], batch.token_T, spec, axis)
     return _loop_layers(block, x_TD, kv, weights["layers"], spec)
+
+
+def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
+    """What attention has to do in each KV group, on each of the devices that divide the heads."""
+    return tuple(
+        Heads(
+            num_heads=spec.num_heads // num_devices,
+            num_kv_heads=group.num_kv_heads // num_devices,
+            head_dim=group.head_dim,
+            window=group.window,
+        )
+        for group in spec.groups
+    )
 
 
 def logits(weights: Weights, x_TD: jax.Array, *, spec: ModelSpec, axis: str | None = None) -> jax.Array:
