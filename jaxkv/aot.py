@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
+from jaxkv.sharding import Placement, bytes_per_device
 from jaxkv.steps import Newest, copy_pages, step
 
 SMALLEST_STEP = 16
@@ -133,10 +133,20 @@ class Programs:
     `step(T)`, `loop(R)` and `copy()` give an executable, compiling it on first use; `compile_all` compiles them all.
     """
 
-    def __init__(self, weights: Weights, kv: PagedKV, *, spec: ModelSpec, config: EngineConfig, backend: str) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        kv: PagedKV,
+        *,
+        spec: ModelSpec,
+        config: EngineConfig,
+        backend: str,
+        placement: Placement | None = None,
+    ) -> None:
         self.config = config
         self.spec = spec
         self.backend = backend
+        self.placement = placement
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
         self.row_buckets = row_buckets(config.max_num_seqs)
         self.compile_s = 0.0
@@ -184,7 +194,7 @@ class Programs:
     def wide_bytes(self) -> int:
         """Bytes of the sampling parameters that stay on the device for every row count, whatever runs."""
         counts = {self.num_step_rows(size) for size in self.token_buckets} | set(self.row_buckets)
-        return sum(_num_bytes(self._sampling_for(count)) for count in counts)
+        return sum(bytes_per_device(self._sampling_for(count)) for count in counts)
 
     @property
     def _every(self) -> list[tuple[str, int]]:
@@ -230,7 +240,7 @@ class Programs:
         if memory is None:
             raise NotImplementedError("this device's compiler does not say how much memory a program takes")
         weights = {} if kind == "copy" else self._weights
-        held = _num_bytes(weights) + sum(_num_bytes(group.pages) for group in self._kv.groups)
+        held = bytes_per_device((weights, [group.pages for group in self._kv.groups]))
         # An output that takes over an argument's memory (the pool) counts in both sizes, and once in the alias size.
         arguments_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return ProgramMemory(
@@ -241,37 +251,42 @@ class Programs:
 
     def _lower_step(self, num_tokens: int) -> Any:
         rows = self.num_step_rows(num_tokens)
-        inputs = (_abstract_tree(empty_batch(num_tokens, rows)), self._sampling_for(rows))
+        inputs = (self._whole(empty_batch(num_tokens, rows)), self._sampling_for(rows))
         return step.lower(self._weights, self._kv_for(rows), self._newest_for(rows), *inputs, **self._static)
 
     def _lower_loop(self, num_rows: int) -> Any:
-        rows, n = _abstract_tree((empty_rows(num_rows), np.int32(0)))
+        rows, n = self._whole((empty_rows(num_rows), np.int32(0)))
         inputs = (rows, self._sampling_for(num_rows), n)
         width = self.config.decode_steps
         args = (self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs)
         return decode_loop.lower(*args, width=width, **self._static)
 
     def _lower_copy(self, num_pages: int) -> Any:
-        pages_C: Any = jax.ShapeDtypeStruct((num_pages,), np.int32)
-        return copy_pages.lower(self._kv_for(num_pages), pages_C, pages_C, _abstract_tree(np.int32(0)))
+        pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
+        return copy_pages.lower(self._kv_for(num_pages), pages_C, pages_C, n)
 
     @property
     def _static(self) -> dict[str, Any]:
-        return {"spec": self.spec, "backend": self.backend, "num_logprobs": self.config.max_logprobs}
+        static = {"spec": self.spec, "backend": self.backend, "num_logprobs": self.config.max_logprobs}
+        return static | {"placement": self.placement}
 
     def _newest_for(self, num_rows: int) -> Newest:
-        return _abstract_tree(empty_newest(self.config.max_num_seqs, num_rows))
+        return self._whole(empty_newest(self.config.max_num_seqs, num_rows))
 
     def _sampling_for(self, num_rows: int) -> Sampling:
         sizes = {"vocab_size": self.spec.vocab_size, "max_len": self.config.max_len}
-        return empty_sampling(num_rows, **sizes, make=_abstract_full)
+        return self._whole(empty_sampling(num_rows, **sizes, make=_abstract_full))
 
     def _kv_for(self, num_rows: int) -> PagedKV:
         width = table_width(self.config)
-        table: Any = jax.ShapeDtypeStruct((num_rows, width), np.int32)
-        length: Any = jax.ShapeDtypeStruct((num_rows,), np.int32)
+        table, length = self._whole((_abstract_full((num_rows, width), 0), _abstract_full((num_rows,), 0)))
         groups = (replace(group, table_BW=table, first_BW=table, len_B=length) for group in self._kv.groups)
         return replace(self._kv, groups=tuple(groups))
+
+    def _whole(self, tree: Any) -> Any:
+        """The shapes of inputs that every device has."""
+        sharding = self.placement.put() if self.placement is not None and self.placement.size > 1 else None
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), tree)
 
 
 def table_width(config: EngineConfig) -> int:
@@ -286,11 +301,3 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 def _name(kind: str, size: int) -> str:
     unit = {"step": "tokens", "loop": "rows", "copy": "pages"}[kind]
     return f"{kind} of {size} {unit}"
-
-
-def _num_bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _abstract_tree(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)

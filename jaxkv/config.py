@@ -86,7 +86,6 @@ MAX_SAMPLES = 1024
 """Samples of one prompt: each has its own copy of the prompt on the host from the start."""
 
 ONLY = {
-    "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "trust_remote_code": False,

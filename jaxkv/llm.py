@@ -18,6 +18,7 @@ from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, check_o
 from jaxkv.engine.branch import beam_output
 from jaxkv.engine.budget import device_memory
 from jaxkv.engine.compile_cache import use_compile_cache
+from jaxkv.engine.drive import complete, stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.metrics import Metric
@@ -27,7 +28,8 @@ from jaxkv.engine.pool import abstract_kv, bytes_per_page, empty_kv, plan_pool
 from jaxkv.engine.prefix import root_key
 from jaxkv.engine.request import Submission
 from jaxkv.kv.codecs import Codec, get_codec
-from jaxkv.ops.attention import choose_backend
+from jaxkv.models.decoder import heads_of
+from jaxkv.ops.attention import check_backend, choose_backend
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -58,8 +60,9 @@ class LLM:
     (default: whatever runs beside it; what it costs is in docs/architecture.md).
     seed: of requests that bring none. lazy_compile: compile each step on first use instead of all at once.
     max_logprobs: the most that a request may ask for; steps have room for as many per token (-1: the vocabulary).
+    tensor_parallel_size: devices that divide the model and its KV cache between them by heads.
 
-    Other names of vLLM's are taken with the one value that is true here (`config.ONLY`): tensor_parallel_size=1.
+    Other names of vLLM's are taken with the one value that is true here (`config.ONLY`).
 
     Raises: ValueError for an argument out of range or not supported (nothing is ignored), CheckpointError for a broken
     checkpoint, NotImplementedError for a backend that is not built, CapacityError for what memory cannot hold.
@@ -73,6 +76,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
         dtype: str = "auto",
+        tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int = 2048,
@@ -95,7 +99,7 @@ class LLM:
             raise ValueError(f"tokenizer: expected None with skip_tokenizer_init=True, got {tokenizer!r}")
         self._device = jax.devices()[0]
         on_cpu = self._device.platform == "cpu"
-        self._backend, self._backend_reason = choose_backend(backend, deterministic=deterministic)
+        check_backend(backend)
         self._compile_cache = use_compile_cache(self._device)
         self._model = load_model(
             DEMO if model is None else model,
@@ -103,7 +107,7 @@ class LLM:
             tokenizer=tokenizer,
             skip_tokenizer_init=skip_tokenizer_init,
             dtype=dtype,
-            device=self._device,
+            tensor_parallel_size=tensor_parallel_size,
         )
         spec = self._model.spec
         kv_dtype = self._model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
@@ -118,11 +122,12 @@ class LLM:
             seed=seed,
             max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
+        self._backend, self._backend_reason = self._choose_backend(backend, limits, deterministic)
         if limits.max_model_len > spec.max_len:
             raise ValueError(f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got {max_model_len}")
         self._budget = plan_pool(
             limits,
-            bytes_per_page(spec, page_size=limits.block_size, codec=codec),
+            bytes_per_page(spec, page_size=limits.block_size, codec=codec, num_devices=self._model.placement.size),
             device_memory(self._device, weight_bytes=self._model.weight_bytes, utilization=gpu_memory_utilization),
             memory_bytes=kv_cache_memory_bytes,
             pages_override=num_gpu_blocks_override,
@@ -204,7 +209,7 @@ class LLM:
         """
         if not isinstance(requests, Iterable):
             raise ValueError(f"requests: expected an iterable of (prompt, params), got {type(requests).__name__}")
-        return self._complete(enumerate(map(self._accept_or_refuse, requests)))
+        return complete(self._engine, enumerate(map(self._accept_or_refuse, requests)))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yields what is new (text, token_ids, logprobs) as it is generated; the last one carries the finish_reason.
@@ -213,20 +218,14 @@ class LLM:
         request. Raises: ValueError at the call, before anything is yielded.
         """
         (submission,) = self._intake.accept([prompt], self._listed_params(sampling_params, 1))
-        return self._stream(submission)
+        return stream(self._engine, submission)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json asks for, vLLM's defaults where it says nothing.
 
         Raises: ValueError if it asks for something that is out of range.
         """
-        names = {"max_new_tokens": "max_tokens"}
-        keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-        given = {names.get(k, k): v for k in keys if (v := self._model.generation.get(k)) is not None}
-        try:
-            return SamplingParams(**given)
-        except ValueError as error:
-            raise ValueError(f"generation_config.json: {error}; pass sampling_params to set your own") from error
+        return self._model.default_params()
 
     @property
     def num_kv_tokens(self) -> int:
@@ -266,7 +265,7 @@ class LLM:
         return "\n".join(
             (
                 f"model     {model.directory} ({spec.family}, {spec.num_layers} layers, {spec.num_heads} query heads)",
-                f"weights   {model.weight_bytes / 2**20:.1f} MiB {model.dtype} on {self._device}",
+                f"weights   {model.weight_bytes / 2**20:.1f} MiB {model.dtype} on {model.placement}",
                 f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of {config.block_size}, "
                 f"{self._engine.kv.groups[0].codec.name}, {used} pages in use",
                 f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
@@ -289,17 +288,24 @@ class LLM:
         root = root_key(secret, repr(self._model.spec), self._model.dtype, codec.name)
         return Intake(self._model, self._config, cache_root=root, share_prefixes=share_prefixes)
 
+    def _choose_backend(self, name: str, limits: EngineConfig, deterministic: bool) -> tuple[str, str]:
+        heads = heads_of(self._model.spec, num_devices=self._model.placement.size)
+        where: Any = {"page_size": limits.block_size, "platform": self._device.platform}
+        return choose_backend(name, heads, deterministic=deterministic, **where)
+
     def _programs_for(self, codec: Codec, config: EngineConfig, num_pages: int) -> Programs:
         """Programs for a pool of `num_pages`, not compiled; `config` gives the rest. Allocates nothing."""
-        spec, weights = self._model.spec, self._model.weights
-        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, self._device)
-        return Programs(weights, kv, spec=spec, config=config, backend=self._backend)
+        spec, weights, placement = self._model.spec, self._model.weights, self._model.placement
+        sized = replace(config, num_pages=num_pages)
+        kv = abstract_kv(spec, sized, codec, backend=self._backend, placement=placement)
+        return Programs(weights, kv, spec=spec, config=config, backend=self._backend, placement=placement)
 
     def _make_engine(self, codec: Codec, lazy_compile: bool) -> Engine:
         config, tokenizer = self._config, self._model.tokenizer
         programs = self._programs_for(codec, config, config.num_pages)
         self._budget.compile(programs, lazy=lazy_compile)
-        make_kv = partial(empty_kv, self._model.spec, config, codec, self._device)
+        where: Any = {"backend": self._backend, "placement": self._model.placement}
+        make_kv = partial(empty_kv, self._model.spec, config, codec, **where)
         return Engine(
             self._model.weights,
             make_kv(),
@@ -341,56 +347,11 @@ class LLM:
 
         with (
             tqdm(total=len(submissions), desc="Processed prompts", disable=not use_tqdm) as bar,
-            closing(self._complete(enumerate(submissions))) as completed,
+            closing(complete(self._engine, enumerate(submissions))) as completed,
         ):
             for _ in completed:
                 bar.update()
         return [submission.output() for submission in submissions]
-
-    def _complete(
-        self, arriving: Iterator[tuple[int, Submission | ValueError]]
-    ) -> Generator[tuple[int, RequestOutput | ValueError]]:
-        """Runs what arrives and yields it as it finishes, a refusal at once."""
-        # As many again as can finish in one step: the scheduler never looks at an empty queue while more are to come.
-        window = 2 * self._config.max_num_seqs
-        taken: dict[int, Submission] = {}
-        try:
-            while True:
-                while len(taken) < window and (arrived := next(arriving, None)) is not None:
-                    index, submission = arrived
-                    if isinstance(submission, ValueError):
-                        yield index, submission
-                    else:
-                        taken[index] = submission
-                        self._engine.add(submission)
-                if not taken:
-                    return
-                # Asked of the requests, not of `step`: a stream that is read between two results takes steps too.
-                finished = [index for index, submission in taken.items() if submission.is_finished]
-                for index in finished:
-                    yield index, taken.pop(index).output()
-                if not finished:
-                    if not self._engine.has_work:
-                        raise RuntimeError(f"{len(taken)} requests left the engine without a result")
-                    self._engine.step()
-        finally:
-            # After an error, an interrupt or `close` nothing of this call may stay behind.
-            for submission in taken.values():
-                self._engine.abort(submission)
-
-    def _stream(self, submission: Submission) -> Iterator[RequestOutput]:
-        self._engine.add(submission)
-        try:
-            while True:
-                new = submission.new_output()
-                if new is None:
-                    self._engine.step()
-                    continue
-                yield new
-                if new.finished:
-                    return
-        finally:
-            self._engine.abort(submission)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -14,6 +14,7 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled, Sampling, empty_sampled, is_stop, sample
+from jaxkv.sharding import Placement, on_every_device
 from jaxkv.steps import Newest, last_logits
 
 
@@ -31,7 +32,10 @@ class Rows:
     budget_B: jax.Array
 
 
-@partial(jax.jit, static_argnames=("spec", "backend", "width", "num_logprobs"), donate_argnames=("kv", "rows"))
+STATIC = ("spec", "backend", "width", "num_logprobs", "placement")
+
+
+@partial(jax.jit, static_argnames=STATIC, donate_argnames=("kv", "rows"))
 def decode_loop(
     weights: Weights,
     kv: PagedKV,
@@ -44,12 +48,31 @@ def decode_loop(
     backend: str,
     width: int,
     num_logprobs: int = NUM_LOGPROBS,
+    placement: Placement | None = None,
 ) -> tuple[PagedKV, Newest, Rows, Sampled]:
     """Up to n tokens for each row, ending early when every row has met a stop token or its budget.
 
     n is traced (n <= width); `out` arrays are [width, B, ...] with NO_TOKEN where a row rested. Consumes kv and rows.
-    Equals n calls of `step` with one token per row.
+    Equals n calls of `step` with one token per row. `placement` as there.
     """
+    body = partial(_decode_loop, spec=spec, backend=backend, width=width, num_logprobs=num_logprobs)
+    return on_every_device(body, placement, num_outputs=4)(weights, kv, newest, rows, sampling, n)
+
+
+def _decode_loop(
+    weights: Weights,
+    kv: PagedKV,
+    newest: Newest,
+    rows: Rows,
+    sampling: Sampling,
+    n: jax.Array,
+    *,
+    spec: ModelSpec,
+    backend: str,
+    width: int,
+    num_logprobs: int,
+    axis: str | None,
+) -> tuple[PagedKV, Newest, Rows, Sampled]:
     num_rows = rows.token_B.shape[0]
     row_B = jnp.arange(num_rows, dtype=jnp.int32)
     token_B = newest.fill_in(rows.token_B)
@@ -68,7 +91,7 @@ def decode_loop(
             num_rows=jnp.int32(num_rows),
             decode_only=True,
         )
-        kv, logits_BV = last_logits(weights, kv, batch, spec=spec, backend=backend)
+        kv, logits_BV = last_logits(weights, kv, batch, spec=spec, backend=backend, axis=axis)
         now = replace(sampling, min_left_B=min_left_B)
         sampled = sample(logits_BV, now, rows.position_B + 1, out.token_B, num_logprobs=num_logprobs)
         out = jax.tree.map(

@@ -26,17 +26,18 @@ from jaxkv.ops.sampling import (
     sample,
     score,
 )
+from jaxkv.sharding import Placement, on_every_device
 
 SCORED_TOKENS = 64
 """Prompt tokens whose logits exist at once when prompt logprobs are wanted."""
 
 
 def last_logits(
-    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, backend: str
+    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, backend: str, axis: str | None = None
 ) -> tuple[PagedKV, jax.Array]:
     """(new state, logits [B, V] float32 at the last token of each row)."""
-    kv, x_TD = decoder.forward(weights, kv, batch, spec=spec, backend=backend)
-    return kv, decoder.logits(weights, x_TD[last_token(batch)], spec=spec)
+    kv, x_TD = decoder.forward(weights, kv, batch, spec=spec, backend=backend, axis=axis)
+    return kv, decoder.logits(weights, x_TD[last_token(batch)], spec=spec, axis=axis)
 
 
 def last_token(batch: Batch) -> jax.Array:
@@ -45,7 +46,13 @@ def last_token(batch: Batch) -> jax.Array:
 
 
 def prompt_scores(
-    weights: Weights, x_TD: jax.Array, target_T: jax.Array | None, *, spec: ModelSpec, num_logprobs: int
+    weights: Weights,
+    x_TD: jax.Array,
+    target_T: jax.Array | None,
+    *,
+    spec: ModelSpec,
+    num_logprobs: int,
+    axis: str | None = None,
 ) -> Scores:
     """`score` of the next token of each packed one, where it is wanted (target_T >= 0), else anything.
 
@@ -65,7 +72,7 @@ def prompt_scores(
         # The last piece begins earlier rather than end past the end; what overlaps is the same again.
         start = jnp.minimum(first + piece * size, num_tokens - size)
         x_CD, target_C = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (x_TD, target_T))
-        logits_CV = decoder.logits(weights, x_CD, spec=spec)
+        logits_CV = decoder.logits(weights, x_CD, spec=spec, axis=axis)
         found = score(logits_CV, jnp.maximum(target_C, 0), num_logprobs=num_logprobs)
         return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0), scores, found)
 
@@ -94,7 +101,7 @@ class Newest:
         return replace(self, token_R=token_R)
 
 
-@partial(jax.jit, static_argnames=("spec", "backend", "num_logprobs"), donate_argnames=("kv",))
+@partial(jax.jit, static_argnames=("spec", "backend", "num_logprobs", "placement"), donate_argnames=("kv",))
 def step(
     weights: Weights,
     kv: PagedKV,
@@ -105,24 +112,42 @@ def step(
     spec: ModelSpec,
     backend: str,
     num_logprobs: int = NUM_LOGPROBS,
+    placement: Placement | None = None,
 ) -> tuple[PagedKV, Newest, Sampled, Scores]:
     """One ragged step: prefill chunks and decode tokens together, one sampled token per row, and the prompt tokens'
     own scores where batch.target_T asks for them.
 
     NO_TOKEN in batch.token_T is the row's newest token, its only one in this step; what a row that has ended by then
     samples means nothing.
-    Consumes `kv` (donated). Compiled once per number of packed tokens T and of rows B.
+    Consumes `kv` (donated). Compiled once per number of packed tokens T and of rows B. With a `placement` on several
+    devices each has its parts of weights and pages.
     """
+    body = partial(_step, spec=spec, backend=backend, num_logprobs=num_logprobs)
+    return on_every_device(body, placement, num_outputs=4)(weights, kv, newest, batch, sampling)
+
+
+def _step(
+    weights: Weights,
+    kv: PagedKV,
+    newest: Newest,
+    batch: Batch,
+    sampling: Sampling,
+    *,
+    spec: ModelSpec,
+    backend: str,
+    num_logprobs: int,
+    axis: str | None,
+) -> tuple[PagedKV, Newest, Sampled, Scores]:
     # Only a row of one token has its newest one to come.
     first_B = newest.fill_in(batch.token_T[batch.start_B])
     newest_T = first_B.at[batch.row_T].get(mode="fill", fill_value=0)
     token_T = jnp.where(batch.token_T == NO_TOKEN, newest_T, batch.token_T)
     batch = replace(batch, token_T=jnp.maximum(token_T, 0))
-    kv, x_TD = decoder.forward(weights, kv, batch, spec=spec, backend=backend)
+    kv, x_TD = decoder.forward(weights, kv, batch, spec=spec, backend=backend, axis=axis)
     last_B = last_token(batch)
-    logits_BV = decoder.logits(weights, x_TD[last_B], spec=spec)
+    logits_BV = decoder.logits(weights, x_TD[last_B], spec=spec, axis=axis)
     sampled = sample(logits_BV, sampling, batch.position_T[last_B] + 1, num_logprobs=num_logprobs)
-    scores = prompt_scores(weights, x_TD, batch.target_T, spec=spec, num_logprobs=num_logprobs)
+    scores = prompt_scores(weights, x_TD, batch.target_T, spec=spec, num_logprobs=num_logprobs, axis=axis)
     ended_B = is_stop(sampled.token_B, sampling) | (first_B == NO_TOKEN)
     return kv, newest.after(sampled.token_B, ended_B), sampled, scores
 

@@ -6,8 +6,23 @@ T packed tokens, W pages per row, S slots per page, N query heads, K KV heads, H
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+
+class Statistics(NamedTuple):
+    """Of the softmax of each token and query head; s are its scaled (and capped) scores, a sink is one more of them.
+
+    max_TN m = max s; sum_TN l = sum of e^(s-m); entropy_TN a = sum of e^(s-m) (s-m): the entropy is log l - a/l;
+    mass_TNW: the weights summed over each table page, the sink's left out. A token that sees nothing has m = -1e30.
+    """
+
+    max_TN: jax.Array
+    sum_TN: jax.Array
+    entropy_TN: jax.Array
+    mass_TNW: jax.Array
 
 
 def ragged_paged_attention(
@@ -23,23 +38,62 @@ def ragged_paged_attention(
     num_pages: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(scale * q k^T) v of every packed token over the slots that its row holds. -> [T, N, H] float32.
+    """softmax(scale * q k^T) v of every packed token over the slots that its row holds. -> [T, N, H] float.
 
     A token of row r at position p sees those of the first len_B[r] slots of r's table whose position is at most p and,
     with a window, above p - window. Slot s of table page w has position first_BW[r, w] + s. Memory that a token does
-    not see never matters, NaN included; a token that sees nothing, and padding (row_T = B), gets zeros.
+    not see never matters, NaN included; a token that sees nothing, and padding (row_T = B), gets zeros. With a softcap
+    c a score s becomes c tanh(s / c). A sink, a logit per query head, joins the softmax's sum and has no value.
 
+    The result is float32, or float64 where that is enabled.
     Units: len_B, positions and window in tokens; `num_pages` is P, the pages of one layer. pages: a float dtype.
     Cost: gathers W*S keys and values per token, 2*T*W*S*K*H values.
     Source: scaled dot-product attention, arXiv 1706.03762, equation 1, over pages, arXiv 2309.06180, equation 4.
     """
+    return attention_with_statistics(
+        q_TNH,
+        pages,
+        table_BW,
+        first_BW,
+        len_B,
+        row_T,
+        position_T,
+        layer=layer,
+        num_pages=num_pages,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks_N=sinks_N,
+    )[0]
+
+
+def attention_with_statistics(
+    q_TNH: jax.Array,
+    pages: jax.Array,
+    table_BW: jax.Array,
+    first_BW: jax.Array,
+    len_B: jax.Array,
+    row_T: jax.Array,
+    position_T: jax.Array,
+    *,
+    layer: int | jax.Array,
+    num_pages: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+) -> tuple[jax.Array, Statistics]:
+    """`ragged_paged_attention` and what its softmax was like."""
     num_tokens, num_heads, head_dim = q_TNH.shape
     num_rows, width = table_BW.shape
     page_size, kv_heads = pages.shape[2], pages.shape[1] // 2
+    exact = jnp.result_type(float)
     real_T = row_T < num_rows
     row_T = jnp.where(real_T, row_T, 0)
-    x = pages[layer * num_pages + table_BW[row_T]].astype(jnp.float32)  # [T, W, 2K, S, H]
+    x = pages[layer * num_pages + table_BW[row_T]].astype(exact)  # [T, W, 2K, S, H]
     x = x.transpose(0, 2, 1, 3, 4).reshape(num_tokens, 2 * kv_heads, width * page_size, head_dim)
     slot_J = jnp.arange(width * page_size)
     key_position_TJ = (first_BW[row_T][:, :, None] + jnp.arange(page_size)[None, None, :]).reshape(num_tokens, -1)
@@ -50,11 +104,24 @@ def ragged_paged_attention(
     # Cleared, not only masked: 0 x NaN is NaN.
     x = jnp.where(seen_TJ[:, None, :, None], x, 0.0)
     highest = jax.lax.Precision.HIGHEST
-    q_TKGH = q_TNH.astype(jnp.float32).reshape(num_tokens, kv_heads, num_heads // kv_heads, head_dim)
+    q_TKGH = q_TNH.astype(exact).reshape(num_tokens, kv_heads, num_heads // kv_heads, head_dim)
     scores = scale * jnp.einsum("tkgh,tkjh->tkgj", q_TKGH, x[:, :kv_heads], precision=highest)
-    weights = jax.nn.softmax(jnp.where(seen_TJ[:, None, None, :], scores, -1e30), axis=-1)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen_TJ[:, None, None, :], scores, -1e30)
+    sinks = jnp.full(num_heads, -1e30, exact) if sinks_N is None else sinks_N.astype(exact)
+    all_scores = jnp.concatenate(
+        [scores, jnp.broadcast_to(sinks.reshape(1, kv_heads, -1, 1), (*scores.shape[:3], 1))], axis=-1
+    )
+    top = all_scores.max(axis=-1, keepdims=True)
+    terms = jnp.where(all_scores > -1e30, jnp.exp(all_scores - top), 0.0)
+    total = terms.sum(axis=-1)
+    weights = terms[..., :-1] / jnp.where(total > 0, total, 1.0)[..., None]
     out = jnp.einsum("tkgj,tkjh->tkgh", weights, x[:, kv_heads:], precision=highest)
-    return out.reshape(num_tokens, num_heads, head_dim)
+    entropy = (terms * (all_scores - top)).sum(axis=-1)
+    mass = weights.reshape(num_tokens, num_heads, width, page_size).sum(axis=-1)
+    top_TN, total_TN, entropy_TN = (y.reshape(num_tokens, num_heads) for y in (top, total, entropy))
+    return out.reshape(num_tokens, num_heads, head_dim), Statistics(top_TN, total_TN, entropy_TN, mass)
 
 
 def write_pages(

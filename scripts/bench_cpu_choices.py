@@ -102,7 +102,7 @@ def decode_attention() -> None:
             cells = []
             for tokens in (64, 128, 256, 512, 1024):
                 xla.BLOCK_TOKENS = tokens
-                attend = jax.jit(lambda q, group, batch: xla.attend(q, group, batch, layer=0, scale=0.125, window=None))
+                attend = jax.jit(lambda q, group, batch: xla.read(q, group, batch, layer=0, scale=0.125, window=None))
                 cells.append(f"{tokens}: {median_ms(attend, q, group, batch, calls=9):6.2f}")
             print(f"  {rows:3d} rows {name:9s} " + "  ".join(cells))
     xla.BLOCK_TOKENS = default

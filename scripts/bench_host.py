@@ -43,6 +43,7 @@ from jaxkv.llm import DECODE_STEPS, DEMO
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
+from jaxkv.sharding import Placement
 from jaxkv.steps import Newest
 
 TARGET_US = {"p50": 150, "p99": 500}
@@ -63,6 +64,7 @@ class Clock:
 class StubPrograms:
     """`aot.Programs` whose steps and loops sample random tokens at once and leave the KV state alone."""
 
+    placement = None
     num_compiled = 0
     compile_s = 0.0
 
@@ -216,6 +218,7 @@ def demo_model() -> Model:
         directory=DEMO,
         spec=spec,
         weights={},
+        placement=Placement((jax.devices()[0],)),
         dtype="float32",
         tokenizer=load_tokenizer(DEMO),
         generation={},
@@ -227,7 +230,7 @@ def demo_model() -> Model:
 def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
     """With a KV state of one page, since nothing reads it, and a scheduler that tells the clock when it has planned."""
     codec = get_codec("float32", platform="cpu")
-    group = empty_group(num_layers=1, num_kv_heads=1, head_dim=8, num_pages=1, page_size=config.block_size, codec=codec)
+    group = empty_group(num_layers=1, page_shape=(2, config.block_size, 8), num_pages=1, codec=codec)
     kv = PagedKV(groups=(group,))
     programs: Any = StubPrograms(config, spec, clock)
     engine = Engine({}, kv, programs, config, make_kv=lambda: kv, decode_token=None)

@@ -31,6 +31,7 @@ from jaxkv.engine.pool import abstract_kv, bytes_per_page, fit_line, plan_pool
 from jaxkv.kv.codecs import get_codec
 from jaxkv.models.families import ConfigReader, Layout, read_family
 from jaxkv.models.spec import ModelSpec
+from jaxkv.sharding import Placement, bytes_per_device, place
 
 USABLE_GIB = {"v4": 15.25, "v5e": 15.75, "v5p": 95.7, "v6e": 31.25, "tpu7x": 94.75}
 """Of one device, as its compiler says when a program does not fit."""
@@ -39,11 +40,12 @@ USABLE_GIB = {"v4": 15.25, "v5e": 15.75, "v5p": 95.7, "v6e": 31.25, "tpu7x": 94.
 def main() -> None:
     args = parse()
     one_chip = {"chips_per_host_bounds": [1, 1, 1]} if args.topology.endswith(":1x1") else {}
-    device: Any = topologies.get_topology_desc(args.topology, "tpu", **one_chip).devices[0]
+    devices: Any = topologies.get_topology_desc(args.topology, "tpu", **one_chip).devices
     config = shape(args.vocab, args.hidden, args.ffn, args.layers, args.heads, args.kv_heads)
     spec, layout = read_family(ConfigReader(config | {"max_position_embeddings": args.max_model_len}, "config.json"))
-    weights = abstract_weights(spec, layout, device)
-    weight_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+    placement = place(spec, layout, devices, args.tensor_parallel_size)
+    weights = abstract_weights(spec, layout, placement)
+    weight_bytes = bytes_per_device(weights)
     codec = get_codec("bfloat16", platform="tpu")
     limits = EngineConfig(
         max_model_len=args.max_model_len,
@@ -57,17 +59,18 @@ def main() -> None:
     tried: list[Programs] = []
 
     def programs_for(config: EngineConfig, num_pages: int) -> Programs:
-        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, device)
-        tried.append(Programs(weights, kv, spec=spec, config=config, backend=args.backend))
+        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, backend=args.backend, placement=placement)
+        tried.append(Programs(weights, kv, spec=spec, config=config, backend=args.backend, placement=placement))
         return tried[-1]
 
     print(f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, libtpu {metadata.version('libtpu')}")
-    print(f"{args.topology} ({device.device_kind}), backend {args.backend}, {args.layers} layers of {args.hidden}")
+    where = f"{args.topology} ({placement.size} x {devices[0].device_kind})"
+    print(f"{where}, backend {args.backend}, {args.layers} layers of {args.hidden}")
     usable = int(USABLE_GIB[args.topology.split(":")[0]] * 2**30)
     limit = int(usable * args.utilization)
     source = f"{args.utilization} of {usable / MIB:.1f} MiB"
     memory = Memory(limit=limit, used=weight_bytes, source=source)
-    page_nbytes = bytes_per_page(spec, page_size=limits.block_size, codec=codec)
+    page_nbytes = bytes_per_page(spec, page_size=limits.block_size, codec=codec, num_devices=placement.size)
     budget = plan_pool(
         limits, page_nbytes, memory, memory_bytes=None, pages_override=args.pages, programs_for=programs_for
     )
@@ -88,6 +91,7 @@ def parse() -> argparse.Namespace:
     """By default 16 layers of the Llama-3-8B shape."""
     parser = argparse.ArgumentParser(description="Sizes the KV cache of a TPU that need not be there.")
     parser.add_argument("--topology", default="v5e:1x1", help=f"of {', '.join(USABLE_GIB)} (default: %(default)s)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--utilization", type=float, default=0.9)
     parser.add_argument("--backend", default="xla")
     parser.add_argument("--pages", type=int, help="instead of fitting their number")
@@ -98,15 +102,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def abstract_weights(spec: ModelSpec, layout: Layout, device: Any) -> dict[str, Any]:
-    """The stacked weight tree's shapes in bfloat16, on a device that need not exist."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
+def abstract_weights(spec: ModelSpec, layout: Layout, placement: Placement) -> dict[str, Any]:
+    """The stacked weight tree's shapes in bfloat16, on devices that need not exist."""
 
-    def abstract(*dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=sharding)
+    def abstract(name: str, *dims: int) -> jax.ShapeDtypeStruct:
+        return placement.abstract(dims, jnp.bfloat16, placement.weight(name, len(dims)))
 
-    weights: dict[str, Any] = {name: abstract(*leaf.info.shape) for name, leaf in layout.top.items()}
-    weights["layers"] = {name: abstract(spec.num_layers, *leaf.info.shape) for name, leaf in layout.layer.items()}
+    weights: dict[str, Any] = {name: abstract(name, *leaf.info.shape) for name, leaf in layout.top.items()}
+    weights["layers"] = {name: abstract(name, spec.num_layers, *leaf.info.shape) for name, leaf in layout.layer.items()}
     return weights
 
 

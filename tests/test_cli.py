@@ -95,7 +95,7 @@ def test_a_seed_decides_what_is_drawn(generate):
         (["--block-size", "10"], "block_size: expected .*, got 10"),
         (["--max-model-len", "1000"], "max_model_len: expected at most 256 .*, got 1000"),
         (["--backend", "cuda"], "backend: expected .*, got 'cuda'"),
-        (["--backend", "pallas_tpu"], "backend='pallas_tpu' is not built yet; .*"),
+        (["--backend", "pallas_tpu"], "backend='pallas_tpu': expected a TPU, got cpu"),
         (["--model", "/nothing/here"], "/nothing/here: expected a directory .*"),
         (["--tokenizer", "/nothing/here"], "/nothing/here: expected a directory .*"),
     ],

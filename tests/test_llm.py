@@ -653,7 +653,8 @@ def test_what_is_no_sampling_params_is_a_value_error(llm, params):
 
 BAD_ARGUMENTS = {
     "unknown": ({"enforce_eager": True}, "unknown or not yet supported: enforce_eager$"),
-    "tensor_parallel_size": ({"tensor_parallel_size": 2}, "tensor_parallel_size: expected 1 .*, got 2"),
+    "tensor_parallel_size": ({"tensor_parallel_size": 2}, "_size: expected 1 to 1, the devices here, got 2"),
+    "tensor_parallel_size 0": ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected 1 to 1, .* got 0"),
     "enable_prefix_caching": ({"enable_prefix_caching": 1}, "enable_prefix_caching: expected True or False, got 1"),
     "prefix_cache_secret": ({"prefix_cache_secret": "s"}, "prefix_cache_secret: expected bytes or None, got str"),
     "quantization": ({"quantization": "awq"}, "quantization: expected None .*, got 'awq'"),
@@ -691,10 +692,12 @@ def test_vllm_s_arguments_may_be_given_where_they_change_nothing(make):
     assert tokens(run(make(**nothing), PROMPTS)) == tokens(run(make(), PROMPTS))
 
 
-def test_a_named_backend_that_is_not_built_raises(checkpoint):
-    for backend in ("pallas_tpu", "mosaic_gpu"):
-        with pytest.raises(NotImplementedError, match=f"backend='{backend}' is not built yet"):
-            LLM(checkpoint, backend=backend, **SMALL)
+@pytest.mark.parametrize(
+    ("backend", "message"), [("mosaic_gpu", " is not built yet"), ("pallas_tpu", ": expected a TPU, got cpu")]
+)
+def test_a_named_backend_that_cannot_do_it_raises(checkpoint, backend, message):
+    with pytest.raises(NotImplementedError, match=f"backend='{backend}'{message}"):
+        LLM(checkpoint, backend=backend, **SMALL)
 
 
 def test_a_missing_directory_or_file_is_named(checkpoint, tmp_path):
@@ -818,7 +821,7 @@ def test_describe_says_what_this_engine_is(llm, checkpoint):
         "4 rows, 128 tokens per row, 32 tokens per step, 8 decode steps per loop",
         "4 compiled in ",
         "steps of (16, 32) tokens, loops of (2, 4) rows",
-        "backend   xla (chosen by auto: pallas_tpu and mosaic_gpu are not built yet)",
+        "backend   xla (chosen by auto on a cpu)",
     ):
         assert part in text, text
     assert used > 0

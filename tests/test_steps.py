@@ -90,9 +90,9 @@ def loaded(request, tmp_path_factory):
 @pytest.fixture
 def device(loaded) -> Device:
     weights, spec = loaded
-    sizes = {"num_pages": NUM_PAGES, "page_size": SIZE, "codec": get_codec("float32", platform="cpu")}
+    sizes = {"num_pages": NUM_PAGES, "codec": get_codec("float32", platform="cpu")}
     groups = (
-        empty_group(num_layers=len(g.layers), num_kv_heads=g.num_kv_heads, head_dim=g.head_dim, **sizes)
+        empty_group(num_layers=len(g.layers), page_shape=(2 * g.num_kv_heads, SIZE, g.head_dim), **sizes)
         for g in spec.groups
     )
     return Device(weights, spec, PagedKV(tuple(groups)))

@@ -67,7 +67,7 @@ class Engine:
         self._make_kv = make_kv
         self._newest_R = _no_tokens(config)
         self._flight: Flight | None = None
-        self._rows = RowTables(config, programs.spec.vocab_size)
+        self._rows = RowTables(config, programs.spec.vocab_size, programs.placement)
         self._requests: set[Request] = set()
         self._decode_token = decode_token
         self._recorder = Recorder()

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
-from jaxkv.config import bfloat16_as_bits, is_int
+from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
 from jaxkv.engine.text import load_tokenizer
 from jaxkv.models.decoder import Weights
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.spec import ModelSpec
+from jaxkv.sharding import Placement, bytes_per_device, place
 from jaxkv.weights.hub import resolve_model
 from jaxkv.weights.load import load_weights
 from jaxkv.weights.orbax import load_converted, stored_dtype
@@ -31,15 +32,27 @@ class Model:
     directory: Path
     spec: ModelSpec
     weights: Weights
+    placement: Placement
     dtype: str
     tokenizer: Any | None
     generation: Mapping[str, Any]
     eos_ids: frozenset[int]
     eos_id: int | None
 
+    def default_params(self) -> SamplingParams:
+        """What generation_config.json asks for. Raises: ValueError if that is out of range."""
+        names = {"max_new_tokens": "max_tokens"}
+        keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+        given = {names.get(k, k): v for k in keys if (v := self.generation.get(k)) is not None}
+        try:
+            return SamplingParams(**given)
+        except ValueError as error:
+            raise ValueError(f"generation_config.json: {error}; pass sampling_params to set your own") from error
+
     @property
     def weight_bytes(self) -> int:
-        return sum(x.nbytes for x in jax.tree.leaves(self.weights))
+        """On each device."""
+        return bytes_per_device(self.weights)
 
 
 def load_model(
@@ -49,7 +62,7 @@ def load_model(
     tokenizer: str | os.PathLike[str] | None,
     skip_tokenizer_init: bool,
     dtype: str,
-    device: jax.Device,
+    tensor_parallel_size: int,
 ) -> Model:
     """Reads everything that a model directory (or hub id) holds; the tokenizer may come from another one.
 
@@ -69,14 +82,17 @@ def load_model(
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
     eos_ids = _eos_ids(config, generation, loaded, spec.vocab_size)
     stored = stored_dtype(directory, spec)
+    placement = place(spec, layout, jax.devices(), tensor_parallel_size)
+    platform = placement.devices[0].platform
     if dtype == "auto":
-        dtype = stored or auto_dtype(device.platform)
+        dtype = stored or auto_dtype(platform)
     load = load_weights if stored is None else load_converted
-    as_bits = dtype == "bfloat16" and bfloat16_as_bits(device.platform)
+    as_bits = dtype == "bfloat16" and bfloat16_as_bits(platform)
     return Model(
         directory=directory,
         spec=spec,
-        weights=load(directory, spec, layout, dtype=dtype, as_bits=as_bits, device=device),
+        weights=load(directory, spec, layout, dtype=dtype, as_bits=as_bits, placement=placement),
+        placement=placement,
         dtype=dtype,
         tokenizer=loaded,
         generation=generation.values,

@@ -14,8 +14,11 @@ from jaxkv.config import EngineConfig, is_int
 from jaxkv.engine.budget import Budget, Memory
 from jaxkv.errors import CapacityError
 from jaxkv.kv.codecs import Codec
-from jaxkv.kv.state import PagedKV, empty_group, page_bytes
-from jaxkv.models.spec import ModelSpec
+from jaxkv.kv.state import GroupKV, PagedKV, empty_group, page_bytes
+from jaxkv.models.decoder import heads_of
+from jaxkv.models.spec import KVGroup, ModelSpec
+from jaxkv.ops.attention import BACKENDS, Heads
+from jaxkv.sharding import PAGES, Placement
 
 MARGIN = 0.01
 """Part of the limit that a pool whose size the programs' memory decides leaves unused."""
@@ -24,12 +27,12 @@ ProgramsFor = Callable[[EngineConfig, int], Programs]
 """The programs of an engine whose pool has so many pages; what else they depend on is in the config."""
 
 
-def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec) -> int:
-    """Bytes of one page over all layers of all groups."""
+def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec, num_devices: int = 1) -> int:
+    """Bytes of one page over all layers of all groups, on each of the devices that divide the KV heads."""
     return sum(
         page_bytes(
             num_layers=len(group.layers),
-            num_kv_heads=group.num_kv_heads,
+            num_kv_heads=group.num_kv_heads // num_devices,
             head_dim=group.head_dim,
             page_size=page_size,
             codec=codec,
@@ -144,8 +147,10 @@ def pages_per_row(limits: EngineConfig) -> int:
     return -(-limits.max_model_len // limits.block_size)
 
 
-def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.Device | None) -> PagedKV:
-    """The engine's zeroed KV state on `device`.
+def empty_kv(
+    spec: ModelSpec, config: EngineConfig, codec: Codec, *, backend: str, placement: Placement | None = None
+) -> PagedKV:
+    """The engine's zeroed KV state as the backend keeps it, on its devices, the default one without a placement.
 
     Raises: ValueError if the pool has more heads x pages than int32 can count.
     """
@@ -153,27 +158,29 @@ def empty_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.De
         count = len(group.layers) * config.num_pages * 2 * group.num_kv_heads
         if count >= 2**31:
             raise ValueError(f"num_gpu_blocks_override: expected layers x pages x 2 KV heads < 2**31, got {count}")
-    return PagedKV(
-        groups=tuple(
-            empty_group(
-                num_layers=len(group.layers),
-                num_kv_heads=group.num_kv_heads,
-                head_dim=group.head_dim,
-                num_pages=config.num_pages,
-                page_size=config.block_size,
-                codec=codec,
-                device=device,
-            )
-            for group in spec.groups
+    device = None if placement is None else placement.put(PAGES)
+    return _groups(spec, config, codec, backend, num_devices=placement.size if placement else 1, device=device)
+
+
+def abstract_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, *, backend: str, placement: Placement) -> PagedKV:
+    """The shapes of `empty_kv` on devices that may be those of a topology. Allocates nothing."""
+    make = partial(_groups, spec, config, codec, backend, num_devices=placement.size, device=None)
+    kv = jax.eval_shape(make)
+    return jax.tree.map(lambda x, parts: placement.abstract(x.shape, x.dtype, parts), kv, placement.kv(kv))
+
+
+def _groups(
+    spec: ModelSpec, config: EngineConfig, codec: Codec, backend: str, *, num_devices: int, device: Any
+) -> PagedKV:
+    def empty(group: KVGroup, heads: Heads) -> GroupKV:
+        rows, page_size, width = BACKENDS[backend].page_shape(heads, config.block_size)
+        return empty_group(
+            num_layers=len(group.layers),
+            page_shape=(rows * num_devices, page_size, width),
+            num_pages=config.num_pages,
+            codec=codec,
+            device=device,
         )
-    )
 
-
-def abstract_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, device: jax.Device) -> PagedKV:
-    """The shapes of `empty_kv` on `device`, which may be one of a topology. Allocates nothing. Raises: as that does."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-
-    def placed(x: jax.ShapeDtypeStruct) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(placed, jax.eval_shape(partial(empty_kv, spec, config, codec, None)))
+    groups = zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True)
+    return PagedKV(groups=tuple(empty(*pair) for pair in groups))

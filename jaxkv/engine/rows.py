@@ -16,6 +16,7 @@ from jaxkv.kv.state import PagedKV
 from jaxkv.loop import Rows
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
+from jaxkv.sharding import Placement
 from jaxkv.steps import Newest
 
 WIDE = ("allowed_BM", "bias_id_BE", "bias_BE", "history_BN")
@@ -32,12 +33,13 @@ class RowTables:
     Wide parameters that no request of a step uses are not sent: the device keeps an empty array of each shape.
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+    def __init__(self, config: EngineConfig, vocab_size: int, placement: Placement | None) -> None:
         width = table_width(config)
         self.num_rows = config.max_num_seqs
         self.table_RW = np.zeros((self.num_rows + 1, width), np.int32)
         self.first_W = np.arange(width, dtype=np.int32) * config.block_size
         self.vocab_size = vocab_size
+        self._whole = None if placement is None else placement.put()
         self.max_len = config.max_len
         # Without histories: they are written anew for each step from the requests' tokens.
         self.sampling = empty_sampling(self.num_rows + 1, vocab_size=vocab_size, max_len=0)
@@ -190,7 +192,7 @@ class RowTables:
         """Parameters of rows that want nothing, the wide ones on the device."""
         if num_rows not in self._empty:
             empty = empty_sampling(num_rows, vocab_size=self.vocab_size, max_len=self.max_len)
-            wide = {name: jax.device_put(getattr(empty, name)) for name in WIDE}
+            wide = {name: jax.device_put(getattr(empty, name), self._whole) for name in WIDE}
             self._empty[num_rows] = replace(empty, **wide)
         return self._empty[num_rows]
 

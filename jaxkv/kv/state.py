@@ -23,7 +23,8 @@ class GroupKV:
 
     pages    [L*P, 2K, S, H]  codec's storage dtype. Page p of layer l is row l*P + p: one flat axis, so that a loop
              over layers carries the pool without copying it. Heads 0..K-1 are keys, K..2K-1 values (head-major: one
-             head of one page is contiguous, and a whole page is one DMA).
+             head of one page is contiguous, and a whole page is one DMA). A backend may keep the heads of a page in
+             another order and shape (`ops.attention.base.Backend.page_shape`).
     table_BW int32: page ids of each row in order; entries past the row's length are any valid id, never read as data.
     first_BW int32: position (in tokens) of slot 0 of each table page. Masks use it, not the page's index, so that a
              row may drop pages and keep its positions.
@@ -60,16 +61,13 @@ class PagedKV:
 def empty_group(
     *,
     num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
+    page_shape: tuple[int, int, int],
     num_pages: int,
-    page_size: int,
     codec: Codec,
-    device: jax.Device | None = None,
+    device: jax.sharding.Sharding | None = None,
 ) -> GroupKV:
-    """A zeroed pool without rows. Units: `num_pages` pages of `page_size` tokens for each of `num_layers` layers."""
-    shape = (num_layers * num_pages, 2 * num_kv_heads, page_size, head_dim)
-    pages = jnp.zeros(shape, codec.storage_dtype, device=device)
+    """A zeroed pool without rows: `num_pages` pages of `page_shape` for each of `num_layers` layers."""
+    pages = jnp.zeros((num_layers * num_pages, *page_shape), codec.storage_dtype, device=device)
     no_rows: Any = np.zeros((0, 1), np.int32)
     return GroupKV(
         pages=pages, table_BW=no_rows, first_BW=no_rows, len_B=no_rows[:, 0], codec=codec, num_layers=num_layers

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.state import GroupKV, PagedKV, destinations, write
+from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import BACKENDS, Batch
-from jaxkv.ops.layers import Matrix, apply_rope, gated_mlp, linear, rms_norm, rope_tables, values
+from jaxkv.ops.attention import BACKENDS, Batch, Heads
+from jaxkv.ops.layers import Matrix, apply_rope, gated_mlp, linear, linear_over, rms_norm, rope_tables, values
 
 Weights = Mapping[str, Any]
 """{"embed": [V, D], "layers": stacked tree or tuple of trees, "norm": [D], "head": [V, D] only if untied}.
@@ -22,36 +22,64 @@ A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`).
 """
 
 
-def forward(weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, backend: str) -> tuple[PagedKV, jax.Array]:
+def forward(
+    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, backend: str, axis: str | None = None
+) -> tuple[PagedKV, jax.Array]:
     """Runs the packed tokens through all layers and stores their keys and values.
 
+    `axis`: the mesh axis over which weights and pages are divided (`sharding.Placement`), here and in `logits`.
     Returns the new state (lengths grown by this step's tokens) and the hidden states [T, D] float32 before the final
     norm. Cost: every array but the pages is of size T.
     """
-    start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
-    offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
-    dest_GT = [destinations(group, row_T=batch.row_T, offset_T=offset_T) for group in kv.groups]
+    attention = BACKENDS[backend]
+    heads_G = heads_of(spec, num_devices=1 if axis is None else jax.lax.axis_size(axis))
+    prepared_G = [attention.prepare(group, batch, heads) for group, heads in zip(kv.groups, heads_G, strict=True)]
     kv = replace(kv, groups=tuple(replace(group, len_B=group.len_B + batch.count_B) for group in kv.groups))
     rope = rope_tables(batch.position_T, *rope_frequencies(spec))
-    attend = BACKENDS[backend]
 
     def block(x_TD: jax.Array, group: GroupKV, w: Weights, g: int, index: int | jax.Array) -> tuple[jax.Array, GroupKV]:
         q, k, v = _project(rms_norm(x_TD, w["attn_norm"], eps=spec.norm_eps), w, rope, spec)
-        group = write(group, k, v, dest_T=dest_GT[g], layer=index)
-        out = attend(q, group, batch, layer=index, scale=spec.head_dim**-0.5, window=spec.groups[g].window)
-        x_TD = x_TD + linear(out.reshape(out.shape[0], -1), w["o"], w.get("o_bias"))
+        scale = spec.head_dim**-0.5
+        out, group = attention.attend(q, k, v, group, batch, prepared_G[g], layer=index, scale=scale)
+        x_TD = x_TD + linear_over(out.reshape(out.shape[0], -1), w["o"], w.get("o_bias"), axis=axis)
         h_TD = rms_norm(x_TD, w["mlp_norm"], eps=spec.norm_eps)
-        return x_TD + gated_mlp(h_TD, w, activation=spec.activation), group
+        return x_TD + gated_mlp(h_TD, w, activation=spec.activation, axis=axis), group
 
-    x_TD = values(weights["embed"].at[batch.token_T].get(mode="clip")).astype(jnp.float32)
+    x_TD = _embed(weights["embed"], batch.token_T, spec, axis)
     return _loop_layers(block, x_TD, kv, weights["layers"], spec)
 
 
-def logits(weights: Weights, x_TD: jax.Array, *, spec: ModelSpec) -> jax.Array:
+def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
+    """What attention has to do in each KV group, on each of the devices that divide the heads."""
+    return tuple(
+        Heads(
+            num_heads=spec.num_heads // num_devices,
+            num_kv_heads=group.num_kv_heads // num_devices,
+            head_dim=group.head_dim,
+            window=group.window,
+        )
+        for group in spec.groups
+    )
+
+
+def logits(weights: Weights, x_TD: jax.Array, *, spec: ModelSpec, axis: str | None = None) -> jax.Array:
     """Final norm and head: [T, D] -> [T, V] float32."""
     x_TD = rms_norm(x_TD, values(weights["norm"]), eps=spec.norm_eps)
     head_VD = weights.get("head", weights["embed"])
-    return linear(x_TD, Matrix(head_VD))
+    part_TV = linear(x_TD, Matrix(head_VD))
+    if axis is None or part_TV.shape[1] == spec.vocab_size:
+        return part_TV
+    return jax.lax.all_gather(part_TV, axis, axis=1, tiled=True)
+
+
+def _embed(embed_VD: jax.Array, token_T: jax.Array, spec: ModelSpec, axis: str | None) -> jax.Array:
+    """The tokens' embeddings [T, D] float32, of which a device may have some of the rows."""
+    num_rows = embed_VD.shape[0]
+    if axis is None or num_rows == spec.vocab_size:
+        return values(embed_VD.at[token_T].get(mode="clip")).astype(jnp.float32)
+    local_T = token_T - jax.lax.axis_index(axis) * num_rows
+    x_TD = values(embed_VD.at[local_T].get(mode="clip")).astype(jnp.float32)
+    return jax.lax.psum(jnp.where(((local_T >= 0) & (local_T < num_rows))[:, None], x_TD, 0), axis)
 
 
 def _project(

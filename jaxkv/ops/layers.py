@@ -74,6 +74,14 @@ def linear(x_TD: Array, w: Matrix, bias_F: Array | None = None) -> Array:
     return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
 
 
+def linear_over(x_TD: Array, w: Matrix, bias_F: Array | None = None, *, axis: str | None) -> Array:
+    """`linear` where each device along the mesh axis has some columns of x and w: their products are added up."""
+    if axis is None:
+        return linear(x_TD, w, bias_F)
+    y_TF = jax.lax.psum(linear(x_TD, w), axis)
+    return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
+
+
 def _linear_at_once(x_TD: Array, w: Matrix) -> Array:
     return _dot(x_TD, w.rows(0, w.num_rows))
 
@@ -131,11 +139,14 @@ def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
     return x * jax.lax.rsqrt(total(x * x)[..., None] / x.shape[-1] + eps) * scale
 
 
-def gated_mlp(x_TD: Array, w: Mapping[str, Any], *, activation: str) -> Array:
-    """down(act(gate(x)) * up(x)), each with its bias where `w` has one. Source: arXiv 2002.05202, section 2."""
+def gated_mlp(x_TD: Array, w: Mapping[str, Any], *, activation: str, axis: str | None = None) -> Array:
+    """down(act(gate(x)) * up(x)), each with its bias where `w` has one; `axis` as in `linear_over`.
+
+    Source: arXiv 2002.05202, section 2.
+    """
     gate_TF = linear(x_TD, w["gate"], w.get("gate_bias"))
     up_TF = linear(x_TD, w["up"], w.get("up_bias"))
-    return linear(ACTIVATIONS[activation](gate_TF) * up_TF, w["down"], w.get("down_bias"))
+    return linear_over(ACTIVATIONS[activation](gate_TF) * up_TF, w["down"], w.get("down_bias"), axis=axis)
 
 
 def rope_tables(position_T: Array, inv_freq: np.ndarray, factor: float) -> tuple[Array, Array]:

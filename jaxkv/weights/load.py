@@ -15,6 +15,7 @@ from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
+from jaxkv.sharding import Placement
 from jaxkv.weights.safetensors import Checkpoint
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -27,7 +28,7 @@ def load_weights(
     *,
     dtype: str,
     as_bits: bool = False,
-    device: jax.Device | None = None,
+    placement: Placement | None = None,
 ) -> dict[str, Any]:
     """The weight tree of `models.decoder`, every tensor as `dtype`, with bfloat16 as raw uint16 bits if `as_bits`.
 
@@ -39,24 +40,32 @@ def load_weights(
         top = _present(checkpoint, layout)
         _check(checkpoint, spec, layout, top)
 
-        def load(*sources: str, shape: tuple[int, ...]) -> Array:
+        def load(name: str, *sources: str, shape: tuple[int, ...]) -> Array:
             host = _stack(checkpoint, sources, shape, jnp.dtype(dtype))
-            return jax.device_put(host.view(np.uint16) if as_bits else host, device).block_until_ready()
+            return put(host.view(np.uint16) if as_bits else host, name, placement)
 
         def one_layer(i: int) -> dict[str, Array]:
-            return {name: load(leaf.source.format(layer=i), shape=leaf.info.shape) for name, leaf in layers.items()}
+            return {
+                name: load(name, leaf.source.format(layer=i), shape=leaf.info.shape) for name, leaf in layers.items()
+            }
 
-        def all_layers(leaf: Leaf) -> Array:
+        def all_layers(name: str, leaf: Leaf) -> Array:
             sources = [leaf.source.format(layer=i) for i in range(spec.num_layers)]
-            return load(*sources, shape=(spec.num_layers, *leaf.info.shape))
+            return load(name, *sources, shape=(spec.num_layers, *leaf.info.shape))
 
         layers = layout.layer
-        weights: dict[str, Any] = {name: load(leaf.source, shape=leaf.info.shape) for name, leaf in top.items()}
+        weights: dict[str, Any] = {name: load(name, leaf.source, shape=leaf.info.shape) for name, leaf in top.items()}
         if len(spec.groups) == 1:
-            weights["layers"] = {name: all_layers(leaf) for name, leaf in layers.items()}
+            weights["layers"] = {name: all_layers(name, leaf) for name, leaf in layers.items()}
         else:
             weights["layers"] = tuple(one_layer(i) for i in range(spec.num_layers))
         return weights
+
+
+def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
+    """A leaf of the weight tree on its devices, on the default one without a placement."""
+    where = None if placement is None else placement.put(placement.weight(name, host.ndim))
+    return jax.device_put(host, where).block_until_ready()
 
 
 def _present(checkpoint: Checkpoint, layout: Layout) -> dict[str, Leaf]:

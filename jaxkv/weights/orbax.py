@@ -27,7 +27,8 @@ from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
-from jaxkv.weights.load import aligned_empty, load_weights
+from jaxkv.sharding import Placement
+from jaxkv.weights.load import aligned_empty, load_weights, put
 
 FORMAT = 1
 """To be raised with every change of the weight tree or of ModelSpec."""
@@ -55,7 +56,7 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
     spec, layout = read_family(read_config(directory))
     # Layers of one group are loaded stacked, which is what is stored whatever the groups are.
     stacked = replace(spec, groups=spec.groups[:1])
-    weights = load_weights(directory, stacked, layout, dtype=dtype, device=jax.devices("cpu")[0])
+    weights = load_weights(directory, stacked, layout, dtype=dtype, placement=Placement((jax.devices("cpu")[0],)))
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         unfinished = Path(folder) / out.name
         unfinished.mkdir()
@@ -98,7 +99,7 @@ def load_converted(
     *,
     dtype: str,
     as_bits: bool = False,
-    device: jax.Device | None = None,
+    placement: Placement | None = None,
 ) -> dict[str, Any]:
     """What `load_weights` gives, from a converted directory; a dtype other than the stored one is converted.
 
@@ -106,21 +107,22 @@ def load_converted(
     """
     stored, arrays = _locate(directory, spec, layout)
 
-    def load(stream: BufferedReader, shape: tuple[int, ...]) -> Array:
+    def load(name: str, stream: BufferedReader, shape: tuple[int, ...]) -> Array:
         host = _read(stream, shape, stored, jnp.dtype(dtype))
-        return jax.device_put(host.view(np.uint16) if as_bits else host, device).block_until_ready()
+        return put(host.view(np.uint16) if as_bits else host, name, placement)
 
     stacked = len(spec.groups) == 1
     weights: dict[str, Any] = {}
     layers: dict[str, Any] = {}
-    for name, (file, shape) in arrays.items():
+    for path, (file, shape) in arrays.items():
+        name = path.removeprefix("layers.")
         with file.open("rb") as stream:
-            if name in layout.top:
-                weights[name] = load(stream, shape)
+            if path in layout.top:
+                weights[name] = load(name, stream, shape)
             elif stacked:
-                layers[name.removeprefix("layers.")] = load(stream, shape)
+                layers[name] = load(name, stream, shape)
             else:
-                layers[name.removeprefix("layers.")] = [load(stream, shape[1:]) for _ in range(spec.num_layers)]
+                layers[name] = [load(name, stream, shape[1:]) for _ in range(spec.num_layers)]
     by_layer = ({name: parts[i] for name, parts in layers.items()} for i in range(spec.num_layers))
     weights["layers"] = layers if stacked else tuple(by_layer)
     return weights

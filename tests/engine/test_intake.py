@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.text import load_tokenizer, longest_token
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
+from jaxkv.sharding import Placement
 from tiny import tiny_config
 from tokenizers_ import BOS, CHAT_TEMPLATE, EOS, KINDS, save_tokenizer
 
@@ -47,6 +49,7 @@ def intake_with(
         directory=Path(),
         spec=spec,
         weights={},
+        placement=Placement(tuple(jax.devices()[:1])),
         dtype="float32",
         tokenizer=tokenizer,
         generation={},
@@ -363,6 +366,7 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_caught(intake):
         directory=Path(),
         spec=intake._model.spec,
         weights={},
+        placement=Placement(tuple(jax.devices()[:1])),
         dtype="float32",
         tokenizer=SimpleNamespace(encode=lambda text: [1, VOCAB + 3]),
         generation={},

@@ -17,6 +17,7 @@ from jaxkv.errors import CapacityError
 from jaxkv.kv.codecs import get_codec
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.ops.attention import BACKENDS, xla
+from jaxkv.sharding import Placement
 from tiny import tiny_config
 
 LIMITS = EngineConfig(
@@ -186,16 +187,18 @@ def test_no_room_for_a_page_beside_the_programs_is_a_capacity_error():
 # --- against real programs --------------------------------------------------------------------------------------------
 
 
-def copying(q: jax.Array, group, *args: object, **options: object) -> jax.Array:
-    """The reference behind two copies of the pool, as a compiler makes them that wants another layout."""
-    pages = jax.lax.optimization_barrier(group.pages[::-1])
-    return xla.attend(q, replace(group, pages=pages[::-1]), *args, **options)
+class Copying(xla.Xla):
+    """The XLA path behind two copies of the pool, as a compiler makes them that wants another layout."""
+
+    def attend(self, q, k, v, group, *args, **options):
+        pages = jax.lax.optimization_barrier(group.pages[::-1])
+        return super().attend(q, k, v, replace(group, pages=pages[::-1]), *args, **options)
 
 
 def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
-    monkeypatch.setitem(BACKENDS, "copying", copying)
+    monkeypatch.setitem(BACKENDS, "copying", Copying())
     spec, layout = read_family(ConfigReader(tiny_config("llama"), "config.json"))
-    device, codec = jax.devices()[0], get_codec("float32", platform="cpu")
+    placement, codec = Placement((jax.devices()[0],)), get_codec("float32", platform="cpu")
     top = {name: leaf.info for name, leaf in layout.top.items()}
     layers = {name: (spec.num_layers, *leaf.info.shape) for name, leaf in layout.layer.items()}
     weights = {name: jax.ShapeDtypeStruct(info.shape, np.float32) for name, info in top.items()}
@@ -203,7 +206,7 @@ def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
     made: list[Programs] = []
 
     def programs_for(config: EngineConfig, num_pages: int) -> Programs:
-        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, device)
+        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, backend="copying", placement=placement)
         made.append(Programs(weights, kv, spec=spec, config=config, backend="copying"))
         return made[-1]
 
@@ -244,7 +247,7 @@ def test_a_page_costs_what_the_pool_allocates_for_it(variant, dtype):
     spec, _ = read_family(ConfigReader(tiny_config(variant), "config.json"))
     codec = get_codec(dtype, platform="cpu")
     config = replace(LIMITS, num_pages=5)
-    kv = empty_kv(spec, config, codec, jax.devices()[0])
+    kv = empty_kv(spec, config, codec, backend="xla")
     assert sum(group.pages.nbytes for group in kv.groups) == 5 * bytes_per_page(spec, page_size=16, codec=codec)
     assert [group.num_layers for group in kv.groups] == [len(group.layers) for group in spec.groups]
     assert {(group.num_pages, group.page_size) for group in kv.groups} == {(5, 16)}
@@ -255,4 +258,4 @@ def test_a_pool_that_int32_cannot_count_is_refused_before_it_is_allocated():
     spec, _ = read_family(ConfigReader(tiny_config("llama"), "config.json"))
     codec = get_codec("float32", platform="cpu")
     with pytest.raises(ValueError, match=r"num_gpu_blocks_override: expected layers x pages x .* < 2\*\*31, got "):
-        empty_kv(spec, replace(LIMITS, num_pages=2**31 // 12 + 1), codec, jax.devices()[0])
+        empty_kv(spec, replace(LIMITS, num_pages=2**31 // 12 + 1), codec, backend="xla")

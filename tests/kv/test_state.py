@@ -22,7 +22,7 @@ PAST = P * S
 
 def random_group(rng: np.random.Generator, codec: PlainCodec = CODECS[0], num_rows: int = 0, width: int = 1) -> GroupKV:
     """A full pool: every slot of every page holds something."""
-    group = empty_group(num_layers=L, num_kv_heads=K, head_dim=H, num_pages=P, page_size=S, codec=codec)
+    group = empty_group(num_layers=L, page_shape=(2 * K, S, H), num_pages=P, codec=codec)
     pages = codec.encode(jnp.asarray(rng.normal(size=group.pages.shape), jnp.float32))
     table_BW = rng.integers(0, P, (num_rows, width)).astype(np.int32)
     return replace(group, pages=pages, table_BW=table_BW, first_BW=table_BW * 0, len_B=table_BW[:, 0] * 0)

@@ -2,41 +2,65 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterable
 
-import jax
+from jaxkv.ops.attention.base import Backend, Batch, Heads
+from jaxkv.ops.attention.pallas_tpu import PallasTpu
+from jaxkv.ops.attention.xla import Xla
 
-from jaxkv.ops.attention import xla
-from jaxkv.ops.attention.base import AttendFn, Batch
+BACKENDS: dict[str, Backend] = {
+    "xla": Xla(),
+    "xla_deterministic": Xla(deterministic=True),
+    "pallas_tpu": PallasTpu(),
+}
+PLANNED = ("mosaic_gpu",)
+PREFERRED = {"tpu": ("pallas_tpu",), "gpu": PLANNED}
+"""What "auto" tries first on a platform."""
 
-BACKENDS: dict[str, AttendFn] = {"xla": xla.attend, "xla_deterministic": partial(xla.attend, deterministic=True)}
-PLANNED = ("pallas_tpu", "mosaic_gpu")
 
-
-def choose_backend(name: str, *, deterministic: bool = False) -> tuple[str, str]:
-    """(backend, reason) for what a person asked for; only "auto" chooses.
-
-    Raises: ValueError for an unknown name, NotImplementedError for a named backend that is not built.
-    """
-    if deterministic:
-        return _choose_deterministic(name)
-    if name == "auto":
-        return "xla", f"chosen by auto: {' and '.join(PLANNED)} are not built yet"
-    if name in BACKENDS:
-        return name, "asked for by name"
+def check_backend(name: str) -> None:
+    """Raises: ValueError for an unknown name, NotImplementedError for one that is not built."""
     if name in PLANNED:
         raise NotImplementedError(f"backend={name!r} is not built yet; use 'auto' or one of {sorted(BACKENDS)}")
-    raise ValueError(f"backend: expected 'auto' or one of {sorted([*BACKENDS, *PLANNED])}, got {name!r}")
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"backend: expected 'auto' or one of {sorted([*BACKENDS, *PLANNED])}, got {name!r}")
 
 
-def _choose_deterministic(name: str) -> tuple[str, str]:
-    platform = jax.default_backend()
+def choose_backend(
+    name: str, heads: Iterable[Heads], *, page_size: int, platform: str, deterministic: bool = False
+) -> tuple[str, str]:
+    """(backend, reason) for what a person asked for, for layers with these heads; only "auto" chooses.
+
+    Raises: as `check_backend`, and NotImplementedError for a named backend that cannot do this.
+    """
+    check_backend(name)
+    if deterministic:
+        return _choose_deterministic(name, platform)
+    if name != "auto":
+        if reason := _refusal(name, heads, page_size, platform):
+            raise NotImplementedError(f"backend={name!r}: {reason}")
+        return name, "asked for by name"
+    reasons = {other: _refusal(other, heads, page_size, platform) for other in PREFERRED.get(platform, ())}
+    for other, reason in reasons.items():
+        if reason is None:
+            return other, f"chosen by auto on a {platform}"
+    refused = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
+    return "xla", f"chosen by auto on a {platform}" + (f": {refused}" if refused else "")
+
+
+def _refusal(name: str, heads: Iterable[Heads], page_size: int, platform: str) -> str | None:
+    if name in PLANNED:
+        return "not built yet"
+    reasons = (BACKENDS[name].refuses(one, page_size=page_size, platform=platform) for one in heads)
+    return next(filter(None, reasons), None)
+
+
+def _choose_deterministic(name: str, platform: str) -> tuple[str, str]:
     if platform != "cpu":
         raise NotImplementedError(f"deterministic=True: known to hold on a CPU only, not on {platform}")
     if name not in ("auto", "xla", "xla_deterministic"):
-        choose_backend(name)  # raises its own errors
         raise NotImplementedError(f"deterministic=True: expected backend 'auto' or 'xla', got {name!r}")
     return "xla_deterministic", "deterministic=True"
 
 
-__all__ = ["BACKENDS", "AttendFn", "Batch", "choose_backend"]
+__all__ = ["BACKENDS", "Backend", "Batch", "Heads", "check_backend", "choose_backend"]

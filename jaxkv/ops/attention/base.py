@@ -1,8 +1,9 @@
 """Paged attention backends: the contract, and the ragged batch that they read.
 
-A backend is a function `attend(q_TNH, group, batch, *, layer, scale, window) -> out_TNH` (float32). It promises:
+A backend is one file here. What it promises of `Backend.attend`:
+- every token's key and value are in its slot of the pages afterwards, and nothing else of them has changed;
 - query t of row r sees exactly the held slots of r whose position is at most t's own, and, with a window, above
-  position - window; keys and values of the step itself are already in the pages (`kv.state.write` comes first);
+  position - window, those of the step itself included;
 - memory that a row does not hold never influences its result, whatever it contains (NaN included);
 - rows with one token in this step (decoding, or the last of a prompt) come first in packed order, longer chunks after
   them; outputs of padding tokens are unspecified;
@@ -12,12 +13,52 @@ A backend is a function `attend(q_TNH, group, batch, *, layer, scale, window) ->
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 from flax import struct
 
-AttendFn = Callable[..., jax.Array]
+from jaxkv.kv.state import GroupKV
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heads:
+    """What attention is asked to do in the layers of one KV group, on one device."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+class Backend(Protocol):
+    def refuses(self, heads: Heads, *, page_size: int, platform: str) -> str | None:
+        """Why it cannot do this, None if it can."""
+        ...
+
+    def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
+        """The shape in which it keeps the 2K heads of one page, [2K, S, H] or as many values in another order."""
+        ...
+
+    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Any:
+        """Once per step and group, whose lengths are those before the step: what is equal for all layers."""
+        ...
+
+    def attend(
+        self,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        group: GroupKV,
+        batch: Batch,
+        prepared: Any,
+        *,
+        layer: int | jax.Array,
+        scale: float,
+    ) -> tuple[jax.Array, GroupKV]:
+        """(out [T, N, H] float32, the group with the step's keys and values). group.len_B counts the step's tokens."""
+        ...
 
 
 @struct.dataclass

@@ -8,14 +8,15 @@ a recompilation. The scheduler lists decode rows by length, so that rows of a ti
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.state import GroupKV
-from jaxkv.ops.attention.base import Batch
+from jaxkv.kv.state import GroupKV, destinations, write
+from jaxkv.ops.attention.base import Batch, Heads
 from jaxkv.ops.layers import total
 
 BLOCK = 128
@@ -55,7 +56,42 @@ class Softmax(NamedTuple):
         return self.acc / jnp.where(self.sum > 0, self.sum, 1.0)[..., None]
 
 
-def attend(
+@dataclass(frozen=True, slots=True)
+class Xla:
+    """See `base.Backend`. `deterministic`: as in `read`."""
+
+    deterministic: bool = False
+
+    def refuses(self, heads: Heads, *, page_size: int, platform: str) -> str | None:
+        return None
+
+    def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
+        return 2 * heads.num_kv_heads, page_size, heads.head_dim
+
+    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, int | None]:
+        start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
+        offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
+        return destinations(group, row_T=batch.row_T, offset_T=offset_T), heads.window
+
+    def attend(
+        self,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        group: GroupKV,
+        batch: Batch,
+        prepared: tuple[jax.Array, int | None],
+        *,
+        layer: int | jax.Array,
+        scale: float,
+    ) -> tuple[jax.Array, GroupKV]:
+        dest_T, window = prepared
+        group = write(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
+        options: Any = {"layer": layer, "scale": scale, "window": window}
+        return read(q_TNH, group, batch, deterministic=self.deterministic, **options), group
+
+
+def read(
     q_TNH: jax.Array,
     group: GroupKV,
     batch: Batch,
@@ -65,7 +101,7 @@ def attend(
     window: int | None,
     deterministic: bool = False,
 ) -> jax.Array:
-    """See `base` for the contract. `group.len_B` already counts this step's tokens. Returns [T, N, H] float32.
+    """Attention over pages that have the step's keys and values, `group.len_B` its tokens. Returns [T, N, H] float32.
 
     `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
     """

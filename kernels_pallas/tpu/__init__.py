@@ -1,0 +1,18 @@
+"""Paged attention for TPU."""
+
+from kernels_pallas.tpu.attention import ragged_paged_attention
+from kernels_pallas.tpu.layout import Layout, layout_of, pack, unpack
+from kernels_pallas.tpu.schedule import Schedule, make_schedule
+from kernels_pallas.tpu.tiles import Tiles, choose_tiles
+
+__all__ = [
+    "Layout",
+    "Schedule",
+    "Tiles",
+    "choose_tiles",
+    "layout_of",
+    "make_schedule",
+    "pack",
+    "ragged_paged_attention",
+    "unpack",
+]

@@ -1,0 +1,141 @@
+"""Ragged paged attention: the one function that an engine calls per layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.tpu.block import Static
+from kernels_pallas.tpu.decode import decode
+from kernels_pallas.tpu.layout import Layout, layout_of, pack, pack_queries, unpack_outputs
+from kernels_pallas.tpu.prefill import prefill
+from kernels_pallas.tpu.schedule import Schedule
+from kernels_pallas.tpu.write import write
+
+PAGE_SIZES = (16, 32, 64, 128)
+SMEM_BYTES = 768 << 10
+"""What tables and lists of work may take of a core's 1 MiB of scalar memory."""
+
+
+class Statistics(NamedTuple):
+    """Of the softmax of each packed token and query head, float32; s are the scaled (and capped) scores it sees.
+
+    max_TN m = max s. sum_TN l = sum of e^(s-m). entropy_TN a = sum of e^(s-m) (s-m); the entropy is log l - a/l. A sink
+    counts as one more score in all three. mass_BNW: each decode row's weights summed over table page w, the sink's
+    share left out (0 for pages it does not hold or see); None unless asked for.
+    """
+
+    max_TN: jax.Array
+    sum_TN: jax.Array
+    entropy_TN: jax.Array
+    mass_BNW: jax.Array | None
+
+
+def ragged_paged_attention(
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    pages: jax.Array,
+    schedule: Schedule,
+    *,
+    layer: int | jax.Array,
+    num_pages: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    statistics: bool = False,
+    page_mass: bool = False,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, Statistics | None]:
+    """Writes the step's keys and values into their pages and attends every packed token to the pages of its row.
+
+    -> (out [T, N, H] float32, pages, statistics or None). pages: `pack(layout_of(...), [L*P, 2K, S, H])`, bfloat16 or
+    float32, page p of layer l in row l * num_pages + p; updated in place when donated. Queries, keys, values and
+    softmax weights are rounded to the dtype of the pages, sums are float32. Decode rows that rest get zeros, padding
+    tokens anything. `schedule` is made for this step's rows, by `make_schedule`, once for all layers. sinks_N: a logit
+    per query head, which joins the softmax's sum only. `interpret`: False, True or pltpu.InterpretParams.
+
+    Raises: NotImplementedError naming what the kernels do not take. Semantics: kernels_pallas.reference.
+    """
+    layout = layout_of(kv_heads=k_TKH.shape[1], head_dim=k_TKH.shape[2])
+    _check(layout, q_TNH, pages, schedule, page_mass)
+    static = Static(
+        layout=layout,
+        page_size=pages.shape[2],
+        block=schedule.tiles.decode_pages,
+        queries=schedule.tiles.prefill_queries,
+        scale=scale,
+        window=schedule.window,
+        softcap=softcap,
+        sinks=sinks_N is not None,
+        statistics=statistics or page_mass,
+        page_mass=page_mass,
+        wait_by_page=interpret is True,
+    )
+    base = jnp.reshape(jnp.asarray(layer * num_pages, jnp.int32), (1,))
+    q_TJMX = pack_queries(layout, q_TNH.astype(pages.dtype))
+    new_T2KH = jnp.concatenate([k_TKH, v_TKH], axis=1).astype(pages.dtype)
+    new_TCX = pack(layout, new_T2KH[:, :, None])[:, :, 0]
+    sinks_JM = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(layout.joined, -1)
+    num_rows = min(schedule.batch, q_TNH.shape[0])
+    decoded, pages, statistics_DJML, masses = decode(
+        q_TJMX[:num_rows], new_TCX[:num_rows], sinks_JM, pages, schedule, base, static=static, interpret=interpret
+    )
+    out, found = unpack_outputs(layout, decoded), statistics_DJML
+    if schedule.write is not None:
+        pages = write(new_TCX, pages, schedule.write, base, interpret=interpret)
+        static = replace(static, block=schedule.tiles.prefill_pages)
+        filled, of_chunks = prefill(q_TJMX, sinks_JM, pages, schedule, base, static=static, interpret=interpret)
+        out = _first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
+        found = None if found is None or of_chunks is None else _first_rows(found, of_chunks, schedule.num_decode)
+    if found is None:
+        return out, pages, None
+    per_head = found.reshape(found.shape[0], -1, 3)
+    mass_BNW = None if masses is None else _mass_per_page(masses, per_head, schedule)
+    return out, pages, Statistics(per_head[..., 0], per_head[..., 1], per_head[..., 2], mass_BNW)
+
+
+def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:
+    """[T, ...]: decode rows are the first packed tokens, every other token is a chunk's."""
+    is_decode = jnp.arange(filled.shape[0]) < num_decode
+    decoded = jnp.pad(decoded, ((0, filled.shape[0] - decoded.shape[0]), *[(0, 0)] * (decoded.ndim - 1)))
+    return jnp.where(is_decode.reshape(-1, *[1] * (filled.ndim - 1)), decoded, filled)
+
+
+def _mass_per_page(masses_IJML: jax.Array, found_TN3: jax.Array, schedule: Schedule) -> jax.Array:
+    """[B, N, W]: sums relative to each block's max -> weights, at the row's table pages."""
+    items, block = schedule.decode, schedule.tiles.decode_pages
+    num_items = masses_IJML.shape[0]
+    masses_INL = masses_IJML.reshape(num_items, -1, masses_IJML.shape[-1])
+    of_row = found_TN3[items.row]
+    share_IN = jnp.exp(masses_INL[..., -1] - of_row[..., 0]) / of_row[..., 1]
+    # A page that was not fetched has no mass, whatever its sum says: all its slots were masked.
+    page = jnp.arange(block, dtype=jnp.int32)
+    held_IB = (jnp.arange(num_items) < items.num)[:, None] & (page[None, :] * schedule.page_size < items.high[:, None])
+    mass_INB = jnp.where(held_IB[:, None], masses_INL[..., :block] * share_IN[..., None], 0.0)
+    index_IB = items.start[:, None] + page[None, :]
+    flat = jnp.zeros((schedule.batch * schedule.width, mass_INB.shape[1]), jnp.float32)
+    index_IB = jnp.where(held_IB, index_IB, flat.shape[0])
+    flat = flat.at[index_IB].add(mass_INB.transpose(0, 2, 1), mode="drop")
+    return flat.reshape(schedule.batch, schedule.width, -1).transpose(0, 2, 1)
+
+
+def _check(layout: Layout, q_TNH: jax.Array, pages: jax.Array, schedule: Schedule, page_mass: bool) -> None:
+    expected = (layout.rows, schedule.page_size, layout.width)
+    if pages.shape[1:] != expected:
+        raise ValueError(f"pages: expected [L*P, C, S, X] with (C, S, X) = {expected}, got {pages.shape[1:]}")
+    if q_TNH.shape[1] % layout.kv_heads or q_TNH.shape[2] != layout.head_dim:
+        heads = f"a multiple of {layout.kv_heads} heads of {layout.head_dim}"
+        raise ValueError(f"queries: expected {heads}, got {q_TNH.shape[1:]}")
+    if pages.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"pages: expected bfloat16 or float32, got {pages.dtype}")
+    if schedule.page_size not in PAGE_SIZES:
+        raise NotImplementedError(f"page_size: expected one of {PAGE_SIZES}, got {schedule.page_size}")
+    if page_mass and schedule.prefill is not None:
+        raise NotImplementedError("page_mass: expected a step of decode rows only, got one with prefill chunks")
+    smem_bytes = 4 * sum(x.size for x in jax.tree.leaves((schedule.table, schedule.first, schedule.decode)))
+    if smem_bytes > SMEM_BYTES:
+        raise NotImplementedError(f"tables: {smem_bytes} bytes of rows and pages do not fit {SMEM_BYTES} bytes of SMEM")

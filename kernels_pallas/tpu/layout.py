@@ -1,0 +1,103 @@
+"""How heads lie in a page, so that its rows are whole 128-lane registers and no byte is padding.
+
+The kernels see pages [L*P, C, S, X] with X a multiple of 128, C rows of heads, and queries [.., J, M, X] that meet row
+j of a page as keys and row j + `values` of it as values:
+
+kind   when              C   X    row of a page                               query of head n        output lanes
+whole  H % 128 = 0       2K  H    j < K: keys of head j; then values          its H lanes            all
+pairs  H = 64, K even    K   128  j < K/2: keys of heads 2j | 2j+1; values    its half, zeros else   its half
+beside H = 64, K odd     K   128  key of head j | value of head j             left half, zeros right right half
+
+A product with zeros costs nothing where the matmul unit is 128 wide anyhow. `pairs` takes half the matmuls and softmax
+passes of `beside` (heads 2j and 2j+1 share them), which leaves one KV head per shard whole: TPU lanes need a partner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+LANES = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Made by `layout_of`. rows C, width X; `joined` J rows are keys, values follow `values` rows later."""
+
+    kind: str
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def rows(self) -> int:
+        return 2 * self.kv_heads if self.kind == "whole" else self.kv_heads
+
+    @property
+    def width(self) -> int:
+        return self.head_dim if self.kind == "whole" else LANES
+
+    @property
+    def joined(self) -> int:
+        return self.kv_heads // 2 if self.kind == "pairs" else self.kv_heads
+
+    @property
+    def values(self) -> int:
+        return 0 if self.kind == "beside" else self.joined
+
+
+def layout_of(*, kv_heads: int, head_dim: int) -> Layout:
+    """Raises: NotImplementedError for a head_dim other than 64 and the multiples of 128."""
+    if head_dim % LANES == 0:
+        return Layout(kind="whole", kv_heads=kv_heads, head_dim=head_dim)
+    if head_dim == LANES // 2:
+        return Layout(kind="beside" if kv_heads % 2 else "pairs", kv_heads=kv_heads, head_dim=head_dim)
+    raise NotImplementedError(f"head_dim: expected 64 or a multiple of {LANES}, got {head_dim}")
+
+
+def pack(layout: Layout, x: jax.Array) -> jax.Array:
+    """[..., 2K, S, H] (keys, then values, head-major) -> [..., C, S, X], the same number of bytes."""
+    if layout.kind == "whole":
+        return x
+    *lead, heads, slots, dim = x.shape
+    if layout.kind == "pairs":  # neighbouring heads become lanes
+        x = x.reshape(*lead, heads // 2, 2, slots, dim)
+    else:
+        x = jnp.moveaxis(x.reshape(*lead, 2, heads // 2, slots, dim), -4, -3)
+    return jnp.moveaxis(x, -3, -2).reshape(*lead, layout.rows, slots, layout.width)
+
+
+def unpack(layout: Layout, x: jax.Array) -> jax.Array:
+    """The inverse of `pack`."""
+    if layout.kind == "whole":
+        return x
+    *lead, rows, slots, _ = x.shape
+    x = jnp.moveaxis(x.reshape(*lead, rows, slots, 2, layout.head_dim), -2, -3)
+    if layout.kind == "beside":
+        x = jnp.moveaxis(x, -3, -4)
+    return x.reshape(*lead, 2 * layout.kv_heads, slots, layout.head_dim)
+
+
+def pack_queries(layout: Layout, q_TNH: jax.Array) -> jax.Array:
+    """[T, N, H] -> [T, J, M, X]: the M = N/J queries that meet page row j, zeros in the lanes of other heads."""
+    num_tokens, num_heads, dim = q_TNH.shape
+    if layout.kind == "whole":
+        return q_TNH.reshape(num_tokens, layout.joined, -1, dim)
+    if layout.kind == "beside":
+        return jnp.pad(q_TNH.reshape(num_tokens, layout.joined, -1, dim), ((0, 0), (0, 0), (0, 0), (0, dim)))
+    q = q_TNH.reshape(num_tokens, layout.joined, 2, -1, 1, dim)
+    own = jnp.eye(2, dtype=bool).reshape(1, 1, 2, 1, 2, 1)
+    return jnp.where(own, q, jnp.zeros_like(q)).reshape(num_tokens, layout.joined, num_heads // layout.joined, -1)
+
+
+def unpack_outputs(layout: Layout, out_TJMX: jax.Array) -> jax.Array:
+    """[T, J, M, X] -> [T, N, H]: each head's own lanes."""
+    num_tokens, joined, per_row, width = out_TJMX.shape
+    num_heads, dim = joined * per_row, layout.head_dim
+    if layout.kind == "whole":
+        return out_TJMX.reshape(num_tokens, num_heads, width)
+    if layout.kind == "beside":
+        return out_TJMX[..., dim:].reshape(num_tokens, num_heads, dim)
+    halves = out_TJMX.reshape(num_tokens, joined, 2, per_row // 2, 2, dim)
+    return jnp.stack([halves[:, :, 0, :, 0], halves[:, :, 1, :, 1]], axis=2).reshape(num_tokens, num_heads, dim)

@@ -1,0 +1,267 @@
+"""Paged attention of prefill chunks: blocks of queries against the pages of their row, which hold the step's own keys
+and values already. Flash attention, arXiv 2205.14135, algorithm 1, with the pages fetched one block ahead.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.tpu.block import (
+    LOG2E,
+    MASKED,
+    VMEM_BYTES,
+    Static,
+    div,
+    dot,
+    elements,
+    in_lanes,
+    scaled,
+    scores,
+    slot_scale,
+)
+from kernels_pallas.tpu.layout import LANES
+from kernels_pallas.tpu.schedule import Schedule
+
+CHUNK = 64
+"""Query rows, at most, whose scores are worked on together."""
+
+
+def across(x_RL: jax.Array, width: int) -> jax.Array:
+    """[R, LANES], equal in all lanes, as [R, width]."""
+    copies = -(-width // LANES)
+    return (jnp.concatenate([x_RL] * copies, axis=1) if copies > 1 else x_RL)[:, :width]
+
+
+def across_sum(x_RS: jax.Array) -> jax.Array:
+    """[R, S] -> [R, LANES]: every LANES-th term. Lanes are added up once, at the end."""
+    width = x_RS.shape[1]
+    x_RS = jnp.pad(x_RS, ((0, 0), (0, -width % LANES)))
+    total = x_RS[:, :LANES]
+    for i in range(LANES, width, LANES):
+        total += x_RS[:, i : i + LANES]
+    return total
+
+
+def _kernel(static: Static, *refs: Any) -> None:
+    num, table_I, query_I, slot_I, low_I, high_I, position_I, table, first, base = refs[:10]
+    q_JRX, offset_RL, sinks_JRL, pages, out_JRX, statistics_JRL = refs[10:16]
+    query, block, max_JRL, sum_JRL, entropy_JRL, acc_JRX, result, steps = refs[16:24]
+    staged = refs[24:28]
+    queried, fetched, sent, sent_statistics = refs[28:]
+    layout, size, slots = static.layout, static.page_size, static.slots
+    num_rows = query.shape[2]
+    per_token = num_rows // static.queries
+    chunk = max(rows for rows in range(16, CHUNK + 1, 16) if num_rows % rows == 0)
+
+    def rows_of(item: jax.Array) -> Any:
+        return pl.ds(pl.multiple_of(query_I[item] * per_token, 16), num_rows)
+
+    def fetch_queries(item: jax.Array) -> Any:
+        slot = jax.lax.rem(item, jnp.int32(2))
+        return pltpu.make_async_copy(q_JRX.at[:, rows_of(item)], query.at[slot], queried.at[slot])
+
+    def send(item: jax.Array) -> Any:
+        return pltpu.make_async_copy(result, out_JRX.at[:, rows_of(item)], sent)
+
+    def send_statistics(item: jax.Array) -> Any:
+        return pltpu.make_async_copy(entropy_JRL, statistics_JRL.at[:, rows_of(item)], sent_statistics)
+
+    def fetch_page(item: jax.Array, number: jax.Array, i: int, slot: jax.Array) -> Any:
+        index = table_I[item] + div(low_I[item], size) + number * static.block + i
+        return pltpu.make_async_copy(pages.at[base[0] + table[index]], block.at[slot, i], fetched.at[slot])
+
+    def num_slots(item: jax.Array, number: jax.Array) -> jax.Array:
+        return jnp.clip(high_I[item] - low_I[item] - number * slots, 0, slots)
+
+    def fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
+        for i in range(static.block):
+            copy = fetch_page(item, number, i, slot)
+            pl.when(i * size < num_slots(item, number))(copy.start)
+
+    def await_fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
+        pages_fetched = div(num_slots(item, number) + size - 1, size)
+        if static.wait_by_page:
+            pl.loop(0, pages_fetched)(lambda i: fetch_page(item, number, 0, slot).wait())
+            return
+        arrived = block.at[slot, pl.ds(0, pages_fetched)]
+        pltpu.make_async_copy(arrived, arrived, fetched.at[slot]).wait()
+
+    def clear_tail(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
+        """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a value."""
+        high = num_slots(item, number)
+
+        @pl.loop(div(high, size), static.block)
+        def _(i: jax.Array) -> None:
+            rows = pl.ds(layout.values, layout.joined)
+            values = block[slot, i, rows]
+            held = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < high - i * size
+            block[slot, i, rows] = jnp.where(held, values, jnp.zeros_like(values))
+
+    def seen(item: jax.Array, number: jax.Array, rows: Any) -> jax.Array:
+        begin = low_I[item] + number * slots
+        lane = jax.lax.broadcasted_iota(jnp.int32, (chunk, slots), 1)
+        offset = offset_RL[rows, :1]
+        mask = lane - offset <= slot_I[item] - begin
+        if static.window is None:
+            return mask
+        # Slot of a block to position: its page's first position, less its page's first slot.
+        shift = jnp.zeros((1, slots), jnp.int32)
+        page = div(jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1), size)
+        for i in range(static.block):
+            of_page = first[table_I[item] + div(begin, size) + i] - i * size
+            shift = jnp.where(page == i, of_page, shift)
+        return mask & (lane + shift - offset > position_I[item] - static.window)
+
+    def attend(item: jax.Array, number: jax.Array, slot: jax.Array, masked: bool) -> None:
+        """Scores and weights go through VMEM: all rows of queries meet a tile of keys while it is in the matmul unit,
+        but a softmax in registers wants few rows at a time."""
+        for j in range(layout.joined):
+            scores_RS, weights_RS = staged[j % 2], staged[2 + j % 2]
+            scores_RS[...] = scores(query[jax.lax.rem(item, jnp.int32(2)), j], block.at[slot], j, static)
+            value_scale = slot_scale(block.at[slot], layout.values + j)
+            for start in range(0, num_rows, chunk):
+                rows = pl.ds(start, chunk)
+                s = scores_RS[rows]
+                if masked:
+                    s = jnp.where(seen(item, number, rows), s, MASKED)
+                old_max, old_sum = max_JRL[j, rows], sum_JRL[j, rows]
+                top = jnp.maximum(old_max, jnp.max(s, axis=1, keepdims=True))
+                p = jnp.exp2(s - across(top, slots))
+                shrink = jnp.exp2(old_max - top)
+                if static.statistics:
+                    own = across_sum(p * (s - across(top, slots)))
+                    entropy_JRL[j, rows] = shrink * (entropy_JRL[j, rows] + old_sum * (old_max - top)) + own
+                max_JRL[j, rows] = top
+                sum_JRL[j, rows] = old_sum * shrink + across_sum(p)
+                acc_JRX[j, rows] = acc_JRX[j, rows] * across(shrink, layout.width)
+                weights_RS[rows] = scaled(p, value_scale).astype(weights_RS.dtype)
+            acc_JRX[j] += dot(weights_RS[...], elements(block.at[slot], layout.values + j), (1, 0))
+
+    def run_block(item: jax.Array, number: jax.Array, num_blocks: jax.Array) -> None:
+        slot = jax.lax.rem(steps[0], jnp.int32(2))
+        steps[0] = steps[0] + 1
+        more = number + 1 < num_blocks
+        following = jnp.where(more, item, item + 1)
+        pl.when(following < num[0])(lambda: fetch(following, jnp.where(more, number + 1, 0), 1 - slot))
+        await_fetch(item, number, slot)
+        clear_tail(item, number, slot)
+        begin = low_I[item] + number * slots
+        whole = begin + slots <= slot_I[item] + 1
+        if static.window is not None:
+            begins_at = first[table_I[item] + div(begin, size)]
+            whole &= begins_at > position_I[item] + static.queries - 1 - static.window
+        pl.when(whole)(lambda: attend(item, number, slot, masked=False))
+        pl.when(jnp.logical_not(whole))(lambda: attend(item, number, slot, masked=True))
+
+    steps[0] = jnp.int32(0)
+
+    @pl.when(num[0] > 0)
+    def _() -> None:
+        fetch_queries(jnp.int32(0)).start()
+        fetch(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+
+    @pl.loop(0, num[0])
+    def _(item: jax.Array) -> None:
+        fetch_queries(item).wait()
+        pl.when(item + 1 < num[0])(lambda: fetch_queries(item + 1).start())
+        max_JRL[...] = sinks_JRL[...] if static.sinks else jnp.full_like(max_JRL, MASKED)
+        sum_JRL[...] = jnp.full_like(sum_JRL, 1.0 / LANES if static.sinks else 0.0)
+        acc_JRX[...] = jnp.zeros_like(acc_JRX)
+        if static.statistics:
+            pl.when(item > 0)(lambda: send_statistics(item - 1).wait())
+            entropy_JRL[...] = jnp.zeros_like(entropy_JRL)
+        num_blocks = div(high_I[item] - low_I[item] + slots - 1, slots)
+        pl.loop(0, num_blocks)(lambda number: run_block(item, number, num_blocks))
+        # Blocks run past their chunk into the next one, whose own result has to come later.
+        pl.when(item > 0)(lambda: send(item - 1).wait())
+        for j in range(layout.joined):
+            total = jnp.sum(sum_JRL[j], axis=1, keepdims=True)
+            result[j] = acc_JRX[j] / total
+            if static.statistics:
+                entropy = jnp.sum(entropy_JRL[j], axis=1, keepdims=True) / LOG2E
+                entropy_JRL[j] = in_lanes(
+                    max_JRL[j] / LOG2E, *(jnp.broadcast_to(x, (num_rows, LANES)) for x in (total, entropy))
+                )
+        send(item).start()
+        if static.statistics:
+            send_statistics(item).start()
+
+    @pl.when(num[0] > 0)
+    def _() -> None:
+        send(num[0] - 1).wait()
+        if static.statistics:
+            send_statistics(num[0] - 1).wait()
+
+
+def prefill(
+    q_TJMX: jax.Array,
+    sinks_JM: jax.Array | None,
+    pages: jax.Array,
+    schedule: Schedule,
+    base: jax.Array,
+    *,
+    static: Static,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """-> (out [T, J, M, X] float32, statistics [T, J, M, 3]) of the tokens in chunks; anything for the others.
+
+    q: in the dtype of the pages, which hold the step's keys and values already. base [1]: the layer's first row in
+    `pages`. statistics: see `decode`; None unless `static` asks for them.
+    """
+    items = schedule.prefill
+    if items is None:
+        raise ValueError("expected a schedule that was made with decode_only=False")
+    _, joined, per_row, width = q_TJMX.shape
+    num_rows = static.queries * per_row
+    q_JRX = q_TJMX[items.token].transpose(1, 0, 2, 3).reshape(joined, -1, width)
+    offset_R1 = jnp.repeat(jnp.arange(static.queries, dtype=jnp.int32), per_row)[:, None]
+    lanes = (joined, num_rows, LANES)
+    small = (1, 8, LANES)
+    if sinks_JM is None:
+        sinks_JRL = jnp.zeros(small, jnp.float32)
+    else:
+        sinks_JRL = jnp.broadcast_to(jnp.tile(sinks_JM * LOG2E, (1, static.queries))[:, :, None], lanes)
+    statistics = (joined, q_JRX.shape[1], LANES) if static.statistics else small
+    work = (items.num, items.table, items.query, items.slot, items.low, items.high, items.position)
+    scalars = (*work, schedule.table, schedule.first, base)
+    in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
+    dma = pltpu.SemaphoreType.DMA
+    out_JRX, statistics_JRL = pl.pallas_call(
+        partial(_kernel, static),
+        name="paged_prefill",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            in_specs=[in_hbm, in_vmem, in_vmem, in_hbm],
+            out_specs=[in_hbm, in_hbm],
+            scratch_shapes=[
+                pltpu.VMEM((2, joined, num_rows, width), pages.dtype),
+                pltpu.VMEM((2, static.block, *pages.shape[1:]), pages.dtype),
+                *[pltpu.VMEM(lanes, jnp.float32)] * 2,
+                pltpu.VMEM(lanes if static.statistics else small, jnp.float32),
+                *[pltpu.VMEM((joined, num_rows, width), jnp.float32)] * 2,
+                pltpu.SMEM((1,), jnp.int32),
+                *[pltpu.VMEM((num_rows, static.slots), jnp.float32)] * 2,
+                *[pltpu.VMEM((num_rows, static.slots), pages.dtype)] * 2,
+                *[dma((2,)), dma((2,)), dma, dma],
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(q_JRX.shape, jnp.float32),
+            jax.ShapeDtypeStruct(statistics, jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
+        ),
+        interpret=interpret,
+    )(*scalars, q_JRX, jnp.broadcast_to(offset_R1, (num_rows, LANES)), sinks_JRL, pages)
+
+    def unpacked(x_JRX: jax.Array) -> jax.Array:
+        return x_JRX.reshape(joined, -1, per_row, x_JRX.shape[-1]).transpose(1, 0, 2, 3)[items.where]
+
+    return unpacked(out_JRX), unpacked(statistics_JRL)[..., :3] if static.statistics else None

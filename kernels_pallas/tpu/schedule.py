@@ -1,0 +1,275 @@
+"""What the kernels do in a step, as lists of work: equal for all layers of a KV group, so made once per step.
+
+Positions become ranges of slots here: rows list their slots by rising position, so what a query sees of its row
+(causal, window, dropped pages) is one range of slots, and the decode kernel needs no position at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.tpu.tiles import TILE, Tiles
+
+Ints = jax.Array  # int32, one entry per item unless said otherwise
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["num", "row", "start", "low", "high", "new", "first"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeItems:
+    """Blocks of `Tiles.decode_pages` pages of decode rows, a row's in order, rows one after the other.
+
+    num [1] items. row; start: index of the first page in the flat table; low, high: slots of the block that the row's
+    query sees are low <= slot < high; new: slot of the block where the step's token goes, -1 if it is in another block;
+    first: 1 for a row's first block. Entries past `num` see nothing, write nothing and belong to the last row.
+    """
+
+    num: Ints
+    row: Ints
+    start: Ints
+    low: Ints
+    high: Ints
+    new: Ints
+    first: Ints
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["num", "page", "offset", "low", "high", "token"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteItems:
+    """Tiles of TILE slots that chunks write: slots low <= slot < high of the tile at `offset` in page `page`.
+
+    num [1] items; token [items, TILE]: the packed token of each slot, any where none is written.
+    """
+
+    num: Ints
+    page: Ints
+    offset: Ints
+    low: Ints
+    high: Ints
+    token: Ints
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["num", "table", "query", "slot", "low", "high", "position", "token", "where"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillItems:
+    """Blocks of `Tiles.prefill_queries` queries of chunks, repacked so that each chunk begins at a multiple of TILE.
+
+    num [1] items; table: index of the row's first page in the flat table; query: repacked index of the first query;
+    slot, position: those of the first query; low, high: slots that some query of the block sees, low a page's first.
+    token [repacked]: the packed token of each repacked one; where [T]: the inverse, and the first past the chunks' end
+    for a token that is in none.
+    """
+
+    num: Ints
+    table: Ints
+    query: Ints
+    slot: Ints
+    low: Ints
+    high: Ints
+    position: Ints
+    token: Ints
+    where: Ints
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["table", "first", "num_decode", "decode", "write", "prefill"],
+    meta_fields=["batch", "width", "page_size", "tiles", "window"],
+)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """A step's work. table, first: [B * W + a block] flat; first: [1] without a window.
+
+    write, prefill: None where every row is a decode row.
+    """
+
+    table: Ints
+    first: Ints
+    num_decode: jax.Array
+    decode: DecodeItems
+    write: WriteItems | None
+    prefill: PrefillItems | None
+    batch: int
+    width: int
+    page_size: int
+    tiles: Tiles
+    window: int | None
+
+
+def make_schedule(
+    table_BW: jax.Array,
+    first_BW: jax.Array,
+    len_B: jax.Array,
+    start_B: jax.Array,
+    count_B: jax.Array,
+    num_decode: jax.Array,
+    num_rows: jax.Array,
+    *,
+    num_tokens: int,
+    page_size: int,
+    window: int | None,
+    tiles: Tiles,
+    decode_only: bool = False,
+) -> Schedule:
+    """The work of a step of `num_tokens` packed tokens T, whose rows hold `len_B` tokens with the step's own included.
+
+    Rows 0..num_decode-1 have one token each (or none: count 0) at packed offset = row, rows num_decode..num_rows-1 are
+    chunks. first_BW rises by a page or more from one held page to the next; positions of a chunk are consecutive.
+    """
+    table_BW, first_BW, len_B, start_B, count_B = (
+        jnp.asarray(x, jnp.int32) for x in (table_BW, first_BW, len_B, start_B, count_B)
+    )
+    num_batch = table_BW.shape[0]
+    row_B = jnp.arange(num_batch, dtype=jnp.int32)
+    live_B = (count_B > 0) & (row_B < num_rows)
+    rows = _Rows(table_BW, first_BW, len_B, start_B, count_B, page_size, window)
+    decode = _decode_items(rows, live_B & (row_B < num_decode), min(num_batch, num_tokens), tiles)
+    write = prefill = None
+    if not decode_only:
+        chunk_B = live_B & (row_B >= num_decode)
+        write = _write_items(rows, chunk_B, num_tokens)
+        prefill = _prefill_items(rows, chunk_B, num_tokens, tiles)
+    # A block may end past its row's pages: ids are read before it is known whether the page is fetched.
+    padding = max(tiles.decode_pages, tiles.prefill_pages)
+    table = jnp.pad(table_BW.reshape(-1), (0, padding))
+    first = jnp.zeros(1, jnp.int32) if window is None else jnp.pad(first_BW.reshape(-1), (0, padding))
+    return Schedule(
+        table=table,
+        first=first,
+        num_decode=jnp.asarray(num_decode, jnp.int32),
+        decode=decode,
+        write=write,
+        prefill=prefill,
+        batch=num_batch,
+        width=table_BW.shape[1],
+        page_size=page_size,
+        tiles=tiles,
+        window=window,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    table_BW: jax.Array
+    first_BW: jax.Array
+    len_B: jax.Array
+    start_B: jax.Array
+    count_B: jax.Array
+    page_size: int
+    window: int | None
+
+    @property
+    def width(self) -> int:
+        return self.table_BW.shape[1]
+
+    def position(self, row: jax.Array, slot: jax.Array) -> jax.Array:
+        slot = jnp.maximum(slot, 0)
+        page = jnp.minimum(slot // self.page_size, self.width - 1)
+        return self.first_BW[row, page] + slot % self.page_size
+
+    def low_slot(self, row: jax.Array, slot: jax.Array) -> jax.Array:
+        """The first slot of its row that the query at `slot` sees."""
+        if self.window is None:
+            return jnp.zeros_like(slot)
+        below = self.position(row, slot)[:, None] - self.window + 1 - self.first_BW[row]
+        held = (jnp.arange(self.width, dtype=jnp.int32) * self.page_size)[None, :] <= slot[:, None]
+        return jnp.where(held, jnp.clip(below, 0, self.page_size), 0).sum(axis=1, dtype=jnp.int32)
+
+
+def _expand(num_B: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(total [1], row, index within the row) of `size` list entries, num_B[r] of them row r's; past the total: last."""
+    end_B = jnp.cumsum(num_B, dtype=jnp.int32)
+    entry = jnp.minimum(jnp.arange(size, dtype=jnp.int32), jnp.maximum(end_B[-1] - 1, 0))
+    row = jnp.minimum(jnp.searchsorted(end_B, entry, side="right", method="compare_all"), num_B.shape[0] - 1)
+    return end_B[-1:], row.astype(jnp.int32), entry - (end_B - num_B)[row]
+
+
+def _cdiv(a: jax.Array, b: int) -> jax.Array:
+    return (a + b - 1) // b
+
+
+def _decode_items(rows: _Rows, live_B: jax.Array, num_decode: int, tiles: Tiles) -> DecodeItems:
+    size, block = rows.page_size, tiles.decode_pages
+    len_D = jnp.minimum(rows.len_B, rows.width * size)[:num_decode]
+    low_D = rows.low_slot(jnp.arange(num_decode, dtype=jnp.int32), len_D - 1)
+    page_D = low_D // size
+    blocks_D = jnp.where(live_B[:num_decode], _cdiv(_cdiv(len_D, size) - page_D, block), 0)
+    num, row, index = _expand(blocks_D, num_decode * -(-rows.width // block) + tiles.decode_spare)
+    real = jnp.arange(row.shape[0], dtype=jnp.int32) < num
+    page = page_D[row] + index * block
+    high = jnp.clip(len_D[row] - page * size, 0, block * size)
+    is_new = real & (index == blocks_D[row] - 1) & (rows.len_B[row] <= rows.width * size)
+    return DecodeItems(
+        num=num,
+        row=row,
+        start=row * rows.width + page,
+        low=jnp.maximum(low_D[row] - page * size, 0),
+        high=jnp.where(real, high, 0),
+        new=jnp.where(is_new, high - 1, -1),
+        first=(real & (index == 0)).astype(jnp.int32),
+    )
+
+
+def _write_items(rows: _Rows, chunk_B: jax.Array, num_tokens: int) -> WriteItems:
+    begin_B = rows.len_B - rows.count_B
+    end_B = jnp.minimum(rows.len_B, rows.width * rows.page_size)
+    tiles_B = jnp.where(chunk_B, jnp.maximum(_cdiv(end_B, TILE) - begin_B // TILE, 0), 0)
+    # A chunk of n tokens touches at most n / TILE + 2 tiles, rounded down.
+    size = num_tokens // TILE + 2 * min(rows.len_B.shape[0], num_tokens)
+    num, row, index = _expand(tiles_B, size)
+    slot = (begin_B[row] // TILE + index) * TILE
+    page = rows.table_BW[row, jnp.minimum(slot // rows.page_size, rows.width - 1)]
+    source = (rows.start_B[row] + slot - begin_B[row])[:, None] + jnp.arange(TILE, dtype=jnp.int32)[None, :]
+    return WriteItems(
+        num=num,
+        page=page,
+        offset=slot % rows.page_size,
+        low=jnp.maximum(begin_B[row] - slot, 0),
+        high=jnp.clip(end_B[row] - slot, 0, TILE),
+        token=jnp.clip(source, 0, num_tokens - 1),
+    )
+
+
+def _prefill_items(rows: _Rows, chunk_B: jax.Array, num_tokens: int, tiles: Tiles) -> PrefillItems:
+    block, max_rows = tiles.prefill_queries, min(rows.len_B.shape[0], num_tokens)
+    count_B = jnp.where(chunk_B, rows.count_B, 0)
+    num, row, index = _expand(_cdiv(count_B, block), num_tokens // block + max_rows + 1)
+    rounded_B = _cdiv(count_B, TILE) * TILE
+    aligned_B = jnp.cumsum(rounded_B, dtype=jnp.int32) - rounded_B
+    slot = rows.len_B[row] - count_B[row] + index * block
+    queries = jnp.minimum(count_B[row] - index * block, block)
+    low = rows.low_slot(row, slot) // rows.page_size * rows.page_size
+
+    # The last block may run past its chunk, so a block of anything follows the last chunk.
+    size = -(-(num_tokens + (TILE - 1) * max_rows) // TILE) * TILE + block
+    _, token_row, offset = _expand(rounded_B, size)
+    token = jnp.clip(rows.start_B[token_row] + offset, 0, num_tokens - 1)
+    spread = jnp.where(offset < count_B[token_row], token, num_tokens)
+    spread = jnp.where(jnp.arange(size) < rounded_B.sum(), spread, num_tokens)
+    where = jnp.full(num_tokens, size - 1, jnp.int32).at[spread].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+    return PrefillItems(
+        num=num,
+        table=row * rows.width,
+        query=aligned_B[row] + index * block,
+        slot=slot,
+        low=low,
+        high=jnp.minimum(slot + queries, rows.width * rows.page_size),
+        position=rows.position(row, slot),
+        token=token,
+        where=where,
+    )

@@ -1,0 +1,52 @@
+"""Block sizes of the attention kernels, chosen by the schedule that the TPU compiler makes (scripts/tpu_cost.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels_pallas.tpu.layout import LANES, Layout
+
+TILE = 16
+"""Slots that are written together: the rows of a bfloat16 register tile, so that DMAs begin at a tile's border."""
+
+SLOTS = 3
+"""Blocks in VMEM during decode: one is attended while two are on their way."""
+
+AHEAD = 6
+"""Rows of heads whose scores are computed before the first one's values are: the most without a register spill."""
+
+DECODE_BYTES = 4 << 20
+"""Of one block of decode pages: enough to cover a DMA's latency, three of them fit the VMEM of every generation."""
+
+DECODE_TOKENS = 2048
+PREFILL_TOKENS = 512
+PREFILL_ROWS = 512
+PREFILL_BYTES = 24 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """decode_pages, prefill_pages: pages of one block; prefill_queries: tokens of one, a multiple of TILE."""
+
+    decode_pages: int
+    prefill_pages: int
+    prefill_queries: int
+
+    @property
+    def decode_spare(self) -> int:
+        """List entries past the last decode item: prefetches and the last round read them."""
+        return 2 * SLOTS
+
+
+def choose_tiles(*, layout: Layout, page_size: int, itemsize: int, num_heads: int) -> Tiles:
+    """The tuned sizes for pages [.., C, S, X] of elements of `itemsize` bytes, met by `num_heads` query heads."""
+    page_bytes = layout.rows * page_size * layout.width * itemsize
+    per_row = max(1, num_heads // layout.joined)
+    # Of each query row in VMEM: the query twice, accumulator and result, running max and sum.
+    row_bytes = layout.joined * (2 * layout.width * itemsize + 2 * layout.width * 4 + 2 * LANES * 4)
+    rows = min(PREFILL_ROWS, PREFILL_BYTES // row_bytes)
+    return Tiles(
+        decode_pages=max(1, min(DECODE_BYTES // page_bytes, DECODE_TOKENS // page_size)),
+        prefill_pages=max(1, min(DECODE_BYTES // page_bytes, PREFILL_TOKENS // page_size)),
+        prefill_queries=max(TILE, rows // per_row // TILE * TILE),
+    )

@@ -1,0 +1,89 @@
+"""Which backend runs, and that the kernels' one gives what XLA's gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxkv import LLM, SamplingParams
+from jaxkv.ops.attention import BACKENDS, Heads, choose_backend
+from jaxkv.ops.attention.pallas_tpu import PallasTpu
+from tiny import make_checkpoint, tiny_config
+
+HEADS = Heads(num_heads=8, num_kv_heads=2, head_dim=128, window=None)
+ODD = Heads(num_heads=8, num_kv_heads=2, head_dim=80, window=None)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "heads", "page_size", "expected"),
+    [
+        ("auto", "cpu", HEADS, 16, ("xla", "chosen by auto on a cpu")),
+        ("auto", "tpu", HEADS, 64, ("pallas_tpu", "chosen by auto on a tpu")),
+        (
+            "auto",
+            "tpu",
+            ODD,
+            64,
+            ("xla", "chosen by auto on a tpu: pallas_tpu: head_dim: expected 64 or a multiple of 128, got 80"),
+        ),
+        (
+            "auto",
+            "tpu",
+            HEADS,
+            8,
+            ("xla", "chosen by auto on a tpu: pallas_tpu: expected a block_size out of (16, 32, 64, 128), got 8"),
+        ),
+        ("auto", "gpu", HEADS, 64, ("xla", "chosen by auto on a gpu: mosaic_gpu: not built yet")),
+        ("xla", "tpu", HEADS, 64, ("xla", "asked for by name")),
+        ("pallas_tpu", "tpu", HEADS, 64, ("pallas_tpu", "asked for by name")),
+    ],
+)
+def test_auto_takes_the_first_that_can_and_says_why_not_the_others(name, platform, heads, page_size, expected):
+    assert choose_backend(name, [HEADS, heads], page_size=page_size, platform=platform) == expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "heads", "page_size", "message"),
+    [
+        ("gpu", HEADS, 64, "expected a TPU, got gpu"),
+        ("tpu", ODD, 64, "head_dim: expected 64 or a multiple of 128, got 80"),
+        ("tpu", HEADS, 8, "expected a block_size out of .16, 32, 64, 128., got 8"),
+    ],
+)
+def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, message):
+    with pytest.raises(NotImplementedError, match=f"backend='pallas_tpu': {message}"):
+        choose_backend("pallas_tpu", [HEADS, heads], page_size=page_size, platform=platform)
+
+
+def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> dict:
+    return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("llama", shape(4, 2, 64)),  # two heads side by side
+        pytest.param("qwen3", shape(3, 1, 64), marks=pytest.mark.slow),  # key and value side by side
+        pytest.param("mistral-window", shape(4, 2, 128), marks=pytest.mark.slow),
+        pytest.param("qwen3-layer-types", shape(4, 2, 64), marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_on_the_tpu_kernels_gives_the_tokens_of_xla(monkeypatch, tmp_path, variant, changes):
+    """Chunks, mixed steps, decode loops and cached prefixes, in the kernels' plain interpreter."""
+    monkeypatch.setitem(BACKENDS, "interpreted", PallasTpu(interpret=True))
+    path = make_checkpoint(tmp_path / "model", tiny_config(variant, **changes))
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 16}
+    rng = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": rng.integers(0, 151, n).tolist()} for n in (3, 40, 17)]
+    found = []
+    for backend in ("xla", "interpreted"):
+        llm = LLM(path, backend=backend, dtype="float32", skip_tokenizer_init=True, lazy_compile=True, **limits)
+        outputs = [output for _ in range(2) for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        assert any(output.num_cached_tokens for output in outputs[3:])
+        llm._engine.check()
+        found.append([output.outputs[0] for output in outputs])
+    xla, kernels = found
+    assert [one.token_ids for one in kernels] == [one.token_ids for one in xla]
+    logprobs = [[[one.logprob for entry in out.logprobs for one in entry.values()] for out in side] for side in found]
+    np.testing.assert_allclose(logprobs[1], logprobs[0], rtol=0, atol=1e-4)

@@ -1,0 +1,131 @@
+"""Tokens do not depend on how many devices divide the model; each has its part, and a layer adds up twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.models.families import ConfigReader, read_family
+from jaxkv.sharding import place
+from tiny import make_checkpoint, tiny_config
+
+SIZES = (1, 2, 4)
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
+CASES = {
+    "vocabulary divided": ("llama-3", "float32", {"vocab_size": 152}),
+    "biases, untied": ("llama-biases", "float32", {"vocab_size": 152}),
+    "vocabulary whole": ("qwen2", "bfloat16", {}),
+    "two KV groups": ("qwen2-mixed-windows", "float32", {}),
+}
+FAST = "vocabulary divided"
+
+# In a process of its own: how many devices a CPU has is fixed when JAX starts.
+RUN = """
+import json, sys
+import jax, numpy as np
+from jaxkv import LLM, BeamSearchParams, SamplingParams
+
+path, dtype, *sizes = sys.argv[1:]
+greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=2)
+drawn = SamplingParams(seed=3, top_p=0.9, presence_penalty=0.3, max_tokens=12, ignore_eos=True)
+rng = np.random.default_rng(0)
+prompts = [{"prompt_token_ids": rng.integers(0, 150, n).tolist()} for n in (5, 40, 17)]
+
+def logprobs(output):
+    entries = [entry for entry in output.prompt_logprobs or () if entry] + (output.outputs[0].logprobs or [])
+    return [one.logprob for entry in entries for one in entry.values()]
+
+def run(size):
+    llm = LLM(path, dtype=dtype, tensor_parallel_size=size, skip_tokenizer_init=True, lazy_compile=True,
+              max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, block_size=8)
+    outputs = llm.generate(prompts, [greedy, drawn, greedy], use_tqdm=False)
+    again = llm.generate(prompts, drawn, use_tqdm=False)
+    beams = llm.beam_search(prompts[:1], BeamSearchParams(beam_width=2, max_tokens=6))
+    programs, pages = llm._engine.programs, llm._engine.kv.groups[0].pages
+    llm._engine.check()
+    return {
+        "tokens": [output.outputs[0].token_ids for output in outputs + again],
+        "cached": [output.num_cached_tokens for output in again],
+        "beams": [beam.tokens for output in beams for beam in output.sequences],
+        "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
+        "text": programs.loop(2).as_text(),
+        "page_bytes": [shard.data.nbytes for shard in pages.addressable_shards],
+        "all_page_bytes": pages.nbytes,
+        "aliased": programs.loop(2).memory_analysis().alias_size_in_bytes,
+        "weight_bytes": llm._model.weight_bytes,
+        "described": llm.describe(),
+    }
+
+print(json.dumps([run(int(size)) for size in sizes]))
+"""
+
+
+@pytest.fixture(scope="module", params=[pytest.param(c, marks=() if c == FAST else pytest.mark.slow) for c in CASES])
+def runs(request, tmp_path_factory):
+    variant, dtype, changes = CASES[request.param]
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), tiny_config(variant, **HEADS | changes), dtype=dtype)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(SIZES)}"
+    command = [sys.executable, "-c", RUN, path, dtype, *map(str, SIZES)]
+    done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_number_of_devices_gives_the_same_tokens(runs):
+    one, *others = runs
+    for other in others:
+        assert other["tokens"] == one["tokens"]
+        assert other["cached"] == one["cached"]
+        assert other["beams"] == one["beams"]
+        # Float32 sums in another order.
+        np.testing.assert_allclose(other["logprobs"], one["logprobs"], rtol=0, atol=1e-4)
+    assert any(one["cached"])
+
+
+def test_each_device_has_its_part_of_pages_and_weights(runs):
+    one, *others = runs
+    for size, other in zip(SIZES[1:], others, strict=True):
+        assert other["all_page_bytes"] == one["all_page_bytes"]
+        assert other["page_bytes"] == [one["all_page_bytes"] // size] * size
+        assert other["aliased"] >= one["all_page_bytes"] // size  # updated in place
+        assert other["weight_bytes"] < one["weight_bytes"] * 1.1 / size + 20_000  # a vocabulary may be whole
+        assert f"each of {', '.join(f'cpu:{i}' for i in range(size))}" in other["described"]
+
+
+def test_a_layer_adds_up_over_devices_twice(runs, request):
+    variant, _, changes = CASES[request.node.callspec.params["runs"]]
+    stacked = "mixed" not in variant  # a loop over layers has its body once
+    for other in runs[1:]:
+        num_sums, num_gathers = (other["text"].count(f" {op}(") for op in ("all-reduce", "all-gather"))
+        is_divided = "vocab_size" in changes
+        assert num_sums == 2 * (1 if stacked else 3) + is_divided  # and the embedding
+        assert num_gathers == is_divided  # the logits
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (0, "expected 1 to 8, the devices here, got 0"),
+        (9, "expected 1 to 8, the devices here, got 9"),
+        (True, "expected 1 to 8, the devices here, got True"),
+        ("2", "expected 1 to 8, the devices here, got '2'"),
+        (8, "expected a divisor of the model's 4 KV heads, got 8"),
+        (3, "expected a divisor of the model's 4 KV heads, got 3"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused(size, message):
+    spec, layout = read_family(ConfigReader(tiny_config("llama", **HEADS), "config.json"))
+    with pytest.raises(ValueError, match=f"tensor_parallel_size: {message}"):
+        place(spec, layout, jax.devices()[:1] * 8, size)
+
+
+def test_a_feed_forward_dimension_without_such_parts_is_refused():
+    spec, layout = read_family(ConfigReader(tiny_config("llama", **HEADS, intermediate_size=90), "config.json"))
+    with pytest.raises(ValueError, match="expected a divisor of the model's 90 feed-forward dimension, got 4"):
+        place(spec, layout, jax.devices()[:1] * 8, 4)
