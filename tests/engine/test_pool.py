@@ -15,6 +15,7 @@ from jaxkv.engine.budget import Budget, Memory, device_memory
 from jaxkv.engine.pool import MARGIN, abstract_kv, bytes_per_page, empty_kv, fit_line, plan_pool
 from jaxkv.errors import CapacityError
 from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.state import write
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.ops.attention import BACKENDS, xla
 from jaxkv.sharding import Placement
@@ -190,9 +191,12 @@ def test_no_room_for_a_page_beside_the_programs_is_a_capacity_error():
 class Copying(xla.Xla):
     """The XLA path behind two copies of the pool, as a compiler makes them that wants another layout."""
 
-    def attend(self, q, k, v, group, *args, **options):
+    def attend(self, q, k, v, group, batch, prepared, *, layer, scale):
+        dest_T, window = prepared
+        group = write(group, k, v, dest_T=dest_T, layer=layer)
         pages = jax.lax.optimization_barrier(group.pages[::-1])
-        return super().attend(q, k, v, replace(group, pages=pages[::-1]), *args, **options)
+        copied = replace(group, pages=pages[::-1])
+        return xla.read(q, copied, batch, layer=layer, scale=scale, window=window), group
 
 
 def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
