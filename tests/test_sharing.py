@@ -82,10 +82,11 @@ def test_what_a_request_has_computed_before_a_reset_is_not_found_after_its_end(m
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     for is_reset in (True, False):
         tokens, stream = list(ids), llm.stream({"prompt_token_ids": ids}, params)
-        for new in stream:
-            tokens += new.outputs[0].token_ids
-            if is_reset and len(tokens) > 30:
-                llm.reset_prefix_cache()
+        while len(tokens) < 20:
+            tokens += next(stream).outputs[0].token_ids
+        if is_reset:
+            llm.reset_prefix_cache()
+        tokens += [token for new in stream for token in new.outputs[0].token_ids]
         assert (run(llm, [{"prompt_token_ids": tokens}])[0].num_cached_tokens > 0) is not is_reset
         llm.reset_prefix_cache()
 
