@@ -88,6 +88,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto, bfloat16 or float32")
     parser.add_argument("--max-model-len", type=int, help="longest prompt and output together, in tokens")
     parser.add_argument("--block-size", type=int, help="tokens per page")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that divide the model")
     parser.add_argument("--backend", default="auto", help="auto, xla, pallas_tpu or mosaic_gpu")
 
 
@@ -104,7 +105,8 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("model", "tokenizer", "dtype", "kv_cache_dtype", "max_model_len", "block_size", "backend")
+    names = ["model", "tokenizer", "dtype", "kv_cache_dtype", "max_model_len", "block_size"]
+    names += ["tensor_parallel_size", "backend"]
     return {name: getattr(args, name) for name in names}
 
 

@@ -94,6 +94,7 @@ def test_a_seed_decides_what_is_drawn(generate):
         (["--kv-cache-dtype", "int8"], "kv_cache_dtype: expected .*, got 'int8'"),
         (["--block-size", "10"], "block_size: expected .*, got 10"),
         (["--max-model-len", "1000"], "max_model_len: expected at most 256 .*, got 1000"),
+        (["--tensor-parallel-size", "2"], "tensor_parallel_size: expected 1 to 1, the devices here, got 2"),
         (["--backend", "cuda"], "backend: expected .*, got 'cuda'"),
         (["--backend", "pallas_tpu"], "backend='pallas_tpu': expected a TPU, got cpu"),
         (["--model", "/nothing/here"], "/nothing/here: expected a directory .*"),
