@@ -216,7 +216,7 @@ class Engine:
         for row, (request, num_coming) in enumerate(flight.rows):
             if num_coming and request.finish_reason is None:
                 tokens = tokens_of[row]
-                if len(tokens) < num_coming and request.stop_ids.isdisjoint(tokens[-1:]):
+                if len(tokens) != num_coming and (not tokens or tokens[-1] not in request.stop_ids):
                     raise RuntimeError(f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}")
                 self._accept(request, tokens, out, row, now)
                 got.append(request)
@@ -233,13 +233,14 @@ class Engine:
             self._accept_candidates(request, request.search, out, row, now)
             return
         start = len(request.tokens)
-        # Of a hundred rows hardly one needs a look at every token, and looking is most of what the host does.
-        if request.logprobs is None and request.stop_ids.isdisjoint(tokens) and not request.params.stop:
-            request.tokens += tokens
-            if request.is_full:
-                request.finish_reason = request.limit
-        else:
+        # Of a hundred rows hardly one needs a look at every token, and looking is most of what the host does. Only the
+        # last one can be a stop token: the device draws none after it.
+        if request.looks_at_each or tokens[-1] in request.stop_ids:
             self._accept_one_by_one(request, tokens, out, row)
+        else:
+            request.tokens += tokens
+            if len(request.tokens) >= request.max_len:
+                request.finish_reason = request.limit
         # Text can wait for the end of the chunk unless a stop string may end it in the middle.
         if request.text is not None and not request.params.stop:
             new = request.tokens[start:]

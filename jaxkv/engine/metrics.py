@@ -73,6 +73,8 @@ class Recorder:
         self.num_tokens = self.num_padded_tokens = 0
         self.num_row_steps = self.num_padded_row_steps = self.num_possible_row_steps = 0
         self.held_slots = self.allocated_slots = 0
+        self._gap, self._num_rows = (0.0, 0.0, 0), 0
+        """(Time of the tokens before, of these, how many these are) of so many rows, not counted in `itl` yet."""
 
     def added(self, request: Request) -> None:
         request.times.arrival_time = time.time()
@@ -106,18 +108,30 @@ class Recorder:
     def generated(self, request: Request, num_tokens: int, now: float) -> None:
         """After `num_tokens` more tokens, at `now` on the monotonic clock; those of one loop came at once and share its
         time evenly."""
-        times = request.times
-        moment, before = times.arrival_time + now - request.arrived_s, times.last_token_time
+        before, request.last_token_s = request.last_token_s, now
         self.generation_tokens += num_tokens
-        times.last_token_time = moment
         if before is None:
-            times.first_token_time = before = moment
-            self.prompt_tokens += request.prompt_len
-            self.ttft.add(now - request.arrived_s)
-            self.prefill.add(now - request.arrived_s - (times.time_in_queue or 0.0))
-            num_tokens -= 1
+            self._begins(request, now)
+            before, num_tokens = now, num_tokens - 1
+        # The rows of a loop mostly come one after the other with the same figures.
+        if (before, now, num_tokens) == self._gap:
+            self._num_rows += 1
+        else:
+            self._count_gaps()
+            self._gap, self._num_rows = (before, now, num_tokens), 1
+
+    def _begins(self, request: Request, now: float) -> None:
+        times = request.times
+        times.first_token_time = times.arrival_time + now - request.arrived_s
+        self.prompt_tokens += request.prompt_len
+        self.ttft.add(now - request.arrived_s)
+        self.prefill.add(now - request.arrived_s - (times.time_in_queue or 0.0))
+
+    def _count_gaps(self) -> None:
+        before, now, num_tokens = self._gap
         if num_tokens:
-            self.itl.add((moment - before) / num_tokens, num_tokens)
+            self.itl.add((now - before) / num_tokens, num_tokens * self._num_rows)
+        self._gap, self._num_rows = (0.0, 0.0, 0), 0
 
     def ended(self, request: Request) -> None:
         times = request.times
@@ -133,6 +147,7 @@ class Recorder:
             self.tpot.add(decode / (request.num_new - 1))
 
     def metrics(self) -> list[Metric]:
+        self._count_gaps()
         return [
             Counter("prompt_tokens", "Prompt tokens of requests that have generated.", self.prompt_tokens),
             Counter("generation_tokens", "Generated tokens.", self.generation_tokens),

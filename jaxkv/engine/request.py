@@ -24,7 +24,7 @@ class Request:
     and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason; else it is
     `ignored_eos`, which comes only after min_tokens too. `row` is its place in the row tables while it runs.
     `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the prompt. `arrived_s` is
-    `times.arrival_time` on the monotonic clock.
+    `times.arrival_time` on the monotonic clock, `last_token_s` is on that one too.
 
     `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read yet. Plans count on
     those, as if the request would not end before: `handle` has what those steps store.
@@ -64,12 +64,15 @@ class Request:
     num_preemptions: int = 0
     times: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_s: float = 0.0
+    last_token_s: float | None = None
     search: BeamSearch | None = None
     beams: tuple[Request, ...] = field(default=(), repr=False)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
     num_tokens: int = field(init=False)
     needs_host: bool = field(init=False)
     """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
+    looks_at_each: bool = field(init=False)
+    """Whether each new token has to be looked at, not only the last one."""
     needs_tokens: bool = field(init=False)
     """Whether its part in a step is made from all tokens before it, so that those must have been read."""
 
@@ -77,6 +80,7 @@ class Request:
         self.num_tokens = len(self.tokens)
         self.needs_host = any(len(word) > 1 for word in self.bad_words)
         self.needs_tokens = self.needs_host or self.params.penalises
+        self.looks_at_each = self.logprobs is not None or bool(self.params.stop)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -122,6 +126,12 @@ class Request:
     def is_leaving(self) -> bool:
         """Whether it needs no more than what is coming: it has given back its row and pages."""
         return self.row is None and self.num_left == 0 and self.num_coming > 0
+
+    def metrics(self) -> RequestMetrics:
+        """Its times, up to the newest token."""
+        if self.last_token_s is not None:
+            self.times.last_token_time = self.times.arrival_time + self.last_token_s - self.arrived_s
+        return self.times
 
     def completion(self) -> CompletionOutput:
         """Everything so far; until it ends without what may turn out to begin a stop string."""
@@ -185,5 +195,5 @@ class Submission:
             finished=self.is_finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=first.num_cached,
-            metrics=first.times,
+            metrics=first.metrics(),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from dataclasses import dataclass
+from itertools import compress
 
 from jaxkv.aot import fit_bucket, token_buckets
 from jaxkv.config import EngineConfig
@@ -98,11 +99,11 @@ class Scheduler:
             self._admit()
             if not self.running:
                 return None
-            ready = [request for request in self.running if request.num_tokens > request.handle.length]
-            if not ready:
+            pending = [request.num_tokens - request.handle.length for request in self.running]
+            most = max(pending)
+            if not most:
                 raise RuntimeError("every running request waits for a beam that is neither running nor waiting")
-            decodes = all(request.num_tokens == request.handle.length + 1 for request in ready)
-            plan = self._plan_loop(ready) if decodes else self._plan_step()
+            plan = self._plan_step() if most > 1 else self._plan_loop(list(compress(self.running, pending)))
             # None where all that was ready gave its pages up and those before it are beams that wait: they come next.
             if plan is not None:
                 return plan
@@ -116,10 +117,15 @@ class Scheduler:
 
         Returns its requests, each with the number of tokens that come to it unless it ends before.
         """
-        is_loop, rows = isinstance(plan, LoopPlan), []
+        if isinstance(plan, LoopPlan):
+            for request, count in plan.work:
+                request.handle = self.allocator.advance(request.handle, request.handle.length + count)
+                request.num_tokens += count
+            return plan.work
+        rows = []
         for request, count in plan.work:
             request.handle = self.allocator.advance(request.handle, request.handle.length + count)
-            coming = count if is_loop else int(request.num_pending == 0)
+            coming = int(request.num_pending == 0)
             request.num_tokens += coming
             rows.append((request, coming))
         return rows
@@ -192,7 +198,7 @@ class Scheduler:
         return max(0, self.allocator.pages_for(request.num_tokens) - len(request.handle.pages))
 
     def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
-        left = [request.num_left for request in ready]
+        left = [request.max_len - request.num_tokens for request in ready]
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
         num_steps = min(self.config.decode_steps, min(left) if self._waiting else max(left))
         num_steps = 1 if any(request.needs_host for request in ready) else num_steps
