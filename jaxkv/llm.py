@@ -24,12 +24,12 @@ from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.model import load_model
 from jaxkv.engine.outputs import BeamSearchOutput, RequestOutput
-from jaxkv.engine.pool import abstract_kv, bytes_per_page, empty_kv, plan_pool
+from jaxkv.engine.pool import abstract_kv, bytes_per_page, empty_kv, pages_per_row, plan_pool
 from jaxkv.engine.prefix import root_key
 from jaxkv.engine.request import Submission
 from jaxkv.kv.codecs import Codec, get_codec
 from jaxkv.models.decoder import heads_of
-from jaxkv.ops.attention import check_backend, choose_backend
+from jaxkv.ops.attention import Needs, check_backend, choose_backend
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -122,7 +122,7 @@ class LLM:
             seed=seed,
             max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
-        self._backend, self._backend_reason = self._choose_backend(backend, limits, deterministic)
+        self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic)
         if limits.max_model_len > spec.max_len:
             raise ValueError(f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got {max_model_len}")
         self._budget = plan_pool(
@@ -288,10 +288,16 @@ class LLM:
         root = root_key(secret, repr(self._model.spec), self._model.dtype, codec.name)
         return Intake(self._model, self._config, cache_root=root, share_prefixes=share_prefixes)
 
-    def _choose_backend(self, name: str, limits: EngineConfig, deterministic: bool) -> tuple[str, str]:
+    def _choose_backend(self, name: str, limits: EngineConfig, codec: Codec, deterministic: bool) -> tuple[str, str]:
         heads = heads_of(self._model.spec, num_devices=self._model.placement.size)
-        where: Any = {"page_size": limits.block_size, "platform": self._device.platform}
-        return choose_backend(name, heads, deterministic=deterministic, **where)
+        needs = Needs(
+            page_size=limits.block_size,
+            num_rows=limits.max_num_seqs,
+            pages_per_row=pages_per_row(limits),
+            itemsize=codec.storage_dtype.itemsize,
+            platform=self._device.platform,
+        )
+        return choose_backend(name, heads, needs, deterministic=deterministic)
 
     def _programs_for(self, codec: Codec, config: EngineConfig, num_pages: int) -> Programs:
         """Programs for a pool of `num_pages`, not compiled; `config` gives the rest. Allocates nothing."""

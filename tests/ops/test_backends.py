@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from jaxkv import LLM, SamplingParams
-from jaxkv.ops.attention import BACKENDS, Heads, choose_backend
+from jaxkv.ops.attention import BACKENDS, Heads, Needs, choose_backend
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from tiny import make_checkpoint, tiny_config
 
 HEADS = Heads(num_heads=8, num_kv_heads=2, head_dim=128, window=None)
 ODD = Heads(num_heads=8, num_kv_heads=2, head_dim=80, window=None)
+NEEDS = Needs(page_size=64, num_rows=64, pages_per_row=128, itemsize=2, platform="tpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3)
 
 
@@ -40,7 +44,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprob
     ],
 )
 def test_auto_takes_the_first_that_can_and_says_why_not_the_others(name, platform, heads, page_size, expected):
-    assert choose_backend(name, [HEADS, heads], page_size=page_size, platform=platform) == expected
+    needs = replace(NEEDS, page_size=page_size, platform=platform)
+    assert choose_backend(name, [HEADS, heads], needs) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,19 @@ def test_auto_takes_the_first_that_can_and_says_why_not_the_others(name, platfor
 )
 def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, message):
     with pytest.raises(NotImplementedError, match=f"backend='pallas_tpu': {message}"):
-        choose_backend("pallas_tpu", [HEADS, heads], page_size=page_size, platform=platform)
+        choose_backend("pallas_tpu", [HEADS, heads], replace(NEEDS, page_size=page_size, platform=platform))
+
+
+def test_rows_too_many_and_too_long_for_scalar_memory_run_on_xla():
+    needs = replace(NEEDS, num_rows=256, pages_per_row=2048)
+    backend, reason = choose_backend("auto", [HEADS], needs)
+    assert backend == "xla"
+    assert re.fullmatch(
+        r"chosen by auto on a tpu: pallas_tpu: tables of 256 rows x 2048 pages take \d+ bytes of scalar memory, "
+        r"expected at most 786432: lower max_model_len or max_num_seqs",
+        reason,
+    )
+    assert choose_backend("auto", [HEADS], replace(needs, num_rows=64))[0] == "pallas_tpu"
 
 
 def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxkv.ops.attention.base import Backend, Batch, Heads
+from jaxkv.ops.attention.base import Backend, Batch, Heads, Needs
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
 
@@ -26,21 +26,20 @@ def check_backend(name: str) -> None:
         raise ValueError(f"backend: expected 'auto' or one of {sorted([*BACKENDS, *PLANNED])}, got {name!r}")
 
 
-def choose_backend(
-    name: str, heads: Iterable[Heads], *, page_size: int, platform: str, deterministic: bool = False
-) -> tuple[str, str]:
+def choose_backend(name: str, heads: Iterable[Heads], needs: Needs, *, deterministic: bool = False) -> tuple[str, str]:
     """(backend, reason) for what a person asked for, for layers with these heads; only "auto" chooses.
 
     Raises: as `check_backend`, and NotImplementedError for a named backend that cannot do this.
     """
     check_backend(name)
+    platform = needs.platform
     if deterministic:
         return _choose_deterministic(name, platform)
     if name != "auto":
-        if reason := _refusal(name, heads, page_size, platform):
+        if reason := _refusal(name, heads, needs):
             raise NotImplementedError(f"backend={name!r}: {reason}")
         return name, "asked for by name"
-    reasons = {other: _refusal(other, heads, page_size, platform) for other in PREFERRED.get(platform, ())}
+    reasons = {other: _refusal(other, heads, needs) for other in PREFERRED.get(platform, ())}
     for other, reason in reasons.items():
         if reason is None:
             return other, f"chosen by auto on a {platform}"
@@ -48,10 +47,10 @@ def choose_backend(
     return "xla", f"chosen by auto on a {platform}" + (f": {refused}" if refused else "")
 
 
-def _refusal(name: str, heads: Iterable[Heads], page_size: int, platform: str) -> str | None:
+def _refusal(name: str, heads: Iterable[Heads], needs: Needs) -> str | None:
     if name in PLANNED:
         return "not built yet"
-    reasons = (BACKENDS[name].refuses(one, page_size=page_size, platform=platform) for one in heads)
+    reasons = (BACKENDS[name].refuses(one, needs) for one in heads)
     return next(filter(None, reasons), None)
 
 
@@ -63,4 +62,4 @@ def _choose_deterministic(name: str, platform: str) -> tuple[str, str]:
     return "xla_deterministic", "deterministic=True"
 
 
-__all__ = ["BACKENDS", "Backend", "Batch", "Heads", "check_backend", "choose_backend"]
+__all__ = ["BACKENDS", "Backend", "Batch", "Heads", "Needs", "check_backend", "choose_backend"]

@@ -32,8 +32,19 @@ class Heads:
     window: int | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What an engine asks of a backend beside the heads: rows of so many pages, whose values have `itemsize` bytes."""
+
+    page_size: int
+    num_rows: int
+    pages_per_row: int
+    itemsize: int
+    platform: str
+
+
 class Backend(Protocol):
-    def refuses(self, heads: Heads, *, page_size: int, platform: str) -> str | None:
+    def refuses(self, heads: Heads, needs: Needs) -> str | None:
         """Why it cannot do this, None if it can."""
         ...
 

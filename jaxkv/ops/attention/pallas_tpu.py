@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv.kv.state import GroupKV
-from jaxkv.ops.attention.base import Batch, Heads
-from kernels_pallas.tpu import Schedule, choose_tiles, layout_of, make_schedule, ragged_paged_attention
-from kernels_pallas.tpu.attention import PAGE_SIZES
+from jaxkv.ops.attention.base import Batch, Heads, Needs
+from kernels_pallas.tpu import Schedule, Tiles, choose_tiles, layout_of, make_schedule, ragged_paged_attention
+from kernels_pallas.tpu.attention import PAGE_SIZES, refuses_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,28 +21,28 @@ class PallasTpu:
 
     interpret: Any = False
 
-    def refuses(self, heads: Heads, *, page_size: int, platform: str) -> str | None:
-        if platform != "tpu" and not self.interpret:
-            return f"expected a TPU, got {platform}"
-        if page_size not in PAGE_SIZES:
-            return f"expected a block_size out of {PAGE_SIZES}, got {page_size}"
+    def refuses(self, heads: Heads, needs: Needs) -> str | None:
+        if needs.platform != "tpu" and not self.interpret:
+            return f"expected a TPU, got {needs.platform}"
+        if needs.page_size not in PAGE_SIZES:
+            return f"expected a block_size out of {PAGE_SIZES}, got {needs.page_size}"
         try:
             layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
         except NotImplementedError as error:
             return str(error)
-        return None
+        rows = jax.ShapeDtypeStruct((needs.num_rows,), jnp.int32)
+        table = jax.ShapeDtypeStruct((needs.num_rows, needs.pages_per_row), jnp.int32)
+        static: Any = {"num_tokens": needs.num_rows, "page_size": needs.page_size, "window": heads.window}
+        tiles = _tiles(heads, page_size=needs.page_size, itemsize=needs.itemsize)
+        loop = partial(make_schedule, **static, tiles=tiles, decode_only=True)
+        reason = refuses_tables(jax.eval_shape(loop, table, table, rows, rows, rows, jnp.int32(0), jnp.int32(0)))
+        return None if reason is None else f"{reason}: lower max_model_len or max_num_seqs"
 
     def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
         layout = layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
         return layout.rows, page_size, layout.width
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Schedule:
-        tiles = choose_tiles(
-            layout=layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim),
-            page_size=group.page_size,
-            itemsize=group.pages.dtype.itemsize,
-            num_heads=heads.num_heads,
-        )
         return make_schedule(
             group.table_BW,
             group.first_BW,
@@ -52,7 +54,7 @@ class PallasTpu:
             num_tokens=batch.token_T.shape[0],
             page_size=group.page_size,
             window=heads.window,
-            tiles=tiles,
+            tiles=_tiles(heads, page_size=group.page_size, itemsize=group.pages.dtype.itemsize),
             decode_only=batch.decode_only,
         )
 
@@ -80,3 +82,8 @@ class PallasTpu:
             interpret=self.interpret,
         )
         return out_TNH, replace(group, pages=pages)
+
+
+def _tiles(heads: Heads, *, page_size: int, itemsize: int) -> Tiles:
+    layout = layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
+    return choose_tiles(layout=layout, page_size=page_size, itemsize=itemsize, num_heads=heads.num_heads)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.kv.state import GroupKV, destinations, write
-from jaxkv.ops.attention.base import Batch, Heads
+from jaxkv.ops.attention.base import Batch, Heads, Needs
 from jaxkv.ops.layers import total
 
 BLOCK = 128
@@ -62,7 +62,7 @@ class Xla:
 
     deterministic: bool = False
 
-    def refuses(self, heads: Heads, *, page_size: int, platform: str) -> str | None:
+    def refuses(self, heads: Heads, needs: Needs) -> str | None:
         return None
 
     def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
