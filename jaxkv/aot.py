@@ -25,9 +25,6 @@ from jaxkv.steps import Newest, copy_pages, step
 
 SMALLEST_STEP = 16
 
-NO_ROW = np.iinfo(np.int32).max
-"""Newest.row_B of a row that is padding: past every engine's last one."""
-
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Packed-token counts T that a step is compiled for: powers of two from 16, and the maximum itself."""
@@ -103,7 +100,7 @@ def empty_rows(num_rows: int) -> Rows:
 
 def empty_newest(num_engine_rows: int, num_rows: int) -> Newest:
     """No row has sampled anything, and all of the step's are padding (numpy)."""
-    return Newest(token_R=_full((num_engine_rows,), NO_TOKEN), row_B=_full((num_rows,), NO_ROW))
+    return Newest(token_R=_full((num_engine_rows,), NO_TOKEN), row_B=_full((num_rows,), num_engine_rows))
 
 
 def _abstract_full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
@@ -285,7 +282,7 @@ class Programs:
 
     def _whole(self, tree: Any) -> Any:
         """The shapes of inputs that every device has."""
-        sharding = self.placement.put() if self.placement is not None and self.placement.size > 1 else None
+        sharding = self.placement.sharding() if self.placement is not None and self.placement.size > 1 else None
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), tree)
 
 

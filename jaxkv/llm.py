@@ -294,7 +294,7 @@ class LLM:
             page_size=limits.block_size,
             num_rows=limits.max_num_seqs,
             pages_per_row=pages_per_row(limits),
-            itemsize=codec.storage_dtype.itemsize,
+            dtype=codec.storage_dtype,
             platform=self._device.platform,
         )
         return choose_backend(name, heads, needs, deterministic=deterministic)

@@ -53,12 +53,12 @@ class Placement:
     def size(self) -> int:
         return len(self.devices)
 
-    def put(self, parts: PartitionSpec = WHOLE) -> jax.sharding.Sharding:
+    def sharding(self, parts: PartitionSpec = WHOLE) -> jax.sharding.Sharding:
         """The sharding of an array that is divided so."""
         return NamedSharding(self.mesh, parts) if self.size > 1 else SingleDeviceSharding(self.devices[0])
 
     def abstract(self, shape: tuple[int, ...], dtype: Any, parts: PartitionSpec = WHOLE) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.put(parts))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(parts))
 
     def weight(self, name: str, ndim: int) -> PartitionSpec:
         """Of a leaf; one of more dimensions than its logical axes is stacked over layers."""

@@ -40,53 +40,19 @@ def ragged_paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
-) -> jax.Array:
-    """softmax(scale * q k^T) v of every packed token over the slots that its row holds. -> [T, N, H] float.
+) -> tuple[jax.Array, Statistics]:
+    """softmax(scale * q k^T) v of every packed token over the slots that its row holds, and what the softmax was like.
 
     A token of row r at position p sees those of the first len_B[r] slots of r's table whose position is at most p and,
     with a window, above p - window. Slot s of table page w has position first_BW[r, w] + s. Memory that a token does
     not see never matters, NaN included; a token that sees nothing, and padding (row_T = B), gets zeros. With a softcap
     c a score s becomes c tanh(s / c). A sink, a logit per query head, joins the softmax's sum and has no value.
 
-    The result is float32, or float64 where that is enabled.
+    -> (out [T, N, H], statistics): float32, or float64 where that is enabled.
     Units: len_B, positions and window in tokens; `num_pages` is P, the pages of one layer. pages: a float dtype.
     Cost: gathers W*S keys and values per token, 2*T*W*S*K*H values.
     Source: scaled dot-product attention, arXiv 1706.03762, equation 1, over pages, arXiv 2309.06180, equation 4.
     """
-    return attention_with_statistics(
-        q_TNH,
-        pages,
-        table_BW,
-        first_BW,
-        len_B,
-        row_T,
-        position_T,
-        layer=layer,
-        num_pages=num_pages,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks_N=sinks_N,
-    )[0]
-
-
-def attention_with_statistics(
-    q_TNH: jax.Array,
-    pages: jax.Array,
-    table_BW: jax.Array,
-    first_BW: jax.Array,
-    len_B: jax.Array,
-    row_T: jax.Array,
-    position_T: jax.Array,
-    *,
-    layer: int | jax.Array,
-    num_pages: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: jax.Array | None = None,
-) -> tuple[jax.Array, Statistics]:
-    """`ragged_paged_attention` and what its softmax was like."""
     num_tokens, num_heads, head_dim = q_TNH.shape
     num_rows, width = table_BW.shape
     page_size, kv_heads = pages.shape[2], pages.shape[1] // 2

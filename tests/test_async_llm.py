@@ -652,29 +652,27 @@ def test_a_failed_step_in_the_middle_leaves_those_that_wait(llm, sync, pace):
         assert_same(output, alone(sync, PROMPTS[3], LONG))
 
 
-def test_a_failed_step_that_concerns_nobody_any_more_ends_nothing(llm, sync, monkeypatch, caplog):
+def test_a_failed_step_that_concerns_nobody_any_more_ends_nothing(llm, pace, sync, monkeypatch, caplog):
     """Its request is gone when it is read, because the next one's tokens must be read before planning."""
-    engine, read = llm._llm._engine, type(llm._llm._engine)._read
-    needs_tokens = replace(GREEDY, presence_penalty=0.5, max_tokens=60)
+    engine, read, failed = llm._llm._engine, type(llm._llm._engine)._read, []
+
+    def fail_once(flight: Any) -> list[Any]:
+        if flight is not None and not failed:
+            failed.append(flight)
+            raise RuntimeError("device")
+        return read(engine, flight)
+
+    def leave() -> None:
+        assert engine._flight is not None
+        monkeypatch.setattr(engine, "_read", fail_once)
+        llm._engine.abort(["gone"])
 
     async def main() -> RequestOutput:
-        gate = threading.Event()
-        stream = llm.generate(PROMPTS[0], needs_tokens, "gone")
+        pace.enough = 1
+        stream = llm.generate(PROMPTS[0], replace(LONG, presence_penalty=0.5), "gone")
         await anext(stream)
-        llm._engine.post(gate.wait)
-        aborting = asyncio.create_task(llm.abort("gone"))
-        await asyncio.sleep(0)
-        failed = []
-
-        def fail_once(flight: Any) -> list[Any]:
-            if flight is not None and not failed:
-                failed.append(flight)
-                raise RuntimeError("device")
-            return read(engine, flight)
-
-        monkeypatch.setattr(engine, "_read", fail_once)
-        gate.set()
-        await aborting
+        await llm._engine.ask(leave)
+        pace.enough = math.inf
         result = await last(llm.generate(PROMPTS[1], GREEDY))
         assert failed
         return result
@@ -718,9 +716,9 @@ def test_what_a_failed_step_has_finished_before_it_failed_is_a_result(llm, sync,
         llm._engine.post(gate.wait)
         tasks = [asyncio.create_task(last(llm.generate(PROMPTS[i], params))) for i in range(3)]
         await asyncio.sleep(0)
-        gate.set()
         with monkeypatch.context() as patch:
             patch.setattr(engine, "_accept", accept_one)
+            gate.set()
             return await asyncio.gather(*tasks, return_exceptions=True)
 
     results = run(main())

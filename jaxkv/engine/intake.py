@@ -99,7 +99,7 @@ class Intake:
                 continue
             try:
                 text = tokenizer.apply_chat_template(messages, tokenize=False, **options, **extra)
-                ids = tokenizer.encode(text, add_special_tokens=False)
+                ids = self._encode(text, add_special_tokens=False)
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
             except (TemplateError, ValueError, TypeError) as error:
                 problems.append(f"conversation {index}: {type(error).__name__}: {error}")
@@ -251,7 +251,7 @@ class Intake:
             raise ValueError(f"prompt_token_ids: expected a list of token ids, got {type(ids).__name__}")
         return text, ids, salt
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, **options: Any) -> list[int]:
         if self._model.tokenizer is None:
             raise ValueError('expected {"prompt_token_ids": [...]} with skip_tokenizer_init=True, got a text')
         if not text:
@@ -262,7 +262,7 @@ class Intake:
             raise ValueError(f"the prompt is not valid Unicode: {error}") from error
         if len(text) > self._config.max_model_len:
             self._check_characters(len(text))
-        return self._model.tokenizer.encode(text)
+        return self._model.tokenizer.encode(text, **options)
 
     def _check_characters(self, length: int) -> None:
         """Refuses what is certainly too long, since a tokenizer takes seconds for megabytes."""

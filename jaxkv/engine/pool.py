@@ -158,7 +158,7 @@ def empty_kv(
         count = len(group.layers) * config.num_pages * 2 * group.num_kv_heads
         if count >= 2**31:
             raise ValueError(f"num_gpu_blocks_override: expected layers x pages x 2 KV heads < 2**31, got {count}")
-    device = None if placement is None else placement.put(PAGES)
+    device = None if placement is None else placement.sharding(PAGES)
     return _groups(spec, config, codec, backend, num_devices=placement.size if placement else 1, device=device)
 
 

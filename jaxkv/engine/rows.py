@@ -39,7 +39,7 @@ class RowTables:
         self.table_RW = np.zeros((self.num_rows + 1, width), np.int32)
         self.first_W = np.arange(width, dtype=np.int32) * config.block_size
         self.vocab_size = vocab_size
-        self._whole = None if placement is None else placement.put()
+        self._whole = None if placement is None else placement.sharding()
         self.max_len = config.max_len
         # Without histories: they are written anew for each step from the requests' tokens.
         self.sampling = empty_sampling(self.num_rows + 1, vocab_size=vocab_size, max_len=0)

@@ -64,7 +64,7 @@ def load_weights(
 
 def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
     """A leaf of the weight tree on its devices, on the default one without a placement."""
-    where = None if placement is None else placement.put(placement.weight(name, host.ndim))
+    where = None if placement is None else placement.sharding(placement.weight(name, host.ndim))
     return jax.device_put(host, where).block_until_ready()
 
 

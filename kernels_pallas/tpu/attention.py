@@ -136,14 +136,7 @@ def _check(layout: Layout, q_TNH: jax.Array, pages: jax.Array, schedule: Schedul
         raise NotImplementedError(f"page_size: expected one of {PAGE_SIZES}, got {schedule.page_size}")
     if page_mass and schedule.prefill is not None:
         raise NotImplementedError("page_mass: expected a step of decode rows only, got one with prefill chunks")
-    if reason := refuses_tables(schedule):
-        raise NotImplementedError(reason)
-
-
-def refuses_tables(schedule: Schedule) -> str | None:
-    """Why the scalar memory cannot hold what decode needs of a step's tables (or of their shapes), None if it can."""
     smem_bytes = 4 * sum(x.size for x in jax.tree.leaves((schedule.table, schedule.first, schedule.decode)))
-    if smem_bytes <= SMEM_BYTES:
-        return None
-    tables = f"tables of {schedule.batch} rows x {schedule.width} pages"
-    return f"{tables} take {smem_bytes} bytes of scalar memory, expected at most {SMEM_BYTES}"
+    if smem_bytes > SMEM_BYTES:
+        tables = f"tables of {schedule.batch} rows x {schedule.width} pages"
+        raise NotImplementedError(f"{tables} take {smem_bytes} bytes of scalar memory, expected at most {SMEM_BYTES}")

@@ -174,7 +174,7 @@ def expected(case: Case) -> tuple[np.ndarray, reference.Statistics, np.ndarray]:
             jnp.asarray(x, jnp.float64) for x in (*(arrays[n] for n in ("q_TNH", "k_TKH", "v_TKH")), case.pages)
         )
         pages = reference.write_pages(pages, k_TKH, v_TKH, case.dest_T, layer=LAYER, num_pages=num_pages)
-        out, statistics = reference.attention_with_statistics(
+        out, statistics = reference.ragged_paged_attention(
             q_TNH,
             pages,
             *(arrays[name] for name in ("table_BW", "first_BW", "len_B")),

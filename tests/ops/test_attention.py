@@ -190,7 +190,7 @@ def oracle(case: Case, *, layer: int, window: int | None) -> np.ndarray:
     q_TNH, group, batch = case
     arrays = (group.codec.decode(group.pages), group.table_BW, group.first_BW, group.len_B)  # float pages, not bits
     call = partial(ATTEND_ORACLE, num_pages=group.num_pages, scale=scale_of(case), layer=layer, window=window)
-    return np.asarray(call(q_TNH, *arrays, batch.row_T, batch.position_T))
+    return np.asarray(call(q_TNH, *arrays, batch.row_T, batch.position_T)[0])
 
 
 def run_backend(backend: str, case: Case, *, layer: int, window: int | None) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from tiny import make_checkpoint, tiny_config
 
 HEADS = Heads(num_heads=8, num_kv_heads=2, head_dim=128, window=None)
 ODD = Heads(num_heads=8, num_kv_heads=2, head_dim=80, window=None)
-NEEDS = Needs(page_size=64, num_rows=64, pages_per_row=128, itemsize=2, platform="tpu")
+NEEDS = Needs(page_size=64, num_rows=64, pages_per_row=128, dtype=np.dtype(jnp.bfloat16), platform="tpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3)
 
 
@@ -36,7 +37,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprob
             "tpu",
             HEADS,
             8,
-            ("xla", "chosen by auto on a tpu: pallas_tpu: expected a block_size out of (16, 32, 64, 128), got 8"),
+            ("xla", "chosen by auto on a tpu: pallas_tpu: page_size: expected one of (16, 32, 64, 128), got 8"),
         ),
         ("auto", "gpu", HEADS, 64, ("xla", "chosen by auto on a gpu: mosaic_gpu: not built yet")),
         ("xla", "tpu", HEADS, 64, ("xla", "asked for by name")),
@@ -53,7 +54,7 @@ def test_auto_takes_the_first_that_can_and_says_why_not_the_others(name, platfor
     [
         ("gpu", HEADS, 64, "expected a TPU, got gpu"),
         ("tpu", ODD, 64, "head_dim: expected 64 or a multiple of 128, got 80"),
-        ("tpu", HEADS, 8, "expected a block_size out of .16, 32, 64, 128., got 8"),
+        ("tpu", HEADS, 8, "page_size: expected one of .16, 32, 64, 128., got 8"),
     ],
 )
 def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, message):
@@ -67,10 +68,20 @@ def test_rows_too_many_and_too_long_for_scalar_memory_run_on_xla():
     assert backend == "xla"
     assert re.fullmatch(
         r"chosen by auto on a tpu: pallas_tpu: tables of 256 rows x 2048 pages take \d+ bytes of scalar memory, "
-        r"expected at most 786432: lower max_model_len or max_num_seqs",
+        r"expected at most 786432",
         reason,
     )
     assert choose_backend("auto", [HEADS], replace(needs, num_rows=64))[0] == "pallas_tpu"
+
+
+def test_rows_too_many_for_vector_memory_and_pages_of_another_dtype_run_on_xla():
+    for needs, reason in (
+        (replace(NEEDS, num_rows=4096, pages_per_row=2), "4096 decode rows: \\d+ bytes do not fit"),
+        (replace(NEEDS, dtype=np.dtype(np.uint16)), "pages: expected bfloat16 or float32, got uint16"),
+    ):
+        backend, why = choose_backend("auto", [HEADS], needs)
+        assert backend == "xla"
+        assert re.match(f"chosen by auto on a tpu: pallas_tpu: {reason}", why)
 
 
 def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> dict:

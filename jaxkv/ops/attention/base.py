@@ -1,7 +1,8 @@
 """Paged attention backends: the contract, and the ragged batch that they read.
 
 A backend is one file here. What it promises of `Backend.attend`:
-- every token's key and value are in its slot of the pages afterwards, and nothing else of them has changed;
+- every token's key and value are in its slot of the pages afterwards, and of what anybody holds nothing else has
+  changed;
 - query t of row r sees exactly the held slots of r whose position is at most t's own, and, with a window, above
   position - window, those of the step itself included;
 - memory that a row does not hold never influences its result, whatever it contains (NaN included);
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from flax import struct
 
 from jaxkv.kv.state import GroupKV
@@ -34,12 +36,12 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What an engine asks of a backend beside the heads: rows of so many pages, whose values have `itemsize` bytes."""
+    """What an engine asks of a backend beside the heads: rows of so many pages, which store values of `dtype`."""
 
     page_size: int
     num_rows: int
     pages_per_row: int
-    itemsize: int
+    dtype: np.dtype
     platform: str
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.state import GroupKV
 from jaxkv.ops.attention.base import Batch, Heads, Needs
-from kernels_pallas.tpu import Schedule, Tiles, choose_tiles, layout_of, make_schedule, ragged_paged_attention
-from kernels_pallas.tpu.attention import PAGE_SIZES, refuses_tables
+from kernels_pallas.tpu import Schedule, choose_tiles, layout_of, make_schedule, ragged_paged_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,24 @@ class PallasTpu:
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         if needs.platform != "tpu" and not self.interpret:
             return f"expected a TPU, got {needs.platform}"
-        if needs.page_size not in PAGE_SIZES:
-            return f"expected a block_size out of {PAGE_SIZES}, got {needs.page_size}"
         try:
-            layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
+            jax.eval_shape(partial(self._try, heads, needs))
         except NotImplementedError as error:
             return str(error)
-        rows = jax.ShapeDtypeStruct((needs.num_rows,), jnp.int32)
-        table = jax.ShapeDtypeStruct((needs.num_rows, needs.pages_per_row), jnp.int32)
-        static: Any = {"num_tokens": needs.num_rows, "page_size": needs.page_size, "window": heads.window}
-        tiles = _tiles(heads, page_size=needs.page_size, itemsize=needs.itemsize)
-        loop = partial(make_schedule, **static, tiles=tiles, decode_only=True)
-        reason = refuses_tables(jax.eval_shape(loop, table, table, rows, rows, rows, jnp.int32(0), jnp.int32(0)))
-        return None if reason is None else f"{reason}: lower max_model_len or max_num_seqs"
+        return None
+
+    def _try(self, heads: Heads, needs: Needs) -> jax.Array:
+        """One layer of the smallest step with all rows, to hear from the kernels what they do not take."""
+        batch = jnp.zeros(needs.num_rows, jnp.int32)
+        table_BW = jnp.zeros((needs.num_rows, needs.pages_per_row), jnp.int32)
+        pages = jnp.zeros((1, *self.page_shape(heads, needs.page_size)), needs.dtype)
+        codec = PlainCodec(dtype=needs.dtype.name)
+        group = GroupKV(pages, table_BW, table_BW, batch, codec=codec, num_layers=1)
+        made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
+        q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, heads.head_dim))
+        k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, heads.head_dim))
+        prepared = self.prepare(group, made, heads)
+        return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, layer=0, scale=1.0)[0]
 
     def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
         layout = layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
@@ -54,7 +59,12 @@ class PallasTpu:
             num_tokens=batch.token_T.shape[0],
             page_size=group.page_size,
             window=heads.window,
-            tiles=_tiles(heads, page_size=group.page_size, itemsize=group.pages.dtype.itemsize),
+            tiles=choose_tiles(
+                layout=layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim),
+                page_size=group.page_size,
+                itemsize=group.pages.dtype.itemsize,
+                num_heads=heads.num_heads,
+            ),
             decode_only=batch.decode_only,
         )
 
@@ -82,8 +92,3 @@ class PallasTpu:
             interpret=self.interpret,
         )
         return out_TNH, replace(group, pages=pages)
-
-
-def _tiles(heads: Heads, *, page_size: int, itemsize: int) -> Tiles:
-    layout = layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
-    return choose_tiles(layout=layout, page_size=page_size, itemsize=itemsize, num_heads=heads.num_heads)
