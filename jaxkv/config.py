@@ -82,6 +82,40 @@ class EngineConfig:
         return min(self.max_model_len, self.num_pages * self.block_size)
 
 
+DECODE_STEPS = 8
+"""Tokens per row between two looks of the host."""
+
+
+def engine_limits(
+    platform: str,
+    longest: int,
+    *,
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int = 2048,
+    block_size: int | None = None,
+    seed: int = 0,
+    max_logprobs: int = 20,
+) -> EngineConfig:
+    """What `LLM` takes where nothing is given, for a checkpoint of `longest` tokens. The pool, one page, comes later.
+
+    Raises: ValueError for a figure out of range.
+    """
+    on_cpu = platform == "cpu"
+    limits = EngineConfig(
+        max_model_len=longest if max_model_len is None else max_model_len,
+        max_num_seqs=(64 if on_cpu else 256) if max_num_seqs is None else max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=(16 if on_cpu else 64) if block_size is None else block_size,
+        num_pages=1,
+        decode_steps=DECODE_STEPS,
+        seed=seed,
+        max_logprobs=max_logprobs,
+    )
+    _expect(limits.max_model_len <= longest, "max_model_len", f"at most {longest} (the checkpoint's)", max_model_len)
+    return limits
+
+
 MAX_SAMPLES = 1024
 """Samples of one prompt: each has its own copy of the prompt on the host from the start."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxkv.aot import Programs
-from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, check_others
+from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, check_others, engine_limits
 from jaxkv.engine.branch import beam_output
 from jaxkv.engine.budget import device_memory
 from jaxkv.engine.compile_cache import use_compile_cache
@@ -35,9 +35,6 @@ DEMO = Path(__file__).parent / "demo"
 
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
-
-DECODE_STEPS = 8
-"""Tokens per row between two looks of the host."""
 
 
 class LLM:
@@ -98,7 +95,6 @@ class LLM:
         if skip_tokenizer_init and tokenizer is not None:
             raise ValueError(f"tokenizer: expected None with skip_tokenizer_init=True, got {tokenizer!r}")
         self._device = jax.devices()[0]
-        on_cpu = self._device.platform == "cpu"
         check_backend(backend)
         self._compile_cache = use_compile_cache(self._device)
         self._model = load_model(
@@ -112,19 +108,17 @@ class LLM:
         spec = self._model.spec
         kv_dtype = self._model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
         codec = get_codec(kv_dtype, platform=self._device.platform)
-        limits = EngineConfig(
-            max_model_len=spec.max_len if max_model_len is None else max_model_len,
-            max_num_seqs=(64 if on_cpu else 256) if max_num_seqs is None else max_num_seqs,
+        limits = engine_limits(
+            self._device.platform,
+            spec.max_len,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            block_size=(16 if on_cpu else 64) if block_size is None else block_size,
-            num_pages=1,
-            decode_steps=DECODE_STEPS,
+            block_size=block_size,
             seed=seed,
             max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
         self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic)
-        if limits.max_model_len > spec.max_len:
-            raise ValueError(f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got {max_model_len}")
         self._budget = plan_pool(
             limits,
             bytes_per_page(spec, page_size=limits.block_size, codec=codec, num_devices=self._model.placement.size),

@@ -30,7 +30,7 @@ import numpy as np
 from bench_generate import environment
 
 from jaxkv.aot import row_buckets, token_buckets
-from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.config import DECODE_STEPS, EngineConfig, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake
 from jaxkv.engine.model import Model
@@ -39,7 +39,7 @@ from jaxkv.engine.scheduler import LoopPlan, StepPlan
 from jaxkv.engine.text import load_tokenizer
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, empty_group
-from jaxkv.llm import DECODE_STEPS, DEMO
+from jaxkv.llm import DEMO
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled

@@ -15,10 +15,13 @@ _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _HUB_ID = re.compile(rf"(?!.*(?:--|\.\.))(?:{_PART}/)?{_PART}(?<!\.git)", re.ASCII)
 
 
-def resolve_model(model: str | os.PathLike[str], *, revision: str | None = None) -> Path:
+def resolve_model(
+    model: str | os.PathLike[str], *, revision: str | None = None, only: tuple[str, ...] = ALLOW_PATTERNS
+) -> Path:
     """The local directory of a model: `model` itself if it is one, else the hub's snapshot of `org/name` or `name`.
 
-    Fetches weights, JSON and chat templates only: never code, never pickle. A PathLike is always meant as a path.
+    Fetches `only` files of these names, by default weights, JSON and chat templates: never code, never pickle. A
+    PathLike is always meant as a path.
     Raises: CheckpointError for a path that is no directory and for what is neither path nor hub id; ValueError for a
     revision of a local directory; OSError when the hub cannot be reached or does not give the files.
     """
@@ -31,7 +34,7 @@ def resolve_model(model: str | os.PathLike[str], *, revision: str | None = None)
         raise CheckpointError(f"{text}: expected a directory with config.json and *.safetensors, got {_kind(text)}")
     if not _HUB_ID.fullmatch(text):
         raise CheckpointError(f"model: expected a local directory or a hub id such as org/name, got {text[:200]!r}")
-    return _fetch(text, revision)
+    return _fetch(text, revision, only)
 
 
 def _looks_like_path(text: str) -> bool:
@@ -42,14 +45,14 @@ def _kind(text: str) -> str:
     return "a file; pass the directory that holds it" if os.path.exists(text) else "nothing there"
 
 
-def _fetch(hub_id: str, revision: str | None) -> Path:
+def _fetch(hub_id: str, revision: str | None, only: tuple[str, ...]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     # The base is the HTTP library's root error: httpx2 under hub 2.x, httpx under 1.x.
     transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(ALLOW_PATTERNS)))
+        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(only)))
     except (transport_error, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise OSError(

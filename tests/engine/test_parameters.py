@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jaxkv.llm
+import jaxkv.config
 from dense import Dense
 from jaxkv import LLM, RequestOutput, SamplingParams
 from jaxkv.engine.masks import encode_words
@@ -56,7 +56,7 @@ def new_llm(checkpoint) -> Callable[..., LLM]:
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": NUM_CHUNK, "block_size": 8, "max_model_len": 96}
         llm = LLM(checkpoint, dtype="float32", lazy_compile=True, num_gpu_blocks_override=48, **limits | options)
         programs = llm._engine.programs
-        programs._compiled = compiled.setdefault(f"{options} {jaxkv.llm.DECODE_STEPS}", programs._compiled)
+        programs._compiled = compiled.setdefault(f"{options} {jaxkv.config.DECODE_STEPS}", programs._compiled)
         return llm
 
     return new_llm
@@ -149,7 +149,7 @@ def test_loops_of_8_equal_one_token_at_a_time(new_llm, expected, temperature, mo
     sizes = loop_sizes(llm, monkeypatch)
     assert tokens_of(run(llm, [[5], *prompts], [watched, *params]))[1:] == whole
     assert set(sizes) == {1}
-    monkeypatch.setattr(jaxkv.llm, "DECODE_STEPS", 1)
+    monkeypatch.setattr(jaxkv.config, "DECODE_STEPS", 1)
     assert tokens_of(run(new_llm(), prompts, params)) == whole
 
 

@@ -1,0 +1,162 @@
+"""An engine that is not there: a model by its config.json alone, an engine's limits, and chips to run it on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.aot import Programs
+from jaxkv.config import EngineConfig, engine_limits
+from jaxkv.engine.budget import Memory
+from jaxkv.engine.pool import abstract_kv, bytes_per_page, pages_per_row
+from jaxkv.kv.codecs import Codec, get_codec
+from jaxkv.models.decoder import heads_of
+from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
+from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.attention import Needs, choose_backend
+from jaxkv.report.chips import GIB, Target
+from jaxkv.sharding import TENSOR, Placement, place
+from jaxkv.weights.hub import resolve_model
+
+
+def find_config(model: str | os.PathLike[str]) -> ConfigReader:
+    """The config.json of a model: the file itself, its directory, or a hub id (nothing else is fetched).
+
+    Raises: CheckpointError if there is none, OSError if the hub does not give it.
+    """
+    path = Path(os.path.expanduser(os.fspath(model)))
+    if path.suffix == ".json":
+        return read_config(path.parent, path.name)
+    return read_config(resolve_model(model, only=("config.json",)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """What `LLM` would make of a model with these limits on a target. Allocates nothing."""
+
+    name: str
+    spec: ModelSpec
+    layout: Layout
+    dtype: str
+    codec: Codec
+    target: Target
+    tensor_parallel_size: int
+    limits: EngineConfig
+    backend: str
+    backend_reason: str
+    utilization: float
+
+    @property
+    def memory(self) -> Memory:
+        """Of one device, with the weights loaded."""
+        usable = int(self.target.chip.memory_gib * GIB)
+        source = f"{self.utilization} of {self.target.chip.memory_gib} GiB of each device"
+        return Memory(limit=int(usable * self.utilization), used=self.weight_bytes, source=source)
+
+    @property
+    def weight_bytes(self) -> int:
+        """On each device."""
+        itemsize, placement = jnp.dtype(self.dtype).itemsize, self._parts
+        total = 0
+        for leaves, count in ((self.layout.top, 1), (self.layout.layer, self.spec.num_layers)):
+            for name, leaf in leaves.items():
+                is_divided = TENSOR in placement.weight(name, len(leaf.info.shape))
+                size = itemsize * count
+                for length in leaf.info.shape:
+                    size *= length
+                total += size // (self.tensor_parallel_size if is_divided else 1)
+        return total
+
+    @property
+    def page_nbytes(self) -> int:
+        """On each device."""
+        size = self.tensor_parallel_size
+        return bytes_per_page(self.spec, page_size=self.limits.block_size, codec=self.codec, num_devices=size)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Raises: RuntimeError if the target's compiler is not installed."""
+        return place(self.spec, self.layout, self.target.devices(), self.tensor_parallel_size)
+
+    @property
+    def _parts(self) -> Placement:
+        """How the model is divided, on devices that are only counted."""
+        return place(self.spec, self.layout, _counted(self.target), self.tensor_parallel_size)
+
+    def programs_for(self, config: EngineConfig, num_pages: int) -> Programs:
+        """Of an engine whose pool has so many pages, not compiled; the rest is in the config."""
+        spec, backend, placement = self.spec, self.backend, self.placement
+        sized = replace(config, num_pages=num_pages)
+        kv = abstract_kv(spec, sized, self.codec, backend=backend, placement=placement)
+        return Programs(self._weights, kv, spec=spec, config=config, backend=backend, placement=placement)
+
+    @property
+    def _weights(self) -> dict[str, Any]:
+        """The weight tree's shapes, layers stacked."""
+
+        def abstract(name: str, *dims: int) -> jax.ShapeDtypeStruct:
+            parts = self.placement.weight(name, len(dims))
+            return self.placement.abstract(dims, jnp.dtype(self.dtype), parts)
+
+        top, layer = self.layout.top, self.layout.layer
+        weights: dict[str, Any] = {name: abstract(name, *leaf.info.shape) for name, leaf in top.items()}
+        count = self.spec.num_layers
+        return weights | {"layers": {name: abstract(name, count, *leaf.info.shape) for name, leaf in layer.items()}}
+
+
+def _counted(target: Target) -> Any:
+    return range(target.num_devices)
+
+
+def deploy(
+    model: str | os.PathLike[str],
+    target: Target,
+    *,
+    dtype: str = "bfloat16",
+    kv_cache_dtype: str = "auto",
+    tensor_parallel_size: int | None = None,
+    backend: str = "auto",
+    utilization: float = 0.9,
+    **limits: Any,
+) -> Deployment:
+    """limits: those of `engine_limits`. tensor_parallel_size: by default all devices of the target.
+
+    Raises: ValueError and NotImplementedError as `LLM` does, CheckpointError and OSError as `find_config` does.
+    """
+    config = find_config(model)
+    spec, layout = read_family(config)
+    if dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"dtype: expected bfloat16 or float32, got {dtype!r}")
+    if not 0 < utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization: expected a number in (0, 1], got {utilization!r}")
+    size = target.num_devices if tensor_parallel_size is None else tensor_parallel_size
+    place(spec, layout, _counted(target), size)
+    codec = get_codec(dtype if kv_cache_dtype == "auto" else kv_cache_dtype, platform="tpu")
+    engine = engine_limits("tpu", spec.max_len, **limits)
+    needs = Needs(
+        page_size=engine.block_size,
+        num_rows=engine.max_num_seqs,
+        pages_per_row=pages_per_row(engine),
+        dtype=codec.storage_dtype,
+        platform="tpu",
+    )
+    chosen, reason = choose_backend(backend, heads_of(spec, num_devices=size), needs)
+    return Deployment(
+        name=config.where,
+        spec=spec,
+        layout=layout,
+        dtype=dtype,
+        codec=codec,
+        target=target,
+        tensor_parallel_size=size,
+        limits=engine,
+        backend=chosen,
+        backend_reason=reason,
+        utilization=utilization,
+    )
