@@ -115,8 +115,8 @@ def _full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
 class ProgramMemory(NamedTuple):
     """What one program takes on its device beside weights and pool, in bytes, by the compiler's own account.
 
-    temp_bytes while it runs: temporaries, the inputs and outputs that are not weights or pool, and what padding adds to
-    those two. code_bytes as long as it is kept.
+    temp_bytes while it runs: temporaries, the inputs and outputs that are not weights, pool or sampling parameters
+    (`Programs.wide_bytes`), and what padding adds to those. code_bytes as long as it is kept.
     """
 
     name: str
@@ -236,8 +236,10 @@ class Programs:
         memory = self._compiled[kind, size].memory_analysis()
         if memory is None:
             raise NotImplementedError("this device's compiler does not say how much memory a program takes")
-        weights = {} if kind == "copy" else self._weights
-        held = bytes_per_device((weights, [group.pages for group in self._kv.groups]))
+        held = bytes_per_device([group.pages for group in self._kv.groups])
+        if kind != "copy":
+            rows = self.num_step_rows(size) if kind == "step" else size
+            held += bytes_per_device((self._weights, self._sampling_for(rows)))
         # An output that takes over an argument's memory (the pool) counts in both sizes, and once in the alias size.
         arguments_and_outputs = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         return ProgramMemory(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import signal
 import sys
 import time
@@ -14,6 +16,7 @@ from jaxkv.version import VERSION
 
 if TYPE_CHECKING:
     from jaxkv.config import SamplingParams
+    from jaxkv.report.deployment import Deployment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_batch(commands)
     _add_convert(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -79,6 +83,37 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument("out", metavar="OUT", type=Path, help="directory to make; nothing may be there yet")
     convert.add_argument("--dtype", default="auto", help="auto (default), bfloat16 or float32")
     convert.add_argument("--no-compile", action="store_true", help="leave the compiled programs to the first start")
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="what a model takes on TPUs, and how much context fits beside it",
+        description="Divides the memory of devices that need not be here between weights, programs and KV cache. Needs "
+        "the model's config.json only. GiB are 2**30 bytes.",
+    )
+    plan.set_defaults(run=_plan)
+    plan.add_argument("model", metavar="MODEL", help="config.json, a directory that has one, or a hub id")
+    _add_target_options(plan)
+    plan.add_argument("--context", type=int, nargs="+", metavar="N", help="tokens of a sequence (default: the longest)")
+    plan.add_argument("--sequences", type=int, default=0, metavar="N", help="whether so many fit")
+    plan.add_argument("--compile", action="store_true", help="ask the compiler too (minutes; jaxkv[tpu] on Linux)")
+    plan.add_argument("--svg", type=Path, metavar="FILE", help="a stacked bar for each plan")
+    plan.add_argument("--json", action="store_true", help="JSON, sizes in bytes")
+
+
+def _add_target_options(parser: argparse.ArgumentParser) -> None:
+    chips = "v6e is one chip, v6e:2x4 are eight (default: v5e v6e tpu7x)"
+    parser.add_argument("--target", nargs="+", metavar="T", default=["v5e", "v6e", "tpu7x"], help=chips)
+    parser.add_argument("--tensor-parallel-size", type=int, help="devices that divide the model (default: all)")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default) or float32")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto (as dtype), bfloat16 or float32")
+    parser.add_argument("--max-model-len", type=int, help="longest prompt and output together, in tokens")
+    parser.add_argument("--max-num-seqs", type=int, help="rows that run at once (default: 256)")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens per step (default: 2048)")
+    parser.add_argument("--block-size", type=int, help="tokens per page (default: 64)")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="part of the memory (default: 0.9)")
+    parser.add_argument("--backend", default="auto", help="auto (default), xla or pallas_tpu")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -194,3 +229,36 @@ def _convert(args: argparse.Namespace) -> int:
 
         print(LLM(args.out, skip_tokenizer_init=True).describe())
     return 0
+
+
+def _deployments(args: argparse.Namespace) -> list[Deployment]:
+    from jaxkv.report.chips import ENVIRONMENT, parse_target
+
+    os.environ.update(ENVIRONMENT)
+    from jaxkv.report.deployment import deploy
+
+    names = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "backend", "max_model_len", "max_num_seqs")
+    options = {name: getattr(args, name) for name in (*names, "max_num_batched_tokens", "block_size")}
+    options["utilization"] = args.gpu_memory_utilization
+    return [deploy(args.model, target, **options) for target in map(parse_target, args.target)]
+
+
+def _plan(args: argparse.Namespace) -> int:
+    deployments = _deployments(args)
+    from jaxkv.report import plan
+
+    contexts = args.context or [deployments[0].limits.max_model_len]
+    if min(*contexts, args.sequences + 1) < 1:
+        raise ValueError(f"expected --context above 0 and --sequences from 0, got {contexts} and {args.sequences}")
+    if not args.json:
+        print(plan.describe_model(deployments[0], contexts=contexts, sequences=args.sequences), flush=True)
+    planned = []
+    for deployment in deployments:
+        planned.append(plan.make_plans(deployment, compile_too=args.compile))
+        if not args.json:
+            print(plan.describe(planned[-1], contexts=contexts, sequences=args.sequences), flush=True)
+    if args.json:
+        print(json.dumps([plan.as_json(one) for one in planned], indent=1))
+    if args.svg:
+        args.svg.write_text(plan.picture(planned))
+    return int(all(one.refusal is not None for one in planned))

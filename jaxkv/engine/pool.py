@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,7 +67,8 @@ def plan_pool(
     if memory.pool_limit is None:
         # A small pool bounds the length of rows, and so other inputs: one that only tries the compiler must not.
         rows = replace(limits, num_pages=pages_per_row(limits))
-        most, compile_s = _fit_pages(memory, page_nbytes, wanted, partial(programs_for, rows))
+        at_most = min(wanted, memory.free // page_nbytes)
+        most, compile_s = fit_pages(memory, page_nbytes, at_most, partial(programs_for, rows))
     elif (most := memory.pool_limit // page_nbytes) < 1:
         raise CapacityError(f"{page_nbytes} bytes needed for one page of KV cache, {memory.pool_limit} free")
     return Budget(
@@ -95,18 +96,27 @@ def _asked_pages(page_nbytes: int, memory_bytes: int | None, pages_override: int
     return None
 
 
-def _fit_pages(
-    memory: Memory, page_nbytes: int, wanted: int, programs_for: Callable[[int], Programs]
+def fit_pages(
+    memory: Memory, page_nbytes: int, at_most: int, programs_for: Callable[[int], Programs]
 ) -> tuple[int, float]:
-    """(most pages that fit beside the programs, seconds spent compiling).
+    """(most pages that fit beside the programs, seconds spent compiling), learned from pools below `at_most` pages.
 
     Raises: CapacityError if not even one page fits.
     """
-    small, large = measured = _compile_two(min(wanted, memory.free // page_nbytes), programs_for)
+    small, large = measured = _compile_two(at_most, programs_for)
     kept = large.wide_bytes + large.num_programs * max(program.code_bytes for program in large.memory)
-    room = memory.free - kept - int(MARGIN * (memory.free + memory.used))
     points = ([(programs.num_pages, one.temp_bytes) for one in programs.memory] for programs in measured)
     lines = [fit_line(*pair) for pair in zip(*points, strict=True)]
+    return most_pages(memory, page_nbytes, kept, lines), small.compile_s + large.compile_s
+
+
+def most_pages(memory: Memory, page_nbytes: int, kept_bytes: int, lines: Iterable[tuple[int, int]]) -> int:
+    """Pages that fit beside what stays for all programs and what the hungriest takes: a + b * pages for an (a, b).
+
+    Raises: CapacityError if not even one page fits.
+    """
+    room = memory.free - kept_bytes - int(MARGIN * (memory.free + memory.used))
+    lines = list(lines)
     num_pages = min((room - fixed) // (page_nbytes + per_page) for fixed, per_page in lines)
     if num_pages < 1:
         needed = max(page_nbytes + fixed + per_page for fixed, per_page in lines)
@@ -114,7 +124,7 @@ def _fit_pages(
             f"{needed} bytes needed for one page of KV cache and the programs, {room} free: "
             f"lower max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization"
         )
-    return num_pages, small.compile_s + large.compile_s
+    return num_pages
 
 
 def _compile_two(at_most: int, programs_for: Callable[[int], Programs]) -> tuple[Programs, Programs]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from jaxkv.engine.budget import Memory
 from jaxkv.engine.pool import abstract_kv, bytes_per_page, pages_per_row
 from jaxkv.kv.codecs import Codec, get_codec
 from jaxkv.models.decoder import heads_of
-from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
+from jaxkv.models.families import ConfigReader, Layout, Leaf, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Needs, choose_backend
 from jaxkv.report.chips import GIB, Target
@@ -64,20 +65,28 @@ class Deployment:
         """On each device."""
         itemsize, placement = jnp.dtype(self.dtype).itemsize, self._parts
         total = 0
-        for leaves, count in ((self.layout.top, 1), (self.layout.layer, self.spec.num_layers)):
+        for leaves, count in ((self._top, 1), (self.layout.layer, self.spec.num_layers)):
             for name, leaf in leaves.items():
                 is_divided = TENSOR in placement.weight(name, len(leaf.info.shape))
-                size = itemsize * count
-                for length in leaf.info.shape:
-                    size *= length
-                total += size // (self.tensor_parallel_size if is_divided else 1)
+                nbytes = count * math.prod(leaf.info.shape) * itemsize
+                total += nbytes // (self.tensor_parallel_size if is_divided else 1)
         return total
+
+    @property
+    def _top(self) -> dict[str, Leaf]:
+        """Leaves outside the layers, without a tied head."""
+        return {name: leaf for name, leaf in self.layout.top.items() if leaf.same_as is None}
 
     @property
     def page_nbytes(self) -> int:
         """On each device."""
         size = self.tensor_parallel_size
         return bytes_per_page(self.spec, page_size=self.limits.block_size, codec=self.codec, num_devices=size)
+
+    @property
+    def token_nbytes(self) -> int:
+        """Of the KV cache, on all devices together."""
+        return bytes_per_page(self.spec, page_size=1, codec=self.codec)
 
     @cached_property
     def placement(self) -> Placement:
@@ -104,7 +113,7 @@ class Deployment:
             parts = self.placement.weight(name, len(dims))
             return self.placement.abstract(dims, jnp.dtype(self.dtype), parts)
 
-        top, layer = self.layout.top, self.layout.layer
+        top, layer = self._top, self.layout.layer
         weights: dict[str, Any] = {name: abstract(name, *leaf.info.shape) for name, leaf in top.items()}
         count = self.spec.num_layers
         return weights | {"layers": {name: abstract(name, count, *leaf.info.shape) for name, leaf in layer.items()}}
