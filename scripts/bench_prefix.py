@@ -123,8 +123,8 @@ def compare(sides: Sides, *, num_shared: int) -> dict[str, Any]:
 def lookup(options: argparse.Namespace) -> dict[str, float]:
     """Nanoseconds per token of a prompt for its keys and for finding its pages, if none is listed and if all are."""
     tokens, size = np.random.default_rng(options.seed).integers(3, 32_000, options.long_prompt).tolist(), 16
-    index, empty = PrefixIndex(), PrefixIndex()
     num_pages = len(tokens) // size
+    index, empty = PrefixIndex(num_pages), PrefixIndex(num_pages)
     seen: dict[str, list[float]] = {"keys": [], "miss": [], "hit": []}
     for page, key in enumerate(keys_of(tokens, size)):
         index.add(key, page, page - 1 if page else None)

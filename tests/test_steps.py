@@ -163,7 +163,7 @@ def by_steps(
             sampling.history_BN[row, (sampling.history_BN[row] != NO_TOKEN).sum()] = token_B[row]
             position_B[row] += 1
             budget_B[row] = 0 if token_B[row] in sampling.stop_BE[row] else budget_B[row] - 1
-            handles[row] = replace(handles[row], length=handles[row].length + 1)
+            handles[row] = KVHandle(handles[row].pages, handles[row].length + 1)
         outs.append(out)
     return handles, Rows(token_B, position_B, budget_B), jax.tree.map(lambda *x: np.stack(x), *outs)
 
@@ -204,7 +204,7 @@ def test_a_decode_loop_of_n_is_n_steps(device, allocator, n, min_left, penalties
     stored_B = (want.token_B != NO_TOKEN).sum(axis=0)
     assert device.kv.groups[0].len_B.tolist() == [h.length + n for h, n in zip(handles, stored_B.tolist(), strict=True)]
     for handle, count in zip(handles, stored_B.tolist(), strict=True):
-        handle = replace(handle, length=handle.length + count)
+        handle = KVHandle(handle.pages, handle.length + count)
         for got_x, want_x in zip(device.held(handle), replace(device, kv=want_kv).held(handle), strict=True):
             np.testing.assert_allclose(got_x, want_x, rtol=0, atol=TOLERANCE)
     if n == WIDTH and penalties:
@@ -242,7 +242,7 @@ def test_a_loop_ends_when_every_row_has_ended_and_resting_rows_store_nothing(dev
     assert (out.token_B[1:] == NO_TOKEN).all()
     assert (out.token_B[:, 3] == NO_TOKEN).all()
     assert got_rows.budget_B.tolist() == [0] * NUM_ROWS
-    longer = [replace(handle, length=handle.length + (row < 3)) for row, handle in enumerate(handles)]
+    longer = [KVHandle(handle.pages, handle.length + (row < 3)) for row, handle in enumerate(handles)]
     owned_PS = owned_slots(longer, num_pages=NUM_PAGES, page_size=SIZE)
     for group in device.kv.groups:
         stored = np.asarray(group.pages).reshape(group.num_layers, NUM_PAGES, -1, SIZE, group.pages.shape[3])
@@ -299,7 +299,7 @@ def test_a_prompt_in_chunks_is_the_whole_prompt(device, allocator, chunks):
     ids = prompt(7, 41)
     handle = allocator.reserve(KVHandle(), 41)
     whole = device.step([handle], [ids], make_sampling())
-    stored = device.held(replace(handle, length=41))
+    stored = device.held(KVHandle(handle.pages, 41))
     allocator.release(handle)
     handle = allocator.reserve(KVHandle(), 41)  # other pages, and all NaN again
     for count in chunks:
@@ -332,7 +332,7 @@ def test_padding_of_a_step_and_a_loop_leaves_a_full_pool_alone(device):
     rng = np.random.default_rng(0)
     pages = rng.permutation(NUM_PAGES).reshape(NUM_ROWS, TABLE).tolist()
     everything = [KVHandle(tuple(row), TABLE * SIZE) for row in pages]
-    handles = [replace(handle, length=handle.length - (row == 2)) for row, handle in enumerate(everything)]
+    handles = [KVHandle(handle.pages, handle.length - (row == 2)) for row, handle in enumerate(everything)]
     groups = (replace(g, pages=jnp.asarray(rng.normal(size=g.pages.shape), g.pages.dtype)) for g in device.kv.groups)
     device.kv = replace(device.kv, groups=tuple(groups))
     full = [np.asarray(group.pages) for group in device.kv.groups]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from struct import Struct
 
 PageKey = tuple[bytes, bytes]
 """What a full page is found by: its key, and its tokens (int32) to compare."""
@@ -38,37 +39,37 @@ class PageChain:
         return zip(self.keys[first:end], self.packed[first:end], strict=True)
 
     def _extend(self, end: int, tokens: Sequence[int], page_size: int) -> None:
-        first = len(self.keys)
-        new = array("i", tokens[first * page_size : end * page_size]).tobytes()
-        key, page_bytes = self.keys[-1] if self.keys else self.root, page_size * array("i").itemsize
-        for start in range(0, len(new), page_bytes):
-            packed = new[start : start + page_bytes]
-            key = hashlib.sha256(key + packed).digest()
+        pack, key = _packing(page_size).pack, self.keys[-1] if self.keys else self.root
+        for start in range(len(self.keys) * page_size, end * page_size, page_size):
+            packed = pack(*tokens[start : start + page_size])
+            key = sha256(key + packed).digest()
             self.keys.append(key)
             self.packed.append(packed)
+
+
+@cache
+def _packing(page_size: int) -> Struct:
+    """Of a page's tokens as int32. An array would take twice as long."""
+    return Struct(f"{page_size}i")
 
 
 def root_key(secret: bytes, *parts: str) -> bytes:
     """What chains of one model, codec and salt begin with. Without `secret` nobody can aim at another's key."""
     lengths = ",".join(str(len(part)) for part in parts)
-    return hashlib.sha256(b"\0".join([secret, lengths.encode(), *(part.encode() for part in parts)])).digest()
+    return sha256(b"\0".join([secret, lengths.encode(), *(part.encode() for part in parts)])).digest()
 
 
 class PrefixIndex:
     """Pages by key. The allocator decides what leaves it, and keeps every entry's parent as long as the entry."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_pages: int) -> None:
         # Of bytes and numbers only: with an object for every page, be it a tuple, Python's garbage collector takes
         # milliseconds.
         self._page_of: dict[bytes, int] = {}
-        self._key_of: dict[int, bytes] = {}
-        self._parent_of: dict[int, int | None] = {}
-        self._tokens_of: dict[int, bytes] = {}
-
-    @property
-    def listed(self) -> KeysView[int]:
-        """The pages that have an entry."""
-        return self._key_of.keys()
+        self.key_of: list[bytes | None] = [None] * num_pages
+        """By page; None of one that has no entry, whose parent and tokens mean nothing."""
+        self._parent_of: list[int | None] = [None] * num_pages
+        self._tokens_of = [b""] * num_pages
 
     def find(self, page_key: PageKey, parent: int | None) -> int | None:
         """The page of this key if it does hold these tokens after that parent: a collision is a miss."""
@@ -84,21 +85,27 @@ class PrefixIndex:
         if key in self._page_of:
             return False
         self._page_of[key] = page
-        self._key_of[page], self._tokens_of[page], self._parent_of[page] = key, tokens, parent
+        self.key_of[page], self._tokens_of[page], self._parent_of[page] = key, tokens, parent
         return True
 
-    def remove(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)], self._parent_of[page], self._tokens_of[page]
+    def remove(self, pages: Iterable[int]) -> None:
+        page_of, key_of = self._page_of, self.key_of
+        for page in pages:
+            key = key_of[page]
+            if key is None:
+                raise RuntimeError(f"page {page} is not listed")
+            del page_of[key]
+            key_of[page] = None
 
     def clear(self) -> None:
-        for each in (self._page_of, self._key_of, self._parent_of, self._tokens_of):
-            each.clear()
+        self.remove(list(self._page_of.values()))
 
     def check(self) -> None:
         """Raises RuntimeError if the directions disagree, or an entry outlived its parent."""
-        listed = {page: key for key, page in self._page_of.items()}
-        if self._key_of != listed or not listed.keys() == self._parent_of.keys() == self._tokens_of.keys():
+        listed = {page: key for page, key in enumerate(self.key_of) if key is not None}
+        if listed != {page: key for key, page in self._page_of.items()} or len(listed) != len(self._page_of):
             raise RuntimeError("prefix index: pages and keys disagree")
-        lost = [page for page, parent in self._parent_of.items() if parent is not None and parent not in listed]
+        parents = ((page, self._parent_of[page]) for page in listed)
+        lost = [page for page, parent in parents if parent is not None and parent not in listed]
         if lost:
             raise RuntimeError(f"prefix index: pages {lost[:5]} are listed, their parents are not")

@@ -44,7 +44,7 @@ def test_roots_tell_their_parts_apart():
 
 
 def test_a_key_that_other_tokens_or_another_parent_have_is_a_miss():
-    index, key = PrefixIndex(), (b"key", b"tokens")
+    index, key = PrefixIndex(9), (b"key", b"tokens")
     assert index.add(key, 7, 3)
     assert index.find(key, 3) == 7
     assert index.find((b"key", b"others"), 3) is None
