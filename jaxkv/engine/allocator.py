@@ -133,8 +133,8 @@ class PageAllocator:
 
     def advance(self, handle: KVHandle, length: int) -> KVHandle:
         """The handle after the device stored its tokens up to `length` in reserved pages."""
-        if not handle.length <= length <= len(handle.pages) * self.page_size:
-            room = len(handle.pages) * self.page_size
+        room = len(handle.pages) * self.page_size
+        if not handle.length <= length <= room:
             raise ValueError(f"expected a length of {handle.length} to {room} tokens, got {length}")
         return KVHandle(handle.pages, length)
 

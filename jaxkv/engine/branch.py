@@ -37,15 +37,15 @@ def search_on(search: BeamSearch, beams: tuple[Request, ...], allocator: PageAll
 
 def _take_over(beams: tuple[Request, ...], chosen: list[tuple[int, int]], allocator: PageAllocator) -> None:
     """Forks before it releases, so that a page which anyone goes on with never is free in between."""
-    parents = [(beam.tokens, beam.handle, beam.chain, beam.num_published) for beam in beams]
+    parents = [(beam.tokens, beam.handle, beam.chain, beam.num_published, beam.publish_len) for beam in beams]
     for beam, (parent, token) in zip(beams, chosen, strict=True):
-        tokens, handle, chain, beam.num_published = parents[parent]
+        tokens, handle, chain, beam.num_published, beam.publish_len = parents[parent]
         beam.tokens = [*tokens, token]
         beam.num_tokens = len(beam.tokens)
         beam.handle = allocator.fork(handle)
         beam.chain = chain.copy()
         beam.candidates = None
-    for _, handle, _, _ in parents:
+    for _, handle, *_ in parents:
         allocator.release(handle)
 
 

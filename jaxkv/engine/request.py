@@ -18,8 +18,8 @@ from jaxkv.engine.text import TextStream
 class Request:
     """One sample of a prompt: tokens so far, what of them is in the KV state (`handle`), and the text of the new ones.
 
-    `chain` names its full pages for the prefix cache, in which the first `num_published` of the handle's are listed;
-    `is_listed` is False where the others are not to be.
+    `chain` names its full pages for the prefix cache, in which the first `num_published` of the handle's are listed,
+    and more of them once it has `publish_len` tokens (0: at once); `is_listed` is False where they are not to be.
     `max_len` bounds prompt and output together, `limit` is the finish_reason there. `stop_ids` end it: the caller's,
     and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason; else it is
     `ignored_eos`, which comes only after min_tokens too. `row` is its place in the row tables while it runs.
@@ -59,6 +59,7 @@ class Request:
     num_given: int = 0
     is_given: bool = False
     num_published: int = 0
+    publish_len: int = 0
     is_listed: bool = True
     num_cached: int = 0
     num_preemptions: int = 0
