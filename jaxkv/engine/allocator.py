@@ -185,18 +185,19 @@ class PageAllocator:
         self._references[page] += 1
 
     def _drop(self, pages: tuple[int, ...]) -> None:
-        references, key_of = self._references, self._index.key_of
+        references, key_of, empty, cached = self._references, self._index.key_of, self._empty, self._cached
         # Last page first, so that a sequence's first pages stay cached longest.
         for page in reversed(pages):
-            if references[page] < 1:
+            left = references[page] - 1
+            if left < 0:
                 raise RuntimeError(f"page {page} released more often than it was taken: a handle was used twice")
-            references[page] -= 1
-            if references[page]:
+            references[page] = left
+            if left:
                 continue
-            if key_of[page] is not None:
-                self._cached[page] = None
+            if key_of[page] is None:
+                empty.append(page)
             else:
-                self._empty.append(page)
+                cached[page] = None
 
     def check(self, handles: Iterable[KVHandle]) -> None:
         """Raises RuntimeError unless `handles`, all live ones, account for every reference and every used page."""

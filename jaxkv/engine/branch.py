@@ -19,6 +19,7 @@ def link(beams: tuple[Request, ...], search: BeamSearch) -> None:
     for beam in beams:
         beam.search, beam.beams = search, beams
         beam.needs_host = beam.needs_tokens = True
+        beam.is_plain = False
 
 
 def search_on(search: BeamSearch, beams: tuple[Request, ...], allocator: PageAllocator) -> bool:

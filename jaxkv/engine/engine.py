@@ -117,12 +117,15 @@ class Engine:
         try:
             self._restore_lost_kv()
             got = []
-            if any(request.needs_tokens for request in [*lost, *self.scheduler.running]):
+            if any([one.needs_tokens for one in lost]) or any([one.needs_tokens for one in self.scheduler.running]):
                 got, self._flight = self._read(self._flight), None
-            plan = self.scheduler.plan()
-            if plan is not None:
-                lost = lost + plan.requests
-            before, self._flight = self._flight, None if plan is None else self._launch(plan)
+            plan, before = self.scheduler.plan(), self._flight
+            if plan is None:
+                self._flight = None
+            else:
+                requests = plan.requests
+                lost = lost + requests
+                self._flight = self._launch(plan, requests)
             got += self._read(before)
             lost = []
             return got
@@ -162,10 +165,10 @@ class Engine:
         if known | (leaving & self._requests) != self._requests or known & leaving:
             raise RuntimeError("scheduler and engine disagree about which requests exist")
 
-    def _launch(self, plan: StepPlan | LoopPlan) -> Flight:
-        self._recorder.begun(plan.requests)
+    def _launch(self, plan: StepPlan | LoopPlan, requests: list[Request]) -> Flight:
+        self._recorder.begun(requests)
         self._copy_pages(plan.copies)
-        return self._launch_loop(plan) if isinstance(plan, LoopPlan) else self._launch_step(plan)
+        return self._launch_loop(plan, requests) if isinstance(plan, LoopPlan) else self._launch_step(plan, requests)
 
     def _copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
         if not copies:
@@ -176,12 +179,12 @@ class Engine:
         self.kv = self.programs.copy()(self._rows.without_rows(self.kv), *page_2C, np.int32(len(copies)))
         self.scheduler.copied()
 
-    def _launch_step(self, plan: StepPlan) -> Flight:
+    def _launch_step(self, plan: StepPlan, requests: list[Request]) -> Flight:
         num_tokens = sum(count for _, count in plan.work)
         size = fit_bucket(self.programs.token_buckets, num_tokens)
         num_rows = self.programs.num_step_rows(size)
         program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, plan.requests, num_rows)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, num_rows)
         self.kv, newest, sampled, scores = program(self.weights, kv, newest, batch, sampling)
         self._newest_R = newest.token_R
         self._recorder.step(num_tokens, size)
@@ -190,10 +193,10 @@ class Engine:
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
         return Flight(rows, sampled, num_rows, batch, scores)
 
-    def _launch_loop(self, plan: LoopPlan) -> Flight:
-        num_rows = fit_bucket(self.programs.row_buckets, len(plan.work))
+    def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
+        num_rows = fit_bucket(self.programs.row_buckets, len(requests))
         program, rows = self.programs.loop(num_rows), self._rows.decode_rows(plan.work, num_rows)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, plan.requests, num_rows)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, num_rows)
         self.kv, newest, _, sampled = program(self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps))
         self._newest_R = newest.token_R
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
@@ -212,14 +215,23 @@ class Engine:
             self._count_loop(tokens_of, flight.num_padded_rows)
         else:
             self._take_prompt_logprobs(flight)
-        got, now = [], time.monotonic()
+        got, going_on, now = [], [], time.monotonic()
         for row, (request, num_coming) in enumerate(flight.rows):
-            if num_coming and request.finish_reason is None:
-                tokens = tokens_of[row]
-                if len(tokens) != num_coming and (not tokens or tokens[-1] not in request.stop_ids):
-                    raise RuntimeError(f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}")
+            if not num_coming or request.finish_reason is not None:
+                continue
+            tokens = tokens_of[row]
+            # Only the last one can be a stop token: the device draws none after it.
+            is_stopped = bool(tokens) and tokens[-1] in request.stop_ids
+            if len(tokens) != num_coming and not is_stopped:
+                raise RuntimeError(f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}")
+            # Of a hundred rows hardly one needs more than this.
+            if request.is_plain and not is_stopped and len(request.tokens) + num_coming < request.max_len:
+                request.tokens += tokens
+                going_on.append((request, num_coming))
+            else:
                 self._accept(request, tokens, out, row, now)
-                got.append(request)
+            got.append(request)
+        self._recorder.generated(going_on, now)
         return got
 
     def _count_loop(self, tokens_of: list[list[int]], num_padded_rows: int) -> None:
@@ -233,8 +245,6 @@ class Engine:
             self._accept_candidates(request, request.search, out, row, now)
             return
         start = len(request.tokens)
-        # Of a hundred rows hardly one needs a look at every token, and looking is most of what the host does. Only the
-        # last one can be a stop token: the device draws none after it.
         if request.looks_at_each or tokens[-1] in request.stop_ids:
             self._accept_one_by_one(request, tokens, out, row)
         else:
@@ -245,7 +255,7 @@ class Engine:
         if request.text is not None and not request.params.stop:
             new = request.tokens[start:]
             request.text.push(new[:-1] if self._hides(request, new[-1]) else new)
-        self._recorder.generated(request, len(request.tokens) - start, now)
+        self._recorder.generated([(request, len(request.tokens) - start)], now)
         if request.finish_reason is not None:
             self._finish(request)
 
@@ -256,7 +266,7 @@ class Engine:
         if not search_on(search, request.beams, self.scheduler.allocator):
             return
         for beam in request.beams:
-            self._recorder.generated(beam, 1, now)
+            self._recorder.generated([(beam, 1)], now)
             if search.is_over:
                 beam.finish_reason = "stop"
                 self._finish(beam)

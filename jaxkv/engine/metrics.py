@@ -73,8 +73,6 @@ class Recorder:
         self.num_tokens = self.num_padded_tokens = 0
         self.num_row_steps = self.num_padded_row_steps = self.num_possible_row_steps = 0
         self.held_slots = self.allocated_slots = 0
-        self._gap, self._num_rows = (0.0, 0.0, 0), 0
-        """(Time of the tokens before, of these, how many these are) of so many rows, not counted in `itl` yet."""
 
     def added(self, request: Request) -> None:
         request.times.arrival_time = time.time()
@@ -83,7 +81,7 @@ class Recorder:
     def begun(self, requests: Iterable[Request]) -> None:
         """Before a step of these requests."""
         now = time.monotonic()
-        for request in requests:
+        for request in [one for one in requests if one.last_token_s is None]:
             if request.times.time_in_queue is None:
                 request.times.time_in_queue = now - request.arrived_s
                 request.times.first_scheduled_time = request.times.arrival_time + request.times.time_in_queue
@@ -92,7 +90,9 @@ class Recorder:
         """Once per step."""
         # A page that is being filled is never shared, so what is allocated and not held is each request's own.
         allocated = allocator.num_used * allocator.page_size
-        empty = sum(len(request.handle.pages) * allocator.page_size - request.handle.length for request in running)
+        handles = [request.handle for request in running]
+        allocated_each = sum([len(handle.pages) for handle in handles]) * allocator.page_size
+        empty = allocated_each - sum([handle.length for handle in handles])
         self.allocated_slots += allocated
         self.held_slots += allocated - empty
 
@@ -105,20 +105,23 @@ class Recorder:
         self.num_padded_row_steps += padded_row_steps
         self.num_possible_row_steps += possible_row_steps
 
-    def generated(self, request: Request, num_tokens: int, now: float) -> None:
-        """After `num_tokens` more tokens, at `now` on the monotonic clock; those of one loop came at once and share its
-        time evenly."""
-        before, request.last_token_s = request.last_token_s, now
-        self.generation_tokens += num_tokens
-        if before is None:
-            self._begins(request, now)
-            before, num_tokens = now, num_tokens - 1
-        # The rows of a loop mostly come one after the other with the same figures.
-        if (before, now, num_tokens) == self._gap:
-            self._num_rows += 1
-        else:
-            self._count_gaps()
-            self._gap, self._num_rows = (before, now, num_tokens), 1
+    def generated(self, got: Iterable[tuple[Request, int]], now: float) -> None:
+        """After so many more tokens of each, at `now` on the monotonic clock; those of one loop came at once and share
+        its time evenly."""
+        gap_s, num_gaps = 0.0, 0
+        for request, num_tokens in got:
+            before, request.last_token_s = request.last_token_s, now
+            self.generation_tokens += num_tokens
+            if before is None:
+                self._begins(request, now)
+                before, num_tokens = now, num_tokens - 1
+            of_each = (now - before) / num_tokens if num_tokens else gap_s
+            # The rows of a loop mostly come one after the other with the same figures.
+            if of_each != gap_s:
+                self.itl.add(gap_s, num_gaps)
+                gap_s, num_gaps = of_each, 0
+            num_gaps += num_tokens
+        self.itl.add(gap_s, num_gaps)
 
     def _begins(self, request: Request, now: float) -> None:
         times = request.times
@@ -126,12 +129,6 @@ class Recorder:
         self.prompt_tokens += request.prompt_len
         self.ttft.add(now - request.arrived_s)
         self.prefill.add(now - request.arrived_s - (times.time_in_queue or 0.0))
-
-    def _count_gaps(self) -> None:
-        before, now, num_tokens = self._gap
-        if num_tokens:
-            self.itl.add((now - before) / num_tokens, num_tokens * self._num_rows)
-        self._gap, self._num_rows = (0.0, 0.0, 0), 0
 
     def ended(self, request: Request) -> None:
         times = request.times
@@ -147,7 +144,6 @@ class Recorder:
             self.tpot.add(decode / (request.num_new - 1))
 
     def metrics(self) -> list[Metric]:
-        self._count_gaps()
         return [
             Counter("prompt_tokens", "Prompt tokens of requests that have generated.", self.prompt_tokens),
             Counter("generation_tokens", "Generated tokens.", self.generation_tokens),

@@ -72,6 +72,8 @@ class Request:
     num_tokens: int = field(init=False)
     needs_host: bool = field(init=False)
     """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
+    is_plain: bool = field(init=False)
+    """Whether its new tokens are all that anybody wants of a step: no text, log-probabilities or beams."""
     looks_at_each: bool = field(init=False)
     """Whether each new token has to be looked at, not only the last one."""
     needs_tokens: bool = field(init=False)
@@ -82,6 +84,7 @@ class Request:
         self.needs_host = any(len(word) > 1 for word in self.bad_words)
         self.needs_tokens = self.needs_host or self.params.penalises
         self.looks_at_each = self.logprobs is not None or bool(self.params.stop)
+        self.is_plain = self.text is None and not self.looks_at_each
 
     @property
     def order(self) -> tuple[int, int]:

@@ -37,7 +37,8 @@ class RowTables:
         width = table_width(config)
         self.num_rows = config.max_num_seqs
         self.table_RW = np.zeros((self.num_rows + 1, width), np.int32)
-        self.first_W = np.arange(width, dtype=np.int32) * config.block_size
+        first_W = np.arange(width, dtype=np.int32) * config.block_size
+        self.first_RW = np.broadcast_to(first_W, self.table_RW.shape)
         self.vocab_size = vocab_size
         self._whole = None if placement is None else placement.sharding()
         self.max_len = config.max_len
@@ -45,6 +46,7 @@ class RowTables:
         self.sampling = empty_sampling(self.num_rows + 1, vocab_size=vocab_size, max_len=0)
         self._min_len_R = np.zeros(self.num_rows + 1, np.int64)
         self._penalises_R = np.zeros(self.num_rows + 1, np.bool_)
+        self._needs_host_R = np.zeros(self.num_rows + 1, np.bool_)
         self._empty: dict[int, Sampling] = {}
         self._same: tuple[bytes, Sampling] | None = None
         self._owner_R: list[Request | None] = [None] * self.num_rows
@@ -64,7 +66,7 @@ class RowTables:
 
     def _select(self, requests: list[Request]) -> list[int]:
         """The requests' rows. Takes over who is new in its row, and the pages of who has got others since."""
-        owner_R, pages_R, rows = self._owner_R, self._pages_R, []
+        owner_R, pages_R, table_RW, rows = self._owner_R, self._pages_R, self.table_RW, []
         for request in requests:
             row, pages = request.row, request.handle.pages
             if row is None:
@@ -73,18 +75,18 @@ class RowTables:
                 owner_R[row] = request
                 self._set_sampling(row, request)
                 self._same = None
-            if pages_R[row] is not pages:
-                self._set_pages(row, pages)
+            before = pages_R[row]
+            if before is not pages:
+                pages_R[row], kept = pages, len(before)
+                # Nearly always one page more: to write them all, or a slice, costs several times as much.
+                if pages[:kept] != before:
+                    table_RW[row, : len(pages)] = pages
+                elif len(pages) == kept + 1:
+                    table_RW[row, kept] = pages[kept]
+                else:
+                    table_RW[row, kept : len(pages)] = pages[kept:]
             rows.append(row)
         return rows
-
-    def _set_pages(self, row: int, pages: tuple[int, ...]) -> None:
-        # Nearly always one page more: to write them all, or a slice, costs several times as much.
-        before, table_RW = self._pages_R[row], self.table_RW
-        kept = len(before) if pages[: len(before)] == before else 0
-        self._pages_R[row] = pages
-        for index in range(kept, len(pages)):
-            table_RW[row, index] = pages[index]
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
@@ -100,6 +102,7 @@ class RowTables:
         table.logprobs_B[row] = params.logprobs is not None
         self._min_len_R[row] = request.prompt_len + params.min_tokens if params.min_tokens else 0
         self._penalises_R[row] = params.penalises
+        self._needs_host_R[row] = request.needs_host
         table.repetition_B[row] = params.repetition_penalty
         table.frequency_B[row] = params.frequency_penalty
         table.presence_B[row] = params.presence_penalty
@@ -159,11 +162,10 @@ class RowTables:
             changed["min_left_B"] = np.zeros(num_rows, np.int32)
             num_tokens = [request.num_tokens for request in requests]
             changed["min_left_B"][: len(rows)] = np.maximum(self._min_len_R[rows] - num_tokens, 0)
-        if any(request.needs_host for request in requests):
+        if watched := np.flatnonzero(self._needs_host_R[rows]).tolist():
             changed["allowed_BM"] = np.array(sampling.allowed_BM)
-            for row, request in enumerate(requests):
-                if request.needs_host:
-                    self._set_mask(changed["allowed_BM"], row, request)
+            for row in watched:
+                self._set_mask(changed["allowed_BM"], row, requests[row])
         if penalised := np.flatnonzero(self._penalises_R[rows]).tolist():
             changed["history_BN"] = self._histories(requests, penalised, num_rows)
         return replace(sampling, **changed) if changed else sampling
@@ -178,7 +180,7 @@ class RowTables:
                 unused |= {"allowed_BM"}
             if (table.bias_id_BE[row_B, 0] == NO_TOKEN).all():
                 unused |= {"bias_id_BE", "bias_BE"}
-            sent = {name: getattr(table, name)[row_B] for name in PARAMETERS - unused}
+            sent = {name: getattr(table, name).take(row_B, axis=0) for name in PARAMETERS - unused}
             self._same = key, replace(self._empty_for(len(row_B)), **sent)
         return self._same[1]
 
@@ -203,7 +205,7 @@ class RowTables:
     def _state(self, kv: PagedKV, row_B: np.ndarray, len_B: Any) -> PagedKV:
         """The state with the tables of these rows. All groups share one table for now."""
         # Copies: the tables change while the device may still read what it was given.
-        table_BW: Any = self.table_RW[row_B]
-        first_BW: Any = np.broadcast_to(self.first_W, table_BW.shape)
+        table_BW: Any = self.table_RW.take(row_B, axis=0)
+        first_BW: Any = self.first_RW[: len(row_B)]
         groups = (replace(group, table_BW=table_BW, first_BW=first_BW, len_B=len_B) for group in kv.groups)
         return replace(kv, groups=tuple(groups))
