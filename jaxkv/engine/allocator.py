@@ -64,7 +64,7 @@ class PageAllocator:
     def reserve_all(self, asked: list[tuple[KVHandle, int]]) -> list[KVHandle]:
         """`reserve` of each of these handles, all of them or none."""
         size = self.page_size
-        needed = [max(0, -(-num_tokens // size) - len(handle.pages)) for handle, num_tokens in asked]
+        needed = [n if (n := -(-num_tokens // size) - len(handle.pages)) > 0 else 0 for handle, num_tokens in asked]
         new, end, handles = self._take(sum(needed)), 0, []
         for (handle, _), num_pages in zip(asked, needed, strict=True):
             start, end = end, end + num_pages
@@ -174,7 +174,10 @@ class PageAllocator:
 
     def _tail_is_shared(self, handle: KVHandle) -> bool:
         index, rest = divmod(handle.length, self.page_size)
-        return rest > 0 and (self._references[handle.pages[index]] > 1 or self._index.key_of[handle.pages[index]] is not None)
+        if not rest:
+            return False
+        page = handle.pages[index]
+        return self._references[page] > 1 or self._index.key_of[page] is not None
 
     def release(self, handle: KVHandle) -> None:
         """Gives the handle's references back; pages without any become free."""

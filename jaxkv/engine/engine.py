@@ -117,7 +117,7 @@ class Engine:
         try:
             self._restore_lost_kv()
             got = []
-            if any([one.needs_tokens for one in lost]) or any([one.needs_tokens for one in self.scheduler.running]):
+            if True in [request.needs_tokens for request in lost + self.scheduler.running]:
                 got, self._flight = self._read(self._flight), None
             plan, before = self.scheduler.plan(), self._flight
             if plan is None:
@@ -184,7 +184,7 @@ class Engine:
         size = fit_bucket(self.programs.token_buckets, num_tokens)
         num_rows = self.programs.num_step_rows(size)
         program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, num_rows)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, self._rows.lengths(requests, num_rows))
         self.kv, newest, sampled, scores = program(self.weights, kv, newest, batch, sampling)
         self._newest_R = newest.token_R
         self._recorder.step(num_tokens, size)
@@ -195,8 +195,9 @@ class Engine:
 
     def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
         num_rows = fit_bucket(self.programs.row_buckets, len(requests))
-        program, rows = self.programs.loop(num_rows), self._rows.decode_rows(plan.work, num_rows)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, num_rows)
+        program, len_B = self.programs.loop(num_rows), self._rows.lengths(requests, num_rows)
+        rows = self._rows.decode_rows(plan.work, len_B)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, len_B)
         self.kv, newest, _, sampled = program(self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps))
         self._newest_R = newest.token_R
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
@@ -216,21 +217,19 @@ class Engine:
         else:
             self._take_prompt_logprobs(flight)
         got, going_on, now = [], [], time.monotonic()
-        for row, (request, num_coming) in enumerate(flight.rows):
+        for row, (one, tokens) in enumerate(zip(flight.rows, tokens_of, strict=False)):
+            request, num_coming = one
             if not num_coming or request.finish_reason is not None:
                 continue
-            tokens = tokens_of[row]
-            # Only the last one can be a stop token: the device draws none after it.
-            is_stopped = bool(tokens) and tokens[-1] in request.stop_ids
-            if len(tokens) != num_coming and not is_stopped:
-                raise RuntimeError(f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}")
-            # Of a hundred rows hardly one needs more than this.
-            if request.is_plain and not is_stopped and len(request.tokens) + num_coming < request.max_len:
-                request.tokens += tokens
-                going_on.append((request, num_coming))
-            else:
-                self._accept(request, tokens, out, row, now)
             got.append(request)
+            # Of a hundred rows hardly one needs more than this. Only the last token can be a stop token: the device draws
+            # none after it.
+            is_whole = len(tokens) == num_coming and tokens[-1] not in request.stop_ids
+            if is_whole and request.is_plain and len(request.tokens) + num_coming < request.max_len:
+                request.tokens += tokens
+                going_on.append(one)
+            else:
+                self._accept(request, tokens, num_coming, out, row, now)
         self._recorder.generated(going_on, now)
         return got
 
@@ -239,8 +238,10 @@ class Engine:
         num_steps = max(num_stored)
         self._recorder.loop(sum(num_stored), num_steps * num_padded_rows, num_steps * possible)
 
-    def _accept(self, request: Request, tokens: list[int], out: Sampled, row: int, now: float) -> None:
+    def _accept(self, request: Request, tokens: list[int], num_coming: int, out: Sampled, row: int, now: float) -> None:
         """Adds the row's new tokens up to the first that ends the request, and their text."""
+        if len(tokens) != num_coming and (not tokens or tokens[-1] not in request.stop_ids):
+            raise RuntimeError(f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}")
         if request.search is not None:
             self._accept_candidates(request, request.search, out, row, now)
             return

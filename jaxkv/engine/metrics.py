@@ -108,20 +108,19 @@ class Recorder:
     def generated(self, got: Iterable[tuple[Request, int]], now: float) -> None:
         """After so many more tokens of each, at `now` on the monotonic clock; those of one loop came at once and share
         its time evenly."""
-        gap_s, num_gaps = 0.0, 0
+        since, num_gaps, num_rows = now, 0, 0
         for request, num_tokens in got:
             before, request.last_token_s = request.last_token_s, now
             self.generation_tokens += num_tokens
             if before is None:
                 self._begins(request, now)
                 before, num_tokens = now, num_tokens - 1
-            of_each = (now - before) / num_tokens if num_tokens else gap_s
             # The rows of a loop mostly come one after the other with the same figures.
-            if of_each != gap_s:
-                self.itl.add(gap_s, num_gaps)
-                gap_s, num_gaps = of_each, 0
-            num_gaps += num_tokens
-        self.itl.add(gap_s, num_gaps)
+            if before != since or num_tokens != num_gaps:
+                self._count_gaps(now - since, num_gaps, num_rows)
+                since, num_gaps, num_rows = before, num_tokens, 0
+            num_rows += 1
+        self._count_gaps(now - since, num_gaps, num_rows)
 
     def _begins(self, request: Request, now: float) -> None:
         times = request.times
@@ -129,6 +128,10 @@ class Recorder:
         self.prompt_tokens += request.prompt_len
         self.ttft.add(now - request.arrived_s)
         self.prefill.add(now - request.arrived_s - (times.time_in_queue or 0.0))
+
+    def _count_gaps(self, time_s: float, num_gaps: int, num_rows: int) -> None:
+        if num_gaps:
+            self.itl.add(time_s / num_gaps, num_gaps * num_rows)
 
     def ended(self, request: Request) -> None:
         times = request.times

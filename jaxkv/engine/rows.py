@@ -53,14 +53,12 @@ class RowTables:
         self._pages_R: list[tuple[int, ...]] = [()] * self.num_rows
 
     def bind(
-        self, kv: PagedKV, newest_R: jax.Array, requests: list[Request], num_rows: int
+        self, kv: PagedKV, newest_R: jax.Array, requests: list[Request], len_B: np.ndarray
     ) -> tuple[PagedKV, Newest, Sampling]:
-        """What a step of these running requests, in this order, has of them beside their tokens."""
+        """What a step of these running requests, in this order and of these lengths, has of them beside their tokens."""
         rows = self._select(requests)
-        row_B: Any = np.full(num_rows, self.num_rows, np.int32)
+        row_B: Any = np.full(len(len_B), self.num_rows, np.int32)
         row_B[: len(rows)] = rows
-        len_B: Any = np.zeros(num_rows, np.int32)
-        len_B[: len(rows)] = [request.handle.length for request in requests]
         state = self._state(kv, row_B, len_B)
         return state, Newest(newest_R, row_B), self._sampling_for(requests, row_B)
 
@@ -146,11 +144,19 @@ class RowTables:
         if first < end:
             target_T[first - done - 1 : end - done - 1] = request.tokens[first:end]
 
-    def decode_rows(self, work: list[tuple[Request, int]], num_rows: int) -> Rows:
-        """Rows that may get so many tokens; their newest one is on the device only where steps are under way."""
-        rows, count = empty_rows(num_rows), len(work)
+    @staticmethod
+    def lengths(requests: list[Request], num_rows: int) -> np.ndarray:
+        """Tokens of each that are in the KV state; 0 of padding rows."""
+        len_B = np.zeros(num_rows, np.int32)
+        len_B[: len(requests)] = [request.handle.length for request in requests]
+        return len_B
+
+    def decode_rows(self, work: list[tuple[Request, int]], len_B: np.ndarray) -> Rows:
+        """Rows of these lengths that may get so many tokens; their newest one is on the device only where steps are
+        under way."""
+        rows, count = empty_rows(len(len_B)), len(work)
         rows.token_B[:count] = [r.tokens[-1] if r.num_tokens == len(r.tokens) else NO_TOKEN for r, _ in work]
-        rows.position_B[:count] = [request.handle.length for request, _ in work]
+        rows.position_B[:] = len_B
         rows.budget_B[:count] = [num_tokens for _, num_tokens in work]
         return rows
 

@@ -203,7 +203,7 @@ class Scheduler:
         left = [request.max_len - request.num_tokens for request in ready]
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
         num_steps = min(self.config.decode_steps, min(left) if self._waiting else max(left))
-        if any([request.needs_host for request in ready]):  # a list: half the time of a generator
+        if True in [request.needs_host for request in ready]:
             num_steps = 1
         pairs = zip(ready, left, strict=True)
         work = self._reserve_all([(request, num if num < num_steps else num_steps) for request, num in pairs])
@@ -242,26 +242,27 @@ class Scheduler:
     def _reserve_all(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Pages for so many more tokens of each request, which come in order. Returns what of the work is left: where
         no pages are free, the last running ones give theirs back, maybe some of these."""
-        size, short, is_search = self.config.block_size, [], False
+        size, short, asked, is_search = self.config.block_size, [], [], False
         for request, count in work:
             handle = request.handle
             num_tokens = handle.length + count
             if num_tokens > len(handle.pages) * size or request.beams:
-                short.append((request, num_tokens))
+                short.append(request)
+                asked.append((handle, num_tokens))
                 is_search = is_search or bool(request.beams)
-        if not is_search and self._reserve_at_once(short):
+        if not is_search and self._reserve_at_once(short, asked):
             return work
-        for request, num_tokens in short:
+        for request, (_, num_tokens) in zip(short, asked, strict=True):
             self._reserve(request, num_tokens)
         return [item for item in work if item[0].row is not None]
 
-    def _reserve_at_once(self, short: list[tuple[Request, int]]) -> bool:
+    def _reserve_at_once(self, short: list[Request], asked: list[tuple[KVHandle, int]]) -> bool:
         """Whether there are pages for all of these."""
         try:
-            handles = self.allocator.reserve_all([(request.handle, num_tokens) for request, num_tokens in short])
+            handles = self.allocator.reserve_all(asked)
         except CapacityError:
             return False
-        for (request, _), handle in zip(short, handles, strict=True):
+        for request, handle in zip(short, handles, strict=True):
             request.handle = handle
         return True
 
