@@ -43,7 +43,7 @@ def _take_over(beams: tuple[Request, ...], chosen: list[tuple[int, int]], alloca
         tokens, handle, chain, beam.num_published, beam.publish_len = parents[parent]
         beam.tokens = [*tokens, token]
         beam.num_tokens = len(beam.tokens)
-        beam.handle = allocator.fork(handle)
+        beam.handle, beam.num_bound = allocator.fork(handle), 0
         beam.chain = chain.copy()
         beam.candidates = None
     for _, handle, *_ in parents:

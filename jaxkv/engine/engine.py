@@ -160,6 +160,7 @@ class Engine:
     def check(self) -> None:
         """Raises RuntimeError if pages, rows and requests do not add up."""
         self.scheduler.check()
+        self._rows.check(self.scheduler.running)
         known = {*self.scheduler.waiting, *self.scheduler.running}
         leaving = {request for request in self._flying if request.is_leaving}
         if known | (leaving & self._requests) != self._requests or known & leaving:
@@ -184,7 +185,8 @@ class Engine:
         size = fit_bucket(self.programs.token_buckets, num_tokens)
         num_rows = self.programs.num_step_rows(size)
         program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, self._rows.lengths(requests, num_rows))
+        len_B = self._rows.lengths(requests, num_rows)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, len_B)
         self.kv, newest, sampled, scores = program(self.weights, kv, newest, batch, sampling)
         self._newest_R = newest.token_R
         self._recorder.step(num_tokens, size)
@@ -222,8 +224,8 @@ class Engine:
             if not num_coming or request.finish_reason is not None:
                 continue
             got.append(request)
-            # Of a hundred rows hardly one needs more than this. Only the last token can be a stop token: the device draws
-            # none after it.
+            # Of a hundred rows hardly one needs more than this. Only the last token can be a stop token: the device
+            # draws none after it.
             is_whole = len(tokens) == num_coming and tokens[-1] not in request.stop_ids
             if is_whole and request.is_plain and len(request.tokens) + num_coming < request.max_len:
                 request.tokens += tokens

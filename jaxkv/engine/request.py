@@ -22,7 +22,8 @@ class Request:
     and more of them once it has `publish_len` tokens (0: at once); `is_listed` is False where they are not to be.
     `max_len` bounds prompt and output together, `limit` is the finish_reason there. `stop_ids` end it: the caller's,
     and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason; else it is
-    `ignored_eos`, which comes only after min_tokens too. `row` is its place in the row tables while it runs.
+    `ignored_eos`, which comes only after min_tokens too. `row` is its place in the row tables while it runs, which have
+    the first `num_bound` of its pages: whoever changes one of these sets it back.
     `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the prompt. `arrived_s` is
     `times.arrival_time` on the monotonic clock, `last_token_s` is on that one too.
 
@@ -51,6 +52,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     handle: KVHandle = field(default_factory=KVHandle)
     row: int | None = None
+    num_bound: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cumulative_logprob: float = 0.0

@@ -50,12 +50,11 @@ class RowTables:
         self._empty: dict[int, Sampling] = {}
         self._same: tuple[bytes, Sampling] | None = None
         self._owner_R: list[Request | None] = [None] * self.num_rows
-        self._pages_R: list[tuple[int, ...]] = [()] * self.num_rows
 
     def bind(
         self, kv: PagedKV, newest_R: jax.Array, requests: list[Request], len_B: np.ndarray
     ) -> tuple[PagedKV, Newest, Sampling]:
-        """What a step of these running requests, in this order and of these lengths, has of them beside their tokens."""
+        """What a step of these running requests, so ordered and of these lengths, has of them beside their tokens."""
         rows = self._select(requests)
         row_B: Any = np.full(len(len_B), self.num_rows, np.int32)
         row_B[: len(rows)] = rows
@@ -64,27 +63,27 @@ class RowTables:
 
     def _select(self, requests: list[Request]) -> list[int]:
         """The requests' rows. Takes over who is new in its row, and the pages of who has got others since."""
-        owner_R, pages_R, table_RW, rows = self._owner_R, self._pages_R, self.table_RW, []
+        owner_R, rows = self._owner_R, []
         for request in requests:
-            row, pages = request.row, request.handle.pages
+            row = request.row
             if row is None:
                 raise RuntimeError(f"request {request.id} is to run without a row")
             if owner_R[row] is not request:
                 owner_R[row] = request
                 self._set_sampling(row, request)
                 self._same = None
-            before = pages_R[row]
-            if before is not pages:
-                pages_R[row], kept = pages, len(before)
-                # Nearly always one page more: to write them all, or a slice, costs several times as much.
-                if pages[:kept] != before:
-                    table_RW[row, : len(pages)] = pages
-                elif len(pages) == kept + 1:
-                    table_RW[row, kept] = pages[kept]
-                else:
-                    table_RW[row, kept : len(pages)] = pages[kept:]
+            if request.num_bound != len(request.handle.pages):
+                self._set_pages(row, request)
             rows.append(row)
         return rows
+
+    def _set_pages(self, row: int, request: Request) -> None:
+        pages, first = request.handle.pages, request.num_bound
+        if len(pages) == first + 1:  # nearly always, and a slice costs several times as much
+            self.table_RW[row, first] = pages[first]
+        else:
+            self.table_RW[row, first : len(pages)] = pages[first:]
+        request.num_bound = len(pages)
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
@@ -203,6 +202,13 @@ class RowTables:
             wide = {name: jax.device_put(getattr(empty, name), self._whole) for name in WIDE}
             self._empty[num_rows] = replace(empty, **wide)
         return self._empty[num_rows]
+
+    def check(self, running: list[Request]) -> None:
+        """Raises RuntimeError if a running request has other pages than the tables say that it has."""
+        for request in running:
+            bound = request.handle.pages[: request.num_bound]
+            if len(bound) < request.num_bound or self.table_RW[request.row, : len(bound)].tolist() != list(bound):
+                raise RuntimeError(f"request {request.id}: the tables have other pages than its {request.num_bound}")
 
     def without_rows(self, kv: PagedKV) -> PagedKV:
         """The state for a program that looks at pages only."""

@@ -159,7 +159,7 @@ class Scheduler:
         self._free_rows.append(request.row)
         self._copies.pop(request, None)
         self.allocator.release(request.handle)
-        request.row, request.handle, request.is_listed = None, KVHandle(), True
+        request.row, request.num_bound, request.handle, request.is_listed = None, 0, KVHandle(), True
         self._set_published(request, 0)
 
     def _admit(self) -> None:
@@ -272,7 +272,7 @@ class Scheduler:
                 if request.beams:  # only they share the page that they write to
                     request.handle, copy = self.allocator.own_tail(request.handle)
                     if copy is not None:
-                        self._copies[request] = copy
+                        self._copies[request], request.num_bound = copy, 0
                 request.handle = self.allocator.reserve(request.handle, num_tokens)
                 return
             except CapacityError:
@@ -326,7 +326,9 @@ class Scheduler:
         end = request.num_known // size
         if first < end and request.is_listed:
             keys = request.chain.pages(first, end, request.tokens, size)
-            request.handle, num_listed = self.allocator.publish(request.handle, first, keys)
+            handle, num_listed = self.allocator.publish(request.handle, first, keys)
+            if handle is not request.handle:  # it has gone over to pages of others
+                request.handle, request.num_bound = handle, 0
             self._set_published(request, first + num_listed)
 
     def _set_published(self, request: Request, num_pages: int) -> None:
@@ -368,7 +370,7 @@ class Scheduler:
             raise RuntimeError("running requests are out of order")
         if any(one.publish_len != self._publish_len(one, one.num_published) for one in self.running):
             raise RuntimeError("a running request would list its pages too late or too early")
-        if any(request.row is not None or request.handle.pages for _, request in self._waiting):
+        if any(request.row is not None or request.num_bound or request.handle.pages for _, request in self._waiting):
             raise RuntimeError("a waiting request holds a row or pages")
 
 

@@ -120,6 +120,7 @@ class Traffic:
     computed: Counter = field(default_factory=Counter)
     sequences: dict[Request, Sequence] = field(default_factory=dict)
     flight: list[Part] = field(default_factory=list)
+    tables: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -235,11 +236,19 @@ class Traffic:
         starts = [(request, request.handle, count) for request, count in work]
         for (request, coming), (planned, handle, count) in zip(self.scheduler.launched(plan), starts, strict=True):
             assert request is planned
+            self.bind(request, handle)
             known = len(self.sequences[request].tokens)
             state = self.advance(request, handle, count)
             self.flight.append(Part(request, coming, self.sequences[request].tokens[known:], state))
         for request in self.scheduler.running:
             self.check_sees_itself(request, request.handle)  # nobody wrote over it
+
+    def bind(self, request: Request, handle: KVHandle) -> None:
+        """As the row tables do: only the pages that they do not have yet."""
+        before = self.tables.get(request.row, ())
+        self.tables[request.row] = before[: request.num_bound] + handle.pages[request.num_bound :]
+        assert self.tables[request.row] == handle.pages
+        request.num_bound = len(handle.pages)
 
     def advance(self, request: Request, handle: KVHandle, count: int) -> int | None:
         """The last state that it stores."""
