@@ -22,6 +22,8 @@ from jaxkv.steps import Newest
 WIDE = ("allowed_BM", "bias_id_BE", "bias_BE", "history_BN")
 """Sampling parameters of more than a few values per row."""
 
+PENALTIES = ("repetition_B", "frequency_B", "presence_B", "prompt_len_B")
+
 PARAMETERS = {field.name for field in fields(Sampling)}
 
 
@@ -180,7 +182,9 @@ class RowTables:
         key = row_B.tobytes()
         if self._same is None or self._same[0] != key:
             table = self.sampling
-            unused = {"history_BN"}
+            unused = {"history_BN", "min_left_B"}
+            if not self._penalises_R[row_B].any():
+                unused.update(PENALTIES)
             if not table.masked_B[row_B].any():
                 unused |= {"allowed_BM"}
             if (table.bias_id_BE[row_B, 0] == NO_TOKEN).all():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import compress
 
@@ -155,7 +155,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         if request.row is None:
             raise RuntimeError(f"request {request.id} is not running")
-        self.running.remove(request)
+        del self.running[bisect_left(self.running, request.order, key=_order)]
         self._free_rows.append(request.row)
         self._copies.pop(request, None)
         self.allocator.release(request.handle)
