@@ -22,7 +22,7 @@ from jaxkv.steps import Newest
 WIDE = ("allowed_BM", "bias_id_BE", "bias_BE", "history_BN")
 """Sampling parameters of more than a few values per row."""
 
-PENALTIES = ("repetition_B", "frequency_B", "presence_B", "prompt_len_B")
+PENALISING = ("repetition_B", "frequency_B", "presence_B", "prompt_len_B")
 
 PARAMETERS = {field.name for field in fields(Sampling)}
 
@@ -32,7 +32,7 @@ class RowTables:
 
     The tables have one row more, which stays as it is made: the padding rows of a step.
 
-    Wide parameters that no request of a step uses are not sent: the device keeps an empty array of each shape.
+    What no request of a step uses is not gathered, and if it is wide not sent: the device keeps empty arrays of it.
     """
 
     def __init__(self, config: EngineConfig, vocab_size: int, placement: Placement | None) -> None:
@@ -184,7 +184,7 @@ class RowTables:
             table = self.sampling
             unused = {"history_BN", "min_left_B"}
             if not self._penalises_R[row_B].any():
-                unused.update(PENALTIES)
+                unused.update(PENALISING)
             if not table.masked_B[row_B].any():
                 unused |= {"allowed_BM"}
             if (table.bias_id_BE[row_B, 0] == NO_TOKEN).all():

@@ -146,11 +146,11 @@ class Scheduler:
 
         The device works in order: what takes their place is written after their last step.
         """
-        for request in [one for one in self.running if len(one.tokens) >= one.publish_len]:
+        due = [r for r in self.running if len(r.tokens) >= r.publish_len or r.num_tokens == r.max_len]
+        for request in due:
             self._publish(request)
-        for request in [one for one in self.running if one.num_tokens == one.max_len]:
-            self._publish(request)
-            self._release(request)
+            if request.num_tokens == request.max_len:
+                self._release(request)
 
     def _release(self, request: Request) -> None:
         if request.row is None:

@@ -157,6 +157,30 @@ def test_exhaustion_says_needed_and_free_and_changes_nothing():
     allocator.check([handle, other, fork])
 
 
+def test_a_handle_is_a_value():
+    allocator = PageAllocator(8, PAGE)
+    handle = filled(allocator, 6)
+    assert handle == KVHandle(handle.pages, 6) != KVHandle(handle.pages, 5)
+    assert {handle: 1}[KVHandle(handle.pages, 6)] == 1
+    for name in ("pages", "length", "other"):
+        with pytest.raises(AttributeError):
+            setattr(handle, name, ())
+
+
+def test_reservations_of_several_handles_are_made_together_or_not_at_all():
+    allocator = PageAllocator(8, PAGE)
+    one, two = filled(allocator, 3), filled(allocator, 4)
+    asked = [(one, 4), (two, 13), (KVHandle(), 5)]
+    longer = allocator.reserve_all(asked)
+    assert [(len(handle.pages), handle.length) for handle in longer] == [(1, 3), (4, 4), (2, 0)]
+    assert longer[1].pages[:1] == two.pages
+    allocator.check(longer)
+    before = state(allocator)
+    with pytest.raises(CapacityError, match="2 pages of 4 tokens needed, 1 free"):
+        allocator.reserve_all([(longer[0], 8), (longer[2], 12)])
+    assert state(allocator) == before
+
+
 # --- check sees what is wrong -----------------------------------------------------------------------------------------
 
 
