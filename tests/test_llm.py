@@ -577,6 +577,21 @@ def test_a_request_that_was_not_in_the_failed_step_goes_on_even_if_the_pool_was_
     assert one(llm) == alone
 
 
+def test_check_sees_pages_that_the_row_tables_do_not_have(llm):
+    engine, stream = llm._engine, llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    engine.check()
+    (request,) = engine.scheduler.running
+    for owner, name, wrong in [(engine._rows, "table_RW", engine._rows.table_RW + 1), (request, "num_bound", 999)]:
+        right = getattr(owner, name)
+        setattr(owner, name, wrong)
+        with pytest.raises(RuntimeError, match="the tables have other pages"):
+            engine.check()
+        setattr(owner, name, right)
+    engine.check()
+    stream.close()
+
+
 def test_an_abort_during_a_step_waits_for_its_end(llm, monkeypatch):
     """The garbage collector may close a forgotten stream at any moment, also in the middle of a step."""
     alone, engine = one(llm), llm._engine

@@ -108,10 +108,10 @@ class PageAllocator:
         Where a page with the same tokens is listed already, the handle goes over to that one. It ends at a page whose
         key is taken by other tokens, and lists nothing if the page before the first is not listed (any more).
         """
-        pages, parent, num_listed = handle.pages, handle.pages[first - 1] if first else None, 0
+        pages, parent, num_listed = list(handle.pages), handle.pages[first - 1] if first else None, 0
         if parent is not None and self._index.key_of[parent] is None:
             return handle, 0
-        add = self._index.add
+        add, goes_over = self._index.add, False
         for index, key in enumerate(keys, start=first):
             page = pages[index]
             if not add(key, page, parent):
@@ -120,10 +120,11 @@ class PageAllocator:
                     break
                 self._share(listed)
                 self._drop((page,))
-                page, pages = listed, (*pages[:index], listed, *pages[index + 1 :])
+                pages[index] = page = listed
+                goes_over = True
             parent = page
             num_listed += 1
-        return handle if pages is handle.pages else KVHandle(pages, handle.length), num_listed
+        return KVHandle(tuple(pages), handle.length) if goes_over else handle, num_listed
 
     def forget(self) -> None:
         """Empties the prefix index: nothing computed so far is found again."""

@@ -284,6 +284,8 @@ CORRUPTIONS = {
     "a waiting row": lambda one: setattr(one.waiting[0], "row", 3),
     "a lost request": lambda one: one.running.pop(),
     "the order": lambda one: one.running.reverse(),
+    "when to list pages": lambda one: setattr(one.running[0], "publish_len", 9),
+    "a waiting page in the tables": lambda one: setattr(one.waiting[0], "num_bound", 1),
     "a waiting page": lambda one: setattr(one.waiting[0], "handle", one.running[0].handle),
 }
 
@@ -322,10 +324,13 @@ def test_all_but_the_last_writer_of_a_shared_tail_get_a_copy():
     one = scheduler()
     beams = beams_with_one_tail(one, num_beams=3)
     (shared,) = {beam.handle.pages for beam in beams}
+    for beam in beams:
+        beam.num_bound = 1
     plan = one.plan()
     assert plan.requests == beams
     assert plan.copies == tuple((shared[0], beam.handle.pages[0]) for beam in beams[:2])
     assert beams[2].handle.pages == shared
+    assert [beam.num_bound for beam in beams] == [0, 0, 1], "the tables have to take the copies over"
     assert len({beam.handle.pages for beam in beams}) == 3
     one.check()
     one.copied()
