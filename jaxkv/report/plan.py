@@ -29,6 +29,9 @@ PARTS = {
 CODE_BYTES = 17 * MIB
 """Of one compiled program, whatever the model, since its layers are a loop (docs/benchmarks/plan.md)."""
 
+SAMPLING_ROWS = 62
+"""Arrays over the vocabulary beside the logits, counted in rows of them: eight rows are sampled at once."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -99,8 +102,16 @@ def plan_by_compiler(deployment: Deployment) -> Plan:
 
 
 def temporaries(deployment: Deployment) -> tuple[int, int]:
-    """(a, b): temporaries of the hungriest program are a + b * pages, on each device."""
-    return 264*MIB, 0 if deployment.backend == "pallas_tpu" else deployment.page_nbytes
+    """(a, b): temporaries of the hungriest program are about a + b * pages, on each device (docs/benchmarks/plan.md).
+
+    Logits of all rows, whole on each device, and what sampling makes of them; hidden states of the largest step, twice
+    where devices add theirs up. The XLA path makes a copy of the pool.
+    """
+    spec, limits = deployment.spec, deployment.limits
+    logits = 4 * spec.vocab_size * (limits.max_num_seqs + SAMPLING_ROWS)
+    copies = 1 if deployment.tensor_parallel_size == 1 else 2
+    hidden = 4 * limits.max_num_batched_tokens * spec.hidden_size * copies
+    return logits + hidden, 0 if deployment.backend == "pallas_tpu" else deployment.page_nbytes
 
 
 def _check_weights(deployment: Deployment) -> None:
