@@ -14,7 +14,7 @@ from jax.stages import Compiled
 
 from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError
-from jaxkv.kv.state import PagedKV
+from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.loop import Rows, decode_loop
 from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
@@ -139,8 +139,11 @@ class Programs:
         config: EngineConfig,
         backend: str,
         placement: Placement | None = None,
+        at_once: int = 2,
     ) -> None:
+        """at_once: compilations at a time; a compiler runs outside Python's lock."""
         self.config = config
+        self.at_once = at_once
         self.spec = spec
         self.backend = backend
         self.placement = placement
@@ -183,6 +186,21 @@ class Programs:
         return [self._memory[key] for key in self._compiled]
 
     @property
+    def weights(self) -> Weights:
+        """The shapes that they are for."""
+        return self._weights
+
+    @property
+    def groups(self) -> tuple[GroupKV, ...]:
+        """Of the KV state that they are for, as shapes."""
+        return self._kv.groups
+
+    @property
+    def compiled(self) -> dict[str, Compiled]:
+        """Every program that is compiled, by the name that `memory` gives it."""
+        return {_name(*key): program for key, program in self._compiled.items()}
+
+    @property
     def num_programs(self) -> int:
         """Compiled or not."""
         return len(self._every)
@@ -206,10 +224,10 @@ class Programs:
         self._compile_each([("step", self.token_buckets[-1]), ("loop", self.row_buckets[-1])])
 
     def _compile_each(self, wanted: Iterable[tuple[str, int]]) -> None:
-        """Compiles what is missing, two at a time: the compiler runs outside Python's lock."""
+        """Compiles what is missing."""
         started = time.perf_counter()
         missing = [key for key in wanted if key not in self._compiled]
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(self.at_once) as pool:
             self._compiled.update(zip(missing, pool.map(lambda key: self._compile(*key), missing), strict=True))
         self.compile_s += time.perf_counter() - started
 
@@ -286,6 +304,11 @@ class Programs:
         """The shapes of inputs that every device has."""
         sharding = self.placement.sharding() if self.placement is not None and self.placement.size > 1 else None
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), tree)
+
+
+def lower(function: Callable[..., Any], *arguments: Any, donate: int) -> Any:
+    """`function` alone, for the devices that its abstract arguments are on; the argument `donate` is given away."""
+    return jax.jit(function, donate_argnums=donate).lower(*arguments)
 
 
 def table_width(config: EngineConfig) -> int:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, or 2 for what the caller can mend (the message is on stderr)."""
+    """Runs one command. Returns the exit status: 0, 1 for a check that found something, or 2 for what the caller can
+    mend (the message is on stderr)."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_batch(commands)
     _add_convert(commands)
     _add_plan(commands)
+    _add_check(commands)
     return parser
 
 
@@ -114,6 +116,28 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, help="tokens per page (default: 64)")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="part of the memory (default: 0.9)")
     parser.add_argument("--backend", default="auto", help="auto (default), xla or pallas_tpu")
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="compile for TPUs that are not here, and say what is wrong",
+        description="Compiles the attention kernels, and with MODEL the engine's programs, for each target; nothing is "
+        'run. Exit status 1 if anything failed. Needs pip install "jaxkv[tpu]" on Linux, but no TPU.',
+    )
+    check.set_defaults(run=_check)
+    check.add_argument("model", nargs="?", metavar="MODEL", help="config.json, a directory that has one, or a hub id")
+    _add_target_options(check)
+    check.add_argument("--pages", "--num-gpu-blocks-override", type=int, metavar="N", help="instead of as many as fit")
+    check.add_argument("--all", action="store_true", help="every program, not only the largest step and loop")
+    check.add_argument(
+        "--shape", nargs="+", metavar="S", help="kernels at these named shapes (default: all, or MODEL's)"
+    )
+    check.add_argument("--kernel", choices=("decode", "prefill"), help="only this one")
+    check.add_argument(
+        "--context", type=int, metavar="N", help="tokens of a row that a kernel attends (default: budgeted)"
+    )
+    check.add_argument("--json", action="store_true", help="JSON instead of the table")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -237,10 +261,13 @@ def _deployments(args: argparse.Namespace) -> list[Deployment]:
     os.environ.update(ENVIRONMENT)
     from jaxkv.report.deployment import deploy
 
+    return [deploy(args.model, target, **_engine_options(args)) for target in map(parse_target, args.target)]
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "backend", "max_model_len", "max_num_seqs")
     options = {name: getattr(args, name) for name in (*names, "max_num_batched_tokens", "block_size")}
-    options["utilization"] = args.gpu_memory_utilization
-    return [deploy(args.model, target, **options) for target in map(parse_target, args.target)]
+    return options | {"utilization": args.gpu_memory_utilization}
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -262,3 +289,19 @@ def _plan(args: argparse.Namespace) -> int:
     if args.svg:
         args.svg.write_text(plan.picture(planned))
     return int(all(one.refusal is not None for one in planned))
+
+
+def _check(args: argparse.Namespace) -> int:
+    from jaxkv.report.check import run
+
+    return run(
+        args.model,
+        targets=args.target,
+        options=_engine_options(args),
+        pages=args.pages,
+        every=args.all,
+        shapes=args.shape or (),
+        kernels=[args.kernel] if args.kernel else None,
+        context=args.context,
+        as_json=args.json,
+    )

@@ -38,6 +38,9 @@ class Schedule:
     loops: list[Span]
     regions: list[Span]
     capacity: dict[str, int]
+    spills: int
+    """Registers stored to VMEM for want of room, anywhere in the kernel."""
+
     vmem_bytes: int
     smem_bytes: int
 
@@ -75,6 +78,7 @@ def read_schedule(folder: Path, kernel: str) -> Schedule:
         loops=loops,
         regions=regions,
         capacity=capacity,
+        spills=sum(row[list(capacity).index("VSTORE:SPILL")] for row in rows),
         vmem_bytes=space["vmem"],
         smem_bytes=space["smem"],
     )
@@ -127,6 +131,6 @@ def _regions(depths: list[int], texts: list[str]) -> list[Span]:
     for i, text in enumerate(texts):
         for match in REGION.finditer(text):
             begins.setdefault(match[1], i)
-    branches = ((i, match[1]) for i, text in enumerate(texts) if (match := BRANCH.search(text)))
+    branches = ((i, branch[1]) for i, text in enumerate(texts) if (branch := BRANCH.search(text)))
     targets = ((i, begins.get(region, 0)) for i, region in branches)
     return [Span(start=i + 1, end=target, depth=depths[i]) for i, target in targets if target > i]

@@ -1,0 +1,118 @@
+"""Tile sizes of the TPU kernels by what the compiler issues for them, kept in kernels_pallas/tuned/ as budgets.
+
+    python scripts/tune_tpu.py                         every budgeted case, with the tiles that `choose_tiles` gives
+    python scripts/tune_tpu.py --sweep --shape 8b      also with half and twice of each tile size
+    python scripts/tune_tpu.py --chip v6e --again      instead of keeping what the same compiler found before
+
+Needs pip install "jaxkv[tpu]", no TPU. Each case takes some 9 s of one core, a sweep three to five times that. What is
+done is written at once, so that the same command goes on after a stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from jaxkv.report.apart import compile_apart
+from jaxkv.report.check import AT_ONCE, FLOAT32, TARGETS, named_cases, versions
+from jaxkv.report.kernels import KERNELS, SHAPES, Case
+
+TUNED = Path(__file__).parents[1] / "kernels_pallas" / "tuned"
+MARGIN = 0.03
+"""Added to the ratio that was found: another compiler's choices, not another kernel."""
+
+GAIN = 0.02
+"""Part of the issue cycles that other tiles must save to be worth leaving the rule."""
+
+TILES = {"decode": ("decode_pages",), "prefill": ("prefill_pages", "prefill_queries")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", choices=TARGETS, action="append")
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--kernel", choices=KERNELS, action="append")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    args = parser.parse_args()
+    cases = list(budgeted(args.chip or TARGETS, args.shape or tuple(SHAPES), args.kernel or KERNELS))
+    missing = [case for case in cases if args.again or args.sweep or not is_known(case)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for case, entry in zip(missing, pool.map(sweep if args.sweep else measure, missing), strict=True):
+            keep(case, entry)
+            print(f"{case}: {entry['measured']:.3f}, {entry['spills']} spills, {entry['tiles']}", flush=True)
+
+
+def budgeted(chips: Any, shapes: Any, kernels: Any) -> Iterator[Case]:
+    """What `jaxkv check` compiles without a model."""
+    yield from named_cases(chips, shapes, kernels)
+    yield from named_cases(chips, [name for name in FLOAT32 if name in shapes], kernels, dtype="float32")
+
+
+def measure(case: Case) -> dict[str, Any]:
+    found = compile_apart(case)
+    if "reason" in found:
+        raise SystemExit(f"{case}: {found['reason']}")
+    return entry_of(case, found)
+
+
+def sweep(case: Case) -> dict[str, Any]:
+    """The best of the tiles around the rule's; the rule's own unless another saves `GAIN`."""
+    ruled = measure(case)
+    tried = {case.tiles: ruled}
+    for name in TILES[case.kernel]:
+        for size in (ruled["tiles"][name] // 2, ruled["tiles"][name] * 2):
+            other = replace(case, tiles=((name, size),))
+            found = compile_apart(other) if size else {"reason": "no tiles"}
+            print(f"  {case} {name} {size}: {found.get('ratio', found.get('reason'))}", flush=True)
+            if "reason" not in found and found["spills"] <= ruled["spills"]:
+                tried[other.tiles] = entry_of(case, found)
+    # By cycles: smaller blocks of queries read more, so that their ratio is better and they are not.
+    best = min(tried.values(), key=lambda entry: entry["issue_cycles"])
+    chosen = best if best["issue_cycles"] < ruled["issue_cycles"] * (1 - GAIN) else ruled
+    return chosen | {"swept": {str(dict(tiles)): one["issue_cycles"] for tiles, one in tried.items() if tiles}}
+
+
+def entry_of(case: Case, found: dict[str, Any]) -> dict[str, Any]:
+    names = ("kernel", "heads", "dtype", "page_size", "context", "batch", "queries")
+    return {
+        "shape": case.name,
+        "case": {name: value for name, value in asdict(case).items() if name in names},
+        "tiles": found["tiles"],
+        "issue_cycles": found["issue_cycles"],
+        "measured": found["ratio"],
+        "ratio": round(found["ratio"] * (1 + MARGIN), 3),
+        "spills": found["spills"],
+        "versions": versions(),
+    }
+
+
+def is_known(case: Case) -> bool:
+    wanted = json.loads(json.dumps(entry_of(case, {"tiles": None, "issue_cycles": 0, "ratio": 0.0, "spills": 0})))
+    keys = ("case", "versions")
+    return any(all(entry[key] == wanted[key] for key in keys) for entry in read(case.chip))
+
+
+def read(chip: str) -> list[dict[str, Any]]:
+    path = TUNED / f"{chip}.json"
+    return json.loads(path.read_text())["kernels"] if path.is_file() else []
+
+
+def keep(case: Case, entry: dict[str, Any]) -> None:
+    entry = json.loads(json.dumps(entry))
+    same = [one for one in read(case.chip) if one["case"] == entry["case"]]
+    others = [one for one in read(case.chip) if one not in same]
+    entry = {name: value for one in same for name, value in one.items() if name == "swept"} | entry
+    entries = sorted([*others, entry], key=lambda one: json.dumps(one["case"], sort_keys=True))
+    lines = ",\n  ".join(json.dumps(one) for one in entries)
+    TUNED.mkdir(exist_ok=True)
+    (TUNED / f"{case.chip}.json").write_text(f'{{"margin": {MARGIN}, "kernels": [\n  {lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()
