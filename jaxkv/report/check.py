@@ -48,8 +48,8 @@ def named_cases(targets: Sequence[str], names: Iterable[str], kernels: Iterable[
 
 
 def check(cases: Sequence[Case], engines: Sequence[Engine], *, say: Callable[[str], None]) -> list[Verdict]:
-    """Compiles all of them, of engines also the kernels at their shape, each in a process of its own; `say` is told of
-    each.
+    """Compiles all of them, without cases the kernels at the engines' own shapes too, each in a process of its own;
+    `say` is told of each.
 
     Raises: RuntimeError naming what to install; ValueError with what an engine's limits or config have wrong.
     """
@@ -58,7 +58,7 @@ def check(cases: Sequence[Case], engines: Sequence[Engine], *, say: Callable[[st
     # What the caller has wrong shows in the engines, within seconds.
     verdicts = _run([*engines, *cases], say)
     own = (case for verdict in verdicts if isinstance(verdict.job, Engine) for case in _own_cases(verdict))
-    return verdicts + _run([case for case in dict.fromkeys(own) if case not in cases], say)
+    return verdicts if cases else verdicts + _run(list(dict.fromkeys(own)), say)
 
 
 def _run(jobs: Sequence[Job], say: Callable[[str], None]) -> list[Verdict]:

@@ -1,4 +1,7 @@
-"""Block sizes of the attention kernels, chosen by the schedule that the TPU compiler makes (scripts/tpu_cost.py)."""
+"""Block sizes of the attention kernels, chosen by the schedule that the TPU compiler makes.
+
+What it came to is kept in kernels_pallas/tuned/ (scripts/tune_tpu.py), which `jaxkv check` holds the kernels to.
+"""
 
 from __future__ import annotations
 
