@@ -111,11 +111,21 @@ def test_what_is_no_copy_is_not_reported(line):
     assert read(body=line)[0] == []
 
 
-def test_a_copy_is_followed_through_what_only_names_it_again():
-    through = """%k = (f32[2]{0}, bf16[8,4,8,16]{0}) custom-call(%n, %pages), output_to_operand_aliasing={{1}: (1, {})}
+@pytest.mark.parametrize(
+    "through",
+    [
+        """%k = (f32[2]{0}, bf16[8,4,8,16]{0}) custom-call(%n, %pages), output_to_operand_aliasing={{1}: (1, {})}
   %l = bf16[8,4,8,16]{3,2,1,0} get-tuple-element(%k), index=1
   %m = bf16[256,16]{1,0} bitcast(%l)
-  %o = bf16[256,16]{0,1} copy(%m)"""
+  %o = bf16[256,16]{0,1} copy(%m)""",
+        """%m = bf16[8,4,8,16]{3,2,1,0} fusion(%pages, %pages, %n), kind=kLoop, calls=%updates
+  %o = bf16[8,4,8,16]{3,1,2,0} copy(%m)""",
+        """%o = bf16[8,4,8,16]{3,1,2,0} copy(%pages)
+  %m = bf16[8,4,8,16]{3,1,2,0} fusion(%o, %pages, %n), kind=kLoop, calls=%updates""",
+    ],
+    ids=["behind a kernel", "after an update", "before an update"],
+)
+def test_a_copy_is_reported_once_whatever_is_done_in_place_beside_it(through):
     (copy,), _ = read(body=through)
     assert (copy.argument, copy.instruction) == (POOL, "o")
 
