@@ -37,8 +37,8 @@ def compile_apart(job: Case | Engine) -> dict[str, Any]:
         given = json.dumps([type(job).__name__, asdict(job), folder])
         done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, check=False)
     found = _read(done)
-    if "refused" in found:
-        raise ValueError(found["refused"])
+    if isinstance(job, Engine) and "refused" in found:
+        raise ValueError(f"{job.target}: {found['refused']}")
     return found | {"compile_s": round(time.perf_counter() - started, 1)}
 
 
