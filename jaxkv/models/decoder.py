@@ -39,8 +39,8 @@ def forward(
 
     def block(x_TD: jax.Array, group: GroupKV, w: Weights, g: int, index: int | jax.Array) -> tuple[jax.Array, GroupKV]:
         q, k, v = _project(rms_norm(x_TD, w["attn_norm"], eps=spec.norm_eps), w, rope, spec)
-        scale = spec.head_dim**-0.5
-        out, group = attention.attend(q, k, v, group, batch, prepared_G[g], layer=index, scale=scale)
+        options: Any = {"scale": spec.head_dim**-0.5, "out_dtype": w["o"].dtype}
+        out, group = attention.attend(q, k, v, group, batch, prepared_G[g], layer=index, **options)
         x_TD = x_TD + linear_over(out.reshape(out.shape[0], -1), w["o"], w.get("o_bias"), axis=axis)
         h_TD = rms_norm(x_TD, w["mlp_norm"], eps=spec.norm_eps)
         return x_TD + gated_mlp(h_TD, w, activation=spec.activation, axis=axis), group

@@ -25,6 +25,12 @@ PIECE_BYTES = 2**21
 MANY_TOKENS = 256
 """Tokens from which the arithmetic of a matmul outweighs that copy, so that one piece is faster than several."""
 
+MLP_BYTES = 2**24
+"""What a TPU holds of the float32 values between the matmuls of an MLP, at most: more runs in pieces."""
+
+LANES = 128
+"""Columns of a TPU's registers."""
+
 TILE_ROWS = 8
 """Rows that XLA:CPU takes at once of a matrix that it multiplies with a vector."""
 
@@ -53,6 +59,13 @@ class Matrix(NamedTuple):
         size = (1, num_rows, self.leaf.shape[-1])
         return values(jax.lax.dynamic_slice(self.leaf, (self.layer, start, 0), size)[0])
 
+    def columns(self, start: int | Array, num_columns: int) -> Array:
+        """Columns [start, start + num_columns) as values, [F, num_columns]."""
+        if self.layer is None:
+            return values(jax.lax.dynamic_slice_in_dim(self.leaf, start, num_columns, axis=1))
+        size = (1, self.num_rows, num_columns)
+        return values(jax.lax.dynamic_slice(self.leaf, (self.layer, 0, start), size)[0])
+
 
 def values(leaf: Array) -> Array:
     """The leaf's values where it holds bits."""
@@ -76,9 +89,12 @@ def linear(x_TD: Array, w: Matrix, bias_F: Array | None = None) -> Array:
 
 def linear_over(x_TD: Array, w: Matrix, bias_F: Array | None = None, *, axis: str | None) -> Array:
     """`linear` where each device along the mesh axis has some columns of x and w: their products are added up."""
-    if axis is None:
-        return linear(x_TD, w, bias_F)
-    y_TF = jax.lax.psum(linear(x_TD, w), axis)
+    return _add_up(linear(x_TD, w), bias_F, axis)
+
+
+def _add_up(y_TF: Array, bias_F: Array | None, axis: str | None) -> Array:
+    if axis is not None:
+        y_TF = jax.lax.psum(y_TF, axis)
     return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
 
 
@@ -139,14 +155,71 @@ def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
     return x * jax.lax.rsqrt(total(x * x)[..., None] / x.shape[-1] + eps) * scale
 
 
+def by_pieces(function: Callable[..., Any], *rows: Any, size: int) -> Any:
+    """function(*rows) with `size` rows of all arrays at a time: what it computes in between is that much smaller.
+
+    Rows must not depend on each other. The last piece starts early rather than end late.
+    """
+    num_rows = jax.tree.leaves(rows)[0].shape[0]
+    if num_rows <= size:
+        return function(*rows)
+
+    def piece(i: Array, found: Any) -> Any:
+        start = jnp.minimum(i * size, num_rows - size)
+        new = function(*jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), rows))
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), found, new)
+
+    shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[:size], rows))
+    empty = jax.tree.map(lambda x: jnp.zeros((num_rows, *x.shape[1:]), x.dtype), shapes)
+    return jax.lax.fori_loop(0, -(-num_rows // size), piece, empty)
+
+
 def gated_mlp(x_TD: Array, w: Mapping[str, Any], *, activation: str, axis: str | None = None) -> Array:
     """down(act(gate(x)) * up(x)), each with its bias where `w` has one; `axis` as in `linear_over`.
 
     Source: arXiv 2002.05202, section 2.
     """
+    names = ("gate", "gate_bias", "up", "up_bias", "down")
+    own = {name: w[name] for name in names if name in w}
+    at_once, in_pieces = (partial(mlp, activation=ACTIVATIONS[activation]) for mlp in (_mlp_at_once, _mlp_in_pieces))
+    y_TD = jax.lax.platform_dependent(x_TD, own, tpu=in_pieces, default=at_once)
+    return _add_up(y_TD, w.get("down_bias"), axis)
+
+
+def _mlp_at_once(x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[Array], Array]) -> Array:
     gate_TF = linear(x_TD, w["gate"], w.get("gate_bias"))
     up_TF = linear(x_TD, w["up"], w.get("up_bias"))
-    return linear_over(ACTIVATIONS[activation](gate_TF) * up_TF, w["down"], w.get("down_bias"), axis=axis)
+    return linear(activation(gate_TF) * up_TF, w["down"])
+
+
+def _mlp_in_pieces(x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[Array], Array]) -> Array:
+    """Some of F after the other, so that its float32 values never exist together: 112 MiB for 2,048 tokens of 14,336.
+
+    Reads each weight once, whatever the number of pieces.
+    """
+    num_tokens, width = x_TD.shape[0], w["gate"].num_rows
+    size = _piece_of(width, MLP_BYTES // (4 * num_tokens))
+    if size == width:
+        return _mlp_at_once(x_TD, w, activation=activation)
+
+    def piece(i: Array, y_TD: Array) -> Array:
+        def part(name: str) -> Array:
+            y_TC = _dot(x_TD.astype(w[name].dtype), w[name].rows(i * size, size))
+            if f"{name}_bias" not in w:
+                return y_TC
+            bias_C = jax.lax.dynamic_slice_in_dim(w[f"{name}_bias"], i * size, size)
+            return y_TC + bias_C.astype(jnp.float32)[None, :]
+
+        h_TC = (activation(part("gate")) * part("up")).astype(w["down"].dtype)
+        return y_TD + _dot(h_TC, w["down"].columns(i * size, size))
+
+    return jax.lax.fori_loop(0, width // size, piece, jnp.zeros((num_tokens, w["down"].num_rows), jnp.float32))
+
+
+def _piece_of(width: int, most: int) -> int:
+    """The largest part of `width` of at most `most`, in whole registers; `width` where there is none."""
+    sizes = (width // n for n in range(1, width // LANES + 1) if width % (n * LANES) == 0)
+    return next((size for size in sizes if size <= most), width)
 
 
 def rope_tables(position_T: Array, inv_freq: np.ndarray, factor: float) -> tuple[Array, Array]:

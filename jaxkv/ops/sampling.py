@@ -6,12 +6,14 @@ seed and its own position only.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from jaxkv.config import GREEDY_BELOW
-from jaxkv.ops.layers import total
+from jaxkv.ops.layers import by_pieces, total
 from jaxkv.ops.logits import NO_TOKEN, add_bias, allow, forbid, penalise
 
 NUM_STOP_TOKENS = 64
@@ -22,6 +24,9 @@ NUM_BIASES = 300
 
 NUM_LOGPROBS = 20
 """Alternatives per token that the device returns when any row asks for logprobs, unless the engine is made for more."""
+
+TPU_ROWS = 8
+"""Rows that a TPU samples at once, as many as its registers have: each array over their vocabulary is a few MiB."""
 
 
 @struct.dataclass
@@ -119,7 +124,15 @@ def sample(
 
     recent_nB: tokens that came after sampling.history_BN, NO_TOKEN where none did. num_logprobs: width K of the result.
     """
-    processed_BV = _process(logits_BV, sampling, recent_nB)
+    rows = (logits_BV, sampling, position_B, None if recent_nB is None else recent_nB.T)
+    whole = partial(_sample, num_logprobs=num_logprobs)
+    return jax.lax.platform_dependent(*rows, tpu=partial(by_pieces, whole, size=TPU_ROWS), default=whole)
+
+
+def _sample(
+    logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array, recent_Bn: jax.Array | None, *, num_logprobs: int
+) -> Sampled:
+    processed_BV = _process(logits_BV, sampling, recent_Bn)
     greedy_B = sampling.temperature_B < GREEDY_BELOW
     best_B = _argmax(processed_BV)
     drawn_B = jax.lax.cond(
@@ -153,7 +166,7 @@ def is_stop(token_B: jax.Array, sampling: Sampling) -> jax.Array:
     return jnp.any(token_B[:, None] == sampling.stop_BE, axis=-1)
 
 
-def _process(logits_BV: jax.Array, sampling: Sampling, recent_nB: jax.Array | None) -> jax.Array:
+def _process(logits_BV: jax.Array, sampling: Sampling, recent_Bn: jax.Array | None) -> jax.Array:
     """In vLLM's order: allowed tokens, stop tokens before min_tokens, bias, penalties.
 
     All behind one cond: each one costs a copy of the logits, whichever branch it takes.
@@ -170,7 +183,7 @@ def _process(logits_BV: jax.Array, sampling: Sampling, recent_nB: jax.Array | No
         stop_BE = jnp.where((sampling.min_left_B > 0)[:, None], stop_BE, NO_TOKEN)
         x_BV = jax.lax.cond(stops, lambda x: forbid(x, stop_BE), _same, x_BV)
         x_BV = jax.lax.cond(biases, lambda x: add_bias(x, sampling.bias_id_BE, sampling.bias_BE), _same, x_BV)
-        return jax.lax.cond(penalises, lambda x: _penalise(x, sampling, recent_nB), _same, x_BV)
+        return jax.lax.cond(penalises, lambda x: _penalise(x, sampling, recent_Bn), _same, x_BV)
 
     return jax.lax.cond(masks | stops | biases | penalises, process, lambda: logits_BV)
 
@@ -179,10 +192,10 @@ def _same(x: jax.Array) -> jax.Array:
     return x
 
 
-def _penalise(logits_BV: jax.Array, sampling: Sampling, recent_nB: jax.Array | None) -> jax.Array:
+def _penalise(logits_BV: jax.Array, sampling: Sampling, recent_Bn: jax.Array | None) -> jax.Array:
     index_BN = jax.lax.broadcasted_iota(jnp.int32, sampling.history_BN.shape, 1)
     output_BN = jnp.where(index_BN >= sampling.prompt_len_B[:, None], sampling.history_BN, NO_TOKEN)
-    recent = [] if recent_nB is None else [recent_nB.T]
+    recent = [] if recent_Bn is None else [recent_Bn]
     return penalise(
         logits_BV,
         [sampling.history_BN, *recent],

@@ -48,15 +48,17 @@ def ragged_paged_attention(
     sinks_N: jax.Array | None = None,
     statistics: bool = False,
     page_mass: bool = False,
+    out_dtype: Any = jnp.float32,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Statistics | None]:
     """Writes the step's keys and values into their pages and attends every packed token to the pages of its row.
 
-    -> (out [T, N, H] float32, pages, statistics or None). pages: `pack(layout_of(...), [L*P, 2K, S, H])`, bfloat16 or
+    -> (out [T, N, H], pages, statistics or None). pages: `pack(layout_of(...), [L*P, 2K, S, H])`, bfloat16 or
     float32, page p of layer l in row l * num_pages + p; updated in place when donated. Queries, keys, values and
     softmax weights are rounded to the dtype of the pages, sums are float32. Decode rows that rest get zeros, padding
     tokens anything. `schedule` is made for this step's rows, by `make_schedule`, once for all layers. sinks_N: a logit
-    per query head, which joins the softmax's sum only. `interpret`: False, True or pltpu.InterpretParams.
+    per query head, which joins the softmax's sum only. out_dtype: what the float32 result is rounded to.
+    `interpret`: False, True or pltpu.InterpretParams.
 
     Raises: NotImplementedError naming what the kernels do not take. Semantics: kernels_pallas.reference.
     """
@@ -84,11 +86,12 @@ def ragged_paged_attention(
     decoded, pages, statistics_DJML, masses = decode(
         q_TJMX[:num_rows], new_TCX[:num_rows], sinks_JM, pages, schedule, base, static=static, interpret=interpret
     )
-    out, found = unpack_outputs(layout, decoded), statistics_DJML
+    out, found = unpack_outputs(layout, decoded.astype(out_dtype)), statistics_DJML
     if schedule.write is not None:
         pages = write(new_TCX, pages, schedule.write, base, interpret=interpret)
         static = replace(static, block=schedule.tiles.prefill_pages)
-        filled, of_chunks = prefill(q_TJMX, sinks_JM, pages, schedule, base, static=static, interpret=interpret)
+        options: Any = {"static": static, "out_dtype": out_dtype, "interpret": interpret}
+        filled, of_chunks = prefill(q_TJMX, sinks_JM, pages, schedule, base, **options)
         out = _first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
         found = None if found is None or of_chunks is None else _first_rows(found, of_chunks, schedule.num_decode)
     if found is None:

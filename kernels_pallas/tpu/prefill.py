@@ -182,7 +182,7 @@ def _kernel(static: Static, *refs: Any) -> None:
         pl.when(item > 0)(lambda: send(item - 1).wait())
         for j in range(layout.joined):
             total = jnp.sum(sum_JRL[j], axis=1, keepdims=True)
-            result[j] = acc_JRX[j] / total
+            result[j] = (acc_JRX[j] / total).astype(result.dtype)
             if static.statistics:
                 entropy = jnp.sum(entropy_JRL[j], axis=1, keepdims=True) / LOG2E
                 entropy_JRL[j] = in_lanes(
@@ -207,9 +207,10 @@ def prefill(
     base: jax.Array,
     *,
     static: Static,
+    out_dtype: Any = jnp.float32,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """-> (out [T, J, M, X] float32, statistics [T, J, M, 3]) of the tokens in chunks; anything for the others.
+    """-> (out [T, J, M, X], statistics [T, J, M, 3]) of the tokens in chunks; anything for the others.
 
     q: in the dtype of the pages, which hold the step's keys and values already. base [1]: the layer's first row in
     `pages`. statistics: see `decode`; None unless `static` asks for them.
@@ -244,7 +245,8 @@ def prefill(
                 pltpu.VMEM((2, static.block, *pages.shape[1:]), pages.dtype),
                 *[pltpu.VMEM(lanes, jnp.float32)] * 2,
                 pltpu.VMEM(lanes if static.statistics else small, jnp.float32),
-                *[pltpu.VMEM((joined, num_rows, width), jnp.float32)] * 2,
+                pltpu.VMEM((joined, num_rows, width), jnp.float32),
+                pltpu.VMEM((joined, num_rows, width), out_dtype),
                 pltpu.SMEM((1,), jnp.int32),
                 *[pltpu.VMEM((num_rows, static.slots), jnp.float32)] * 2,
                 *[pltpu.VMEM((num_rows, static.slots), pages.dtype)] * 2,
@@ -252,7 +254,7 @@ def prefill(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(q_JRX.shape, jnp.float32),
+            jax.ShapeDtypeStruct(q_JRX.shape, out_dtype),
             jax.ShapeDtypeStruct(statistics, jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(

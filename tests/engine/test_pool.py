@@ -191,7 +191,7 @@ def test_no_room_for_a_page_beside_the_programs_is_a_capacity_error():
 class Copying(xla.Xla):
     """The XLA path behind two copies of the pool, as a compiler makes them that wants another layout."""
 
-    def attend(self, q, k, v, group, batch, prepared, *, layer, scale):
+    def attend(self, q, k, v, group, batch, prepared, *, layer, scale, out_dtype):
         dest_T, window = prepared
         group = write(group, k, v, dest_T=dest_T, layer=layer)
         pages = jax.lax.optimization_barrier(group.pages[::-1])

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxkv.ops import layers
 from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, Matrix, linear, total
 
 SHAPE = (1100, 2000)
@@ -54,3 +55,23 @@ def test_bits_of_a_sum_do_not_depend_on_the_number_of_rows(width):
     for num_rows in (1, 2, 7, 8, 9, 64):
         np.testing.assert_array_equal(np.asarray(jax.jit(total)(x[:num_rows])), many[:num_rows])
     np.testing.assert_array_equal(np.asarray(jax.jit(total)(x[:6].reshape(2, 3, width))), many[:6].reshape(2, 3))
+
+
+@pytest.mark.parametrize("biases", [(), ("gate_bias", "up_bias")])
+@pytest.mark.parametrize("layer", [None, 1])
+@pytest.mark.parametrize(("width", "size"), [(512, 128), (200, 200)])  # 200 has no part of whole registers
+def test_an_mlp_in_pieces_gives_what_it_gives_at_once(monkeypatch, biases, layer, width, size):
+    assert layers._piece_of(width, 150) == size
+    monkeypatch.setattr(layers, "MLP_BYTES", 4 * 24 * 128)
+    rng = np.random.default_rng(0)
+    shapes = {"gate": (width, 96), "up": (width, 96), "down": (96, width)}
+    leaves = {name: jnp.asarray(rng.normal(size=(2, *shape)), jnp.bfloat16) for name, shape in shapes.items()}
+    w = {name: Matrix(leaf, jnp.int32(1)) if layer else Matrix(leaf[1]) for name, leaf in leaves.items()}
+    w |= {name: jnp.asarray(rng.normal(size=width), jnp.bfloat16) for name in biases}
+    x = jnp.asarray(rng.normal(size=(24, 96)), jnp.float32)
+    at_once, in_pieces = (
+        jax.jit(lambda x, w, mlp=mlp: mlp(x, w, activation=jax.nn.silu))(x, w)
+        for mlp in (layers._mlp_at_once, layers._mlp_in_pieces)
+    )
+    # The sum over `width` is only added up in another order; rounding to bfloat16 between the matmuls is the same.
+    np.testing.assert_allclose(in_pieces, at_once, rtol=0, atol=1e-5 * np.abs(at_once).max())

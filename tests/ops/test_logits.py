@@ -84,8 +84,8 @@ def test_tokens_of_the_running_loop_count_as_those_of_the_history_to_the_bit(num
     whole = PROCESS(logits_BV, make_sampling(**penalties, **history_of(prompts, outputs)), None)
     old = [output[:-num_recent] for output in outputs]
     recent = [output[max(0, len(output) - num_recent) :] for output in outputs]
-    recent_nB = padded(recent, 8).T  # a row that rested has NO_TOKEN
-    split = PROCESS(logits_BV, make_sampling(**penalties, **history_of(prompts, old)), recent_nB)
+    recent_Bn = padded(recent, 8)  # a row that rested has NO_TOKEN
+    split = PROCESS(logits_BV, make_sampling(**penalties, **history_of(prompts, old)), recent_Bn)
     np.testing.assert_array_equal(whole, split)
 
 
@@ -112,8 +112,8 @@ def test_a_row_that_uses_nothing_keeps_its_logits_to_the_bit_beside_rows_that_do
     if used == "bias_BE":
         sampling.bias_id_BE[1, 0] = 3
     getattr(sampling, used)[1] = {"masked_B": True, "min_left_B": 2}.get(used, 0.5)
-    recent_nB = np.full((4, B), V - 1, np.int32)
-    got_BV = np.asarray(PROCESS(logits_BV, sampling, recent_nB))
+    recent_Bn = np.full((B, 4), V - 1, np.int32)
+    got_BV = np.asarray(PROCESS(logits_BV, sampling, recent_Bn))
     others = [row for row in range(B) if row != 1]
     assert got_BV[others].tobytes() == logits_BV[others].tobytes()
     assert (got_BV[1] != logits_BV[1]).any()

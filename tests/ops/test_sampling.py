@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxkv.aot import empty_sampling
+from jaxkv.ops.layers import by_pieces
 from jaxkv.ops.sampling import (
     GREEDY_BELOW,
     NUM_LOGPROBS,
@@ -17,6 +19,7 @@ from jaxkv.ops.sampling import (
     Sampled,
     Sampling,
     _ordered_bits,
+    _sample,
     _top_k_top_p,
     is_stop,
     sample,
@@ -373,3 +376,24 @@ def test_without_a_row_that_asks_logprobs_are_zeros_and_the_tokens_the_same():
     assert not without.logprob_B.any()
     assert not without.best_logprob_BK.any()
     assert given.logprob_B.all()
+
+
+def test_rows_in_pieces_of_which_the_last_begins_early_give_the_same():
+    """As a TPU samples: 21 rows of which some draw, some are masked and penalised, and some ask for logprobs."""
+    rng = np.random.default_rng(3)
+    every_third = np.arange(21) % 3 == 0
+    sampling = make_sampling(21, temperature=rng.choice([0, 0.7, 1.5], 21), top_p=rng.choice([0.5, 1], 21))
+    sampling.masked_B[:], sampling.allowed_BM[:] = every_third, rng.integers(0, 2**32, dtype=np.uint32)
+    sampling.frequency_B[:], sampling.history_BN[:, :9] = every_third[::-1], rng.integers(0, V, (21, 9))
+    sampling.logprobs_B[:] = np.arange(21) == 20
+    recent_Bn = rng.integers(-1, V, (21, 4)).astype(np.int32)
+    rows = (rng.normal(size=(21, V)).astype(np.float32), sampling, np.arange(21, dtype=np.int32), recent_Bn)
+    whole = partial(_sample, num_logprobs=4)
+    at_once, in_pieces = jax.jit(whole)(*rows), jax.jit(partial(by_pieces, whole, size=8))(*rows)
+    np.testing.assert_array_equal(in_pieces.token_B, at_once.token_B)
+    # Only of a row that asks, and those beside it, does it matter what they are.
+    for name in ("logprob_B", "rank_B", "best_BK", "best_logprob_BK"):
+        ours, theirs = getattr(in_pieces, name)[20], getattr(at_once, name)[20]
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5, err_msg=name)
+    few = jax.tree.map(lambda x: x[:5], rows)
+    np.testing.assert_array_equal(by_pieces(whole, *few, size=8).token_B, at_once.token_B[:5])

@@ -69,8 +69,12 @@ class Backend(Protocol):
         *,
         layer: int | jax.Array,
         scale: float,
+        out_dtype: np.dtype,
     ) -> tuple[jax.Array, GroupKV]:
-        """(out [T, N, H] float32, the group with the step's keys and values). group.len_B counts the step's tokens."""
+        """(out [T, N, H], the group with the step's keys and values). group.len_B counts the step's tokens.
+
+        out is float32, or rounded to `out_dtype` already, which is what its caller does with it.
+        """
         ...
 
 

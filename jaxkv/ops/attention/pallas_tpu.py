@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.state import GroupKV
@@ -41,7 +42,7 @@ class PallasTpu:
         q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, heads.head_dim))
         k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, heads.head_dim))
         prepared = self.prepare(group, made, heads)
-        return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, layer=0, scale=1.0)[0]
+        return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, layer=0, scale=1.0, out_dtype=needs.dtype)[0]
 
     def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
         layout = layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
@@ -79,6 +80,7 @@ class PallasTpu:
         *,
         layer: int | jax.Array,
         scale: float,
+        out_dtype: np.dtype,
     ) -> tuple[jax.Array, GroupKV]:
         out_TNH, pages, _ = ragged_paged_attention(
             q_TNH,
@@ -89,6 +91,7 @@ class PallasTpu:
             layer=layer,
             num_pages=group.num_pages,
             scale=scale,
+            out_dtype=out_dtype,
             interpret=self.interpret,
         )
         return out_TNH, replace(group, pages=pages)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.kv.state import GroupKV, destinations, write
 from jaxkv.ops.attention.base import Batch, Heads, Needs
@@ -84,6 +85,7 @@ class Xla:
         *,
         layer: int | jax.Array,
         scale: float,
+        out_dtype: np.dtype,
     ) -> tuple[jax.Array, GroupKV]:
         dest_T, window = prepared
         group = write(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
