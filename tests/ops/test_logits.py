@@ -122,7 +122,7 @@ def test_a_row_that_uses_nothing_keeps_its_logits_to_the_bit_beside_rows_that_do
 def test_a_history_without_tokens_penalises_none_not_even_the_last_of_the_vocabulary():
     logits_BV = random_logits(8)
     sampling = make_sampling(repetition_B=3.0, frequency_B=2.0, presence_B=2.0)
-    got_BV = PROCESS(logits_BV, sampling, np.full((8, B), NO_TOKEN, np.int32))
+    got_BV = PROCESS(logits_BV, sampling, np.full((B, 8), NO_TOKEN, np.int32))
     np.testing.assert_array_equal(got_BV, logits_BV)
 
 
