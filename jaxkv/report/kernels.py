@@ -139,20 +139,26 @@ def count(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _decode(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
-    """Rounds of the one loop with matmuls; the loops in it clear what a block fetches past its row's end."""
+    """Rounds of one loop; of the loops in it those with matmuls go over heads, the others clear what a block fetches
+    past its row's end."""
+    from kernels_pallas.tpu import layout_of
     from kernels_pallas.tpu.tiles import SLOTS
 
-    (main,) = [loop for loop in schedule.loops if loop.depth == 1 and loop.units["MXU"]]
+    (main,) = [loop for loop in schedule.loops if loop.depth == 1 and schedule.inner(loop)]
+    heads = [loop for loop in schedule.inner(main) if loop.units["MXU"]]
+    clears = [loop for loop in schedule.inner(main) if not loop.units["MXU"]]
+    joined = layout_of(kv_heads=case.heads[1], head_dim=case.heads[2]).joined
+    own = main.own + sum(loop.own for loop in heads) * (joined // tiles.decode_heads)
     block = tiles.decode_pages * case.page_size
     blocks = -(-case.context // block)
     cleared = blocks * tiles.decode_pages - case.context // case.page_size
     rounds = -(-case.batch * blocks // SLOTS)
-    clear = sum(loop.own for loop in schedule.inner(main)) / len(schedule.inner(main))
-    cycles = schedule.outside_loops + rounds * main.own + case.batch * cleared * clear
+    clear = sum(loop.own for loop in clears) / len(clears)
+    cycles = schedule.outside_loops + rounds * own + case.batch * cleared * clear
     return {
         "issue_cycles": round(cycles),
         "cycles_per_row": round(cycles / case.batch),
-        "bundles": main.own,
+        "bundles": own,
         "trips": rounds,
         "read_tokens": case.batch * case.context,
     }

@@ -119,9 +119,10 @@ def _read_units(path: Path) -> tuple[dict[str, int], list[list[int]]]:
 def _loops(depths: list[int], starts_loop: list[bool]) -> list[Span]:
     loops = []
     for start in (i for i, starts in enumerate(starts_loop) if starts):
-        depth, end = depths[start], start + 1
-        while end < len(depths) and depths[end] >= depth and not (starts_loop[end] and depths[end] == depth):
-            end += 1
+        depth = depths[start]
+        stop = next((i for i in range(start + 1, len(depths)) if starts_loop[i] and depths[i] <= depth), len(depths))
+        # Bundles of what follows the loop may lie in its tail, and carry their own depth.
+        end = max(i for i in range(start, stop) if depths[i] >= depth) + 1
         loops.append(Span(start=start, end=end, depth=depth))
     return loops
 

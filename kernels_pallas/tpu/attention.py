@@ -11,13 +11,11 @@ import jax.numpy as jnp
 from kernels_pallas.tpu.block import Static
 from kernels_pallas.tpu.decode import decode
 from kernels_pallas.tpu.layout import Layout, layout_of, pack, pack_queries, unpack_outputs
-from kernels_pallas.tpu.prefill import prefill
-from kernels_pallas.tpu.schedule import Schedule
+from kernels_pallas.tpu.prefill import prefill, prefill_smem_bytes
+from kernels_pallas.tpu.schedule import SMEM_BYTES, Schedule
 from kernels_pallas.tpu.write import write
 
 PAGE_SIZES = (16, 32, 64, 128)
-SMEM_BYTES = 768 << 10
-"""What tables and lists of work may take of a core's 1 MiB of scalar memory."""
 
 
 class Statistics(NamedTuple):
@@ -68,6 +66,7 @@ def ragged_paged_attention(
         layout=layout,
         page_size=pages.shape[2],
         block=schedule.tiles.decode_pages,
+        heads=schedule.tiles.decode_heads,
         queries=schedule.tiles.prefill_queries,
         scale=scale,
         window=schedule.window,
@@ -75,6 +74,7 @@ def ragged_paged_attention(
         sinks=sinks_N is not None,
         statistics=statistics or page_mass,
         page_mass=page_mass,
+        streamed=schedule.records is not None,
         wait_by_page=interpret is True,
     )
     base = jnp.reshape(jnp.asarray(layer * num_pages, jnp.int32), (1,))
@@ -139,7 +139,6 @@ def _check(layout: Layout, q_TNH: jax.Array, pages: jax.Array, schedule: Schedul
         raise NotImplementedError(f"page_size: expected one of {PAGE_SIZES}, got {schedule.page_size}")
     if page_mass and schedule.prefill is not None:
         raise NotImplementedError("page_mass: expected a step of decode rows only, got one with prefill chunks")
-    smem_bytes = 4 * sum(x.size for x in jax.tree.leaves((schedule.table, schedule.first, schedule.decode)))
-    if smem_bytes > SMEM_BYTES:
-        tables = f"tables of {schedule.batch} rows x {schedule.width} pages"
-        raise NotImplementedError(f"{tables} take {smem_bytes} bytes of scalar memory, expected at most {SMEM_BYTES}")
+    if schedule.records is not None and (smem_bytes := prefill_smem_bytes(schedule)) > SMEM_BYTES:
+        rows = f"rows of {schedule.width} pages"
+        raise NotImplementedError(f"{rows} take {smem_bytes} bytes of scalar memory, expected at most {SMEM_BYTES}")

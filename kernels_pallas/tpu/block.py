@@ -21,11 +21,13 @@ VMEM_BYTES = 60 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
-    """What is known when compiling. block: pages; queries: tokens of a prefill block; the rest: `attention`."""
+    """What is known when compiling. block: pages; heads: rows of heads that decode works on without a loop; queries:
+    tokens of a prefill block; the rest: `attention`."""
 
     layout: Layout
     page_size: int
     block: int
+    heads: int
     queries: int
     scale: float
     window: int | None
@@ -33,6 +35,7 @@ class Static:
     sinks: bool
     statistics: bool
     page_mass: bool
+    streamed: bool
     wait_by_page: bool
     """One wait for each page rather than one for all: the plain interpreter knows no copies of traced size."""
 
@@ -52,7 +55,7 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def elements(block: Any, row: int) -> jax.Array:
+def elements(block: Any, row: int | jax.Array) -> jax.Array:
     """Row `row` of all pages of a block [pages, C, S, X], as a matmul operand [slots, X].
 
     With `slot_scale` the place where a quantised codec goes: this one gives elements as they are stored, cast to what
@@ -62,7 +65,7 @@ def elements(block: Any, row: int) -> jax.Array:
     return block[:, row].reshape(pages * size, width)
 
 
-def slot_scale(block: Any, row: int) -> jax.Array | None:
+def slot_scale(block: Any, row: int | jax.Array) -> jax.Array | None:
     """[1, slots]: multiplies columns of the scores (keys) or weights (values), never elements. None: all are 1."""
     del block, row
     return None
@@ -72,7 +75,7 @@ def scaled(x_MS: jax.Array, scale_1S: jax.Array | None) -> jax.Array:
     return x_MS if scale_1S is None else x_MS * scale_1S
 
 
-def scores(q_MX: jax.Array, block: Any, row: int, static: Static) -> jax.Array:
+def scores(q_MX: jax.Array, block: Any, row: int | jax.Array, static: Static) -> jax.Array:
     """[M, slots] float32: scaled (and capped) scores times log2(e). exp2 is one operation less than exp."""
     s = scaled(dot(q_MX, elements(block, row), (1, 1)), slot_scale(block, row))
     if static.softcap is None:

@@ -10,6 +10,7 @@ issues the former beside the latter (measured: with a traced slot it puts all of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,8 +34,52 @@ from kernels_pallas.tpu.block import (
     slot_scale,
 )
 from kernels_pallas.tpu.layout import LANES
-from kernels_pallas.tpu.schedule import Schedule
+from kernels_pallas.tpu.schedule import RECORD_FIELDS, RECORD_IDS, Schedule
 from kernels_pallas.tpu.tiles import AHEAD, SLOTS, TILE
+
+RECORDS = 8
+"""Items whose records are in scalar memory, or on their way there, where not all are."""
+
+RECORDS_AHEAD = RECORDS - 2
+"""How far ahead of its block a record is asked for: the one before the block is still in use."""
+
+
+class Work(NamedTuple):
+    """What `DecodeItems` says of an item, and its page ids. await_next(item): those of item + SLOTS - 1 come next."""
+
+    row: Callable[[jax.Array], jax.Array]
+    low: Callable[[jax.Array], jax.Array]
+    high: Callable[[jax.Array], jax.Array]
+    new: Callable[[jax.Array], jax.Array]
+    first: Callable[[jax.Array], jax.Array]
+    page: Callable[[jax.Array, int | jax.Array], jax.Array]
+    await_next: Callable[[jax.Array], None]
+
+
+def _held(row_I: Any, start_I: Any, low_I: Any, high_I: Any, new_I: Any, first_I: Any, table: Any) -> Work:
+    """All in scalar memory."""
+    refs = zip(RECORD_FIELDS, (row_I, low_I, high_I, new_I, first_I), strict=True)
+    fields: dict[str, Any] = {name: partial(lambda ref, item: ref[item], ref) for name, ref in refs}
+    return Work(**fields, page=lambda item, i: table[start_I[item] + i], await_next=lambda item: None)
+
+
+def _streamed(records: Any, ring: Any, asked: Any) -> tuple[Work, Callable[[jax.Array], Any]]:
+    """One record after the other from HBM; with what copies an item's."""
+
+    def ask(item: jax.Array) -> Any:
+        slot = jax.lax.rem(item, jnp.int32(RECORDS))
+        known = jnp.minimum(item, records.shape[0] - 1)  # the last one is of nothing
+        return pltpu.make_async_copy(records.at[known], ring.at[slot], asked.at[slot])
+
+    def field(number: int | jax.Array, item: jax.Array) -> jax.Array:
+        return ring[jax.lax.rem(item, jnp.int32(RECORDS)), 0, number]
+
+    def await_next(item: jax.Array) -> None:
+        ask(item + RECORDS_AHEAD).start()
+        ask(item + SLOTS - 1).wait()
+
+    fields: dict[str, Any] = {name: partial(field, number) for number, name in enumerate(RECORD_FIELDS)}
+    return Work(**fields, page=lambda item, i: field(RECORD_IDS + i, item), await_next=await_next), ask
 
 
 class Block(NamedTuple):
@@ -55,24 +100,29 @@ def page_masses(p_MS: jax.Array, top_M1: jax.Array, static: Static) -> jax.Array
 
 
 def _kernel(static: Static, *refs: Any) -> None:
-    num, row_I, start_I, low_I, high_I, new_I, first_I, table, base = refs[:9]
-    q_DJMX, new_DCX, sinks_JMX, _, out_DJMX, pages, statistics_DJML, mass_IJML = refs[9:17]
-    blocks = refs[17 : 17 + SLOTS]
-    max_JMX, sum_JMX, entropy_JMX, acc_JMX, weights_JMS, slot_MS, mass_SJML = refs[17 + SLOTS : -3]
-    fetched, written, mass_sent = refs[-3:]
+    num, base, *rest = refs
+    if static.streamed:
+        records, *rest, ring, asked = rest
+        work, ask = _streamed(records, ring, asked)
+    else:
+        work, rest = _held(*rest[:7]), rest[7:]
+    q_DJMX, new_DCX, sinks_JMX, _, out_DJMX, pages, statistics_DJML, mass_IJML = rest[:8]
+    blocks = rest[8 : 8 + SLOTS]
+    max_JMX, sum_JMX, entropy_JMX, acc_JMX, weights_JMS, slot_MS, mass_SJML = rest[8 + SLOTS : -3]
+    fetched, written, mass_sent = rest[-3:]
     layout, block, size = static.layout, static.block, static.page_size
 
     def fetch_page(item: jax.Array, i: int, slot: int) -> Any:
-        page = base[0] + table[start_I[item] + i]
+        page = base[0] + work.page(item, i)
         return pltpu.make_async_copy(pages.at[page], blocks[slot].at[i], fetched.at[slot])
 
     def fetch(item: jax.Array, slot: int) -> None:
         for i in range(block):
             copy = fetch_page(item, i, slot)
-            pl.when(i * size < high_I[item])(copy.start)
+            pl.when(i * size < work.high(item))(copy.start)
 
     def await_fetch(item: jax.Array, slot: int) -> None:
-        pages_fetched = div(high_I[item] + size - 1, size)
+        pages_fetched = div(work.high(item) + size - 1, size)
         if static.wait_by_page:
             pl.loop(0, pages_fetched)(lambda i: fetch_page(item, 0, slot).wait())
             return
@@ -81,7 +131,7 @@ def _kernel(static: Static, *refs: Any) -> None:
 
     def clear_tail(item: jax.Array, slot: int) -> None:
         """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a value."""
-        high = high_I[item]
+        high = work.high(item)
 
         @pl.loop(div(high, size), block)
         def _(i: jax.Array) -> None:
@@ -91,7 +141,7 @@ def _kernel(static: Static, *refs: Any) -> None:
             blocks[slot][i, rows] = jnp.where(held, values, jnp.zeros_like(values))
 
     def tile_of_new(item: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        new = jnp.maximum(new_I[item], 0)
+        new = jnp.maximum(work.new(item), 0)
         page = div(new, size)
         offset = new - page * size
         return page, pl.multiple_of(div(offset, TILE) * TILE, TILE), jax.lax.rem(offset, jnp.int32(TILE))
@@ -101,8 +151,8 @@ def _kernel(static: Static, *refs: Any) -> None:
         i, offset, place = tile_of_new(item)
         tiles = [(i, c, pl.ds(offset, TILE)) for c in range(layout.rows)]
         here = jax.lax.broadcasted_iota(jnp.int32, (TILE, layout.width), 0) == place
-        here &= new_I[item] >= 0
-        row = row_I[item]
+        here &= work.new(item) >= 0
+        row = work.row(item)
         new = [jnp.broadcast_to(new_DCX[row, pl.ds(c, 1)], here.shape).astype(pages.dtype) for c in range(layout.rows)]
         merged = [jnp.where(here, new[c], blocks[slot][tile]) for c, tile in enumerate(tiles)]
         # All loads before all stores, which the compiler cannot reorder: it does not know that the tiles differ.
@@ -111,7 +161,7 @@ def _kernel(static: Static, *refs: Any) -> None:
 
     def write_tile(item: jax.Array, slot: int) -> Any:
         i, offset, _ = tile_of_new(item)
-        page = base[0] + table[start_I[item] + i]
+        page = base[0] + work.page(item, i)
         source, target = blocks[slot].at[i, :, pl.ds(offset, TILE)], pages.at[page, :, pl.ds(offset, TILE)]
         return pltpu.make_async_copy(source, target, written.at[slot])
 
@@ -119,15 +169,15 @@ def _kernel(static: Static, *refs: Any) -> None:
         return pltpu.make_async_copy(mass_SJML.at[slot], mass_IJML.at[item], mass_sent.at[slot])
 
     def attend(item: jax.Array, slot: int) -> None:
-        row, first = row_I[item], first_I[item] > 0
+        row, first = work.row(item), work.first(item) > 0
 
-        def weigh(j: int) -> tuple[int, Block]:
+        def weigh(j: int | jax.Array) -> tuple[int | jax.Array, Block]:
             """The block's own softmax for the queries of row j."""
             # Read back for each row of heads: kept in registers it makes the others spill.
             at = slot_MS[...] if layout.joined > 1 else jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
-            seen = at < high_I[item]
+            seen = at < work.high(item)
             if static.window is not None:
-                seen &= at >= low_I[item]
+                seen &= at >= work.low(item)
             s = jnp.where(seen, scores(q_DJMX[row, j], blocks[slot], j, static), MASKED)
             top = jnp.max(s, axis=1, keepdims=True)
             p = jnp.exp2(s - top)
@@ -137,7 +187,7 @@ def _kernel(static: Static, *refs: Any) -> None:
             weights_JMS[j] = scaled(p, slot_scale(blocks[slot], layout.values + j)).astype(pages.dtype)
             return j, Block(top, jnp.sum(p, axis=1, keepdims=True), entropy)
 
-        def merge(j: int, new: Block) -> None:
+        def merge(j: int | jax.Array, new: Block) -> None:
             gained = dot(weights_JMS[j], elements(blocks[slot], layout.values + j), (1, 0))
             old_max = jnp.where(first, sinks_JMX[j] if static.sinks else MASKED, max_JMX[j])
             old_sum = jnp.where(first, 1.0 if static.sinks else 0.0, sum_JMX[j])
@@ -154,23 +204,30 @@ def _kernel(static: Static, *refs: Any) -> None:
                 statistics_DJML[row, j] = in_lanes(top / LOG2E, total, entropy_JMX[j] / LOG2E)
 
         # Softmaxes run beside the matmuls of other rows of heads. Their weights wait in VMEM: registers would spill.
-        pending: list[tuple[int, Block]] = []
-        for j in range(layout.joined):
-            pending.append(weigh(j))
-            if len(pending) > AHEAD:
-                merge(*pending.pop(0))
-        for each in pending:
-            merge(*each)
+        def attend_heads(begin: int | jax.Array) -> None:
+            pending: list[tuple[int | jax.Array, Block]] = []
+            for j in range(static.heads):
+                pending.append(weigh(begin + j))
+                if len(pending) > AHEAD:
+                    merge(*pending.pop(0))
+            for each in pending:
+                merge(*each)
+
+        if static.heads == layout.joined:
+            attend_heads(0)
+        else:
+            pl.loop(0, layout.joined, step=static.heads)(attend_heads)
 
     def run(item: jax.Array, slot: int) -> None:
+        work.await_next(item)
         await_fetch(item, slot)
         clear_tail(item, slot)
         store_new(item, slot)
-        writes = new_I[item] >= 0
+        writes = work.new(item) >= 0
         pl.when(writes)(write_tile(item, slot).start)
         # The slot of the block before this one is free once its own tile has left.
         before = jnp.maximum(item - 1, 0)
-        pl.when((item > 0) & (new_I[before] >= 0))(write_tile(before, (slot - 1) % SLOTS).wait)
+        pl.when((item > 0) & (work.new(before) >= 0))(write_tile(before, (slot - 1) % SLOTS).wait)
         fetch(item + SLOTS - 1, (slot - 1) % SLOTS)
         if static.page_mass:
             pl.when(item >= SLOTS)(send_mass(item, slot).wait)
@@ -182,7 +239,12 @@ def _kernel(static: Static, *refs: Any) -> None:
     out_DJMX[...] = jnp.zeros_like(out_DJMX)
     if static.statistics:
         statistics_DJML[...] = jnp.zeros_like(statistics_DJML)
+    if static.streamed:
+        for i in range(RECORDS_AHEAD):
+            ask(jnp.int32(i)).start()
     for slot in range(SLOTS - 1):
+        if static.streamed:
+            ask(jnp.int32(slot)).wait()
         fetch(jnp.int32(slot), slot)
     rounds = div(num[0] + SLOTS - 1, SLOTS)
 
@@ -192,10 +254,13 @@ def _kernel(static: Static, *refs: Any) -> None:
             run(i * SLOTS + slot, slot)
 
     last = jnp.maximum(rounds * SLOTS - 1, 0)
-    pl.when((rounds > 0) & (new_I[last] >= 0))(write_tile(last, SLOTS - 1).wait)
+    pl.when((rounds > 0) & (work.new(last) >= 0))(write_tile(last, SLOTS - 1).wait)
     if static.page_mass:
         for slot in range(SLOTS):
             pl.when(rounds > 0)(send_mass(last, slot).wait)
+    if static.streamed:
+        for i in range(SLOTS - 1, RECORDS_AHEAD):
+            ask(rounds * SLOTS + i).wait()
 
 
 def decode(
@@ -235,13 +300,17 @@ def decode(
     statistics = (num_rows, *lanes) if static.statistics else small
     masses = (items.row.shape[0], *lanes) if static.page_mass else small
     block_shape = (static.block, *pages.shape[1:])
-    scalars = (items.num, items.row, items.start, items.low, items.high, items.new, items.first, schedule.table, base)
+    scalars = [items.num, base]
+    if schedule.records is None:
+        scalars += [items.row, items.start, items.low, items.high, items.new, items.first, schedule.table]
+    records = [] if schedule.records is None else [schedule.records]
+    ring = [pltpu.SMEM((RECORDS, *x.shape[1:]), jnp.int32) for x in records]
     out_DJMX, pages, statistics_DJML, mass_IJML = pl.pallas_call(
         partial(_kernel, static),
         name="paged_decode",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            in_specs=[in_vmem, in_vmem, in_vmem, in_hbm],
+            in_specs=[*[in_hbm] * len(records), in_vmem, in_vmem, in_vmem, in_hbm],
             out_specs=[in_vmem, in_hbm, in_vmem, in_hbm],
             scratch_shapes=[
                 *[pltpu.VMEM(block_shape, pages.dtype)] * SLOTS,
@@ -250,6 +319,8 @@ def decode(
                 pltpu.VMEM((padded, static.slots), jnp.int32),
                 pltpu.VMEM((SLOTS, *lanes) if static.page_mass else small, jnp.float32),
                 *[pltpu.SemaphoreType.DMA((SLOTS,))] * 3,
+                *ring,
+                *[pltpu.SemaphoreType.DMA((RECORDS,)) for _ in ring],
             ],
         ),
         out_shape=[
@@ -258,12 +329,12 @@ def decode(
             jax.ShapeDtypeStruct(statistics, jnp.float32),
             jax.ShapeDtypeStruct(masses, jnp.float32),
         ],
-        input_output_aliases={len(scalars) + 3: 1},
+        input_output_aliases={len(scalars) + len(records) + 3: 1},
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         interpret=interpret,
-    )(*scalars, q_DJMX, new_DCX.astype(jnp.float32), sinks_JMX, pages)
+    )(*scalars, *records, q_DJMX, new_DCX.astype(jnp.float32), sinks_JMX, pages)
     return (
         out_DJMX[:, :, :per_row],
         pages,

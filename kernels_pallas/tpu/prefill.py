@@ -49,15 +49,31 @@ def across_sum(x_RS: jax.Array) -> jax.Array:
 
 
 def _kernel(static: Static, *refs: Any) -> None:
-    num, table_I, query_I, slot_I, low_I, high_I, position_I, table, first, base = refs[:10]
-    q_JRX, offset_RL, sinks_JRL, pages, out_JRX, statistics_JRL = refs[10:16]
-    query, block, max_JRL, sum_JRL, entropy_JRL, acc_JRX, result, steps = refs[16:24]
-    staged = refs[24:28]
-    queried, fetched, sent, sent_statistics = refs[28:]
+    num, table_I, query_I, slot_I, low_I, high_I, position_I, base, *tables = refs[:10]
+    rest = list(refs[10:])
+    if static.streamed:
+        *rest, held_table, held_first, asked = rest
+    q_JRX, offset_RL, sinks_JRL, pages, out_JRX, statistics_JRL = rest[:6]
+    query, block, max_JRL, sum_JRL, entropy_JRL, acc_JRX, result, steps = rest[6:14]
+    staged, distance_RS = rest[14:18], rest[18]
+    queried, fetched, sent, sent_statistics = rest[19:]
     layout, size, slots = static.layout, static.page_size, static.slots
     num_rows = query.shape[2]
     per_token = num_rows // static.queries
     chunk = max(rows for rows in range(16, CHUNK + 1, 16) if num_rows % rows == 0)
+
+    def ask(item: jax.Array) -> list[Any]:
+        """What fetches the tables of an item's row, where they are not in scalar memory."""
+        slot = jax.lax.rem(item, jnp.int32(2))
+        held = (held_table, held_first) if static.window is not None else (held_table,)
+        copies = zip(tables, held, strict=False)
+        return [pltpu.make_async_copy(x.at[table_I[item]], y.at[slot], asked.at[slot]) for x, y in copies]
+
+    def page_of(item: jax.Array, page: jax.Array, *, first: bool = False) -> jax.Array:
+        """The id of a page of the item's row, or its first position."""
+        if static.streamed:
+            return (held_first if first else held_table)[jax.lax.rem(item, jnp.int32(2)), 0, page]
+        return tables[first][table_I[item] + page]
 
     def rows_of(item: jax.Array) -> Any:
         return pl.ds(pl.multiple_of(query_I[item] * per_token, 16), num_rows)
@@ -73,8 +89,8 @@ def _kernel(static: Static, *refs: Any) -> None:
         return pltpu.make_async_copy(entropy_JRL, statistics_JRL.at[:, rows_of(item)], sent_statistics)
 
     def fetch_page(item: jax.Array, number: jax.Array, i: int, slot: jax.Array) -> Any:
-        index = table_I[item] + div(low_I[item], size) + number * static.block + i
-        return pltpu.make_async_copy(pages.at[base[0] + table[index]], block.at[slot, i], fetched.at[slot])
+        page = page_of(item, div(low_I[item], size) + number * static.block + i)
+        return pltpu.make_async_copy(pages.at[base[0] + page], block.at[slot, i], fetched.at[slot])
 
     def num_slots(item: jax.Array, number: jax.Array) -> jax.Array:
         return jnp.clip(high_I[item] - low_I[item] - number * slots, 0, slots)
@@ -103,43 +119,45 @@ def _kernel(static: Static, *refs: Any) -> None:
             held = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < high - i * size
             block[slot, i, rows] = jnp.where(held, values, jnp.zeros_like(values))
 
-    def seen(item: jax.Array, number: jax.Array, rows: Any) -> jax.Array:
+    def seen(item: jax.Array, number: jax.Array) -> jax.Array:
         begin = low_I[item] + number * slots
-        lane = jax.lax.broadcasted_iota(jnp.int32, (chunk, slots), 1)
-        offset = offset_RL[rows, :1]
-        mask = lane - offset <= slot_I[item] - begin
+        distance = distance_RS[...]
+        mask = distance <= slot_I[item] - begin
         if static.window is None:
             return mask
         # Slot of a block to position: its page's first position, less its page's first slot.
         shift = jnp.zeros((1, slots), jnp.int32)
         page = div(jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1), size)
         for i in range(static.block):
-            of_page = first[table_I[item] + div(begin, size) + i] - i * size
+            of_page = page_of(item, div(begin, size) + i, first=True) - i * size
             shift = jnp.where(page == i, of_page, shift)
-        return mask & (lane + shift - offset > position_I[item] - static.window)
+        return mask & (distance + shift > position_I[item] - static.window)
 
     def attend(item: jax.Array, number: jax.Array, slot: jax.Array, masked: bool) -> None:
         """Scores and weights go through VMEM: all rows of queries meet a tile of keys while it is in the matmul unit,
-        but a softmax in registers wants few rows at a time."""
+        but a softmax in registers wants few rows at a time, and its maximum and its sum a pass each."""
         for j in range(layout.joined):
             scores_RS, weights_RS = staged[j % 2], staged[2 + j % 2]
-            scores_RS[...] = scores(query[jax.lax.rem(item, jnp.int32(2)), j], block.at[slot], j, static)
+            s = scores(query[jax.lax.rem(item, jnp.int32(2)), j], block.at[slot], j, static)
+            scores_RS[...] = jnp.where(seen(item, number), s, MASKED) if masked else s
             value_scale = slot_scale(block.at[slot], layout.values + j)
             for start in range(0, num_rows, chunk):
                 rows = pl.ds(start, chunk)
-                s = scores_RS[rows]
-                if masked:
-                    s = jnp.where(seen(item, number, rows), s, MASKED)
-                old_max, old_sum = max_JRL[j, rows], sum_JRL[j, rows]
-                top = jnp.maximum(old_max, jnp.max(s, axis=1, keepdims=True))
-                p = jnp.exp2(s - across(top, slots))
+                old_max = max_JRL[j, rows]
+                top = jnp.maximum(old_max, jnp.max(scores_RS[rows], axis=1, keepdims=True))
                 shrink = jnp.exp2(old_max - top)
-                if static.statistics:
-                    own = across_sum(p * (s - across(top, slots)))
-                    entropy_JRL[j, rows] = shrink * (entropy_JRL[j, rows] + old_sum * (old_max - top)) + own
                 max_JRL[j, rows] = top
-                sum_JRL[j, rows] = old_sum * shrink + across_sum(p)
                 acc_JRX[j, rows] = acc_JRX[j, rows] * across(shrink, layout.width)
+                if static.statistics:
+                    entropy_JRL[j, rows] = shrink * (entropy_JRL[j, rows] + sum_JRL[j, rows] * (old_max - top))
+                sum_JRL[j, rows] = sum_JRL[j, rows] * shrink
+            for start in range(0, num_rows, chunk):
+                rows = pl.ds(start, chunk)
+                s = scores_RS[rows] - across(max_JRL[j, rows], slots)
+                p = jnp.exp2(s)
+                if static.statistics:
+                    entropy_JRL[j, rows] += across_sum(p * s)
+                sum_JRL[j, rows] += across_sum(p)
                 weights_RS[rows] = scaled(p, value_scale).astype(weights_RS.dtype)
             acc_JRX[j] += dot(weights_RS[...], elements(block.at[slot], layout.values + j), (1, 0))
 
@@ -148,27 +166,47 @@ def _kernel(static: Static, *refs: Any) -> None:
         steps[0] = steps[0] + 1
         more = number + 1 < num_blocks
         following = jnp.where(more, item, item + 1)
+        if static.streamed:
+
+            @pl.when(jnp.logical_not(more) & (following < num[0]))
+            def _() -> None:
+                for copy in ask(following):
+                    copy.wait()
+
         pl.when(following < num[0])(lambda: fetch(following, jnp.where(more, number + 1, 0), 1 - slot))
         await_fetch(item, number, slot)
         clear_tail(item, number, slot)
         begin = low_I[item] + number * slots
         whole = begin + slots <= slot_I[item] + 1
         if static.window is not None:
-            begins_at = first[table_I[item] + div(begin, size)]
+            begins_at = page_of(item, div(begin, size), first=True)
             whole &= begins_at > position_I[item] + static.queries - 1 - static.window
         pl.when(whole)(lambda: attend(item, number, slot, masked=False))
         pl.when(jnp.logical_not(whole))(lambda: attend(item, number, slot, masked=True))
 
     steps[0] = jnp.int32(0)
+    lane = jax.lax.broadcasted_iota(jnp.int32, distance_RS.shape, 1)
+    distance_RS[...] = lane - across(offset_RL[...], slots)
 
     @pl.when(num[0] > 0)
     def _() -> None:
         fetch_queries(jnp.int32(0)).start()
+        if static.streamed:
+            for copy in ask(jnp.int32(0)):
+                copy.start()
+                copy.wait()
         fetch(jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
     @pl.loop(0, num[0])
     def _(item: jax.Array) -> None:
         fetch_queries(item).wait()
+        if static.streamed:
+
+            @pl.when(item + 1 < num[0])
+            def _() -> None:
+                for copy in ask(item + 1):
+                    copy.start()
+
         pl.when(item + 1 < num[0])(lambda: fetch_queries(item + 1).start())
         max_JRL[...] = sinks_JRL[...] if static.sinks else jnp.full_like(max_JRL, MASKED)
         sum_JRL[...] = jnp.full_like(sum_JRL, 1.0 / LANES if static.sinks else 0.0)
@@ -197,6 +235,11 @@ def _kernel(static: Static, *refs: Any) -> None:
         send(num[0] - 1).wait()
         if static.statistics:
             send_statistics(num[0] - 1).wait()
+
+
+def prefill_smem_bytes(schedule: Schedule) -> int:
+    """Of scalar memory, where tables stay in HBM: those of the rows of two items."""
+    return 2 * 4 * (schedule.table.shape[-1] + schedule.first.shape[-1])
 
 
 def prefill(
@@ -230,7 +273,9 @@ def prefill(
         sinks_JRL = jnp.broadcast_to(jnp.tile(sinks_JM * LOG2E, (1, static.queries))[:, :, None], lanes)
     statistics = (joined, q_JRX.shape[1], LANES) if static.statistics else small
     work = (items.num, items.table, items.query, items.slot, items.low, items.high, items.position)
-    scalars = (*work, schedule.table, schedule.first, base)
+    scalars, tables = [*work, base], [schedule.table, schedule.first]
+    if not static.streamed:
+        scalars, tables = [*scalars, *tables], []
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
     dma = pltpu.SemaphoreType.DMA
     out_JRX, statistics_JRL = pl.pallas_call(
@@ -238,7 +283,7 @@ def prefill(
         name="paged_prefill",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            in_specs=[in_hbm, in_vmem, in_vmem, in_hbm],
+            in_specs=[*[in_hbm] * len(tables), in_hbm, in_vmem, in_vmem, in_hbm],
             out_specs=[in_hbm, in_hbm],
             scratch_shapes=[
                 pltpu.VMEM((2, joined, num_rows, width), pages.dtype),
@@ -250,7 +295,10 @@ def prefill(
                 pltpu.SMEM((1,), jnp.int32),
                 *[pltpu.VMEM((num_rows, static.slots), jnp.float32)] * 2,
                 *[pltpu.VMEM((num_rows, static.slots), pages.dtype)] * 2,
+                pltpu.VMEM((num_rows, static.slots), jnp.int32),
                 *[dma((2,)), dma((2,)), dma, dma],
+                *[pltpu.SMEM((2, *x.shape[1:]), jnp.int32) for x in tables],
+                *[dma((2,)) for _ in tables[:1]],
             ],
         ),
         out_shape=[
@@ -261,7 +309,7 @@ def prefill(
             vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         interpret=interpret,
-    )(*scalars, q_JRX, jnp.broadcast_to(offset_R1, (num_rows, LANES)), sinks_JRL, pages)
+    )(*scalars, *tables, q_JRX, jnp.broadcast_to(offset_R1, (num_rows, LANES)), sinks_JRL, pages)
 
     def unpacked(x_JRX: jax.Array) -> jax.Array:
         return x_JRX.reshape(joined, -1, per_row, x_JRX.shape[-1]).transpose(1, 0, 2, 3)[items.where]

@@ -6,15 +6,24 @@ Positions become ranges of slots here: rows list their slots by rising position,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.tiles import TILE, Tiles
 
 Ints = jax.Array  # int32, one entry per item unless said otherwise
+
+SMEM_BYTES = 768 << 10
+"""What tables and lists of work may take of a core's 1 MiB of scalar memory; above it they stay in HBM."""
+
+RECORD_FIELDS = ("row", "low", "high", "new", "first")
+"""Of a decode item's record, which has its page ids from column RECORD_IDS on."""
+
+RECORD_IDS = 8
 
 
 @partial(
@@ -69,7 +78,8 @@ class WriteItems:
 class PrefillItems:
     """Blocks of `Tiles.prefill_queries` queries of chunks, repacked so that each chunk begins at a multiple of TILE.
 
-    num [1] items; table: index of the row's first page in the flat table; query: repacked index of the first query;
+    num [1] items; table: index of the row's first page in the flat table, or the row where tables stay in HBM; query:
+    repacked index of the first query;
     slot, position: those of the first query; low, high: slots that some query of the block sees, low a page's first.
     token [repacked]: the packed token of each repacked one; where [T]: the inverse, and the first past the chunks' end
     for a token that is in none.
@@ -88,18 +98,21 @@ class PrefillItems:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["table", "first", "num_decode", "decode", "write", "prefill"],
+    data_fields=["table", "first", "records", "num_decode", "decode", "write", "prefill"],
     meta_fields=["batch", "width", "page_size", "tiles", "window"],
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """A step's work. table, first: [B * W + a block] flat; first: [1] without a window.
 
+    Tables too large for scalar memory stay in HBM: table, first [B, 1, W + a block, rounded up] and, with page ids and
+    all, the decode items' `records` [items, 1, RECORD_IDS + a block, rounded up]; None where they are not too large.
     write, prefill: None where every row is a decode row.
     """
 
     table: Ints
     first: Ints
+    records: Ints | None
     num_decode: jax.Array
     decode: DecodeItems
     write: WriteItems | None
@@ -125,6 +138,7 @@ def make_schedule(
     window: int | None,
     tiles: Tiles,
     decode_only: bool = False,
+    smem_bytes: int = SMEM_BYTES,
 ) -> Schedule:
     """The work of a step of `num_tokens` packed tokens T, whose rows hold `len_B` tokens with the step's own included.
 
@@ -148,9 +162,16 @@ def make_schedule(
     padding = max(tiles.decode_pages, tiles.prefill_pages)
     table = jnp.pad(table_BW.reshape(-1), (0, padding))
     first = jnp.zeros(1, jnp.int32) if window is None else jnp.pad(first_BW.reshape(-1), (0, padding))
+    records = None
+    if 4 * sum(x.size for x in jax.tree.leaves((table, first, decode))) > smem_bytes:
+        records = _records(decode, table, tiles)
+        table, first = (_by_row(x_BW, padding) for x_BW in (table_BW, first_BW[:, :0] if window is None else first_BW))
+        if prefill is not None:
+            prefill = replace(prefill, table=prefill.table // rows.width)
     return Schedule(
         table=table,
         first=first,
+        records=records,
         num_decode=jnp.asarray(num_decode, jnp.int32),
         decode=decode,
         write=write,
@@ -223,6 +244,20 @@ def _decode_items(rows: _Rows, live_B: jax.Array, num_decode: int, tiles: Tiles)
         new=jnp.where(is_new, high - 1, -1),
         first=(real & (index == 0)).astype(jnp.int32),
     )
+
+
+def _records(items: DecodeItems, table: jax.Array, tiles: Tiles) -> jax.Array:
+    fields = jnp.stack([getattr(items, name) for name in RECORD_FIELDS], axis=1)
+    index = items.start[:, None] + jnp.arange(tiles.decode_pages, dtype=jnp.int32)[None, :]
+    ids = table.at[index].get(mode="clip")
+    fields = jnp.pad(fields, ((0, 0), (0, RECORD_IDS - fields.shape[1])))
+    return _by_row(jnp.concatenate([fields, ids], axis=1), 0)
+
+
+def _by_row(x_BW: jax.Array, padding: int) -> jax.Array:
+    """[B, 1, W + padding, rounded up]: what one DMA takes is whole registers."""
+    width = -(-(x_BW.shape[1] + padding) // LANES) * LANES
+    return jnp.pad(x_BW, ((0, 0), (0, width - x_BW.shape[1])))[:, None]
 
 
 def _write_items(rows: _Rows, chunk_B: jax.Array, num_tokens: int) -> WriteItems:

@@ -21,17 +21,28 @@ AHEAD = 6
 DECODE_BYTES = 4 << 20
 """Of one block of decode pages: enough to cover a DMA's latency, three of them fit the VMEM of every generation."""
 
+DECODE_HEADS = 8
+"""Rows of heads that decode works on without a loop: more spill registers."""
+
 DECODE_TOKENS = 2048
 PREFILL_TOKENS = 512
+PREFILL_WIDE_HEADS = 8
+"""Rows of heads from which prefill takes half of PREFILL_TOKENS at once, what the matmul unit adds up in one go: with
+fewer rows there is not enough to do beside the softmax of so few tokens."""
+
 PREFILL_ROWS = 512
 PREFILL_BYTES = 24 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """decode_pages, prefill_pages: pages of one block; prefill_queries: tokens of one, a multiple of TILE."""
+    """decode_pages, prefill_pages: pages of one block; prefill_queries: tokens of one, a multiple of TILE.
+
+    decode_heads: rows of heads that decode works on without a loop.
+    """
 
     decode_pages: int
+    decode_heads: int
     prefill_pages: int
     prefill_queries: int
 
@@ -48,8 +59,10 @@ def choose_tiles(*, layout: Layout, page_size: int, itemsize: int, num_heads: in
     # Of each query row in VMEM: the query twice, accumulator and result, running max and sum.
     row_bytes = layout.joined * (2 * layout.width * itemsize + 2 * layout.width * 4 + 2 * LANES * 4)
     rows = min(PREFILL_ROWS, PREFILL_BYTES // row_bytes)
+    prefill_tokens = PREFILL_TOKENS // (2 if layout.joined >= PREFILL_WIDE_HEADS else 1)
     return Tiles(
+        decode_heads=max(n for n in range(1, layout.joined + 1) if layout.joined % n == 0 and n <= DECODE_HEADS),
         decode_pages=max(1, min(DECODE_BYTES // page_bytes, DECODE_TOKENS // page_size)),
-        prefill_pages=max(1, min(DECODE_BYTES // page_bytes, PREFILL_TOKENS // page_size)),
+        prefill_pages=max(1, min(DECODE_BYTES // page_bytes, prefill_tokens // page_size)),
         prefill_queries=max(TILE, rows // per_row // TILE * TILE),
     )

@@ -33,7 +33,9 @@ class Shape:
     statistics: bool = False
     page_mass: bool = False
     block: int = 2
+    heads: int | None = None
     decode_only: bool = False
+    tables_in_hbm: bool = False
 
     @property
     def layout(self) -> tpu.Layout:
@@ -41,7 +43,8 @@ class Shape:
 
     @property
     def tiles(self) -> tpu.Tiles:
-        return tpu.Tiles(decode_pages=self.block, prefill_pages=self.block, prefill_queries=16)
+        heads = self.heads or self.layout.joined
+        return tpu.Tiles(decode_pages=self.block, decode_heads=heads, prefill_pages=self.block, prefill_queries=16)
 
 
 MIXED = [
@@ -51,6 +54,8 @@ MIXED = [
     Shape(num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True),
     Shape(num_heads=4, kv_heads=1, head_dim=64, statistics=True, window=33, block=3, dtype="float32"),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, dtype="float32", window=1),
+    Shape(tables_in_hbm=True, statistics=True),
+    Shape(tables_in_hbm=True, window=40, block=1),
 ]
 DECODE = [
     Shape(page_mass=True, sinks=True),
@@ -58,6 +63,9 @@ DECODE = [
     Shape(page_size=64, kv_heads=4, statistics=True, softcap=3.0, block=1),
     Shape(page_size=128, head_dim=64, window=150),
     Shape(page_size=32, head_dim=64, kv_heads=1, dtype="float32", sinks=True),
+    Shape(tables_in_hbm=True, page_mass=True, block=1),
+    Shape(tables_in_hbm=True, window=30, block=3),
+    Shape(num_heads=4, kv_heads=4, heads=2, statistics=True),
 ]
 
 
@@ -145,7 +153,9 @@ def run(case: Case, interpret: object) -> tuple:
             window=shape.window,
             tiles=shape.tiles,
             decode_only=shape.decode_only,
+            **({"smem_bytes": 0} if shape.tables_in_hbm else {}),
         )
+        assert (schedule.records is not None) == shape.tables_in_hbm
         return tpu.ragged_paged_attention(
             q_TNH,
             k_TKH,
@@ -260,6 +270,7 @@ def test_random_options_equal_float64_with_dmas_and_races_modelled(seed, capfd):
         page_mass=decode_only and bool(rng.random() < 0.5),
         block=int(rng.integers(1, 5)),
         decode_only=decode_only,
+        tables_in_hbm=bool(rng.random() < 0.5),
     )
     check_modelling_dmas(seed, shape, capfd)
 
@@ -270,8 +281,9 @@ def test_the_plain_interpreter_gives_the_same():
     assert_right(case, run(case, True))
 
 
-def test_a_step_of_resting_rows_writes_nothing_and_gives_zeros():
-    case = random_case(0, Shape(decode_only=True))
+@pytest.mark.parametrize("tables_in_hbm", [False, True])
+def test_a_step_of_resting_rows_writes_nothing_and_gives_zeros(tables_in_hbm):
+    case = random_case(0, Shape(decode_only=True, tables_in_hbm=tables_in_hbm))
     case.arrays["count_B"][:] = 0
     out, pages, _ = run(case, pltpu.InterpretParams(detect_races=True))
     assert not np.asarray(out).any()
