@@ -28,7 +28,7 @@ from jaxkv.engine_thread import Stream, _Live
 from jaxkv.errors import EngineDeadError
 from jaxkv.llm import LLM
 
-VOCAB, MAX_LEN, PATIENCE_S = 420, 128, 120
+VOCAB, MAX_LEN, PATIENCE_S = 420, 128, 300
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "dtype": "float32", "lazy_compile": True}
 OPTIONS |= {"max_model_len": MAX_LEN}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
