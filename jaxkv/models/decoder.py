@@ -121,5 +121,6 @@ def _loop_layers(
         x_TD, new = block(x_TD, replace(group, pages=pages), w, 0, index)
         return x_TD, new.pages
 
-    x_TD, pages = jax.lax.fori_loop(0, spec.num_layers, step, (x_TD, group.pages))
+    with jax.named_scope("layers"):  # by which `jaxkv check` knows the loop in a compiled program
+        x_TD, pages = jax.lax.fori_loop(0, spec.num_layers, step, (x_TD, group.pages))
     return replace(kv, groups=(replace(group, pages=pages),)), x_TD

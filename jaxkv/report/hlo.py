@@ -20,6 +20,8 @@ PART = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 CALLED = re.compile(rf"\b(?:calls|to_apply|body)={NAME}|branch_computations=\{{([^}}]*)\}}")
 ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 ARGUMENT = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+LAYER_LOOP = re.compile(r'op_name="[^"]*\blayers/while"')
+"""The decoder names its loop. Those around it go over tokens, those inside over pieces of a layer."""
 
 MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "convert", "concatenate", "pad", "reverse"}
 MOVES |= {"all-gather"}
@@ -171,12 +173,9 @@ class _Walk:
         return first if each.opcode in IN_PLACE | {"bitcast", "optimization-barrier"} else None
 
     def _loop(self, each: Instruction, init: Source, loops: tuple[str, ...], record: bool) -> Source:
-        before = len(self.layer_loops)
-        result = self.run(each.called[0], (init,), loops, record=record)
-        is_innermost = len(self.layer_loops) == before
-        if is_innermost and any("['layers']" in one.argument for one in _origins(init)):
+        if LAYER_LOOP.search(each.text):
             self.layer_loops.add(each.name)
-        return result
+        return self.run(each.called[0], (init,), loops, record=record)
 
     def _started(self, each: Instruction, operands: tuple[Source, ...], loops: tuple[str, ...], record: bool) -> Source:
         """(operands, result, ...) as the matching -done takes it apart."""
@@ -229,12 +228,6 @@ def _settled(source: Source) -> Source:
     if isinstance(source, tuple):
         return tuple(map(_settled, source))
     return source and Origin(source.argument)
-
-
-def _origins(source: Source) -> list[Origin]:
-    if isinstance(source, tuple):
-        return [origin for one in source for origin in _origins(one)]
-    return [] if source is None else [source]
 
 
 def _computations(text: str) -> dict[str, list[Instruction]]:

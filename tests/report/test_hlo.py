@@ -65,14 +65,17 @@ ENTRY %main (a: bf16[4,16,16], b: bf16[8,4,8,16], c: bf16[16,16], n.1: s32[]) ->
   %n.1 = s32[]{:T(128)} parameter(3), metadata={op_name="n"}
   ENTRY_LINES
   %in = (s32[], bf16[16,16], bf16[8,4,8,16], bf16[4,16,16]) tuple(%n.1, %c, %b, %a)
-  %while.1 = (s32[], bf16[16,16], bf16[8,4,8,16], bf16[4,16,16]) while(%in), condition=%holds, body=%body
+  %while.1 = (s32[], bf16[16,16], bf16[8,4,8,16], bf16[4,16,16]) while(%in), condition=%holds, body=%body, METADATA
   ROOT %result = bf16[8,4,8,16]{3,2,1,0} get-tuple-element(%while.1), index=2
 }
 """
 
 
-def read(*, body: str = "", entry: str = "") -> tuple[list[Copy], list[Collective]]:
-    return read_program(HEAD.replace("ENTRY_LINES", entry).replace("BODY", body), slices=SLICES)
+def read(
+    *, body: str = "", entry: str = "", loop: str = "jit(step)/layers/while"
+) -> tuple[list[Copy], list[Collective]]:
+    text = HEAD.replace("ENTRY_LINES", entry).replace("BODY", body)
+    return read_program(text.replace("METADATA", f'metadata={{op_name="{loop}"}}'), slices=SLICES)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,11 @@ def test_collectives_are_counted_per_layer_and_outside():
         Collective(kind="all-gather", per_layer=False, count=1, nbytes=1024),
         Collective(kind="all-reduce", per_layer=True, count=1, nbytes=512),
     ]
+
+
+def test_a_loop_inside_the_one_over_layers_or_around_it_is_not_it():
+    for loop in ("jit(step)/layers/while/body/while", "jit(loop)/while"):
+        assert [one.per_layer for one in read(loop=loop)[1]] == [False]
 
 
 PROGRAM = """
