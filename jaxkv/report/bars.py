@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
+from jaxkv.report.chips import GIB
+
 WIDTH, BAR, GAP, LEFT, TOP = 960, 28, 26, 150, 64
-GIB = 2**30
 COLOURS = ("#4c6a92", "#5aa469", "#d9a441", "#a86b9d", "#d8d8d8")
 
 
