@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,11 @@ from jaxkv.sharding import Placement, bytes_per_device
 from jaxkv.steps import Newest, copy_pages, step
 
 SMALLEST_STEP = 16
+
+COMPILER_OPTIONS = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
+"""By kind of device. TPU7x: XLA would have bfloat16 matrices in tiles of 16 rows, but takes arguments in tiles of 8,
+and so lays out all stacked weights anew in every step (7 GiB for Llama-3.1-8B; libtpu 0.0.42.1 and 0.0.50.1)."""
+
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -139,11 +145,8 @@ class Programs:
         config: EngineConfig,
         backend: str,
         placement: Placement | None = None,
-        at_once: int = 2,
     ) -> None:
-        """at_once: compilations at a time; a compiler runs outside Python's lock."""
         self.config = config
-        self.at_once = at_once
         self.spec = spec
         self.backend = backend
         self.placement = placement
@@ -227,9 +230,19 @@ class Programs:
         """Compiles what is missing."""
         started = time.perf_counter()
         missing = [key for key in wanted if key not in self._compiled]
-        with ThreadPoolExecutor(self.at_once) as pool:
+        with ThreadPoolExecutor(self._num_at_once) as pool:
             self._compiled.update(zip(missing, pool.map(lambda key: self._compile(*key), missing), strict=True))
         self.compile_s += time.perf_counter() - started
+
+    @property
+    def _device(self) -> jax.Device:
+        """One of those that they are for."""
+        return jax.devices()[0] if self.placement is None else self.placement.devices[0]
+
+    @property
+    def _num_at_once(self) -> int:
+        """Compilations at a time, which run outside Python's lock. libtpu 0.0.42.1 has died of two."""
+        return 1 if self._device.platform == "tpu" else 2
 
     def _get(self, kind: str, size: int) -> Compiled:
         key = (kind, size)
@@ -242,7 +255,7 @@ class Programs:
     def _compile(self, kind: str, size: int) -> Compiled:
         lower = {"step": self._lower_step, "loop": self._lower_loop, "copy": self._lower_copy}[kind]
         try:
-            return lower(size).compile()
+            return lower(size).compile(COMPILER_OPTIONS.get(self._device.device_kind))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -269,18 +282,18 @@ class Programs:
     def _lower_step(self, num_tokens: int) -> Any:
         rows = self.num_step_rows(num_tokens)
         inputs = (self._whole(empty_batch(num_tokens, rows)), self._sampling_for(rows))
-        return step.lower(self._weights, self._kv_for(rows), self._newest_for(rows), *inputs, **self._static)
+        program = own(step, donate=("kv",), **self._static)
+        return program.lower(self._weights, self._kv_for(rows), self._newest_for(rows), *inputs)
 
     def _lower_loop(self, num_rows: int) -> Any:
         rows, n = self._whole((empty_rows(num_rows), np.int32(0)))
         inputs = (rows, self._sampling_for(num_rows), n)
-        width = self.config.decode_steps
-        args = (self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs)
-        return decode_loop.lower(*args, width=width, **self._static)
+        program = own(decode_loop, donate=("kv", "rows"), width=self.config.decode_steps, **self._static)
+        return program.lower(self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs)
 
     def _lower_copy(self, num_pages: int) -> Any:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
-        return copy_pages.lower(self._kv_for(num_pages), pages_C, pages_C, n)
+        return own(copy_pages, donate=("kv",)).lower(self._kv_for(num_pages), pages_C, pages_C, n)
 
     @property
     def _static(self) -> dict[str, Any]:
@@ -304,6 +317,12 @@ class Programs:
         """The shapes of inputs that every device has."""
         sharding = self.placement.sharding() if self.placement is not None and self.placement.size > 1 else None
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), tree)
+
+
+def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Any:
+    """A jitted function of a module once more, with these arguments, for one caller: what jax traces and compiles it
+    keeps as long as the function lives, which a module's does for ever."""
+    return jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate)
 
 
 def lower(function: Callable[..., Any], *arguments: Any, donate: int) -> Any:

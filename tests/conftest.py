@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +15,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is written to, o
 import jax
 import pytest
 
+from jaxkv import aot
 from jaxkv.aot import Programs
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
@@ -22,6 +24,10 @@ from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 COMPILED: dict[object, dict] = {}
+NUM_KEPT = 60
+"""Programs that a module's tests keep for each other. Each takes hundreds of the memory mappings that a process may
+have (65,530 on Linux); past them XLA crashes."""
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
@@ -50,12 +56,23 @@ def script(scripts) -> Iterator[Callable[[str], ModuleType]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _programs_end_with_their_module() -> Iterator[None]:
-    """Each takes some of the memory mappings that a process may have (65,530 on Linux); past them XLA crashes."""
-    yield
+def own() -> Iterator[Callable[..., object]]:
+    """Programs of equal engines are compiled once in a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        shared = cache(aot.own)
+        patch.setattr(aot, "own", shared)
+        yield shared
     COMPILED.clear()
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _few_programs_are_kept(own) -> Iterator[None]:
+    yield
+    if len(jax.devices()[0].client.live_executables()) > NUM_KEPT:
+        COMPILED.clear()
+        own.cache_clear()
 
 
 @pytest.fixture

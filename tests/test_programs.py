@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import LLM, BeamSearchParams, SamplingParams
+from jaxkv import LLM, BeamSearchParams, SamplingParams, aot
 from jaxkv.aot import Programs, fit_bucket, row_buckets, token_buckets
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
@@ -32,6 +33,24 @@ def compilations() -> Iterator[list[float]]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_programs_go_with_their_engine(checkpoints, monkeypatch, own):
+    monkeypatch.setattr(aot, "own", own.__wrapped__)
+    before = len(live_programs())
+    for max_num_seqs in (2, 3):
+        llm = LLM(checkpoints["llama"], skip_tokenizer_init=True, max_num_seqs=max_num_seqs, lazy_compile=True)
+        llm.generate({"prompt_token_ids": [3, 1, 4]}, SamplingParams(max_tokens=4), use_tqdm=False)
+        assert len(live_programs()) > before + 1
+        del llm
+        gc.collect()
+        assert len(live_programs()) == before
+
+
+def live_programs() -> list[object]:
+    """The engine's, of all that are loaded on the device."""
+    loaded = jax.devices()[0].client.live_executables()
+    return [one for one in loaded if one.hlo_modules()[0].name in ("jit_step", "jit_decode_loop", "jit_copy_pages")]
 
 
 @pytest.fixture(scope="module")

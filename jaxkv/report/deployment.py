@@ -103,8 +103,7 @@ class Deployment:
         spec, backend, placement = self.spec, self.backend, self.placement
         sized = replace(config, num_pages=num_pages)
         kv = abstract_kv(spec, sized, self.codec, backend=backend, placement=placement)
-        # libtpu 0.0.42 without a TPU has died of two compilations at once.
-        return Programs(self._weights, kv, spec=spec, config=config, backend=backend, placement=placement, at_once=1)
+        return Programs(self._weights, kv, spec=spec, config=config, backend=backend, placement=placement)
 
     @property
     def _weights(self) -> dict[str, Any]:

@@ -240,7 +240,7 @@ class Refusing:
     def __init__(self, message: str) -> None:
         self.message = message
 
-    def compile(self) -> None:
+    def compile(self, compiler_options: dict[str, str] | None) -> None:
         raise jax.errors.JaxRuntimeError(self.message)
 
 

@@ -83,6 +83,14 @@ def test_a_kernel_past_its_budget_fails(compiler, check, found, reason):
     assert re.search(reason, line)
 
 
+def test_a_kernel_without_a_budget_is_only_counted(compiler, check, monkeypatch):
+    monkeypatch.setattr(report, "budget_of", lambda case: {})
+    compiler[0][Case] = KERNEL | {"spills": 3, "ratio": 9.5}
+    status, out, _ = check("--target", "v6e", "--shape", "8b", "--kernel", "decode")
+    assert status == 0
+    assert out.splitlines()[1].split()[-6:] == ["512.0", "9.500", "-", "3", "8.0", "ok"]
+
+
 def test_a_model_is_checked_with_the_kernels_at_its_own_shape(compiler, check):
     status, out, _ = check("some/model", "--target", "v6e", "--pages", "7", "--json")
     _, jobs = compiler
@@ -140,9 +148,10 @@ def test_an_engine_that_cannot_be_is_refused_before_it_is_compiled(check, argume
 
 @pytest.mark.slow
 @needs_compiler
-def test_the_engines_programs_copy_neither_weights_nor_pool_and_add_up_twice_per_layer():
+@pytest.mark.parametrize("target", ["v5e:2x2", "tpu7x"])
+def test_the_engines_programs_copy_neither_weights_nor_pool_and_add_up_twice_per_layer(target):
     options = (("tensor_parallel_size", 2), ("max_num_seqs", 16), ("max_num_batched_tokens", 256))
-    found = apart.compile_apart(Engine(model=str(SMALL), target="v5e:2x2", options=options, pages=8000))
+    found = apart.compile_apart(Engine(model=str(SMALL), target=target, options=options, pages=8000))
     assert found["backend"] == "pallas_tpu"
     step, loop, copy = found["programs"]
     page_bytes = 4 * 2 * 64 * 64 * 2  # layers, keys and values of one head, 64 tokens
