@@ -290,6 +290,7 @@ class LLM:
             pages_per_row=pages_per_row(limits),
             dtype=codec.storage_dtype,
             platform=self._device.platform,
+            compute_capability=getattr(self._device, "compute_capability", None),
         )
         return choose_backend(name, heads, needs, deterministic=deterministic)
 

@@ -708,7 +708,7 @@ def test_vllm_s_arguments_may_be_given_where_they_change_nothing(make):
 
 
 @pytest.mark.parametrize(
-    ("backend", "message"), [("mosaic_gpu", " is not built yet"), ("pallas_tpu", ": expected a TPU, got cpu")]
+    ("backend", "message"), [("mosaic_gpu", ": expected a GPU, got cpu"), ("pallas_tpu", ": expected a TPU, got cpu")]
 )
 def test_a_named_backend_that_cannot_do_it_raises(checkpoint, backend, message):
     with pytest.raises(NotImplementedError, match=f"backend='{backend}'{message}"):

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.rows import Rows, cdiv, expand
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.tiles import TILE, Tiles
 
@@ -151,7 +152,7 @@ def make_schedule(
     num_batch = table_BW.shape[0]
     row_B = jnp.arange(num_batch, dtype=jnp.int32)
     live_B = (count_B > 0) & (row_B < num_rows)
-    rows = _Rows(table_BW, first_BW, len_B, start_B, count_B, page_size, window)
+    rows = Rows(table_BW, first_BW, len_B, start_B, count_B, page_size, window)
     decode = _decode_items(rows, live_B & (row_B < num_decode), min(num_batch, num_tokens), tiles)
     write = prefill = None
     if not decode_only:
@@ -184,53 +185,13 @@ def make_schedule(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    table_BW: jax.Array
-    first_BW: jax.Array
-    len_B: jax.Array
-    start_B: jax.Array
-    count_B: jax.Array
-    page_size: int
-    window: int | None
-
-    @property
-    def width(self) -> int:
-        return self.table_BW.shape[1]
-
-    def position(self, row: jax.Array, slot: jax.Array) -> jax.Array:
-        slot = jnp.maximum(slot, 0)
-        page = jnp.minimum(slot // self.page_size, self.width - 1)
-        return self.first_BW[row, page] + slot % self.page_size
-
-    def low_slot(self, row: jax.Array, slot: jax.Array) -> jax.Array:
-        """The first slot of its row that the query at `slot` sees."""
-        if self.window is None:
-            return jnp.zeros_like(slot)
-        below = self.position(row, slot)[:, None] - self.window + 1 - self.first_BW[row]
-        held = (jnp.arange(self.width, dtype=jnp.int32) * self.page_size)[None, :] <= slot[:, None]
-        return jnp.where(held, jnp.clip(below, 0, self.page_size), 0).sum(axis=1, dtype=jnp.int32)
-
-
-def _expand(num_B: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(total [1], row, index within the row) of `size` list entries, num_B[r] of them row r's; past the total: last."""
-    end_B = jnp.cumsum(num_B, dtype=jnp.int32)
-    entry = jnp.minimum(jnp.arange(size, dtype=jnp.int32), jnp.maximum(end_B[-1] - 1, 0))
-    row = jnp.minimum(jnp.searchsorted(end_B, entry, side="right", method="compare_all"), num_B.shape[0] - 1)
-    return end_B[-1:], row.astype(jnp.int32), entry - (end_B - num_B)[row]
-
-
-def _cdiv(a: jax.Array, b: int) -> jax.Array:
-    return (a + b - 1) // b
-
-
-def _decode_items(rows: _Rows, live_B: jax.Array, num_decode: int, tiles: Tiles) -> DecodeItems:
+def _decode_items(rows: Rows, live_B: jax.Array, num_decode: int, tiles: Tiles) -> DecodeItems:
     size, block = rows.page_size, tiles.decode_pages
     len_D = jnp.minimum(rows.len_B, rows.width * size)[:num_decode]
     low_D = rows.low_slot(jnp.arange(num_decode, dtype=jnp.int32), len_D - 1)
     page_D = low_D // size
-    blocks_D = jnp.where(live_B[:num_decode], _cdiv(_cdiv(len_D, size) - page_D, block), 0)
-    num, row, index = _expand(blocks_D, num_decode * -(-rows.width // block) + tiles.decode_spare)
+    blocks_D = jnp.where(live_B[:num_decode], cdiv(cdiv(len_D, size) - page_D, block), 0)
+    num, row, index = expand(blocks_D, num_decode * -(-rows.width // block) + tiles.decode_spare)
     real = jnp.arange(row.shape[0], dtype=jnp.int32) < num
     page = page_D[row] + index * block
     high = jnp.clip(len_D[row] - page * size, 0, block * size)
@@ -260,13 +221,13 @@ def _by_row(x_BW: jax.Array, padding: int) -> jax.Array:
     return jnp.pad(x_BW, ((0, 0), (0, width - x_BW.shape[1])))[:, None]
 
 
-def _write_items(rows: _Rows, chunk_B: jax.Array, num_tokens: int) -> WriteItems:
+def _write_items(rows: Rows, chunk_B: jax.Array, num_tokens: int) -> WriteItems:
     begin_B = rows.len_B - rows.count_B
     end_B = jnp.minimum(rows.len_B, rows.width * rows.page_size)
-    tiles_B = jnp.where(chunk_B, jnp.maximum(_cdiv(end_B, TILE) - begin_B // TILE, 0), 0)
+    tiles_B = jnp.where(chunk_B, jnp.maximum(cdiv(end_B, TILE) - begin_B // TILE, 0), 0)
     # A chunk of n tokens touches at most n / TILE + 2 tiles, rounded down.
     size = num_tokens // TILE + 2 * min(rows.len_B.shape[0], num_tokens)
-    num, row, index = _expand(tiles_B, size)
+    num, row, index = expand(tiles_B, size)
     slot = (begin_B[row] // TILE + index) * TILE
     page = rows.table_BW[row, jnp.minimum(slot // rows.page_size, rows.width - 1)]
     source = (rows.start_B[row] + slot - begin_B[row])[:, None] + jnp.arange(TILE, dtype=jnp.int32)[None, :]
@@ -280,11 +241,11 @@ def _write_items(rows: _Rows, chunk_B: jax.Array, num_tokens: int) -> WriteItems
     )
 
 
-def _prefill_items(rows: _Rows, chunk_B: jax.Array, num_tokens: int, tiles: Tiles) -> PrefillItems:
+def _prefill_items(rows: Rows, chunk_B: jax.Array, num_tokens: int, tiles: Tiles) -> PrefillItems:
     block, max_rows = tiles.prefill_queries, min(rows.len_B.shape[0], num_tokens)
     count_B = jnp.where(chunk_B, rows.count_B, 0)
-    num, row, index = _expand(_cdiv(count_B, block), num_tokens // block + max_rows + 1)
-    rounded_B = _cdiv(count_B, TILE) * TILE
+    num, row, index = expand(cdiv(count_B, block), num_tokens // block + max_rows + 1)
+    rounded_B = cdiv(count_B, TILE) * TILE
     aligned_B = jnp.cumsum(rounded_B, dtype=jnp.int32) - rounded_B
     slot = rows.len_B[row] - count_B[row] + index * block
     queries = jnp.minimum(count_B[row] - index * block, block)
@@ -292,7 +253,7 @@ def _prefill_items(rows: _Rows, chunk_B: jax.Array, num_tokens: int, tiles: Tile
 
     # The last block may run past its chunk, so a block of anything follows the last chunk.
     size = -(-(num_tokens + (TILE - 1) * max_rows) // TILE) * TILE + block
-    _, token_row, offset = _expand(rounded_B, size)
+    _, token_row, offset = expand(rounded_B, size)
     token = jnp.clip(rows.start_B[token_row] + offset, 0, num_tokens - 1)
     spread = jnp.where(offset < count_B[token_row], token, num_tokens)
     spread = jnp.where(jnp.arange(size) < rounded_B.sum(), spread, num_tokens)

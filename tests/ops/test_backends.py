@@ -39,13 +39,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprob
             8,
             ("xla", "chosen by auto on a tpu: pallas_tpu: page_size: expected one of (16, 32, 64, 128), got 8"),
         ),
-        ("auto", "gpu", HEADS, 64, ("xla", "chosen by auto on a gpu: mosaic_gpu: not built yet")),
+        ("auto", "gpu", HEADS, 64, ("mosaic_gpu", "chosen by auto on a gpu")),
+        (
+            "auto",
+            "gpu",
+            ODD,
+            64,
+            ("xla", "chosen by auto on a gpu: mosaic_gpu: head_dim: expected one of (64, 128, 256), got 80"),
+        ),
         ("xla", "tpu", HEADS, 64, ("xla", "asked for by name")),
         ("pallas_tpu", "tpu", HEADS, 64, ("pallas_tpu", "asked for by name")),
     ],
 )
 def test_auto_takes_the_first_that_can_and_says_why_not_the_others(name, platform, heads, page_size, expected):
-    needs = replace(NEEDS, page_size=page_size, platform=platform)
+    needs = replace(NEEDS, page_size=page_size, platform=platform, compute_capability="9.0")
     assert choose_backend(name, [HEADS, heads], needs) == expected
 
 
@@ -60,6 +67,18 @@ def test_auto_takes_the_first_that_can_and_says_why_not_the_others(name, platfor
 def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, message):
     with pytest.raises(NotImplementedError, match=f"backend='pallas_tpu': {message}"):
         choose_backend("pallas_tpu", [HEADS, heads], replace(NEEDS, page_size=page_size, platform=platform))
+
+
+def test_gpus_of_another_generation_run_on_xla():
+    needs = replace(NEEDS, platform="gpu", compute_capability="8.0")
+    expected = "mosaic_gpu: expected a GPU of compute capability 9.0 (H100, H200), got 8.0"
+    assert choose_backend("auto", [HEADS], needs) == ("xla", f"chosen by auto on a gpu: {expected}")
+    for other, reason in (
+        (replace(needs, compute_capability="9.0", dtype=np.dtype(np.float32)), "pages: expected bfloat16, got float32"),
+        (replace(needs, compute_capability=None), "expected a GPU of compute capability 9.0 .*, got None"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"backend='mosaic_gpu': {reason}"):
+            choose_backend("mosaic_gpu", [HEADS], other)
 
 
 def test_only_a_row_too_long_for_scalar_memory_runs_on_xla():

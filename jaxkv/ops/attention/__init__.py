@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxkv.ops.attention.base import Backend, Batch, Heads, Needs
+from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
 
@@ -12,18 +13,16 @@ BACKENDS: dict[str, Backend] = {
     "xla": Xla(),
     "xla_deterministic": Xla(deterministic=True),
     "pallas_tpu": PallasTpu(),
+    "mosaic_gpu": MosaicGpu(),
 }
-PLANNED = ("mosaic_gpu",)
-PREFERRED = {"tpu": ("pallas_tpu",), "gpu": PLANNED}
+PREFERRED = {"tpu": ("pallas_tpu",), "gpu": ("mosaic_gpu",)}
 """What "auto" tries first on a platform."""
 
 
 def check_backend(name: str) -> None:
-    """Raises: ValueError for an unknown name, NotImplementedError for one that is not built."""
-    if name in PLANNED:
-        raise NotImplementedError(f"backend={name!r} is not built yet; use 'auto' or one of {sorted(BACKENDS)}")
+    """Raises: ValueError for an unknown name."""
     if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"backend: expected 'auto' or one of {sorted([*BACKENDS, *PLANNED])}, got {name!r}")
+        raise ValueError(f"backend: expected 'auto' or one of {sorted(BACKENDS)}, got {name!r}")
 
 
 def choose_backend(name: str, heads: Iterable[Heads], needs: Needs, *, deterministic: bool = False) -> tuple[str, str]:
@@ -48,8 +47,6 @@ def choose_backend(name: str, heads: Iterable[Heads], needs: Needs, *, determini
 
 
 def _refusal(name: str, heads: Iterable[Heads], needs: Needs) -> str | None:
-    if name in PLANNED:
-        return "not built yet"
     reasons = (BACKENDS[name].refuses(one, needs) for one in heads)
     return next(filter(None, reasons), None)
 

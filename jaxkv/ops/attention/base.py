@@ -43,6 +43,8 @@ class Needs:
     pages_per_row: int
     dtype: np.dtype
     platform: str
+    compute_capability: str | None = None
+    """Of a GPU by NVIDIA: "9.0"."""
 
 
 class Backend(Protocol):

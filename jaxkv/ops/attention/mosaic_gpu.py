@@ -1,0 +1,109 @@
+"""Paged attention by the Pallas kernels for GPUs of the Hopper generation; XLA writes the step's keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.kv.codecs import PlainCodec
+from jaxkv.kv.state import GroupKV, destinations, write
+from jaxkv.ops.attention.base import Batch, Heads, Needs
+from kernels_pallas.gpu import Schedule, make_schedule, ragged_paged_attention
+from kernels_pallas.rows import Rows
+
+HOPPER = "9.0"
+"""The compute capability whose matmul instructions the kernels use; no other one has them."""
+
+PROCESSORS = 132
+"""Of an H100 or H200: where the GPU that is compiled for is not here."""
+
+
+@dataclass(frozen=True, slots=True)
+class MosaicGpu:
+    """See `base.Backend`. For tests on a CPU: `interpret`, as `plgpu.kernel` takes it, and how many processors."""
+
+    interpret: Any = None
+    num_processors: int | None = None
+
+    def refuses(self, heads: Heads, needs: Needs) -> str | None:
+        if not self.interpret:
+            if needs.platform != "gpu":
+                return f"expected a GPU, got {needs.platform}"
+            if needs.compute_capability != HOPPER:
+                return f"expected a GPU of compute capability {HOPPER} (H100, H200), got {needs.compute_capability}"
+        try:
+            jax.eval_shape(partial(self._try, heads, needs))
+        except NotImplementedError as error:
+            return str(error)
+        return None
+
+    def _try(self, heads: Heads, needs: Needs) -> jax.Array:
+        """One layer of the smallest step, to hear from the kernels what they do not take."""
+        batch = jnp.zeros(2, jnp.int32)
+        table_BW = jnp.zeros((2, needs.pages_per_row), jnp.int32)
+        pages = jnp.zeros((1, *self.page_shape(heads, needs.page_size)), needs.dtype)
+        group = GroupKV(pages, table_BW, table_BW, batch, codec=PlainCodec(dtype=needs.dtype.name), num_layers=1)
+        made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
+        q_TNH, k_TKH = (jnp.zeros((2, n, heads.head_dim)) for n in (heads.num_heads, heads.num_kv_heads))
+        prepared = self.prepare(group, made, heads)
+        return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, layer=0, scale=1.0, out_dtype=needs.dtype)[0]
+
+    def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
+        return 2 * heads.num_kv_heads, page_size, heads.head_dim
+
+    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, Schedule]:
+        start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
+        offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
+        len_B = group.len_B + batch.count_B
+        rows = Rows(
+            group.table_BW, group.first_BW, len_B, batch.start_B, batch.count_B, group.page_size, heads.window
+        )
+        schedule = make_schedule(
+            rows,
+            batch.num_decode,
+            batch.num_rows,
+            num_tokens=batch.token_T.shape[0],
+            num_heads=heads.num_heads,
+            kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            num_blocks=self.num_processors or _num_processors(),
+            decode_only=batch.decode_only,
+        )
+        return destinations(group, row_T=batch.row_T, offset_T=offset_T), schedule
+
+    def attend(
+        self,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        group: GroupKV,
+        batch: Batch,
+        prepared: tuple[jax.Array, Schedule],
+        *,
+        layer: int | jax.Array,
+        scale: float,
+        out_dtype: np.dtype,
+    ) -> tuple[jax.Array, GroupKV]:
+        dest_T, schedule = prepared
+        group = write(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
+        out_TNH, _ = ragged_paged_attention(
+            q_TNH,
+            group.pages,
+            schedule,
+            layer=layer,
+            num_pages=group.num_pages,
+            scale=scale,
+            interpret=self.interpret,
+        )
+        return out_TNH, group
+
+
+def _num_processors() -> int:
+    """Blocks that run at once, one on each: more would wait, fewer leave some idle."""
+    (device, *_) = jax.devices()
+    return device.core_count if device.platform == "gpu" else PROCESSORS

@@ -1,0 +1,54 @@
+"""Positions of a step's rows as ranges of slots, and lists of work from numbers per row: what all schedules share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Of a step: what each row holds with the step's own tokens included, and which packed tokens are its own.
+
+    Rows list their slots by rising position, so what a query sees of its row (causal, window, dropped pages) is one
+    range of slots.
+    """
+
+    table_BW: jax.Array
+    first_BW: jax.Array
+    len_B: jax.Array
+    start_B: jax.Array
+    count_B: jax.Array
+    page_size: int
+    window: int | None
+
+    @property
+    def width(self) -> int:
+        return self.table_BW.shape[1]
+
+    def position(self, row: jax.Array, slot: jax.Array) -> jax.Array:
+        slot = jnp.maximum(slot, 0)
+        page = jnp.minimum(slot // self.page_size, self.width - 1)
+        return self.first_BW[row, page] + slot % self.page_size
+
+    def low_slot(self, row: jax.Array, slot: jax.Array) -> jax.Array:
+        """The first slot of its row that the query at `slot` sees."""
+        if self.window is None:
+            return jnp.zeros_like(slot)
+        below = self.position(row, slot)[:, None] - self.window + 1 - self.first_BW[row]
+        held = (jnp.arange(self.width, dtype=jnp.int32) * self.page_size)[None, :] <= slot[:, None]
+        return jnp.where(held, jnp.clip(below, 0, self.page_size), 0).sum(axis=1, dtype=jnp.int32)
+
+
+def expand(num_B: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(total [1], row, index within the row) of `size` list entries, num_B[r] of them row r's; past the total: last."""
+    end_B = jnp.cumsum(num_B, dtype=jnp.int32)
+    entry = jnp.minimum(jnp.arange(size, dtype=jnp.int32), jnp.maximum(end_B[-1] - 1, 0))
+    row = jnp.minimum(jnp.searchsorted(end_B, entry, side="right", method="compare_all"), num_B.shape[0] - 1)
+    return end_B[-1:], row.astype(jnp.int32), entry - (end_B - num_B)[row]
+
+
+def cdiv(a: jax.Array, b: int) -> jax.Array:
+    return (a + b - 1) // b

@@ -1,0 +1,144 @@
+"""Random ragged batches over paged memory, where all that no row holds is NaN, and what the oracle says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas import reference
+
+LAYER, NUM_LAYERS, WIDTH, NUM_ROWS = 1, 2, 6, 7
+
+WHOLE = {"bfloat16": 2e-3, "float32": 1e-5}
+PER_HEAD = {"bfloat16": 5e-3, "float32": 1e-5}
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    statistics: bool = False
+    page_mass: bool = False
+    block: int = 2
+    heads: int | None = None
+    decode_only: bool = False
+    tables_in_hbm: bool = False
+
+
+@dataclass
+class Case:
+    shape: Shape
+    arrays: dict[str, np.ndarray]
+    pages: np.ndarray
+    held: np.ndarray
+    row_T: np.ndarray
+    position_T: np.ndarray
+    dest_T: np.ndarray
+    num_decode: int
+    num_rows: int
+
+
+def lengths(rng: np.random.Generator, size: int) -> np.ndarray:
+    """0, 1, around page borders, around a block of two pages, and all that a row's table can hold."""
+    border = [n + d for n in (size, 2 * size, 4 * size) for d in (-1, 0, 1)]
+    return rng.choice([0, 1, *border, WIDTH * size - 1, WIDTH * size], NUM_ROWS)
+
+
+def random_case(seed: int, shape: Shape) -> Case:
+    """Decode rows (one rests), then chunks, then rows that are not in the step; some rows have dropped pages."""
+    rng, size = np.random.default_rng(seed), shape.page_size
+    len_B, count_B = lengths(rng, size), np.ones(NUM_ROWS, int)
+    num_decode = NUM_ROWS if shape.decode_only else 3
+    num_rows = NUM_ROWS if shape.decode_only else 6
+    count_B[1], count_B[num_rows:] = 0, 0
+    for row in range(num_decode, num_rows):
+        len_B[row] = max(len_B[row], 1)
+        count_B[row] = rng.integers(1, min(len_B[row], 40) + 1)
+    count_B = np.minimum(count_B, len_B)
+    start_B = np.arange(NUM_ROWS)
+    start_B[num_decode:] = num_decode + np.cumsum(count_B[num_decode:]) - count_B[num_decode:]
+    num_tokens = NUM_ROWS if shape.decode_only else 128
+    num_pages = NUM_ROWS * WIDTH + 2
+    table_BW = rng.permutation(num_pages)[: NUM_ROWS * WIDTH].reshape(NUM_ROWS, WIDTH)
+    # Pages are dropped from what a row held before the step.
+    drop_B = rng.integers(1, WIDTH, NUM_ROWS)
+    drops = (np.arange(WIDTH)[None, :] >= drop_B[:, None]) & ((len_B - count_B >= drop_B * size)[:, None])
+    first_BW = (np.arange(WIDTH)[None, :] + 2 * drops) * size
+
+    row_T, position_T = np.full(num_tokens, NUM_ROWS), np.zeros(num_tokens, int)
+    dest_T = np.full(num_tokens, num_pages * size)
+    held = np.zeros((num_pages, size), bool)
+    for row in range(NUM_ROWS):
+        slots = np.arange(len_B[row])
+        held[table_BW[row, slots // size], slots % size] = True
+        new, tokens = slots[len_B[row] - count_B[row] :], start_B[row] + np.arange(count_B[row])
+        row_T[tokens], position_T[tokens] = row, first_BW[row, new // size] + new % size
+        dest_T[tokens] = table_BW[row, new // size] * size + new % size
+    pages = rng.normal(size=(num_pages, 2 * shape.kv_heads, size, shape.head_dim))
+    pages.swapaxes(1, 2)[~held] = np.nan
+    written = dest_T[dest_T < num_pages * size]
+    pages.swapaxes(1, 2)[written // size, written % size] = np.nan
+    pages = np.concatenate([np.full_like(pages, np.nan), pages])
+    for row in range(NUM_ROWS):  # entries past the length: any valid id
+        table_BW[row, -(-len_B[row] // size) :] = rng.integers(0, num_pages)
+    heads = {"q_TNH": shape.num_heads, "k_TKH": shape.kv_heads, "v_TKH": shape.kv_heads}
+    arrays = {name: rng.normal(size=(num_tokens, n, shape.head_dim)) for name, n in heads.items()}
+    arrays = {name: np.asarray(jnp.asarray(x, shape.dtype)) for name, x in arrays.items()}
+    integers = {"table_BW": table_BW, "first_BW": first_BW, "len_B": len_B, "start_B": start_B, "count_B": count_B}
+    arrays |= {name: x.astype(np.int32) for name, x in integers.items()}
+    pages = np.asarray(jnp.asarray(pages, shape.dtype))
+    return Case(shape, arrays, pages, held, row_T, position_T, dest_T, num_decode, num_rows)
+
+
+def sinks_of(shape: Shape) -> np.ndarray | None:
+    return np.linspace(-1, 2, shape.num_heads).astype(np.float32) if shape.sinks else None
+
+
+def expected(case: Case) -> tuple[np.ndarray, reference.Statistics, np.ndarray]:
+    """(out, statistics, pages) in float64, from the same rounded inputs."""
+    shape, arrays, num_pages = case.shape, case.arrays, len(case.held)
+    with jax.enable_x64(True):
+        q_TNH, k_TKH, v_TKH, pages = (
+            jnp.asarray(x, jnp.float64) for x in (*(arrays[n] for n in ("q_TNH", "k_TKH", "v_TKH")), case.pages)
+        )
+        pages = reference.write_pages(pages, k_TKH, v_TKH, case.dest_T, layer=LAYER, num_pages=num_pages)
+        out, statistics = reference.ragged_paged_attention(
+            q_TNH,
+            pages,
+            *(arrays[name] for name in ("table_BW", "first_BW", "len_B")),
+            jnp.asarray(case.row_T),
+            jnp.asarray(case.position_T),
+            layer=LAYER,
+            num_pages=num_pages,
+            scale=shape.head_dim**-0.5,
+            window=shape.window,
+            softcap=shape.softcap,
+            sinks_N=sinks_of(shape),
+        )
+        return np.asarray(out), jax.tree.map(np.asarray, statistics), np.asarray(pages)
+
+
+def assert_close(out_TNH: np.ndarray, want_TNH: np.ndarray, dtype: str) -> None:
+    error, scale = (np.linalg.norm(x, axis=-1) for x in (out_TNH - want_TNH, want_TNH))
+    assert np.linalg.norm(error) <= WHOLE[dtype] * np.linalg.norm(scale)
+    assert (error <= PER_HEAD[dtype] * scale).all()
+
+
+def assert_statistics_close(
+    found: Sequence[jax.Array], want: Sequence[np.ndarray], real_T: np.ndarray, dtype: str
+) -> None:
+    """Max, sum and entropy accumulator."""
+    tolerance = 2e-2 if dtype == "bfloat16" else 1e-4  # of scores near 3, rounded queries and keys
+    for ours, theirs, name in zip(found, want, ("max", "sum", "entropy"), strict=True):
+        ours = np.asarray(ours)[real_T]
+        np.testing.assert_allclose(ours, theirs[real_T], rtol=tolerance, atol=tolerance, err_msg=name)
