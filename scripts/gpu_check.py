@@ -2,6 +2,7 @@
 
     python scripts/gpu_check.py                    what this machine can do; a table last
     python scripts/gpu_check.py --compile          compile for sm_90 even with a GPU here
+    python scripts/gpu_check.py --compile --config config.json     an engine's largest step and loop for an H200, too
     python scripts/gpu_check.py --json out.json    everything that was measured or counted, too
 
 Compiling needs no GPU: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt of jax's version. Each kernel is
@@ -22,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ PAGES = (16, 64)
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (512, 2048, 4096, 8192, 32768)
 MEASURED = ("8b", "70b", "70b-tp8", "mha")
 CHUNK, CHUNK_CONTEXT = 2048, 8192
+ENGINE_PAGES = 8000
 AT_ONCE = 2
 WITHOUT_GPU = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 H200 = """
@@ -157,41 +160,90 @@ def compile_cases() -> list[Case]:
     ]
 
 
-def compile_here(case: Case) -> None:
-    """In this process, whose environment says where Mosaic dumps to."""
+@contextmanager
+def h200() -> Iterator[Any]:
+    """A device to compile for that is not here."""
     import jax
-    import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-
-    from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
+    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
     options = {"platform": "cuda", "topology_name": "deviceless", "topology": "1x1x1", "target_config": H200}
-    devices = topologies.get_topology_desc(**options).devices
-    whole = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
-    arrays = {name: jax.ShapeDtypeStruct(*of, sharding=whole) for name, of in case.arrays().items()}
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        compiled = jax.jit(attend(case, MosaicGpu()), donate_argnames="pages").lower(**arrays).compile()
+        yield topologies.get_topology_desc(**options).devices[0]
+
+
+def compile_here(case: Case) -> dict[str, Any]:
+    """In this process, whose environment says where Mosaic dumps to."""
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
+
+    with h200() as device:
+        whole = SingleDeviceSharding(device)
+        arrays = {name: jax.ShapeDtypeStruct(*of, sharding=whole) for name, of in case.arrays().items()}
+        step = jax.jit(attend(case, MosaicGpu()), donate_argnames="pages")
+        return _memory(step.lower(**arrays).compile())
+
+
+def compile_engine_here(config: str) -> dict[str, Any]:
+    """The largest step and loop of an engine with default limits, but a pool of ENGINE_PAGES, in this process."""
+    import jax.numpy as jnp
+
+    from jaxkv.aot import Programs
+    from jaxkv.config import engine_limits
+    from jaxkv.engine.pool import abstract_kv
+    from jaxkv.kv.codecs import get_codec
+    from jaxkv.models.families import read_family
+    from jaxkv.report.deployment import find_config
+    from jaxkv.sharding import bytes_per_device, place
+
+    spec, layout = read_family(find_config(config))
+    with h200() as device:
+        placement = place(spec, layout, [device])
+        limits = replace(engine_limits("gpu", spec.max_len), num_pages=ENGINE_PAGES)
+        codec = get_codec("bfloat16", platform="gpu")
+        kv = abstract_kv(spec, limits, codec, backend="mosaic_gpu", placement=placement)
+
+        def weights(leaves: Any, *lead: int) -> dict[str, Any]:
+            shapes = {name: leaf.info.shape for name, leaf in leaves.items() if leaf.same_as is None}
+            return {name: placement.abstract((*lead, *shape), jnp.bfloat16) for name, shape in shapes.items()}
+
+        tree = weights(layout.top) | {"layers": weights(layout.layer, spec.num_layers)}
+        programs = Programs(tree, kv, spec=spec, config=limits, backend="mosaic_gpu", placement=placement)
+        programs.compile_largest()
+        pool = {"pool_bytes": bytes_per_device([group.pages for group in kv.groups])}
+        return {name: _memory(program) | pool for name, program in programs.compiled.items()}
+
+
+def _memory(compiled: Any) -> dict[str, int]:
     memory = compiled.memory_analysis()
-    print(json.dumps({"temporary_bytes": memory.temp_size_in_bytes, "aliased_bytes": memory.alias_size_in_bytes}))
+    return {"temporary_bytes": memory.temp_size_in_bytes, "aliased_bytes": memory.alias_size_in_bytes}
+
+
+def apart(option: str, argument: str, **environment: str) -> dict[str, Any]:
+    """What a process of its own prints for `option`, or why it ended."""
+    env = {**os.environ, **WITHOUT_GPU, **environment}
+    done = subprocess.run([sys.executable, __file__, option, argument], env=env, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "Error" in line]
+        return {"reason": lines[-1] if lines else f"the compiler ended with status {done.returncode}"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def compile_apart(case: Case) -> dict[str, Any]:
     """What ptxas says of the case's kernel, or why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_MLIR_PASSES": "1", "MOSAIC_GPU_DUMP_TO": folder}
-        env = {**os.environ, **dump, **WITHOUT_GPU}
-        command = [sys.executable, __file__, "--one", json.dumps(asdict(case))]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "Error" in line]
-            return {"reason": lines[-1] if lines else f"the compiler ended with status {done.returncode}"}
+        found = apart("--one", json.dumps(asdict(case)), **dump)
         counted = [_count(path) for path in sorted(Path(folder).glob("*.ptxas"))]
+    if "reason" in found:
+        return found
     # A step with chunks has both kernels: the one that was asked for is the one that takes more registers.
-    found = max(counted, key=lambda one: one["registers"]) if case.kernel == "prefill" else counted[0]
-    return found | json.loads(done.stdout.splitlines()[-1])
+    return found | (max(counted, key=lambda one: one["registers"]) if case.kernel == "prefill" else counted[0])
 
 
 def _count(ptxas: Path) -> dict[str, int]:
@@ -216,6 +268,17 @@ def faults(found: dict[str, Any]) -> list[str]:
     allowed = 128 if (found["kernel"], found["shape"]) == ("prefill", "h256") else 0
     spilled = found["spill_bytes"]
     return [f"{spilled} bytes of registers spilled, expected at most {allowed}"] if spilled > allowed else []
+
+
+def engine_faults(found: dict[str, Any]) -> list[str]:
+    """A pool that is not updated in place would be copied."""
+    if "reason" in found:
+        return [found["reason"]]
+    return [
+        f"{name}: {memory['aliased_bytes']} bytes updated in place, expected the pool's {memory['pool_bytes']}"
+        for name, memory in found.items()
+        if memory["aliased_bytes"] < memory["pool_bytes"] or memory["temporary_bytes"] > memory["pool_bytes"] // 2
+    ]
 
 
 # --- with one
@@ -373,6 +436,14 @@ def compiled_table(found: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def engine_table(found: dict[str, Any]) -> str:
+    rows = [f"error: {fault}" for fault in engine_faults(found)]
+    for name, memory in found.items() if "reason" not in found else ():
+        aliased, temporary = memory["aliased_bytes"] / 2**20, memory["temporary_bytes"] / 2**20
+        rows.append(f"{name}: pool of {aliased:,.0f} MiB updated in place, {temporary:,.1f} MiB of temporaries")
+    return "\n".join(rows)
+
+
 def measured_table(result: dict[str, Any]) -> str:
     rows = [f"{'kernel':8s}{'shape':9s}{'page':>5s}{'batch':>6s}{'context':>8s}{'us':>10s}{'share':>8s}{'XLA us':>10s}"]
     for one in result["cells"]:
@@ -397,14 +468,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-gib", type=float, default=96, help="keys and values of a cell, at most")
     parser.add_argument("--max-xla-gib", type=float, default=8, help="of a cell that XLA is timed at too")
     parser.add_argument("--json", type=Path, help="write everything that was measured or counted")
+    parser.add_argument("--config", help="when compiling: a model's config.json, whose engine is compiled too")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one-engine", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    if options.one:
-        compile_here(Case(**json.loads(options.one)))
+    if options.one or options.one_engine:
+        one, engine = options.one, options.one_engine
+        print(json.dumps(compile_here(Case(**json.loads(one))) if one else compile_engine_here(engine)))
         return
     if options.compile:
         os.environ.update(WITHOUT_GPU)
@@ -419,6 +493,10 @@ def main() -> None:
         failed = [(one, fault) for one in result["compiled"] for fault in faults(one)]
         for one, fault in failed:
             print(f"error: {one['kernel']} {one['shape']}, pages of {one['page_size']}: {fault}")
+        if options.config:
+            result["engine"] = apart("--one-engine", options.config)
+            failed += [(options.config, fault) for fault in engine_faults(result["engine"])]
+            print(engine_table(result["engine"]))
         print(f"{len(cases)} compiled for sm_90, {len(failed)} failed (jax {jax.__version__}). Nothing was run.")
     else:
         result["device"] = jax.devices()[0].device_kind
