@@ -31,7 +31,6 @@ COMPILER_OPTIONS = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": 
 and so lays out all stacked weights anew in every step (7 GiB for Llama-3.1-8B; libtpu 0.0.42.1 and 0.0.50.1)."""
 
 
-
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Packed-token counts T that a step is compiled for: powers of two from 16, and the maximum itself."""
     sizes = [SMALLEST_STEP]

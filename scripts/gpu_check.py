@@ -10,7 +10,9 @@ compiled in a process of its own, and nothing is run: registers, spills and shar
 
 Measured: correctness against the float64 oracle on random ragged batches, unowned memory NaN; the bandwidth of a large
 copy, and decode at batch 1 to 256 x context 512 to 32K beside XLA's path, as bytes of keys and values per second and
-share of that bandwidth; prefill as TFLOP/s beside a large matmul. Cells whose pages pass --max-gib are not run.
+share of that bandwidth; prefill as TFLOP/s beside a large matmul. A layer's time is that of REPEATS in one program,
+with the step's schedule and the write of its keys and values; below some 50 MB they are read from the cache. Cells
+whose pages pass --max-gib are not run, nor those that come after --deadline; --json is written after every cell.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,8 @@ PAGES = (16, 64)
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (512, 2048, 4096, 8192, 32768)
 MEASURED = ("8b", "70b", "70b-tp8", "mha")
 CHUNK, CHUNK_CONTEXT = 2048, 8192
+REPEATS = 8
+CACHE_BYTES = 60 << 20
 ENGINE_PAGES = 8000
 AT_ONCE = 2
 WITHOUT_GPU = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
@@ -109,8 +114,10 @@ class Case:
         }
 
 
-def attend(case: Case, backend: Any) -> Callable[..., Any]:
-    """One layer's attention of the case by a backend of jaxkv, its schedule included."""
+def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
+    """A step's schedule and attention of so many layers, each asking with what the one before it answered, all with the
+    same pages, by a backend of jaxkv. -> (out, pages)"""
+    import jax
     import jax.numpy as jnp
 
     from jaxkv.kv.codecs import PlainCodec
@@ -138,8 +145,13 @@ def attend(case: Case, backend: Any) -> Callable[..., Any]:
         prepared = backend.prepare(group, batch, heads)
         stepped = GroupKV(pages, table_BW, first_BW, len_B, codec=group.codec, num_layers=1)
         options: Any = {"layer": 0, "scale": head_dim**-0.5, "out_dtype": q_TNH.dtype}
-        out, group = backend.attend(q_TNH, k_TKH, v_TKH, stepped, batch, prepared, **options)
-        return out.astype(q_TNH.dtype), group.pages
+
+        def layer(_: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
+            held = replace(stepped, pages=carried[1])
+            out, after = backend.attend(carried[0], k_TKH, v_TKH, held, batch, prepared, **options)
+            return out.astype(q_TNH.dtype), after.pages
+
+        return jax.lax.fori_loop(0, repeats, layer, (q_TNH, pages))
 
     return run
 
@@ -290,10 +302,12 @@ def random_arrays(case: Case, seed: int) -> dict[str, Any]:
     import jax.numpy as jnp
 
     keys = iter(jax.random.split(jax.random.key(seed), 8))
-    found: dict[str, Any] = {}
-    for name, (shape, dtype) in case.arrays().items():
-        if dtype == "bfloat16":
-            found[name] = jax.random.normal(next(keys), shape, jnp.bfloat16)
+    shapes = {name: shape for name, (shape, dtype) in case.arrays().items() if dtype == "bfloat16"}
+    num_pages, *page = shapes.pop("pages")
+    found: dict[str, Any] = {name: jax.random.normal(next(keys), shape, jnp.bfloat16) for name, shape in shapes.items()}
+    # The same few over and over: random numbers for all of a large pool would take several times its memory.
+    few = jax.random.normal(next(keys), (min(num_pages, 64), *page), jnp.bfloat16)
+    found["pages"] = jax.jit(lambda few: few[jnp.arange(num_pages) % len(few)])(few)
     order = jax.random.permutation(next(keys), case.batch * case.pages_per_row)
     first = jnp.arange(case.pages_per_row, dtype=jnp.int32) * case.page_size
     found["table_BW"] = order.astype(jnp.int32).reshape(case.batch, -1)
@@ -328,22 +342,30 @@ def copy_bandwidth() -> float:
 
 
 def matmul_rate() -> float:
-    """FLOP/s of a bfloat16 matmul of 8192 x 8192 x 8192."""
+    """FLOP/s of a bfloat16 matmul of 8192 x 8192 x 8192. Of random numbers: ones take less power, so more is done."""
     import jax
     import jax.numpy as jnp
 
-    x = jnp.ones((8192, 8192), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
     dot = jax.jit(lambda a, b: a @ b)
     return 2 * 8192**3 / seconds(lambda: dot(x, x), repeats=10)
 
 
 def time_case(case: Case, backend: Any) -> float:
-    """Seconds of one layer. The pages are not given away: each call would need new ones."""
+    """Seconds of one layer."""
     import jax
 
     arrays = random_arrays(case, 0)
-    step = jax.jit(lambda **arrays: attend(case, backend)(**arrays)[0])
-    return seconds(lambda: step(**arrays))
+    pages = arrays.pop("pages")
+    # Given away and taken back: else each call would copy them.
+    step = jax.jit(attend(case, backend, REPEATS), donate_argnames="pages")
+
+    def run() -> Any:
+        nonlocal pages
+        out, pages = step(pages=pages, **arrays)
+        return out
+
+    return seconds(run, repeats=5) / REPEATS
 
 
 def check_right(seed: int) -> dict[str, Any]:
@@ -370,56 +392,86 @@ def check_right(seed: int) -> dict[str, Any]:
         decode_only=bool(rng.random() < 0.5),
     )
     case = random_case(seed, shape)
+    # On few processors each works through many items, one after the other.
+    num_processors = int(rng.choice([2, 132]))
 
     @jax.jit
     def step(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, start_B, count_B):  # type: ignore[no-untyped-def]
         rows = Rows(table_BW, first_BW, len_B, start_B, count_B, shape.page_size, shape.window)
         sizes = {"num_heads": shape.num_heads, "kv_heads": kv_heads, "head_dim": shape.head_dim}
         counts = (jnp.int32(case.num_decode), jnp.int32(case.num_rows))
-        options: Any = {"num_tokens": len(case.row_T), "num_blocks": 132, "decode_only": shape.decode_only}
-        schedule = gpu.make_schedule(rows, *counts, **sizes, **options)
+        cut: Any = {"num_tokens": len(case.row_T), "num_processors": num_processors}
+        schedule = gpu.make_schedule(rows, *counts, **sizes, **cut, decode_only=shape.decode_only)
         pages = reference.write_pages(pages, k_TKH, v_TKH, case.dest_T, layer=LAYER, num_pages=len(case.held))
-        options = {"layer": LAYER, "num_pages": len(case.held), "scale": shape.head_dim**-0.5}
+        options: Any = {"layer": LAYER, "num_pages": len(case.held), "scale": shape.head_dim**-0.5}
         options |= {"softcap": shape.softcap, "sinks_N": sinks_of(shape)}
         return gpu.ragged_paged_attention(q_TNH, pages, schedule, **options)[0]
 
-    out = np.asarray(step(pages=jnp.asarray(case.pages), **case.arrays), np.float64)
-    real_T = case.row_T < NUM_ROWS
+    runs = [np.asarray(step(pages=jnp.asarray(case.pages), **case.arrays), np.float64) for _ in range(3)]
+    out, real_T = runs[0], case.row_T < NUM_ROWS
+    same = all(np.array_equal(run[real_T], out[real_T]) for run in runs)
     want = expected(case)[0][real_T]
     error, norm = (np.linalg.norm(x, axis=-1) for x in (out[real_T] - want, want))
     whole, worst = float(np.linalg.norm(error) / np.linalg.norm(norm)), float((error / norm).max())
-    return {"seed": seed, "shape": str(shape), "error": whole, "worst": worst, "ok": whole <= 2e-3 and worst <= 5e-3}
+    found = {"seed": seed, "shape": str(shape), "num_processors": num_processors, "error": whole, "worst": worst}
+    return found | {"same_bits": same, "ok": same and whole <= 2e-3 and worst <= 5e-3}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measured_cases(shapes: Iterable[str]) -> list[Case]:
+    """The most telling ones first: a machine may be lent for minutes only."""
+    cases = []
+    for shape in shapes:
+        cells = [(batch, context) for batch in BATCHES for context in CONTEXTS]
+        cells.sort(key=lambda cell: cell != (32, 4096))
+        decode = [Case(kernel="decode", shape=shape, page_size=64, batch=b, context=c) for b, c in cells]
+        small = [Case(kernel="decode", shape=shape, page_size=16, batch=b, context=4096) for b in (32, *BATCHES)]
+        uneven = [Case(kernel="decode", shape=shape, page_size=64, batch=32, context=4100)]
+        chunk = {"kernel": "prefill", "shape": shape, "batch": 1, "context": CHUNK_CONTEXT}
+        prefill = [Case(page_size=page, **chunk) for page in PAGES]
+        cases.append([decode[0], small[0], *prefill, *uneven, *decode[1:], *small[1:]])
+    # All shapes' first, then all second ones, ...
+    return list(dict.fromkeys(case for row in zip_longest(*cases) for case in row if case is not None))
+
+
+def measure_cell(case: Case, options: argparse.Namespace, bandwidth: float, rate: float) -> dict[str, Any]:
+    import jax
+
     from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
     from jaxkv.ops.attention.xla import Xla
 
-    right = [check_right(seed) for seed in range(options.seeds)]
-    for one in right:
-        print(f"correct: {one['ok']}  {one['error']:.1e} {one['worst']:.1e}  {one['shape']}", flush=True)
+    cell: dict[str, Any] = asdict(case)
+    if case.kv_bytes > options.max_gib * 2**30:
+        return cell | {"reason": "too large"}
+    if time.monotonic() > options.ends:
+        return cell | {"reason": "no time left"}
+    try:
+        cell["seconds"] = time_case(case, MosaicGpu())
+        if case.kernel == "decode":
+            cell["share"] = case.kv_bytes / cell["seconds"] / bandwidth
+            cell["from_cache"] = case.kv_bytes < CACHE_BYTES
+            if case.page_size == 64 and case.context == 4096 and case.kv_bytes <= options.max_xla_gib * 2**30:
+                cell["xla_seconds"] = time_case(case, Xla())
+        else:
+            cell["share"] = case.flops / cell["seconds"] / rate
+    except jax.errors.JaxRuntimeError as error:  # out of memory; the other cells can still be measured
+        cell["reason"] = str(error).splitlines()[0]
+    return cell
+
+
+def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Adds to `result`, and writes it after each cell."""
+    options.ends = time.monotonic() + options.deadline
+    result["right"], result["cells"] = [], []
+    for seed in range(options.seeds):
+        one = check_right(seed)
+        result["right"].append(one)
+        print(f"right: {one['ok']}  {one['error']:.1e} {one['worst']:.1e}  {one['shape']}", flush=True)
     bandwidth, rate = copy_bandwidth(), matmul_rate()
-    print(f"copy {bandwidth / 1e12:.2f} TB/s, matmul {rate / 1e12:.0f} TFLOP/s", flush=True)
-    cells = []
-    for shape in MEASURED:
-        for page in PAGES:
-            for batch in BATCHES:
-                for context in CONTEXTS:
-                    case = Case(kernel="decode", shape=shape, page_size=page, batch=batch, context=context)
-                    cell: dict[str, Any] = asdict(case)
-                    if case.kv_bytes <= options.max_gib * 2**30:
-                        cell["seconds"] = time_case(case, MosaicGpu())
-                        cell["share"] = case.kv_bytes / cell["seconds"] / bandwidth
-                        if page == 64 and case.kv_bytes <= options.max_xla_gib * 2**30:
-                            cell["xla_seconds"] = time_case(case, Xla())
-                    cells.append(cell)
-                    print(json.dumps(cell), flush=True)
-            case = Case(kernel="prefill", shape=shape, page_size=page, batch=1, context=CHUNK_CONTEXT)
-            cell = asdict(case) | {"seconds": time_case(case, MosaicGpu())}
-            cell |= {"flops": case.flops / cell["seconds"], "share": case.flops / cell["seconds"] / rate}
-            cells.append(cell)
-            print(json.dumps(cell), flush=True)
-    return {"copy_bytes_per_s": bandwidth, "matmul_flops": rate, "right": right, "cells": cells}
+    result |= {"copy_bytes_per_s": bandwidth, "matmul_flops": rate}
+    for case in measured_cases(options.shapes or MEASURED):
+        result["cells"].append(measure_cell(case, options, bandwidth, rate))
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 # --- both
@@ -446,13 +498,14 @@ def engine_table(found: dict[str, Any]) -> str:
 
 def measured_table(result: dict[str, Any]) -> str:
     rows = [f"{'kernel':8s}{'shape':9s}{'page':>5s}{'batch':>6s}{'context':>8s}{'us':>10s}{'share':>8s}{'XLA us':>10s}"]
-    for one in result["cells"]:
+    for one in sorted(result["cells"], key=lambda one: (one["kernel"], one["shape"], -one["page_size"], one["batch"])):
         head = f"{one['kernel']:8s}{one['shape']:9s}{one['page_size']:5d}{one['batch']:6d}{one['context']:8d}"
-        if "seconds" not in one:
-            rows.append(f"{head}   not run: too large")
+        if "share" not in one:
+            rows.append(f"{head}  {one['reason']}")
             continue
         xla = f"{one['xla_seconds'] * 1e6:10.1f}" if "xla_seconds" in one else f"{'-':>10s}"
-        rows.append(f"{head}{one['seconds'] * 1e6:10.1f}{one['share']:8.1%}{xla}")
+        cached = "  (cache)" if one.get("from_cache") else ""
+        rows.append(f"{head}{one['seconds'] * 1e6:10.1f}{one['share']:8.1%}{xla}{cached}")
     wrong = sum(not one["ok"] for one in result["right"])
     copied, multiplied = result["copy_bytes_per_s"] / 1e12, result["matmul_flops"] / 1e12
     rows.append(f"share: of a copy's {copied:.2f} TB/s (decode), of a matmul's {multiplied:.0f} TFLOP/s (prefill)")
@@ -463,8 +516,9 @@ def measured_table(result: dict[str, Any]) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="compile only, even where there is a GPU")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="when compiling: only these")
-    parser.add_argument("--seeds", type=int, default=20, help="random batches that are compared")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="only these")
+    parser.add_argument("--deadline", type=float, default=540, help="seconds after which no further cell is begun")
+    parser.add_argument("--seeds", type=int, default=8, help="random batches that are compared")
     parser.add_argument("--max-gib", type=float, default=96, help="keys and values of a cell, at most")
     parser.add_argument("--max-xla-gib", type=float, default=8, help="of a cell that XLA is timed at too")
     parser.add_argument("--json", type=Path, help="write everything that was measured or counted")
@@ -500,7 +554,7 @@ def main() -> None:
         print(f"{len(cases)} compiled for sm_90, {len(failed)} failed (jax {jax.__version__}). Nothing was run.")
     else:
         result["device"] = jax.devices()[0].device_kind
-        result |= measure(options)
+        measure(options, result)
         failed = [one for one in result["right"] if not one["ok"]]
         print(measured_table(result))
     if options.json:

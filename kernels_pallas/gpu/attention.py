@@ -60,7 +60,7 @@ def ragged_paged_attention(
     base = jnp.reshape(jnp.asarray(layer * num_pages, jnp.int32), (1,))
     known: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "page_size": pages.shape[2]}
     known |= {"scale": scale, "softcap": softcap, "statistics": wants, "interpret": interpret}
-    known |= {"num_blocks": schedule.num_blocks}
+    known |= {"num_processors": schedule.num_processors}
     num_rows = schedule.decode.num_rows
     out, found = _decode(q_TKGH[:num_rows], pages, schedule.decode, base, known)
     if schedule.prefill is not None:
@@ -81,9 +81,10 @@ def _decode(q_DKGH: jax.Array, pages: jax.Array, items: DecodeItems, base: jax.A
     num_rows, _, group, _ = q_DKGH.shape
     static = of_rows.Static(per_head=-(-group // of_rows.COLUMNS) * of_rows.COLUMNS, **known)
     q_DKMH = jnp.pad(q_DKGH, ((0, 0), (0, 0), (0, static.per_head - group), (0, 0)))
-    out_DKHM, found = _merge(of_rows.decode(q_DKMH, pages, items, base, static=static), items, num_rows)
-    out = out_DKHM[..., :group].swapaxes(2, 3)
-    return out, found and (found[0][..., :group], found[1][..., :group], found[2][..., :group])
+    parts = of_rows.decode(q_DKMH, pages, items, base, static=static)
+    # Without the columns that only the matmul wanted.
+    out_DKHG, found = _merge(jax.tree.map(lambda x: x[..., :group], parts), items, num_rows)
+    return out_DKHG.swapaxes(2, 3), found
 
 
 def _merge(found: of_rows.Partial, items: DecodeItems, num_rows: int) -> Result:

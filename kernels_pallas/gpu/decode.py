@@ -1,11 +1,12 @@
 """Paged decode attention for Hopper: one query per row, the keys and values of all its slots in their pages already.
 
-A persistent grid: as many blocks as there are processors, each with one or two pairs of warpgroups. One of a pair
-reads page ids and has the pages fetched (TMA) into a ring of tiles in shared memory, the other attends them, item after
-item of a list that is made once per step. Keys are the rows of the score matmul and head_dim those of the value matmul,
-with all query heads of a KV head as columns: wgmma has at least 64 rows but as few as 8 columns, so that next to
-nothing is computed that is not needed. Each item leaves a partial softmax (arXiv 2205.14135, section 3.1); those of a
-row are merged after the kernel (flash-decoding).
+A persistent grid of blocks that stay on their processor, one or two on each. Of a block's two warpgroups one reads page
+ids and has the pages fetched (TMA) into a ring of tiles in shared memory, the other attends them, item after item of a
+list that is made once per step. (Two that attend in one block would be wrong: maxima over the rows of a matmul's result
+cross warps, through a piece of shared memory that a block has once.) Keys are the rows of the score matmul and head_dim
+those of the value matmul, with all query heads of a KV head as columns: wgmma has at least 64 rows but as few as 8
+columns, so that next to nothing is computed that is not needed. Each item leaves a partial softmax (arXiv 2205.14135,
+section 3.1); those of a row are merged after the kernel (flash-decoding).
 """
 
 from __future__ import annotations
@@ -20,20 +21,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.gpu.block import MASKED, Registers, copy_tile, div, num_parts, product, rem, scaled, tiled
-from kernels_pallas.gpu.schedule import TILE, DecodeItems, decode_streams
+from kernels_pallas.gpu.schedule import TILE, DecodeItems
 
 COLUMNS = 8
 """Columns of a wgmma come in multiples of this."""
 
-RING_BYTES = 192 << 10
-"""Of the 227 KiB of shared memory of a processor, for tiles."""
+SHARED_BYTES = 226 << 10
+"""Of a processor's shared memory, for the blocks on it: 227 KiB, and each takes 1 KiB for itself."""
 
-MAX_STAGES = 6
+MOST_FOR_TWO = 112 << 10
+"""Of one block, where two are to fit."""
+
+SMALL_BYTES = 4 << 10
+"""Barriers, and what maxima and sums across warps go through."""
+
+MIN_STAGES, MAX_STAGES = 2, 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
-    """What is known when compiling. per_head: query heads of a KV head, rounded up to COLUMNS; num_blocks: the grid."""
+    """What is known when compiling. per_head: query heads of a KV head, rounded up to COLUMNS.
+
+    Raises: NotImplementedError if so many heads leave no room for tiles.
+    """
 
     kv_heads: int
     head_dim: int
@@ -42,18 +52,38 @@ class Static:
     scale: float
     softcap: float | None
     statistics: bool
-    num_blocks: int
+    num_processors: int
     interpret: Any
 
+    def __post_init__(self) -> None:
+        if self.stages < MIN_STAGES:
+            heads = f"{self.per_head} query heads of {self.head_dim} per KV head"
+            raise NotImplementedError(f"heads: {heads} leave no room for tiles in {SHARED_BYTES} bytes")
+
     @property
-    def streams(self) -> int:
-        return decode_streams(self.head_dim)
+    def tile_bytes(self) -> int:
+        """Of keys and values."""
+        return 2 * TILE * self.head_dim * 2
+
+    @property
+    def other_bytes(self) -> int:
+        """Queries, weights, result."""
+        return self.per_head * (2 * self.head_dim + 2 * TILE + 4 * self.head_dim + 4 * 3) + SMALL_BYTES
+
+    @property
+    def per_processor(self) -> int:
+        """Blocks: two where that leaves each three tiles, so that one's matmuls run beside the other's softmax."""
+        return 2 if self.other_bytes + 3 * self.tile_bytes <= MOST_FOR_TWO else 1
 
     @property
     def stages(self) -> int:
-        """Tiles in shared memory of each stream."""
-        tile_bytes = 2 * TILE * self.head_dim * 2
-        return min(MAX_STAGES, RING_BYTES // self.streams // tile_bytes)
+        """Tiles in shared memory."""
+        most = MOST_FOR_TWO if self.per_processor == 2 else SHARED_BYTES
+        return min(MAX_STAGES, (most - self.other_bytes) // self.tile_bytes)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_processors * self.per_processor
 
 
 class Partial(NamedTuple):
@@ -75,13 +105,9 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
     num, row_I, begin_I, tiles_I, low_I, high_I, table, base, q_DKMH, pages = refs[:10]
     num_outputs = 4 if static.statistics else 3
     outputs, scratch = refs[10 : 10 + num_outputs], refs[10 + num_outputs :]
-    queries, keys, values, weights, *staged, queried, fetched, consumed = scratch
-    stages, streams, registers = static.stages, static.streams, Registers(static.interpret)
-
-    group = jax.lax.axis_index("group")
-    stream = rem(group, streams)
-    first_unit = jax.lax.axis_index("block") * streams + stream
-    step = jnp.int32(static.num_blocks * streams)
+    query, keys, values, weight, *staged, queried, fetched, consumed = scratch
+    stages, registers = static.stages, Registers(static.interpret)
+    first_unit, step = jax.lax.axis_index("block"), jnp.int32(static.num_blocks)
     # A unit is one KV head of an item.
     num_units = jnp.maximum(num[0] * static.kv_heads - first_unit + step - 1, 0) // step
 
@@ -90,15 +116,12 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
         item = div(unit, static.kv_heads)
         return item, unit - item * static.kv_heads
 
-    def slot_of(count: jax.Array) -> jax.Array:
-        return stream * stages + rem(count, stages)
-
     def fetch_unit(i: jax.Array, count: jax.Array) -> jax.Array:
         item, head = unit_of(i)
         begin, high, first = begin_I[item], high_I[item], row_I[item] * width
 
         def fetch_tile(t: jax.Array, count: jax.Array) -> jax.Array:
-            slot = slot_of(count)
+            slot = rem(count, stages)
             pl.when(count >= stages)(lambda: plgpu.barrier_wait(consumed.at[slot]))
             into: Any = {"keys": keys.at[slot], "values": values.at[slot], "arrives": fetched.at[slot]}
             copy_tile(pages, table, first, begin + t * TILE, high, base=base[0], head=head, **into)
@@ -109,13 +132,13 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
     def attend_unit(i: jax.Array, count: jax.Array) -> jax.Array:
         item, head = unit_of(i)
         begin, low, high = begin_I[item], low_I[item], high_I[item]
-        query, weight = queries.at[stream], weights.at[stream]
-        plgpu.copy_gmem_to_smem(q_DKMH.at[row_I[item], head], query, queried.at[stream])
-        plgpu.barrier_wait(queried.at[stream])
+        plgpu.copy_gmem_to_smem(q_DKMH.at[row_I[item], head], query, queried)
+        plgpu.barrier_wait(queried)
 
         def attend_tile(t: jax.Array, carry: tuple) -> tuple:
-            count, old_max, old_sum, old_entropy, acc = carry
-            slot = slot_of(count)
+            # Sums over keys are per row of a tile until the end: each would cross warps.
+            count, old_max, sum_TM, entropy_TM, acc = carry
+            slot = rem(count, stages)
             start = begin + t * TILE
             plgpu.barrier_wait(fetched.at[slot])
             registers.clear_tail(values.at[slot], high - start)
@@ -127,33 +150,37 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
             shrink = jnp.exp2(old_max - top)
             distance = s - across(top, TILE)
             p = jnp.exp2(distance)
-            total = old_sum * shrink + p.sum(axis=0)
-            entropy = old_entropy
             if static.statistics:
-                entropy = shrink * (old_entropy + old_sum * (old_max - top)) + (p * distance).sum(axis=0)
+                moved = entropy_TM + sum_TM * across(old_max - top, TILE)
+                entropy_TM = across(shrink, TILE) * moved + p * distance
+            sum_TM = sum_TM * across(shrink, TILE) + p
             weight.transpose((1, 0))[...] = registers.transposed(p.astype(pages.dtype))
             plgpu.commit_smem()
             gained = product(values.at[slot].transpose((1, 0)), weight.transpose((1, 0)), (static.head_dim, s.shape[1]))
             plgpu.barrier_arrive(consumed.at[slot])
-            return count + 1, top, total, entropy, acc * across(shrink, static.head_dim) + gained
+            return count + 1, top, sum_TM, entropy_TM, acc * across(shrink, static.head_dim) + gained
 
-        none, worst = (registers.reduced(static.per_head, value, axis=0) for value in (0.0, MASKED))
-        begins = (count, worst, none, none, registers.full((static.head_dim, static.per_head), 0.0))
-        count, *found = jax.lax.fori_loop(0, tiles_I[item], attend_tile, begins)
-        top, total, entropy, acc = found
+        worst = registers.reduced(static.per_head, MASKED, axis=0)
+        zeros = (registers.full((rows, static.per_head), 0.0) for rows in (TILE, TILE, static.head_dim))
+        count, top, sum_TM, entropy_TM, acc = jax.lax.fori_loop(0, tiles_I[item], attend_tile, (count, worst, *zeros))
+        found = [acc, top, sum_TM.sum(axis=0)]
+        if static.statistics:
+            found.append(entropy_TM.sum(axis=0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for source, x in zip(staged, (acc, top, total, entropy), strict=False):
-            source.at[stream][...] = x
+        for source, x in zip(staged, found, strict=True):
+            source[...] = x
         plgpu.commit_smem()
         for source, target in zip(staged, outputs, strict=True):
-            plgpu.copy_smem_to_gmem(source.at[stream], target.at[item, head])
+            plgpu.copy_smem_to_gmem(source, target.at[item, head])
         return count
 
-    @pl.when(group >= streams)
+    group = jax.lax.axis_index("group")
+
+    @pl.when(group == 1)
     def _() -> None:
         jax.lax.fori_loop(0, num_units, fetch_unit, jnp.int32(0))
 
-    @pl.when(group < streams)
+    @pl.when(group == 0)
     def _() -> None:
         jax.lax.fori_loop(0, num_units, attend_unit, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
@@ -162,27 +189,24 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
 def decode(q_DKMH: jax.Array, pages: jax.Array, items: DecodeItems, base: jax.Array, *, static: Static) -> Partial:
     """q: [rows, K, per_head, H] in the dtype of the pages [L*P, 2K, S, H]; base [1]: the layer's first page."""
     kv_heads, per_head, head_dim = static.kv_heads, static.per_head, static.head_dim
-    num_items, streams = items.row.shape[0], static.streams
-    dtype = pages.dtype
-    transforms = tiled(dtype)
+    num_items, dtype, transforms = items.row.shape[0], pages.dtype, tiled(pages.dtype)
     shapes = [(head_dim, per_head), *[(per_head,)] * (3 if static.statistics else 2)]
-    slots = streams * static.stages
     interpret = {"interpret": static.interpret} if static.interpret else {}
     found = plgpu.kernel(
         partial(_kernel, static, items.width),
         out_type=[jax.ShapeDtypeStruct((num_items, kv_heads, *shape), jnp.float32) for shape in shapes],
         grid=(static.num_blocks,),
         grid_names=("block",),
-        num_threads=2 * streams,
+        num_threads=2,
         thread_name="group",
         scratch_types=[
-            plgpu.SMEM((streams, per_head, head_dim), dtype, transforms=transforms),
-            *[plgpu.SMEM((slots, TILE, head_dim), dtype, transforms=transforms)] * 2,
-            plgpu.SMEM((streams, per_head, TILE), dtype, transforms=transforms),
-            *[plgpu.SMEM((streams, *shape), jnp.float32) for shape in shapes],
-            plgpu.Barrier(num_barriers=streams),
-            plgpu.Barrier(num_arrivals=2 * num_parts(static.page_size), num_barriers=slots),
-            plgpu.Barrier(num_barriers=slots),
+            plgpu.SMEM((per_head, head_dim), dtype, transforms=transforms),
+            *[plgpu.SMEM((static.stages, TILE, head_dim), dtype, transforms=transforms)] * 2,
+            plgpu.SMEM((per_head, TILE), dtype, transforms=transforms),
+            *[plgpu.SMEM(shape, jnp.float32) for shape in shapes],
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=2 * num_parts(static.page_size), num_barriers=static.stages),
+            plgpu.Barrier(num_barriers=static.stages),
         ],
         **interpret,
     )(items.num, items.row, items.begin, items.tiles, items.low, items.high, items.table, base, q_DKMH, pages)

@@ -38,7 +38,7 @@ class Static:
     scale: float
     softcap: float | None
     statistics: bool
-    num_blocks: int
+    num_processors: int
     interpret: Any
 
     @property
@@ -67,7 +67,7 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
     queries, keys, values, weights, *staged, queried, fetched, consumed, cleared = scratch
     stages, registers = static.stages, Registers(static.interpret)
     worker = jax.lax.axis_index("group")
-    first_unit, step = jax.lax.axis_index("block"), jnp.int32(static.num_blocks)
+    first_unit, step = jax.lax.axis_index("block"), jnp.int32(static.num_processors)
     # A unit is one KV head of an item.
     num_units = jnp.maximum(num[0] * static.kv_heads - first_unit + step - 1, 0) // step
 
@@ -192,7 +192,7 @@ def prefill(
     return plgpu.kernel(
         partial(_kernel, static, items.width, items.window),
         out_type=[jax.ShapeDtypeStruct((*shape, static.head_dim), jnp.float32), *statistics],
-        grid=(static.num_blocks,),
+        grid=(static.num_processors,),
         grid_names=("block",),
         num_threads=workers + 1,
         thread_name="group",

@@ -73,17 +73,16 @@ class PrefillItems:
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["decode", "prefill", "num_decode"], meta_fields=["num_blocks"]
+    jax.tree_util.register_dataclass, data_fields=["decode", "prefill", "num_decode"], meta_fields=["num_processors"]
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A step's work. prefill: None where every row is a decode row. num_blocks: of the kernels' grids, as many as the
-    GPU has processors."""
+    """A step's work. prefill: None where every row is a decode row. num_processors: of the GPU, for which it is cut."""
 
     decode: DecodeItems
     prefill: PrefillItems | None
     num_decode: jax.Array
-    num_blocks: int
+    num_processors: int
 
 
 def make_schedule(
@@ -95,7 +94,7 @@ def make_schedule(
     num_heads: int,
     kv_heads: int,
     head_dim: int,
-    num_blocks: int,
+    num_processors: int,
     decode_only: bool = False,
 ) -> Schedule:
     """The work of a step of `num_tokens` packed tokens T, whose rows hold `rows.len_B` tokens, the step's own included.
@@ -106,21 +105,16 @@ def make_schedule(
     num_batch = rows.len_B.shape[0]
     row_B = jnp.arange(num_batch, dtype=jnp.int32)
     live_B = (rows.count_B > 0) & (row_B < num_rows)
-    # Two items of each KV head for each pair of warpgroups: a row that is shorter than others costs half of one then.
-    wanted = max(1, 2 * num_blocks * decode_streams(head_dim) // kv_heads)
+    # A KV head of an item is a unit of work: six for each processor, of which two run at once.
+    wanted = max(1, 6 * num_processors // kv_heads)
     decode = _decode_items(rows, live_B & (row_B < num_decode), num_rows=min(num_batch, num_tokens), wanted=wanted)
     prefill = None
     if not decode_only:
         size = prefill_rows(head_dim) // rows_per_query(num_heads // kv_heads)
         prefill = _prefill_items(rows, live_B & (row_B >= num_decode), num_tokens=num_tokens, size=size)
     return Schedule(
-        decode=decode, prefill=prefill, num_decode=jnp.asarray(num_decode, jnp.int32), num_blocks=num_blocks
+        decode=decode, prefill=prefill, num_decode=jnp.asarray(num_decode, jnp.int32), num_processors=num_processors
     )
-
-
-def decode_streams(head_dim: int) -> int:
-    """Pairs of warpgroups of a decode block: one where two would have less than two tiles each."""
-    return 2 if head_dim <= 128 else 1
 
 
 def prefill_rows(head_dim: int) -> int:
@@ -134,17 +128,19 @@ def rows_per_query(per_head: int) -> int:
 
 
 def _decode_items(rows: Rows, live_B: jax.Array, *, num_rows: int, wanted: int) -> DecodeItems:
-    """The items of the first `num_rows` rows, those that are live: about `wanted` in all, of equal length, so that the
-    processors that share them end together; more where there are more rows."""
+    """The items of the first `num_rows` rows, those that are live: about `wanted` in all, those of a row of one length
+    and none much longer than others, so that the processors that share them end together; more for more rows."""
     len_D = jnp.minimum(rows.len_B, rows.width * rows.page_size)[:num_rows]
     low_D = rows.low_slot(jnp.arange(num_rows, dtype=jnp.int32), len_D - 1)
     begin_D = low_D // TILE * TILE
     tiles_D = jnp.where(live_B[:num_rows], cdiv(len_D - begin_D, TILE), 0)
-    each = jnp.maximum((tiles_D.sum(dtype=jnp.int32) + wanted - 1) // wanted, ITEM_TILES)
-    num, row, index = expand((tiles_D + each - 1) // each, num_rows + wanted)
+    most = jnp.maximum((tiles_D.sum(dtype=jnp.int32) + wanted - 1) // wanted, ITEM_TILES)
+    parts_D = (tiles_D + most - 1) // most
+    each_D = (tiles_D + parts_D - 1) // jnp.maximum(parts_D, 1)
+    num, row, index = expand(parts_D, num_rows + wanted)
     real = jnp.arange(row.shape[0], dtype=jnp.int32) < num
-    done = index * each
-    tiles = jnp.where(real, jnp.clip(tiles_D[row] - done, 0, each), 0)
+    done = index * each_D[row]
+    tiles = jnp.where(real, jnp.clip(tiles_D[row] - done, 0, each_D[row]), 0)
     begin = begin_D[row] + done * TILE
     return DecodeItems(
         num=num,

@@ -41,7 +41,7 @@ MIXED = [
 ]
 
 
-def run(case: Case, *, num_blocks: int = 3) -> tuple:
+def run(case: Case, *, num_processors: int = 2) -> tuple:
     shape, arrays = case.shape, case.arrays
 
     @jax.jit
@@ -55,7 +55,7 @@ def run(case: Case, *, num_blocks: int = 3) -> tuple:
             num_heads=shape.num_heads,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
-            num_blocks=num_blocks,
+            num_processors=num_processors,
             decode_only=shape.decode_only,
         )
         return gpu.ragged_paged_attention(

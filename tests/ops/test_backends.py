@@ -39,14 +39,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprob
             8,
             ("xla", "chosen by auto on a tpu: pallas_tpu: page_size: expected one of (16, 32, 64, 128), got 8"),
         ),
-        ("auto", "gpu", HEADS, 64, ("mosaic_gpu", "chosen by auto on a gpu")),
         (
             "auto",
             "gpu",
-            ODD,
+            HEADS,
             64,
-            ("xla", "chosen by auto on a gpu: mosaic_gpu: head_dim: expected one of (64, 128, 256), got 80"),
+            ("xla", "chosen by auto on a gpu: mosaic_gpu has not run on a GPU yet, ask for it by name"),
         ),
+        ("mosaic_gpu", "gpu", HEADS, 64, ("mosaic_gpu", "asked for by name")),
         ("xla", "tpu", HEADS, 64, ("xla", "asked for by name")),
         ("pallas_tpu", "tpu", HEADS, 64, ("pallas_tpu", "asked for by name")),
     ],
@@ -69,16 +69,32 @@ def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, messag
         choose_backend("pallas_tpu", [HEADS, heads], replace(NEEDS, page_size=page_size, platform=platform))
 
 
-def test_gpus_of_another_generation_run_on_xla():
-    needs = replace(NEEDS, platform="gpu", compute_capability="8.0")
-    expected = "mosaic_gpu: expected a GPU of compute capability 9.0 (H100, H200), got 8.0"
-    assert choose_backend("auto", [HEADS], needs) == ("xla", f"chosen by auto on a gpu: {expected}")
-    for other, reason in (
-        (replace(needs, compute_capability="9.0", dtype=np.dtype(np.float32)), "pages: expected bfloat16, got float32"),
-        (replace(needs, compute_capability=None), "expected a GPU of compute capability 9.0 .*, got None"),
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"compute_capability": "8.0"}, "expected a GPU of compute capability 9.0 .H100, H200., got 8.0"),
+        ({"compute_capability": None}, "expected a GPU of compute capability 9.0 .*, got None"),
+        ({"dtype": np.dtype(np.float32)}, "pages: expected bfloat16, got float32"),
+        ({"page_size": 8}, "page_size: expected one of .16, 32, 64, 128., got 8"),
+    ],
+)
+def test_the_gpu_kernels_say_what_they_do_not_take(change, reason):
+    needs = replace(NEEDS, platform="gpu", compute_capability="9.0")
+    with pytest.raises(NotImplementedError, match=f"backend='mosaic_gpu': {reason}"):
+        choose_backend("mosaic_gpu", [HEADS], replace(needs, **change))
+
+
+def test_the_gpu_kernels_refuse_heads_that_leave_no_shared_memory():
+    needs = replace(NEEDS, platform="gpu", compute_capability="9.0")
+    for per_head, head_dim in ((64, 64), (64, 128), (32, 256)):
+        heads = Heads(num_heads=2 * per_head, num_kv_heads=2, head_dim=head_dim, window=None)
+        assert choose_backend("mosaic_gpu", [heads], needs)[0] == "mosaic_gpu"
+    for heads, reason in (
+        (Heads(num_heads=128, num_kv_heads=2, head_dim=256, window=None), "64 query heads of 256 per KV head leave no"),
+        (ODD, "head_dim: expected one of .64, 128, 256., got 80"),
     ):
-        with pytest.raises(NotImplementedError, match=f"backend='mosaic_gpu': {reason}"):
-            choose_backend("mosaic_gpu", [HEADS], other)
+        with pytest.raises(NotImplementedError, match=reason):
+            choose_backend("mosaic_gpu", [heads], needs)
 
 
 def test_only_a_row_too_long_for_scalar_memory_runs_on_xla():

@@ -15,8 +15,11 @@ BACKENDS: dict[str, Backend] = {
     "pallas_tpu": PallasTpu(),
     "mosaic_gpu": MosaicGpu(),
 }
-PREFERRED = {"tpu": ("pallas_tpu",), "gpu": ("mosaic_gpu",)}
+PREFERRED = {"tpu": ("pallas_tpu",)}
 """What "auto" tries first on a platform."""
+
+UNPROVEN = {"gpu": "mosaic_gpu has not run on a GPU yet, ask for it by name"}
+"""Why "auto" takes XLA on a platform that has kernels."""
 
 
 def check_backend(name: str) -> None:
@@ -42,7 +45,7 @@ def choose_backend(name: str, heads: Iterable[Heads], needs: Needs, *, determini
     for other, reason in reasons.items():
         if reason is None:
             return other, f"chosen by auto on a {platform}"
-    refused = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
+    refused = "; ".join(f"{other}: {reason}" for other, reason in reasons.items()) or UNPROVEN.get(platform)
     return "xla", f"chosen by auto on a {platform}" + (f": {refused}" if refused else "")
 
 
