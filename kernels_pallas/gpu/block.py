@@ -103,10 +103,12 @@ class Registers:
     def _cast(self, x: jax.Array, layout: Any) -> jax.Array:
         return x if self._plain else plgpu.layout_cast(x, layout)
 
-    def accumulate(self, acc: jax.Array, a: Any, b: Any) -> jax.Array:
-        """acc + a @ b, with no registers for the product. The interpreter knows no matmul that adds to something."""
+    def accumulate(self, acc: jax.Array, a: jax.Array, b: Any, staged: Any) -> jax.Array:
+        """acc + a @ b, a from registers and no registers for the product. The interpreter knows no such matmul: there
+        `staged`, shared memory as large as a, takes it."""
         if self._plain:
-            return acc + product(a, b, (acc.shape[0], acc.shape[1]))
+            staged[...] = a
+            return acc + product(staged, b, (acc.shape[0], acc.shape[1]))
         return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
 
     def clear_tail(self, tile: Any, left: jax.Array) -> None:

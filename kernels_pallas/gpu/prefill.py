@@ -102,7 +102,7 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
     def attend_unit(i: jax.Array, count: jax.Array) -> jax.Array:
         item, head = unit_of(i)
         begin, high = begin_I[item], high_I[item]
-        query, weight = queries.at[worker], weights.at[worker]
+        query = queries.at[worker]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         own_rows = pl.ds(pl.multiple_of(worker * ROWS, ROWS), ROWS)
         plgpu.copy_gmem_to_smem(q_IKRH.at[item, head, own_rows], query, queried.at[worker])
@@ -142,9 +142,8 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
             entropy = old_entropy
             if static.statistics:
                 entropy = shrink * (old_entropy + old_sum * (old_max - top)) + (p * distance).sum(axis=1)
-            weight[...] = p.astype(pages.dtype)
-            plgpu.commit_smem()
-            acc = registers.accumulate(acc * down(shrink, static.head_dim), weight, values.at[slot])
+            acc = acc * down(shrink, static.head_dim)
+            acc = registers.accumulate(acc, p.astype(pages.dtype), values.at[slot], weights.at[worker])
             plgpu.barrier_arrive(consumed.at[slot])
             return count + 1, top, total, entropy, acc
 
