@@ -28,7 +28,6 @@ class Case:
     batch: int
     context: int
     window: int | None = None
-    statistics: bool = False
 
     @property
     def pages_per_row(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,53 @@ def copy_tile(
         inside = pl.ds(0, size) if size <= TILE else pl.ds(pl.multiple_of(rem(start, size), TILE), TILE)
         for heads, tile in ((head, keys), (head + kv_heads, values)):
             plgpu.copy_gmem_to_smem(pages.at[page, heads, inside], tile.at[pl.ds(part * length, length)], arrives)
+
+
+class Ring(NamedTuple):
+    """Tiles of keys and values in shared memory, [stages, TILE, H] each: one warpgroup has them fetched, others read
+    them. fetched, consumed: barriers of each stage."""
+
+    keys: Any
+    values: Any
+    fetched: Any
+    consumed: Any
+
+    @property
+    def stages(self) -> int:
+        return self.keys.shape[0]
+
+
+def each_unit(
+    num_items: jax.Array, kv_heads: int, num_blocks: int, work: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+) -> None:
+    """work(item, head, count) for every unit, one KV head of an item, that falls to this block of a persistent grid. It
+    returns `count`, the tiles that went through the ring so far."""
+    first, step = jax.lax.axis_index("block"), jnp.int32(num_blocks)
+    num_units = jnp.maximum(num_items * kv_heads - first + step - 1, 0) // step
+
+    def run(i: jax.Array, count: jax.Array) -> jax.Array:
+        unit = first + i * step
+        item = div(unit, kv_heads)
+        return work(item, unit - item * kv_heads, count)
+
+    jax.lax.fori_loop(0, num_units, run, jnp.int32(0))
+
+
+def fetch_tiles(
+    ring: Ring, pages: Any, table: Any, *, row: jax.Array, begin: jax.Array, high: jax.Array, num_tiles: jax.Array,
+    base: jax.Array, head: jax.Array, count: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Has the tiles of a unit fetched, from slot `begin` of its row on, as stages of the ring become free. See
+    `copy_tile`; returns the count after them."""
+
+    def fetch_tile(t: jax.Array, count: jax.Array) -> jax.Array:
+        slot = rem(count, ring.stages)
+        pl.when(count >= ring.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[slot]))
+        into: Any = {"keys": ring.keys.at[slot], "values": ring.values.at[slot], "arrives": ring.fetched.at[slot]}
+        copy_tile(pages, table, row, begin + t * TILE, high, base=base, head=head, **into)
+        return count + 1
+
+    return jax.lax.fori_loop(0, num_tiles, fetch_tile, count)
 
 
 def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:

@@ -20,7 +20,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.gpu.block import MASKED, Registers, copy_tile, div, num_parts, product, rem, scaled, tiled
+from kernels_pallas.gpu.block import (
+    MASKED,
+    Registers,
+    Ring,
+    each_unit,
+    fetch_tiles,
+    num_parts,
+    product,
+    rem,
+    scaled,
+    tiled,
+)
 from kernels_pallas.gpu.schedule import TILE, DecodeItems
 
 COLUMNS = 8
@@ -106,31 +117,15 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
     num_outputs = 4 if static.statistics else 3
     outputs, scratch = refs[10 : 10 + num_outputs], refs[10 + num_outputs :]
     query, keys, values, weight, *staged, queried, fetched, consumed = scratch
-    stages, registers = static.stages, Registers(static.interpret)
-    first_unit, step = jax.lax.axis_index("block"), jnp.int32(static.num_blocks)
-    # A unit is one KV head of an item.
-    num_units = jnp.maximum(num[0] * static.kv_heads - first_unit + step - 1, 0) // step
+    registers = Registers(static.interpret)
+    ring = Ring(keys, values, fetched, consumed)
 
-    def unit_of(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        unit = first_unit + i * step
-        item = div(unit, static.kv_heads)
-        return item, unit - item * static.kv_heads
+    def fetch_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
+        slots: Any = {"begin": begin_I[item], "high": high_I[item], "num_tiles": tiles_I[item]}
+        row = row_I[item] * width
+        return fetch_tiles(ring, pages, table, row=row, **slots, base=base[0], head=head, count=count)
 
-    def fetch_unit(i: jax.Array, count: jax.Array) -> jax.Array:
-        item, head = unit_of(i)
-        begin, high, first = begin_I[item], high_I[item], row_I[item] * width
-
-        def fetch_tile(t: jax.Array, count: jax.Array) -> jax.Array:
-            slot = rem(count, stages)
-            pl.when(count >= stages)(lambda: plgpu.barrier_wait(consumed.at[slot]))
-            into: Any = {"keys": keys.at[slot], "values": values.at[slot], "arrives": fetched.at[slot]}
-            copy_tile(pages, table, first, begin + t * TILE, high, base=base[0], head=head, **into)
-            return count + 1
-
-        return jax.lax.fori_loop(0, tiles_I[item], fetch_tile, count)
-
-    def attend_unit(i: jax.Array, count: jax.Array) -> jax.Array:
-        item, head = unit_of(i)
+    def attend_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
         begin, low, high = begin_I[item], low_I[item], high_I[item]
         plgpu.copy_gmem_to_smem(q_DKMH.at[row_I[item], head], query, queried)
         plgpu.barrier_wait(queried)
@@ -138,7 +133,7 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
         def attend_tile(t: jax.Array, carry: tuple) -> tuple:
             # Sums over keys are per row of a tile until the end: each would cross warps.
             count, old_max, sum_TM, entropy_TM, acc = carry
-            slot = rem(count, stages)
+            slot = rem(count, ring.stages)
             start = begin + t * TILE
             plgpu.barrier_wait(fetched.at[slot])
             registers.clear_tail(values.at[slot], high - start)
@@ -178,11 +173,11 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
 
     @pl.when(group == 1)
     def _() -> None:
-        jax.lax.fori_loop(0, num_units, fetch_unit, jnp.int32(0))
+        each_unit(num[0], static.kv_heads, static.num_blocks, fetch_unit)
 
     @pl.when(group == 0)
     def _() -> None:
-        jax.lax.fori_loop(0, num_units, attend_unit, jnp.int32(0))
+        each_unit(num[0], static.kv_heads, static.num_blocks, attend_unit)
         plgpu.wait_smem_to_gmem(0)
 
 

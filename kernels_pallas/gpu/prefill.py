@@ -17,7 +17,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.gpu.block import MASKED, Registers, copy_tile, div, num_parts, product, rem, scaled, tiled
+from kernels_pallas.gpu.block import (
+    MASKED,
+    Registers,
+    Ring,
+    div,
+    each_unit,
+    fetch_tiles,
+    num_parts,
+    product,
+    rem,
+    scaled,
+    tiled,
+)
 from kernels_pallas.gpu.schedule import TILE, PrefillItems, prefill_rows
 
 ROWS = TILE
@@ -65,29 +77,14 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
     num_outputs = 4 if static.statistics else 1
     outputs, scratch = refs[11 : 11 + num_outputs], refs[11 + num_outputs :]
     queries, keys, values, weights, *staged, queried, fetched, consumed, cleared = scratch
-    stages, registers = static.stages, Registers(static.interpret)
+    registers = Registers(static.interpret)
     worker = jax.lax.axis_index("group")
-    first_unit, step = jax.lax.axis_index("block"), jnp.int32(static.num_processors)
-    # A unit is one KV head of an item.
-    num_units = jnp.maximum(num[0] * static.kv_heads - first_unit + step - 1, 0) // step
+    ring = Ring(keys, values, fetched, consumed)
 
-    def unit_of(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        unit = first_unit + i * step
-        item = div(unit, static.kv_heads)
-        return item, unit - item * static.kv_heads
-
-    def fetch_unit(i: jax.Array, count: jax.Array) -> jax.Array:
-        item, head = unit_of(i)
-        begin, high, row = begin_I[item], high_I[item], row_I[item] * width
-
-        def fetch_tile(t: jax.Array, count: jax.Array) -> jax.Array:
-            slot = rem(count, stages)
-            pl.when(count >= stages)(lambda: plgpu.barrier_wait(consumed.at[slot]))
-            into: Any = {"keys": keys.at[slot], "values": values.at[slot], "arrives": fetched.at[slot]}
-            copy_tile(pages, table, row, begin + t * TILE, high, base=base[0], head=head, **into)
-            return count + 1
-
-        return jax.lax.fori_loop(0, tiles_I[item], fetch_tile, count)
+    def fetch_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
+        slots: Any = {"begin": begin_I[item], "high": high_I[item], "num_tiles": tiles_I[item]}
+        row = row_I[item] * width
+        return fetch_tiles(ring, pages, table, row=row, **slots, base=base[0], head=head, count=count)
 
     def key_position(item: jax.Array, start: jax.Array, shape: tuple[int, int]) -> jax.Array:
         """[ROWS, TILE]: position less slot of each key of a tile: its page's first position less its first slot."""
@@ -99,8 +96,7 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
             shift = jnp.where(column >= part * min(size, TILE), of_page, shift)
         return shift
 
-    def attend_unit(i: jax.Array, count: jax.Array) -> jax.Array:
-        item, head = unit_of(i)
+    def attend_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
         begin, high = begin_I[item], high_I[item]
         query = queries.at[worker]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -122,7 +118,7 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
 
         def attend_tile(t: jax.Array, carry: tuple) -> tuple:
             count, old_max, old_sum, old_entropy, acc = carry
-            slot = rem(count, stages)
+            slot = rem(count, ring.stages)
             start = begin + t * TILE
             plgpu.barrier_wait(fetched.at[slot])
 
@@ -163,13 +159,13 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
     def _() -> None:
         if static.workers > 1:
             plgpu.set_max_registers(40, action="decrease")
-        jax.lax.fori_loop(0, num_units, fetch_unit, jnp.int32(0))
+        each_unit(num[0], static.kv_heads, static.num_processors, fetch_unit)
 
     @pl.when(worker < static.workers)
     def _() -> None:
         if static.workers > 1:
             plgpu.set_max_registers(232, action="increase")
-        jax.lax.fori_loop(0, num_units, attend_unit, jnp.int32(0))
+        each_unit(num[0], static.kv_heads, static.num_processors, attend_unit)
         plgpu.wait_smem_to_gmem(0)
 
 
