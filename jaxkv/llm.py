@@ -43,7 +43,8 @@ class LLM:
     model: a local Hugging Face directory, a hub id, or None for the small demo model that ships with jaxkv.
     tokenizer: directory or hub id of the tokenizer (default: the model's); skip_tokenizer_init=True works without one.
     dtype: auto, bfloat16 or float32; auto is bfloat16 unless this CPU has no instructions for it, and in a
-    directory made by `jaxkv convert` what that stores.
+    directory made by `jaxkv convert` what that stores. load_format: auto, or dummy for random weights of a model whose
+    config.json is all there is, to measure its speed and memory.
     max_model_len: longest prompt and output together, in tokens (default: what the checkpoint declares).
     max_num_seqs: rows that run at once (default 64 on a CPU, 256 elsewhere). max_num_batched_tokens: tokens per step.
     block_size: tokens per page, 8 to 128 (default 16 on a CPU, 64 elsewhere). kv_cache_dtype: auto (as dtype), bfloat16
@@ -73,6 +74,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         revision: str | None = None,
         dtype: str = "auto",
+        load_format: str = "auto",
         tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -103,7 +105,9 @@ class LLM:
             tokenizer=tokenizer,
             skip_tokenizer_init=skip_tokenizer_init,
             dtype=dtype,
+            load_format=load_format,
             tensor_parallel_size=tensor_parallel_size,
+            seed=seed,
         )
         spec = self._model.spec
         kv_dtype = self._model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
@@ -241,7 +245,7 @@ class LLM:
         Ids are 0 to num_kv_tokens / block_size - 1; a request's i-th page is for its tokens from i * block_size on.
         Pages taken for its next tokens are listed too; what waits or needs no more steps holds none and is not listed.
         """
-        return {request.id: request.handle.pages for request in self._engine.scheduler.running}
+        return {request.id: tuple(request.pages) for request in self._engine.scheduler.running}
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now on."""

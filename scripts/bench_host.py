@@ -3,11 +3,12 @@
     python scripts/bench_host.py --json docs/benchmarks/host.json
 
 The engine is the real one: scheduler, allocator, prefix cache, row tables, text. Only the compiled programs are stubs
-that return random tokens at once, and their time is not counted. Outputs end at different times and a new request
-takes each free place. A call of the engine launches a step or loop and reads the one before it; calls in which either
-was a step that computed new prompts are not counted. Rows whose last tokens are coming are not in the next loop.
+that return random tokens at once, and their time is not counted. A call of the engine launches a step or loop and reads
+the one before it; calls in which either was a step that computed new prompts are not counted. Rows whose last tokens
+are coming are not in the next loop.
 
-Lines: tokens alone and with text, each with Python's garbage collector on and off, in turns. A dispatch is one decode
+Lines: sequences that begin together; such of every age, some of which end in each loop, a new request taking each free
+place; the same with text. Each with Python's garbage collector on and off, in turns. A dispatch is one decode
 loop; its time is divided by the loop's steps. Parts: plan (scheduler, allocator, prefix index), inputs (row tables,
 packed arrays), outputs of the loop before (tokens, ends, text, pages given back).
 """
@@ -141,7 +142,7 @@ def spread(values: list[float]) -> dict[str, float]:
 class Load:
     """One engine that always has `rows` sequences, and their places filled again before each loop."""
 
-    def __init__(self, options: argparse.Namespace, *, detokenize: bool) -> None:
+    def __init__(self, options: argparse.Namespace, *, detokenize: bool = False, together: bool = False) -> None:
         self.rng = np.random.default_rng(options.seed)
         self.options = options
         self.detokenize = detokenize
@@ -151,8 +152,8 @@ class Load:
         self.intake = Intake(model, self.config, cache_root=b"bench", share_prefixes=True)
         self.engine = make_engine(self.config, model.spec, self.clock)
         for _ in range(options.rows):
-            # As in the middle of a long run: requests of every age.
-            self.engine.add(self.request(part_done=self.rng.random()))
+            # If not together, as in the middle of a long run: requests of every age.
+            self.engine.add(self.request(part_done=0.0 if together else self.rng.random()))
 
     @property
     def utilization(self) -> float:
@@ -268,9 +269,24 @@ def collector(figures: Figures, *, enabled: bool) -> Iterator[None]:
         gc.enable()
 
 
+def plain_loop_ns() -> float:
+    """Nanoseconds per round of a loop that adds and stores: how fast this machine runs Python at the moment, the median
+    of seven. That of a virtual machine may be half of what it was a minute ago."""
+    seen, kept = [], {}
+    for _ in range(7):
+        started, total = time.perf_counter(), 0
+        for i in range(100_000):
+            total += i
+            kept[i & 1023] = total
+        seen.append((time.perf_counter() - started) * 1e4)
+    return float(np.median(seen))
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Every line's figures, in turns of a few loops."""
-    loads = {"tokens": Load(options, detokenize=False), "text": Load(options, detokenize=True)}
+    loads = {
+        "together": Load(options, together=True), "tokens": Load(options), "text": Load(options, detokenize=True)
+    }  # fmt: skip
     lines = {(name, state): Figures() for name in loads for state in ("gc on", "gc off")}
     for load in loads.values():
         load.run(2, Figures())
@@ -315,15 +331,19 @@ def main() -> None:
     options = parse()
     jax.config.update("jax_platforms", "cpu")
     result = environment() | {"command": " ".join(sys.argv), "target_us_per_step": TARGET_US}
+    before = plain_loop_ns()
     result["lines"] = measure(options)
+    result["plain_loop_ns"] = before, plain_loop_ns()
     first = result["lines"]["tokens, gc on"]
     print(
         f"{options.rows} rows ({first['mean_rows']:.0f} in a loop), loops of {DECODE_STEPS} steps, "
         f"{first['mean_live_len']:.0f} tokens live per row, {first['kv_cache_utilization']:.1%} of slots held"
     )
     print(table(result["lines"]))
-    met = result["lines"]["tokens, gc on"]["us_per_step"]["total"]
-    print(", ".join(f"{name} {met[name]:.0f} us (target {most})" for name, most in TARGET_US.items()))
+    print("a round of a plain loop, before and after: " + ", ".join(f"{ns:.0f} ns" for ns in result["plain_loop_ns"]))
+    for line in ("together, gc on", "tokens, gc on"):
+        met = result["lines"][line]["us_per_step"]["total"]
+        print(f"{line}: " + ", ".join(f"{name} {met[name]:.0f} us (target {most})" for name, most in TARGET_US.items()))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

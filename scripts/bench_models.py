@@ -28,8 +28,9 @@ SHAPES = {
     "toy": shape(256, 32, 64, 2, 4, 2),
     "110m": shape(32_000, 768, 2048, 12, 12, 4),
     "1.1b": shape(32_000, 2048, 5632, 22, 32, 4),
+    "8b": shape(128_256, 4096, 14_336, 32, 32, 8) | {"max_position_embeddings": 131_072},
 }
-"""config.json by name; heads are hidden / num_attention_heads wide (64, toy 8)."""
+"""config.json by name; heads are hidden / num_attention_heads wide (64, toy 8, 8b 128)."""
 
 
 def make_checkpoint(directory: Path, name: str, *, seed: int) -> Path:

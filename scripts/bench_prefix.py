@@ -20,6 +20,7 @@ import json
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,7 +123,8 @@ def compare(sides: Sides, *, num_shared: int) -> dict[str, Any]:
 
 def lookup(options: argparse.Namespace) -> dict[str, float]:
     """Nanoseconds per token of a prompt for its keys and for finding its pages, if none is listed and if all are."""
-    tokens, size = np.random.default_rng(options.seed).integers(3, 32_000, options.long_prompt).tolist(), 16
+    tokens = array("i", np.random.default_rng(options.seed).integers(3, 32_000, options.long_prompt).tolist())
+    size = 16
     num_pages = len(tokens) // size
     index, empty = PrefixIndex(num_pages), PrefixIndex(num_pages)
     seen: dict[str, list[float]] = {"keys": [], "miss": [], "hit": []}
@@ -140,7 +142,7 @@ def lookup(options: argparse.Namespace) -> dict[str, float]:
     return {name: median(values) * 1e9 / (num_pages * size) for name, values in seen.items()}
 
 
-def keys_of(tokens: list[int], size: int) -> list[PageKey]:
+def keys_of(tokens: array[int], size: int) -> list[PageKey]:
     chain = PageChain(b"root")
     return [chain.page(page, tokens, size) for page in range(len(tokens) // size)]
 

@@ -56,12 +56,12 @@ def seconds(run: Callable[[], Any], *, repeats: int = 20, rounds: int = 5) -> fl
     return best
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a copy of 4 GiB."""
+def copy_bandwidth(nbytes: int = 4 << 30) -> float:
+    """Bytes read and written per second by a copy of so many."""
     import jax
     import jax.numpy as jnp
 
-    x = jnp.ones(2**31, jnp.uint16)
+    x = jnp.ones(nbytes // 2, jnp.uint16)
     copy = jax.jit(lambda x: x + jnp.uint16(1))
     return 2 * x.nbytes / seconds(lambda: copy(x), repeats=5)
 

@@ -19,7 +19,8 @@ def test_a_run_leaves_its_figures(tmp_path, scripts):
     shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     result = json.loads((tmp_path / "result.json").read_text())
     assert {"cpu", "cores", "versions", "command"} <= result.keys()
-    assert result["lines"].keys() == {f"{what}, gc {state}" for what in ("tokens", "text") for state in ("on", "off")}
+    names = {f"{what}, gc {state}" for what in ("together", "tokens", "text") for state in ("on", "off")}
+    assert result["lines"].keys() == names
     for name, line in result["lines"].items():
         assert line["num_loops"] == 8
         assert 20 < line["mean_live_len"] < 64

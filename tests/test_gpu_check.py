@@ -80,3 +80,19 @@ def test_what_is_measured_is_written_cell_by_cell_and_shown(check, script, monke
     options.deadline = -1.0
     bench.measure(options, result := {})
     assert {one["reason"] for one in result["cells"]} == {"no time left", "too large"}
+
+
+@pytest.mark.slow
+def test_an_engine_s_steps_are_measured_on_any_device(scripts, tmp_path):
+    small = ["--shape", "toy", "--batches", "1,2", "--contexts", "32", "--requests", "4", "--copy-mib", "16"]
+    command = [sys.executable, scripts / "gpu_generate.py", *small, "--backends", "xla", "--json", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    of = json.loads((tmp_path / "out").read_text())["xla"]
+    assert [(one["batch"], one["context"]) for one in of["decode"]] == [(1, 32), (2, 32)]
+    # Weights of 2 layers without the embedding, and 4 bytes x 2 layers x 2 KV heads of 8 for each token.
+    weights = 2 * (2 * 32 + 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32) + 32 + 256 * 32
+    for one in of["decode"]:
+        nbytes = 2 * weights + one["batch"] * (32 + 64) * 4 * 2 * 2 * 8
+        assert one["share"] == pytest.approx(nbytes / (one["step_ms"] / 1e3) / of["copy_bytes_per_s"])
+        assert one["host_ms"] > 0
+    assert f"mixed load of 4: {of['mixed']['tokens_per_s']:.0f} tokens/s" in done.stdout

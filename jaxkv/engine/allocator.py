@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-
-from msgspec import Struct
+from dataclasses import dataclass
 
 from jaxkv.engine.prefix import PageKey, PrefixIndex
 from jaxkv.errors import CapacityError
 
 
-class KVHandle(Struct, frozen=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class KVHandle:
     """A sequence's hold on the KV state: page ids in order, and how many tokens of them are its own.
 
     A handle owns one reference on each of its pages. The allocator's operations consume the handle that they are given
     and return its successor; only `fork` leaves it alive.
-
-    A Struct takes a fifth of the time of a frozen dataclass to make, and every row gets a handle in every loop. The
-    garbage collector need not look at numbers.
     """
 
     pages: tuple[int, ...] = ()
@@ -59,19 +56,14 @@ class PageAllocator:
 
         Raises: CapacityError, with nothing changed, if fewer pages are free than needed.
         """
-        return self.reserve_all([(handle, num_tokens)])[0]
+        missing = self.pages_for(num_tokens) - len(handle.pages)
+        return KVHandle((*handle.pages, *self.take(missing)), handle.length) if missing > 0 else handle
 
-    def reserve_all(self, asked: list[tuple[KVHandle, int]]) -> list[KVHandle]:
-        """`reserve` of each of these handles, all of them or none."""
-        size = self.page_size
-        needed = [n if (n := -(-num_tokens // size) - len(handle.pages)) > 0 else 0 for handle, num_tokens in asked]
-        new, end, handles = self._take(sum(needed)), 0, []
-        for (handle, _), num_pages in zip(asked, needed, strict=True):
-            start, end = end, end + num_pages
-            handles.append(KVHandle(handle.pages + tuple(new[start:end]), handle.length) if num_pages else handle)
-        return handles
+    def take(self, num_pages: int) -> list[int]:
+        """So many free pages, for one handle or several.
 
-    def _take(self, num_pages: int) -> list[int]:
+        Raises: CapacityError, with nothing changed, if fewer are free.
+        """
         empty, cached, references = self._empty, self._cached, self._references
         if num_pages > len(empty) + len(cached):
             raise CapacityError(f"{num_pages} pages of {self.page_size} tokens needed, {self.num_free} free")
@@ -205,6 +197,9 @@ class PageAllocator:
 
     def check(self, handles: Iterable[KVHandle]) -> None:
         """Raises RuntimeError unless `handles`, all live ones, account for every reference and every used page."""
+        handles = list(handles)
+        if over := [handle for handle in handles if not 0 <= handle.length <= len(handle.pages) * self.page_size]:
+            raise RuntimeError(f"a handle of {over[0].length} tokens has {len(over[0].pages)} pages")
         held = Counter(page for handle in handles for page in handle.pages)
         counted = {page: n for page, n in enumerate(self._references) if n}
         if held != counted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -41,7 +42,7 @@ def _take_over(beams: tuple[Request, ...], chosen: list[tuple[int, int]], alloca
     parents = [(beam.tokens, beam.handle, beam.chain, beam.num_published, beam.publish_len) for beam in beams]
     for beam, (parent, token) in zip(beams, chosen, strict=True):
         tokens, handle, chain, beam.num_published, beam.publish_len = parents[parent]
-        beam.tokens = [*tokens, token]
+        beam.tokens = tokens + array("i", [token])
         beam.num_tokens = len(beam.tokens)
         beam.handle, beam.num_bound = allocator.fork(handle), 0
         beam.chain = chain.copy()

@@ -69,6 +69,8 @@ class Engine:
         self._flight: Flight | None = None
         self._rows = RowTables(config, programs.spec.vocab_size, programs.placement)
         self._requests: set[Request] = set()
+        self._watching: set[Request] = set()
+        """Requests that need all tokens before the next is sampled; some may be gone since the last step."""
         self._decode_token = decode_token
         self._recorder = Recorder()
         self._stepping = False
@@ -83,6 +85,8 @@ class Engine:
         """Queues what `Intake` made."""
         for request in submission.samples:
             self._requests.add(request)
+            if request.needs_tokens:
+                self._watching.add(request)
             self._recorder.added(request)
             self.scheduler.add(request)
 
@@ -113,24 +117,26 @@ class Engine:
         of both: their tokens, text and pages may disagree. Where it took the KV state with it, the others are computed
         anew.
         """
-        self._stepping, lost = True, self._flying
+        self._stepping, under_way, requests, is_done = True, self._flight, [], False
         try:
             self._restore_lost_kv()
             got = []
-            if True in [request.needs_tokens for request in lost + self.scheduler.running]:
-                got, self._flight = self._read(self._flight), None
+            if self._watching:
+                if not self._watching.isdisjoint(self._flying + self.scheduler.running):
+                    got, self._flight = self._read(self._flight), None
+                self._watching &= self._requests
             plan, before = self.scheduler.plan(), self._flight
             if plan is None:
                 self._flight = None
             else:
                 requests = plan.requests
-                lost = lost + requests
                 self._flight = self._launch(plan, requests)
             got += self._read(before)
-            lost = []
+            is_done = True
             return got
         finally:
             self._stepping = False
+            lost = [] if is_done else _requests_of(under_way) + requests
             if lost:
                 self._flight, self._failed = None, True
             for request in [*self._aborted, *lost]:
@@ -140,7 +146,7 @@ class Engine:
     @property
     def _flying(self) -> list[Request]:
         """Requests that have tokens coming."""
-        return [] if self._flight is None else [request for request, _ in self._flight.rows]
+        return _requests_of(self._flight)
 
     def metrics(self) -> list[Metric]:
         """What there is to watch now, under vLLM's names without its prefix."""
@@ -209,36 +215,41 @@ class Engine:
         """Waits for what the device returns and gives every request its part."""
         if flight is None:
             return []
-        tokens_of = _tokens_of_rows(np.atleast_2d(flight.sampled.token_B))
+        token_Bn = np.atleast_2d(flight.sampled.token_B).T.copy()
+        # A row that rests does so from then on.
+        num_B = np.count_nonzero(token_Bn != NO_TOKEN, axis=1)
         out = flight.sampled
         if any(request.logprobs is not None for request, _ in flight.rows):
             out = jax.tree.map(np.asarray, out)
             out = out if flight.batch is None else jax.tree.map(lambda x: x[None], out)
         if flight.batch is None:
-            self._count_loop(tokens_of, flight.num_padded_rows)
+            self._count_loop(num_B, flight.num_padded_rows)
         else:
             self._take_prompt_logprobs(flight)
         got, going_on, now = [], [], time.monotonic()
-        for row, (one, tokens) in enumerate(zip(flight.rows, tokens_of, strict=False)):
+        # Of a hundred rows hardly one needs more than its tokens added, so those stay bytes. Only the last one can be a
+        # stop token: the device draws none after it.
+        packed, width = token_Bn.tobytes(), token_Bn[0].nbytes
+        last_B = token_Bn[np.arange(len(num_B)), num_B - 1].tolist()
+        rows = zip(flight.rows, num_B.tolist(), last_B, range(0, len(packed), width), strict=False)
+        for one, num_tokens, last, start in rows:
             request, num_coming = one
             if not num_coming or request.finish_reason is not None:
                 continue
             got.append(request)
-            # Of a hundred rows hardly one needs more than this. Only the last token can be a stop token: the device
-            # draws none after it.
-            is_whole = len(tokens) == num_coming and tokens[-1] not in request.stop_ids
+            is_whole = num_tokens == num_coming and last not in request.stop_ids
             if is_whole and request.is_plain and len(request.tokens) + num_coming < request.max_len:
-                request.tokens += tokens
+                request.tokens.frombytes(packed[start : start + num_tokens * token_Bn.itemsize])
                 going_on.append(one)
             else:
-                self._accept(request, tokens, num_coming, out, row, now)
+                row = start // width
+                self._accept(request, token_Bn[row, :num_tokens].tolist(), num_coming, out, row, now)
         self._recorder.generated(going_on, now)
         return got
 
-    def _count_loop(self, tokens_of: list[list[int]], num_padded_rows: int) -> None:
-        num_stored, possible = [len(tokens) for tokens in tokens_of], self.scheduler.config.max_num_seqs
-        num_steps = max(num_stored)
-        self._recorder.loop(sum(num_stored), num_steps * num_padded_rows, num_steps * possible)
+    def _count_loop(self, num_B: np.ndarray, num_padded_rows: int) -> None:
+        num_steps, possible = int(num_B.max()), self.scheduler.config.max_num_seqs
+        self._recorder.loop(int(num_B.sum()), num_steps * num_padded_rows, num_steps * possible)
 
     def _accept(self, request: Request, tokens: list[int], num_coming: int, out: Sampled, row: int, now: float) -> None:
         """Adds the row's new tokens up to the first that ends the request, and their text."""
@@ -251,7 +262,7 @@ class Engine:
         if request.looks_at_each or tokens[-1] in request.stop_ids:
             self._accept_one_by_one(request, tokens, out, row)
         else:
-            request.tokens += tokens
+            request.tokens.extend(tokens)
             if len(request.tokens) >= request.max_len:
                 request.finish_reason = request.limit
         # Text can wait for the end of the chunk unless a stop string may end it in the middle.
@@ -360,15 +371,9 @@ def _is_computed(arrays: list[jax.Array]) -> bool:
     return True
 
 
+def _requests_of(flight: Flight | None) -> list[Request]:
+    return [] if flight is None else [request for request, _ in flight.rows]
+
+
 def _no_tokens(config: EngineConfig) -> Any:
     return np.full(config.max_num_seqs, NO_TOKEN, np.int32)
-
-
-def _tokens_of_rows(token_nB: np.ndarray) -> list[list[int]]:
-    """What each row sampled: a row that rests does so from then on."""
-    num_B = np.count_nonzero(token_nB != NO_TOKEN, axis=0)
-    most = num_B.max()
-    rows = token_nB[:most].T.tolist()
-    for row in np.flatnonzero(num_B < most).tolist():
-        del rows[row][num_B[row] :]
-    return rows

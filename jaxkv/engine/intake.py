@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -156,7 +157,7 @@ class Intake:
         samples = tuple(
             Request(
                 id=str(number) if num_samples == 1 else f"{number}-{sample}",
-                tokens=list(tokens),
+                tokens=array("i", tokens),
                 prompt_len=len(tokens),
                 params=params,
                 seed=self._seed(params, number),

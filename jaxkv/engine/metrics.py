@@ -90,11 +90,9 @@ class Recorder:
         """Once per step."""
         # A page that is being filled is never shared, so what is allocated and not held is each request's own.
         allocated = allocator.num_used * allocator.page_size
-        handles = [request.handle for request in running]
-        allocated_each = sum([len(handle.pages) for handle in handles]) * allocator.page_size
-        empty = allocated_each - sum([handle.length for handle in handles])
+        free = [len(request.pages) * allocator.page_size - request.num_stored for request in running]
         self.allocated_slots += allocated
-        self.held_slots += allocated - empty
+        self.held_slots += allocated - sum(free)
 
     def step(self, num_tokens: int, padded_tokens: int) -> None:
         self.num_tokens += num_tokens

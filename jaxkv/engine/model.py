@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.sharding import Placement, bytes_per_device, place
-from jaxkv.weights.hub import resolve_model
+from jaxkv.weights.dummy import random_weights
+from jaxkv.weights.hub import ALLOW_PATTERNS, WITHOUT_WEIGHTS, resolve_model
 from jaxkv.weights.load import load_weights
 from jaxkv.weights.orbax import load_converted, stored_dtype
 
 GENERATION = "generation_config.json"
 DTYPES = ("auto", "bfloat16", "float32")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,16 +65,22 @@ def load_model(
     tokenizer: str | os.PathLike[str] | None,
     skip_tokenizer_init: bool,
     dtype: str,
+    load_format: str,
     tensor_parallel_size: int,
+    seed: int,
 ) -> Model:
     """Reads everything that a model directory (or hub id) holds; the tokenizer may come from another one.
 
-    The directory may be one that `jaxkv convert` made: dtype auto is then what it stores.
+    The directory may be one that `jaxkv convert` made: dtype auto is then what it stores. With load_format "dummy" the
+    weights are random, of `seed`, and none are read.
     Raises: ValueError for an unknown dtype, CheckpointError for anything wrong with the files.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    directory = resolve_model(model, revision=revision)
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format: expected one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
+    is_dummy = load_format == "dummy"
+    directory = resolve_model(model, revision=revision, only=WITHOUT_WEIGHTS if is_dummy else ALLOW_PATTERNS)
     config = read_config(directory)
     spec, layout = read_family(config)
     # The tokenizer first: it is cheap, and a missing one should not cost the time of loading weights.
@@ -81,17 +90,20 @@ def load_model(
     found = (directory / GENERATION).is_file()
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
     eos_ids = _eos_ids(config, generation, loaded, spec.vocab_size)
-    stored = stored_dtype(directory, spec)
+    stored = None if is_dummy else stored_dtype(directory, spec)
     placement = place(spec, layout, jax.devices(), tensor_parallel_size)
     platform = placement.devices[0].platform
     if dtype == "auto":
         dtype = stored or auto_dtype(platform)
-    load = load_weights if stored is None else load_converted
+    if is_dummy:
+        load = partial(random_weights, seed=seed)
+    else:
+        load = partial(load_weights if stored is None else load_converted, directory)
     as_bits = dtype == "bfloat16" and bfloat16_as_bits(platform)
     return Model(
         directory=directory,
         spec=spec,
-        weights=load(directory, spec, layout, dtype=dtype, as_bits=as_bits, placement=placement),
+        weights=load(spec, layout, dtype=dtype, as_bits=as_bits, placement=placement),
         placement=placement,
         dtype=dtype,
         tokenizer=loaded,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import sha256
-from struct import Struct
 
 PageKey = tuple[bytes, bytes]
 """What a full page is found by: its key, and its tokens (int32) to compare."""
@@ -27,30 +26,24 @@ class PageChain:
         """Of a sequence that may go on otherwise."""
         return PageChain(self.root, list(self.keys), list(self.packed))
 
-    def page(self, index: int, tokens: Sequence[int], page_size: int) -> PageKey:
+    def page(self, index: int, tokens: array[int], page_size: int) -> PageKey:
         """The key of page `index`, which the first (index + 1) * page_size of `tokens` fill."""
         if index >= len(self.keys):
             self._extend(index + 1, tokens, page_size)
         return self.keys[index], self.packed[index]
 
-    def pages(self, first: int, end: int, tokens: Sequence[int], page_size: int) -> Iterable[PageKey]:
+    def pages(self, first: int, end: int, tokens: array[int], page_size: int) -> Iterable[PageKey]:
         """The same of several."""
         self._extend(end, tokens, page_size)
         return zip(self.keys[first:end], self.packed[first:end], strict=True)
 
-    def _extend(self, end: int, tokens: Sequence[int], page_size: int) -> None:
-        pack, key = _packing(page_size).pack, self.keys[-1] if self.keys else self.root
+    def _extend(self, end: int, tokens: array[int], page_size: int) -> None:
+        key = self.keys[-1] if self.keys else self.root
         for start in range(len(self.keys) * page_size, end * page_size, page_size):
-            packed = pack(*tokens[start : start + page_size])
+            packed = tokens[start : start + page_size].tobytes()
             key = sha256(key + packed).digest()
             self.keys.append(key)
             self.packed.append(packed)
-
-
-@cache
-def _packing(page_size: int) -> Struct:
-    """Of a page's tokens as int32. An array would take twice as long."""
-    return Struct(f"{page_size}i")
 
 
 def root_key(secret: bytes, *parts: str) -> bytes:

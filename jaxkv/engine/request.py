@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,9 +17,11 @@ from jaxkv.engine.text import TextStream
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sample of a prompt: tokens so far, what of them is in the KV state (`handle`), and the text of the new ones.
+    """One sample of a prompt: tokens so far (int32), what of them is in the KV state, and the text of the new ones.
 
-    `chain` names its full pages for the prefix cache, in which the first `num_published` of the handle's are listed,
+    `pages` and `num_stored` are its `handle` in a form that grows in place, as every row's does in every loop.
+
+    `chain` names its full pages for the prefix cache, in which the first `num_published` of its pages are listed,
     and more of them once it has `publish_len` tokens (0: at once); `is_listed` is False where they are not to be.
     `max_len` bounds prompt and output together, `limit` is the finish_reason there. `stop_ids` end it: the caller's,
     and unless ignore_eos the model's own, of which `eos_id` is the one that needs no stop_reason; else it is
@@ -28,14 +31,14 @@ class Request:
     `times.arrival_time` on the monotonic clock, `last_token_s` is on that one too.
 
     `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read yet. Plans count on
-    those, as if the request would not end before: `handle` has what those steps store.
+    those, as if the request would not end before: `num_stored` counts what those steps store.
 
     A beam's next token comes from its `search`, once that knows the candidates (tokens, log-probabilities) of all its
     `beams`, this one included: until then the last token computed is the last there is, and nothing is pending.
     """
 
     id: str
-    tokens: list[int]
+    tokens: array[int]
     prompt_len: int
     params: SamplingParams
     seed: int
@@ -50,7 +53,8 @@ class Request:
     limit: str = "length"
     arrival: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
-    handle: KVHandle = field(default_factory=KVHandle)
+    pages: list[int] = field(default_factory=list)
+    num_stored: int = 0
     row: int | None = None
     num_bound: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
@@ -89,6 +93,15 @@ class Request:
         self.is_plain = self.text is None and not self.looks_at_each
 
     @property
+    def handle(self) -> KVHandle:
+        """Its hold on the KV state."""
+        return KVHandle(tuple(self.pages), self.num_stored)
+
+    @handle.setter
+    def handle(self, handle: KVHandle) -> None:
+        self.pages, self.num_stored = list(handle.pages), handle.length
+
+    @property
     def order(self) -> tuple[int, int]:
         """Who comes first."""
         return self.priority, self.arrival
@@ -111,12 +124,12 @@ class Request:
     @property
     def num_known(self) -> int:
         """Tokens that are in the KV state and have been read. The newest one read may be an end that is not stored."""
-        return min(self.handle.length, len(self.tokens) - 1)
+        return min(self.num_stored, len(self.tokens) - 1)
 
     @property
     def num_pending(self) -> int:
         """Tokens that are not in the KV state yet: 1 when decoding, more during prefill, 0 of a beam that waits."""
-        return self.num_tokens - self.handle.length
+        return self.num_tokens - self.num_stored
 
     @property
     def num_left(self) -> int:
@@ -154,7 +167,7 @@ class Request:
         return CompletionOutput(
             index=self.sample,
             text=text,
-            token_ids=self.tokens[self.prompt_len + start :],
+            token_ids=self.tokens[self.prompt_len + start :].tolist(),
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
             logprobs=None if self.logprobs is None else self.logprobs[start:],
             finish_reason=self.finish_reason,
@@ -172,7 +185,7 @@ class Submission:
 
     @property
     def is_finished(self) -> bool:
-        return all(request.finish_reason is not None for request in self.samples)
+        return None not in [request.finish_reason for request in self.samples]
 
     def output(self) -> RequestOutput:
         """Everything so far."""
@@ -196,7 +209,7 @@ class Submission:
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
-            prompt_token_ids=first.tokens[: first.prompt_len],
+            prompt_token_ids=first.tokens[: first.prompt_len].tolist(),
             outputs=completions,
             finished=self.is_finished,
             prompt_logprobs=prompt_logprobs,

@@ -74,13 +74,13 @@ class RowTables:
                 owner_R[row] = request
                 self._set_sampling(row, request)
                 self._same = None
-            if request.num_bound != len(request.handle.pages):
+            if request.num_bound != len(request.pages):
                 self._set_pages(row, request)
             rows.append(row)
         return rows
 
     def _set_pages(self, row: int, request: Request) -> None:
-        pages, first = request.handle.pages, request.num_bound
+        pages, first = request.pages, request.num_bound
         if len(pages) == first + 1:  # nearly always, and a slice costs several times as much
             self.table_RW[row, first] = pages[first]
         else:
@@ -124,7 +124,7 @@ class RowTables:
         target_T: Any = batch.target_T
         start = 0
         for row, (request, count) in enumerate(work):
-            done, end = request.handle.length, start + count
+            done, end = request.num_stored, start + count
             batch.token_T[start:end] = NO_TOKEN if request.num_coming else request.tokens[done : done + count]
             batch.position_T[start:end] = np.arange(done, done + count)
             batch.row_T[start:end] = row
@@ -140,7 +140,7 @@ class RowTables:
         """The prompt tokens that follow those of a chunk, from the first that has no logprobs yet."""
         if request.prompt_logprobs is None:
             return
-        done = request.handle.length
+        done = request.num_stored
         first, end = max(len(request.prompt_logprobs), done + 1), min(request.prompt_len, done + 1 + len(target_T))
         if first < end:
             target_T[first - done - 1 : end - done - 1] = request.tokens[first:end]
@@ -149,7 +149,7 @@ class RowTables:
     def lengths(requests: list[Request], num_rows: int) -> np.ndarray:
         """Tokens of each that are in the KV state; 0 of padding rows."""
         len_B = np.zeros(num_rows, np.int32)
-        len_B[: len(requests)] = [request.handle.length for request in requests]
+        len_B[: len(requests)] = [request.num_stored for request in requests]
         return len_B
 
     def decode_rows(self, work: list[tuple[Request, int]], len_B: np.ndarray) -> Rows:
@@ -181,15 +181,15 @@ class RowTables:
         """What the tables hold of these rows. Decode loops of the same ones make it once."""
         key = row_B.tobytes()
         if self._same is None or self._same[0] != key:
-            table = self.sampling
+            table, rows = self.sampling, row_B.astype(np.intp)  # once, or each array would convert them
             unused = {"history_BN", "min_left_B"}
-            if not self._penalises_R[row_B].any():
+            if not self._penalises_R[rows].any():
                 unused.update(PENALISING)
-            if not table.masked_B[row_B].any():
+            if not table.masked_B[rows].any():
                 unused |= {"allowed_BM"}
-            if (table.bias_id_BE[row_B, 0] == NO_TOKEN).all():
+            if (table.bias_id_BE[rows, 0] == NO_TOKEN).all():
                 unused |= {"bias_id_BE", "bias_BE"}
-            sent = {name: getattr(table, name).take(row_B, axis=0) for name in PARAMETERS - unused}
+            sent = {name: getattr(table, name)[rows] for name in PARAMETERS - unused}
             self._same = key, replace(self._empty_for(len(row_B)), **sent)
         return self._same[1]
 
@@ -210,8 +210,8 @@ class RowTables:
     def check(self, running: list[Request]) -> None:
         """Raises RuntimeError if a running request has other pages than the tables say that it has."""
         for request in running:
-            bound = request.handle.pages[: request.num_bound]
-            if len(bound) < request.num_bound or self.table_RW[request.row, : len(bound)].tolist() != list(bound):
+            bound = request.pages[: request.num_bound]
+            if len(bound) < request.num_bound or self.table_RW[request.row, : len(bound)].tolist() != bound:
                 raise RuntimeError(f"request {request.id}: the tables have other pages than its {request.num_bound}")
 
     def without_rows(self, kv: PagedKV) -> PagedKV:

@@ -99,7 +99,7 @@ class Scheduler:
             self._admit()
             if not self.running:
                 return None
-            pending = [request.num_tokens - request.handle.length for request in self.running]
+            pending = [request.num_tokens - request.num_stored for request in self.running]
             most = max(pending)
             if not most:
                 raise RuntimeError("every running request waits for a beam that is neither running nor waiting")
@@ -118,10 +118,8 @@ class Scheduler:
         Returns its requests, each with the number of tokens that come to it unless it ends before.
         """
         if isinstance(plan, LoopPlan):
-            advance = self.allocator.advance
             for request, count in plan.work:
-                handle = request.handle
-                request.handle = advance(handle, handle.length + count)
+                request.num_stored += count
                 request.num_tokens += count
             return plan.work
         rows = []
@@ -197,7 +195,7 @@ class Scheduler:
         return owed + len(self.running) + int(WATERMARK * self.config.num_pages)
 
     def _pages_to_come(self, request: Request) -> int:
-        return max(0, self.allocator.pages_for(request.num_tokens) - len(request.handle.pages))
+        return max(0, self.allocator.pages_for(request.num_tokens) - len(request.pages))
 
     def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
         left = [request.max_len - request.num_tokens for request in ready]
@@ -242,28 +240,28 @@ class Scheduler:
     def _reserve_all(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Pages for so many more tokens of each request, which come in order. Returns what of the work is left: where
         no pages are free, the last running ones give theirs back, maybe some of these."""
-        size, short, asked, is_search = self.config.block_size, [], [], False
+        size, short, is_search = self.config.block_size, [], False
         for request, count in work:
-            handle = request.handle
-            num_tokens = handle.length + count
-            if num_tokens > len(handle.pages) * size or request.beams:
-                short.append(request)
-                asked.append((handle, num_tokens))
+            missing = request.num_stored + count - len(request.pages) * size
+            if missing > 0 or request.beams:
+                short.append((request, missing))
                 is_search = is_search or bool(request.beams)
-        if not is_search and self._reserve_at_once(short, asked):
+        if not is_search and self._reserve_at_once(short):
             return work
-        for request, (_, num_tokens) in zip(short, asked, strict=True):
-            self._reserve(request, num_tokens)
+        for request, missing in short:
+            self._reserve(request, len(request.pages) * size + missing)
         return [item for item in work if item[0].row is not None]
 
-    def _reserve_at_once(self, short: list[Request], asked: list[tuple[KVHandle, int]]) -> bool:
-        """Whether there are pages for all of these."""
+    def _reserve_at_once(self, short: list[tuple[Request, int]]) -> bool:
+        """Whether there are pages for so many tokens more of all of these."""
+        needed = [self.allocator.pages_for(missing) for _, missing in short]
         try:
-            handles = self.allocator.reserve_all(asked)
+            new, end = self.allocator.take(sum(needed)), 0
         except CapacityError:
             return False
-        for request, handle in zip(short, handles, strict=True):
-            request.handle = handle
+        for (request, _), num_pages in zip(short, needed, strict=True):
+            start, end = end, end + num_pages
+            request.pages += new[start:end]
         return True
 
     def _reserve(self, request: Request, num_tokens: int) -> None:
@@ -316,8 +314,8 @@ class Scheduler:
 
     def _next_page(self, request: Request) -> int | None:
         """Which page of the request could be one that is cached; None if what comes next is less than a page."""
-        index, rest = divmod(request.handle.length, self.config.block_size)
-        whole = not rest and request.handle.length + self.config.block_size < len(request.tokens)
+        index, rest = divmod(request.num_stored, self.config.block_size)
+        whole = not rest and request.num_stored + self.config.block_size < len(request.tokens)
         return index if whole and request.reads_cache else None
 
     def _publish(self, request: Request) -> None:
@@ -326,8 +324,9 @@ class Scheduler:
         end = request.num_known // size
         if first < end and request.is_listed:
             keys = request.chain.pages(first, end, request.tokens, size)
-            handle, num_listed = self.allocator.publish(request.handle, first, keys)
-            if handle is not request.handle:  # it has gone over to pages of others
+            before = request.handle
+            handle, num_listed = self.allocator.publish(before, first, keys)
+            if handle is not before:  # it has gone over to pages of others
                 request.handle, request.num_bound = handle, 0
             self._set_published(request, first + num_listed)
 
@@ -354,7 +353,7 @@ class Scheduler:
     def _expect(self, request: Request, count: int, coming: set[PageKey]) -> None:
         """Adds the pages that the next `count` tokens fill."""
         size = self.config.block_size
-        first, end = request.handle.length // size, (request.handle.length + count) // size
+        first, end = request.num_stored // size, (request.num_stored + count) // size
         coming.update(self._key(request, index) for index in range(first, end))
 
     def _key(self, request: Request, index: int) -> PageKey:
@@ -370,7 +369,7 @@ class Scheduler:
             raise RuntimeError("running requests are out of order")
         if any(one.publish_len != self._publish_len(one, one.num_published) for one in self.running):
             raise RuntimeError("a running request would list its pages too late or too early")
-        if any(request.row is not None or request.num_bound or request.handle.pages for _, request in self._waiting):
+        if any(request.row is not None or request.num_bound or request.pages for _, request in self._waiting):
             raise RuntimeError("a waiting request holds a row or pages")
 
 
@@ -384,4 +383,4 @@ def _order_of_work(item: tuple[Request, int]) -> tuple[int, int]:
 
 def _length_of_work(item: tuple[Request, int]) -> int:
     """Decode rows are listed by length: attention sweeps neighbouring rows together, as far as the longest one goes."""
-    return item[0].handle.length
+    return item[0].num_stored

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv.aot import Programs
@@ -23,6 +22,7 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Needs, choose_backend
 from jaxkv.report.chips import GIB, Target
 from jaxkv.sharding import TENSOR, Placement, place
+from jaxkv.weights.dummy import weight_shapes
 from jaxkv.weights.hub import resolve_model
 
 
@@ -103,20 +103,8 @@ class Deployment:
         spec, backend, placement = self.spec, self.backend, self.placement
         sized = replace(config, num_pages=num_pages)
         kv = abstract_kv(spec, sized, self.codec, backend=backend, placement=placement)
-        return Programs(self._weights, kv, spec=spec, config=config, backend=backend, placement=placement)
-
-    @property
-    def _weights(self) -> dict[str, Any]:
-        """The weight tree's shapes, layers stacked."""
-
-        def abstract(name: str, *dims: int) -> jax.ShapeDtypeStruct:
-            parts = self.placement.weight(name, len(dims))
-            return self.placement.abstract(dims, jnp.dtype(self.dtype), parts)
-
-        top, layer = self._top, self.layout.layer
-        weights: dict[str, Any] = {name: abstract(name, *leaf.info.shape) for name, leaf in top.items()}
-        count = self.spec.num_layers
-        return weights | {"layers": {name: abstract(name, count, *leaf.info.shape) for name, leaf in layer.items()}}
+        weights = weight_shapes(spec, self.layout, dtype=self.dtype, placement=placement)
+        return Programs(weights, kv, spec=spec, config=config, backend=backend, placement=placement)
 
 
 def _counted(target: Target) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from jaxkv.errors import CheckpointError
 
-ALLOW_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+WITHOUT_WEIGHTS = ("*.json", "*.jinja")
+ALLOW_PATTERNS = ("*.safetensors", *WITHOUT_WEIGHTS)
 
 # The hub's own rule, here so that a typo is found without a network.
 _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"

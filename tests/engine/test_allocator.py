@@ -162,22 +162,20 @@ def test_a_handle_is_a_value():
     handle = filled(allocator, 6)
     assert handle == KVHandle(handle.pages, 6) != KVHandle(handle.pages, 5)
     assert {handle: 1}[KVHandle(handle.pages, 6)] == 1
-    for name in ("pages", "length", "other"):
+    for name in ("pages", "length"):
         with pytest.raises(AttributeError):
             setattr(handle, name, ())
 
 
-def test_reservations_of_several_handles_are_made_together_or_not_at_all():
+def test_pages_for_several_handles_are_taken_together_or_not_at_all():
     allocator = PageAllocator(8, PAGE)
     one, two = filled(allocator, 3), filled(allocator, 4)
-    asked = [(one, 4), (two, 13), (KVHandle(), 5)]
-    longer = allocator.reserve_all(asked)
-    assert [(len(handle.pages), handle.length) for handle in longer] == [(1, 3), (4, 4), (2, 0)]
-    assert longer[1].pages[:1] == two.pages
+    new = allocator.take(5)
+    longer = [KVHandle(one.pages + tuple(new[:2]), 3), KVHandle(two.pages + tuple(new[2:]), 4)]
     allocator.check(longer)
     before = state(allocator)
     with pytest.raises(CapacityError, match="2 pages of 4 tokens needed, 1 free"):
-        allocator.reserve_all([(longer[0], 8), (longer[2], 12)])
+        allocator.take(2)
     assert state(allocator) == before
 
 

@@ -1,5 +1,6 @@
 """Cached pages are found by everything before them, by nothing else, and leave before what they follow."""
 
+from array import array
 from itertools import product
 
 import pytest
@@ -8,10 +9,10 @@ from jaxkv.engine.allocator import KVHandle, PageAllocator
 from jaxkv.engine.prefix import PageChain, PrefixIndex, root_key
 
 SIZE = 4
-TOKENS = list(range(40))
+TOKENS = array("i", range(40))
 
 
-def listed(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") -> KVHandle:
+def listed(allocator: PageAllocator, tokens: array, root: bytes = b"root") -> KVHandle:
     """A handle on all of the tokens, whose full pages are listed."""
     handle = allocator.advance(allocator.reserve(KVHandle(), len(tokens)), len(tokens))
     chain = PageChain(root)
@@ -21,7 +22,7 @@ def listed(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") -
     return handle
 
 
-def found(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") -> KVHandle:
+def found(allocator: PageAllocator, tokens: array, root: bytes = b"root") -> KVHandle:
     chain, num_pages = PageChain(root), len(tokens) // SIZE
     handle, num_found = allocator.take_listed(KVHandle(), chain.pages(0, num_pages, tokens, SIZE))
     assert handle.length == num_found * SIZE
@@ -31,10 +32,10 @@ def found(allocator: PageAllocator, tokens: list[int], root: bytes = b"root") ->
 def test_a_key_depends_on_the_root_and_every_token_up_to_its_page_s_end():
     keys = {PageChain(root).page(2, TOKENS, SIZE)[0] for root in (b"a", b"b")}
     for changed in range(3 * SIZE):
-        other = [99 if i == changed else token for i, token in enumerate(TOKENS)]
+        other = array("i", [99 if i == changed else token for i, token in enumerate(TOKENS)])
         keys.add(PageChain(b"a").page(2, other, SIZE)[0])
     assert len(keys) == 2 + 3 * SIZE
-    assert PageChain(b"a").page(2, [*TOKENS[: 3 * SIZE], 99], SIZE)[0] in keys
+    assert PageChain(b"a").page(2, TOKENS[: 3 * SIZE] + array("i", [99]), SIZE)[0] in keys
 
 
 def test_roots_tell_their_parts_apart():

@@ -1,5 +1,6 @@
 """Who runs next, with which tokens and pages."""
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ PARAMS = SamplingParams()
 def request(prompt_len: int, num_new: int, name: str = "") -> Request:
     return Request(
         id=name,
-        tokens=list(range(prompt_len)),
+        tokens=array("i", range(prompt_len)),
         prompt_len=prompt_len,
         params=PARAMS,
         seed=0,
@@ -49,7 +50,7 @@ def carry_out(scheduler: Scheduler, plan: StepPlan | LoopPlan) -> None:
 
 def read(scheduler: Scheduler, rows: list[tuple[Request, int]]) -> None:
     for one, coming in rows:
-        one.tokens += [-1] * coming
+        one.tokens.extend([-1] * coming)
         if one.is_full:
             one.finish_reason = "length"
             scheduler.remove(one)
@@ -105,7 +106,7 @@ def test_the_last_in_order_gives_its_pages_back_when_others_need_them_and_comes_
     assert (one.running, one.waiting) == ([first], [second])
     assert (second.row, second.handle) == (None, KVHandle())
     assert second.num_new > 0  # what it generated stays
-    known = list(second.tokens)
+    known = second.tokens[:]
     while one.running == [first]:
         carry_out(one, one.plan())
         one.check()

@@ -5,6 +5,7 @@ next token is made of the number before it. A wrong, stale or foreign page there
 """
 
 import random
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -50,7 +51,7 @@ def is_end(state: int, seed: int) -> bool:
 
 def alone(request: Request) -> list[int]:
     """The tokens of a request that nobody disturbs."""
-    tokens = request.tokens[: request.prompt_len]
+    tokens = request.tokens[: request.prompt_len].tolist()
     state = states_of(request.chain.root, tokens)[-1]
     while True:
         tokens.append(sampled(state, request.seed))
@@ -144,7 +145,7 @@ class Traffic:
         requests = [
             Request(
                 id=f"{self.num_steps}-{sample}",
-                tokens=list(prompt),
+                tokens=array("i", prompt),
                 prompt_len=len(prompt),
                 params=PARAMS,
                 seed=seed if is_search else seed + sample,
@@ -287,7 +288,7 @@ class Traffic:
             sequence = self.sequences[request]
             if request.search is not None and part.coming:
                 self.read_candidates(request, part.state)
-            request.tokens += part.tokens
+            request.tokens.extend(part.tokens)
             if request.is_full or (sequence.has_ended and len(request.tokens) == len(sequence.tokens)):
                 request.finish_reason = "stop"
         for request in [part.request for part in flight if part.request in self.expected]:
@@ -304,7 +305,7 @@ class Traffic:
                 beam.finish_reason = "stop" if request.search.is_over else None
 
     def finish(self, request: Request) -> None:
-        assert (found(request.search) if request.search else request.tokens) == self.expected.pop(request)
+        assert (found(request.search) if request.search else request.tokens.tolist()) == self.expected.pop(request)
         fresh = PageChain(request.chain.root)
         assert [fresh.page(i, request.tokens, self.config.block_size)[0] for i in range(len(request.chain.keys))] == (
             request.chain.keys

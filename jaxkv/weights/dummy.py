@@ -1,0 +1,52 @@
+"""Weights of a model that nobody has trained: for measuring speed and memory without a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.models.families import Layout
+from jaxkv.models.spec import ModelSpec
+from jaxkv.sharding import Placement
+
+
+def weight_shapes(spec: ModelSpec, layout: Layout, *, dtype: str, placement: Placement) -> dict[str, Any]:
+    """The weight tree that `load_weights` makes, as shapes with their shardings; a head that may be tied is."""
+
+    def shape_of(name: str, *dims: int) -> jax.ShapeDtypeStruct:
+        return placement.abstract(dims, jnp.dtype(dtype), placement.weight(name, len(dims)))
+
+    layer, count = layout.layer, spec.num_layers
+    top = {name: leaf for name, leaf in layout.top.items() if leaf.same_as is None}
+    weights: dict[str, Any] = {name: shape_of(name, *leaf.info.shape) for name, leaf in top.items()}
+    if len(spec.groups) == 1:
+        weights["layers"] = {name: shape_of(name, count, *leaf.info.shape) for name, leaf in layer.items()}
+    else:
+        one = {name: shape_of(name, *leaf.info.shape) for name, leaf in layer.items()}
+        weights["layers"] = tuple(dict(one) for _ in range(count))
+    return weights
+
+
+def random_weights(
+    spec: ModelSpec, layout: Layout, *, dtype: str, as_bits: bool, placement: Placement, seed: int
+) -> dict[str, Any]:
+    """The weight tree of `load_weights`, drawn on the first device, so that it takes seconds at any size.
+
+    Vectors are 1; matrices are uniform with variance 1 / (their last dimension), which keeps activations near 1.
+    """
+    stacked = 1 if len(spec.groups) == 1 else 0
+
+    def draw(number: int, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if len(leaf.shape) - (stacked if path[0].key == "layers" else 0) == 1:
+            x = jnp.ones(leaf.shape, leaf.dtype)
+        else:
+            key, bound = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number), (3 / leaf.shape[-1]) ** 0.5
+            x = jax.random.uniform(key, leaf.shape, leaf.dtype, -bound, bound)
+        x = jax.lax.bitcast_convert_type(x, jnp.uint16) if as_bits else x
+        return jax.device_put(x, leaf.sharding).block_until_ready()
+
+    shapes = weight_shapes(spec, layout, dtype=dtype, placement=placement)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    return jax.tree.unflatten(tree, [draw(number, *leaf) for number, leaf in enumerate(leaves)])
