@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxkv.version import VERSION
 
+KV_DTYPES = "bfloat16, float32, int8, fp8_e4m3, fp8_e5m2, int4, turboquant4, turboquant3 or turboquant2.5"
+
 if TYPE_CHECKING:
     from jaxkv.config import SamplingParams
     from jaxkv.report.deployment import Deployment
@@ -109,7 +111,7 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", nargs="+", metavar="T", default=["v5e", "v6e", "tpu7x"], help=chips)
     parser.add_argument("--tensor-parallel-size", type=int, help="devices that divide the model (default: all)")
     parser.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default) or float32")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="auto (as dtype), bfloat16 or float32")
+    parser.add_argument("--kv-cache-dtype", "--kv-dtype", default="auto", help=f"auto (as dtype) or {KV_DTYPES}")
     parser.add_argument("--max-model-len", type=int, help="longest prompt and output together, in tokens")
     parser.add_argument("--max-num-seqs", type=int, help="rows that run at once (default: 256)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens per step (default: 2048)")
@@ -144,7 +146,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="local directory or hub id; without it, the built-in demo model")
     parser.add_argument("--tokenizer", help="directory or hub id of the tokenizer, if not the model's")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, bfloat16 or float32")
+    parser.add_argument("--kv-cache-dtype", "--kv-dtype", default="auto", help=f"auto (as dtype) or {KV_DTYPES}")
     parser.add_argument("--max-model-len", type=int, help="longest prompt and output together, in tokens")
     parser.add_argument("--block-size", type=int, help="tokens per page")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that divide the model")

@@ -47,10 +47,12 @@ class LLM:
     config.json is all there is, to measure its speed and memory.
     max_model_len: longest prompt and output together, in tokens (default: what the checkpoint declares).
     max_num_seqs: rows that run at once (default 64 on a CPU, 256 elsewhere). max_num_batched_tokens: tokens per step.
-    block_size: tokens per page, 8 to 128 (default 16 on a CPU, 64 elsewhere). kv_cache_dtype: auto (as dtype), bfloat16
-    or float32. kv_cache_memory_bytes, num_gpu_blocks_override: size of the cache in bytes or pages; by default what
-    max_num_seqs rows of max_model_len take, within gpu_memory_utilization of the device (on a CPU of the available
-    memory, and at most a quarter of it).
+    block_size: tokens per page, 8 to 128 (default 16 on a CPU, 64 elsewhere).
+    kv_cache_dtype: auto (as dtype), bfloat16 or float32, or smaller (docs/kv-codecs.md): int8, fp8_e4m3, fp8_e5m2,
+    int4, turboquant4, turboquant3, turboquant2.5.
+    kv_cache_memory_bytes, num_gpu_blocks_override: size of the cache in bytes or pages; by default what max_num_seqs
+    rows of max_model_len take, within gpu_memory_utilization of the device (on a CPU of the available memory, and at
+    most a quarter of it).
     enable_prefix_caching: full pages of prompts and outputs stay in the cache until their room is needed, and requests
     that begin with the same tokens take them over. prefix_cache_secret: what the keys of cached pages are derived from,
     by default random for each engine.
@@ -111,7 +113,7 @@ class LLM:
         )
         spec = self._model.spec
         kv_dtype = self._model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-        codec = get_codec(kv_dtype, platform=self._device.platform)
+        codec = get_codec(kv_dtype, platform=self._device.platform, dtype=self._model.dtype)
         limits = engine_limits(
             self._device.platform,
             spec.max_len,
@@ -283,7 +285,7 @@ class LLM:
             raise ValueError(f"prefix_cache_secret: expected bytes or None, got {type(secret).__name__}")
         secret = secrets.token_bytes(32) if secret is None else secret
         # Which weights is not asked: the cache ends with the engine, which has only one model.
-        root = root_key(secret, repr(self._model.spec), self._model.dtype, codec.name)
+        root = root_key(secret, repr(self._model.spec), self._model.dtype, repr(codec))
         return Intake(self._model, self._config, cache_root=root, share_prefixes=share_prefixes)
 
     def _choose_backend(self, name: str, limits: EngineConfig, codec: Codec, deterministic: bool) -> tuple[str, str]:
@@ -292,7 +294,7 @@ class LLM:
             page_size=limits.block_size,
             num_rows=limits.max_num_seqs,
             pages_per_row=pages_per_row(limits),
-            dtype=codec.storage_dtype,
+            codec=codec,
             platform=self._device.platform,
             compute_capability=getattr(self._device, "compute_capability", None),
         )

@@ -17,8 +17,9 @@ BFLOAT16_NAN = 0x7FC0
 
 
 def nan_of(dtype: np.dtype) -> np.ndarray:
-    """NaN as it is stored: uint16 holds the bits of bfloat16."""
-    return np.asarray(BFLOAT16_NAN, np.uint16) if dtype == np.uint16 else np.asarray(np.nan, dtype)
+    """NaN as it is stored: uint16 holds the bits of bfloat16, and quantised vectors end with those of their scale."""
+    bits = {np.dtype(np.uint16): BFLOAT16_NAN, np.dtype(np.uint8): 0xFF}
+    return np.asarray(bits[dtype], dtype) if dtype in bits else np.asarray(np.nan, dtype)
 
 
 def owned_slots(handles: Iterable[KVHandle], *, num_pages: int, page_size: int) -> np.ndarray:

@@ -161,7 +161,9 @@ class Engine:
             Counter("programs_compiled", "Programs compiled.", programs.num_compiled),
             Counter("compile_seconds", "Time that took.", programs.compile_s),
             *self._recorder.metrics(),
-        ]
+            Gauge("kv_cache_bytes_per_token", "Bytes of pages per token that they hold, mean over steps.",
+                  self._recorder.bytes_per_token(sum(group.pages.nbytes for group in self.kv.groups), allocator)),
+        ]  # fmt: skip
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows and requests do not add up."""

@@ -94,6 +94,11 @@ class Recorder:
         self.allocated_slots += allocated
         self.held_slots += allocated - sum(free)
 
+    def bytes_per_token(self, pool_nbytes: int, allocator: PageAllocator) -> float:
+        """Of a pool of so many bytes; 0.0 before the first step."""
+        slot_nbytes = pool_nbytes / (allocator.num_pages * allocator.page_size)
+        return slot_nbytes * _share(self.allocated_slots, self.held_slots)
+
     def step(self, num_tokens: int, padded_tokens: int) -> None:
         self.num_tokens += num_tokens
         self.num_padded_tokens += padded_tokens

@@ -183,7 +183,7 @@ def _groups(
     spec: ModelSpec, config: EngineConfig, codec: Codec, backend: str, *, num_devices: int, device: Any
 ) -> PagedKV:
     def empty(group: KVGroup, heads: Heads) -> GroupKV:
-        rows, page_size, width = BACKENDS[backend].page_shape(heads, config.block_size)
+        rows, page_size, width = BACKENDS[backend].page_shape(heads, config.block_size, codec)
         return empty_group(
             num_layers=len(group.layers),
             page_shape=(rows * num_devices, page_size, width),

@@ -21,10 +21,10 @@ from jaxkv.kv.codecs import Codec
 class GroupKV:
     """Pages of one KV group (layers with one cache shape, retention and codec), and who owns them in this step.
 
-    pages    [L*P, 2K, S, H]  codec's storage dtype. Page p of layer l is row l*P + p: one flat axis, so that a loop
-             over layers carries the pool without copying it. Heads 0..K-1 are keys, K..2K-1 values (head-major: one
-             head of one page is contiguous, and a whole page is one DMA). A backend may keep the heads of a page in
-             another order and shape (`ops.attention.base.Backend.page_shape`).
+    pages    [L*P, 2K, S, X]  codec's storage dtype, X = codec.width(H): H if it does not quantise. Page p of layer l is
+             row l*P + p: one flat axis, so that a loop over layers carries the pool without copying it. Heads 0..K-1
+             are keys, K..2K-1 values (head-major: one head of one page is contiguous, and a whole page is one DMA). A
+             backend may keep the heads of a page in another order and shape (`ops.attention.base.Backend.page_shape`).
     table_BW int32: page ids of each row in order; entries past the row's length are any valid id, never read as data.
     first_BW int32: position (in tokens) of slot 0 of each table page. Masks use it, not the page's index, so that a
              row may drop pages and keep its positions.
@@ -76,7 +76,7 @@ def empty_group(
 
 def page_bytes(*, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, codec: Codec) -> int:
     """Bytes that one page takes over all layers of its group, keys and values together."""
-    return num_layers * 2 * num_kv_heads * page_size * head_dim * codec.storage_dtype.itemsize
+    return num_layers * 2 * num_kv_heads * page_size * codec.width(head_dim) * codec.storage_dtype.itemsize
 
 
 def destinations(group: GroupKV, *, row_T: jax.Array, offset_T: jax.Array) -> jax.Array:
@@ -103,8 +103,12 @@ def write(group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Arr
     Raises: ValueError if K or H differ from the pool's (when traced). Source: arXiv 2309.06180, section 4.
     """
     expected = (group.num_kv_heads, group.pages.shape[3])
-    if k_TKH.shape[1:] != expected or v_TKH.shape[1:] != expected:
-        raise ValueError(f"expected keys and values of (K, H) = {expected}, got {k_TKH.shape[1:]}, {v_TKH.shape[1:]}")
+    got = [(x.shape[1], group.codec.width(x.shape[2])) for x in (k_TKH, v_TKH)]
+    if got != [expected, expected]:
+        raise ValueError(
+            f"expected keys and values of K heads that are stored in X elements, (K, X) = {expected}, got {got[0]} and "
+            f"{got[1]} of {k_TKH.shape[1:]} and {v_TKH.shape[1:]}"
+        )
     page_T, slot_T = dest_T // group.page_size, dest_T % group.page_size
     row_T = jnp.where(page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0])
     values = group.codec.encode(jnp.concatenate([k_TKH, v_TKH], axis=1))

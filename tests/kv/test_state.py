@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv.engine.allocator import KVHandle, PageAllocator
-from jaxkv.kv.codecs import PlainCodec, get_codec
+from jaxkv.kv.codecs import PlainCodec, decode, get_codec
 from jaxkv.kv.state import GroupKV, PagedKV, copy_pages, destinations, empty_group, page_bytes, write
 from poison import nan_of, owned_slots, poison_kv
 
@@ -30,7 +30,7 @@ def random_group(rng: np.random.Generator, codec: PlainCodec = CODECS[0], num_ro
 
 def by_layer(group: GroupKV) -> np.ndarray:
     """Stored values [L, P, S, 2K, H] float64 (NaN stays NaN)."""
-    values = np.asarray(group.codec.decode(group.pages)).astype(np.float64)
+    values = np.asarray(decode(group.codec, group.pages)).astype(np.float64)
     return values.reshape(group.num_layers, group.num_pages, *values.shape[1:]).swapaxes(2, 3)
 
 
@@ -66,7 +66,7 @@ def test_write_refuses_other_heads_or_head_dims():
     good = np.zeros((3, K, H), np.float32)
     for bad in (np.zeros((3, K + 1, H), np.float32), np.zeros((3, K, H - 1), np.float32)):
         for pair in ((good, bad), (bad, good)):
-            with pytest.raises(ValueError, match=r"expected keys and values of \(K, H\) = \(2, 4\), got"):
+            with pytest.raises(ValueError, match=r"expected keys and values of .*\(K, X\) = \(2, 4\), got"):
                 write(group, *pair, dest_T=np.zeros(3, np.int32), layer=0)
 
 
@@ -160,4 +160,4 @@ def test_the_poison_fills_exactly_what_no_handle_owns():
         after = by_layer(poison_kv(kv, handles).groups[0])
         np.testing.assert_array_equal(after[:, owned_PS], by_layer(kv.groups[0])[:, owned_PS])
         assert np.isnan(after[:, ~owned_PS]).all()
-        assert np.isnan(np.asarray(codec.decode(jnp.asarray(nan_of(codec.storage_dtype)))).astype(np.float32))
+        assert np.isnan(np.asarray(decode(codec, jnp.asarray(nan_of(codec.storage_dtype)))).astype(np.float32))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.codecs import decode, get_codec
 from jaxkv.kv.state import GroupKV
 from jaxkv.ops.attention import Batch, xla
 from kernels_pallas import reference
@@ -42,6 +42,9 @@ DTYPES = itertools.cycle(["float32", "bfloat16"])
 SHAPES = [
     Shape(size, window, *next(HEADS), next(DTYPES)) for size, window in itertools.product((8, 16, 128), (None, 8, 300))
 ]
+QUANTISED = [Shape(8, None, 4, 2, 16, "fp8_e4m3"), Shape(16, 8, 6, 2, 64, "int8"), Shape(16, None, 4, 1, 64, "int4")]
+QUANTISED += [Shape(128, 300, 4, 2, 16, "turboquant2.5")]
+SHAPES += QUANTISED
 MAX_LEN, NUM_ROWS = 560, 9  # five blocks of 128 keys, two tiles of rows
 
 STATIC = ("scale", "window")
@@ -80,7 +83,7 @@ def random_layout(rng: np.random.Generator, shape: Shape, len_B: np.ndarray) -> 
 def random_case(rng: np.random.Generator, shape: Shape, len_B: np.ndarray, count_B: np.ndarray, **batch) -> Case:
     """Rows of `len_B` held tokens, of which the last `count_B` are this step's; everything not held is NaN."""
     table_BW, first_BW, owned_PS = random_layout(rng, shape, len_B)
-    codec = get_codec(shape.dtype, platform="cpu")
+    codec = get_codec(shape.dtype, platform="cpu", dtype="float32")
     pages = rng.normal(size=(NUM_LAYERS, len(owned_PS), 2 * shape.num_kv_heads, shape.page_size, shape.head_dim))
     stored = np.array(codec.encode(jnp.asarray(pages, jnp.float32)))
     stored.swapaxes(2, 3)[:, ~owned_PS] = nan_of(stored.dtype)
@@ -158,7 +161,7 @@ def expected(case: Case, *, layer: int, window: int | None) -> tuple[np.ndarray,
     """Outputs token by token in float64, from nothing but what its row holds, and the same of |value|; zeros for
     padding."""
     q_TNH, group, batch = case
-    decoded = np.asarray(group.codec.decode(group.pages)).astype(np.float64)
+    decoded = np.asarray(decode(group.codec, group.pages)).astype(np.float64)
     pages = decoded.reshape(NUM_LAYERS, group.num_pages, *decoded.shape[1:])[layer].swapaxes(1, 2)  # [P, S, 2K, H]
     out, of_abs = np.zeros(q_TNH.shape), np.zeros(q_TNH.shape)
     for t, row in enumerate(batch.row_T):
@@ -188,7 +191,7 @@ def only_layer(group: GroupKV, layer: int) -> GroupKV:
 
 def oracle(case: Case, *, layer: int, window: int | None) -> np.ndarray:
     q_TNH, group, batch = case
-    arrays = (group.codec.decode(group.pages), group.table_BW, group.first_BW, group.len_B)  # float pages, not bits
+    arrays = (decode(group.codec, group.pages), group.table_BW, group.first_BW, group.len_B)  # float pages, not bits
     call = partial(ATTEND_ORACLE, num_pages=group.num_pages, scale=scale_of(case), layer=layer, window=window)
     return np.asarray(call(q_TNH, *arrays, batch.row_T, batch.position_T)[0])
 

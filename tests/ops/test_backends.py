@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv import LLM, SamplingParams
+from jaxkv.kv.codecs import PlainCodec, get_codec
 from jaxkv.ops.attention import BACKENDS, Heads, Needs, choose_backend
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from tiny import make_checkpoint, tiny_config
 
 HEADS = Heads(num_heads=8, num_kv_heads=2, head_dim=128, window=None)
 ODD = Heads(num_heads=8, num_kv_heads=2, head_dim=80, window=None)
-NEEDS = Needs(page_size=64, num_rows=64, pages_per_row=128, dtype=np.dtype(jnp.bfloat16), platform="tpu")
+NEEDS = Needs(page_size=64, num_rows=64, pages_per_row=128, codec=PlainCodec(dtype="bfloat16"), platform="tpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3)
 
 
@@ -74,7 +74,8 @@ def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, messag
     [
         ({"compute_capability": "8.0"}, "expected a GPU of compute capability 9.0 .H100, H200., got 8.0"),
         ({"compute_capability": None}, "expected a GPU of compute capability 9.0 .*, got None"),
-        ({"dtype": np.dtype(np.float32)}, "pages: expected bfloat16, got float32"),
+        ({"codec": PlainCodec(dtype="float32")}, "pages: expected bfloat16, got float32"),
+        ({"codec": get_codec("int8", platform="gpu")}, "kv_cache_dtype: expected bfloat16, got int8"),
         ({"page_size": 8}, "page_size: expected one of .16, 32, 64, 128., got 8"),
     ],
 )
@@ -110,9 +111,11 @@ def test_only_a_row_too_long_for_scalar_memory_runs_on_xla():
 
 
 def test_rows_too_many_for_vector_memory_and_pages_of_another_dtype_run_on_xla():
+    bits, int4 = PlainCodec(dtype="bfloat16", as_bits=True), get_codec("int4", platform="tpu")
     for needs, reason in (
         (replace(NEEDS, num_rows=4096, pages_per_row=2), "4096 decode rows: \\d+ bytes do not fit"),
-        (replace(NEEDS, dtype=np.dtype(np.uint16)), "pages: expected bfloat16 or float32, got uint16"),
+        (replace(NEEDS, codec=bits), "pages: expected bfloat16 or float32, got uint16"),
+        (replace(NEEDS, codec=int4), "kv_cache_dtype: expected bfloat16 or float32, got int4"),
     ):
         backend, why = choose_backend("auto", [HEADS], needs)
         assert backend == "xla"

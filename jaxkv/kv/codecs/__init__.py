@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from jaxkv.config import bfloat16_as_bits
-from jaxkv.kv.codecs.base import Codec
+from jaxkv.kv.codecs.base import Codec, Elements, bits_per_value, decode
+from jaxkv.kv.codecs.int4 import Int4Codec
 from jaxkv.kv.codecs.plain import PlainCodec
+from jaxkv.kv.codecs.scaled import LARGEST, ScaledCodec
+from jaxkv.kv.codecs.turboquant import TurboQuantCodec
 
-CODECS = ("bfloat16", "float32")
+PLAIN = ("bfloat16", "float32")
+TURBOQUANT = {"turboquant4": (4,), "turboquant3": (3,), "turboquant2.5": (3, 2)}
+CODECS = (*PLAIN, *LARGEST, "int4", *TURBOQUANT)
+ALIASES = {"bf16": "bfloat16", "f32": "float32", "fp8": "fp8_e4m3"}
 
 
-def get_codec(name: str, *, platform: str) -> Codec:
-    """The codec called `name` in the form that `platform` (cpu, gpu, tpu) handles well.
+def get_codec(name: str, *, platform: str, dtype: str = "bfloat16") -> Codec:
+    """The codec called `name` in the form that `platform` (cpu, gpu, tpu) handles well. Quantised elements meet queries
+    in `dtype`, the model's.
 
     Raises: ValueError for an unknown name, listing the known ones.
     """
-    if name not in CODECS:
-        raise ValueError(f"kv_cache_dtype: expected auto or one of {', '.join(CODECS)}, got {name!r}")
-    return PlainCodec(dtype=name, as_bits=name == "bfloat16" and bfloat16_as_bits(platform))
+    name = ALIASES.get(name, name)
+    if name in PLAIN:
+        return PlainCodec(dtype=name, as_bits=name == "bfloat16" and bfloat16_as_bits(platform))
+    if name in LARGEST:
+        return ScaledCodec(kind=name, dtype=dtype)
+    if name == "int4":
+        return Int4Codec(dtype=dtype)
+    if name in TURBOQUANT:
+        return TurboQuantCodec(num_bits=TURBOQUANT[name], dtype=dtype)
+    raise ValueError(f"kv_cache_dtype: expected auto or one of {', '.join(CODECS)}, got {name!r}")
 
 
-__all__ = ["CODECS", "Codec", "PlainCodec", "get_codec"]
+__all__ = ["CODECS", "Codec", "Elements", "PlainCodec", "bits_per_value", "decode", "get_codec"]

@@ -1,17 +1,32 @@
 """Codecs: how the keys and values of a page are stored.
 
 A codec is a frozen, hashable value (it is static under jit). It promises:
-- `decode(encode(x))` has x's shape, and equals x up to the codec's stated rounding;
-- encoding is per element group inside one token, so that the same key and value give the same bytes wherever they land;
-- stored arrays keep the trailing axes `[..., S, H]`, so a page is one contiguous piece of memory.
+- encoding is pure per token and head: the same vector gives the same bytes wherever it lands and whatever is beside it,
+  so only elementwise operations, maxima and sums in a fixed order;
+- a stored vector is one piece of `width(H)` elements, its scale included, so that a page is one contiguous piece;
+- `elements` gives attention what it needs without touching every element: a scale of a token and head acts on a column
+  of scores and on a softmax weight, an offset on sums of queries and weights, and a rotation R on queries before and
+  outputs after, once: R is linear, and orthogonal but for a factor.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+
+class Elements(NamedTuple):
+    """Stored vectors as attention takes them: R x = scale * values + offset.
+
+    values [..., H] in the codec's dtype; scale and offset [...] float32, or None for 1 and 0.
+    """
+
+    values: jax.Array
+    scale: jax.Array | None = None
+    offset: jax.Array | None = None
 
 
 class Codec(Protocol):
@@ -21,10 +36,41 @@ class Codec(Protocol):
     @property
     def storage_dtype(self) -> np.dtype: ...
 
-    def encode(self, x: jax.Array) -> jax.Array:
-        """Float values of any shape -> the stored representation of the same shape."""
+    @property
+    def dtype_name(self) -> str:
+        """What elements are for matmuls: bfloat16 or float32."""
         ...
 
-    def decode(self, stored: jax.Array) -> jax.Array:
-        """Stored values of any shape -> float values of the same shape."""
+    def width(self, head_dim: int) -> int:
+        """Stored elements of one token and head. Raises: ValueError for a head_dim that it cannot store."""
         ...
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        """Float vectors [..., H] -> stored [..., width(H)]."""
+        ...
+
+    def elements(self, stored: jax.Array) -> Elements:
+        """Stored [..., width(H)] -> vectors that are still rotated."""
+        ...
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        """Queries [..., H] float32 that meet R k as x meets k."""
+        ...
+
+    def restore(self, x: jax.Array) -> jax.Array:
+        """The x of R x."""
+        ...
+
+
+def decode(codec: Codec, stored: jax.Array) -> jax.Array:
+    """The vectors [..., H] that a page stands for, float32. For tests and measurements: attention uses `elements`."""
+    values, scale, offset = codec.elements(stored)
+    x = values.astype(jnp.float32)
+    x = x if scale is None else x * scale[..., None]
+    x = x if offset is None else x + offset[..., None]
+    return codec.restore(x)
+
+
+def bits_per_value(codec: Codec, head_dim: int) -> float:
+    """Scales and padding included."""
+    return 8 * codec.width(head_dim) * codec.storage_dtype.itemsize / head_dim

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.kv.codecs.base import Elements
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainCodec:
@@ -24,9 +26,22 @@ class PlainCodec:
     def storage_dtype(self) -> np.dtype:
         return np.dtype(np.uint16) if self.as_bits else jnp.dtype(self.dtype)
 
+    @property
+    def dtype_name(self) -> str:
+        return self.dtype
+
+    def width(self, head_dim: int) -> int:
+        return head_dim
+
     def encode(self, x: jax.Array) -> jax.Array:
         x = x.astype(self.dtype)
         return jax.lax.bitcast_convert_type(x, jnp.uint16) if self.as_bits else x
 
-    def decode(self, stored: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(stored, self.dtype) if self.as_bits else stored
+    def elements(self, stored: jax.Array) -> Elements:
+        return Elements(jax.lax.bitcast_convert_type(stored, self.dtype) if self.as_bits else stored)
+
+    def rotate(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def restore(self, x: jax.Array) -> jax.Array:
+        return x

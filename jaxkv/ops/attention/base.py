@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from flax import struct
 
+from jaxkv.kv.codecs import Codec
 from jaxkv.kv.state import GroupKV
 
 
@@ -36,12 +37,12 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What an engine asks of a backend beside the heads: rows of so many pages, which store values of `dtype`."""
+    """What an engine asks of a backend beside the heads: rows of so many pages, which store values in `codec`."""
 
     page_size: int
     num_rows: int
     pages_per_row: int
-    dtype: np.dtype
+    codec: Codec
     platform: str
     compute_capability: str | None = None
     """Of a GPU by NVIDIA: "9.0"."""
@@ -52,8 +53,8 @@ class Backend(Protocol):
         """Why it cannot do this, None if it can."""
         ...
 
-    def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
-        """The shape in which it keeps the 2K heads of one page, [2K, S, H] or as many values in another order."""
+    def page_shape(self, heads: Heads, page_size: int, codec: Codec) -> tuple[int, int, int]:
+        """The shape in which it keeps the 2K heads of one page, [2K, S, X] or as many elements in another order."""
         ...
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.kv.codecs import PlainCodec
+from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.state import GroupKV, destinations, write
 from jaxkv.ops.attention.base import Batch, Heads, Needs
 from kernels_pallas.gpu import Schedule, make_schedule, ragged_paged_attention
@@ -36,6 +36,8 @@ class MosaicGpu:
                 return f"expected a GPU, got {needs.platform}"
             if needs.compute_capability != HOPPER:
                 return f"expected a GPU of compute capability {HOPPER} (H100, H200), got {needs.compute_capability}"
+        if not isinstance(needs.codec, PlainCodec):
+            return f"kv_cache_dtype: expected bfloat16, got {needs.codec.name}"
         try:
             jax.eval_shape(partial(self._try, heads, needs))
         except NotImplementedError as error:
@@ -46,14 +48,15 @@ class MosaicGpu:
         """One layer of the smallest step, to hear from the kernels what they do not take."""
         batch = jnp.zeros(2, jnp.int32)
         table_BW = jnp.zeros((2, needs.pages_per_row), jnp.int32)
-        pages = jnp.zeros((1, *self.page_shape(heads, needs.page_size)), needs.dtype)
-        group = GroupKV(pages, table_BW, table_BW, batch, codec=PlainCodec(dtype=needs.dtype.name), num_layers=1)
+        pages = jnp.zeros((1, *self.page_shape(heads, needs.page_size, needs.codec)), needs.codec.storage_dtype)
+        group = GroupKV(pages, table_BW, table_BW, batch, codec=needs.codec, num_layers=1)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH, k_TKH = (jnp.zeros((2, n, heads.head_dim)) for n in (heads.num_heads, heads.num_kv_heads))
         prepared = self.prepare(group, made, heads)
-        return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, layer=0, scale=1.0, out_dtype=needs.dtype)[0]
+        options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.storage_dtype}
+        return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, **options)[0]
 
-    def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
+    def page_shape(self, heads: Heads, page_size: int, codec: Codec) -> tuple[int, int, int]:
         return 2 * heads.num_kv_heads, page_size, heads.head_dim
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, Schedule]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.kv.codecs import PlainCodec
+from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.state import GroupKV
 from jaxkv.ops.attention.base import Batch, Heads, Needs
 from kernels_pallas.tpu import Schedule, choose_tiles, layout_of, make_schedule, ragged_paged_attention
@@ -25,6 +25,8 @@ class PallasTpu:
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         if needs.platform != "tpu" and not self.interpret:
             return f"expected a TPU, got {needs.platform}"
+        if not isinstance(needs.codec, PlainCodec):
+            return f"kv_cache_dtype: expected bfloat16 or float32, got {needs.codec.name}"
         try:
             jax.eval_shape(partial(self._try, heads, needs))
         except NotImplementedError as error:
@@ -35,16 +37,16 @@ class PallasTpu:
         """One layer of the smallest step with all rows, to hear from the kernels what they do not take."""
         batch = jnp.zeros(needs.num_rows, jnp.int32)
         table_BW = jnp.zeros((needs.num_rows, needs.pages_per_row), jnp.int32)
-        pages = jnp.zeros((1, *self.page_shape(heads, needs.page_size)), needs.dtype)
-        codec = PlainCodec(dtype=needs.dtype.name)
-        group = GroupKV(pages, table_BW, table_BW, batch, codec=codec, num_layers=1)
+        pages = jnp.zeros((1, *self.page_shape(heads, needs.page_size, needs.codec)), needs.codec.storage_dtype)
+        group = GroupKV(pages, table_BW, table_BW, batch, codec=needs.codec, num_layers=1)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, heads.head_dim))
         k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, heads.head_dim))
         prepared = self.prepare(group, made, heads)
-        return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, layer=0, scale=1.0, out_dtype=needs.dtype)[0]
+        options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.storage_dtype}
+        return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, **options)[0]
 
-    def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
+    def page_shape(self, heads: Heads, page_size: int, codec: Codec) -> tuple[int, int, int]:
         layout = layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
         return layout.rows, page_size, layout.width
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.kv.codecs import Codec, Elements
 from jaxkv.kv.state import GroupKV, destinations, write
 from jaxkv.ops.attention.base import Batch, Heads, Needs
 from jaxkv.ops.layers import total
@@ -66,8 +67,8 @@ class Xla:
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         return None
 
-    def page_shape(self, heads: Heads, page_size: int) -> tuple[int, int, int]:
-        return 2 * heads.num_kv_heads, page_size, heads.head_dim
+    def page_shape(self, heads: Heads, page_size: int, codec: Codec) -> tuple[int, int, int]:
+        return 2 * heads.num_kv_heads, page_size, codec.width(heads.head_dim)
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, int | None]:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
@@ -108,7 +109,7 @@ def read(
     `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
     """
     num_rows = group.table_BW.shape[0]
-    q_TNH = q_TNH.astype(jnp.float32) * scale
+    q_TNH = group.codec.rotate(q_TNH.astype(jnp.float32) * scale)
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
     decode = partial(_decode, layer=layer, window=window)
     decoded = jax.lax.platform_dependent(
@@ -120,9 +121,8 @@ def read(
         cpu=partial(decode, tile_rows=CPU_TILE_ROWS, min_queries=CPU_MIN_QUERIES, in_float32=not deterministic),
         default=partial(decode, tile_rows=num_rows, min_queries=1, in_float32=False),
     )
-    if batch.decode_only:
-        return decoded
-    return _prefill(q_TNH, decoded, group, batch, layer=layer, window=window)
+    out_TNH = decoded if batch.decode_only else _prefill(q_TNH, decoded, group, batch, layer=layer, window=window)
+    return group.codec.restore(out_TNH)
 
 
 def _decode(
@@ -237,17 +237,17 @@ def _sweep(
     per_block = max(1, BLOCK // size)
     width = table[0].shape[1]
     table_RW, first_RW = (jnp.pad(t, ((0, 0), (0, -width % per_block))) for t in table)
-    by_head = group.pages.reshape(-1, size, head_dim)
+    by_head = group.pages.reshape(-1, size, group.pages.shape[3])
     layer_base = layer * group.num_pages * 2 * heads
     head_K1 = jnp.arange(heads, dtype=jnp.int32)[:, None]
-    is_float32 = in_float32 or group.codec.decode(by_head[:0]).dtype == jnp.float32
+    is_float32 = in_float32 or group.codec.dtype_name == "float32"
     padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
 
-    def fetch(head_page_RKC: jax.Array) -> jax.Array:
-        """[R, K, C*S, H]: contiguous pieces of S*H values, already in the order that the matmul reads."""
-        x = group.codec.decode(by_head.at[head_page_RKC].get(mode="clip"))
-        x = x.astype(jnp.float32) if in_float32 else x
-        return x.reshape(num_rows, heads, per_block * size, head_dim)
+    def fetch(head_page_RKC: jax.Array) -> Elements:
+        """[R, K, C*S, H]: contiguous pieces of S vectors, already in the order that the matmul reads."""
+        stored = by_head.at[head_page_RKC].get(mode="clip").reshape(num_rows, heads, per_block * size, -1)
+        found = group.codec.elements(stored)
+        return found._replace(values=found.values.astype(jnp.float32)) if in_float32 else found
 
     def body(i: jax.Array, state: Softmax) -> Softmax:
         page_RC = jax.lax.dynamic_slice_in_dim(table_RW, i * per_block, per_block, axis=1)
@@ -262,8 +262,10 @@ def _sweep(
         index_RKC = layer_base + page_RC[:, None, :] * (2 * heads) + head_K1[None]
         keys, values = fetch(index_RKC), fetch(index_RKC + heads)
         # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is not enough.
-        values = jnp.where(held_RJ[:, None, :, None], values, 0)
-        values = jnp.pad(values, ((0, 0), (0, 0), (0, 0), (0, padding)))
+        held_RKJ = held_RJ[:, None, :]
+        cleared = jnp.where(held_RKJ[..., None], values.values, 0)
+        of_slot = (None if x is None else jnp.where(held_RKJ, x, 0.0) for x in values[1:])
+        values = Elements(jnp.pad(cleared, ((0, 0), (0, 0), (0, 0), (0, padding))), *of_slot)
         return _accumulate(state, q_RKMH, keys, values, seen_RMJ[:, None])
 
     low, high = bounds
@@ -273,19 +275,30 @@ def _sweep(
     return state.result()[..., :head_dim]
 
 
-def _accumulate(state: Softmax, q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> Softmax:
+def _accumulate(state: Softmax, q: jax.Array, keys: Elements, values: Elements, seen: jax.Array) -> Softmax:
     """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H].
 
-    Queries and weights are rounded to the dtype of keys and values.
+    Queries and weights are rounded to the dtype of keys and values. Of quantised ones the scales act on columns of
+    scores and on weights, the offsets on the sums of both.
     """
+    dtype = keys.values.dtype
     matmul = partial(
         jnp.einsum,
-        precision=jax.lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None,
+        precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    scores = jnp.where(seen, matmul("rkmh,rkjh->rkmj", q.astype(keys.dtype), keys), MASKED)
+    q = q.astype(dtype)
+    scores = matmul("rkmh,rkjh->rkmj", q, keys.values)
+    if keys.scale is not None:
+        scores *= keys.scale[:, :, None]
+    if keys.offset is not None:
+        scores += total(q.astype(jnp.float32))[..., None] * keys.offset[:, :, None]
+    scores = jnp.where(seen, scores, MASKED)
     top = jnp.maximum(state.max, scores.max(axis=-1))
     weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
     shrink = jnp.exp(state.max - top)
-    gained = matmul("rkmj,rkjh->rkmh", weight.astype(values.dtype), values)
+    scaled = weight if values.scale is None else weight * values.scale[:, :, None]
+    gained = matmul("rkmj,rkjh->rkmh", scaled.astype(dtype), values.values)
+    if values.offset is not None:
+        gained += total(weight * values.offset[:, :, None])[..., None]
     return Softmax(top, state.sum * shrink + total(weight), state.acc * shrink[..., None] + gained)
