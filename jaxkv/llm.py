@@ -22,7 +22,7 @@ from jaxkv.engine.drive import complete, stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.metrics import Metric
-from jaxkv.engine.model import load_model
+from jaxkv.engine.model import center_keys, load_model
 from jaxkv.engine.outputs import BeamSearchOutput, RequestOutput
 from jaxkv.engine.pool import abstract_kv, bytes_per_page, empty_kv, pages_per_row, plan_pool
 from jaxkv.engine.prefix import root_key
@@ -125,6 +125,8 @@ class LLM:
             max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
         self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic)
+        if codec.centers_keys:
+            self._model = center_keys(self._model)
         self._budget = plan_pool(
             limits,
             bytes_per_page(spec, page_size=limits.block_size, codec=codec, num_devices=self._model.placement.size),

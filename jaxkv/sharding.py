@@ -122,10 +122,10 @@ def place(spec: ModelSpec, layout: Layout, devices: Sequence[jax.Device], size: 
         if length % size:
             raise ValueError(f"tensor_parallel_size: expected a divisor of the model's {length} {what}, got {size}")
     divided = {*MUST_DIVIDE, "vocab"} if spec.vocab_size % size == 0 else {*MUST_DIVIDE}
-    axes = (
+    axes = [
         (name, tuple(axis if axis in divided else None for axis in leaf.info.logical_axes)) for name, leaf in leaves
-    )
-    return Placement(tuple(devices[:size]), tuple(axes))
+    ]
+    return Placement(tuple(devices[:size]), (*axes, ("k_mean", ("kv_heads",))))
 
 
 def bytes_per_device(tree: Any) -> int:

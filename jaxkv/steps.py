@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxkv.kv import state
+from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
 from jaxkv.models.decoder import Weights
@@ -26,7 +29,9 @@ from jaxkv.ops.sampling import (
     sample,
     score,
 )
-from jaxkv.sharding import Placement, on_every_device
+from jaxkv.sharding import PAGES, Placement, on_every_device
+
+MEAN_PAGE = 16
 
 SCORED_TOKENS = 64
 """Prompt tokens whose logits exist at once when prompt logprobs are wanted."""
@@ -150,6 +155,49 @@ def _step(
     scores = prompt_scores(weights, x_TD, batch.target_T, spec=spec, num_logprobs=num_logprobs, axis=axis)
     ended_B = is_stop(sampled.token_B, sampling) | (first_B == NO_TOKEN)
     return kv, newest.after(sampled.token_B, ended_B), sampled, scores
+
+
+def key_means(
+    weights: Weights, token_T: np.ndarray, *, spec: ModelSpec, placement: Placement | None
+) -> list[np.ndarray]:
+    """Of each layer the mean [K * H] float32 of the keys that it stores for a sequence of T tokens, a multiple of 16.
+
+    As the leaf `k_mean` of the layers' weights it is taken from every key (`decoder`).
+    """
+    num_tokens, num_devices = len(token_T), 1 if placement is None else placement.size
+    where = None if placement is None else placement.sharding(PAGES)
+    table_BW: Any = np.arange(num_tokens // MEAN_PAGE, dtype=np.int32)[None]
+    none_B: Any = np.zeros(1, np.int32)
+    groups = []
+    for group in spec.groups:
+        shape = (2 * group.num_kv_heads, MEAN_PAGE, group.head_dim)
+        sizes: Any = {"num_layers": len(group.layers), "page_shape": shape, "num_pages": table_BW.shape[1]}
+        pool = state.empty_group(**sizes, codec=PlainCodec(dtype="float32"), device=where)
+        groups.append(replace(pool, table_BW=table_BW, first_BW=table_BW * MEAN_PAGE, len_B=none_B))
+    position_T: Any = np.arange(num_tokens, dtype=np.int32)
+    counts: Any = (none_B, none_B + num_tokens, np.int32(0), np.int32(1))
+    tokens: Any = token_T.astype(np.int32)
+    batch = Batch(tokens, position_T, position_T * 0, *counts)
+    (kv,) = _store(weights, PagedKV(tuple(groups)), batch, spec=spec, placement=placement)
+
+    def mean(layer: int) -> np.ndarray:
+        g, index = spec.group_of(layer)
+        pages = kv.groups[g].pages[index * table_BW.shape[1] : (index + 1) * table_BW.shape[1]]
+        # Each device has the keys of its heads, then their values.
+        by_device = np.asarray(pages).reshape(len(pages), num_devices, 2, -1, *pages.shape[2:])
+        return by_device[:, :, 0].mean(axis=(0, 3)).reshape(-1)
+
+    return [mean(layer) for layer in range(spec.num_layers)]
+
+
+@partial(jax.jit, static_argnames=("spec", "placement"))
+def _store(
+    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, placement: Placement | None
+) -> tuple[PagedKV]:
+    def body(weights: Weights, kv: PagedKV, batch: Batch, *, axis: str | None) -> tuple[PagedKV]:
+        return (decoder.forward(weights, kv, batch, spec=spec, backend="xla", axis=axis)[0],)
+
+    return on_every_device(body, placement, num_outputs=1)(weights, kv, batch)
 
 
 @partial(jax.jit, donate_argnames=("kv",))

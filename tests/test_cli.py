@@ -91,7 +91,7 @@ def test_a_seed_decides_what_is_drawn(generate):
         (["--min-tokens", "13"], "min_tokens: expected .*, got 13"),
         (["--stop", ""], "stop: expected .*, got .*"),
         (["--dtype", "int8"], "dtype: expected .*, got 'int8'"),
-        (["--kv-cache-dtype", "int8"], "kv_cache_dtype: expected .*, got 'int8'"),
+        (["--kv-cache-dtype", "int2"], "kv_cache_dtype: expected .*, got 'int2'"),
         (["--block-size", "10"], "block_size: expected .*, got 10"),
         (["--max-model-len", "1000"], "max_model_len: expected at most 256 .*, got 1000"),
         (["--tensor-parallel-size", "2"], "tensor_parallel_size: expected 1 to 1, the devices here, got 2"),

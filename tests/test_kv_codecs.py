@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams
-from jaxkv.kv.codecs import CODECS
+from jaxkv.kv.codecs import CODECS, PlainCodec
+from jaxkv.steps import key_means
 from poison import poisoned
 from tiny import make_checkpoint, tiny_config
 
@@ -29,11 +30,10 @@ def directory(tmp_path_factory) -> Path:
 
 
 def make(directory: Path, codec: str, **options: object) -> LLM:
-    options = {"max_model_len": 160, "max_num_seqs": 4, "block_size": 8, "seed": 3} | options
+    options = {"max_model_len": 160, "max_num_seqs": 4, "block_size": 8, "deterministic": True} | options
     return LLM(
-        directory, kv_cache_dtype=codec, dtype="float32", deterministic=True, skip_tokenizer_init=True,
-        lazy_compile=True, **options,
-    )  # fmt: skip
+        directory, kv_cache_dtype=codec, dtype="float32", skip_tokenizer_init=True, lazy_compile=True, **options
+    )
 
 
 def prompts(*lengths: int) -> list[dict]:
@@ -57,7 +57,7 @@ def metrics(llm: LLM) -> dict[str, float]:
     return {metric.name: metric.value for metric in llm._engine.metrics() if hasattr(metric, "value")}
 
 
-def stored(llm: LLM, prompt: dict, chunk: int) -> np.ndarray:
+def stored(llm: LLM, prompt: dict, chunk: int, number: int = 0) -> np.ndarray:
     """What the pages hold of a prompt that is computed in such chunks: [L, tokens, 2K, X]."""
     engine, length = llm._engine, len(prompt["prompt_token_ids"])
     object.__setattr__(engine.scheduler.config, "max_num_batched_tokens", chunk)  # fewer than an engine is made for
@@ -66,7 +66,7 @@ def stored(llm: LLM, prompt: dict, chunk: int) -> np.ndarray:
     engine.add(submission)
     while request.num_stored < length:
         engine.step()
-    (group,) = engine.kv.groups
+    group = engine.kv.groups[number]
     pages = np.asarray(jax.device_get(group.pages)).reshape(group.num_layers, group.num_pages, *group.pages.shape[1:])
     held = pages[:, request.pages].swapaxes(2, 3)
     engine.abort(submission)
@@ -144,3 +144,28 @@ def test_a_codec_that_a_backend_cannot_do_is_refused_before_any_work(directory):
         make(directory, "int2")
     with pytest.raises(NotImplementedError, match="backend='pallas_tpu': expected a TPU, got cpu"):
         LLM(directory, kv_cache_dtype="int8", backend="pallas_tpu", skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2-mixed-windows"])
+def test_keys_without_their_mean_give_the_same_model(tmp_path, variant, monkeypatch):
+    directory = make_checkpoint(tmp_path, tiny_config(variant))
+    (prompt,), params = prompts(90), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+    plain = make(directory, "float32")
+    monkeypatch.setattr(PlainCodec, "centers_keys", True)
+    centered = make(directory, "float32")
+    (want,), (got,) = (generate(llm, [prompt], params)[0] for llm in (plain, centered))
+    assert got[0] == want[0]
+    apart = [abs(x[t] - y[t]) for x, y, t in zip(got[1], want[1], want[0], strict=True)]
+    assert 0 < max(apart) < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2-mixed-windows"])
+def test_the_mean_is_that_of_the_keys_that_are_stored(tmp_path, variant):
+    (prompt,) = prompts(64)
+    llm = make(make_checkpoint(tmp_path, tiny_config(variant)), "float32")
+    spec, token_T = llm._model.spec, np.array(prompt["prompt_token_ids"])
+    means = np.stack(key_means(llm._model.weights, token_T, spec=spec, placement=llm._model.placement))
+    for number, group in enumerate(spec.groups):
+        keys = stored(llm, prompt, 128, number)[:, :, : group.num_kv_heads]
+        want = keys.mean(axis=1).reshape(len(group.layers), -1)
+        np.testing.assert_allclose(means[list(group.layers)], want, atol=1e-5)

@@ -675,7 +675,7 @@ BAD_ARGUMENTS = {
     "quantization": ({"quantization": "awq"}, "quantization: expected None .*, got 'awq'"),
     "tokenizer": ({"tokenizer": "x", "skip_tokenizer_init": True}, "tokenizer: expected None with skip_tokenizer_init"),
     "dtype": ({"dtype": "float16"}, "dtype: expected one of auto, bfloat16, float32, got 'float16'"),
-    "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected auto or one of .*, got 'fp8'"),
+    "kv_cache_dtype": ({"kv_cache_dtype": "fp2"}, "kv_cache_dtype: expected auto or one of .*, got 'fp2'"),
     "backend": ({"backend": "cuda"}, "backend: expected 'auto' or one of .*, got 'cuda'"),
     "max_model_len": ({"max_model_len": 257}, r"max_model_len: expected at most 256 \(the checkpoint's\), got 257"),
     "max_model_len 0": ({"max_model_len": 0}, "max_model_len: expected a positive number, got 0"),

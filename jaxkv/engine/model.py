@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
 from jaxkv.engine.text import load_tokenizer
@@ -17,6 +18,7 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.sharding import Placement, bytes_per_device, place
+from jaxkv.steps import key_means
 from jaxkv.weights.dummy import random_weights
 from jaxkv.weights.hub import ALLOW_PATTERNS, WITHOUT_WEIGHTS, resolve_model
 from jaxkv.weights.load import load_weights
@@ -25,6 +27,8 @@ from jaxkv.weights.orbax import load_converted, stored_dtype
 GENERATION = "generation_config.json"
 DTYPES = ("auto", "bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
+MEAN_TOKENS = 512
+"""Of the text from which the mean key is taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +115,23 @@ def load_model(
         eos_ids=frozenset(eos_ids),
         eos_id=eos_ids[0] if eos_ids else None,
     )
+
+
+def center_keys(model: Model) -> Model:
+    """The same function with keys that are stored without their mean over a text of random tokens."""
+    num_tokens = min(MEAN_TOKENS, model.spec.max_len // 16 * 16)
+    token_T = np.random.default_rng(0).integers(0, model.spec.vocab_size, num_tokens)
+    placement, layers = model.placement, model.weights["layers"]
+    means = key_means(model.weights, token_T, spec=model.spec, placement=placement)
+
+    def put(mean: np.ndarray) -> Any:
+        return jax.device_put(mean, placement.sharding(placement.weight("k_mean", mean.ndim)))
+
+    if isinstance(layers, tuple):
+        centered: Any = tuple(layer | {"k_mean": put(mean)} for layer, mean in zip(layers, means, strict=True))
+    else:
+        centered = layers | {"k_mean": put(np.stack(means))}
+    return replace(model, weights={**model.weights, "layers": centered})
 
 
 def auto_dtype(platform: str) -> str:

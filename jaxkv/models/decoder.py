@@ -85,7 +85,10 @@ def _embed(embed_VD: jax.Array, token_T: jax.Array, spec: ModelSpec, axis: str |
 def _project(
     x_TD: jax.Array, w: Weights, rope: tuple[jax.Array, jax.Array], spec: ModelSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H]; with qk-norm where the weights have it."""
+    """Rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H]; with qk-norm where the weights have it.
+
+    Keys are less their mean where the weights have one (`steps.key_means`).
+    """
 
     def heads(name: str) -> jax.Array:
         y = linear(x_TD, w[name], w.get(f"{name}_bias"))
@@ -95,7 +98,10 @@ def _project(
     if "q_norm" in w:
         q = rms_norm(q, w["q_norm"], eps=spec.norm_eps)
         k = rms_norm(k, w["k_norm"], eps=spec.norm_eps)
-    return apply_rope(q, *rope), apply_rope(k, *rope), v
+    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    if "k_mean" in w:
+        k -= w["k_mean"].reshape(1, -1, spec.head_dim)
+    return q, k, v
 
 
 def _loop_layers(

@@ -41,6 +41,12 @@ class Codec(Protocol):
         """What elements are for matmuls: bfloat16 or float32."""
         ...
 
+    @property
+    def centers_keys(self) -> bool:
+        """Whether it gains by keys without their mean. One constant vector less in all keys of a head changes the
+        scores of a query by a constant, which softmax takes out (not beside sinks or under a softcap)."""
+        ...
+
     def width(self, head_dim: int) -> int:
         """Stored elements of one token and head. Raises: ValueError for a head_dim that it cannot store."""
         ...

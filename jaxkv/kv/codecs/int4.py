@@ -38,6 +38,10 @@ class Int4Codec:
     def dtype_name(self) -> str:
         return self.dtype
 
+    @property
+    def centers_keys(self) -> bool:
+        return True
+
     def width(self, head_dim: int) -> int:
         if head_dim % 2:
             raise ValueError(f"kv_cache_dtype: int4 expects an even head_dim, got {head_dim}")

@@ -30,6 +30,10 @@ class PlainCodec:
     def dtype_name(self) -> str:
         return self.dtype
 
+    @property
+    def centers_keys(self) -> bool:
+        return False
+
     def width(self, head_dim: int) -> int:
         return head_dim
 

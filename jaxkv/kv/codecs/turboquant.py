@@ -48,6 +48,10 @@ class TurboQuantCodec:
     def dtype_name(self) -> str:
         return self.dtype
 
+    @property
+    def centers_keys(self) -> bool:
+        return True
+
     def width(self, head_dim: int) -> int:
         if head_dim % (8 * len(self.num_bits)):
             raise ValueError(
