@@ -125,11 +125,13 @@ class LLM:
             max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
         self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic)
+        num_devices = self._model.placement.size
+        page_nbytes = bytes_per_page(spec, page_size=limits.block_size, codec=codec, num_devices=num_devices)
         if codec.centers_keys:
             self._model = center_keys(self._model)
         self._budget = plan_pool(
             limits,
-            bytes_per_page(spec, page_size=limits.block_size, codec=codec, num_devices=self._model.placement.size),
+            page_nbytes,
             device_memory(self._device, weight_bytes=self._model.weight_bytes, utilization=gpu_memory_utilization),
             memory_bytes=kv_cache_memory_bytes,
             pages_override=num_gpu_blocks_override,

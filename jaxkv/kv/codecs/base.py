@@ -37,7 +37,7 @@ class Codec(Protocol):
     def storage_dtype(self) -> np.dtype: ...
 
     @property
-    def dtype_name(self) -> str:
+    def dtype(self) -> str:
         """What elements are for matmuls: bfloat16 or float32."""
         ...
 

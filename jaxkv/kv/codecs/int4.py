@@ -35,10 +35,6 @@ class Int4Codec:
         return np.dtype(np.uint8)
 
     @property
-    def dtype_name(self) -> str:
-        return self.dtype
-
-    @property
     def centers_keys(self) -> bool:
         return True
 

@@ -27,10 +27,6 @@ class PlainCodec:
         return np.dtype(np.uint16) if self.as_bits else jnp.dtype(self.dtype)
 
     @property
-    def dtype_name(self) -> str:
-        return self.dtype
-
-    @property
     def centers_keys(self) -> bool:
         return False
 

@@ -34,10 +34,6 @@ class ScaledCodec:
         return np.dtype(np.uint8)
 
     @property
-    def dtype_name(self) -> str:
-        return self.dtype
-
-    @property
     def centers_keys(self) -> bool:
         return False
 

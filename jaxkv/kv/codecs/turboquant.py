@@ -45,10 +45,6 @@ class TurboQuantCodec:
         return np.dtype(np.uint8)
 
     @property
-    def dtype_name(self) -> str:
-        return self.dtype
-
-    @property
     def centers_keys(self) -> bool:
         return True
 
@@ -61,8 +57,7 @@ class TurboQuantCodec:
         return head_dim // (8 * len(self.num_bits)) * sum(self.num_bits) + 2
 
     def encode(self, x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        x = parts.rotate(x)
+        x = parts.rotate(x.astype(jnp.float32))
         length = jnp.sqrt(square_sum(x))
         unit = x * (x.shape[-1] ** 0.5 / jnp.maximum(length, SMALLEST))[..., None]
         packed, found = [], []

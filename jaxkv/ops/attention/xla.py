@@ -240,7 +240,7 @@ def _sweep(
     by_head = group.pages.reshape(-1, size, group.pages.shape[3])
     layer_base = layer * group.num_pages * 2 * heads
     head_K1 = jnp.arange(heads, dtype=jnp.int32)[:, None]
-    is_float32 = in_float32 or group.codec.dtype_name == "float32"
+    is_float32 = in_float32 or group.codec.dtype == "float32"
     padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
 
     def fetch(head_page_RKC: jax.Array) -> Elements:
