@@ -22,7 +22,7 @@ from jaxkv.engine.drive import complete, stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.metrics import Metric
-from jaxkv.engine.model import center_keys, load_model
+from jaxkv.engine.model import load_model, with_fitted_keys
 from jaxkv.engine.outputs import BeamSearchOutput, RequestOutput
 from jaxkv.engine.pool import abstract_kv, bytes_per_page, empty_kv, pages_per_row, plan_pool
 from jaxkv.engine.prefix import root_key
@@ -112,8 +112,7 @@ class LLM:
             seed=seed,
         )
         spec = self._model.spec
-        kv_dtype = self._model.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-        codec = get_codec(kv_dtype, platform=self._device.platform, dtype=self._model.dtype)
+        codec = get_codec(kv_cache_dtype, platform=self._device.platform, dtype=self._model.dtype)
         limits = engine_limits(
             self._device.platform,
             spec.max_len,
@@ -124,11 +123,11 @@ class LLM:
             seed=seed,
             max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
+        size = self._model.placement.size
+        page_nbytes = bytes_per_page(spec, page_size=limits.block_size, codec=codec, num_devices=size)
         self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic)
-        num_devices = self._model.placement.size
-        page_nbytes = bytes_per_page(spec, page_size=limits.block_size, codec=codec, num_devices=num_devices)
-        if codec.centers_keys:
-            self._model = center_keys(self._model)
+        if codec.fits_keys:
+            self._model = with_fitted_keys(self._model)
         self._budget = plan_pool(
             limits,
             page_nbytes,

@@ -125,7 +125,7 @@ def place(spec: ModelSpec, layout: Layout, devices: Sequence[jax.Device], size: 
     axes = [
         (name, tuple(axis if axis in divided else None for axis in leaf.info.logical_axes)) for name, leaf in leaves
     ]
-    return Placement(tuple(devices[:size]), (*axes, ("k_mean", ("kv_heads",))))
+    return Placement(tuple(devices[:size]), (*axes, ("k_affine", ("kv_heads",))))
 
 
 def bytes_per_device(tree: Any) -> int:

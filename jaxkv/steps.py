@@ -13,11 +13,12 @@ from flax import struct
 
 from jaxkv.kv import state
 from jaxkv.kv.codecs import PlainCodec
-from jaxkv.kv.state import PagedKV
+from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models import decoder
 from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
+from jaxkv.ops.attention.moments import Moments
 from jaxkv.ops.sampling import (
     NO_TOKEN,
     NUM_LOGPROBS,
@@ -30,8 +31,6 @@ from jaxkv.ops.sampling import (
     score,
 )
 from jaxkv.sharding import PAGES, Placement, on_every_device
-
-MEAN_PAGE = 16
 
 SCORED_TOKENS = 64
 """Prompt tokens whose logits exist at once when prompt logprobs are wanted."""
@@ -157,45 +156,50 @@ def _step(
     return kv, newest.after(sampled.token_B, ended_B), sampled, scores
 
 
-def key_means(
+def fit_keys(
     weights: Weights, token_T: np.ndarray, *, spec: ModelSpec, placement: Placement | None
 ) -> list[np.ndarray]:
-    """Of each layer the mean [K * H] float32 of the keys that it stores for a sequence of T tokens, a multiple of 16.
+    """What suits keys to being quantised, by layer: of each KV head a mean m and factors f, float32 [K*2*H].
 
-    As the leaf `k_mean` of the layers' weights it is taken from every key (`decoder`).
+    As the leaf `k_affine` of the layers' weights it has the key f * (k - m) stored for k, and q / f meet it for q
+    (`decoder`). Scores change by q . m, the same for all keys of a query. The error e of a stored key, alike in all
+    channels after a rotation and in proportion to the key's length, changes them by (q / f) . e: on average least for
+    f^2 = |q| / |k - m| in each channel (Cauchy-Schwarz), taken over a sequence of these T tokens. Factors are powers of
+    two, which round nothing.
     """
-    num_tokens, num_devices = len(token_T), 1 if placement is None else placement.size
     where = None if placement is None else placement.sharding(PAGES)
-    table_BW: Any = np.arange(num_tokens // MEAN_PAGE, dtype=np.int32)[None]
-    none_B: Any = np.zeros(1, np.int32)
+    none: Any = np.zeros((1, 1), np.int32)
     groups = []
     for group in spec.groups:
-        shape = (2 * group.num_kv_heads, MEAN_PAGE, group.head_dim)
-        sizes: Any = {"num_layers": len(group.layers), "page_shape": shape, "num_pages": table_BW.shape[1]}
-        pool = state.empty_group(**sizes, codec=PlainCodec(dtype="float32"), device=where)
-        groups.append(replace(pool, table_BW=table_BW, first_BW=table_BW * MEAN_PAGE, len_B=none_B))
-    position_T: Any = np.arange(num_tokens, dtype=np.int32)
-    counts: Any = (none_B, none_B + num_tokens, np.int32(0), np.int32(1))
+        pages = jnp.zeros((len(group.layers), group.num_kv_heads, 3, group.head_dim), jnp.float32, device=where)
+        rows: Any = {"table_BW": none, "first_BW": none, "len_B": none[0]}
+        groups.append(GroupKV(pages, **rows, codec=PlainCodec(dtype="float32"), num_layers=len(group.layers)))
+    position_T: Any = np.arange(len(token_T), dtype=np.int32)
+    counts: Any = (none[0], none[0] + len(token_T), np.int32(0), np.int32(1))
     tokens: Any = token_T.astype(np.int32)
     batch = Batch(tokens, position_T, position_T * 0, *counts)
-    (kv,) = _store(weights, PagedKV(tuple(groups)), batch, spec=spec, placement=placement)
+    (kv,) = _moments(weights, PagedKV(tuple(groups)), batch, spec=spec, placement=placement)
+    found = [np.asarray(group.pages) for group in kv.groups]
+    return [_affine(found[g][index]) for g, index in map(spec.group_of, range(spec.num_layers))]
 
-    def mean(layer: int) -> np.ndarray:
-        g, index = spec.group_of(layer)
-        pages = kv.groups[g].pages[index * table_BW.shape[1] : (index + 1) * table_BW.shape[1]]
-        # Each device has the keys of its heads, then their values.
-        by_device = np.asarray(pages).reshape(len(pages), num_devices, 2, -1, *pages.shape[2:])
-        return by_device[:, :, 0].mean(axis=(0, 3)).reshape(-1)
 
-    return [mean(layer) for layer in range(spec.num_layers)]
+def _affine(moments_K3H: np.ndarray) -> np.ndarray:
+    mean, square, of_queries = moments_K3H.transpose(1, 0, 2)
+    spread = square - mean**2
+    known = (spread > 0) & (of_queries > 0)
+    quarter = np.log2(np.where(known, of_queries, 1) / np.where(known, spread, 1)) / 4
+    # A factor that all channels share changes nothing: without it they stay about as large as they were.
+    quarter -= np.mean(quarter, axis=-1, keepdims=True)
+    factor = np.exp2(np.round(np.where(known, quarter, 0)))
+    return np.stack([mean, factor], axis=1).astype(np.float32).reshape(-1)
 
 
 @partial(jax.jit, static_argnames=("spec", "placement"))
-def _store(
+def _moments(
     weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, placement: Placement | None
 ) -> tuple[PagedKV]:
     def body(weights: Weights, kv: PagedKV, batch: Batch, *, axis: str | None) -> tuple[PagedKV]:
-        return (decoder.forward(weights, kv, batch, spec=spec, backend="xla", axis=axis)[0],)
+        return (decoder.forward(weights, kv, batch, spec=spec, backend=Moments(), axis=axis)[0],)
 
     return on_every_device(body, placement, num_outputs=1)(weights, kv, batch)
 

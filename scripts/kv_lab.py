@@ -12,9 +12,12 @@ nll      nats per token of held-out library text, in windows, and the change in 
 kl       KL divergence of the next token's distribution from that with bfloat16 pages, nats per token
 top1     share of tokens whose likeliest successor stays the same
 logits   root mean square of the change of logits, as part of their spread over the vocabulary
+attention  the same of the attention's outputs against those of exact keys and values, mean over the layers
 recall   share of the values that are recalled whole, teacher-forced, at a distance in tokens
 
-Each seed draws its own windows, questions and outliers; intervals are 95% of Student's t over the seeds.
+A codec's name stands for what the engine does; "fitted" and "unfitted" after it are keys with and without `fit_keys`.
+The second table is of what no engine does yet: attention that has some keys and values exact. Each seed draws its own
+windows, questions and outliers; intervals are 95% of Student's t over the seeds.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,36 +41,90 @@ from demo_data import BOS, Corpus, build_corpus, recall_trial
 from tokenizers import Tokenizer
 
 from jaxkv.config import EngineConfig
-from jaxkv.engine.model import MEAN_TOKENS
+from jaxkv.engine.model import FIT_TOKENS
 from jaxkv.engine.pool import empty_kv
-from jaxkv.kv.codecs import CODECS, Codec, bits_per_value, get_codec
+from jaxkv.kv.codecs import CODECS, Codec, bits_per_value, decode, get_codec
+from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.llm import DEMO
 from jaxkv.models.decoder import forward, logits
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
-from jaxkv.steps import key_means
+from jaxkv.ops.attention.moments import Moments
+from jaxkv.steps import fit_keys
 from jaxkv.weights.load import load_weights
 
-LENGTH, PAGE = 1024, 16
-DISTANCES = (250, 900)
+LENGTH, PAGE = 1152, 16
+WINDOW = 1024
+DISTANCES = (250, 1000)
 OUTLIER_PAIRS, OUTLIER = 3, 8.0
 OFFSET = 4.0
 """Of the constant vector: keys of this model are about 1 large."""
-
-WITH_MEAN = " with mean"
-"""After a codec's name: of keys as they are, also where the engine takes their mean from them first."""
 
 T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
 """Student's t for 95%, two-sided, by how many seeds there are."""
 
 
 @dataclass(frozen=True)
+class Exact:
+    """Which keys and values have not been through the codec: of the first tokens of a sequence, of the tokens that a
+    query has just passed, of the layers at both ends."""
+
+    first: int = 0
+    recent: int = 0
+    layers: int = 0
+
+
+EXCEPTIONS = {
+    "": Exact(),
+    "first page exact": Exact(first=PAGE),
+    "last 64 tokens exact": Exact(recent=64),
+    "first and last layer exact": Exact(layers=1),
+}
+
+
+@dataclass(frozen=True)
 class Pages:
-    """How keys and values are stored; `centered`: keys without their mean (`steps.key_means`)."""
+    """How keys and values are stored: `fitted` as by `steps.fit_keys`, read by `exact` or, None, by the engine."""
 
     codec: Codec
-    centered: bool
+    fitted: bool
+    exact: Exact | None = None
+
+
+@dataclass(frozen=True)
+class Stored(Moments):
+    """Attention of one sequence whose keys and values have been stored, but for `exact`.
+
+    The "page" of a layer is the relative squared error of its output. `passes`: what the next layer gets is the output
+    of exact keys and values, so that all errors are of one layer alone.
+    """
+
+    codec: Codec
+    exact: Exact
+    num_layers: int
+    passes: bool
+
+    def attend(self, q_TNH: Any, k_TKH: Any, v_TKH: Any, group: GroupKV, *_: Any, layer: Any, scale: float, **__: Any):  # type: ignore[no-untyped-def]
+        num_tokens, kv_heads = k_TKH.shape[:2]
+        position = jnp.arange(num_tokens)
+        distance = position[:, None] - position[None, :]
+        is_exact = (position[None, :] < self.exact.first) | (distance < self.exact.recent)
+        is_exact |= (layer < self.exact.layers) | (layer >= self.num_layers - self.exact.layers)
+        q_TKGH = q_TNH.reshape(num_tokens, kv_heads, -1, q_TNH.shape[2])
+
+        def attention(stored: bool) -> jax.Array:
+            pairs = [(decode(self.codec, self.codec.encode(x)), x) if stored else (x, x) for x in (k_TKH, v_TKH)]
+            of_keys = [jnp.einsum("tkgh,skh->kgts", q_TKGH, x, precision="highest") for x in pairs[0]]
+            s = jnp.where(is_exact, of_keys[1], of_keys[0]) * scale
+            p = jax.nn.softmax(jnp.where(distance >= 0, s, -jnp.inf), axis=-1)
+            parts = (jnp.where(is_exact, 0, p), jnp.where(is_exact, p, 0))
+            outs = [jnp.einsum("kgts,skh->tkgh", *x, precision="highest") for x in zip(parts, pairs[1], strict=True)]
+            return (outs[0] + outs[1]).reshape(q_TNH.shape)
+
+        true, found = attention(False), attention(True)
+        error = jnp.sum((found - true) ** 2) / jnp.sum(true**2)
+        return true if self.passes else found, replace(group, pages=group.pages.at[layer].set(error))
 
 
 class Model:
@@ -78,17 +135,18 @@ class Model:
         self.weights = load_weights(DEMO, self.spec, layout, dtype="float32")
         layers = self.weights["layers"]
         (group,) = self.spec.groups
-        shape = (self.spec.num_layers, group.num_kv_heads * self.spec.head_dim)
+        shape = (self.spec.num_layers, group.num_kv_heads, self.spec.head_dim)
         less = np.zeros(shape, np.float32)
         if variant == "outliers":
             rng = np.random.default_rng(seed)
             layers = self._with_outliers(layers, rng)
             # Few channels of the constant vector are large, as in models that have such keys.
             less = (-OFFSET * rng.normal(size=shape) * (rng.random(shape) < 0.15)).astype(np.float32)
-        self.weights["layers"] = layers | {"k_mean": less}
-        token_T = np.random.default_rng(0).integers(0, self.spec.vocab_size, MEAN_TOKENS)
-        means = np.stack(key_means(self.weights, token_T, spec=self.spec, placement=None))
-        self.centered = self.weights | {"layers": layers | {"k_mean": less + means}}
+        self.weights["layers"] = layers | {"k_affine": affine(less, np.ones_like(less))}
+        token_T = np.random.default_rng(0).integers(0, self.spec.vocab_size, FIT_TOKENS)
+        found = np.stack(fit_keys(self.weights, token_T, spec=self.spec, placement=None))
+        mean, factor = np.moveaxis(found.reshape(*shape[:2], 2, -1), 2, 0)
+        self.fitted = self.weights | {"layers": layers | {"k_affine": affine(less + mean, factor)}}
 
     def _with_outliers(self, layers: dict[str, jax.Array], rng: np.random.Generator) -> dict[str, jax.Array]:
         (group,) = self.spec.groups
@@ -106,8 +164,44 @@ class Model:
         """Logits [T, V] of a sequence of at most LENGTH tokens, after each of them."""
         padded = np.zeros(LENGTH, np.int32)
         padded[: len(token_T)] = token_T
-        weights = self.centered if pages.centered else self.weights
-        return np.asarray(program(self.spec, pages.codec)(weights, padded, np.int32(len(token_T))))[: len(token_T)]
+        weights = self.fitted if pages.fitted else self.weights
+        make = program(self.spec, pages.codec) if pages.exact is None else stored(self.spec, pages.codec, pages.exact)
+        return np.asarray(make(weights, padded, np.int32(len(token_T))))[: len(token_T)]
+
+    def attention_error(self, pages: Pages, token_T: np.ndarray) -> float:
+        """Of WINDOW tokens, mean over the layers."""
+        weights = self.fitted if pages.fitted else self.weights
+        return float(attention_error(self.spec, pages.codec)(weights, token_T))
+
+
+def affine(mean: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """Two [L, K, H] as the leaf `k_affine`."""
+    return np.stack([mean, factor], axis=2).reshape(len(mean), -1)
+
+
+def dense(weights: Any, token_T: jax.Array, spec: ModelSpec, attention: Stored) -> tuple[jax.Array, jax.Array]:
+    """(hidden states, attention's relative squared error by layer) of one sequence without pages."""
+    none: Any = np.zeros((1, 1), np.int32)
+    rows: Any = {"table_BW": none, "first_BW": none, "len_B": none[0]}
+    group = GroupKV(jnp.zeros(spec.num_layers), **rows, codec=attention.codec, num_layers=spec.num_layers)
+    position_T = jnp.arange(len(token_T), dtype=jnp.int32)
+    counts: Any = (none[0], none[0] + len(token_T), jnp.int32(0), jnp.int32(1))
+    batch = Batch(token_T, position_T, position_T * 0, *counts)
+    kv, x_TD = forward(weights, PagedKV((group,)), batch, spec=spec, backend=attention)
+    return x_TD, kv.groups[0].pages
+
+
+@cache
+def attention_error(spec: ModelSpec, codec: Codec) -> Any:
+    attention = Stored(codec, Exact(), spec.num_layers, passes=True)
+    return jax.jit(lambda weights, token_T: jnp.mean(jnp.sqrt(dense(weights, token_T, spec, attention)[1])))
+
+
+@cache
+def stored(spec: ModelSpec, codec: Codec, exact: Exact) -> Any:
+    """`program` by dense attention. What comes after the sequence is not seen by it."""
+    attention = Stored(codec, exact, spec.num_layers, passes=False)
+    return jax.jit(lambda weights, token_T, _: logits(weights, dense(weights, token_T, spec, attention)[0], spec=spec))
 
 
 @cache
@@ -142,12 +236,12 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def windows(corpus: Corpus, rng: random.Random, count: int) -> Iterator[np.ndarray]:
-    """Held-out text of LENGTH tokens from random lines on."""
+    """Held-out text of WINDOW tokens from random lines on."""
     lines = corpus.held_out_lines
     for _ in range(count):
         start = rng.randrange(len(lines) - 400)
         ids = corpus.tokenizer.encode("".join(lines[start : start + 400]), add_special_tokens=False).ids
-        yield np.array([BOS, *ids][:LENGTH], np.int32)
+        yield np.array([BOS, *ids][:WINDOW], np.int32)
 
 
 def of_text(model: Model, codecs: dict[str, Pages], texts: list[np.ndarray]) -> dict[str, dict[str, float]]:
@@ -156,8 +250,8 @@ def of_text(model: Model, codecs: dict[str, Pages], texts: list[np.ndarray]) -> 
     for token_T in texts:
         base = model.run(codecs["bfloat16"], token_T)[:-1]
         base_log, spread = log_softmax(base), base.std(axis=-1)
-        for name, codec in codecs.items():
-            found = model.run(codec, token_T)[:-1]
+        for name, pages in codecs.items():
+            found = model.run(pages, token_T)[:-1]
             log = log_softmax(found)
             change = (found - found.mean(axis=-1, keepdims=True)) - (base - base.mean(axis=-1, keepdims=True))
             of_token = [
@@ -166,7 +260,8 @@ def of_text(model: Model, codecs: dict[str, Pages], texts: list[np.ndarray]) -> 
                 log.argmax(axis=-1) == base_log.argmax(axis=-1),
                 (change**2).mean(axis=-1) / spread**2,
             ]
-            sums[name].append([float(np.mean(x)) for x in of_token])
+            error = 0.0 if pages.exact else model.attention_error(pages, token_T)
+            sums[name].append([*[float(np.mean(x)) for x in of_token], error])
     means = {name: np.mean(rows, axis=0) for name, rows in sums.items()}
     return {
         name: {
@@ -175,8 +270,9 @@ def of_text(model: Model, codecs: dict[str, Pages], texts: list[np.ndarray]) -> 
             "kl": float(kl),
             "top1": float(top1),
             "logits": float(mean_square**0.5),
+            "attention": float(error),
         }
-        for name, (nll, kl, top1, mean_square) in means.items()
+        for name, (nll, kl, top1, mean_square, error) in means.items()
     }
 
 
@@ -190,20 +286,27 @@ def of_recall(model: Model, codecs: dict[str, Pages], trials: list[tuple[list[in
     return {name: float(np.mean([is_right(codec, *trial) for trial in trials])) for name, codec in codecs.items()}
 
 
+def pages_of(name: str) -> Pages:
+    """What the name of a row stands for."""
+    codec_name, _, exception = name.partition(", ")
+    codec_name, _, fit = codec_name.partition(" ")
+    codec = get_codec(codec_name, platform="cpu", dtype="float32")
+    return Pages(codec, fit == "fitted" or (not fit and codec.fits_keys), EXCEPTIONS[exception] if exception else None)
+
+
 def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
     """Adds to `result`, variant by variant and seed by seed, and writes it after each."""
     corpus = build_corpus(Tokenizer.from_file(str(DEMO / "tokenizer.json")))
-    codecs = {}
-    for name in ("bfloat16", *options.codecs):
-        codec = get_codec(name.removesuffix(WITH_MEAN), platform="cpu", dtype="float32")
-        codecs[name] = Pages(codec, codec.centers_keys and not name.endswith(WITH_MEAN))
+    codecs = {name: pages_of(name) for name in ("bfloat16", *options.codecs)}
+    mixed = {f"{name}, {exception}" for name in options.mixed for exception in EXCEPTIONS if exception}
     head_dim = Model("plain", 0).spec.head_dim
     result["bits"] = {name: bits_per_value(pages.codec, head_dim) for name, pages in codecs.items()}
     result["variants"] = {variant: [] for variant in ("plain", "outliers")}
     for variant, seen in result["variants"].items():
         for seed in range(options.seeds):
             started, rng, model = time.monotonic(), random.Random(seed), Model(variant, seed)
-            one: dict[str, Any] = of_text(model, codecs, list(windows(corpus, rng, options.windows)))
+            texts = list(windows(corpus, rng, options.windows))
+            one: dict[str, Any] = of_text(model, codecs | {name: pages_of(name) for name in sorted(mixed)}, texts)
             for distance in DISTANCES:
                 trials = [recall_trial(rng, corpus, distance) for _ in range(options.trials)]
                 trials = [(ids[-LENGTH:], start - max(0, len(ids) - LENGTH)) for ids, start in trials]
@@ -222,14 +325,18 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def table(result: dict[str, Any]) -> str:
-    recalls = [f"recall_{distance}" for distance in DISTANCES]
-    names = ["nll_change", "kl", "top1", "logits", *recalls]
+    names = ["nll_change", "kl", "top1", "logits", "attention", *(f"recall_{distance}" for distance in DISTANCES)]
     rows = []
+
+    def add(row: str, seen: list[dict[str, Any]], columns: list[str]) -> None:
+        cells = (interval([one[row][name] for one in seen]) for name in columns)
+        bits = f"{result['bits'][row]:7.3f}" if row in result["bits"] else " " * 7
+        rows.append(f"  {row:38s}{bits}" + "".join(f"{mean:10.4f} ±{half:6.4f}" for mean, half in cells))
+
     for variant, seen in result["variants"].items():
-        rows.append(f"{variant:26s}{'bits':>7s}" + "".join(f"{name:>19s}" for name in names))
-        for codec, bits in result["bits"].items():
-            cells = (interval([one[codec][name] for one in seen]) for name in names)
-            rows.append(f"  {codec:24s}{bits:7.3f}" + "".join(f"{mean:11.4f} ±{half:6.4f}" for mean, half in cells))
+        rows.append(f"{variant:40s}{'bits':>7s}" + "".join(f"{name:>18s}" for name in names))
+        for row in seen[0]:
+            add(row, seen, names if row in result["bits"] else names[:4])
     return "\n".join(rows)
 
 
@@ -260,14 +367,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     quantised = [name for name in CODECS if name not in ("bfloat16", "float32")]
-    parser.add_argument("--codecs", default=",".join([*quantised, f"int4{WITH_MEAN}", f"turboquant4{WITH_MEAN}"]))
+    unfitted = [f"{name} unfitted" for name in ("int8", "int4", "turboquant4")]
+    parser.add_argument("--codecs", default=",".join([*quantised, *unfitted]))
+    parser.add_argument("--mixed", default="int4,turboquant3,turboquant2.5", help="codecs with some keys exact")
     parser.add_argument("--windows", type=int, default=8, help="of each seed")
     parser.add_argument("--trials", type=int, default=48, help="of each seed and distance")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG or PNG; needs matplotlib")
     options = parser.parse_args()
-    options.codecs = options.codecs.split(",")
+    options.codecs, options.mixed = ([x for x in of.split(",") if x] for of in (options.codecs, options.mixed))
     result: dict[str, Any] = environment() | {"command": " ".join(sys.argv)}
     measure(options, result)
     print(table(result))

@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.kv.codecs import CODECS, PlainCodec
-from jaxkv.steps import key_means
+from jaxkv.steps import fit_keys
 from poison import poisoned
 from tiny import make_checkpoint, tiny_config
 
@@ -147,25 +147,52 @@ def test_a_codec_that_a_backend_cannot_do_is_refused_before_any_work(directory):
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "qwen2-mixed-windows"])
-def test_keys_without_their_mean_give_the_same_model(tmp_path, variant, monkeypatch):
+def test_fitted_keys_give_the_same_model(tmp_path, variant, monkeypatch):
     directory = make_checkpoint(tmp_path, tiny_config(variant))
     (prompt,), params = prompts(90), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
     plain = make(directory, "float32")
-    monkeypatch.setattr(PlainCodec, "centers_keys", True)
-    centered = make(directory, "float32")
-    (want,), (got,) = (generate(llm, [prompt], params)[0] for llm in (plain, centered))
+    monkeypatch.setattr(PlainCodec, "fits_keys", True)
+    fitted = make(directory, "float32")
+    (want,), (got,) = (generate(llm, [prompt], params)[0] for llm in (plain, fitted))
     assert got[0] == want[0]
     apart = [abs(x[t] - y[t]) for x, y, t in zip(got[1], want[1], want[0], strict=True)]
     assert 0 < max(apart) < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "qwen2-mixed-windows"])
-def test_the_mean_is_that_of_the_keys_that_are_stored(tmp_path, variant):
+def test_keys_are_fitted_to_those_that_are_stored_and_to_their_queries(tmp_path, variant):
     (prompt,) = prompts(64)
     llm = make(make_checkpoint(tmp_path, tiny_config(variant)), "float32")
     spec, token_T = llm._model.spec, np.array(prompt["prompt_token_ids"])
-    means = np.stack(key_means(llm._model.weights, token_T, spec=spec, placement=llm._model.placement))
+    affine = np.stack(fit_keys(llm._model.weights, token_T, spec=spec, placement=llm._model.placement))
+    heads, factors = (spec.num_layers, -1, 2, spec.head_dim), set()
     for number, group in enumerate(spec.groups):
         keys = stored(llm, prompt, 128, number)[:, :, : group.num_kv_heads]
-        want = keys.mean(axis=1).reshape(len(group.layers), -1)
-        np.testing.assert_allclose(means[list(group.layers)], want, atol=1e-5)
+        mean, factor = affine.reshape(heads)[list(group.layers)].transpose(2, 0, 1, 3)
+        np.testing.assert_allclose(mean, keys.mean(axis=1), atol=1e-5)
+        factors |= set(factor.ravel().tolist())
+    assert all(np.log2(f) % 1 == 0 for f in factors)
+
+
+def test_channels_that_differ_in_keys_and_queries_are_brought_together(tmp_path):
+    """The same model with a channel of keys 64 times as large, and 1/64 of it in queries, is fitted by just that."""
+    path = make_checkpoint(tmp_path, tiny_config("qwen2"))
+    model, token_T = make(path, "float32")._model, np.arange(48)
+    head_dim, heads, layers = model.spec.head_dim, model.spec.groups[0].num_kv_heads, model.weights["layers"]
+    scale = np.ones((heads, head_dim), np.float32)
+    scale[0, [3, 3 + head_dim // 2]] = 64.0  # a rotary pair
+    of_queries = 1 / scale.repeat(model.spec.num_heads // heads, axis=0)
+    larger = {}
+    for name, by in (("k", scale), ("q", of_queries)):
+        larger[name] = layers[name].at[0].multiply(by.reshape(-1, 1))
+        larger[f"{name}_bias"] = layers[f"{name}_bias"].at[0].multiply(by.reshape(-1))
+    other = dict(model.weights) | {"layers": layers | larger}
+
+    def factors(weights):
+        found = fit_keys(weights, token_T, spec=model.spec, placement=None)[0]
+        return found.reshape(heads, 2, head_dim)[:, 1]
+
+    # All factors of a head are relative to each other.
+    apart = factors(other) / factors(model.weights) * scale
+    assert set(np.unique(apart[0] / apart[0, 0])) <= {0.5, 1.0, 2.0}
+    np.testing.assert_array_equal(factors(other)[1:], factors(model.weights)[1:])

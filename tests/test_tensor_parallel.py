@@ -30,7 +30,7 @@ RUN = """
 import json, sys
 import jax, numpy as np
 from jaxkv import LLM, BeamSearchParams, SamplingParams
-from jaxkv.steps import key_means
+from jaxkv.steps import fit_keys
 
 path, dtype, *sizes = sys.argv[1:]
 greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=2)
@@ -55,8 +55,8 @@ def run(size):
         "cached": [output.num_cached_tokens for output in again],
         "beams": [beam.tokens for output in beams for beam in output.sequences],
         "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
-        "means": [mean.tolist() for mean in key_means(llm._model.weights, np.arange(32), spec=llm._model.spec,
-                                                      placement=llm._model.placement)],
+        "affine": [x.tolist() for x in fit_keys(llm._model.weights, np.arange(32), spec=llm._model.spec,
+                                                placement=llm._model.placement)],
         "text": programs.loop(2).as_text(),
         "page_bytes": [shard.data.nbytes for shard in pages.addressable_shards],
         "all_page_bytes": pages.nbytes,
@@ -89,9 +89,9 @@ def test_every_number_of_devices_gives_the_same_tokens(runs):
         assert other["beams"] == one["beams"]
         # Float32 sums in another order.
         np.testing.assert_allclose(other["logprobs"], one["logprobs"], rtol=0, atol=1e-4)
-        np.testing.assert_allclose(other["means"], one["means"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(other["affine"], one["affine"], rtol=0, atol=1e-5)
     assert any(one["cached"])
-    assert np.abs(one["means"]).max() > 0.01
+    assert np.abs(one["affine"]).max() > 0.01
 
 
 def test_each_device_has_its_part_of_pages_and_weights(runs, request):

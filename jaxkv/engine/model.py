@@ -18,7 +18,7 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.sharding import Placement, bytes_per_device, place
-from jaxkv.steps import key_means
+from jaxkv.steps import fit_keys
 from jaxkv.weights.dummy import random_weights
 from jaxkv.weights.hub import ALLOW_PATTERNS, WITHOUT_WEIGHTS, resolve_model
 from jaxkv.weights.load import load_weights
@@ -27,8 +27,8 @@ from jaxkv.weights.orbax import load_converted, stored_dtype
 GENERATION = "generation_config.json"
 DTYPES = ("auto", "bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
-MEAN_TOKENS = 512
-"""Of the text from which the mean key is taken."""
+FIT_TOKENS = 512
+"""Of the text that keys are fitted to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,21 +117,21 @@ def load_model(
     )
 
 
-def center_keys(model: Model) -> Model:
-    """The same function with keys that are stored without their mean over a text of random tokens."""
-    num_tokens = min(MEAN_TOKENS, model.spec.max_len // 16 * 16)
+def with_fitted_keys(model: Model) -> Model:
+    """The same function with keys that lose less by being quantised (`steps.fit_keys`, of random tokens)."""
+    num_tokens = min(FIT_TOKENS, model.spec.max_len)
     token_T = np.random.default_rng(0).integers(0, model.spec.vocab_size, num_tokens)
     placement, layers = model.placement, model.weights["layers"]
-    means = key_means(model.weights, token_T, spec=model.spec, placement=placement)
+    affine = fit_keys(model.weights, token_T, spec=model.spec, placement=placement)
 
-    def put(mean: np.ndarray) -> Any:
-        return jax.device_put(mean, placement.sharding(placement.weight("k_mean", mean.ndim)))
+    def put(x: np.ndarray) -> Any:
+        return jax.device_put(x, placement.sharding(placement.weight("k_affine", x.ndim)))
 
     if isinstance(layers, tuple):
-        centered: Any = tuple(layer | {"k_mean": put(mean)} for layer, mean in zip(layers, means, strict=True))
+        fitted: Any = tuple(layer | {"k_affine": put(x)} for layer, x in zip(layers, affine, strict=True))
     else:
-        centered = layers | {"k_mean": put(np.stack(means))}
-    return replace(model, weights={**model.weights, "layers": centered})
+        fitted = layers | {"k_affine": put(np.stack(affine))}
+    return replace(model, weights={**model.weights, "layers": fitted})
 
 
 def auto_dtype(platform: str) -> str:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import BACKENDS, Batch, Heads
+from jaxkv.ops.attention import BACKENDS, Backend, Batch, Heads
 from jaxkv.ops.layers import Matrix, apply_rope, gated_mlp, linear, linear_over, rms_norm, rope_tables, values
 
 Weights = Mapping[str, Any]
@@ -23,7 +23,7 @@ A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`).
 
 
 def forward(
-    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, backend: str, axis: str | None = None
+    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, backend: str | Backend, axis: str | None = None
 ) -> tuple[PagedKV, jax.Array]:
     """Runs the packed tokens through all layers and stores their keys and values.
 
@@ -31,7 +31,7 @@ def forward(
     Returns the new state (lengths grown by this step's tokens) and the hidden states [T, D] float32 before the final
     norm. Cost: every array but the pages is of size T.
     """
-    attention = BACKENDS[backend]
+    attention = BACKENDS[backend] if isinstance(backend, str) else backend
     heads_G = heads_of(spec, num_devices=1 if axis is None else jax.lax.axis_size(axis))
     prepared_G = [attention.prepare(group, batch, heads) for group, heads in zip(kv.groups, heads_G, strict=True)]
     kv = replace(kv, groups=tuple(replace(group, len_B=group.len_B + batch.count_B) for group in kv.groups))
@@ -87,7 +87,7 @@ def _project(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H]; with qk-norm where the weights have it.
 
-    Keys are less their mean where the weights have one (`steps.key_means`).
+    Keys and queries are suited to being quantised where the weights say how (`steps.fit_keys`).
     """
 
     def heads(name: str) -> jax.Array:
@@ -99,8 +99,10 @@ def _project(
         q = rms_norm(q, w["q_norm"], eps=spec.norm_eps)
         k = rms_norm(k, w["k_norm"], eps=spec.norm_eps)
     q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-    if "k_mean" in w:
-        k -= w["k_mean"].reshape(1, -1, spec.head_dim)
+    if "k_affine" in w:
+        mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, spec.head_dim), 2, 0)
+        k = (k - mean_1KH) * factor_1KH
+        q = q / jnp.repeat(factor_1KH, q.shape[1] // k.shape[1], axis=1)
     return q, k, v
 
 

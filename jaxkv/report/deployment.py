@@ -134,7 +134,7 @@ def deploy(
         raise ValueError(f"gpu_memory_utilization: expected a number in (0, 1], got {utilization!r}")
     size = target.num_devices if tensor_parallel_size is None else tensor_parallel_size
     place(spec, layout, _counted(target), size)
-    codec = get_codec(dtype if kv_cache_dtype == "auto" else kv_cache_dtype, platform="tpu", dtype=dtype)
+    codec = get_codec(kv_cache_dtype, platform="tpu", dtype=dtype)
     engine = engine_limits("tpu", spec.max_len, **limits)
     needs = Needs(
         page_size=engine.block_size,

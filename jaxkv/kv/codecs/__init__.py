@@ -16,12 +16,13 @@ ALIASES = {"bf16": "bfloat16", "f32": "float32", "fp8": "fp8_e4m3"}
 
 
 def get_codec(name: str, *, platform: str, dtype: str = "bfloat16") -> Codec:
-    """The codec called `name` in the form that `platform` (cpu, gpu, tpu) handles well. Quantised elements meet queries
-    in `dtype`, the model's.
+    """The codec called `name`, "auto" being `dtype`, in the form that `platform` (cpu, gpu, tpu) handles well.
+
+    dtype: the model's, in which quantised elements meet queries.
 
     Raises: ValueError for an unknown name, listing the known ones.
     """
-    name = ALIASES.get(name, name)
+    name = dtype if name == "auto" else ALIASES.get(name, name)
     if name in PLAIN:
         return PlainCodec(dtype=name, as_bits=name == "bfloat16" and bfloat16_as_bits(platform))
     if name in LARGEST:

@@ -42,9 +42,10 @@ class Codec(Protocol):
         ...
 
     @property
-    def centers_keys(self) -> bool:
-        """Whether it gains by keys without their mean. One constant vector less in all keys of a head changes the
-        scores of a query by a constant, which softmax takes out (not beside sinks or under a softcap)."""
+    def fits_keys(self) -> bool:
+        """Whether it gains by keys without their mean and with channels as large as those of the queries that they meet
+        (`steps.fit_keys`). The former changes the scores of a query by a constant, which softmax takes out (not beside
+        sinks or under a softcap)."""
         ...
 
     def width(self, head_dim: int) -> int:

@@ -15,6 +15,10 @@ from jaxkv.kv.codecs.parts import SMALLEST, as_bytes, of_bytes, to_bfloat16
 MIDDLE = 7.5
 """Of the codes 0 to 15."""
 
+COVERED = 0.95
+"""Part of a vector's range that the codes cover: what the few values at its ends lose, the steps between all others
+more than win (5% of the squared error of 64 normal numbers, 7% of 128)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int4Codec:
@@ -35,7 +39,7 @@ class Int4Codec:
         return np.dtype(np.uint8)
 
     @property
-    def centers_keys(self) -> bool:
+    def fits_keys(self) -> bool:
         return True
 
     def width(self, head_dim: int) -> int:
@@ -46,7 +50,7 @@ class Int4Codec:
     def encode(self, x: jax.Array) -> jax.Array:
         x = parts.rotate(x.astype(jnp.float32))
         low, high = jnp.min(x, axis=-1), jnp.max(x, axis=-1)
-        scale = jnp.maximum(to_bfloat16((high - low) / 15), SMALLEST)
+        scale = jnp.maximum(to_bfloat16((high - low) * (COVERED / 15)), SMALLEST)
         middle = to_bfloat16((high + low) / 2)
         codes = jnp.round((x - middle[..., None]) / scale[..., None] + MIDDLE)
         first, second = jnp.split(jnp.clip(codes, 0, 15).astype(jnp.uint8), 2, axis=-1)

@@ -27,7 +27,7 @@ class PlainCodec:
         return np.dtype(np.uint16) if self.as_bits else jnp.dtype(self.dtype)
 
     @property
-    def centers_keys(self) -> bool:
+    def fits_keys(self) -> bool:
         return False
 
     def width(self, head_dim: int) -> int:

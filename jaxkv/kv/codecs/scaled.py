@@ -34,8 +34,8 @@ class ScaledCodec:
         return np.dtype(np.uint8)
 
     @property
-    def centers_keys(self) -> bool:
-        return False
+    def fits_keys(self) -> bool:
+        return self.kind == "int8"  # a float needs no channels of one size
 
     def width(self, head_dim: int) -> int:
         return head_dim + 2

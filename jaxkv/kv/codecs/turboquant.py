@@ -45,7 +45,7 @@ class TurboQuantCodec:
         return np.dtype(np.uint8)
 
     @property
-    def centers_keys(self) -> bool:
+    def fits_keys(self) -> bool:
         return True
 
     def width(self, head_dim: int) -> int:
