@@ -123,14 +123,13 @@ class LLM:
             seed=seed,
             max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
-        size = self._model.placement.size
-        page_nbytes = bytes_per_page(spec, page_size=limits.block_size, codec=codec, num_devices=size)
         self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic)
+        made: Any = {"codec": codec, "backend": self._backend, "num_devices": self._model.placement.size}
         if codec.fits_keys:
             self._model = with_fitted_keys(self._model)
         self._budget = plan_pool(
             limits,
-            page_nbytes,
+            bytes_per_page(spec, page_size=limits.block_size, **made),
             device_memory(self._device, weight_bytes=self._model.weight_bytes, utilization=gpu_memory_utilization),
             memory_bytes=kv_cache_memory_bytes,
             pages_override=num_gpu_blocks_override,

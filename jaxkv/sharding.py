@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv.config import is_int
-from jaxkv.kv.state import PagedKV
+from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
 
@@ -74,7 +74,11 @@ class Placement:
         """Of the KV state: pages by heads, tables and lengths whole."""
         whole: Any = {"table_BW": WHOLE, "first_BW": WHOLE, "len_B": WHOLE}
         pages: Any = PAGES
-        return replace(kv, groups=tuple(replace(group, pages=pages, **whole) for group in kv.groups))
+
+        def of(group: GroupKV) -> GroupKV:
+            return replace(group, pages=pages, scales=None if group.scales is None else pages, **whole)
+
+        return replace(kv, groups=tuple(map(of, kv.groups)))
 
     @property
     def mesh(self) -> Mesh:

@@ -231,7 +231,8 @@ def demo_model() -> Model:
 def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
     """With a KV state of one page, since nothing reads it, and a scheduler that tells the clock when it has planned."""
     codec = get_codec("float32", platform="cpu")
-    group = empty_group(num_layers=1, page_shape=(2, config.block_size, 8), num_pages=1, codec=codec)
+    page = jax.ShapeDtypeStruct((2, config.block_size, 8), np.float32)
+    group = empty_group(num_layers=1, page_arrays=(page,), num_pages=1, codec=codec)
     kv = PagedKV(groups=(group,))
     programs: Any = StubPrograms(config, spec, clock)
     engine = Engine({}, kv, programs, config, make_kv=lambda: kv, decode_token=None)

@@ -33,6 +33,8 @@ class Shape:
     heads: int | None = None
     decode_only: bool = False
     tables_in_hbm: bool = False
+    num_bits: int | None = None
+    """Of quantised keys and values."""
 
 
 @dataclass

@@ -91,9 +91,10 @@ def loaded(request, tmp_path_factory):
 def device(loaded) -> Device:
     weights, spec = loaded
     sizes = {"num_pages": NUM_PAGES, "codec": get_codec("float32", platform="cpu")}
+    pages = [jax.ShapeDtypeStruct((2 * g.num_kv_heads, SIZE, g.head_dim), jnp.float32) for g in spec.groups]
     groups = (
-        empty_group(num_layers=len(g.layers), page_shape=(2 * g.num_kv_heads, SIZE, g.head_dim), **sizes)
-        for g in spec.groups
+        empty_group(num_layers=len(g.layers), page_arrays=(page,), **sizes)
+        for g, page in zip(spec.groups, pages, strict=True)
     )
     return Device(weights, spec, PagedKV(tuple(groups)))
 

@@ -162,7 +162,7 @@ class Engine:
             Counter("compile_seconds", "Time that took.", programs.compile_s),
             *self._recorder.metrics(),
             Gauge("kv_cache_bytes_per_token", "Bytes of pages per token that they hold, mean over steps.",
-                  self._recorder.bytes_per_token(sum(group.pages.nbytes for group in self.kv.groups), allocator)),
+                  self._recorder.bytes_per_token(self.kv.nbytes, allocator)),
         ]  # fmt: skip
 
     def check(self) -> None:
@@ -353,10 +353,10 @@ class Engine:
 
     def _restore_lost_kv(self) -> None:
         """A new empty pool where a step that failed took the contents of the old one."""
-        if self._failed and not _is_computed([group.pages for group in self.kv.groups]):
+        if self._failed and not _is_computed(self.kv.pools):
             self.scheduler.start_over()
-            for group in self.kv.groups:
-                group.pages.delete()  # before there is a second pool
+            for pool in self.kv.pools:
+                pool.delete()  # before there is a second one
             self.kv, self._newest_R = self._make_kv(), _no_tokens(self.scheduler.config)
         self._failed = False
 

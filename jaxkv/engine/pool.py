@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from jaxkv.config import EngineConfig, is_int
 from jaxkv.engine.budget import Budget, Memory
 from jaxkv.errors import CapacityError
 from jaxkv.kv.codecs import Codec
-from jaxkv.kv.state import GroupKV, PagedKV, empty_group, page_bytes
+from jaxkv.kv.state import GroupKV, PagedKV, empty_group
 from jaxkv.models.decoder import heads_of
 from jaxkv.models.spec import KVGroup, ModelSpec
 from jaxkv.ops.attention import BACKENDS, Heads
@@ -27,18 +28,11 @@ ProgramsFor = Callable[[EngineConfig, int], Programs]
 """The programs of an engine whose pool has so many pages; what else they depend on is in the config."""
 
 
-def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec, num_devices: int = 1) -> int:
+def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec, backend: str, num_devices: int = 1) -> int:
     """Bytes of one page over all layers of all groups, on each of the devices that divide the KV heads."""
-    return sum(
-        page_bytes(
-            num_layers=len(group.layers),
-            num_kv_heads=group.num_kv_heads // num_devices,
-            head_dim=group.head_dim,
-            page_size=page_size,
-            codec=codec,
-        )
-        for group in spec.groups
-    )
+    groups = zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True)
+    of_layers = [(BACKENDS[backend].page_arrays(heads, page_size, codec), len(group.layers)) for group, heads in groups]
+    return sum(count * math.prod(x.shape) * x.dtype.itemsize for arrays, count in of_layers for x in arrays)
 
 
 def plan_pool(
@@ -183,14 +177,10 @@ def _groups(
     spec: ModelSpec, config: EngineConfig, codec: Codec, backend: str, *, num_devices: int, device: Any
 ) -> PagedKV:
     def empty(group: KVGroup, heads: Heads) -> GroupKV:
-        rows, page_size, width = BACKENDS[backend].page_shape(heads, config.block_size, codec)
-        return empty_group(
-            num_layers=len(group.layers),
-            page_shape=(rows * num_devices, page_size, width),
-            num_pages=config.num_pages,
-            codec=codec,
-            device=device,
-        )
+        arrays = BACKENDS[backend].page_arrays(heads, config.block_size, codec)
+        of_all = (jax.ShapeDtypeStruct((x.shape[0] * num_devices, *x.shape[1:]), x.dtype) for x in arrays)
+        sizes: Any = {"num_layers": len(group.layers), "num_pages": config.num_pages}
+        return empty_group(**sizes, page_arrays=tuple(of_all), codec=codec, device=device)
 
     groups = zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True)
     return PagedKV(groups=tuple(empty(*pair) for pair in groups))

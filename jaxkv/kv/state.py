@@ -24,11 +24,12 @@ class GroupKV:
     pages    [L*P, 2K, S, X]  codec's storage dtype, X = codec.width(H): H if it does not quantise. Page p of layer l is
              row l*P + p: one flat axis, so that a loop over layers carries the pool without copying it. Heads 0..K-1
              are keys, K..2K-1 values (head-major: one head of one page is contiguous, and a whole page is one DMA). A
-             backend may keep the heads of a page in another order and shape (`ops.attention.base.Backend.page_shape`).
+             backend may keep the heads of a page in another order and shape (`ops.attention.base.Backend.page_arrays`).
     table_BW int32: page ids of each row in order; entries past the row's length are any valid id, never read as data.
     first_BW int32: position (in tokens) of slot 0 of each table page. Masks use it, not the page's index, so that a
              row may drop pages and keep its positions.
     len_B    int32: tokens of each row that are held, counted in slots from the start of its table.
+    scales   [L*P, 1, Z] for a backend that has a quantising codec's scales beside the pages, else None.
     """
 
     pages: jax.Array
@@ -37,6 +38,12 @@ class GroupKV:
     len_B: jax.Array
     codec: Codec = struct.field(pytree_node=False)
     num_layers: int = struct.field(pytree_node=False)
+    scales: jax.Array | None = None
+
+    @property
+    def pools(self) -> tuple[jax.Array, ...]:
+        """The arrays that hold keys and values."""
+        return (self.pages,) if self.scales is None else (self.pages, self.scales)
 
     @property
     def num_pages(self) -> int:
@@ -57,26 +64,31 @@ class PagedKV:
 
     groups: tuple[GroupKV, ...]
 
+    @property
+    def pools(self) -> list[jax.Array]:
+        """All arrays that hold keys and values."""
+        return [pool for group in self.groups for pool in group.pools]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the pools, on all devices."""
+        return sum(pool.nbytes for pool in self.pools)
+
 
 def empty_group(
     *,
     num_layers: int,
-    page_shape: tuple[int, int, int],
+    page_arrays: tuple[jax.ShapeDtypeStruct, ...],
     num_pages: int,
     codec: Codec,
     device: jax.sharding.Sharding | None = None,
 ) -> GroupKV:
-    """A zeroed pool without rows: `num_pages` pages of `page_shape` for each of `num_layers` layers."""
-    pages = jnp.zeros((num_layers * num_pages, *page_shape), codec.storage_dtype, device=device)
+    """A zeroed pool without rows: `num_pages` pages for each of `num_layers` layers, each of them `page_arrays`, which
+    are its part of `pages` and of `scales` where there are any."""
+    pools = [jnp.zeros((num_layers * num_pages, *page.shape), page.dtype, device=device) for page in page_arrays]
     no_rows: Any = np.zeros((0, 1), np.int32)
-    return GroupKV(
-        pages=pages, table_BW=no_rows, first_BW=no_rows, len_B=no_rows[:, 0], codec=codec, num_layers=num_layers
-    )
-
-
-def page_bytes(*, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, codec: Codec) -> int:
-    """Bytes that one page takes over all layers of its group, keys and values together."""
-    return num_layers * 2 * num_kv_heads * page_size * codec.width(head_dim) * codec.storage_dtype.itemsize
+    rows: Any = {"table_BW": no_rows, "first_BW": no_rows, "len_B": no_rows[:, 0]}
+    return GroupKV(pools[0], **rows, codec=codec, num_layers=num_layers, scales=pools[1] if len(pools) > 1 else None)
 
 
 def destinations(group: GroupKV, *, row_T: jax.Array, offset_T: jax.Array) -> jax.Array:
@@ -125,7 +137,12 @@ def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV
         base_L1 = jnp.arange(group.num_layers, dtype=jnp.int32)[:, None] * group.num_pages
         inside_1C = (target_C < group.num_pages)[None, :]
         target_LC = jnp.where(inside_1C, base_L1 + target_C[None, :], group.pages.shape[0])
-        values = group.pages[base_L1 + jnp.where(inside_1C, source_C[None, :], 0)]
-        return replace(group, pages=group.pages.at[target_LC].set(values, mode="drop"))
+        source_LC = base_L1 + jnp.where(inside_1C, source_C[None, :], 0)
+
+        def copied(pool: jax.Array) -> jax.Array:
+            return pool.at[target_LC].set(pool[source_LC], mode="drop")
+
+        scales = None if group.scales is None else copied(group.scales)
+        return replace(group, pages=copied(group.pages), scales=scales)
 
     return replace(kv, groups=tuple(copy(group) for group in kv.groups))

@@ -123,12 +123,12 @@ def _loop_layers(
         return replace(kv, groups=tuple(groups)), x_TD
     (group,) = kv.groups
 
-    def step(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        x_TD, pages = carry
+    def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+        x_TD, pages, scales = carry
         w = {name: values(leaf[index]) if leaf.ndim == 2 else Matrix(leaf, index) for name, leaf in layers.items()}
-        x_TD, new = block(x_TD, replace(group, pages=pages), w, 0, index)
-        return x_TD, new.pages
+        x_TD, new = block(x_TD, replace(group, pages=pages, scales=scales), w, 0, index)
+        return x_TD, new.pages, new.scales
 
     with jax.named_scope("layers"):  # by which `jaxkv check` knows the loop in a compiled program
-        x_TD, pages = jax.lax.fori_loop(0, spec.num_layers, step, (x_TD, group.pages))
-    return replace(kv, groups=(replace(group, pages=pages),)), x_TD
+        x_TD, pages, scales = jax.lax.fori_loop(0, spec.num_layers, step, (x_TD, group.pages, group.scales))
+    return replace(kv, groups=(replace(group, pages=pages, scales=scales),)), x_TD

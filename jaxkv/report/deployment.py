@@ -80,13 +80,13 @@ class Deployment:
     @property
     def page_nbytes(self) -> int:
         """On each device."""
-        size = self.tensor_parallel_size
-        return bytes_per_page(self.spec, page_size=self.limits.block_size, codec=self.codec, num_devices=size)
+        made: Any = {"codec": self.codec, "backend": self.backend, "num_devices": self.tensor_parallel_size}
+        return bytes_per_page(self.spec, page_size=self.limits.block_size, **made)
 
     @property
     def token_nbytes(self) -> int:
         """Of the KV cache, on all devices together."""
-        return bytes_per_page(self.spec, page_size=1, codec=self.codec)
+        return self.page_nbytes * self.tensor_parallel_size // self.limits.block_size
 
     @cached_property
     def placement(self) -> Placement:

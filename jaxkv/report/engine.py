@@ -59,7 +59,7 @@ def compile_engine(engine: Engine) -> dict[str, Any]:
         "num_pages": budget.num_pages,
         "pages_reason": budget.reason,
         "page_size": made.limits.block_size,
-        "kv_dtype": made.codec.storage_dtype.name,
+        "kv_dtype": made.codec.name,
         "heads": [heads.num_heads, heads.num_kv_heads, heads.head_dim],
         "memory": budget.lines(programs),
         "programs": [describe_program(name, program, slices) for name, program in programs.compiled.items()],
@@ -76,7 +76,10 @@ def large_sizes(programs: Any) -> dict[str, int]:
 
     weights, groups = programs.weights, programs.groups
     is_stacked = isinstance(weights["layers"], dict)
-    sizes = {f"kv.groups[{i}].pages": elements(group.pages) // group.num_layers for i, group in enumerate(groups)}
+    sizes = {}
+    for i, group in enumerate(groups):
+        for name, pool in zip(("pages", "scales"), group.pools, strict=False):
+            sizes[f"kv.groups[{i}].{name}"] = elements(pool) // group.num_layers
     for path, leaf in tree_leaves_with_path(weights):
         num_layers = leaf.shape[0] if is_stacked and path[0].key == "layers" else 1
         if leaf.ndim > (2 if num_layers > 1 else 1):

@@ -50,7 +50,13 @@ class Case:
 
     @property
     def itemsize(self) -> int:
+        """Bytes of a matmul's input."""
         return 4 if self.dtype == "float32" else 2
+
+    @property
+    def bits(self) -> int:
+        """Of each stored element, its scales apart."""
+        return {"int8": 8, "int4": 4}.get(self.dtype, 8 * self.itemsize)
 
     def __str__(self) -> str:
         page = f"pages of {self.page_size}, {self.batch} x {self.context} tokens"
@@ -70,8 +76,16 @@ def tiles_of(case: Case) -> Any:
 
     num_heads, kv_heads, head_dim = case.heads
     layout = tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim)
-    tiles = tpu.choose_tiles(layout=layout, page_size=case.page_size, itemsize=case.itemsize, num_heads=num_heads)
+    sizes = {"page_size": case.page_size, "itemsize": case.itemsize, "num_heads": num_heads}
+    tiles = tpu.choose_tiles(layout=layout, **sizes, packing=packing_of(case))
     return replace(tiles, **dict(case.tiles))
+
+
+def packing_of(case: Case) -> Any:
+    """None for pages of floats."""
+    from kernels_pallas import tpu
+
+    return tpu.Packing(case.bits) if case.bits < 16 else None
 
 
 def lower_case(case: Case) -> Any:
@@ -85,19 +99,20 @@ def lower_case(case: Case) -> Any:
     from kernels_pallas import tpu
 
     num_heads, kv_heads, head_dim = case.heads
-    layout, tiles, dtype = tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim), tiles_of(case), jnp.dtype(case.dtype)
+    layout, tiles, packing = tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim), tiles_of(case), packing_of(case)
+    dtype = jnp.dtype(jnp.float32 if case.dtype == "float32" else jnp.bfloat16)
     decodes = case.kernel == "decode"
     width = -(-case.context // case.page_size)
     num_pages = case.batch * width + 1
     page_shape = (layout.rows, case.page_size, layout.width)
-    num_layers = 1 + (2**33 // (num_pages * math.prod(page_shape) * dtype.itemsize) if case.far else 0)
+    num_layers = 1 + (2**33 // (num_pages * math.prod(page_shape) * case.bits // 8) if case.far else 0)
     num_tokens = case.batch if decodes else case.queries
     num_decode, num_rows = jnp.int32(case.batch if decodes else 0), jnp.int32(case.batch)
 
     def step(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, start_B, count_B, layer):  # type: ignore[no-untyped-def]
         schedule = tpu.make_schedule(
             table_BW, first_BW, len_B, start_B, count_B, num_decode, num_rows, num_tokens=num_tokens,
-            page_size=case.page_size, window=None, tiles=tiles, decode_only=decodes,
+            page_size=case.page_size, window=None, tiles=tiles, packed=packing is not None, decode_only=decodes,
         )  # fmt: skip
         return tpu.ragged_paged_attention(
             q_TNH, k_TKH, v_TKH, pages, schedule, layer=layer, num_pages=num_pages, scale=head_dim**-0.5
@@ -105,10 +120,21 @@ def lower_case(case: Case) -> Any:
 
     sharding = NamedSharding(Mesh(np.array(parse_target(case.chip).devices()[:1]), ("x",)), PartitionSpec())
     table, row = ((case.batch, width), jnp.int32), ((case.batch,), jnp.int32)
-    kv = ((num_tokens, kv_heads, head_dim), dtype)
-    shapes: list[Any] = [((num_tokens, num_heads, head_dim), dtype), kv, kv]
-    shapes += [((num_layers * num_pages, *page_shape), dtype), table, table, row, row, row, ((), jnp.int32)]
-    return lower(step, *(jax.ShapeDtypeStruct(*shape, sharding=sharding) for shape in shapes), donate=3)
+    new: Any = ((num_tokens, kv_heads, head_dim), dtype)
+    pages: Any = ((num_layers * num_pages, *page_shape), dtype)
+    if packing is not None:
+        scale: Any = ((num_tokens, kv_heads), jnp.float32)
+        values: Any = (new[0], jnp.int8)
+        new = tpu.Quantised(values, scale, scale if packing.words_per_slot > 1 else None)
+        pools: Any = [((num_layers * num_pages, *x), jnp.int32) for x in packing.page_shapes(layout, case.page_size)]
+        pages = tpu.Packed(*pools)
+    shapes: list[Any] = [((num_tokens, num_heads, head_dim), dtype), new, new]
+    shapes += [pages, table, table, row, row, row, ((), jnp.int32)]
+
+    def abstract(shape: Any) -> Any:
+        return jax.ShapeDtypeStruct(*shape, sharding=sharding)
+
+    return lower(step, *jax.tree.map(abstract, shapes, is_leaf=lambda x: type(x) is tuple), donate=3)
 
 
 def count(case: Case, folder: Path) -> dict[str, Any]:
@@ -118,8 +144,7 @@ def count(case: Case, folder: Path) -> dict[str, Any]:
         return {"temporary_bytes": memory.temp_size_in_bytes}
     tiles, schedule = tiles_of(case), read_schedule(folder, f"paged_{case.kernel}")
     found = (_decode if case.kernel == "decode" else _prefill)(case, schedule, tiles)
-    _, kv_heads, head_dim = case.heads
-    dma_bytes = found.pop("read_tokens") * 2 * kv_heads * head_dim * case.itemsize
+    dma_bytes = found.pop("read_tokens") * bytes_per_token(case)
     chip = CHIPS[case.chip]
     dma = None if chip.bandwidth is None or chip.clock is None else dma_bytes / chip.bandwidth * chip.clock
     main = max(schedule.loops, key=lambda loop: loop.units["MXU"])
@@ -138,13 +163,22 @@ def count(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
+def bytes_per_token(case: Case) -> float:
+    """Of the pages, with their scales."""
+    _, kv_heads, head_dim = case.heads
+    packing = packing_of(case)
+    scales = 0.0 if packing is None else 4 * packing.scales_width(kv_heads, case.page_size) / case.page_size
+    return 2 * kv_heads * head_dim * case.bits / 8 + scales
+
+
 def _decode(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
-    """Rounds of one loop; of the loops in it those with matmuls go over heads, the others clear what a block fetches
-    past its row's end."""
+    """Rounds of one loop; of the loops in it those with matmuls go over heads, the others clear what a block of floats
+    fetches past its row's end."""
     from kernels_pallas.tpu import layout_of
     from kernels_pallas.tpu.tiles import SLOTS
 
-    (main,) = [loop for loop in schedule.loops if loop.depth == 1 and schedule.inner(loop)]
+    outer = [loop for loop in schedule.loops if loop.depth == 1]
+    (main,) = [loop for loop in outer if loop.units["MXU"] or any(x.units["MXU"] for x in schedule.inner(loop))]
     heads = [loop for loop in schedule.inner(main) if loop.units["MXU"]]
     clears = [loop for loop in schedule.inner(main) if not loop.units["MXU"]]
     joined = layout_of(kv_heads=case.heads[1], head_dim=case.heads[2]).joined
@@ -153,7 +187,7 @@ def _decode(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
     blocks = -(-case.context // block)
     cleared = blocks * tiles.decode_pages - case.context // case.page_size
     rounds = -(-case.batch * blocks // SLOTS)
-    clear = sum(loop.own for loop in clears) / len(clears)
+    clear = sum(loop.own for loop in clears) / max(1, len(clears))
     cycles = schedule.outside_loops + rounds * own + case.batch * cleared * clear
     return {
         "issue_cycles": round(cycles),

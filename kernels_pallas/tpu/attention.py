@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from kernels_pallas.tpu.block import Static
 from kernels_pallas.tpu.decode import decode
 from kernels_pallas.tpu.layout import Layout, layout_of, pack, pack_queries, unpack_outputs
+from kernels_pallas.tpu.packing import Packed, Packing, Quantised, in_slots, pack_new, packing_of
 from kernels_pallas.tpu.prefill import prefill, prefill_smem_bytes
 from kernels_pallas.tpu.schedule import SMEM_BYTES, Schedule
 from kernels_pallas.tpu.write import write
@@ -34,9 +35,9 @@ class Statistics(NamedTuple):
 
 def ragged_paged_attention(
     q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
-    pages: jax.Array,
+    k_TKH: jax.Array | Quantised,
+    v_TKH: jax.Array | Quantised,
+    pages: jax.Array | Packed,
     schedule: Schedule,
     *,
     layer: int | jax.Array,
@@ -48,23 +49,31 @@ def ragged_paged_attention(
     page_mass: bool = False,
     out_dtype: Any = jnp.float32,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, Statistics | None]:
+) -> tuple[jax.Array, jax.Array | Packed, Statistics | None]:
     """Writes the step's keys and values into their pages and attends every packed token to the pages of its row.
 
     -> (out [T, N, H], pages, statistics or None). pages: `pack(layout_of(...), [L*P, 2K, S, H])`, bfloat16 or
     float32, page p of layer l in row l * num_pages + p; updated in place when donated. Queries, keys, values and
-    softmax weights are rounded to the dtype of the pages, sums are float32. Decode rows that rest get zeros, padding
-    tokens anything. `schedule` is made for this step's rows, by `make_schedule`, once for all layers. sinks_N: a logit
-    per query head, which joins the softmax's sum only. out_dtype: what the float32 result is rounded to.
+    softmax weights are rounded to the dtype of the pages, sums are float32. Quantised keys and values go into packed
+    pages, queries and weights are then rounded to bfloat16. Decode rows that rest get zeros, padding tokens anything.
+    `schedule` is made for this step's rows, by `make_schedule`, once for all layers. sinks_N: a logit per query head,
+    which joins the softmax's sum only. out_dtype: what the float32 result is rounded to.
     `interpret`: False, True or pltpu.InterpretParams.
 
     Raises: NotImplementedError naming what the kernels do not take. Semantics: kernels_pallas.reference.
     """
-    layout = layout_of(kv_heads=k_TKH.shape[1], head_dim=k_TKH.shape[2])
-    _check(layout, q_TNH, pages, schedule, page_mass)
+    packing = packing_of(k_TKH) if isinstance(k_TKH, Quantised) else None
+    _, kv_heads, head_dim = (k_TKH.values if isinstance(k_TKH, Quantised) else k_TKH).shape
+    layout = layout_of(kv_heads=kv_heads, head_dim=head_dim)
+    pools = tuple(pages) if isinstance(pages, Packed) else (pages,)
+    _check(layout, q_TNH, pools, packing, schedule, page_mass)
     static = Static(
         layout=layout,
-        page_size=pages.shape[2],
+        packing=packing,
+        dtype=jnp.dtype(jnp.bfloat16) if packing else pools[0].dtype,
+        page_size=schedule.page_size,
+        per_row=q_TNH.shape[1] // layout.joined,
+        rows=0,
         block=schedule.tiles.decode_pages,
         heads=schedule.tiles.decode_heads,
         queries=schedule.tiles.prefill_queries,
@@ -78,22 +87,29 @@ def ragged_paged_attention(
         wait_by_page=interpret is True,
     )
     base = jnp.reshape(jnp.asarray(layer * num_pages, jnp.int32), (1,))
-    q_TJMX = pack_queries(layout, q_TNH.astype(pages.dtype))
-    new_T2KH = jnp.concatenate([k_TKH, v_TKH], axis=1).astype(pages.dtype)
-    new_TCX = pack(layout, new_T2KH[:, :, None])[:, :, 0]
+    q_TJMX = pack_queries(layout, q_TNH.astype(static.dtype))
     sinks_JM = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(layout.joined, -1)
     num_rows = min(schedule.batch, q_TNH.shape[0])
-    decoded, pages, statistics_DJML, masses = decode(
-        q_TJMX[:num_rows], new_TCX[:num_rows], sinks_JM, pages, schedule, base, static=static, interpret=interpret
+    both: Any = jax.tree.map(lambda k, v: jnp.concatenate([k, v], axis=1), k_TKH, v_TKH)
+    if packing is None:
+        new: tuple[jax.Array, ...] = (pack(layout, both.astype(static.dtype)[:, :, None])[:, :, 0],)
+        of_decode: tuple[jax.Array, ...] = (new[0][:num_rows],)
+    else:
+        new = pack_new(layout, packing, both)
+        words = in_slots(new[1][:num_rows], schedule.page_size, pools[1].shape[2])
+        of_decode = (new[0][:num_rows] & (2**packing.num_bits - 1), words)
+    decoded, pools, statistics_DJML, masses = decode(
+        q_TJMX[:num_rows], of_decode, sinks_JM, pools, schedule, base, static=static, interpret=interpret
     )
     out, found = unpack_outputs(layout, decoded.astype(out_dtype)), statistics_DJML
     if schedule.write is not None:
-        pages = write(new_TCX, pages, schedule.write, base, interpret=interpret)
+        pools = write(new, pools, schedule.write, base, packing=packing, interpret=interpret)
         static = replace(static, block=schedule.tiles.prefill_pages)
         options: Any = {"static": static, "out_dtype": out_dtype, "interpret": interpret}
-        filled, of_chunks = prefill(q_TJMX, sinks_JM, pages, schedule, base, **options)
+        filled, of_chunks = prefill(q_TJMX, sinks_JM, pools, schedule, base, **options)
         out = _first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
         found = None if found is None or of_chunks is None else _first_rows(found, of_chunks, schedule.num_decode)
+    pages = pools[0] if packing is None else Packed(*pools)
     if found is None:
         return out, pages, None
     per_head = found.reshape(found.shape[0], -1, 3)
@@ -126,19 +142,34 @@ def _mass_per_page(masses_IJML: jax.Array, found_TN3: jax.Array, schedule: Sched
     return flat.reshape(schedule.batch, schedule.width, -1).transpose(0, 2, 1)
 
 
-def _check(layout: Layout, q_TNH: jax.Array, pages: jax.Array, schedule: Schedule, page_mass: bool) -> None:
-    expected = (layout.rows, schedule.page_size, layout.width)
-    if pages.shape[1:] != expected:
-        raise ValueError(f"pages: expected [L*P, C, S, X] with (C, S, X) = {expected}, got {pages.shape[1:]}")
+def _check(
+    layout: Layout,
+    q_TNH: jax.Array,
+    pools: tuple[jax.Array, ...],
+    packing: Packing | None,
+    schedule: Schedule,
+    page_mass: bool,
+) -> None:
+    if packing is None:
+        expected: tuple[tuple[int, ...], ...] = ((layout.rows, schedule.page_size, layout.width),)
+    else:
+        expected = packing.page_shapes(layout, schedule.page_size)
+    if (got := tuple(pool.shape[1:] for pool in pools)) != expected:
+        raise ValueError(f"pages: expected [L*P, ...] with ... = {expected}, got {got}")
     if q_TNH.shape[1] % layout.kv_heads or q_TNH.shape[2] != layout.head_dim:
         heads = f"a multiple of {layout.kv_heads} heads of {layout.head_dim}"
         raise ValueError(f"queries: expected {heads}, got {q_TNH.shape[1:]}")
-    if pages.dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(f"pages: expected bfloat16 or float32, got {pages.dtype}")
-    if schedule.page_size not in PAGE_SIZES:
-        raise NotImplementedError(f"page_size: expected one of {PAGE_SIZES}, got {schedule.page_size}")
+    if packing is None and pools[0].dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"pages: expected bfloat16 or float32, got {pools[0].dtype}")
+    if schedule.page_size not in (sizes := page_sizes(packing)):
+        raise NotImplementedError(f"page_size: expected one of {sizes}, got {schedule.page_size}")
     if page_mass and schedule.prefill is not None:
         raise NotImplementedError("page_mass: expected a step of decode rows only, got one with prefill chunks")
     if schedule.records is not None and (smem_bytes := prefill_smem_bytes(schedule)) > SMEM_BYTES:
         rows = f"rows of {schedule.width} pages"
         raise NotImplementedError(f"{rows} take {smem_bytes} bytes of scalar memory, expected at most {SMEM_BYTES}")
+
+
+def page_sizes(packing: Packing | None) -> tuple[int, ...]:
+    """What the kernels take: packed pages are of whole tiles."""
+    return tuple(size for size in PAGE_SIZES if packing is None or size % packing.tile == 0)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from kernels_pallas.tpu.layout import LANES, Layout
+from kernels_pallas.tpu.packing import Packing
 
 MASKED = -1e30
 """Score of a slot that is not seen: finite, so that a row that saw nothing yet gives no NaN."""
@@ -21,11 +23,15 @@ VMEM_BYTES = 60 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
-    """What is known when compiling. block: pages; heads: rows of heads that decode works on without a loop; queries:
-    tokens of a prefill block; the rest: `attention`."""
+    """What is known when compiling. packing: None for pages of floats; dtype: of matmuls' inputs; per_row: queries that
+    meet a row of heads; block: pages; heads: rows of heads that decode works on without a loop; queries: tokens of a
+    prefill block; rows: queries that are worked on at once; the rest: `attention`."""
 
     layout: Layout
+    packing: Packing | None
+    dtype: Any
     page_size: int
+    per_row: int
     block: int
     heads: int
     queries: int
@@ -38,6 +44,8 @@ class Static:
     streamed: bool
     wait_by_page: bool
     """One wait for each page rather than one for all: the plain interpreter knows no copies of traced size."""
+
+    rows: int
 
     @property
     def slots(self) -> int:
@@ -55,32 +63,106 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def elements(block: Any, row: int | jax.Array) -> jax.Array:
-    """Row `row` of all pages of a block [pages, C, S, X], as a matmul operand [slots, X].
+class Fetched(NamedTuple):
+    """A block of pages in VMEM: floats [pages, C, S, X], or words and beside them scales [pages, 1, Z]."""
 
-    With `slot_scale` the place where a quantised codec goes: this one gives elements as they are stored, cast to what
-    the matmul unit takes, that one their scale per token and head.
+    pages: Any
+    scales: Any
+
+
+class Columns(NamedTuple):
+    """What stands for quantised elements, [1, slots] or [M, slots]: scale * element + offset."""
+
+    scale: jax.Array
+    offset: jax.Array | None
+
+
+class HeadRow(NamedTuple):
+    """Row `begin` + `offset` of heads, of which only the latter is known when compiling."""
+
+    begin: int | jax.Array
+    offset: int
+
+    @property
+    def number(self) -> int | jax.Array:
+        return self.begin + self.offset
+
+
+def elements(block: Fetched, row: int | jax.Array, static: Static) -> jax.Array:
+    """Row `row` of all pages of a block, as a matmul operand [slots, X]. Quantised ones are the whole numbers."""
+    pages, _, size, width = block.pages.shape
+    stored = block.pages[:, row].reshape(pages * size, width)
+    return stored if static.packing is None else static.packing.elements(stored)
+
+
+def columns(
+    block: Fetched,
+    row: HeadRow,
+    static: Static,
+    *,
+    of_values: bool,
+    factor: float = 1.0,
+    held_1S: jax.Array | None = None,
+) -> Columns | None:
+    """What acts on the columns of a row of heads in place of its elements, times `factor`; None for floats.
+
+    held_1S: others get zeros, so that what nobody owns, which may be NaN, is not multiplied by a weight of zero.
     """
-    pages, _, size, width = block.shape
-    return block[:, row].reshape(pages * size, width)
+    packing = static.packing
+    if packing is None:
+        return None
+    layout, size = static.layout, static.page_size
+    per_row = 2 if layout.kind == "pairs" else 1
+
+    def of_head(head: int, word: int) -> jax.Array:
+        """[1, slots]: word `word` of head `head` of the row."""
+        start = (word * layout.kv_heads + row.offset * per_row + head) * size
+        group = static.heads * per_row * size
+        pieces = []
+        for i in range(block.scales.shape[0]):
+            if isinstance(row.begin, int):
+                piece = block.scales[i, :, pl.ds(start + row.begin * per_row * size, size)]
+            else:  # lanes are loaded from a multiple of LANES on
+                aligned = start // group * group
+                begin = pl.multiple_of(row.begin * (per_row * size) + aligned, LANES)
+                piece = block.scales[i, :, pl.ds(begin, group)][:, start - aligned : start - aligned + size]
+            pieces.append(piece)
+        words = jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
+        bits = words & jnp.int32(-65536) if of_values else jax.lax.shift_left(words, jnp.int32(16))
+        found = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        return found if held_1S is None else jnp.where(held_1S, found, 0.0)
+
+    def of_heads(head: int) -> list[jax.Array]:
+        scale = of_head(head, 0)
+        found = [scale * (factor / packing.unit)]
+        return found if packing.words_per_slot == 1 else [*found, (of_head(head, 1) + 0.5 * scale) * factor]
+
+    found = of_heads(0)
+    if per_row == 2:
+        shape = (static.rows, found[0].shape[1])
+        query = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(static.per_row))
+        is_first = query < static.per_row // 2
+        found = [jnp.where(is_first, x, y) for x, y in zip(found, of_heads(1), strict=True)]
+    return Columns(found[0], found[1] if len(found) > 1 else None)
 
 
-def slot_scale(block: Any, row: int | jax.Array) -> jax.Array | None:
-    """[1, slots]: multiplies columns of the scores (keys) or weights (values), never elements. None: all are 1."""
-    del block, row
-    return None
-
-
-def scaled(x_MS: jax.Array, scale_1S: jax.Array | None) -> jax.Array:
-    return x_MS if scale_1S is None else x_MS * scale_1S
-
-
-def scores(q_MX: jax.Array, block: Any, row: int | jax.Array, static: Static) -> jax.Array:
+def scores(q_MX: jax.Array, block: Fetched, row: HeadRow, static: Static) -> jax.Array:
     """[M, slots] float32: scaled (and capped) scores times log2(e). exp2 is one operation less than exp."""
-    s = scaled(dot(q_MX, elements(block, row), (1, 1)), slot_scale(block, row))
-    if static.softcap is None:
-        return s * (static.scale * LOG2E)
-    return jnp.tanh(s * (static.scale / static.softcap)) * (static.softcap * LOG2E)
+    factor = static.scale * LOG2E if static.softcap is None else static.scale / static.softcap
+    s = dot(q_MX, elements(block, row.number, static), (1, 1))
+    of_keys = columns(block, row, static, of_values=False, factor=factor)
+    s = s * (factor if of_keys is None else of_keys.scale)
+    if of_keys is not None and of_keys.offset is not None:
+        s += jnp.sum(q_MX.astype(jnp.float32), axis=1, keepdims=True) * of_keys.offset
+    return s if static.softcap is None else jnp.tanh(s) * (static.softcap * LOG2E)
+
+
+def weights(p_MS: jax.Array, of_values: Columns | None, static: Static) -> tuple[jax.Array, jax.Array | None]:
+    """(what meets the elements of values, what is added to all elements of the product [M, 1] or None)."""
+    if of_values is None:
+        return p_MS.astype(static.dtype), None
+    added = None if of_values.offset is None else jnp.sum(p_MS * of_values.offset, axis=1, keepdims=True)
+    return (p_MS * of_values.scale).astype(static.dtype), added
 
 
 def in_lanes(*columns_ML: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,14 +25,16 @@ from kernels_pallas.tpu.block import (
     MASKED,
     SUBLANES,
     VMEM_BYTES,
+    Fetched,
+    HeadRow,
     Static,
+    columns,
     div,
     dot,
     elements,
     in_lanes,
-    scaled,
     scores,
-    slot_scale,
+    weights,
 )
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import RECORD_FIELDS, RECORD_IDS, Schedule
@@ -83,11 +86,12 @@ def _streamed(records: Any, ring: Any, asked: Any) -> tuple[Work, Callable[[jax.
 
 
 class Block(NamedTuple):
-    """Of one block's softmax, relative to its own max: [M, 1] each."""
+    """Of one block's softmax, relative to its own max: [M, 1] each. added: to all elements of its values' sum."""
 
     top: jax.Array
     sum: jax.Array
     entropy: jax.Array | None
+    added: jax.Array | None
 
 
 def page_masses(p_MS: jax.Array, top_M1: jax.Array, static: Static) -> jax.Array:
@@ -106,28 +110,44 @@ def _kernel(static: Static, *refs: Any) -> None:
         work, ask = _streamed(records, ring, asked)
     else:
         work, rest = _held(*rest[:7]), rest[7:]
-    q_DJMX, new_DCX, sinks_JMX, _, out_DJMX, pages, statistics_DJML, mass_IJML = rest[:8]
-    blocks = rest[8 : 8 + SLOTS]
-    max_JMX, sum_JMX, entropy_JMX, acc_JMX, weights_JMS, slot_MS, mass_SJML = rest[8 + SLOTS : -3]
-    fetched, written, mass_sent = rest[-3:]
-    layout, block, size = static.layout, static.block, static.page_size
+    packing, layout, block, size = static.packing, static.layout, static.block, static.page_size
+    num_pools = 1 if packing is None else 2
+    (q_DJMX, sinks_JMX), rest = rest[:2], rest[2:]
+    new, rest = rest[:num_pools], rest[2 * num_pools :]
+    (out_DJMX, statistics_DJML, mass_IJML), rest = rest[:3], rest[3:]
+    pools, rest = rest[:num_pools], rest[num_pools:]
+    buffers, rest = rest[: SLOTS * num_pools], rest[SLOTS * num_pools :]
+    blocks = [Fetched(*buffers[slot::SLOTS], *[None] * (2 - num_pools)) for slot in range(SLOTS)]
+    max_JMX, sum_JMX, entropy_JMX, acc_JMX, weights_JMS, slot_MS, mass_SJML, *semaphores = rest
+    mass_sent, fetched, written = semaphores[0], semaphores[1::2], semaphores[2::2]
+    tile, per_word = (TILE, 1) if packing is None else (packing.tile, packing.per_word)
 
-    def fetch_page(item: jax.Array, i: int, slot: int) -> Any:
+    def fetch_page(item: jax.Array, i: int, slot: int) -> list[Any]:
         page = base[0] + work.page(item, i)
-        return pltpu.make_async_copy(pages.at[page], blocks[slot].at[i], fetched.at[slot])
+        parts = zip(pools, blocks[slot], fetched, strict=False)
+        return [pltpu.make_async_copy(pool.at[page], part.at[i], done.at[slot]) for pool, part, done in parts]
 
     def fetch(item: jax.Array, slot: int) -> None:
         for i in range(block):
-            copy = fetch_page(item, i, slot)
-            pl.when(i * size < work.high(item))(copy.start)
+
+            @pl.when(i * size < work.high(item))
+            def _(i: int = i) -> None:
+                for copy in fetch_page(item, i, slot):
+                    copy.start()
 
     def await_fetch(item: jax.Array, slot: int) -> None:
         pages_fetched = div(work.high(item) + size - 1, size)
         if static.wait_by_page:
-            pl.loop(0, pages_fetched)(lambda i: fetch_page(item, 0, slot).wait())
+
+            @pl.loop(0, pages_fetched)
+            def _(_: jax.Array) -> None:
+                for copy in fetch_page(item, 0, slot):
+                    copy.wait()
+
             return
-        arrived = blocks[slot].at[pl.ds(0, pages_fetched)]
-        pl.when(pages_fetched > 0)(pltpu.make_async_copy(arrived, arrived, fetched.at[slot]).wait)
+        for part, done in zip(blocks[slot], fetched, strict=False):
+            arrived = part.at[pl.ds(0, pages_fetched)]
+            pl.when(pages_fetched > 0)(pltpu.make_async_copy(arrived, arrived, done.at[slot]).wait)
 
     def clear_tail(item: jax.Array, slot: int) -> None:
         """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a value."""
@@ -136,34 +156,57 @@ def _kernel(static: Static, *refs: Any) -> None:
         @pl.loop(div(high, size), block)
         def _(i: jax.Array) -> None:
             rows = pl.ds(layout.values, layout.joined)
-            values = blocks[slot][i, rows]
+            values = blocks[slot].pages[i, rows]
             held = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < high - i * size
-            blocks[slot][i, rows] = jnp.where(held, values, jnp.zeros_like(values))
+            blocks[slot].pages[i, rows] = jnp.where(held, values, jnp.zeros_like(values))
 
-    def tile_of_new(item: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        new = jnp.maximum(work.new(item), 0)
-        page = div(new, size)
-        offset = new - page * size
-        return page, pl.multiple_of(div(offset, TILE) * TILE, TILE), jax.lax.rem(offset, jnp.int32(TILE))
+    def tile_of_new(item: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
+        """(page of the block, rows of the tile, slot in the tile)"""
+        at = jnp.maximum(work.new(item), 0)
+        page = div(at, size)
+        offset = at - page * size
+        start = pl.multiple_of(div(offset, tile) * (tile // per_word), tile // per_word)
+        return page, pl.ds(start, tile // per_word), jax.lax.rem(offset, jnp.int32(tile))
 
     def store_new(item: jax.Array, slot: int) -> None:
         """Puts the step's key and value among the fetched pages, from where their tile goes back to HBM."""
-        i, offset, place = tile_of_new(item)
-        tiles = [(i, c, pl.ds(offset, TILE)) for c in range(layout.rows)]
-        here = jax.lax.broadcasted_iota(jnp.int32, (TILE, layout.width), 0) == place
+        i, rows, place = tile_of_new(item)
+        tiles = [(i, c, rows) for c in range(layout.rows)]
+        line, shift = (place, place) if packing is None else packing.place(place)
+        here = jax.lax.broadcasted_iota(jnp.int32, (tile // per_word, layout.width), 0) == line
         here &= work.new(item) >= 0
         row = work.row(item)
-        new = [jnp.broadcast_to(new_DCX[row, pl.ds(c, 1)], here.shape).astype(pages.dtype) for c in range(layout.rows)]
-        merged = [jnp.where(here, new[c], blocks[slot][tile]) for c, tile in enumerate(tiles)]
+        merged = []
+        for c, at in enumerate(tiles):
+            old, values = blocks[slot].pages[at], jnp.broadcast_to(new[0][row, pl.ds(c, 1)], here.shape)
+            if packing is None:
+                values = values.astype(old.dtype)
+            else:
+                field = jax.lax.shift_left(jnp.int32(2**packing.num_bits - 1), shift)
+                values = (old & ~field) | jax.lax.shift_left(values, shift)
+            merged.append(jnp.where(here, values, old))
         # All loads before all stores, which the compiler cannot reorder: it does not know that the tiles differ.
-        for tile, values in zip(tiles, merged, strict=True):
-            blocks[slot][tile] = values
+        for at, values in zip(tiles, merged, strict=True):
+            blocks[slot].pages[at] = values
+        if packing is not None:
+            old = blocks[slot].scales[i]
+            of_slot = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, old.shape, 1), jnp.int32(size))
+            here = (of_slot == jax.lax.rem(work.new(item), jnp.int32(size))) & (work.new(item) >= 0)
+            blocks[slot].scales[i] = jnp.where(here, new[1][row], old)
 
-    def write_tile(item: jax.Array, slot: int) -> Any:
-        i, offset, _ = tile_of_new(item)
+    def write_tile(item: jax.Array, slot: int) -> list[Any]:
+        i, rows, _ = tile_of_new(item)
         page = base[0] + work.page(item, i)
-        source, target = blocks[slot].at[i, :, pl.ds(offset, TILE)], pages.at[page, :, pl.ds(offset, TILE)]
-        return pltpu.make_async_copy(source, target, written.at[slot])
+        source, target = blocks[slot].pages.at[i, :, rows], pools[0].at[page, :, rows]
+        copies = [pltpu.make_async_copy(source, target, written[0].at[slot])]
+        if packing is not None:
+            source, target = blocks[slot].scales.at[i], pools[1].at[page]
+            copies.append(pltpu.make_async_copy(source, target, written[1].at[slot]))
+        return copies
+
+    def await_written(item: jax.Array, slot: int) -> None:
+        for copy in write_tile(item, slot):
+            copy.wait()
 
     def send_mass(item: jax.Array, slot: int) -> Any:
         return pltpu.make_async_copy(mass_SJML.at[slot], mass_IJML.at[item], mass_sent.at[slot])
@@ -171,24 +214,28 @@ def _kernel(static: Static, *refs: Any) -> None:
     def attend(item: jax.Array, slot: int) -> None:
         row, first = work.row(item), work.first(item) > 0
 
-        def weigh(j: int | jax.Array) -> tuple[int | jax.Array, Block]:
-            """The block's own softmax for the queries of row j."""
+        def weigh(at: HeadRow) -> tuple[HeadRow, Block]:
+            """The block's own softmax for the queries of a row of heads."""
+            j = at.number
             # Read back for each row of heads: kept in registers it makes the others spill.
-            at = slot_MS[...] if layout.joined > 1 else jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
-            seen = at < work.high(item)
+            place = slot_MS[...] if layout.joined > 1 else jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
+            seen = place < work.high(item)
             if static.window is not None:
-                seen &= at >= work.low(item)
-            s = jnp.where(seen, scores(q_DJMX[row, j], blocks[slot], j, static), MASKED)
+                seen &= place >= work.low(item)
+            s = jnp.where(seen, scores(q_DJMX[row, j], blocks[slot], at, static), MASKED)
             top = jnp.max(s, axis=1, keepdims=True)
             p = jnp.exp2(s - top)
             if static.page_mass:
                 mass_SJML[slot, j] = page_masses(p, top, static)
             entropy = jnp.sum(p * (s - top), axis=1, keepdims=True) if static.statistics else None
-            weights_JMS[j] = scaled(p, slot_scale(blocks[slot], layout.values + j)).astype(pages.dtype)
-            return j, Block(top, jnp.sum(p, axis=1, keepdims=True), entropy)
+            of_values = columns(blocks[slot], at, static, of_values=True, held_1S=place[:1] < work.high(item))
+            weights_JMS[j], added = weights(p, of_values, static)
+            return at, Block(top, jnp.sum(p, axis=1, keepdims=True), entropy, added)
 
-        def merge(j: int | jax.Array, new: Block) -> None:
-            gained = dot(weights_JMS[j], elements(blocks[slot], layout.values + j), (1, 0))
+        def merge(at: HeadRow, new: Block) -> None:
+            j = at.number
+            gained = dot(weights_JMS[j], elements(blocks[slot], layout.values + j, static), (1, 0))
+            gained = gained if new.added is None else gained + new.added
             old_max = jnp.where(first, sinks_JMX[j] if static.sinks else MASKED, max_JMX[j])
             old_sum = jnp.where(first, 1.0 if static.sinks else 0.0, sum_JMX[j])
             top = jnp.maximum(old_max, new.top)
@@ -205,9 +252,9 @@ def _kernel(static: Static, *refs: Any) -> None:
 
         # Softmaxes run beside the matmuls of other rows of heads. Their weights wait in VMEM: registers would spill.
         def attend_heads(begin: int | jax.Array) -> None:
-            pending: list[tuple[int | jax.Array, Block]] = []
+            pending: list[tuple[HeadRow, Block]] = []
             for j in range(static.heads):
-                pending.append(weigh(begin + j))
+                pending.append(weigh(HeadRow(begin, j)))
                 if len(pending) > AHEAD:
                     merge(*pending.pop(0))
             for each in pending:
@@ -221,13 +268,18 @@ def _kernel(static: Static, *refs: Any) -> None:
     def run(item: jax.Array, slot: int) -> None:
         work.await_next(item)
         await_fetch(item, slot)
-        clear_tail(item, slot)
+        if packing is None:
+            clear_tail(item, slot)
         store_new(item, slot)
-        writes = work.new(item) >= 0
-        pl.when(writes)(write_tile(item, slot).start)
+
+        @pl.when(work.new(item) >= 0)
+        def _() -> None:
+            for copy in write_tile(item, slot):
+                copy.start()
+
         # The slot of the block before this one is free once its own tile has left.
         before = jnp.maximum(item - 1, 0)
-        pl.when((item > 0) & (work.new(before) >= 0))(write_tile(before, (slot - 1) % SLOTS).wait)
+        pl.when((item > 0) & (work.new(before) >= 0))(lambda: await_written(before, (slot - 1) % SLOTS))
         fetch(item + SLOTS - 1, (slot - 1) % SLOTS)
         if static.page_mass:
             pl.when(item >= SLOTS)(send_mass(item, slot).wait)
@@ -254,7 +306,7 @@ def _kernel(static: Static, *refs: Any) -> None:
             run(i * SLOTS + slot, slot)
 
     last = jnp.maximum(rounds * SLOTS - 1, 0)
-    pl.when((rounds > 0) & (work.new(last) >= 0))(write_tile(last, SLOTS - 1).wait)
+    pl.when((rounds > 0) & (work.new(last) >= 0))(lambda: await_written(last, SLOTS - 1))
     if static.page_mass:
         for slot in range(SLOTS):
             pl.when(rounds > 0)(send_mass(last, slot).wait)
@@ -265,32 +317,38 @@ def _kernel(static: Static, *refs: Any) -> None:
 
 def decode(
     q_DJMX: jax.Array,
-    new_DCX: jax.Array,
+    new: tuple[jax.Array, ...],
     sinks_JM: jax.Array | None,
-    pages: jax.Array,
+    pools: tuple[jax.Array, ...],
     schedule: Schedule,
     base: jax.Array,
     *,
     static: Static,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """-> (out [D, J, M, X] float32, pages, statistics [D, J, M, 3], masses [items, J, M, LANES]).
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None, jax.Array | None]:
+    """-> (out [D, J, M, X] float32, pools, statistics [D, J, M, 3], masses [items, J, M, LANES]).
 
-    q, new: in the dtype of the pages; D decode rows. base [1]: the layer's first row in `pages`. A row without items
-    gets zeros. statistics: max, sum and entropy accumulator of the softmax, its sink included. masses: sums of
-    e^(score - max) per page of a block, with the block's own max in the last lane. None unless `static` asks.
+    pools: the pages of floats, or words and scales (`packing`). new: for the D decode rows what goes into them, [D, C,
+    X] in the dtype of the pages; or whole numbers [D, C, X] and words in all slots [D, 1, Z], int32. q: in
+    `static.dtype`. base [1]: the layer's first row in the pools. A row without items gets zeros. statistics: max, sum
+    and entropy accumulator of the softmax, its sink included. masses: sums of e^(score - max) per page of a block, with
+    the block's own max in the last lane. None unless `static` asks.
     """
     num_rows, joined, per_row, width = q_DJMX.shape
     padded = -(-per_row // SUBLANES) * SUBLANES
+    static = replace(static, rows=padded)
     q_DJMX = jnp.pad(q_DJMX, ((0, 0), (0, 0), (0, padded - per_row), (0, 0)))
     if sinks_JM is None:
         sinks_JMX = jnp.zeros((1, SUBLANES, LANES), jnp.float32)
     else:
         sinks_JMX = jnp.pad(sinks_JM * LOG2E, ((0, 0), (0, padded - per_row)))[:, :, None]
         sinks_JMX = jnp.broadcast_to(sinks_JMX, (joined, padded, width))
+    if static.packing is None:
+        new = (new[0].astype(jnp.float32),)
     items = schedule.decode
-    block_bytes = static.block * math.prod(pages.shape[1:]) * pages.dtype.itemsize
-    vmem_bytes = (pages.dtype.itemsize + 4) * q_DJMX.size + 4 * new_DCX.size + SLOTS * block_bytes
+    blocks = [(static.block, *pool.shape[1:]) for pool in pools]
+    block_bytes = sum(math.prod(shape) * pool.dtype.itemsize for shape, pool in zip(blocks, pools, strict=True))
+    vmem_bytes = (q_DJMX.dtype.itemsize + 4) * q_DJMX.size + 4 * sum(x.size for x in new) + SLOTS * block_bytes
     if vmem_bytes > VMEM_BYTES:
         raise NotImplementedError(f"{num_rows} decode rows: {vmem_bytes} bytes do not fit {VMEM_BYTES} bytes of VMEM")
     state = (joined, padded, width)
@@ -299,45 +357,45 @@ def decode(
     small = (1, 1, SUBLANES, LANES)
     statistics = (num_rows, *lanes) if static.statistics else small
     masses = (items.row.shape[0], *lanes) if static.page_mass else small
-    block_shape = (static.block, *pages.shape[1:])
     scalars = [items.num, base]
     if schedule.records is None:
         scalars += [items.row, items.start, items.low, items.high, items.new, items.first, schedule.table]
     records = [] if schedule.records is None else [schedule.records]
     ring = [pltpu.SMEM((RECORDS, *x.shape[1:]), jnp.int32) for x in records]
-    out_DJMX, pages, statistics_DJML, mass_IJML = pl.pallas_call(
+    before = len(scalars) + len(records) + 2 + len(new)
+    out_DJMX, statistics_DJML, mass_IJML, *pools_after = pl.pallas_call(
         partial(_kernel, static),
         name="paged_decode",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            in_specs=[*[in_hbm] * len(records), in_vmem, in_vmem, in_vmem, in_hbm],
-            out_specs=[in_vmem, in_hbm, in_vmem, in_hbm],
+            in_specs=[*[in_hbm] * len(records), in_vmem, in_vmem, *[in_vmem] * len(new), *[in_hbm] * len(pools)],
+            out_specs=[in_vmem, in_vmem, in_hbm, *[in_hbm] * len(pools)],
             scratch_shapes=[
-                *[pltpu.VMEM(block_shape, pages.dtype)] * SLOTS,
+                *[pltpu.VMEM(shape, x.dtype) for shape, x in zip(blocks, pools, strict=True) for _ in range(SLOTS)],
                 *[pltpu.VMEM(state, jnp.float32)] * 4,
-                pltpu.VMEM((joined, padded, static.slots), pages.dtype),
+                pltpu.VMEM((joined, padded, static.slots), static.dtype),
                 pltpu.VMEM((padded, static.slots), jnp.int32),
                 pltpu.VMEM((SLOTS, *lanes) if static.page_mass else small, jnp.float32),
-                *[pltpu.SemaphoreType.DMA((SLOTS,))] * 3,
+                *[pltpu.SemaphoreType.DMA((SLOTS,))] * (1 + 2 * len(pools)),
                 *ring,
                 *[pltpu.SemaphoreType.DMA((RECORDS,)) for _ in ring],
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q_DJMX.shape, jnp.float32),
-            jax.ShapeDtypeStruct(pages.shape, pages.dtype),
             jax.ShapeDtypeStruct(statistics, jnp.float32),
             jax.ShapeDtypeStruct(masses, jnp.float32),
+            *[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
         ],
-        input_output_aliases={len(scalars) + len(records) + 3: 1},
+        input_output_aliases={before + i: 3 + i for i in range(len(pools))},
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         interpret=interpret,
-    )(*scalars, *records, q_DJMX, new_DCX.astype(jnp.float32), sinks_JMX, pages)
+    )(*scalars, *records, q_DJMX, sinks_JMX, *new, *pools)
     return (
         out_DJMX[:, :, :per_row],
-        pages,
+        tuple(pools_after),
         statistics_DJML[:, :, :per_row, :3] if static.statistics else None,
         mass_IJML[:, :, :per_row] if static.page_mass else None,
     )

@@ -4,6 +4,7 @@ and values already. Flash attention, arXiv 2205.14135, algorithm 1, with the pag
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,17 @@ from kernels_pallas.tpu.block import (
     LOG2E,
     MASKED,
     VMEM_BYTES,
+    Columns,
+    Fetched,
+    HeadRow,
     Static,
+    columns,
     div,
     dot,
     elements,
     in_lanes,
-    scaled,
     scores,
-    slot_scale,
+    weights,
 )
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import Schedule
@@ -48,15 +52,24 @@ def across_sum(x_RS: jax.Array) -> jax.Array:
     return total
 
 
+def rows_of_columns(x: Columns | None, start: int, count: int) -> Columns | None:
+    """Of the queries from `start` on, where they differ."""
+    if x is None:
+        return None
+    return jax.tree.map(lambda y: y if y.shape[0] == 1 else y[start : start + count], x)
+
+
 def _kernel(static: Static, *refs: Any) -> None:
     num, table_I, query_I, slot_I, low_I, high_I, position_I, base, *tables = refs[:10]
     rest = list(refs[10:])
     if static.streamed:
         *rest, held_table, held_first, asked = rest
-    q_JRX, offset_RL, sinks_JRL, pages, out_JRX, statistics_JRL = rest[:6]
-    query, block, max_JRL, sum_JRL, entropy_JRL, acc_JRX, result, steps = rest[6:14]
-    staged, distance_RS = rest[14:18], rest[18]
-    queried, fetched, sent, sent_statistics = rest[19:]
+    num_pools = 1 if static.packing is None else 2
+    (q_JRX, offset_RL, sinks_JRL), pools, rest = rest[:3], rest[3 : 3 + num_pools], rest[3 + num_pools :]
+    (out_JRX, statistics_JRL), blocks, rest = rest[:2], rest[2 : 2 + num_pools], rest[2 + num_pools :]
+    query, max_JRL, sum_JRL, entropy_JRL, acc_JRX, result, steps = rest[:7]
+    staged, distance_RS = rest[7:11], rest[11]
+    queried, sent, sent_statistics, *fetched = rest[12:]
     layout, size, slots = static.layout, static.page_size, static.slots
     num_rows = query.shape[2]
     per_token = num_rows // static.queries
@@ -88,25 +101,35 @@ def _kernel(static: Static, *refs: Any) -> None:
     def send_statistics(item: jax.Array) -> Any:
         return pltpu.make_async_copy(entropy_JRL, statistics_JRL.at[:, rows_of(item)], sent_statistics)
 
-    def fetch_page(item: jax.Array, number: jax.Array, i: int, slot: jax.Array) -> Any:
-        page = page_of(item, div(low_I[item], size) + number * static.block + i)
-        return pltpu.make_async_copy(pages.at[base[0] + page], block.at[slot, i], fetched.at[slot])
+    def fetch_page(item: jax.Array, number: jax.Array, i: int, slot: jax.Array) -> list[Any]:
+        page = base[0] + page_of(item, div(low_I[item], size) + number * static.block + i)
+        parts = zip(pools, blocks, fetched, strict=True)
+        return [pltpu.make_async_copy(pool.at[page], part.at[slot, i], done.at[slot]) for pool, part, done in parts]
 
     def num_slots(item: jax.Array, number: jax.Array) -> jax.Array:
         return jnp.clip(high_I[item] - low_I[item] - number * slots, 0, slots)
 
     def fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
         for i in range(static.block):
-            copy = fetch_page(item, number, i, slot)
-            pl.when(i * size < num_slots(item, number))(copy.start)
+
+            @pl.when(i * size < num_slots(item, number))
+            def _(i: int = i) -> None:
+                for copy in fetch_page(item, number, i, slot):
+                    copy.start()
 
     def await_fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
         pages_fetched = div(num_slots(item, number) + size - 1, size)
         if static.wait_by_page:
-            pl.loop(0, pages_fetched)(lambda i: fetch_page(item, number, 0, slot).wait())
+
+            @pl.loop(0, pages_fetched)
+            def _(_: jax.Array) -> None:
+                for copy in fetch_page(item, number, 0, slot):
+                    copy.wait()
+
             return
-        arrived = block.at[slot, pl.ds(0, pages_fetched)]
-        pltpu.make_async_copy(arrived, arrived, fetched.at[slot]).wait()
+        for part, done in zip(blocks, fetched, strict=True):
+            arrived = part.at[slot, pl.ds(0, pages_fetched)]
+            pltpu.make_async_copy(arrived, arrived, done.at[slot]).wait()
 
     def clear_tail(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
         """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a value."""
@@ -115,9 +138,9 @@ def _kernel(static: Static, *refs: Any) -> None:
         @pl.loop(div(high, size), static.block)
         def _(i: jax.Array) -> None:
             rows = pl.ds(layout.values, layout.joined)
-            values = block[slot, i, rows]
+            values = blocks[0][slot, i, rows]
             held = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < high - i * size
-            block[slot, i, rows] = jnp.where(held, values, jnp.zeros_like(values))
+            blocks[0][slot, i, rows] = jnp.where(held, values, jnp.zeros_like(values))
 
     def seen(item: jax.Array, number: jax.Array) -> jax.Array:
         begin = low_I[item] + number * slots
@@ -136,11 +159,13 @@ def _kernel(static: Static, *refs: Any) -> None:
     def attend(item: jax.Array, number: jax.Array, slot: jax.Array, masked: bool) -> None:
         """Scores and weights go through VMEM: all rows of queries meet a tile of keys while it is in the matmul unit,
         but a softmax in registers wants few rows at a time, and its maximum and its sum a pass each."""
+        block = Fetched(*(part.at[slot] for part in blocks), *[None] * (2 - num_pools))
+        held_1S = jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1) < num_slots(item, number)
         for j in range(layout.joined):
             scores_RS, weights_RS = staged[j % 2], staged[2 + j % 2]
-            s = scores(query[jax.lax.rem(item, jnp.int32(2)), j], block.at[slot], j, static)
+            s = scores(query[jax.lax.rem(item, jnp.int32(2)), j], block, HeadRow(0, j), static)
             scores_RS[...] = jnp.where(seen(item, number), s, MASKED) if masked else s
-            value_scale = slot_scale(block.at[slot], layout.values + j)
+            of_values = columns(block, HeadRow(0, j), static, of_values=True, held_1S=held_1S if masked else None)
             for start in range(0, num_rows, chunk):
                 rows = pl.ds(start, chunk)
                 old_max = max_JRL[j, rows]
@@ -158,8 +183,10 @@ def _kernel(static: Static, *refs: Any) -> None:
                 if static.statistics:
                     entropy_JRL[j, rows] += across_sum(p * s)
                 sum_JRL[j, rows] += across_sum(p)
-                weights_RS[rows] = scaled(p, value_scale).astype(weights_RS.dtype)
-            acc_JRX[j] += dot(weights_RS[...], elements(block.at[slot], layout.values + j), (1, 0))
+                weights_RS[rows], added = weights(p, rows_of_columns(of_values, start, chunk), static)
+                if added is not None:
+                    acc_JRX[j, rows] += added
+            acc_JRX[j] += dot(weights_RS[...], elements(block, layout.values + j, static), (1, 0))
 
     def run_block(item: jax.Array, number: jax.Array, num_blocks: jax.Array) -> None:
         slot = jax.lax.rem(steps[0], jnp.int32(2))
@@ -175,7 +202,8 @@ def _kernel(static: Static, *refs: Any) -> None:
 
         pl.when(following < num[0])(lambda: fetch(following, jnp.where(more, number + 1, 0), 1 - slot))
         await_fetch(item, number, slot)
-        clear_tail(item, number, slot)
+        if static.packing is None:
+            clear_tail(item, number, slot)
         begin = low_I[item] + number * slots
         whole = begin + slots <= slot_I[item] + 1
         if static.window is not None:
@@ -245,7 +273,7 @@ def prefill_smem_bytes(schedule: Schedule) -> int:
 def prefill(
     q_TJMX: jax.Array,
     sinks_JM: jax.Array | None,
-    pages: jax.Array,
+    pools: tuple[jax.Array, ...],
     schedule: Schedule,
     base: jax.Array,
     *,
@@ -255,14 +283,15 @@ def prefill(
 ) -> tuple[jax.Array, jax.Array | None]:
     """-> (out [T, J, M, X], statistics [T, J, M, 3]) of the tokens in chunks; anything for the others.
 
-    q: in the dtype of the pages, which hold the step's keys and values already. base [1]: the layer's first row in
-    `pages`. statistics: see `decode`; None unless `static` asks for them.
+    pools: as of `decode`, with the step's keys and values already. q: in `static.dtype`. base [1]: the layer's first
+    row in the pools. statistics: see `decode`; None unless `static` asks for them.
     """
     items = schedule.prefill
     if items is None:
         raise ValueError("expected a schedule that was made with decode_only=False")
     _, joined, per_row, width = q_TJMX.shape
     num_rows = static.queries * per_row
+    static = replace(static, rows=num_rows)
     q_JRX = q_TJMX[items.token].transpose(1, 0, 2, 3).reshape(joined, -1, width)
     offset_R1 = jnp.repeat(jnp.arange(static.queries, dtype=jnp.int32), per_row)[:, None]
     lanes = (joined, num_rows, LANES)
@@ -283,20 +312,20 @@ def prefill(
         name="paged_prefill",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            in_specs=[*[in_hbm] * len(tables), in_hbm, in_vmem, in_vmem, in_hbm],
+            in_specs=[*[in_hbm] * len(tables), in_hbm, in_vmem, in_vmem, *[in_hbm] * len(pools)],
             out_specs=[in_hbm, in_hbm],
             scratch_shapes=[
-                pltpu.VMEM((2, joined, num_rows, width), pages.dtype),
-                pltpu.VMEM((2, static.block, *pages.shape[1:]), pages.dtype),
+                *[pltpu.VMEM((2, static.block, *pool.shape[1:]), pool.dtype) for pool in pools],
+                pltpu.VMEM((2, joined, num_rows, width), static.dtype),
                 *[pltpu.VMEM(lanes, jnp.float32)] * 2,
                 pltpu.VMEM(lanes if static.statistics else small, jnp.float32),
                 pltpu.VMEM((joined, num_rows, width), jnp.float32),
                 pltpu.VMEM((joined, num_rows, width), out_dtype),
                 pltpu.SMEM((1,), jnp.int32),
                 *[pltpu.VMEM((num_rows, static.slots), jnp.float32)] * 2,
-                *[pltpu.VMEM((num_rows, static.slots), pages.dtype)] * 2,
+                *[pltpu.VMEM((num_rows, static.slots), static.dtype)] * 2,
                 pltpu.VMEM((num_rows, static.slots), jnp.int32),
-                *[dma((2,)), dma((2,)), dma, dma],
+                *[dma((2,)), dma, dma, *[dma((2,))] * len(pools)],
                 *[pltpu.SMEM((2, *x.shape[1:]), jnp.int32) for x in tables],
                 *[dma((2,)) for _ in tables[:1]],
             ],
@@ -309,7 +338,7 @@ def prefill(
             vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         interpret=interpret,
-    )(*scalars, *tables, q_JRX, jnp.broadcast_to(offset_R1, (num_rows, LANES)), sinks_JRL, pages)
+    )(*scalars, *tables, q_JRX, jnp.broadcast_to(offset_R1, (num_rows, LANES)), sinks_JRL, *pools)
 
     def unpacked(x_JRX: jax.Array) -> jax.Array:
         return x_JRX.reshape(joined, -1, per_row, x_JRX.shape[-1]).transpose(1, 0, 2, 3)[items.where]

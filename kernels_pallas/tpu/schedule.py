@@ -57,9 +57,10 @@ class DecodeItems:
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteItems:
-    """Tiles of TILE slots that chunks write: slots low <= slot < high of the tile at `offset` in page `page`.
+    """Tiles of TILE slots, or packed pages, that chunks write: slots low <= slot < high of the tile at `offset` in page
+    `page`.
 
-    num [1] items; token [items, TILE]: the packed token of each slot, any where none is written.
+    num [1] items; token [items, tile]: the packed token of each slot, any where none is written.
     """
 
     num: Ints
@@ -138,6 +139,7 @@ def make_schedule(
     page_size: int,
     window: int | None,
     tiles: Tiles,
+    packed: bool = False,
     decode_only: bool = False,
     smem_bytes: int = SMEM_BYTES,
 ) -> Schedule:
@@ -157,7 +159,7 @@ def make_schedule(
     write = prefill = None
     if not decode_only:
         chunk_B = live_B & (row_B >= num_decode)
-        write = _write_items(rows, chunk_B, num_tokens)
+        write = _write_items(rows, chunk_B, num_tokens, page_size if packed else TILE)
         prefill = _prefill_items(rows, chunk_B, num_tokens, tiles)
     # A block may end past its row's pages: ids are read before it is known whether the page is fetched.
     padding = max(tiles.decode_pages, tiles.prefill_pages)
@@ -221,22 +223,22 @@ def _by_row(x_BW: jax.Array, padding: int) -> jax.Array:
     return jnp.pad(x_BW, ((0, 0), (0, width - x_BW.shape[1])))[:, None]
 
 
-def _write_items(rows: Rows, chunk_B: jax.Array, num_tokens: int) -> WriteItems:
+def _write_items(rows: Rows, chunk_B: jax.Array, num_tokens: int, tile: int) -> WriteItems:
     begin_B = rows.len_B - rows.count_B
     end_B = jnp.minimum(rows.len_B, rows.width * rows.page_size)
-    tiles_B = jnp.where(chunk_B, jnp.maximum(cdiv(end_B, TILE) - begin_B // TILE, 0), 0)
-    # A chunk of n tokens touches at most n / TILE + 2 tiles, rounded down.
-    size = num_tokens // TILE + 2 * min(rows.len_B.shape[0], num_tokens)
+    tiles_B = jnp.where(chunk_B, jnp.maximum(cdiv(end_B, tile) - begin_B // tile, 0), 0)
+    # A chunk of n tokens touches at most n / tile + 2 tiles, rounded down.
+    size = num_tokens // tile + 2 * min(rows.len_B.shape[0], num_tokens)
     num, row, index = expand(tiles_B, size)
-    slot = (begin_B[row] // TILE + index) * TILE
+    slot = (begin_B[row] // tile + index) * tile
     page = rows.table_BW[row, jnp.minimum(slot // rows.page_size, rows.width - 1)]
-    source = (rows.start_B[row] + slot - begin_B[row])[:, None] + jnp.arange(TILE, dtype=jnp.int32)[None, :]
+    source = (rows.start_B[row] + slot - begin_B[row])[:, None] + jnp.arange(tile, dtype=jnp.int32)[None, :]
     return WriteItems(
         num=num,
         page=page,
         offset=slot % rows.page_size,
         low=jnp.maximum(begin_B[row] - slot, 0),
-        high=jnp.clip(end_B[row] - slot, 0, TILE),
+        high=jnp.clip(end_B[row] - slot, 0, tile),
         token=jnp.clip(source, 0, num_tokens - 1),
     )
 

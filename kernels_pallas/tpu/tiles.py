@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernels_pallas.tpu.layout import LANES, Layout
+from kernels_pallas.tpu.packing import Packing
 
 TILE = 16
 """Slots that are written together: the rows of a bfloat16 register tile, so that DMAs begin at a tile's border."""
@@ -25,6 +26,9 @@ DECODE_HEADS = 8
 """Rows of heads that decode works on without a loop: more spill registers."""
 
 DECODE_TOKENS = 2048
+PACKED_DECODE_TOKENS = 1024
+"""Of packed pages with several rows of heads: with twice as many tokens twice as many registers spill."""
+
 PREFILL_TOKENS = 512
 PREFILL_WIDE_HEADS = 8
 """Rows of heads from which prefill takes half of PREFILL_TOKENS at once, what the matmul unit adds up in one go: with
@@ -52,17 +56,21 @@ class Tiles:
         return 2 * SLOTS
 
 
-def choose_tiles(*, layout: Layout, page_size: int, itemsize: int, num_heads: int) -> Tiles:
-    """The tuned sizes for pages [.., C, S, X] of elements of `itemsize` bytes, met by `num_heads` query heads."""
-    page_bytes = layout.rows * page_size * layout.width * itemsize
+def choose_tiles(
+    *, layout: Layout, page_size: int, itemsize: int, num_heads: int, packing: Packing | None = None
+) -> Tiles:
+    """The tuned sizes for pages [.., C, S, X], met by `num_heads` query heads. itemsize: bytes of a matmul's input, and
+    of an element of the pages where they are not packed."""
+    page_bytes = layout.rows * page_size * layout.width * (8 * itemsize if packing is None else packing.num_bits) // 8
     per_row = max(1, num_heads // layout.joined)
     # Of each query row in VMEM: the query twice, accumulator and result, running max and sum.
     row_bytes = layout.joined * (2 * layout.width * itemsize + 2 * layout.width * 4 + 2 * LANES * 4)
     rows = min(PREFILL_ROWS, PREFILL_BYTES // row_bytes)
     prefill_tokens = PREFILL_TOKENS // (2 if layout.joined >= PREFILL_WIDE_HEADS else 1)
+    decode_tokens = DECODE_TOKENS if packing is None or layout.joined == 1 else PACKED_DECODE_TOKENS
     return Tiles(
         decode_heads=max(n for n in range(1, layout.joined + 1) if layout.joined % n == 0 and n <= DECODE_HEADS),
-        decode_pages=max(1, min(DECODE_BYTES // page_bytes, DECODE_TOKENS // page_size)),
+        decode_pages=max(1, min(DECODE_BYTES // page_bytes, decode_tokens // page_size)),
         prefill_pages=max(1, min(DECODE_BYTES // page_bytes, prefill_tokens // page_size)),
         prefill_queries=max(TILE, rows // per_row // TILE * TILE),
     )

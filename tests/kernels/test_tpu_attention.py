@@ -35,6 +35,16 @@ MIXED = [
     Shape(tables_in_hbm=True, statistics=True),
     Shape(tables_in_hbm=True, window=40, block=1),
 ]
+QUANTISED = [
+    Shape(num_bits=8, page_size=32),
+    Shape(num_bits=4, page_size=64, statistics=True, num_heads=6),
+    Shape(num_bits=8, page_size=64, num_heads=8, kv_heads=4, head_dim=64, sinks=True, window=40),
+    Shape(num_bits=4, page_size=64, num_heads=3, kv_heads=1, head_dim=64, softcap=2.0, block=1),
+    Shape(num_bits=8, page_size=128, kv_heads=1, head_dim=256, statistics=True, tables_in_hbm=True),
+    Shape(num_bits=4, page_size=128, num_heads=4, kv_heads=2, head_dim=64, block=3),
+    Shape(num_bits=8, page_size=64, decode_only=True, page_mass=True, num_heads=4, kv_heads=4, heads=2),
+    Shape(num_bits=4, page_size=64, decode_only=True, num_heads=8, kv_heads=4, head_dim=64, heads=1, block=3),
+]
 DECODE = [
     Shape(page_mass=True, sinks=True),
     Shape(page_mass=True, window=30, num_heads=8, kv_heads=1, dtype="float32", block=3),
@@ -62,6 +72,7 @@ def run(case: Case, interpret: object) -> tuple:
             window=shape.window,
             tiles=tiles_of(shape),
             decode_only=shape.decode_only,
+            packed=shape.num_bits is not None,
             **({"smem_bytes": 0} if shape.tables_in_hbm else {}),
         )
         assert (schedule.records is not None) == shape.tables_in_hbm
@@ -81,8 +92,73 @@ def run(case: Case, interpret: object) -> tuple:
             interpret=interpret,
         )
 
-    pages = tpu.pack(layout_of(shape), jnp.asarray(case.pages))
+    if shape.num_bits:
+        names = ("k_TKH", "v_TKH")
+        arrays = arrays | {name: quantise(case.arrays[name], shape.num_bits) for name in names}
+        pages = packed_pages(case)
+    else:
+        pages = tpu.pack(layout_of(shape), jnp.asarray(case.pages))
     return step(pages=pages, num_decode=case.num_decode, num_rows=case.num_rows, layer=LAYER, **arrays)
+
+
+def quantise(x: np.ndarray, num_bits: int) -> tpu.Quantised:
+    """Vectors [..., H], NaN where nobody owns them: any whole numbers there, and NaN for a scale."""
+    x = np.asarray(x, np.float32)
+    rounded = lambda y: np.asarray(jnp.asarray(y, jnp.bfloat16), np.float32)  # noqa: E731
+    if num_bits == 8:
+        scale, offset = rounded(np.abs(x).max(axis=-1) / 127), None
+        values = np.clip(np.round(x / scale[..., None]), -127, 127)
+    else:
+        scale, offset = rounded((x.max(-1) - x.min(-1)) / 15), rounded((x.max(-1) + x.min(-1)) / 2)
+        values = np.clip(np.round((x - offset[..., None]) / scale[..., None] - 0.5), -8, 7)
+    anything = np.random.default_rng(7).integers(-8, 8, x.shape)
+    values = np.where(np.isnan(values), anything, values).astype(np.int8)
+    return tpu.Quantised(*(None if y is None else jnp.asarray(y) for y in (values, scale, offset)))
+
+
+def dequantise(x: tpu.Quantised, num_bits: int) -> np.ndarray:
+    values = np.asarray(x.values, np.float32) + (0.0 if num_bits == 8 else 0.5)
+    y = values * np.asarray(x.scale)[..., None]
+    return y if x.offset is None else y + np.asarray(x.offset)[..., None]
+
+
+def packed_pages(case: Case) -> tpu.Packed:
+    num_bits = case.shape.num_bits
+    return tpu.pack_pages(layout_of(case.shape), tpu.Packing(num_bits), quantise(case.pages, num_bits))
+
+
+def numbers_of(case: Case, packed: tpu.Packed) -> tpu.Quantised:
+    packing, layout = tpu.Packing(case.shape.num_bits), layout_of(case.shape)
+    values = tpu.unpack(layout, packing.unpack_values(packed.words))
+    return tpu.Quantised(values, *tpu.unpack_scales(packing, packed.scales, case.shape.kv_heads, case.shape.page_size))
+
+
+def assert_packed_right(case: Case, found: tuple) -> None:
+    """Attention is that of the vectors that the numbers stand for, and no bit has changed that no token went into."""
+    shape, real_T, num_bits = case.shape, case.row_T < NUM_ROWS, case.shape.num_bits
+    stored = {name: quantise(case.arrays[name], num_bits) for name in ("k_TKH", "v_TKH")}
+    arrays = case.arrays | {name: dequantise(x, num_bits) for name, x in stored.items()}
+    stands_for = replace(case, arrays=arrays, pages=dequantise(quantise(case.pages, num_bits), num_bits))
+    want, statistics, want_pages = expected(stands_for)
+    out, packed, found_statistics = found
+    assert_close(np.asarray(out, np.float64)[real_T], want[real_T], "bfloat16")
+
+    after, before = numbers_of(case, packed), numbers_of(case, packed_pages(case))
+    of_slots = dequantise(after, num_bits).swapaxes(1, 2)[len(case.held) :]
+    wanted = want_pages.swapaxes(1, 2)[len(case.held) :].astype(np.float32)
+    np.testing.assert_array_equal(of_slots[case.held], wanted[case.held])
+    kept = np.ones((2, *case.held.shape), bool)
+    dest = case.dest_T[real_T]
+    kept[LAYER, dest // shape.page_size, dest % shape.page_size] = False
+    kept = kept.reshape(-1, shape.page_size)
+    for new, old in zip(after, before, strict=True):
+        if new is not None:
+            np.testing.assert_array_equal(np.asarray(new).swapaxes(1, 2)[kept], np.asarray(old).swapaxes(1, 2)[kept])
+    if shape.statistics or shape.page_mass:
+        assert_statistics_close(found_statistics[:3], statistics[:3], real_T, "bfloat16")
+    if shape.page_mass:
+        mass_TNW = np.asarray(found_statistics.mass_BNW)
+        np.testing.assert_allclose(mass_TNW[real_T], statistics.mass_TNW[real_T], rtol=2e-2, atol=2e-3)
 
 
 def assert_right(case: Case, found: tuple) -> None:
@@ -117,7 +193,7 @@ def check_modelling_dmas(seed: int, shape: Shape, capfd: pytest.CaptureFixture) 
     found = run(case, pltpu.InterpretParams(detect_races=True))
     jax.block_until_ready(found)
     assert "RACE" not in capfd.readouterr().out.upper()  # jax 0.10 and 0.11 only print it
-    assert_right(case, found)
+    (assert_packed_right if shape.num_bits else assert_right)(case, found)
 
 
 @pytest.mark.parametrize("shape", MIXED, ids=str)
@@ -128,6 +204,11 @@ def test_mixed_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
 @pytest.mark.parametrize("shape", DECODE, ids=str)
 def test_decode_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
     check_modelling_dmas(DECODE.index(shape), replace(shape, decode_only=True), capfd)
+
+
+@pytest.mark.parametrize("shape", QUANTISED, ids=str)
+def test_quantised_batches_equal_what_their_numbers_stand_for(shape, capfd):
+    check_modelling_dmas(QUANTISED.index(shape), shape, capfd)
 
 
 @pytest.mark.slow

@@ -11,18 +11,22 @@ import pytest
 
 from jaxkv.engine.allocator import KVHandle, PageAllocator
 from jaxkv.kv.codecs import PlainCodec, decode, get_codec
-from jaxkv.kv.state import GroupKV, PagedKV, copy_pages, destinations, empty_group, page_bytes, write
+from jaxkv.kv.state import GroupKV, PagedKV, copy_pages, destinations, empty_group, write
 from poison import nan_of, owned_slots, poison_kv
 
 L, P, K, S, H = 2, 5, 2, 8, 4
 CODECS = [get_codec("float32", platform="cpu"), get_codec("bfloat16", platform="cpu"), PlainCodec(dtype="bfloat16")]
+
+
+def page_of(codec):
+    return (jax.ShapeDtypeStruct((2 * K, S, H), codec.storage_dtype),)
 PAST = P * S
 """The smallest destination that is padding: in a flat pool it is slot 0 of page 0 of the next layer."""
 
 
 def random_group(rng: np.random.Generator, codec: PlainCodec = CODECS[0], num_rows: int = 0, width: int = 1) -> GroupKV:
     """A full pool: every slot of every page holds something."""
-    group = empty_group(num_layers=L, page_shape=(2 * K, S, H), num_pages=P, codec=codec)
+    group = empty_group(num_layers=L, page_arrays=page_of(codec), num_pages=P, codec=codec)
     pages = codec.encode(jnp.asarray(rng.normal(size=group.pages.shape), jnp.float32))
     table_BW = rng.integers(0, P, (num_rows, width)).astype(np.int32)
     return replace(group, pages=pages, table_BW=table_BW, first_BW=table_BW * 0, len_B=table_BW[:, 0] * 0)
@@ -147,8 +151,8 @@ def test_a_write_into_either_side_of_a_fork_is_not_seen_by_the_other():
 def test_a_page_is_as_large_as_the_pool_says():
     for codec in CODECS:
         group = random_group(np.random.default_rng(0), codec)
-        sizes = {"num_layers": L, "num_kv_heads": K, "head_dim": H, "page_size": S}
-        assert page_bytes(**sizes, codec=codec) * P == group.pages.nbytes
+        (page,) = page_of(codec)
+        assert group.pages.nbytes == L * P * 2 * K * S * H * page.dtype.itemsize
 
 
 def test_the_poison_fills_exactly_what_no_handle_owns():

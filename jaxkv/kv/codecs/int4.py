@@ -47,13 +47,18 @@ class Int4Codec:
             raise ValueError(f"kv_cache_dtype: int4 expects an even head_dim, got {head_dim}")
         return head_dim // 2 + 4
 
-    def encode(self, x: jax.Array) -> jax.Array:
+    def quantise(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(codes [..., H] uint8, scale [...], middle [...]) of float vectors [..., H]."""
         x = parts.rotate(x.astype(jnp.float32))
         low, high = jnp.min(x, axis=-1), jnp.max(x, axis=-1)
         scale = jnp.maximum(to_bfloat16((high - low) * (COVERED / 15)), SMALLEST)
         middle = to_bfloat16((high + low) / 2)
         codes = jnp.round((x - middle[..., None]) / scale[..., None] + MIDDLE)
-        first, second = jnp.split(jnp.clip(codes, 0, 15).astype(jnp.uint8), 2, axis=-1)
+        return jnp.clip(codes, 0, 15).astype(jnp.uint8), scale, middle
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        codes, scale, middle = self.quantise(x)
+        first, second = jnp.split(codes, 2, axis=-1)
         return jnp.concatenate([first | second << 4, as_bytes(scale), as_bytes(middle)], axis=-1)
 
     def elements(self, stored: jax.Array) -> Elements:

@@ -40,12 +40,16 @@ class ScaledCodec:
     def width(self, head_dim: int) -> int:
         return head_dim + 2
 
-    def encode(self, x: jax.Array) -> jax.Array:
+    def quantise(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(values [..., H], scale [...]) of float vectors [..., H]."""
         x, largest = x.astype(jnp.float32), LARGEST[self.kind]
         scale = jnp.maximum(to_bfloat16(jnp.max(jnp.abs(x), axis=-1) / largest), SMALLEST)
         # The rounded scale may be a little small for the largest value.
         values = jnp.clip(x / scale[..., None], -largest, largest)
-        values = (jnp.round(values) if self.kind == "int8" else values).astype(STORED[self.kind])
+        return (jnp.round(values) if self.kind == "int8" else values).astype(STORED[self.kind]), scale
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        values, scale = self.quantise(x)
         return jnp.concatenate([jax.lax.bitcast_convert_type(values, jnp.uint8), as_bytes(scale)], axis=-1)
 
     def elements(self, stored: jax.Array) -> Elements:

@@ -53,8 +53,9 @@ class Backend(Protocol):
         """Why it cannot do this, None if it can."""
         ...
 
-    def page_shape(self, heads: Heads, page_size: int, codec: Codec) -> tuple[int, int, int]:
-        """The shape in which it keeps the 2K heads of one page, [2K, S, X] or as many elements in another order."""
+    def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """How it keeps the 2K heads of one page: [2K, S, X] or as many bytes in another order, and, where it has the
+        scales of `codec` apart, those [1, Z]."""
         ...
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Any:

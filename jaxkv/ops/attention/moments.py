@@ -25,8 +25,8 @@ class Moments:
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         return None
 
-    def page_shape(self, heads: Heads, page_size: int, codec: Codec) -> tuple[int, int, int]:
-        return heads.num_kv_heads, 3, heads.head_dim
+    def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct((heads.num_kv_heads, 3, heads.head_dim), jnp.float32),)
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> int | None:
         return heads.window

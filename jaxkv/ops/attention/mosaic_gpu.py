@@ -48,7 +48,8 @@ class MosaicGpu:
         """One layer of the smallest step, to hear from the kernels what they do not take."""
         batch = jnp.zeros(2, jnp.int32)
         table_BW = jnp.zeros((2, needs.pages_per_row), jnp.int32)
-        pages = jnp.zeros((1, *self.page_shape(heads, needs.page_size, needs.codec)), needs.codec.storage_dtype)
+        (page,) = self.page_arrays(heads, needs.page_size, needs.codec)
+        pages = jnp.zeros((1, *page.shape), page.dtype)
         group = GroupKV(pages, table_BW, table_BW, batch, codec=needs.codec, num_layers=1)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH, k_TKH = (jnp.zeros((2, n, heads.head_dim)) for n in (heads.num_heads, heads.num_kv_heads))
@@ -56,8 +57,8 @@ class MosaicGpu:
         options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.storage_dtype}
         return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, **options)[0]
 
-    def page_shape(self, heads: Heads, page_size: int, codec: Codec) -> tuple[int, int, int]:
-        return 2 * heads.num_kv_heads, page_size, heads.head_dim
+    def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct((2 * heads.num_kv_heads, page_size, heads.head_dim), codec.storage_dtype),)
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, Schedule]:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)

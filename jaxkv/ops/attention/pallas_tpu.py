@@ -11,9 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
-from jaxkv.kv.state import GroupKV
+from jaxkv.kv.codecs.int4 import Int4Codec
+from jaxkv.kv.codecs.scaled import ScaledCodec
+from jaxkv.kv.state import GroupKV, empty_group
 from jaxkv.ops.attention.base import Batch, Heads, Needs
-from kernels_pallas.tpu import Schedule, choose_tiles, layout_of, make_schedule, ragged_paged_attention
+from kernels_pallas.tpu import (
+    Packed,
+    Packing,
+    Quantised,
+    Schedule,
+    choose_tiles,
+    layout_of,
+    make_schedule,
+    ragged_paged_attention,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +36,10 @@ class PallasTpu:
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         if needs.platform != "tpu" and not self.interpret:
             return f"expected a TPU, got {needs.platform}"
-        if not isinstance(needs.codec, PlainCodec):
-            return f"kv_cache_dtype: expected bfloat16 or float32, got {needs.codec.name}"
+        if not isinstance(needs.codec, PlainCodec) and _packing(needs.codec) is None:
+            return f"kv_cache_dtype: expected bfloat16, float32, int8 or int4, got {needs.codec.name}"
+        if needs.codec.dtype != "bfloat16" and _packing(needs.codec) is not None:
+            return f"kv_cache_dtype {needs.codec.name}: expected a model in bfloat16, got {needs.codec.dtype}"
         try:
             jax.eval_shape(partial(self._try, heads, needs))
         except NotImplementedError as error:
@@ -37,18 +50,22 @@ class PallasTpu:
         """One layer of the smallest step with all rows, to hear from the kernels what they do not take."""
         batch = jnp.zeros(needs.num_rows, jnp.int32)
         table_BW = jnp.zeros((needs.num_rows, needs.pages_per_row), jnp.int32)
-        pages = jnp.zeros((1, *self.page_shape(heads, needs.page_size, needs.codec)), needs.codec.storage_dtype)
-        group = GroupKV(pages, table_BW, table_BW, batch, codec=needs.codec, num_layers=1)
+        arrays = self.page_arrays(heads, needs.page_size, needs.codec)
+        group = empty_group(num_layers=1, page_arrays=arrays, num_pages=1, codec=needs.codec)
+        group = replace(group, table_BW=table_BW, first_BW=table_BW, len_B=batch)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, heads.head_dim))
         k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, heads.head_dim))
         prepared = self.prepare(group, made, heads)
-        options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.storage_dtype}
+        options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.dtype}
         return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, **options)[0]
 
-    def page_shape(self, heads: Heads, page_size: int, codec: Codec) -> tuple[int, int, int]:
+    def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
         layout = layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
-        return layout.rows, page_size, layout.width
+        packing = _packing(codec)
+        if packing is None:
+            return (jax.ShapeDtypeStruct((layout.rows, page_size, layout.width), codec.storage_dtype),)
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in packing.page_shapes(layout, page_size))
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Schedule:
         return make_schedule(
@@ -60,14 +77,16 @@ class PallasTpu:
             batch.num_decode,
             batch.num_rows,
             num_tokens=batch.token_T.shape[0],
-            page_size=group.page_size,
+            page_size=self._page_size(group),
             window=heads.window,
             tiles=choose_tiles(
                 layout=layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim),
-                page_size=group.page_size,
-                itemsize=group.pages.dtype.itemsize,
+                page_size=self._page_size(group),
+                itemsize=jnp.dtype(group.codec.dtype).itemsize,
                 num_heads=heads.num_heads,
+                packing=_packing(group.codec),
             ),
+            packed=_packing(group.codec) is not None,
             decode_only=batch.decode_only,
         )
 
@@ -84,16 +103,40 @@ class PallasTpu:
         scale: float,
         out_dtype: np.dtype,
     ) -> tuple[jax.Array, GroupKV]:
+        codec = group.codec
+        quantised = None if group.scales is None else partial(_quantise, codec)
         out_TNH, pages, _ = ragged_paged_attention(
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            group.pages,
+            codec.rotate(q_TNH),
+            k_TKH if quantised is None else quantised(k_TKH),
+            v_TKH if quantised is None else quantised(v_TKH),
+            group.pages if group.scales is None else Packed(group.pages, group.scales),
             prepared,
             layer=layer,
             num_pages=group.num_pages,
             scale=scale,
-            out_dtype=out_dtype,
+            out_dtype=out_dtype if quantised is None else jnp.float32,
             interpret=self.interpret,
         )
+        if isinstance(pages, Packed):
+            return codec.restore(out_TNH).astype(out_dtype), replace(group, pages=pages.words, scales=pages.scales)
         return out_TNH, replace(group, pages=pages)
+
+    def _page_size(self, group: GroupKV) -> int:
+        packing = _packing(group.codec)
+        return group.pages.shape[2] * (1 if packing is None else packing.per_word)
+
+
+def _packing(codec: Codec) -> Packing | None:
+    """How the kernels pack what the codec stores; None for floats, and for what they do not take."""
+    if isinstance(codec, ScaledCodec) and codec.kind == "int8":
+        return Packing(8)
+    return Packing(4) if isinstance(codec, Int4Codec) else None
+
+
+def _quantise(codec: Codec, x: jax.Array) -> Quantised:
+    if isinstance(codec, Int4Codec):
+        codes, scale, middle = codec.quantise(x)
+        return Quantised(codes.astype(jnp.int8) - 8, scale, middle)
+    if isinstance(codec, ScaledCodec):
+        return Quantised(*codec.quantise(x))
+    raise TypeError(f"expected a codec whose numbers the kernels take, got {codec.name}")

@@ -67,8 +67,9 @@ class Xla:
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         return None
 
-    def page_shape(self, heads: Heads, page_size: int, codec: Codec) -> tuple[int, int, int]:
-        return 2 * heads.num_kv_heads, page_size, codec.width(heads.head_dim)
+    def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
+        shape = (2 * heads.num_kv_heads, page_size, codec.width(heads.head_dim))
+        return (jax.ShapeDtypeStruct(shape, codec.storage_dtype),)
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, int | None]:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
