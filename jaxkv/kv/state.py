@@ -7,6 +7,7 @@ dead, and JAX says so when it is touched again.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -139,10 +140,18 @@ def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV
         target_LC = jnp.where(inside_1C, base_L1 + target_C[None, :], group.pages.shape[0])
         source_LC = base_L1 + jnp.where(inside_1C, source_C[None, :], 0)
 
-        def copied(pool: jax.Array) -> jax.Array:
-            return pool.at[target_LC].set(pool[source_LC], mode="drop")
+        pages = group.pages.at[target_LC].set(group.pages[source_LC], mode="drop")
+        if group.scales is None:
+            return replace(group, pages=pages)
 
-        scales = None if group.scales is None else copied(group.scales)
-        return replace(group, pages=copied(group.pages), scales=scales)
+        # Row by row: XLA:TPU would lay out all of them anew for a gather.
+        scales, rows = group.scales, jax.lax.map(partial(jax.lax.dynamic_index_in_dim, group.scales), source_LC.ravel())
+
+        def put(i: jax.Array, scales: jax.Array) -> jax.Array:
+            target = target_LC.ravel()[i]
+            row = jnp.where(target < scales.shape[0], rows[i], jax.lax.dynamic_index_in_dim(scales, target))
+            return jax.lax.dynamic_update_slice_in_dim(scales, row, target, 0)
+
+        return replace(group, pages=pages, scales=jax.lax.fori_loop(0, source_LC.size, put, scales))
 
     return replace(kv, groups=tuple(copy(group) for group in kv.groups))

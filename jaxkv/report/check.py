@@ -23,6 +23,9 @@ AT_ONCE = 2
 FLOAT32 = ("8b",)
 """Shapes that are also checked in float32 where nothing is said."""
 
+QUANTISED = ("int8", "int4")
+"""What the kernels take of KV dtypes beside the model's own."""
+
 Job = Case | Engine
 
 
@@ -215,13 +218,14 @@ def run(
 ) -> int:
     """The command: a table or JSON, progress on standard error. Returns 1 if something failed, else 0.
 
-    options: of `deploy`; without a model their dtype and block_size are those of the kernels.
+    options: of `deploy`; without a model their dtype, kv_cache_dtype and block_size are those of the kernels.
     """
     targets = [str(parse_target(target)) for target in targets]
-    names, dtype = shapes or (() if model else tuple(SHAPES)), options["dtype"]
+    names = shapes or (() if model else tuple(SHAPES))
+    dtype = options["kv_cache_dtype"] if options["kv_cache_dtype"] in QUANTISED else options["dtype"]
     size = {"page_size": options["block_size"] or 64, "context": context}
     cases = named_cases(targets, names, kernels or KERNELS, dtype=dtype, **size)
-    if not model and not shapes and dtype != "float32":
+    if not model and not shapes and dtype == "bfloat16":
         cases += named_cases(targets, FLOAT32, kernels or KERNELS, dtype="float32", **size)
     given = tuple((name, value) for name, value in options.items() if value is not None)
     engines = [Engine(model=model, target=to, options=given, pages=pages, every=every) for to in targets if model]

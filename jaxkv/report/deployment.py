@@ -16,7 +16,7 @@ from jaxkv.config import EngineConfig, engine_limits
 from jaxkv.engine.budget import Memory
 from jaxkv.engine.pool import abstract_kv, bytes_per_page, pages_per_row
 from jaxkv.kv.codecs import Codec, get_codec
-from jaxkv.models.decoder import heads_of
+from jaxkv.models.decoder import Weights, heads_of
 from jaxkv.models.families import ConfigReader, Layout, Leaf, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Needs, choose_backend
@@ -104,7 +104,25 @@ class Deployment:
         sized = replace(config, num_pages=num_pages)
         kv = abstract_kv(spec, sized, self.codec, backend=backend, placement=placement)
         weights = weight_shapes(spec, self.layout, dtype=self.dtype, placement=placement)
+        if self.codec.fits_keys:
+            weights = self._with_affine(weights, placement)
         return Programs(weights, kv, spec=spec, config=config, backend=backend, placement=placement)
+
+
+    def _with_affine(self, weights: Weights, placement: Placement) -> dict[str, Any]:
+        """With the leaf that an engine of this codec adds (`steps.fit_keys`)."""
+        layers, spec = weights["layers"], self.spec
+        groups = [spec.groups[spec.group_of(layer)[0]] for layer in range(spec.num_layers)]
+        sizes = [group.num_kv_heads * 2 * group.head_dim for group in groups]
+
+        def leaf(*shape: int) -> Any:
+            return placement.abstract(shape, jnp.float32, placement.weight("k_affine", len(shape)))
+
+        if isinstance(layers, tuple):
+            of_layers: Any = tuple(layer | {"k_affine": leaf(size)} for layer, size in zip(layers, sizes, strict=True))
+        else:
+            of_layers = layers | {"k_affine": leaf(spec.num_layers, sizes[0])}
+        return {**weights, "layers": of_layers}
 
 
 def _counted(target: Target) -> Any:

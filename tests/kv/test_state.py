@@ -113,12 +113,17 @@ def test_layers_rows_and_padding_written_through_random_tables_never_meet():
 def test_copy_pages_copies_whole_pages_of_every_layer_and_group_and_drops_padding(codec):
     rng = np.random.default_rng(3)
     kv = PagedKV((random_group(rng, codec), random_group(rng, codec)))
+    scales = jnp.asarray(rng.integers(0, 99, (L * P, 1, 8)))
+    kv = replace(kv, groups=(kv.groups[0], replace(kv.groups[1], scales=scales)))
     source_C, target_C = np.int32([3, 0, 1, 4]), np.int32([1, 4, P, P + 3])  # page 1 and 4 are read before they change
     copied = copy_pages(kv, source_C, target_C)
     for before, after in zip(kv.groups, copied.groups, strict=True):
         want = by_layer(before)
         want[:, [1, 4]] = want[:, [3, 0]]
         np.testing.assert_array_equal(by_layer(after), want)
+    want = np.array(scales).reshape(L, P, 8)
+    want[:, [1, 4]] = want[:, [3, 0]]
+    np.testing.assert_array_equal(np.asarray(copied.groups[1].scales).reshape(L, P, 8), want)
 
 
 def test_a_write_into_either_side_of_a_fork_is_not_seen_by_the_other():

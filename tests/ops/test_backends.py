@@ -111,11 +111,15 @@ def test_only_a_row_too_long_for_scalar_memory_runs_on_xla():
 
 
 def test_rows_too_many_for_vector_memory_and_pages_of_another_dtype_run_on_xla():
-    bits, int4 = PlainCodec(dtype="bfloat16", as_bits=True), get_codec("int4", platform="tpu")
+    bits = PlainCodec(dtype="bfloat16", as_bits=True)
+    int4, fp8 = (get_codec(name, platform="tpu") for name in ("int4", "fp8"))
+    of_floats = get_codec("int8", platform="tpu", dtype="float32")
     for needs, reason in (
         (replace(NEEDS, num_rows=4096, pages_per_row=2), "4096 decode rows: \\d+ bytes do not fit"),
         (replace(NEEDS, codec=bits), "pages: expected bfloat16 or float32, got uint16"),
-        (replace(NEEDS, codec=int4), "kv_cache_dtype: expected bfloat16 or float32, got int4"),
+        (replace(NEEDS, codec=int4, page_size=32), "page_size: expected one of \\(64, 128\\), got 32"),
+        (replace(NEEDS, codec=fp8), "kv_cache_dtype: expected bfloat16, float32, int8 or int4, got fp8_e4m3"),
+        (replace(NEEDS, codec=of_floats), "kv_cache_dtype int8: expected a model in bfloat16, got float32"),
     ):
         backend, why = choose_backend("auto", [HEADS], needs)
         assert backend == "xla"
@@ -153,3 +157,43 @@ def test_an_engine_on_the_tpu_kernels_gives_the_tokens_of_xla(monkeypatch, tmp_p
     assert [one.token_ids for one in kernels] == [one.token_ids for one in xla]
     logprobs = [[[one.logprob for entry in out.logprobs for one in entry.values()] for out in side] for side in found]
     np.testing.assert_allclose(logprobs[1], logprobs[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("codec", "heads", "page_size"),
+    [
+        ("int8", shape(4, 2, 64), 32),
+        ("int4", shape(4, 2, 64), 64),
+        ("int4", shape(3, 1, 128), 64),
+        ("int8", shape(3, 1, 64), 128),
+    ],
+)
+@pytest.mark.slow
+def test_an_engine_on_the_tpu_kernels_reads_and_writes_quantised_pages(monkeypatch, tmp_path, codec, heads, page_size):
+    """Prompts in chunks, decode loops and a cached prefix give the logprobs of XLA on the same codec, but for rounding;
+    both are further from those of unquantised pages than from each other."""
+    monkeypatch.setitem(BACKENDS, "interpreted", PallasTpu(interpret=True))
+    path = make_checkpoint(tmp_path / "model", tiny_config("llama", **heads))
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 256, "block_size": page_size}
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 151, page_size).tolist()
+    prompts = [{"prompt_token_ids": shared + rng.integers(0, 151, n).tolist()} for n in (3, 21)]
+    # One token to choose from: what each is given after its prompt does not depend on rounding.
+    forced = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, allowed_token_ids=[7])
+    found = []
+    for backend, kind in (("xla", codec), ("interpreted", codec), ("xla", "auto")):
+        options = {"backend": backend, "kv_cache_dtype": kind, "dtype": "bfloat16"}
+        llm = LLM(path, skip_tokenizer_init=True, lazy_compile=True, **options, **limits)
+        outputs = [llm.generate(prompt, forced, use_tqdm=False)[0] for prompt in prompts]
+        assert outputs[1].num_cached_tokens == page_size
+        outputs += llm.generate(prompts, replace(forced, prompt_logprobs=0), use_tqdm=False)
+        llm._engine.check()
+        lists = [[*(out.prompt_logprobs or [None])[1:], *out.outputs[0].logprobs] for out in outputs]
+        entries = [entry for entries in lists for entry in entries]
+        found.append(np.array([one.logprob for entry in entries for one in entry.values()]))
+        assert (llm._engine.kv.groups[0].scales is not None) == (backend == "interpreted")
+    xla, kernels, exact = found
+    assert len(xla) == len(kernels)
+    assert np.std(xla[-6:]) > 0
+    apart, lost = (np.sqrt(np.mean((xla - other) ** 2)) for other in (kernels, exact))
+    assert 0 < apart < lost / 3
