@@ -18,10 +18,11 @@ from tiny import make_checkpoint, tiny_config
 SIZES = (1, 2, 4)
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
 CASES = {
-    "vocabulary divided": ("llama-3", "float32", {"vocab_size": 152}),
-    "biases, untied": ("llama-biases", "float32", {"vocab_size": 152}),
-    "vocabulary whole": ("qwen2", "bfloat16", {}),
-    "two KV groups": ("qwen2-mixed-windows", "float32", {}),
+    "vocabulary divided": ("llama-3", "float32", "auto", {"vocab_size": 152}),
+    "biases, untied": ("llama-biases", "float32", "auto", {"vocab_size": 152}),
+    "vocabulary whole": ("qwen2", "bfloat16", "auto", {}),
+    "two KV groups": ("qwen2-mixed-windows", "float32", "auto", {}),
+    "int8 pages": ("qwen2", "float32", "int8", {"vocab_size": 152}),
 }
 FAST = "vocabulary divided"
 
@@ -32,7 +33,7 @@ import jax, numpy as np
 from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.steps import fit_keys
 
-path, dtype, *sizes = sys.argv[1:]
+path, dtype, kv_dtype, *sizes = sys.argv[1:]
 greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=2)
 drawn = SamplingParams(seed=3, top_p=0.9, presence_penalty=0.3, max_tokens=12, ignore_eos=True)
 rng = np.random.default_rng(0)
@@ -43,7 +44,8 @@ def logprobs(output):
     return [one.logprob for entry in entries for one in entry.values()]
 
 def run(size):
-    llm = LLM(path, dtype=dtype, tensor_parallel_size=size, skip_tokenizer_init=True, lazy_compile=True,
+    llm = LLM(path, dtype=dtype, kv_cache_dtype=kv_dtype, tensor_parallel_size=size, skip_tokenizer_init=True,
+              lazy_compile=True,
               max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64, block_size=8)
     outputs = llm.generate(prompts, [greedy, drawn, greedy], use_tqdm=False)
     again = llm.generate(prompts, drawn, use_tqdm=False)
@@ -72,10 +74,10 @@ print(json.dumps([run(int(size)) for size in sizes]))
 
 @pytest.fixture(scope="module", params=[pytest.param(c, marks=() if c == FAST else pytest.mark.slow) for c in CASES])
 def runs(request, tmp_path_factory):
-    variant, dtype, changes = CASES[request.param]
+    variant, dtype, kv_dtype, changes = CASES[request.param]
     path = make_checkpoint(tmp_path_factory.mktemp("model"), tiny_config(variant, **HEADS | changes), dtype=dtype)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(SIZES)}"
-    command = [sys.executable, "-c", RUN, path, dtype, *map(str, SIZES)]
+    command = [sys.executable, "-c", RUN, path, dtype, kv_dtype, *map(str, SIZES)]
     done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -95,7 +97,7 @@ def test_every_number_of_devices_gives_the_same_tokens(runs):
 
 
 def test_each_device_has_its_part_of_pages_and_weights(runs, request):
-    changes = CASES[request.node.callspec.params["runs"]][2]
+    changes = CASES[request.node.callspec.params["runs"]][3]
     one, *others = runs
     for size, other in zip(SIZES[1:], others, strict=True):
         assert other["all_page_bytes"] == one["all_page_bytes"]
@@ -108,7 +110,7 @@ def test_each_device_has_its_part_of_pages_and_weights(runs, request):
 
 
 def test_a_layer_adds_up_over_devices_twice(runs, request):
-    variant, _, changes = CASES[request.node.callspec.params["runs"]]
+    variant, _, _, changes = CASES[request.node.callspec.params["runs"]]
     stacked = "mixed" not in variant  # a loop over layers has its body once
     for other in runs[1:]:
         num_sums, num_gathers = (other["text"].count(f" {op}(") for op in ("all-reduce", "all-gather"))

@@ -97,7 +97,7 @@ def ragged_paged_attention(
     else:
         new = pack_new(layout, packing, both)
         words = in_slots(new[1][:num_rows], schedule.page_size, pools[1].shape[2])
-        of_decode = (new[0][:num_rows] & (2**packing.num_bits - 1), words)
+        of_decode = (new[0][:num_rows].astype(jnp.int32) & (2**packing.num_bits - 1), words)
     decoded, pools, statistics_DJML, masses = decode(
         q_TJMX[:num_rows], of_decode, sinks_JM, pools, schedule, base, static=static, interpret=interpret
     )

@@ -148,8 +148,8 @@ def _signed(word: int) -> int:
 
 
 def pack_new(layout: Layout, packing: Packing, new_T2K: Quantised) -> tuple[jax.Array, jax.Array]:
-    """(whole numbers [T, C, X], scale words [T, words, K]) of new keys and values [T, 2K, H]."""
-    values = pack(layout, new_T2K.values.astype(jnp.int32)[:, :, None])[:, :, 0]
+    """(whole numbers [T, C, X] int8, scale words [T, words, K]) of new keys and values [T, 2K, H]."""
+    values = pack(layout, new_T2K.values.astype(jnp.int8)[:, :, None])[:, :, 0]
     return values, packing.scale_words(new_T2K)
 
 

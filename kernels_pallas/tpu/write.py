@@ -97,7 +97,7 @@ def write(
 ) -> tuple[jax.Array, ...]:
     """The pools with the items' tokens in their slots; updated in place when donated.
 
-    new_T: [T, C, X] in the dtype of the pages; packed, whole numbers [T, C, X] and words [T, words, K], int32, whose
+    new_T: [T, C, X] in the dtype of the pages; packed, numbers [T, C, X] int8 and words [T, words, K] int32, whose
     items are whole pages. base [1]: the layer's first row in the pools.
     """
     new_ICSX = new_T[0][items.token].transpose(0, 2, 1, 3)

@@ -11,7 +11,16 @@ import pytest
 
 from jaxkv.kv.codecs import CODECS, bits_per_value, decode, get_codec
 from jaxkv.kv.codecs.base import Codec
-from jaxkv.kv.codecs.parts import lloyd_max, pack_bits, restore, rotate, rotate_query, unpack_bits
+from jaxkv.kv.codecs.parts import (
+    _hadamard_by_additions,
+    _hadamard_by_matmul,
+    lloyd_max,
+    pack_bits,
+    restore,
+    rotate,
+    rotate_query,
+    unpack_bits,
+)
 
 QUANTISED = [name for name in CODECS if name not in ("bfloat16", "float32")]
 make = partial(get_codec, platform="cpu", dtype="float32")
@@ -120,6 +129,12 @@ def test_zeros_stay_zeros_and_lengths_are_kept(name):
         x = vectors(200, 64)
         back = np.asarray(decode(codec, codec.encode(jnp.asarray(x))))
         np.testing.assert_allclose(np.linalg.norm(back, axis=-1), np.linalg.norm(x, axis=-1), rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_the_transform_by_a_matmul_is_that_by_additions(head_dim):
+    x = jax.random.normal(jax.random.key(head_dim), (5, 3, head_dim))
+    np.testing.assert_allclose(_hadamard_by_matmul(x), _hadamard_by_additions(x), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("head_dim", [8, 20, 64, 96, 128])

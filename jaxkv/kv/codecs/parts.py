@@ -86,7 +86,21 @@ def restore(x: jax.Array) -> jax.Array:
 
 
 def _hadamard(x: jax.Array) -> jax.Array:
-    """By additions alone: a matmul would add in an order that depends on how many vectors there are."""
+    return jax.lax.platform_dependent(x, tpu=_hadamard_by_matmul, default=_hadamard_by_additions)
+
+
+def _hadamard_by_matmul(x: jax.Array) -> jax.Array:
+    """What a TPU is made for: it has no good place for halves of a register."""
+    size = _block(x.shape[-1])
+    row, column = np.indices((size, size))
+    shared = sum((row & column) >> bit & 1 for bit in range(size.bit_length()))
+    signs = (1 - 2 * (shared % 2)).astype(np.float32)
+    blocks = x.reshape(*x.shape[:-1], -1, size)
+    return jnp.matmul(blocks, signs, precision=jax.lax.Precision.HIGHEST).reshape(x.shape)
+
+
+def _hadamard_by_additions(x: jax.Array) -> jax.Array:
+    """On a CPU a matmul would add in an order that depends on how many vectors there are."""
     step = 1
     while step < _block(x.shape[-1]):
         pairs = x.reshape(*x.shape[:-1], -1, 2, step)
