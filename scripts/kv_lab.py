@@ -16,7 +16,8 @@ attention  the same of the attention's outputs against those of exact keys and v
 recall   share of the values that are recalled whole, teacher-forced, at a distance in tokens
 
 A codec's name stands for what the engine does; "fitted" and "unfitted" after it are keys with and without `fit_keys`.
-The second table is of what no engine does yet: attention that has some keys and values exact. Each seed draws its own
+Rows without bits are of what the engine does not do: some keys and values exact, or turboquant4 with keys of 3 bits and
+a bit of QJL. Each seed draws its own
 windows, questions and outliers; intervals are 95% of Student's t over the seeds.
 """
 
@@ -83,6 +84,29 @@ EXCEPTIONS = {
 }
 
 
+QJL = "one bit of keys as QJL"
+
+
+@dataclass(frozen=True)
+class Qjl:
+    """A reference, for the laboratory alone: what `codec` leaves of a key is stored as its length and, a bit for each
+    coordinate, the signs of a random projection. Products with queries are then right on average.
+
+    Source: TurboQuant, arXiv 2504.19874, algorithm 2, and QJL, arXiv 2406.03482.
+    """
+
+    codec: Codec
+
+    def stored(self, x: jax.Array) -> jax.Array:
+        """The vectors that are left of vectors [..., H]."""
+        kept = decode(self.codec, self.codec.encode(x))
+        rest, size = x - kept, x.shape[-1]
+        projection = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
+        signs = jnp.sign(jnp.matmul(rest, projection.T, precision="highest"))
+        length = jnp.linalg.norm(rest, axis=-1, keepdims=True)
+        return kept + (np.pi / 2) ** 0.5 / size * length * jnp.matmul(signs, projection, precision="highest")
+
+
 @dataclass(frozen=True)
 class Pages:
     """How keys and values are stored: `fitted` as by `steps.fit_keys`, read by `exact` or, None, by the engine."""
@@ -90,6 +114,8 @@ class Pages:
     codec: Codec
     fitted: bool
     exact: Exact | None = None
+    qjl: Qjl | None = None
+    """Of keys, in place of `codec`."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +130,7 @@ class Stored(Moments):
     exact: Exact
     num_layers: int
     passes: bool
+    qjl: Qjl | None = None
 
     def attend(self, q_TNH: Any, k_TKH: Any, v_TKH: Any, group: GroupKV, *_: Any, layer: Any, scale: float, **__: Any):  # type: ignore[no-untyped-def]
         num_tokens, kv_heads = k_TKH.shape[:2]
@@ -114,7 +141,11 @@ class Stored(Moments):
         q_TKGH = q_TNH.reshape(num_tokens, kv_heads, -1, q_TNH.shape[2])
 
         def attention(stored: bool) -> jax.Array:
-            pairs = [(decode(self.codec, self.codec.encode(x)), x) if stored else (x, x) for x in (k_TKH, v_TKH)]
+            pairs = [(x, x) for x in (k_TKH, v_TKH)]
+            if stored:
+                pairs = [(decode(self.codec, self.codec.encode(x)), x) for x, _ in pairs]
+            if stored and self.qjl is not None:
+                pairs[0] = (self.qjl.stored(k_TKH), k_TKH)
             of_keys = [jnp.einsum("tkgh,skh->kgts", q_TKGH, x, precision="highest") for x in pairs[0]]
             s = jnp.where(is_exact, of_keys[1], of_keys[0]) * scale
             p = jax.nn.softmax(jnp.where(distance >= 0, s, -jnp.inf), axis=-1)
@@ -165,7 +196,7 @@ class Model:
         padded = np.zeros(LENGTH, np.int32)
         padded[: len(token_T)] = token_T
         weights = self.fitted if pages.fitted else self.weights
-        make = program(self.spec, pages.codec) if pages.exact is None else stored(self.spec, pages.codec, pages.exact)
+        make = program(self.spec, pages.codec) if pages.exact is None else stored(self.spec, pages)
         return np.asarray(make(weights, padded, np.int32(len(token_T))))[: len(token_T)]
 
     def attention_error(self, pages: Pages, token_T: np.ndarray) -> float:
@@ -198,9 +229,9 @@ def attention_error(spec: ModelSpec, codec: Codec) -> Any:
 
 
 @cache
-def stored(spec: ModelSpec, codec: Codec, exact: Exact) -> Any:
+def stored(spec: ModelSpec, pages: Pages) -> Any:
     """`program` by dense attention. What comes after the sequence is not seen by it."""
-    attention = Stored(codec, exact, spec.num_layers, passes=False)
+    attention = Stored(pages.codec, pages.exact or Exact(), spec.num_layers, passes=False, qjl=pages.qjl)
     return jax.jit(lambda weights, token_T, _: logits(weights, dense(weights, token_T, spec, attention)[0], spec=spec))
 
 
@@ -291,7 +322,11 @@ def pages_of(name: str) -> Pages:
     codec_name, _, exception = name.partition(", ")
     codec_name, _, fit = codec_name.partition(" ")
     codec = get_codec(codec_name, platform="cpu", dtype="float32")
-    return Pages(codec, fit == "fitted" or (not fit and codec.fits_keys), EXCEPTIONS[exception] if exception else None)
+    fitted = fit == "fitted" or (not fit and codec.fits_keys)
+    if exception == QJL:
+        one_bit_less = get_codec("turboquant3", platform="cpu", dtype="float32")
+        return Pages(codec, fitted, Exact(), Qjl(one_bit_less))
+    return Pages(codec, fitted, EXCEPTIONS[exception] if exception else None)
 
 
 def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -299,6 +334,7 @@ def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
     corpus = build_corpus(Tokenizer.from_file(str(DEMO / "tokenizer.json")))
     codecs = {name: pages_of(name) for name in ("bfloat16", *options.codecs)}
     mixed = {f"{name}, {exception}" for name in options.mixed for exception in EXCEPTIONS if exception}
+    mixed |= {f"turboquant4, {QJL}"} if options.mixed else set()
     head_dim = Model("plain", 0).spec.head_dim
     result["bits"] = {name: bits_per_value(pages.codec, head_dim) for name, pages in codecs.items()}
     result["variants"] = {variant: [] for variant in ("plain", "outliers")}

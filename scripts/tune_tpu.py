@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.report.apart import compile_apart
-from jaxkv.report.check import AT_ONCE, FLOAT32, TARGETS, named_cases, versions
+from jaxkv.report.check import AT_ONCE, OTHERS, TARGETS, named_cases, versions
 from jaxkv.report.kernels import KERNELS, SHAPES, Case
 
 TUNED = Path(__file__).parents[1] / "kernels_pallas" / "tuned"
@@ -48,7 +48,8 @@ def main() -> None:
 def budgeted(chips: Any, shapes: Any, kernels: Any) -> Iterator[Case]:
     """What `jaxkv check` compiles without a model."""
     yield from named_cases(chips, shapes, kernels)
-    yield from named_cases(chips, [name for name in FLOAT32 if name in shapes], kernels, dtype="float32")
+    for name, dtype in OTHERS:
+        yield from named_cases(chips, [name] if name in shapes else [], kernels, dtype=dtype)
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def options(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**(given | {"rounds": 3, "compile": True, "modes": ""} | changes))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_figures(tmp_path, scripts):
     lines = "decode8,as_completed"
     command = [sys.executable, scripts / "bench_generate.py", "--shape", "toy", "--only", lines, "--requests", "3"]

@@ -17,7 +17,7 @@ from tiny import make_checkpoint, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
 QUANTISED = [
-    pytest.param(name, marks=[] if name in ("int8", "int4", "turboquant3") else pytest.mark.slow)
+    pytest.param(name, marks=[] if name == "int4" else pytest.mark.slow)
     for name in CODECS
     if name not in ("bfloat16", "float32")
 ]
@@ -146,7 +146,7 @@ def test_a_codec_that_a_backend_cannot_do_is_refused_before_any_work(directory):
         LLM(directory, kv_cache_dtype="int8", backend="pallas_tpu", skip_tokenizer_init=True)
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen2-mixed-windows"])
+@pytest.mark.parametrize("variant", ["qwen3", pytest.param("qwen2-mixed-windows", marks=pytest.mark.slow)])
 def test_fitted_keys_give_the_same_model(tmp_path, variant, monkeypatch):
     directory = make_checkpoint(tmp_path, tiny_config(variant))
     (prompt,), params = prompts(90), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)

@@ -20,11 +20,11 @@ TARGETS = ("v5e", "v6e", "tpu7x")
 AT_ONCE = 2
 """Compilations at a time: each takes a core and up to some GiB."""
 
-FLOAT32 = ("8b",)
-"""Shapes that are also checked in float32 where nothing is said."""
-
 QUANTISED = ("int8", "int4")
 """What the kernels take of KV dtypes beside the model's own."""
+
+OTHERS = tuple(("8b", dtype) for dtype in ("float32", *QUANTISED))
+"""Shapes and dtypes that are also checked where nothing is said."""
 
 Job = Case | Engine
 
@@ -226,7 +226,8 @@ def run(
     size = {"page_size": options["block_size"] or 64, "context": context}
     cases = named_cases(targets, names, kernels or KERNELS, dtype=dtype, **size)
     if not model and not shapes and dtype == "bfloat16":
-        cases += named_cases(targets, FLOAT32, kernels or KERNELS, dtype="float32", **size)
+        for name, other in OTHERS:
+            cases += named_cases(targets, [name], kernels or KERNELS, dtype=other, **size)
     given = tuple((name, value) for name, value in options.items() if value is not None)
     engines = [Engine(model=model, target=to, options=given, pages=pages, every=every) for to in targets if model]
     verdicts = check(cases, engines, say=lambda line: print(line, file=sys.stderr, flush=True))

@@ -44,7 +44,7 @@ SHAPES = [
 ]
 QUANTISED = [Shape(8, None, 4, 2, 16, "fp8_e4m3"), Shape(16, 8, 6, 2, 64, "int8"), Shape(16, None, 4, 1, 64, "int4")]
 QUANTISED += [Shape(128, 300, 4, 2, 16, "turboquant2.5")]
-SHAPES += QUANTISED
+SHAPES += [QUANTISED[2], *(pytest.param(shape, marks=pytest.mark.slow) for shape in QUANTISED[:2] + QUANTISED[3:])]
 MAX_LEN, NUM_ROWS = 560, 9  # five blocks of 128 keys, two tiles of rows
 
 STATIC = ("scale", "window")
