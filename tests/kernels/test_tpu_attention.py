@@ -211,18 +211,13 @@ def test_quantised_batches_equal_what_their_numbers_stand_for(shape, capfd):
     check_modelling_dmas(QUANTISED.index(shape), shape, capfd)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
-def test_random_options_equal_float64_with_dmas_and_races_modelled(seed, capfd):
-    rng = np.random.default_rng(seed)
+def random_shape(rng: np.random.Generator, **given: object) -> Shape:
     kv_heads = int(rng.choice([1, 2, 4]))
     decode_only = bool(rng.random() < 0.5)
-    shape = Shape(
+    return Shape(
         kv_heads=kv_heads,
         num_heads=kv_heads * int(rng.choice([1, 2, 3, 4, 8])),
         head_dim=int(rng.choice([64, 128, 256])),
-        page_size=int(rng.choice([16, 32, 64, 128])),
-        dtype=str(rng.choice(["bfloat16", "float32"])),
         window=rng.choice([None, 1, 17, 64, 200]),
         softcap=rng.choice([None, 2.0, 30.0]),
         sinks=bool(rng.random() < 0.5),
@@ -231,8 +226,24 @@ def test_random_options_equal_float64_with_dmas_and_races_modelled(seed, capfd):
         block=int(rng.integers(1, 5)),
         decode_only=decode_only,
         tables_in_hbm=bool(rng.random() < 0.5),
+        **given,
     )
-    check_modelling_dmas(seed, shape, capfd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_random_options_equal_float64_with_dmas_and_races_modelled(seed, capfd):
+    rng = np.random.default_rng(seed)
+    given = {"page_size": int(rng.choice([16, 32, 64, 128])), "dtype": str(rng.choice(["bfloat16", "float32"]))}
+    check_modelling_dmas(seed, random_shape(rng, **given), capfd)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_random_options_with_quantised_pages_equal_what_their_numbers_stand_for(seed, capfd):
+    rng, num_bits = np.random.default_rng(100 + seed), (8, 4)[seed % 2]
+    page_size = int(rng.choice([32, 64, 128] if num_bits == 8 else [64, 128]))
+    check_modelling_dmas(seed, random_shape(rng, num_bits=num_bits, page_size=page_size), capfd)
 
 
 def test_the_plain_interpreter_gives_the_same():
