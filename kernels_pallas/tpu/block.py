@@ -52,6 +52,16 @@ class Static:
         return self.block * self.page_size
 
 
+def start_all(copies: list[Any]) -> None:
+    for copy in copies:
+        copy.start()
+
+
+def wait_all(copies: list[Any]) -> None:
+    for copy in copies:
+        copy.wait()
+
+
 def div(a: jax.Array, b: int) -> jax.Array:
     """Of numbers that are not negative; `//` also handles the others, which costs scalar operations."""
     return jax.lax.div(a, jnp.int32(b))

@@ -34,6 +34,8 @@ from kernels_pallas.tpu.block import (
     elements,
     in_lanes,
     scores,
+    start_all,
+    wait_all,
     weights,
 )
 from kernels_pallas.tpu.layout import LANES
@@ -129,11 +131,8 @@ def _kernel(static: Static, *refs: Any) -> None:
 
     def fetch(item: jax.Array, slot: int) -> None:
         for i in range(block):
-
-            @pl.when(i * size < work.high(item))
-            def _(i: int = i) -> None:
-                for copy in fetch_page(item, i, slot):
-                    copy.start()
+            copies = fetch_page(item, i, slot)  # not inside: what scalars say is read beside what comes before
+            pl.when(i * size < work.high(item))(partial(start_all, copies))
 
     def await_fetch(item: jax.Array, slot: int) -> None:
         pages_fetched = div(work.high(item) + size - 1, size)
@@ -141,8 +140,7 @@ def _kernel(static: Static, *refs: Any) -> None:
 
             @pl.loop(0, pages_fetched)
             def _(_: jax.Array) -> None:
-                for copy in fetch_page(item, 0, slot):
-                    copy.wait()
+                wait_all(fetch_page(item, 0, slot))
 
             return
         for part, done in zip(blocks[slot], fetched, strict=False):
@@ -203,10 +201,6 @@ def _kernel(static: Static, *refs: Any) -> None:
             source, target = blocks[slot].scales.at[i], pools[1].at[page]
             copies.append(pltpu.make_async_copy(source, target, written[1].at[slot]))
         return copies
-
-    def await_written(item: jax.Array, slot: int) -> None:
-        for copy in write_tile(item, slot):
-            copy.wait()
 
     def send_mass(item: jax.Array, slot: int) -> Any:
         return pltpu.make_async_copy(mass_SJML.at[slot], mass_IJML.at[item], mass_sent.at[slot])
@@ -271,15 +265,10 @@ def _kernel(static: Static, *refs: Any) -> None:
         if packing is None:
             clear_tail(item, slot)
         store_new(item, slot)
-
-        @pl.when(work.new(item) >= 0)
-        def _() -> None:
-            for copy in write_tile(item, slot):
-                copy.start()
-
+        pl.when(work.new(item) >= 0)(partial(start_all, write_tile(item, slot)))
         # The slot of the block before this one is free once its own tile has left.
         before = jnp.maximum(item - 1, 0)
-        pl.when((item > 0) & (work.new(before) >= 0))(lambda: await_written(before, (slot - 1) % SLOTS))
+        pl.when((item > 0) & (work.new(before) >= 0))(partial(wait_all, write_tile(before, (slot - 1) % SLOTS)))
         fetch(item + SLOTS - 1, (slot - 1) % SLOTS)
         if static.page_mass:
             pl.when(item >= SLOTS)(send_mass(item, slot).wait)
@@ -306,7 +295,7 @@ def _kernel(static: Static, *refs: Any) -> None:
             run(i * SLOTS + slot, slot)
 
     last = jnp.maximum(rounds * SLOTS - 1, 0)
-    pl.when((rounds > 0) & (work.new(last) >= 0))(lambda: await_written(last, SLOTS - 1))
+    pl.when((rounds > 0) & (work.new(last) >= 0))(partial(wait_all, write_tile(last, SLOTS - 1)))
     if static.page_mass:
         for slot in range(SLOTS):
             pl.when(rounds > 0)(send_mass(last, slot).wait)

@@ -27,6 +27,8 @@ from kernels_pallas.tpu.block import (
     elements,
     in_lanes,
     scores,
+    start_all,
+    wait_all,
     weights,
 )
 from kernels_pallas.tpu.layout import LANES
@@ -111,11 +113,8 @@ def _kernel(static: Static, *refs: Any) -> None:
 
     def fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
         for i in range(static.block):
-
-            @pl.when(i * size < num_slots(item, number))
-            def _(i: int = i) -> None:
-                for copy in fetch_page(item, number, i, slot):
-                    copy.start()
+            copies = fetch_page(item, number, i, slot)  # not inside: scalars are read beside what comes before
+            pl.when(i * size < num_slots(item, number))(partial(start_all, copies))
 
     def await_fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
         pages_fetched = div(num_slots(item, number) + size - 1, size)
@@ -123,8 +122,7 @@ def _kernel(static: Static, *refs: Any) -> None:
 
             @pl.loop(0, pages_fetched)
             def _(_: jax.Array) -> None:
-                for copy in fetch_page(item, number, 0, slot):
-                    copy.wait()
+                wait_all(fetch_page(item, number, 0, slot))
 
             return
         for part, done in zip(blocks, fetched, strict=True):

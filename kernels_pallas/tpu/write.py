@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.tpu.block import start_all, wait_all
 from kernels_pallas.tpu.packing import Packing, to_width
 from kernels_pallas.tpu.schedule import WriteItems
 from kernels_pallas.tpu.tiles import TILE
@@ -50,24 +51,18 @@ def _kernel(packing: Packing | None, page_size: int, *refs: Any) -> None:
         of_pools = zip(places(item), olds, written, strict=True)
         return [pltpu.make_async_copy(old.at[slot], place, done.at[slot]) for place, old, done in of_pools]
 
-    def await_sent(item: jax.Array) -> None:
-        for copy in send(item):
-            copy.wait()
-
     def start(item: jax.Array) -> None:
         @pl.when(item < num[0])
         def _() -> None:
-            pl.when(item >= SLOTS)(lambda: await_sent(item - SLOTS))
-            for copy in fetch(item):
-                copy.start()
+            pl.when(item >= SLOTS)(lambda: wait_all(send(item - SLOTS)))
+            start_all(fetch(item))
 
     pl.loop(0, AHEAD)(start)
 
     @pl.loop(0, num[0])
     def merge(item: jax.Array) -> None:
         start(item + AHEAD)
-        for copy in fetch(item):
-            copy.wait()
+        wait_all(fetch(item))
         slot = jax.lax.rem(item, jnp.int32(SLOTS))
         old, new = olds[0], held[0]
         if packing is None:
@@ -80,10 +75,9 @@ def _kernel(packing: Packing | None, page_size: int, *refs: Any) -> None:
             old, new = olds[1], held[1]
             of_slot = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, old.shape[1:], 1), jnp.int32(page_size))
             old[slot] = jnp.where((of_slot >= low_I[item]) & (of_slot < high_I[item]), new[slot], old[slot])
-        for copy in send(item):
-            copy.start()
+        start_all(send(item))
 
-    pl.loop(jnp.maximum(num[0] - SLOTS, 0), num[0])(await_sent)
+    pl.loop(jnp.maximum(num[0] - SLOTS, 0), num[0])(lambda item: wait_all(send(item)))
 
 
 def write(

@@ -92,9 +92,9 @@ def _hadamard(x: jax.Array) -> jax.Array:
 def _hadamard_by_matmul(x: jax.Array) -> jax.Array:
     """What a TPU is made for: it has no good place for halves of a register."""
     size = _block(x.shape[-1])
-    row, column = np.indices((size, size))
-    shared = sum((row & column) >> bit & 1 for bit in range(size.bit_length()))
-    signs = (1 - 2 * (shared % 2)).astype(np.float32)
+    signs = np.ones((1, 1), np.float32)
+    while len(signs) < size:
+        signs = np.kron(np.array([[1, 1], [1, -1]], np.float32), signs)
     blocks = x.reshape(*x.shape[:-1], -1, size)
     return jnp.matmul(blocks, signs, precision=jax.lax.Precision.HIGHEST).reshape(x.shape)
 
