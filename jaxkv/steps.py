@@ -184,10 +184,9 @@ def fit_keys(
 
 
 def _affine(moments_K3H: np.ndarray) -> np.ndarray:
-    mean, square, of_queries = moments_K3H.transpose(1, 0, 2)
-    spread = square - mean**2
-    known = (spread > 0) & (of_queries > 0)
-    quarter = np.log2(np.where(known, of_queries, 1) / np.where(known, spread, 1)) / 4
+    mean, variance, of_queries = moments_K3H.transpose(1, 0, 2)
+    known = (variance > 0) & (of_queries > 0)
+    quarter = np.log2(np.where(known, of_queries, 1) / np.where(known, variance, 1)) / 4
     # A factor that all channels share changes nothing: without it they stay about as large as they were.
     quarter -= np.mean(quarter, axis=-1, keepdims=True)
     factor = np.exp2(np.round(np.where(known, quarter, 0)))

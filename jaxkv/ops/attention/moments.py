@@ -18,8 +18,8 @@ from jaxkv.ops.attention.base import Batch, Heads, Needs
 class Moments:
     """See `base.Backend`. Only for `steps.fit_keys`, so not among the backends that have names.
 
-    The "page" of a layer is [K, 3, H] float32: the mean of the keys, that of their squares, and that of the squares of
-    the queries that meet them. All packed tokens are one sequence from position 0 on.
+    The "page" of a layer is [K, 3, H] float32: the mean of the keys, their variance, and the mean of the squares of the
+    queries that meet them. All packed tokens are one sequence from position 0 on.
     """
 
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
@@ -48,5 +48,5 @@ class Moments:
         of_one = (x[None] for x in (q_TNH, k_TKH, v_TKH))
         out_TNH = jax.nn.dot_product_attention(*of_one, scale=scale, is_causal=True, **options)[0]
         q_TKGH = q_TNH.reshape(q_TNH.shape[0], k_TKH.shape[1], -1, q_TNH.shape[2])
-        found = [jnp.mean(k_TKH, axis=0), jnp.mean(k_TKH**2, axis=0), jnp.mean(q_TKGH**2, axis=(0, 2))]
+        found = [jnp.mean(k_TKH, axis=0), jnp.var(k_TKH, axis=0), jnp.mean(q_TKGH**2, axis=(0, 2))]
         return out_TNH, replace(group, pages=group.pages.at[layer].set(jnp.stack(found, axis=1)))
