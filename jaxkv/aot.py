@@ -15,16 +15,20 @@ from jax.stages import Compiled
 
 from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError
-from jaxkv.kv.state import GroupKV, PagedKV
+from jaxkv.kv.policies import get_policy
+from jaxkv.kv.state import GroupKV, PagedKV, Statistics
 from jaxkv.loop import Rows, decode_loop
 from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
 from jaxkv.sharding import Placement, bytes_per_device
-from jaxkv.steps import Newest, copy_pages, step
+from jaxkv.steps import Newest, copy_pages, demote_pages, page_norms, step
 
 SMALLEST_STEP = 16
+
+DEMOTED_AT_ONCE = 64
+"""Pages of one call: more take several."""
 
 COMPILER_OPTIONS = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
 """By kind of device. TPU7x: XLA would have bfloat16 matrices in tiles of 16 rows, but takes arguments in tiles of 8,
@@ -175,6 +179,14 @@ class Programs:
         """Of as many pages as there are rows: each has one that is partly filled."""
         return self._get("copy", self.config.max_num_seqs)
 
+    def demote(self) -> Compiled:
+        """Of up to DEMOTED_AT_ONCE pages."""
+        return self._get("demote", DEMOTED_AT_ONCE)
+
+    def norms(self) -> Compiled:
+        """Of the pages of one row."""
+        return self._get("norms", table_width(self.config))
+
     @property
     def num_pages(self) -> int:
         """Of the pool that they are for."""
@@ -216,7 +228,13 @@ class Programs:
     @property
     def _every(self) -> list[tuple[str, int]]:
         steps = [("step", size) for size in self.token_buckets]
-        return [*steps, *(("loop", size) for size in self.row_buckets), ("copy", self.config.max_num_seqs)]
+        every = [*steps, *(("loop", size) for size in self.row_buckets), ("copy", self.config.max_num_seqs)]
+        policy = get_policy(self.config.kv_policy)
+        if policy is not None and policy.low:
+            every.append(("demote", DEMOTED_AT_ONCE))
+        if policy is not None and policy.needs_norms:
+            every.append(("norms", table_width(self.config)))
+        return every
 
     def compile_all(self) -> None:
         self._compile_each(self._every)
@@ -252,7 +270,10 @@ class Programs:
         return self._compiled[key]
 
     def _compile(self, kind: str, size: int) -> Compiled:
-        lower = {"step": self._lower_step, "loop": self._lower_loop, "copy": self._lower_copy}[kind]
+        lower = {
+            "step": self._lower_step, "loop": self._lower_loop, "copy": self._lower_copy,
+            "demote": self._lower_demote, "norms": self._lower_norms,
+        }[kind]  # fmt: skip
         try:
             return lower(size).compile(COMPILER_OPTIONS.get(self._device.device_kind))
         except jax.errors.JaxRuntimeError as error:
@@ -266,8 +287,8 @@ class Programs:
         memory = self._compiled[kind, size].memory_analysis()
         if memory is None:
             raise NotImplementedError("this device's compiler does not say how much memory a program takes")
-        held = bytes_per_device([group.pages for group in self._kv.groups])
-        if kind != "copy":
+        held = bytes_per_device(self._kv.pools)
+        if kind in ("step", "loop"):
             rows = self.num_step_rows(size) if kind == "step" else size
             held += bytes_per_device((self._weights, self._sampling_for(rows)))
         # An output that takes over an argument's memory (the pool) counts in both sizes, and once in the alias size.
@@ -294,6 +315,13 @@ class Programs:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
         return own(copy_pages, donate=("kv",)).lower(self._kv_for(num_pages), pages_C, pages_C, n)
 
+    def _lower_demote(self, num_pages: int) -> Any:
+        pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
+        return own(demote_pages, donate=("kv",)).lower(self._kv_for(1), pages_C, pages_C, n)
+
+    def _lower_norms(self, num_pages: int) -> Any:
+        return own(page_norms, donate=()).lower(self._kv_for(1), self._whole(np.zeros(num_pages, np.int32)))
+
     @property
     def _static(self) -> dict[str, Any]:
         static = {"spec": self.spec, "backend": self.backend, "num_logprobs": self.config.max_logprobs}
@@ -307,10 +335,14 @@ class Programs:
         return self._whole(empty_sampling(num_rows, **sizes, make=_abstract_full))
 
     def _kv_for(self, num_rows: int) -> PagedKV:
-        width = table_width(self.config)
-        table, length = self._whole((_abstract_full((num_rows, width), 0), _abstract_full((num_rows,), 0)))
-        groups = (replace(group, table_BW=table, first_BW=table, len_B=length) for group in self._kv.groups)
-        return replace(self._kv, groups=tuple(groups))
+        def of(group: GroupKV, width: int) -> GroupKV:
+            table, length = self._whole((_abstract_full((num_rows, width), 0), _abstract_full((num_rows,), 0)))
+            low = None if group.low is None else of(group.low, self.config.low_row_pages)
+            return replace(group, table_BW=table, first_BW=table, len_B=length, low=low)
+
+        statistics = self._whole(empty_statistics(self.config, num_rows, _abstract_full))
+        groups = (of(group, table_width(self.config)) for group in self._kv.groups)
+        return replace(self._kv, groups=tuple(replace(group, statistics=statistics) for group in groups))
 
     def _whole(self, tree: Any) -> Any:
         """The shapes of inputs that every device has."""
@@ -330,8 +362,23 @@ def lower(function: Callable[..., Any], *arguments: Any, donate: int) -> Any:
 
 
 def table_width(config: EngineConfig) -> int:
-    """Pages per row of the page table: what the longest sequence takes."""
-    return -(-config.max_len // config.block_size)
+    """Pages per row of the page table: what the longest sequence takes, or its policy leaves."""
+    whole = -(-config.max_len // config.block_size)
+    return min(whole, config.row_pages) if config.row_pages else whole
+
+
+def empty_statistics(config: EngineConfig, num_rows: int, make: Callable[..., Any] | None = None) -> Statistics | None:
+    """What the steps of this policy add up, zeros as `empty_sampling` makes them; None where nothing is observed."""
+    policy, full = get_policy(config.kv_policy), _full if make is None else make
+    if policy is None or policy.observes == 0:
+        return None
+    return Statistics(
+        mass_BW=full((num_rows, table_width(config)), 0, np.float32),
+        low_BW=full((num_rows, config.low_row_pages), 0, np.float32) if policy.low else None,
+        entropy_B=full((num_rows,), 0, np.float32),
+        since_B=full((num_rows,), 0),
+        focused=policy.focused,
+    )
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
@@ -339,5 +386,5 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _name(kind: str, size: int) -> str:
-    unit = {"step": "tokens", "loop": "rows", "copy": "pages"}[kind]
+    unit = {"step": "tokens", "loop": "rows"}.get(kind, "pages")
     return f"{kind} of {size} {unit}"

@@ -47,7 +47,11 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Limits of one engine. Lengths and budgets are in tokens, `block_size` is the tokens per page."""
+    """Limits of one engine. Lengths and budgets are in tokens, `block_size` is the tokens per page.
+
+    Under a `kv_policy` a row holds at most `row_pages` pages and `low_row_pages` demoted ones; row_pages 0: as many as
+    its length takes.
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -57,14 +61,17 @@ class EngineConfig:
     decode_steps: int
     seed: int
     max_logprobs: int = 20
+    kv_policy: str = "full"
+    row_pages: int = 0
+    low_row_pages: int = 0
 
     def __post_init__(self) -> None:
+        may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages")
         for field in fields(self):
             value = getattr(self, field.name)
-            _expect(is_int(value), field.name, "a whole number", value)
-            _expect(
-                value >= (0 if field.name in ("seed", "max_logprobs") else 1), field.name, "a positive number", value
-            )
+            if field.name != "kv_policy":
+                _expect(is_int(value), field.name, "a whole number", value)
+                _expect(value >= (0 if field.name in may_be_zero else 1), field.name, "a positive number", value)
         _expect(self.seed < 2**64, "seed", "a number below 2**64", self.seed)
         sizes = (8, 16, 32, 64, 128)
         _expect(self.block_size in sizes, "block_size", f"one of {sizes}", self.block_size)
@@ -77,8 +84,16 @@ class EngineConfig:
         )
 
     @property
+    def num_low_pages(self) -> int:
+        """Demoted pages of the pool: as many for each other page as a row has."""
+        return -(-self.num_pages * self.low_row_pages // self.row_pages) if self.low_row_pages else 0
+
+    @property
     def max_len(self) -> int:
-        """Longest prompt and output together that fit into the limit and the pool, in tokens."""
+        """Longest prompt and output together that fit into the limit and the pool, in tokens. Under a policy a row that
+        has as many pages as it may gets no longer."""
+        if self.row_pages and self.row_pages <= self.num_pages:
+            return self.max_model_len
         return min(self.max_model_len, self.num_pages * self.block_size)
 
 
@@ -180,6 +195,8 @@ class SamplingParams:
     tokens is kept from ending, and makes the decode loop stop after each token while its request runs.
     `logprobs=k`: the k likeliest tokens and the sampled one, `prompt_logprobs=k` the same of the prompt's tokens; -1 is
     all of the vocabulary. `LLM(max_logprobs=)` bounds both.
+    `kv_policy`, `kv_budget`: another policy or budget of the request's cache than the engine's (None), in tokens, or
+    "full". `kv_protect`: (begin, end) positions of the prompt's tokens whose pages no policy touches.
     Frozen: `dataclasses.replace` makes a changed copy.
     Raises: ValueError naming the field for a value out of range, and for a field that is not built yet.
     """
@@ -206,6 +223,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    kv_policy: str | None = None
+    kv_budget: int | None = None
+    kv_protect: list[tuple[int, int]] | tuple[tuple[int, int], ...] | None = None
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     structured_outputs: Any = None
@@ -245,6 +265,7 @@ class SamplingParams:
             _expect(value is None or (is_int(value) and value >= -1), name, "None, -1 (all) or a number >= 0", value)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             _expect(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
+        _expect(isinstance(self.kv_policy, str | None), "kv_policy", "None or the name of one", self.kv_policy)
         self._check_penalties()
         self._check_words_and_ids()
         if self.logit_bias is not None:

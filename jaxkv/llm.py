@@ -24,7 +24,7 @@ from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.model import load_model, with_fitted_keys
 from jaxkv.engine.outputs import BeamSearchOutput, RequestOutput
-from jaxkv.engine.pool import abstract_kv, bytes_per_page, empty_kv, pages_per_row, plan_pool
+from jaxkv.engine.pool import abstract_kv, bytes_with_low, empty_kv, fits_keys, pages_per_row, plan_pool, with_policy
 from jaxkv.engine.prefix import root_key
 from jaxkv.engine.request import Submission
 from jaxkv.kv.codecs import Codec, get_codec
@@ -50,6 +50,8 @@ class LLM:
     block_size: tokens per page, 8 to 128 (default 16 on a CPU, 64 elsewhere).
     kv_cache_dtype: auto (as dtype), bfloat16 or float32, or smaller (docs/kv-codecs.md): int8, fp8_e4m3, fp8_e5m2,
     int4, turboquant4, turboquant3, turboquant2.5.
+    kv_policy, kv_budget: what stays of a request's cache when it takes so many tokens' bytes (docs/kv-policies.md):
+    full (everything), streaming, page_norm, h2o_page, snapkv_page, entropy; "streaming:int8" first demotes to int8.
     kv_cache_memory_bytes, num_gpu_blocks_override: size of the cache in bytes or pages; by default what max_num_seqs
     rows of max_model_len take, within gpu_memory_utilization of the device (on a CPU of the available memory, and at
     most a quarter of it).
@@ -84,6 +86,8 @@ class LLM:
         block_size: int | None = None,
         backend: str = "auto",
         kv_cache_dtype: str = "auto",
+        kv_policy: str = "full",
+        kv_budget: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         num_gpu_blocks_override: int | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -124,12 +128,13 @@ class LLM:
             max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
         )
         self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic)
-        made: Any = {"codec": codec, "backend": self._backend, "num_devices": self._model.placement.size}
-        if codec.fits_keys:
+        made: Any = {"backend": self._backend, "num_devices": self._model.placement.size}
+        limits = with_policy(limits, kv_policy, kv_budget, codec, spec, **made)
+        if fits_keys(limits, codec):
             self._model = with_fitted_keys(self._model)
         self._budget = plan_pool(
             limits,
-            bytes_per_page(spec, page_size=limits.block_size, **made),
+            bytes_with_low(limits, spec, codec, **made),
             device_memory(self._device, weight_bytes=self._model.weight_bytes, utilization=gpu_memory_utilization),
             memory_bytes=kv_cache_memory_bytes,
             pages_override=num_gpu_blocks_override,

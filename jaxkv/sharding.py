@@ -76,7 +76,8 @@ class Placement:
         pages: Any = PAGES
 
         def of(group: GroupKV) -> GroupKV:
-            return replace(group, pages=pages, scales=None if group.scales is None else pages, **whole)
+            low = None if group.low is None else of(group.low)
+            return replace(group, pages=pages, scales=None if group.scales is None else pages, low=low, **whole)
 
         return replace(kv, groups=tuple(map(of, kv.groups)))
 

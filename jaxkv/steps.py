@@ -215,3 +215,15 @@ def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Arr
         return state.copy_pages(kv, source_1, target_1)
 
     return jax.lax.fori_loop(0, n, copy, kv)
+
+
+@partial(jax.jit, donate_argnames=("kv",))
+def demote_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Array) -> PagedKV:
+    """The first n pages encoded anew as pages of `low`, one after the other. Consumes `kv`."""
+    return jax.lax.fori_loop(0, n, lambda i, kv: state.demote(kv, source_C[i], target_C[i]), kv)
+
+
+@jax.jit
+def page_norms(kv: PagedKV, page_W: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`state.page_norms` as a program."""
+    return state.page_norms(kv, page_W)

@@ -81,7 +81,7 @@ def decode_attention() -> None:
     """One layer's decode attention over 1,024 tokens a row, by page storage and by tokens gathered at once."""
     print("\ndecode attention, 12 query / 4 KV heads of 64, 1,024 tokens a row, page 16, ms by tokens gathered at once")
     size, length, rng = 16, 1024, np.random.default_rng(0)
-    default = xla.BLOCK_TOKENS
+    default = xla.BLOCK
     for rows in (1, 8, 32):
         width = length // size
         table = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
@@ -101,11 +101,11 @@ def decode_attention() -> None:
             group = GroupKV(codec.encode(values), table, first, np.full(rows, length, np.int32), codec, 1)
             cells = []
             for tokens in (64, 128, 256, 512, 1024):
-                xla.BLOCK_TOKENS = tokens
+                xla.BLOCK = tokens
                 attend = jax.jit(lambda q, group, batch: xla.read(q, group, batch, layer=0, scale=0.125, window=None))
                 cells.append(f"{tokens}: {median_ms(attend, q, group, batch, calls=9):6.2f}")
             print(f"  {rows:3d} rows {name:9s} " + "  ".join(cells))
-    xla.BLOCK_TOKENS = default
+    xla.BLOCK = default
 
 
 if __name__ == "__main__":

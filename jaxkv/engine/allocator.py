@@ -27,7 +27,7 @@ class PageAllocator:
 
     A page without references is empty, or cached: it keeps its tokens and its place in the prefix index until it is
     needed, the longest unused first. A handle gives back its last page first and holds every page before the one that
-    it holds, so pages leave the index before their parents.
+    it holds, so pages leave the index before their parents; where a policy has left gaps, with them at the latest.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -72,7 +72,10 @@ class PageAllocator:
         new.reverse()
         del empty[kept:]
         evicted = [cached.popitem(last=False)[0] for _ in range(num_pages - len(new))]
-        self._index.remove(evicted)
+        for page in self._index.remove(evicted):
+            if page in cached:
+                del cached[page]
+                empty.append(page)
         new += evicted
         for page in new:
             references[page] = 1

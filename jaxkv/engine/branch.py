@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxkv.engine.allocator import PageAllocator
+from jaxkv.engine.allocator import KVHandle, PageAllocator
 from jaxkv.engine.beam import Beam, BeamSearch
 from jaxkv.engine.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
 from jaxkv.engine.request import Request, Submission
+from jaxkv.engine.retention import Kept
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -23,8 +24,10 @@ def link(beams: tuple[Request, ...], search: BeamSearch) -> None:
         beam.is_plain = False
 
 
-def search_on(search: BeamSearch, beams: tuple[Request, ...], allocator: PageAllocator) -> bool:
+def search_on(search: BeamSearch, beams: tuple[Request, ...], allocator: PageAllocator, low: PageAllocator) -> bool:
     """Gives every beam its next token, and the sequence before it, once the candidates of all are known.
+
+    `low`: the allocator of demoted pages.
 
     Returns whether they were. Where the search is over then, the beams stay as they are.
     """
@@ -33,22 +36,36 @@ def search_on(search: BeamSearch, beams: tuple[Request, ...], allocator: PageAll
     tokens, logprobs = zip(*(beam.candidates for beam in beams if beam.candidates is not None), strict=True)
     chosen = search.advance(np.stack(tokens), np.stack(logprobs))
     if chosen:
-        _take_over(beams, chosen, allocator)
+        _take_over(beams, chosen, allocator, low)
     return True
 
 
-def _take_over(beams: tuple[Request, ...], chosen: list[tuple[int, int]], allocator: PageAllocator) -> None:
+def _take_over(
+    beams: tuple[Request, ...], chosen: list[tuple[int, int]], allocator: PageAllocator, low: PageAllocator
+) -> None:
     """Forks before it releases, so that a page which anyone goes on with never is free in between."""
     parents = [(beam.tokens, beam.handle, beam.chain, beam.num_published, beam.publish_len) for beam in beams]
+    remained = [(beam.kept, beam.num_gone, beam.evict_len) for beam in beams]
     for beam, (parent, token) in zip(beams, chosen, strict=True):
         tokens, handle, chain, beam.num_published, beam.publish_len = parents[parent]
+        kept, beam.num_gone, beam.evict_len = remained[parent]
         beam.tokens = tokens + array("i", [token])
         beam.num_tokens = len(beam.tokens)
         beam.handle, beam.num_bound = allocator.fork(handle), 0
         beam.chain = chain.copy()
         beam.candidates = None
+        if kept is not None:
+            beam.kept = kept.copy()
+            low.fork(_demoted(kept, low))
     for _, handle, *_ in parents:
         allocator.release(handle)
+    for kept, *_ in remained:
+        if kept is not None:
+            low.release(_demoted(kept, low))
+
+
+def _demoted(kept: Kept, low: PageAllocator) -> KVHandle:
+    return KVHandle(tuple(kept.low), len(kept.low) * low.page_size)
 
 
 def beam_output(

@@ -16,10 +16,13 @@ from jaxkv.engine.beam import BeamSearch
 from jaxkv.engine.branch import search_on
 from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
 from jaxkv.engine.outputs import Logprob
+from jaxkv.engine.pages import freed_nbytes, is_computed, move_pages, observe, page_norms
+from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.engine.request import Request, Submission
+from jaxkv.engine.retention import Kept
 from jaxkv.engine.rows import RowTables
-from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
-from jaxkv.kv.state import PagedKV
+from jaxkv.engine.scheduler import Scheduler
+from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.decoder import Weights
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
@@ -29,7 +32,8 @@ from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
 class Flight:
     """A step or loop on its way: its requests, each with the tokens that come to it, and what the device will return.
 
-    `batch` and `scores` are those of a step. A request that has ended meanwhile takes nothing from it.
+    `batch` and `scores` are those of a step. `statistics` of each KV group are for what the rows in `kept` held when it
+    was launched. A request that has ended meanwhile takes nothing from it.
     """
 
     rows: list[tuple[Request, int]]
@@ -37,6 +41,8 @@ class Flight:
     num_padded_rows: int
     batch: Batch | None = None
     scores: Scores | None = None
+    kept: tuple[Kept | None, ...] = ()
+    statistics: tuple[Statistics, ...] = ()
 
 
 class Engine:
@@ -125,7 +131,9 @@ class Engine:
                 if not self._watching.isdisjoint(self._flying + self.scheduler.running):
                     got, self._flight = self._read(self._flight), None
                 self._watching &= self._requests
-            plan, before = self.scheduler.plan(), self._flight
+            if self.scheduler.trim.rows and self.scheduler.trim.needs_statistics:
+                got, self._flight = got + self._read(self._flight), None
+            plan, before = self.scheduler.plan(self._page_norms), self._flight
             if plan is None:
                 self._flight = None
             else:
@@ -158,6 +166,10 @@ class Engine:
             Counter("prefix_cache_queries", "Prompt tokens that were looked up.", scheduler.num_looked_up),
             Counter("prefix_cache_hits", "Prompt tokens that were found.", scheduler.num_found),
             Counter("num_preemptions", "Requests that gave their pages back.", scheduler.num_preemptions),
+            *(Counter("kv_policy_pages", "Full pages that policies were asked about, by what became of them.", count,
+                      labels={"outcome": outcome}) for outcome, count in scheduler.trim.outcomes.items()),
+            Counter("kv_policy_bytes_freed", "Bytes of pages that policies gave back.",
+                    freed_nbytes(self.kv, scheduler.trim.outcomes)),
             Counter("programs_compiled", "Programs compiled.", programs.num_compiled),
             Counter("compile_seconds", "Time that took.", programs.compile_s),
             *self._recorder.metrics(),
@@ -176,17 +188,13 @@ class Engine:
 
     def _launch(self, plan: StepPlan | LoopPlan, requests: list[Request]) -> Flight:
         self._recorder.begun(requests)
-        self._copy_pages(plan.copies)
+        if plan.demotions or plan.copies:
+            self.kv = move_pages(self.programs, self.kv, self._rows, copies=plan.copies, demotions=plan.demotions)
+            self.scheduler.copied()
         return self._launch_loop(plan, requests) if isinstance(plan, LoopPlan) else self._launch_step(plan, requests)
 
-    def _copy_pages(self, copies: tuple[tuple[int, int], ...]) -> None:
-        if not copies:
-            return
-        num_rows = self.scheduler.config.max_num_seqs
-        page_2C = np.zeros((2, num_rows), np.int32)
-        page_2C[:, : len(copies)] = np.transpose(copies)
-        self.kv = self.programs.copy()(self._rows.without_rows(self.kv), *page_2C, np.int32(len(copies)))
-        self.scheduler.copied()
+    def _page_norms(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return page_norms(self.programs, self._rows.without_rows(self.kv, 1), pages)
 
     def _launch_step(self, plan: StepPlan, requests: list[Request]) -> Flight:
         num_tokens = sum(count for _, count in plan.work)
@@ -201,7 +209,7 @@ class Engine:
         rows = self.scheduler.launched(plan)
         # What a chunk fills is held, what a loop may fill is not yet.
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
-        return Flight(rows, sampled, num_rows, batch, scores)
+        return Flight(rows, sampled, num_rows, batch, scores, **self._observed(requests))
 
     def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
         num_rows = fit_bucket(self.programs.row_buckets, len(requests))
@@ -211,12 +219,19 @@ class Engine:
         self.kv, newest, _, sampled = program(self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps))
         self._newest_R = newest.token_R
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
-        return Flight(self.scheduler.launched(plan), sampled, num_rows)
+        return Flight(self.scheduler.launched(plan), sampled, num_rows, **self._observed(requests))
+
+    def _observed(self, requests: list[Request]) -> dict[str, Any]:
+        """What policies will want of the step that was just launched."""
+        found = tuple(group.statistics for group in self.kv.groups if group.statistics is not None)
+        return {"kept": tuple(request.kept for request in requests), "statistics": found} if found else {}
 
     def _read(self, flight: Flight | None) -> list[Request]:
         """Waits for what the device returns and gives every request its part."""
         if flight is None:
             return []
+        for statistics in flight.statistics:
+            observe(flight.kept, statistics)
         token_Bn = np.atleast_2d(flight.sampled.token_B).T.copy()
         # A row that rests does so from then on.
         num_B = np.count_nonzero(token_Bn != NO_TOKEN, axis=1)
@@ -279,7 +294,7 @@ class Engine:
         best = slice(search.num_candidates)
         request.candidates = np.array(out.best_BK[0, row, best]), np.array(out.best_logprob_BK[0, row, best])
         request.num_tokens = len(request.tokens)  # what was sampled is none of its tokens
-        if not search_on(search, request.beams, self.scheduler.allocator):
+        if not search_on(search, request.beams, self.scheduler.allocator, self.scheduler.trim.low):
             return
         for beam in request.beams:
             self._recorder.generated([(beam, 1)], now)
@@ -353,24 +368,12 @@ class Engine:
 
     def _restore_lost_kv(self) -> None:
         """A new empty pool where a step that failed took the contents of the old one."""
-        if self._failed and not _is_computed(self.kv.pools):
+        if self._failed and not is_computed(self.kv.pools):
             self.scheduler.start_over()
             for pool in self.kv.pools:
                 pool.delete()  # before there is a second one
             self.kv, self._newest_R = self._make_kv(), _no_tokens(self.scheduler.config)
         self._failed = False
-
-
-def _is_computed(arrays: list[jax.Array]) -> bool:
-    """Whether the arrays hold what they should: not where an interrupt came between donating one and receiving its
-    successor, nor where the device failed while it computed one."""
-    if any(array.is_deleted() for array in arrays):
-        return False
-    try:
-        jax.block_until_ready(arrays)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
 
 
 def _requests_of(flight: Flight | None) -> list[Request]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.aot import table_width
 from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, is_int
 from jaxkv.engine.beam import BeamSearch, num_candidates
 from jaxkv.engine.branch import link
@@ -16,7 +17,9 @@ from jaxkv.engine.masks import Word, encode_words
 from jaxkv.engine.model import Model
 from jaxkv.engine.prefix import PageChain, root_key
 from jaxkv.engine.request import Request, Submission
+from jaxkv.engine.retention import Retention, check_served, full_pages, protecting
 from jaxkv.engine.text import TextStream, longest_token
+from jaxkv.kv.policies import get_policy
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 
 Prompt = str | Mapping[str, Any]
@@ -126,7 +129,8 @@ class Intake:
         submission = self._submission(prompt, of_beam, 0, number, width)
         first = submission.samples[0]
         length = min(first.prompt_len + params.max_tokens, config.max_model_len)
-        needed = width * -(-length // config.block_size)
+        held = length if first.retention is None else min(length, first.retention.limit)
+        needed = width * -(-held // config.block_size)
         if needed > config.num_pages:
             raise ValueError(
                 f"beam_width: {width} beams of {length} tokens may need {needed} pages, the KV cache has "
@@ -150,7 +154,8 @@ class Intake:
         stop_ids = self._stop_ids(params)
         self._check_logprobs(params)
         bad_words = self._processing(params, stop_ids | {self._model.eos_id})
-        max_len, limit = self._limit(len(tokens), params)
+        retention = self._retention(params, len(tokens))
+        max_len, limit = self._limit(len(tokens), params, retention)
         salts = ("shared", salt) if self._share_prefixes else (str(number), salt)
         root = root_key(self._cache_root, *salts)
         num_samples = params.n if num_samples is None else num_samples
@@ -173,6 +178,7 @@ class Intake:
                 chain=PageChain(root),
                 sample=sample,
                 priority=priority,
+                retention=retention,
             )
             for sample in range(num_samples)
         )
@@ -190,13 +196,47 @@ class Intake:
             raise ValueError("stop: expected a tokenizer for stop strings, got skip_tokenizer_init=True")
         return stop_ids
 
-    def _limit(self, prompt_len: int, params: SamplingParams) -> tuple[int, str]:
+    def _limit(self, prompt_len: int, params: SamplingParams, retention: Retention | None) -> tuple[int, str]:
         """The most tokens of prompt and output together, and the finish_reason of a request that reaches them."""
         config = self._config
         wanted = config.max_model_len
         if params.max_tokens is not None:
             wanted = min(wanted, prompt_len + params.max_tokens)
-        return min(wanted, config.max_len), "length" if wanted <= config.max_len else "capacity"
+        if retention is not None:
+            return wanted, "length"
+        longest = min(config.num_pages, table_width(config)) * config.block_size
+        if prompt_len >= longest:
+            raise ValueError(
+                f"the prompt has {prompt_len} tokens; the KV cache holds {longest} of one request in all "
+                f"({config.num_pages} pages of {config.block_size}, kv_policy {config.kv_policy}): raise "
+                f"kv_cache_memory_bytes or num_gpu_blocks_override, or have a kv_policy"
+            )
+        return min(wanted, longest), "length" if wanted <= longest else "capacity"
+
+    def _retention(self, params: SamplingParams, prompt_len: int) -> Retention | None:
+        """What bounds the request's cache: its own policy or the engine's, in its own budget or the engine's.
+
+        Raises: ValueError for what the engine, as it was made, cannot do.
+        """
+        config = self._config
+        name = config.kv_policy if params.kv_policy is None else params.kv_policy
+        policy, of_engine = get_policy(name), get_policy(config.kv_policy)
+        if policy is None:
+            for field in ("kv_budget", "kv_protect"):
+                if getattr(params, field) is not None:
+                    raise ValueError(f"{field}: expected None with kv_policy {name}, got {getattr(params, field)!r}")
+            return None
+        check_served(policy, of_engine)
+        pages = config.row_pages
+        if params.kv_budget is not None or not pages:
+            pages = full_pages(policy, params.kv_budget, page_size=config.block_size)
+        most = min(table_width(config), config.num_pages)
+        if pages > most:
+            held = f"{most} pages of {config.block_size} tokens in full precision"
+            raise ValueError(f"kv_budget: expected what a row of this engine may hold ({held}), got {pages} pages")
+        low_pages = config.low_row_pages * pages // config.row_pages if policy.low and config.row_pages else 0
+        retention = Retention(policy=policy, page_size=config.block_size, full_pages=pages, low_pages=low_pages)
+        return protecting(retention, params.kv_protect or (), prompt_len)
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         size, most = self._model.spec.vocab_size, self._config.max_logprobs
@@ -284,11 +324,6 @@ class Intake:
             raise ValueError(
                 f"the prompt has {length} tokens; expected at most {config.max_model_len - 1}, so that one more "
                 f"fits into max_model_len={config.max_model_len}"
-            )
-        if length >= config.max_len:
-            raise ValueError(
-                f"the prompt has {length} tokens; the KV cache holds {config.max_len} in all ({config.num_pages} pages "
-                f"of {config.block_size}): raise kv_cache_memory_bytes or num_gpu_blocks_override"
             )
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:

@@ -13,12 +13,15 @@ import jax
 from jaxkv.aot import Programs
 from jaxkv.config import EngineConfig, is_int
 from jaxkv.engine.budget import Budget, Memory
+from jaxkv.engine.retention import full_pages
 from jaxkv.errors import CapacityError
-from jaxkv.kv.codecs import Codec
+from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
+from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import GroupKV, PagedKV, empty_group
 from jaxkv.models.decoder import heads_of
 from jaxkv.models.spec import KVGroup, ModelSpec
 from jaxkv.ops.attention import BACKENDS, Heads
+from jaxkv.ops.attention.xla import Xla
 from jaxkv.sharding import PAGES, Placement
 
 MARGIN = 0.01
@@ -33,6 +36,15 @@ def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec, backend: st
     groups = zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True)
     of_layers = [(BACKENDS[backend].page_arrays(heads, page_size, codec), len(group.layers)) for group, heads in groups]
     return sum(count * math.prod(x.shape) * x.dtype.itemsize for arrays, count in of_layers for x in arrays)
+
+
+def bytes_with_low(limits: EngineConfig, spec: ModelSpec, codec: Codec, *, backend: str, num_devices: int = 1) -> int:
+    """`bytes_per_page` with the part of a demoted page that the pool has for each."""
+    made: Any = {"page_size": limits.block_size, "backend": backend, "num_devices": num_devices}
+    nbytes, low = bytes_per_page(spec, codec=codec, **made), low_codec(limits, codec)
+    if low is None:
+        return nbytes
+    return nbytes + -(-bytes_per_page(spec, codec=low, **made) * limits.low_row_pages // limits.row_pages)
 
 
 def plan_pool(
@@ -147,8 +159,9 @@ def fit_line(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]
 
 
 def pages_per_row(limits: EngineConfig) -> int:
-    """Pages of one row of max_model_len tokens."""
-    return -(-limits.max_model_len // limits.block_size)
+    """Pages of one row of max_model_len tokens, or as many as its policy leaves."""
+    whole = -(-limits.max_model_len // limits.block_size)
+    return min(whole, limits.row_pages) if limits.row_pages else whole
 
 
 def empty_kv(
@@ -176,11 +189,62 @@ def abstract_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, *, backend:
 def _groups(
     spec: ModelSpec, config: EngineConfig, codec: Codec, backend: str, *, num_devices: int, device: Any
 ) -> PagedKV:
-    def empty(group: KVGroup, heads: Heads) -> GroupKV:
+    def empty(group: KVGroup, heads: Heads, codec: Codec, num_pages: int) -> GroupKV:
         arrays = BACKENDS[backend].page_arrays(heads, config.block_size, codec)
         of_all = (jax.ShapeDtypeStruct((x.shape[0] * num_devices, *x.shape[1:]), x.dtype) for x in arrays)
-        sizes: Any = {"num_layers": len(group.layers), "num_pages": config.num_pages}
+        sizes: Any = {"num_layers": len(group.layers), "num_pages": num_pages}
         return empty_group(**sizes, page_arrays=tuple(of_all), codec=codec, device=device)
 
-    groups = zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True)
-    return PagedKV(groups=tuple(empty(*pair) for pair in groups))
+    groups = list(zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True))
+    made = [empty(*pair, codec, config.num_pages) for pair in groups]
+    if (low := low_codec(config, codec)) is not None:
+        of_low = (empty(*pair, low, config.num_low_pages) for pair in groups)
+        made = [replace(group, low=of) for group, of in zip(made, of_low, strict=True)]
+    return PagedKV(groups=tuple(made))
+
+
+def low_codec(config: EngineConfig, codec: Codec) -> Codec | None:
+    """Of the pages that the config's policy demotes, None if it demotes none."""
+    policy = get_policy(config.kv_policy)
+    if policy is None or policy.low is None:
+        return None
+    # None of those that pages are demoted to has another form elsewhere.
+    return get_codec(policy.low, platform="cpu", dtype=codec.dtype)
+
+
+def fits_keys(config: EngineConfig, codec: Codec) -> bool:
+    """Whether keys are to be fitted to being quantised (`steps.fit_keys`), in some of the pages at least."""
+    low = low_codec(config, codec)
+    return codec.fits_keys or (low is not None and low.fits_keys)
+
+
+def with_policy(
+    limits: EngineConfig, name: str, budget: Any, codec: Codec, spec: ModelSpec, *, backend: str, num_devices: int
+) -> EngineConfig:
+    """The limits with what a policy leaves of each row under a budget, in tokens.
+
+    Raises: ValueError for an unknown policy or a budget that is too small, NotImplementedError for what the backend or
+    the codec of the pages does not let a policy do.
+    """
+    policy = get_policy(name)
+    if policy is None:
+        if budget is not None:
+            raise ValueError(f"kv_budget: expected None with kv_policy {name}, got {budget!r}")
+        return limits
+    named = replace(limits, kv_policy=name)
+    if num_devices > 1:
+        raise NotImplementedError(f"kv_policy {name}: expected tensor_parallel_size=1, got {num_devices}")
+    needs_xla = policy.low or policy.needs_norms or policy.observes != 0
+    if needs_xla and not isinstance(BACKENDS[backend], Xla):
+        raise NotImplementedError(f"kv_policy {name}: expected backend xla, got {backend}")
+    ratio, low = 1.0, low_codec(named, codec)
+    if low is not None:
+        if not isinstance(codec, (PlainCodec, ScaledCodec)):
+            raise NotImplementedError(f"kv_policy {name}: expected a kv_cache_dtype to demote from, got {codec.name}")
+        sizes: Any = {"page_size": limits.block_size, "backend": backend}
+        ratio = bytes_per_page(spec, codec=low, **sizes) / bytes_per_page(spec, codec=codec, **sizes)
+        if ratio >= 1:
+            raise ValueError(f"kv_policy {name}: expected a kv_cache_dtype larger than {low.name}, got {codec.name}")
+    full = full_pages(policy, budget, page_size=limits.block_size)
+    demoted = int((budget / limits.block_size - full) / ratio) if low is not None else 0
+    return replace(named, row_pages=full, low_row_pages=demoted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -62,6 +63,7 @@ class PrefixIndex:
         self.key_of: list[bytes | None] = [None] * num_pages
         """By page; None of one that has no entry, whose parent and tokens mean nothing."""
         self._parent_of: list[int | None] = [None] * num_pages
+        self._num_children = [0] * num_pages
         self._tokens_of = [b""] * num_pages
 
     def find(self, page_key: PageKey, parent: int | None) -> int | None:
@@ -79,19 +81,49 @@ class PrefixIndex:
             return False
         self._page_of[key] = page
         self.key_of[page], self._tokens_of[page], self._parent_of[page] = key, tokens, parent
+        if parent is not None:
+            self._num_children[parent] += 1
         return True
 
-    def remove(self, pages: Iterable[int]) -> None:
-        page_of, key_of = self._page_of, self.key_of
+    def remove(self, pages: Iterable[int]) -> list[int]:
+        """Returns the pages that follow one of them and are not listed any more either: where somebody holds a page
+        without those before it."""
+        lost: list[int] = []
         for page in pages:
-            key = key_of[page]
-            if key is None:
-                raise RuntimeError(f"page {page} is not listed")
-            del page_of[key]
-            key_of[page] = None
+            if self.key_of[page] is None:
+                if page not in lost:
+                    raise RuntimeError(f"page {page} is not listed")
+                lost.remove(page)
+                continue
+            self._unlist(page)
+            if self._num_children[page]:
+                lost += self._orphans(page)
+        return lost
+
+    def _unlist(self, page: int) -> None:
+        key, parent = self.key_of[page], self._parent_of[page]
+        if key is not None:
+            del self._page_of[key]
+        self.key_of[page] = None
+        if parent is not None:
+            self._num_children[parent] -= 1
+
+    def _orphans(self, page: int) -> list[int]:
+        """What follows the page, which is listed no more. Rare, so searched for."""
+        found = [page]
+        for parent in found:
+            if self._num_children[parent]:
+                children = [child for child in self._page_of.values() if self._parent_of[child] == parent]
+                for child in children:
+                    self._unlist(child)
+                found += children
+        return found[1:]
 
     def clear(self) -> None:
-        self.remove(list(self._page_of.values()))
+        self._page_of.clear()
+        for of_page in (self.key_of, self._parent_of):
+            of_page[:] = [None] * len(of_page)
+        self._num_children[:] = [0] * len(self._num_children)
 
     def check(self) -> None:
         """Raises RuntimeError if the directions disagree, or an entry outlived its parent."""
@@ -102,3 +134,6 @@ class PrefixIndex:
         lost = [page for page, parent in parents if parent is not None and parent not in listed]
         if lost:
             raise RuntimeError(f"prefix index: pages {lost[:5]} are listed, their parents are not")
+        children = Counter(self._parent_of[page] for page in listed)
+        if any(count != children[page] for page, count in enumerate(self._num_children)):
+            raise RuntimeError("prefix index: the children of a page were not counted right")

@@ -12,6 +12,7 @@ from jaxkv.engine.allocator import KVHandle
 from jaxkv.engine.beam import BeamSearch
 from jaxkv.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.engine.prefix import PageChain
+from jaxkv.engine.retention import NEVER, Kept, Retention
 from jaxkv.engine.text import TextStream
 
 
@@ -32,6 +33,9 @@ class Request:
 
     `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read yet. Plans count on
     those, as if the request would not end before: `num_stored` counts what those steps store.
+
+    Under a `retention` it holds its last tokens and what a policy has left of those before: `num_gone` tokens are not
+    in its pages any more, the policy is asked when `evict_len` are stored, and `kept` is what it holds while it runs.
 
     A beam's next token comes from its `search`, once that knows the candidates (tokens, log-probabilities) of all its
     `beams`, this one included: until then the last token computed is the last there is, and nothing is pending.
@@ -75,6 +79,10 @@ class Request:
     search: BeamSearch | None = None
     beams: tuple[Request, ...] = field(default=(), repr=False)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
+    retention: Retention | None = None
+    kept: Kept | None = None
+    num_gone: int = 0
+    evict_len: int = NEVER
     num_tokens: int = field(init=False)
     needs_host: bool = field(init=False)
     """Whether what may come next is made on the host from the token before it, so that no loop may run ahead."""
@@ -95,16 +103,21 @@ class Request:
     @property
     def handle(self) -> KVHandle:
         """Its hold on the KV state."""
-        return KVHandle(tuple(self.pages), self.num_stored)
+        return KVHandle(tuple(self.pages), self.num_stored - self.num_gone)
 
     @handle.setter
     def handle(self, handle: KVHandle) -> None:
-        self.pages, self.num_stored = list(handle.pages), handle.length
+        self.pages, self.num_stored = list(handle.pages), handle.length + self.num_gone
 
     @property
     def order(self) -> tuple[int, int]:
         """Who comes first."""
         return self.priority, self.arrival
+
+    @property
+    def most_cached(self) -> int:
+        """Its first tokens that may come out of the prefix cache."""
+        return NEVER if self.retention is None else self.retention.cached_len
 
     @property
     def reads_cache(self) -> bool:
@@ -130,6 +143,11 @@ class Request:
     def num_pending(self) -> int:
         """Tokens that are not in the KV state yet: 1 when decoding, more during prefill, 0 of a beam that waits."""
         return self.num_tokens - self.num_stored
+
+    @property
+    def num_ready(self) -> int:
+        """Pending tokens before the policy is asked again."""
+        return min(self.num_tokens, self.evict_len) - self.num_stored
 
     @property
     def num_left(self) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.aot import empty_batch, empty_rows, empty_sampling, table_width
-from jaxkv.config import EngineConfig
+from jaxkv.aot import empty_batch, empty_rows, empty_sampling, empty_statistics, table_width
+from jaxkv.config import MAX_INT32, EngineConfig
 from jaxkv.engine.masks import ends_of, token_mask
 from jaxkv.engine.request import Request
-from jaxkv.kv.state import PagedKV
+from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.loop import Rows
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
@@ -39,8 +39,16 @@ class RowTables:
         width = table_width(config)
         self.num_rows = config.max_num_seqs
         self.table_RW = np.zeros((self.num_rows + 1, width), np.int32)
-        first_W = np.arange(width, dtype=np.int32) * config.block_size
-        self.first_RW = np.broadcast_to(first_W, self.table_RW.shape)
+        self._config = config
+        self.first_W = np.arange(width, dtype=np.int32) * config.block_size
+        self.first_RW = np.tile(self.first_W, (self.num_rows + 1, 1))
+        self._plain_BW = np.broadcast_to(self.first_W, self.table_RW.shape)
+        # What policies have left: rows whose positions are not first_W, demoted pages, what is observed.
+        self._gaps_R = np.zeros(self.num_rows + 1, np.bool_)
+        self._low_RW = np.zeros((self.num_rows + 1, config.low_row_pages), np.int32)
+        self._low_first_RW = np.zeros_like(self._low_RW)
+        self._low_len_R = np.zeros(self.num_rows + 1, np.int32)
+        self._since_R = np.full(self.num_rows + 1, MAX_INT32, np.int32)
         self.vocab_size = vocab_size
         self._whole = None if placement is None else placement.sharding()
         self.max_len = config.max_len
@@ -81,11 +89,26 @@ class RowTables:
 
     def _set_pages(self, row: int, request: Request) -> None:
         pages, first = request.pages, request.num_bound
+        if not first and (request.kept is not None or self._gaps_R[row]):
+            self._set_kept(row, request)
         if len(pages) == first + 1:  # nearly always, and a slice costs several times as much
             self.table_RW[row, first] = pages[first]
         else:
             self.table_RW[row, first : len(pages)] = pages[first:]
         request.num_bound = len(pages)
+
+    def _set_kept(self, row: int, request: Request) -> None:
+        """What a policy has left of the request, or nothing of the one that had the row before."""
+        kept, size = request.kept, self._config.block_size
+        self._gaps_R[row] = kept is not None
+        if kept is None or request.retention is None:
+            self.first_RW[row], self._low_len_R[row], self._since_R[row] = self.first_W, 0, MAX_INT32
+            return
+        self.first_RW[row] = kept.firsts(len(self.first_W), request.num_gone, size)
+        num_low = len(kept.low)
+        self._low_RW[row, :num_low], self._low_first_RW[row, :num_low] = kept.low, kept.low_first
+        self._low_len_R[row] = num_low * size
+        self._since_R[row] = request.retention.since(request.evict_len)
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
@@ -149,7 +172,7 @@ class RowTables:
     def lengths(requests: list[Request], num_rows: int) -> np.ndarray:
         """Tokens of each that are in the KV state; 0 of padding rows."""
         len_B = np.zeros(num_rows, np.int32)
-        len_B[: len(requests)] = [request.num_stored for request in requests]
+        len_B[: len(requests)] = [request.num_stored - request.num_gone for request in requests]
         return len_B
 
     def decode_rows(self, work: list[tuple[Request, int]], len_B: np.ndarray) -> Rows:
@@ -158,6 +181,8 @@ class RowTables:
         rows, count = empty_rows(len(len_B)), len(work)
         rows.token_B[:count] = [r.tokens[-1] if r.num_tokens == len(r.tokens) else NO_TOKEN for r, _ in work]
         rows.position_B[:] = len_B
+        if self._gaps_R.any():
+            rows.position_B[:count] += np.array([r.num_gone for r, _ in work], np.int32)
         rows.budget_B[:count] = [num_tokens for _, num_tokens in work]
         return rows
 
@@ -214,14 +239,30 @@ class RowTables:
             if len(bound) < request.num_bound or self.table_RW[request.row, : len(bound)].tolist() != bound:
                 raise RuntimeError(f"request {request.id}: the tables have other pages than its {request.num_bound}")
 
-    def without_rows(self, kv: PagedKV) -> PagedKV:
+    def without_rows(self, kv: PagedKV, num_rows: int) -> PagedKV:
         """The state for a program that looks at pages only."""
-        return self._state(kv, np.full(self.num_rows, self.num_rows, np.int32), np.zeros(self.num_rows, np.int32))
+        return self._state(kv, np.full(num_rows, self.num_rows, np.int32), np.zeros(num_rows, np.int32))
 
     def _state(self, kv: PagedKV, row_B: np.ndarray, len_B: Any) -> PagedKV:
         """The state with the tables of these rows. All groups share one table for now."""
         # Copies: the tables change while the device may still read what it was given.
         table_BW: Any = self.table_RW.take(row_B, axis=0)
-        first_BW: Any = self.first_RW[: len(row_B)]
-        groups = (replace(group, table_BW=table_BW, first_BW=first_BW, len_B=len_B) for group in kv.groups)
-        return replace(kv, groups=tuple(groups))
+        if not self._gaps_R.any():
+            first_BW: Any = self._plain_BW[: len(row_B)]
+        else:
+            first_BW = self.first_RW.take(row_B, axis=0)
+        statistics = empty_statistics(self._config, len(row_B))
+        if statistics is not None:
+            since_B: Any = self._since_R.take(row_B)
+            statistics = replace(statistics, since_B=since_B)
+        low: Any = None
+        if self._config.low_row_pages:
+            names = ("table_BW", "first_BW", "len_B")
+            tables = (self._low_RW, self._low_first_RW, self._low_len_R)
+            low = {name: x.take(row_B, axis=0) for name, x in zip(names, tables, strict=True)}
+
+        def of(group: GroupKV) -> GroupKV:
+            own = {"table_BW": table_BW, "first_BW": first_BW, "len_B": len_B, "statistics": statistics}
+            return replace(group, **own, low=None if group.low is None else replace(group.low, **low))
+
+        return replace(kv, groups=tuple(map(of, kv.groups)))

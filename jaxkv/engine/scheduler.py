@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 from itertools import compress
 
 from jaxkv.aot import fit_bucket, token_buckets
 from jaxkv.config import EngineConfig
 from jaxkv.engine.allocator import KVHandle, PageAllocator
+from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
 from jaxkv.engine.prefix import PageKey
 from jaxkv.engine.request import Request
+from jaxkv.engine.retention import NEVER
+from jaxkv.engine.trim import Norms, Trim
 from jaxkv.errors import CapacityError
 
 STEP_COST = 64
@@ -23,33 +25,6 @@ WATERMARK = 0.02
 PAGES_AT_ONCE = 8
 """Pages of an output that are listed together: one at a time costs the host half as much again, all at the end would be
 felt by the step that they fall on."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One ragged step: (request, number of its pending tokens to compute), those with one token in this step first,
-    shortest first. `copies` of pages, (source, target), come before it, in this order."""
-
-    work: list[tuple[Request, int]]
-    copies: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def requests(self) -> list[Request]:
-        return [request for request, _ in self.work]
-
-
-@dataclass(frozen=True, slots=True)
-class LoopPlan:
-    """Up to `num_steps` decode steps on the device: (request, tokens that it may get), shortest first; their pages are
-    reserved. `copies` as in `StepPlan`."""
-
-    work: list[tuple[Request, int]]
-    num_steps: int
-    copies: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def requests(self) -> list[Request]:
-        return [request for request, _ in self.work]
 
 
 class Scheduler:
@@ -67,6 +42,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.allocator = PageAllocator(config.num_pages, config.block_size)
+        self.trim = Trim(config)
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.num_looked_up = 0
@@ -90,11 +66,16 @@ class Scheduler:
         self._num_added += 1
         heapq.heappush(self._waiting, (request.order, request))
 
-    def plan(self) -> StepPlan | LoopPlan | None:
-        """The next thing to run with its pages reserved, or None if there is nothing to do."""
-        for request in list(self._copies):  # an interrupt came before them: these pages hold nothing
+    def plan(self, norms: Norms | None = None) -> StepPlan | LoopPlan | None:
+        """The next thing to run with its pages reserved, or None if there is nothing to do.
+
+        `norms` measures pages for the policies that want it.
+        """
+        for request in {**self._copies, **self.trim.undone}:  # an interrupt came before: these pages hold nothing
             self._preempt(request)
         self._publish_and_let_go()
+        if self.trim.rows:
+            self._trim(norms)
         while True:
             self._admit()
             if not self.running:
@@ -109,8 +90,9 @@ class Scheduler:
                 return plan
 
     def copied(self) -> None:
-        """The copies of the last plan are made."""
+        """The demotions and copies of the last plan are made."""
         self._copies.clear()
+        self.trim.done()
 
     def launched(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
         """Counts what the plan stores and samples as done from now on, before anybody has read it.
@@ -157,6 +139,7 @@ class Scheduler:
         self._free_rows.append(request.row)
         self._copies.pop(request, None)
         self.allocator.release(request.handle)
+        self.trim.end(request)
         request.row, request.num_bound, request.handle, request.is_listed = None, 0, KVHandle(), True
         self._set_published(request, 0)
 
@@ -179,6 +162,7 @@ class Scheduler:
             heapq.heappop(self._waiting)
             request.row = self._free_rows.pop()
             self._set_published(request, request.num_published)
+            self.trim.begin(request)
             if not request.num_preemptions:
                 self.num_looked_up += request.prompt_len
             self._count_found(request, found)
@@ -195,7 +179,10 @@ class Scheduler:
         return owed + len(self.running) + int(WATERMARK * self.config.num_pages)
 
     def _pages_to_come(self, request: Request) -> int:
-        return max(0, self.allocator.pages_for(request.num_tokens) - len(request.pages))
+        num_held = request.num_tokens - request.num_gone
+        if request.retention is not None:
+            num_held = min(num_held, request.retention.limit)
+        return max(0, self.allocator.pages_for(num_held) - len(request.pages))
 
     def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
         left = [request.max_len - request.num_tokens for request in ready]
@@ -204,8 +191,15 @@ class Scheduler:
         if True in [request.needs_host for request in ready]:
             num_steps = 1
         pairs = zip(ready, left, strict=True)
-        work = self._reserve_all([(request, num if num < num_steps else num_steps) for request, num in pairs])
-        return LoopPlan(sorted(work, key=_length_of_work), num_steps, tuple(self._copies.values())) if work else None
+        wanted = [(request, num if num < num_steps else num_steps) for request, num in pairs]
+        if self.trim.rows:
+            wanted = [(request, min(num, request.evict_len - request.num_stored)) for request, num in wanted]
+        work = self._reserve_all(wanted)
+        return LoopPlan(sorted(work, key=_length_of_work), num_steps, *self._before()) if work else None
+
+    def _before(self) -> tuple[Pairs, Pairs]:
+        """Copies and demotions that come before the next step."""
+        return tuple(self._copies.values()), self.trim.demotions
 
     def _plan_step(self) -> StepPlan | None:
         decoding = [request for request in self.running if request.num_pending == 1]
@@ -215,7 +209,7 @@ class Scheduler:
         coming: set[PageKey] = set()
         for request in self.running:
             if request.num_pending > 1 and budget > 0 and self._is_next(request, coming):
-                count = min(budget, request.num_pending)
+                count = min(budget, request.num_ready)
                 self._expect(request, count, coming)
                 work.append((request, count))
                 budget -= count
@@ -224,12 +218,12 @@ class Scheduler:
             return None
         # A prompt's last token alone is a decode row too.
         decode = sorted((item for item in work if item[1] == 1), key=_length_of_work)
-        return StepPlan(decode + [item for item in work if item[1] > 1], tuple(self._copies.values()))
+        return StepPlan(decode + [item for item in work if item[1] > 1], *self._before())
 
     def _step_tokens(self, num_decoding: int) -> int:
         """Most tokens of the next step: what is pending, or as many as fill the next smaller program exactly where two
         steps, the second one with what is left, cost less than one that is mostly padding."""
-        wanted = min(self.config.max_num_batched_tokens, sum(request.num_pending for request in self.running))
+        wanted = min(self.config.max_num_batched_tokens, sum(request.num_ready for request in self.running))
         buckets = token_buckets(self.config.max_num_batched_tokens)
         smaller = max((bucket for bucket in buckets if bucket < wanted), default=0)
         if smaller <= num_decoding:
@@ -242,7 +236,7 @@ class Scheduler:
         no pages are free, the last running ones give theirs back, maybe some of these."""
         size, short, is_search = self.config.block_size, [], False
         for request, count in work:
-            missing = request.num_stored + count - len(request.pages) * size
+            missing = request.num_stored - request.num_gone + count - len(request.pages) * size
             if missing > 0 or request.beams:
                 short.append((request, missing))
                 is_search = is_search or bool(request.beams)
@@ -283,6 +277,16 @@ class Scheduler:
         request.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request))
 
+    def _trim(self, norms: Norms | None) -> None:
+        """Asks the policies of requests whose budget is reached, in order, which pages stay."""
+        for request in self.trim.due(self.running):
+            self._publish(request)
+            while self.trim.is_due(request):  # until it is done, or preempted
+                try:
+                    self.trim.ask(request, self.allocator, norms)
+                except CapacityError:
+                    self._preempt(self.running[-1])
+
     def forget(self) -> None:
         """Nothing computed so far is found again, nor what running requests list later of it."""
         self.allocator.forget()
@@ -306,7 +310,8 @@ class Scheduler:
             return 0
         size = self.config.block_size
         # Page after page, up to the one that has the last token.
-        keys = (self._key(request, index) for index in range(first, (len(request.tokens) - 1) // size))
+        end = min(len(request.tokens) - 1, request.most_cached) // size
+        keys = (self._key(request, index) for index in range(first, end))
         request.handle, num_found = self.allocator.take_listed(request.handle, keys)
         if num_found:
             self._set_published(request, first + num_found)
@@ -315,14 +320,15 @@ class Scheduler:
     def _next_page(self, request: Request) -> int | None:
         """Which page of the request could be one that is cached; None if what comes next is less than a page."""
         index, rest = divmod(request.num_stored, self.config.block_size)
-        whole = not rest and request.num_stored + self.config.block_size < len(request.tokens)
+        end = request.num_stored + self.config.block_size
+        whole = not rest and end < len(request.tokens) and end <= request.most_cached
         return index if whole and request.reads_cache else None
 
     def _publish(self, request: Request) -> None:
         """Lists the request's full pages for others."""
         size, first = self.config.block_size, request.num_published
         end = request.num_known // size
-        if first < end and request.is_listed:
+        if first < end and request.is_listed and not request.num_gone:
             keys = request.chain.pages(first, end, request.tokens, size)
             before = request.handle
             handle, num_listed = self.allocator.publish(before, first, keys)
@@ -334,7 +340,10 @@ class Scheduler:
         request.num_published, request.publish_len = num_pages, self._publish_len(request, num_pages)
 
     def _publish_len(self, request: Request, num_published: int) -> int:
-        """With how many tokens it has pages to list: those of a prompt at once, those of an output together."""
+        """With how many tokens it has pages to list: those of a prompt at once, those of an output together, none once
+        some have gone: what comes later is computed without them."""
+        if request.num_gone:
+            return NEVER
         size = self.config.block_size
         return 0 if num_published < request.prompt_len // size else (num_published + PAGES_AT_ONCE) * size + 1
 
@@ -352,6 +361,8 @@ class Scheduler:
 
     def _expect(self, request: Request, count: int, coming: set[PageKey]) -> None:
         """Adds the pages that the next `count` tokens fill."""
+        if request.num_gone:
+            return
         size = self.config.block_size
         first, end = request.num_stored // size, (request.num_stored + count) // size
         coming.update(self._key(request, index) for index in range(first, end))
@@ -362,6 +373,7 @@ class Scheduler:
     def check(self) -> None:
         """Raises RuntimeError if pages, rows or order do not add up."""
         self.allocator.check(request.handle for request in self.running)
+        self.trim.check(self.running)
         rows = [request.row for request in self.running] + self._free_rows
         if sorted(rows, key=str) != sorted(range(self.config.max_num_seqs), key=str):
             raise RuntimeError(f"rows owned or free: {rows}, expected each of {self.config.max_num_seqs} once")
@@ -369,7 +381,7 @@ class Scheduler:
             raise RuntimeError("running requests are out of order")
         if any(one.publish_len != self._publish_len(one, one.num_published) for one in self.running):
             raise RuntimeError("a running request would list its pages too late or too early")
-        if any(request.row is not None or request.num_bound or request.pages for _, request in self._waiting):
+        if any(r.row is not None or r.num_bound or r.pages or r.kept or r.num_gone for _, r in self._waiting):
             raise RuntimeError("a waiting request holds a row or pages")
 
 

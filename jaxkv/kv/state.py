@@ -15,7 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxkv.kv.codecs import Codec
+from jaxkv.kv.codecs import Codec, decode
+
+
+@struct.dataclass
+class Statistics:
+    """What queries have attended to, added up over layers, query heads and the queries from position since_B [B] on.
+
+    mass_BW    softmax weights of each table page, low_BW of each page of `GroupKV.low`. With `focused` each query head
+               counts as 1 - entropy / log(keys): as nothing where it attends to all keys alike.
+    entropy_B  entropies of the softmaxes, in nats.
+    """
+
+    mass_BW: jax.Array
+    low_BW: jax.Array | None
+    entropy_B: jax.Array
+    since_B: jax.Array
+    focused: bool = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -31,6 +47,9 @@ class GroupKV:
              row may drop pages and keep its positions.
     len_B    int32: tokens of each row that are held, counted in slots from the start of its table.
     scales   [L*P, 1, Z] for a backend that has a quantising codec's scales beside the pages, else None.
+    low      older pages of the same rows in a smaller codec, which steps read and never write (`kv.policies`); None of
+             an engine that has none. A row's keys are those of both.
+    statistics  what steps add up while they attend, None where nobody asks.
     """
 
     pages: jax.Array
@@ -40,11 +59,14 @@ class GroupKV:
     codec: Codec = struct.field(pytree_node=False)
     num_layers: int = struct.field(pytree_node=False)
     scales: jax.Array | None = None
+    low: GroupKV | None = None
+    statistics: Statistics | None = None
 
     @property
     def pools(self) -> tuple[jax.Array, ...]:
         """The arrays that hold keys and values."""
-        return (self.pages,) if self.scales is None else (self.pages, self.scales)
+        own = (self.pages,) if self.scales is None else (self.pages, self.scales)
+        return own if self.low is None else own + self.low.pools
 
     @property
     def num_pages(self) -> int:
@@ -126,6 +148,41 @@ def write(group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Arr
     row_T = jnp.where(page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0])
     values = group.codec.encode(jnp.concatenate([k_TKH, v_TKH], axis=1))
     return replace(group, pages=group.pages.at[row_T, :, slot_T].set(values, mode="drop"))
+
+
+def demote(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
+    """Page `source` of every layer encoded anew as page `target` of `low`. Needs a group with a `low` and the layout of
+    the XLA backend."""
+
+    def of(group: GroupKV) -> GroupKV:
+        if group.low is None:
+            raise ValueError("expected a KV group with a pool of smaller pages, got one without")
+        low = group.low
+        source_L, target_L = (
+            jnp.arange(one.num_layers) * one.num_pages + page for one, page in ((group, source), (low, target))
+        )
+        stored = low.codec.encode(decode(group.codec, group.pages[source_L]))
+        return replace(group, low=replace(low, pages=low.pages.at[target_L].set(stored)))
+
+    return replace(kv, groups=tuple(map(of, kv.groups)))
+
+
+def page_norms(kv: PagedKV, page_W: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lengths of the keys and of the values in each of these pages, means over layers, KV heads and slots: two [W].
+
+    Needs the layout of the XLA backend. Cost: reads the pages, one layer at a time.
+    """
+    found = []
+    for group in kv.groups:
+
+        def of_layer(layer: jax.Array, group: GroupKV = group) -> jax.Array:
+            x = decode(group.codec, group.pages[layer * group.num_pages + page_W])
+            norm_WC = jnp.mean(jnp.linalg.norm(x, axis=-1), axis=-1)
+            return norm_WC.reshape(norm_WC.shape[0], 2, -1).mean(axis=-1)
+
+        found.append(jax.lax.map(of_layer, jnp.arange(group.num_layers)).sum(axis=0))
+    norm_W2 = sum(found[1:], found[0]) / sum(group.num_layers for group in kv.groups)
+    return norm_W2[:, 0], norm_W2[:, 1]
 
 
 def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV:

@@ -123,12 +123,15 @@ def _loop_layers(
         return replace(kv, groups=tuple(groups)), x_TD
     (group,) = kv.groups
 
-    def step(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-        x_TD, pages, scales = carry
+    def changing(group: GroupKV) -> dict[str, Any]:
+        return {name: getattr(group, name) for name in ("pages", "scales", "statistics")}
+
+    def step(index: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_TD, held = carry
         w = {name: values(leaf[index]) if leaf.ndim == 2 else Matrix(leaf, index) for name, leaf in layers.items()}
-        x_TD, new = block(x_TD, replace(group, pages=pages, scales=scales), w, 0, index)
-        return x_TD, new.pages, new.scales
+        x_TD, new = block(x_TD, replace(group, **held), w, 0, index)
+        return x_TD, changing(new)
 
     with jax.named_scope("layers"):  # by which `jaxkv check` knows the loop in a compiled program
-        x_TD, pages, scales = jax.lax.fori_loop(0, spec.num_layers, step, (x_TD, group.pages, group.scales))
-    return replace(kv, groups=(replace(group, pages=pages, scales=scales),)), x_TD
+        x_TD, held = jax.lax.fori_loop(0, spec.num_layers, step, (x_TD, changing(group)))
+    return replace(kv, groups=(replace(group, **held),)), x_TD

@@ -196,7 +196,7 @@ class Copying(xla.Xla):
         group = write(group, k, v, dest_T=dest_T, layer=layer)
         pages = jax.lax.optimization_barrier(group.pages[::-1])
         copied = replace(group, pages=pages[::-1])
-        return xla.read(q, copied, batch, layer=layer, scale=scale, window=window), group
+        return xla.read(q, copied, batch, layer=layer, scale=scale, window=window)[0], group
 
 
 def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):

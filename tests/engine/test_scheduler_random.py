@@ -299,7 +299,7 @@ class Traffic:
     def read_candidates(self, request: Request, state: int) -> None:
         request.candidates = candidates(state, request.seed)
         request.num_tokens = len(request.tokens)
-        if search_on(request.search, request.beams, self.scheduler.allocator):
+        if search_on(request.search, request.beams, self.scheduler.allocator, self.scheduler.trim.low):
             for beam in request.beams:
                 self.sequences[beam] = Sequence(list(beam.tokens))
                 beam.finish_reason = "stop" if request.search.is_over else None

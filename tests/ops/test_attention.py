@@ -197,7 +197,8 @@ def oracle(case: Case, *, layer: int, window: int | None) -> np.ndarray:
 
 
 def run_backend(backend: str, case: Case, *, layer: int, window: int | None) -> np.ndarray:
-    return np.asarray(ATTEND[backend](*case, scale=scale_of(case), layer=layer, window=window))
+    out_TNH, _ = ATTEND[backend](*case, scale=scale_of(case), layer=layer, window=window)
+    return np.asarray(out_TNH)
 
 
 def assert_equal(got: np.ndarray, want: np.ndarray, batch: Batch, *, slack: np.ndarray | float = 0.0) -> None:

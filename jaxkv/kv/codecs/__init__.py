@@ -34,4 +34,4 @@ def get_codec(name: str, *, platform: str, dtype: str = "bfloat16") -> Codec:
     raise ValueError(f"kv_cache_dtype: expected auto or one of {', '.join(CODECS)}, got {name!r}")
 
 
-__all__ = ["CODECS", "Codec", "Elements", "PlainCodec", "bits_per_value", "decode", "get_codec"]
+__all__ = ["CODECS", "Codec", "Elements", "PlainCodec", "ScaledCodec", "bits_per_value", "decode", "get_codec"]

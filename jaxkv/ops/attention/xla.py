@@ -8,17 +8,18 @@ a recompilation. The scheduler lists decode rows by length, so that rows of a ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import Codec, Elements
-from jaxkv.kv.state import GroupKV, destinations, write
+from jaxkv.kv.state import GroupKV, Statistics, destinations, write
 from jaxkv.ops.attention.base import Batch, Heads, Needs
+from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import total
 
 BLOCK = 128
@@ -36,27 +37,6 @@ order than that of many."""
 
 QUERY_BLOCK = 128
 """Queries of one prefill work item."""
-
-MASKED = -1e30
-"""Score of a key that is not seen: finite, so that a block without any seen key does not make NaN."""
-
-
-class Softmax(NamedTuple):
-    """Running softmax over key blocks: max and sum [R, K, M], accumulator [R, K, M, H], float32."""
-
-    max: jax.Array
-    sum: jax.Array
-    acc: jax.Array
-
-    @classmethod
-    def empty(cls, *shape: int) -> Softmax:
-        zeros = jnp.zeros(shape, jnp.float32)
-        return cls(jnp.full(shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros)
-
-    def result(self) -> jax.Array:
-        # A row that saw nothing (padding) has sum 0: it gets zeros instead of NaN.
-        return self.acc / jnp.where(self.sum > 0, self.sum, 1.0)[..., None]
-
 
 @dataclass(frozen=True, slots=True)
 class Xla:
@@ -92,7 +72,8 @@ class Xla:
         dest_T, window = prepared
         group = write(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
         options: Any = {"layer": layer, "scale": scale, "window": window}
-        return read(q_TNH, group, batch, deterministic=self.deterministic, **options), group
+        out_TNH, statistics = read(q_TNH, group, batch, deterministic=self.deterministic, **options)
+        return out_TNH, replace(group, statistics=statistics)
 
 
 def read(
@@ -104,8 +85,9 @@ def read(
     scale: float,
     window: int | None,
     deterministic: bool = False,
-) -> jax.Array:
-    """Attention over pages that have the step's keys and values, `group.len_B` its tokens. Returns [T, N, H] float32.
+) -> tuple[jax.Array, Statistics | None]:
+    """Attention over pages that have the step's keys and values, `group.len_B` its tokens, and over those of
+    `group.low`. Returns [T, N, H] float32, and `group.statistics` with this layer's added.
 
     `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
     """
@@ -113,7 +95,7 @@ def read(
     q_TNH = group.codec.rotate(q_TNH.astype(jnp.float32) * scale)
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
     decode = partial(_decode, layer=layer, window=window)
-    decoded = jax.lax.platform_dependent(
+    decoded, statistics = jax.lax.platform_dependent(
         q_TNH[:num_rows],
         group,
         batch.position_T[:num_rows],
@@ -122,8 +104,11 @@ def read(
         cpu=partial(decode, tile_rows=CPU_TILE_ROWS, min_queries=CPU_MIN_QUERIES, in_float32=not deterministic),
         default=partial(decode, tile_rows=num_rows, min_queries=1, in_float32=False),
     )
-    out_TNH = decoded if batch.decode_only else _prefill(q_TNH, decoded, group, batch, layer=layer, window=window)
-    return group.codec.restore(out_TNH)
+    if batch.decode_only:
+        return group.codec.restore(decoded), statistics
+    group = replace(group, statistics=statistics)
+    out_TNH, statistics = _prefill(q_TNH, decoded, group, batch, layer=layer, window=window)
+    return group.codec.restore(out_TNH), statistics
 
 
 def _decode(
@@ -137,7 +122,7 @@ def _decode(
     in_float32: bool,
     layer: int | jax.Array,
     window: int | None,
-) -> jax.Array:
+) -> tuple[jax.Array, Statistics | None]:
     """One query per row, `tile_rows` rows side by side, with at least `min_queries` queries per KV head."""
     num_rows, num_heads, head_dim = q_BNH.shape
     heads, size = group.num_kv_heads, min(tile_rows, num_rows)
@@ -148,84 +133,130 @@ def _decode(
     first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
     first_B = jnp.where(live_B, first_B, jnp.iinfo(jnp.int32).max)
 
-    def tile(i: jax.Array, out_BNH: jax.Array) -> jax.Array:
+    def tile(i: jax.Array, carry: tuple[jax.Array, Statistics | None]) -> tuple[jax.Array, Statistics | None]:
         # The last tile starts early rather than end late: rows computed twice come out the same.
+        out_BNH, statistics = carry
         start = jnp.minimum(i * size, num_rows - size)
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
-        len_R = take(len_B)
-        out = _sweep(
+        position_R, len_R = take(position_B), take(len_B)
+        out, found = _attend(
             take(q_BKGH),
             group,
-            (take(group.table_BW), take(group.first_BW)),
-            len_R,
-            take(position_B)[:, None],
+            jax.tree.map(take, _rows_of(group, len_B)),
+            position_R[:, None],
             (jnp.min(take(first_B)), jnp.max(len_R)),
             in_float32=in_float32,
             layer=layer,
             window=window,
         )
+        if statistics is not None and found is not None:
+            counts_R = take(live_B) & (position_R >= take(statistics.since_B))
+            real_M = jnp.arange(q_BKGH.shape[2]) < per_head
+            new = found.counted(counts_R[:, None] & real_M[None], statistics)
+            old = jax.tree.map(take, before)
+            statistics = jax.tree.map(
+                lambda all_B, old_R, new_R: jax.lax.dynamic_update_slice_in_dim(all_B, old_R + new_R, start, 0),
+                statistics, old, new,
+            )  # fmt: skip
         out = out[:, :, :per_head].reshape(size, num_heads, head_dim)
-        return jax.lax.dynamic_update_slice_in_dim(out_BNH, out, start, 0)
+        return jax.lax.dynamic_update_slice_in_dim(out_BNH, out, start, 0), statistics
 
-    return jax.lax.fori_loop(0, -(-num_rows // size), tile, jnp.zeros_like(q_BNH))
+    before = group.statistics
+    return jax.lax.fori_loop(0, -(-num_rows // size), tile, (jnp.zeros_like(q_BNH), before))
 
 
 def _prefill(
     q_TNH: jax.Array, out_TNH: jax.Array, group: GroupKV, batch: Batch, *, layer: int | jax.Array, window: int | None
-) -> jax.Array:
+) -> tuple[jax.Array, Statistics | None]:
     """Every prefill row's chunk, QUERY_BLOCK queries at a time, written over `out` (which holds the decode rows)."""
     num_tokens, num_heads, head_dim = q_TNH.shape
     heads, size = group.num_kv_heads, min(QUERY_BLOCK, num_tokens)
+    per_head = num_heads // heads
     # Blocks may run past their row's end, and are then overwritten by the next row, or lie in this extra block.
     q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
     position_T = jnp.pad(batch.position_T, (0, size))
     out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
+    rows = _rows_of(group, group.len_B)
 
-    def block(row: jax.Array, done: jax.Array, out_TNH: jax.Array) -> jax.Array:
+    def block(row: jax.Array, done: jax.Array, carry: tuple[jax.Array, Statistics | None]) -> tuple[Any, Any]:
+        out_TNH, statistics = carry
         start = batch.start_B[row] + done
         q = jax.lax.dynamic_slice_in_dim(q_TNH, start, size)
         position = jax.lax.dynamic_slice_in_dim(position_T, start, size)
         # [T, K, G, H] -> [1, K, T*G, H]: all queries that share a KV head meet its keys in one matmul.
-        q = q.reshape(size, heads, num_heads // heads, head_dim).transpose(1, 0, 2, 3).reshape(1, heads, -1, head_dim)
+        q = q.reshape(size, heads, per_head, head_dim).transpose(1, 0, 2, 3).reshape(1, heads, -1, head_dim)
         length = group.len_B[row]
         index = length - batch.count_B[row] + done
         low = jnp.int32(0) if window is None else jnp.maximum(index + 1 - window, 0)
         take_row = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=1)
-        out = _sweep(
+        out, found = _attend(
             q,
             group,
-            (take_row(group.table_BW), take_row(group.first_BW)),
-            length[None],
-            jnp.repeat(position, num_heads // heads)[None, :],
+            jax.tree.map(take_row, rows),
+            jnp.repeat(position, per_head)[None, :],
             (low, jnp.minimum(index + size, length)),
             in_float32=False,
             layer=layer,
             window=window,
         )
-        out = out.reshape(heads, size, num_heads // heads, head_dim).transpose(1, 0, 2, 3)
-        return jax.lax.dynamic_update_slice_in_dim(out_TNH, out.reshape(size, num_heads, head_dim), start, 0)
+        if statistics is not None and found is not None:
+            counts_T = (done + jnp.arange(size) < batch.count_B[row]) & (position >= statistics.since_B[row])
+            new = found.counted(jnp.repeat(counts_T, per_head)[None], statistics)
+            statistics = jax.tree.map(lambda all_B, new_1: all_B.at[row].add(new_1[0]), statistics, new)
+        out = out.reshape(heads, size, per_head, head_dim).transpose(1, 0, 2, 3).reshape(size, num_heads, head_dim)
+        return jax.lax.dynamic_update_slice_in_dim(out_TNH, out, start, 0), statistics
 
-    def row_step(row: jax.Array, out_TNH: jax.Array) -> jax.Array:
+    def row_step(row: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         num_blocks = (batch.count_B[row] + size - 1) // size
-        return jax.lax.fori_loop(0, num_blocks, lambda i, out: block(row, i * size, out), out_TNH)
+        return jax.lax.fori_loop(0, num_blocks, lambda i, carry: block(row, i * size, carry), carry)
 
-    return jax.lax.fori_loop(batch.num_decode, batch.num_rows, row_step, out_TNH)[:num_tokens]
+    carry = (out_TNH, group.statistics)
+    out_TNH, statistics = jax.lax.fori_loop(batch.num_decode, batch.num_rows, row_step, carry)
+    return out_TNH[:num_tokens], statistics
 
 
-def _sweep(
+def _rows_of(group: GroupKV, len_B: jax.Array) -> Rows:
+    low = None if group.low is None else _rows_of(group.low, group.low.len_B)
+    return Rows(group.table_BW, group.first_BW, len_B, low)
+
+
+def _attend(
     q_RKMH: jax.Array,
     group: GroupKV,
-    table: tuple[jax.Array, jax.Array],
-    len_R: jax.Array,
+    rows: Rows,
     position_RM: jax.Array,
     bounds: tuple[jax.Array, jax.Array],
     *,
     in_float32: bool,
     layer: int | jax.Array,
     window: int | None,
-) -> jax.Array:
+) -> tuple[jax.Array, Found | None]:
+    """`_sweep` over the pages of both pools -> ([R, K, M, H], what `group.statistics` asks for)."""
+    known: Any = {"in_float32": in_float32, "layer": layer, "window": window, "tally": group.statistics is not None}
+    softmax, own = _sweep(q_RKMH, group, rows, position_RM, bounds, **known)
+    of_low = None
+    if group.low is not None and rows.low is not None:
+        # The group's own codec rotates nothing (`kv.policies`).
+        codec, all_slots = group.low.codec, (jnp.int32(0), jnp.max(rows.low.len_R))
+        found, of_low = _sweep(codec.rotate(q_RKMH), group.low, rows.low, position_RM, all_slots, **known)
+        softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
+    return softmax.result(), None if own is None else Found(softmax, own, of_low, rows)
+
+
+def _sweep(
+    q_RKMH: jax.Array,
+    group: GroupKV,
+    rows: Rows,
+    position_RM: jax.Array,
+    bounds: tuple[jax.Array, jax.Array],
+    *,
+    in_float32: bool,
+    layer: int | jax.Array,
+    window: int | None,
+    tally: bool,
+) -> tuple[Softmax, Tally | None]:
     """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables, BLOCK of them
-    (or one page) at a time. -> [R, K, M, H].
+    (or one page) at a time.
 
     Both matmuls take their inputs in the dtype that the pages decode to, or float32, and add up in float32.
     Blocks begin at multiples of their size, and one without a seen key changes no bit: what a query gets does not
@@ -236,8 +267,8 @@ def _sweep(
     num_rows, heads, _, head_dim = q_RKMH.shape
     size = group.page_size
     per_block = max(1, BLOCK // size)
-    width = table[0].shape[1]
-    table_RW, first_RW = (jnp.pad(t, ((0, 0), (0, -width % per_block))) for t in table)
+    width = rows.table_RW.shape[1]
+    table_RW, first_RW = (jnp.pad(t, ((0, 0), (0, -width % per_block))) for t in rows[:2])
     by_head = group.pages.reshape(-1, size, group.pages.shape[3])
     layer_base = layer * group.num_pages * 2 * heads
     head_K1 = jnp.arange(heads, dtype=jnp.int32)[:, None]
@@ -250,11 +281,12 @@ def _sweep(
         found = group.codec.elements(stored)
         return found._replace(values=found.values.astype(jnp.float32)) if in_float32 else found
 
-    def body(i: jax.Array, state: Softmax) -> Softmax:
+    def body(i: jax.Array, carry: tuple[Softmax, Tally | None]) -> tuple[Softmax, Tally | None]:
+        state, tally = carry
         page_RC = jax.lax.dynamic_slice_in_dim(table_RW, i * per_block, per_block, axis=1)
         first_RC = jax.lax.dynamic_slice_in_dim(first_RW, i * per_block, per_block, axis=1)
         slot_J = i * per_block * size + jnp.arange(per_block * size, dtype=jnp.int32)
-        held_RJ = slot_J[None, :] < len_R[:, None]
+        held_RJ = slot_J[None, :] < rows.len_R[:, None]
         key_position_RJ = jnp.repeat(first_RC, size, axis=1) + (slot_J % size)[None, :]
         distance_RMJ = position_RM[:, :, None] - key_position_RJ[:, None, :]
         seen_RMJ = held_RJ[:, None, :] & (distance_RMJ >= 0)
@@ -267,17 +299,29 @@ def _sweep(
         cleared = jnp.where(held_RKJ[..., None], values.values, 0)
         of_slot = (None if x is None else jnp.where(held_RKJ, x, 0.0) for x in values[1:])
         values = Elements(jnp.pad(cleared, ((0, 0), (0, 0), (0, 0), (0, padding))), *of_slot)
-        return _accumulate(state, q_RKMH, keys, values, seen_RMJ[:, None])
+        state, weight = _accumulate(state, q_RKMH, keys, values, seen_RMJ[:, None])
+        if tally is not None:
+            put = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+            sums = weight.reshape(*weight.shape[:3], per_block, size).sum(axis=-1)
+            tally = Tally(put(tally.sums_nRKMC, sums), put(tally.tops_nRKM, state.max))
+        return state, tally
 
     low, high = bounds
     block = per_block * size
-    empty = Softmax.empty(*q_RKMH.shape[:-1], head_dim + padding)
-    state = jax.lax.fori_loop(low // block, (high + block - 1) // block, body, empty)
-    return state.result()[..., :head_dim]
+    found = None
+    if tally:
+        shape = (table_RW.shape[1] // per_block, *q_RKMH.shape[:-1])
+        found = Tally(jnp.zeros((*shape, per_block), jnp.float32), jnp.full(shape, MASKED, jnp.float32))
+    empty = Softmax.empty(*q_RKMH.shape[:-1], head_dim + padding, entropy=tally)
+    state, found = jax.lax.fori_loop(low // block, (high + block - 1) // block, body, (empty, found))
+    return state._replace(acc=state.acc[..., :head_dim]), found
 
 
-def _accumulate(state: Softmax, q: jax.Array, keys: Elements, values: Elements, seen: jax.Array) -> Softmax:
-    """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H].
+def _accumulate(
+    state: Softmax, q: jax.Array, keys: Elements, values: Elements, seen: jax.Array
+) -> tuple[Softmax, jax.Array]:
+    """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H]. Returns the weights
+    [R, K, M, J] too.
 
     Queries and weights are rounded to the dtype of keys and values. Of quantised ones the scales act on columns of
     scores and on weights, the offsets on the sums of both.
@@ -302,4 +346,8 @@ def _accumulate(state: Softmax, q: jax.Array, keys: Elements, values: Elements, 
     gained = matmul("rkmj,rkjh->rkmh", scaled.astype(dtype), values.values)
     if values.offset is not None:
         gained += total(weight * values.offset[:, :, None])[..., None]
-    return Softmax(top, state.sum * shrink + total(weight), state.acc * shrink[..., None] + gained)
+    entropy = None
+    if state.entropy is not None:
+        gained_entropy = (weight * jnp.where(seen, scores - top[..., None], 0.0)).sum(axis=-1)
+        entropy = shrink * (state.entropy + state.sum * (state.max - top)) + gained_entropy
+    return Softmax(top, state.sum * shrink + total(weight), state.acc * shrink[..., None] + gained, entropy), weight

@@ -1,0 +1,39 @@
+"""What runs next, as the scheduler decides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxkv.engine.request import Request
+
+Pairs = tuple[tuple[int, int], ...]
+"""(source, target) pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One ragged step: (request, number of its pending tokens to compute), those with one token in this step first,
+    shortest first. `copies` of pages, (source, target), come before it, in this order, and before those `demotions`."""
+
+    work: list[tuple[Request, int]]
+    copies: Pairs = ()
+    demotions: Pairs = ()
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self.work]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """Up to `num_steps` decode steps on the device: (request, tokens that it may get), shortest first; their pages are
+    reserved. `copies` and `demotions` as in `StepPlan`."""
+
+    work: list[tuple[Request, int]]
+    num_steps: int
+    copies: Pairs = ()
+    demotions: Pairs = ()
+
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self.work]

@@ -1,0 +1,106 @@
+"""A softmax in parts: over blocks of keys, over two pools of pages, and what it says about the pages.
+
+Source: arXiv 2205.14135, section 3.1; the entropy by the same recurrence, log sum - entropy / sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.kv.state import Statistics
+
+MASKED = -1e30
+"""Score of a key that is not seen: finite, so that a block without any seen key does not make NaN."""
+
+
+class Softmax(NamedTuple):
+    """Running softmax over key blocks: max and sum [R, K, M], accumulator [R, K, M, H], float32.
+
+    entropy [R, K, M]: the sum of weight * (score - max), from which the entropy is log sum - entropy / sum; None unless
+    asked for.
+    """
+
+    max: jax.Array
+    sum: jax.Array
+    acc: jax.Array
+    entropy: jax.Array | None = None
+
+    @classmethod
+    def empty(cls, *shape: int, entropy: bool = False) -> Softmax:
+        zeros = jnp.zeros(shape, jnp.float32)
+        return cls(jnp.full(shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros, zeros[..., 0] if entropy else None)
+
+    def moved(self, top: jax.Array) -> Softmax:
+        """The same relative to another max, at least as large."""
+        shrink = jnp.exp(self.max - top)
+        entropy = None if self.entropy is None else shrink * (self.entropy + self.sum * (self.max - top))
+        return Softmax(top, self.sum * shrink, self.acc * shrink[..., None], entropy)
+
+    def merged(self, other: Softmax) -> Softmax:
+        """Of the keys of both. Source: arXiv 2205.14135, section 3.1."""
+        top = jnp.maximum(self.max, other.max)
+        mine, its = self.moved(top), other.moved(top)
+        entropy = None if mine.entropy is None or its.entropy is None else mine.entropy + its.entropy
+        return Softmax(top, mine.sum + its.sum, mine.acc + its.acc, entropy)
+
+    def result(self) -> jax.Array:
+        # A row that saw nothing (padding) has sum 0: it gets zeros instead of NaN.
+        return self.acc / jnp.where(self.sum > 0, self.sum, 1.0)[..., None]
+
+
+class Rows(NamedTuple):
+    """Tables and lengths of R rows of a group, and those of its `low`."""
+
+    table_RW: jax.Array
+    first_RW: jax.Array
+    len_R: jax.Array
+    low: Rows | None
+
+
+class Tally(NamedTuple):
+    """Sums of the weights of each page, [R, n * C] for R rows of n blocks of C pages, kept as sums_nRKMC relative to
+    tops_nRKM."""
+
+    sums_nRKMC: jax.Array
+    tops_nRKM: jax.Array
+
+    def mass(self, top_RKM: jax.Array, share_RKM: jax.Array) -> jax.Array:
+        """[R, W]: added up over queries, each counted `share` times relative to the max `top`."""
+        share_nRKM = jnp.exp(self.tops_nRKM - top_RKM[None]) * share_RKM[None]
+        exact = jax.lax.Precision.HIGHEST
+        mass_RnC = jnp.einsum("nrkmc,nrkm->rnc", self.sums_nRKMC, share_nRKM, precision=exact)
+        return mass_RnC.reshape(mass_RnC.shape[0], -1)
+
+
+class Found(NamedTuple):
+    """What the softmaxes of R rows were like: over all their keys, and by page of the group and of its `low`."""
+
+    softmax: Softmax
+    own: Tally
+    low: Tally | None
+    rows: Rows
+
+    def counted(self, counts_RM: jax.Array, like: Statistics) -> Statistics:
+        """`Statistics` of these rows, of the queries that count; zeros for `since_B`."""
+        _, total, _, weighted = self.softmax
+        if weighted is None:
+            raise TypeError("expected a softmax with its entropy")
+        is_one = counts_RM[:, None] & (total > 0)
+        share = jnp.where(is_one, 1 / jnp.where(is_one, total, 1), 0)
+        entropy = jnp.where(is_one, jnp.log(jnp.where(is_one, total, 1)) - weighted * share, 0)
+        if like.focused:
+            keys_R = self.rows.len_R + (0 if self.rows.low is None else self.rows.low.len_R)
+            share *= jnp.clip(1 - entropy / jnp.log(jnp.maximum(keys_R, 2))[:, None, None], 0, 1)
+        of_low = None if self.low is None or like.low_BW is None else self.low.mass(self.softmax.max, share)
+        return Statistics(
+            mass_BW=self.own.mass(self.softmax.max, share)[:, : like.mass_BW.shape[1]],
+            low_BW=of_low if of_low is None or like.low_BW is None else of_low[:, : like.low_BW.shape[1]],
+            entropy_B=entropy.sum(axis=(1, 2)),
+            since_B=jnp.zeros_like(self.rows.len_R),
+            focused=like.focused,
+        )
+
+
