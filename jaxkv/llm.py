@@ -117,24 +117,18 @@ class LLM:
         )
         spec = self._model.spec
         codec = get_codec(kv_cache_dtype, platform=self._device.platform, dtype=self._model.dtype)
-        limits = engine_limits(
-            self._device.platform,
-            spec.max_len,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            seed=seed,
-            max_logprobs=spec.vocab_size if max_logprobs == -1 else max_logprobs,
-        )
+        asked: Any = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "block_size": block_size}
+        asked |= {"max_num_batched_tokens": max_num_batched_tokens, "seed": seed}
+        asked |= {"max_logprobs": spec.vocab_size if max_logprobs == -1 else max_logprobs}
+        limits = engine_limits(self._device.platform, spec.max_len, **asked)
         self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic)
-        made: Any = {"backend": self._backend, "num_devices": self._model.placement.size}
-        limits = with_policy(limits, kv_policy, kv_budget, codec, spec, **made)
+        where: Any = {"backend": self._backend, "num_devices": self._model.placement.size}
+        limits = with_policy(limits, kv_policy, kv_budget, codec, spec, **where)
         if fits_keys(limits, codec):
             self._model = with_fitted_keys(self._model)
         self._budget = plan_pool(
             limits,
-            bytes_with_low(limits, spec, codec, **made),
+            bytes_with_low(limits, spec, codec, **where),
             device_memory(self._device, weight_bytes=self._model.weight_bytes, utilization=gpu_memory_utilization),
             memory_bytes=kv_cache_memory_bytes,
             pages_override=num_gpu_blocks_override,

@@ -35,9 +35,10 @@ from jaxkv.config import DECODE_STEPS, EngineConfig, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake
 from jaxkv.engine.model import Model
+from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.engine.request import Submission
-from jaxkv.engine.scheduler import LoopPlan, StepPlan
 from jaxkv.engine.text import load_tokenizer
+from jaxkv.engine.trim import Norms
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, empty_group
 from jaxkv.llm import DEMO
@@ -238,8 +239,8 @@ def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
     engine = Engine({}, kv, programs, config, make_kv=lambda: kv, decode_token=None)
     plan = engine.scheduler.plan
 
-    def planned() -> LoopPlan | StepPlan | None:
-        clock.plan = plan()
+    def planned(norms: Norms | None = None) -> LoopPlan | StepPlan | None:
+        clock.plan = plan(norms)
         clock.planned = time.perf_counter()
         return clock.plan
 

@@ -55,12 +55,19 @@ class Dense:
         q, k, v = (self._heads(h, layer, name) for name in "qkv")
         stored = np.dtype(getattr(ml_dtypes, self.kv_dtype, self.kv_dtype))
         k, v = (x.astype(stored).astype(self.dtype).repeat(q.shape[0] // x.shape[0], axis=0) for x in (k, v))
-        distance = np.subtract.outer(np.arange(len(h)), np.arange(len(h)))
-        seen = (distance >= 0) & (distance < (window or np.inf))
-        scores = np.where(seen, q @ k.swapaxes(1, 2) / q.shape[2] ** 0.5, -np.inf)
+        scores = np.where(self.seen(len(h), window), q @ k.swapaxes(1, 2) / q.shape[2] ** 0.5, -np.inf)
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
-        out = weights / weights.sum(axis=2, keepdims=True) @ v
+        out = self.attended(weights / weights.sum(axis=2, keepdims=True), v)
         return self._linear(out.swapaxes(0, 1).reshape(len(h), -1), layer, "self_attn.o_proj")
+
+    def seen(self, length: int, window: int | None) -> np.ndarray:
+        """[T, T] bool: which keys a query sees."""
+        distance = np.subtract.outer(np.arange(length), np.arange(length))
+        return (distance >= 0) & (distance < (window or np.inf))
+
+    def attended(self, weights: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """Weights [N, T, T] and values [N, T, H] -> [N, T, H]."""
+        return weights @ v
 
     def _heads(self, h: np.ndarray, layer: int, name: str) -> np.ndarray:
         """Normed and rotated [heads, T, H]."""

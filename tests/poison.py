@@ -49,7 +49,18 @@ def poison(engine: Engine) -> None:
     """Overwrites what neither a running request nor the prefix cache owns, tail slots past each length included."""
     allocator = engine.scheduler.allocator
     cached = [KVHandle((page,), allocator.page_size) for page in allocator._cached]
-    engine.kv = poison_kv(engine.kv, [request.handle for request in engine.scheduler.running] + cached)
+    running = engine.scheduler.running
+    kv = poison_kv(engine.kv, [request.handle for request in running] + cached)
+    kept = [KVHandle(tuple(one.kept.low), len(one.kept.low) * allocator.page_size) for one in running if one.kept]
+    engine.kv = replace(kv, groups=tuple(poison_low(group, kept) for group in kv.groups))
+
+
+def poison_low(group: GroupKV, handles: Iterable[KVHandle]) -> GroupKV:
+    """The group with NaN in the demoted pages that nobody holds."""
+    if group.low is None:
+        return group
+    owned_PS = owned_slots(handles, num_pages=group.low.num_pages, page_size=group.low.page_size)
+    return replace(group, low=poison_group(group.low, owned_PS))
 
 
 @contextmanager

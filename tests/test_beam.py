@@ -198,22 +198,22 @@ def test_beams_share_all_full_pages_of_their_past_and_copy_only_tails_that_other
     llm = make()
     engine = llm._engine
     copied: list[tuple[int, int]] = []
-    copy_pages = engine._copy_pages
+    move_pages = engine._move_pages
 
-    def recorded(copies: tuple[tuple[int, int], ...]) -> None:
+    def recorded(copies: tuple[tuple[int, int], ...], demotions: tuple) -> None:
         copied.extend(copies)
-        copy_pages(copies)
+        move_pages(copies, demotions)
 
     plan, before = engine.scheduler.plan, []
 
-    def planned() -> Any:
+    def planned(norms: object) -> Any:
         beams = beams_of(llm)
         tails = [beam.handle.pages[-1] for beam in beams if beam.handle.length % PAGE and beam.num_pending]
         full = {page for beam in beams for page in beam.handle.pages[: beam.handle.length // PAGE]}
         before[:] = len(tails) - len(set(tails)), full  # the last holder writes in place
-        return plan()
+        return plan(norms)
 
-    monkeypatch.setattr(engine, "_copy_pages", recorded)
+    monkeypatch.setattr(engine, "_move_pages", recorded)
     monkeypatch.setattr(engine.scheduler, "plan", planned)
     (submission,) = llm._intake.accept_searches(
         prompts_of((3 * PAGE + 2,)), BeamSearchParams(beam_width=4, max_tokens=40, ignore_eos=True)
@@ -301,7 +301,7 @@ def test_a_search_loses_some_of_its_beams_and_computes_their_candidates_anew(mak
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-@pytest.mark.parametrize("where", ["_launch_loop", "_copy_pages", "_launch_step"])
+@pytest.mark.parametrize("where", ["_launch_loop", "_move_pages", "_launch_step"])
 def test_an_interrupted_search_leaves_nothing_behind(make, monkeypatch, error, where):
     llm, params = make(), BeamSearchParams(beam_width=4, max_tokens=12)
     prompts = prompts_of((13, 9, 30))

@@ -25,7 +25,7 @@ NAN, INF = math.nan, math.inf
 
 def test_limits_are_kept_and_frozen():
     config = EngineConfig(**LIMITS)
-    assert dataclasses.asdict(config) == LIMITS
+    assert dataclasses.asdict(config) == LIMITS | {"kv_policy": "full", "row_pages": 0, "low_row_pages": 0}
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_pages = 3
     with pytest.raises(TypeError):
@@ -86,7 +86,8 @@ OF_VLLM = {
 
 def test_names_and_defaults_are_vllm_s():
     params = SamplingParams()
-    assert {field.name: getattr(params, field.name) for field in dataclasses.fields(params)} == OF_VLLM
+    ours = dict.fromkeys(("kv_policy", "kv_budget", "kv_protect"))
+    assert {field.name: getattr(params, field.name) for field in dataclasses.fields(params)} == OF_VLLM | ours
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 0.0
 

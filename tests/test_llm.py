@@ -175,7 +175,7 @@ def test_a_small_pool_is_the_end_too_and_serves_everyone_in_turn(make):
     outputs = run(llm, [{"prompt_token_ids": [5] * n} for n in (25, 3, 31, 1)], replace(GREEDY, max_tokens=None))
     assert [len(ids) for ids in tokens(outputs)] == [7, 29, 1, 31]
     assert {output.outputs[0].finish_reason for output in outputs} == {"capacity"}
-    with pytest.raises(ValueError, match="the prompt has 32 tokens; the KV cache holds 32 in all"):
+    with pytest.raises(ValueError, match="the prompt has 32 tokens; the KV cache holds 32 of one request in all"):
         run(llm, {"prompt_token_ids": [5] * 32})
     assert_empty(llm)
 

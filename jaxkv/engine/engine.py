@@ -17,7 +17,7 @@ from jaxkv.engine.branch import search_on
 from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
 from jaxkv.engine.outputs import Logprob
 from jaxkv.engine.pages import freed_nbytes, is_computed, move_pages, observe, page_norms
-from jaxkv.engine.plan import LoopPlan, StepPlan
+from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
 from jaxkv.engine.request import Request, Submission
 from jaxkv.engine.retention import Kept
 from jaxkv.engine.rows import RowTables
@@ -189,9 +189,12 @@ class Engine:
     def _launch(self, plan: StepPlan | LoopPlan, requests: list[Request]) -> Flight:
         self._recorder.begun(requests)
         if plan.demotions or plan.copies:
-            self.kv = move_pages(self.programs, self.kv, self._rows, copies=plan.copies, demotions=plan.demotions)
+            self._move_pages(plan.copies, plan.demotions)
             self.scheduler.copied()
         return self._launch_loop(plan, requests) if isinstance(plan, LoopPlan) else self._launch_step(plan, requests)
+
+    def _move_pages(self, copies: Pairs, demotions: Pairs) -> None:
+        self.kv = move_pages(self.programs, self.kv, self._rows, copies=copies, demotions=demotions)
 
     def _page_norms(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
         return page_norms(self.programs, self._rows.without_rows(self.kv, 1), pages)

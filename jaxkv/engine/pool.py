@@ -65,6 +65,8 @@ def plan_pool(
     asked = _asked_pages(page_nbytes, memory_bytes, pages_override)
     if asked is not None:
         num_pages, name = asked
+        if (needed := min(limits.row_pages, pages_per_row(limits))) > num_pages:
+            raise CapacityError(f"{needed} pages needed for a row's kv_budget, {name} has {num_pages}")
         advice = f"lower {name}, max_num_batched_tokens or max_num_seqs"
         return Budget(
             memory=memory, num_pages=num_pages, page_nbytes=page_nbytes, reason=f"asked for by {name}", advice=advice

@@ -262,7 +262,7 @@ def test_a_bad_prompt_is_one_value_error(intake, prompt, message):
 
 def test_a_prompt_longer_than_the_pool_says_what_to_raise(tokenizer):
     message = refused(intake_with(tokenizer, num_pages=3), {"prompt_token_ids": [3] * 24})
-    assert "the prompt has 24 tokens; the KV cache holds 24 in all (3 pages of 8)" in message
+    assert "the prompt has 24 tokens; the KV cache holds 24 of one request in all (3 pages of 8, kv_policy" in message
     assert "raise kv_cache_memory_bytes or num_gpu_blocks_override" in message
 
 

@@ -65,8 +65,13 @@ def wanted(case: Case, since_B: np.ndarray, *, layer: int, window: int | None, f
         )  # fmt: skip
         out, found = np.asarray(out), jax.tree.map(np.asarray, found)
     entropy_TN = np.log(np.maximum(found.sum_TN, 1)) - found.entropy_TN / np.maximum(found.sum_TN, 1)
-    seen_T = np.maximum(group.len_B, 2)[np.minimum(batch.row_T, NUM_ROWS - 1)]
-    weight_TN = np.clip(1 - entropy_TN / np.log(seen_T)[:, None], 0, 1) if focused else np.ones_like(entropy_TN)
+    row_T = np.minimum(batch.row_T, NUM_ROWS - 1)
+    slot_J = np.arange(group.table_BW.shape[1] * group.page_size)
+    position_TJ = np.repeat(group.first_BW, group.page_size, axis=1)[row_T] + slot_J % group.page_size
+    distance_TJ = batch.position_T[:, None] - position_TJ
+    seen_TJ = (slot_J < group.len_B[row_T][:, None]) & (distance_TJ >= 0) & (distance_TJ < (window or np.inf))
+    most_T = np.log(np.maximum(seen_TJ.sum(axis=1), 2))
+    weight_TN = np.clip(1 - entropy_TN / most_T[:, None], 0, 1) if focused else np.ones_like(entropy_TN)
     mass_BW, entropy_B = np.zeros(group.table_BW.shape), np.zeros(NUM_ROWS)
     for t, row in enumerate(batch.row_T):
         if row < NUM_ROWS and batch.position_T[t] >= since_B[row]:

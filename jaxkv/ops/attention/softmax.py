@@ -62,10 +62,11 @@ class Rows(NamedTuple):
 
 class Tally(NamedTuple):
     """Sums of the weights of each page, [R, n * C] for R rows of n blocks of C pages, kept as sums_nRKMC relative to
-    tops_nRKM."""
+    tops_nRKM, and how many keys a query has seen, [R, M] or [R, 1]."""
 
     sums_nRKMC: jax.Array
     tops_nRKM: jax.Array
+    seen_RM: jax.Array
 
     def mass(self, top_RKM: jax.Array, share_RKM: jax.Array) -> jax.Array:
         """[R, W]: added up over queries, each counted `share` times relative to the max `top`."""
@@ -81,7 +82,6 @@ class Found(NamedTuple):
     softmax: Softmax
     own: Tally
     low: Tally | None
-    rows: Rows
 
     def counted(self, counts_RM: jax.Array, like: Statistics) -> Statistics:
         """`Statistics` of these rows, of the queries that count; zeros for `since_B`."""
@@ -92,14 +92,14 @@ class Found(NamedTuple):
         share = jnp.where(is_one, 1 / jnp.where(is_one, total, 1), 0)
         entropy = jnp.where(is_one, jnp.log(jnp.where(is_one, total, 1)) - weighted * share, 0)
         if like.focused:
-            keys_R = self.rows.len_R + (0 if self.rows.low is None else self.rows.low.len_R)
-            share *= jnp.clip(1 - entropy / jnp.log(jnp.maximum(keys_R, 2))[:, None, None], 0, 1)
+            seen_RM = self.own.seen_RM + (0 if self.low is None else self.low.seen_RM)
+            share *= jnp.clip(1 - entropy / jnp.log(jnp.maximum(seen_RM, 2))[:, None], 0, 1)
         of_low = None if self.low is None or like.low_BW is None else self.low.mass(self.softmax.max, share)
         return Statistics(
             mass_BW=self.own.mass(self.softmax.max, share)[:, : like.mass_BW.shape[1]],
             low_BW=of_low if of_low is None or like.low_BW is None else of_low[:, : like.low_BW.shape[1]],
             entropy_B=entropy.sum(axis=(1, 2)),
-            since_B=jnp.zeros_like(self.rows.len_R),
+            since_B=jnp.zeros(counts_RM.shape[0], jnp.int32),
             focused=like.focused,
         )
 

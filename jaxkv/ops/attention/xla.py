@@ -240,7 +240,7 @@ def _attend(
         codec, all_slots = group.low.codec, (jnp.int32(0), jnp.max(rows.low.len_R))
         found, of_low = _sweep(codec.rotate(q_RKMH), group.low, rows.low, position_RM, all_slots, **known)
         softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
-    return softmax.result(), None if own is None else Found(softmax, own, of_low, rows)
+    return softmax.result(), None if own is None else Found(softmax, own, of_low)
 
 
 def _sweep(
@@ -303,7 +303,8 @@ def _sweep(
         if tally is not None:
             put = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
             sums = weight.reshape(*weight.shape[:3], per_block, size).sum(axis=-1)
-            tally = Tally(put(tally.sums_nRKMC, sums), put(tally.tops_nRKM, state.max))
+            seen_RM = tally.seen_RM + seen_RMJ.sum(axis=-1)
+            tally = Tally(put(tally.sums_nRKMC, sums), put(tally.tops_nRKM, state.max), seen_RM)
         return state, tally
 
     low, high = bounds
@@ -311,7 +312,11 @@ def _sweep(
     found = None
     if tally:
         shape = (table_RW.shape[1] // per_block, *q_RKMH.shape[:-1])
-        found = Tally(jnp.zeros((*shape, per_block), jnp.float32), jnp.full(shape, MASKED, jnp.float32))
+        found = Tally(
+            sums_nRKMC=jnp.zeros((*shape, per_block), jnp.float32),
+            tops_nRKM=jnp.full(shape, MASKED, jnp.float32),
+            seen_RM=jnp.zeros(position_RM.shape, jnp.int32),
+        )
     empty = Softmax.empty(*q_RKMH.shape[:-1], head_dim + padding, entropy=tally)
     state, found = jax.lax.fori_loop(low // block, (high + block - 1) // block, body, (empty, found))
     return state._replace(acc=state.acc[..., :head_dim]), found

@@ -1,0 +1,399 @@
+"""Under a policy an engine computes what a dense decoder computes that forgets by the same rule, written down anew.
+
+Before every step all memory that no request holds is NaN, demoted pages included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dense import Dense
+from jaxkv import LLM, BeamSearchParams, CapacityError, SamplingParams
+from jaxkv.kv.codecs import decode, get_codec
+from jaxkv.kv.policies import DEMOTE, DROP, KEEP, POLICIES, Held, Room
+from poison import poisoned
+from tiny import make_checkpoint, tiny_config
+
+SIZE, PAGES = 8, 8
+BUDGET = SIZE * PAGES
+NUM_NEW = 20
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=5)
+
+Scores = Callable[["Forgetful", list[int], list[int]], dict[int, float]]
+"""(decoder, tokens so far, pages that it holds) -> what each page is worth."""
+
+
+@dataclass(frozen=True)
+class Forgetful(Dense):
+    """Sees of the pages before a query those that are held at its place, some of them as another codec returns them."""
+
+    held_TT: np.ndarray | None = None
+    low_TT: np.ndarray | None = None
+    codec: Any = None
+    weights: list[np.ndarray] = field(default_factory=list)
+
+    def seen(self, length: int, window: int | None) -> np.ndarray:
+        return super().seen(length, window) & self.held_TT[:length, :length]
+
+    def attended(self, weights: np.ndarray, v: np.ndarray) -> np.ndarray:
+        self.weights.append(weights)
+        return super().attended(weights, v)
+
+    def _attention(self, h: np.ndarray, layer: int, window: int | None) -> np.ndarray:
+        if self.codec is None:
+            return super()._attention(h, layer, window)
+        q, k, v = (self._heads(h, layer, name) for name in "qkv")
+        less = [
+            np.asarray(decode(self.codec, self.codec.encode(jnp.asarray(x, jnp.float32))), np.float64) for x in (k, v)
+        ]
+        k, v, less_k, less_v = (x.repeat(q.shape[0] // x.shape[0], axis=0) for x in (k, v, *less))
+        low_TT = self.low_TT[: len(h), : len(h)]
+        scores = np.where(low_TT, q @ less_k.swapaxes(1, 2), q @ k.swapaxes(1, 2)) / q.shape[2] ** 0.5
+        scores = np.where(self.seen(len(h), window), scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        self.weights.append(weights)
+        out = np.where(low_TT, weights, 0) @ less_v + np.where(low_TT, 0, weights) @ v
+        return self._linear(out.swapaxes(0, 1).reshape(len(h), -1), layer, "self_attn.o_proj")
+
+
+def remembering(dense: Dense, ids: list[int], scores: Scores, *, full: int, low: int, codec: Any = None) -> Forgetful:
+    """A decoder for these tokens that holds at most `full` pages and `low` of another codec, the best by `scores`; when
+    they are full the first stays, the last quarter stays, and an eighth goes."""
+    shape = (len(ids) + 1, len(ids) + 1)
+    one = Forgetful(
+        dense.directory,
+        dense.windows,
+        "float32",
+        held_TT=np.zeros(shape, bool),
+        codec=codec,
+        low_TT=np.zeros(shape, bool),
+    )
+    pages: list[int] = []
+    less: list[int] = []
+    for t in range(len(ids) + 1):
+        if t % SIZE == 0:
+            if len(pages) == full:
+                worth = scores(one, ids[:t], sorted(pages + less))
+                safe = [pages[0], *pages[-max(1, full // 4) :]]
+                rank = sorted((page for page in pages if page not in safe), key=lambda page: (worth[page], page))
+                kept = set(rank[len(rank) - (full - max(1, full // 8) - len(safe)) :]) | set(safe)
+                below = sorted(
+                    [*(page for page in pages if page not in kept), *less], key=lambda page: (worth[page], page)
+                )
+                pages, less = sorted(kept), sorted(below[max(0, len(below) - low) :])
+            pages.append(t // SIZE)
+        for page in pages + less:
+            one.held_TT[t, page * SIZE : (page + 1) * SIZE] = True
+        for page in less:
+            one.low_TT[t, page * SIZE : (page + 1) * SIZE] = True
+    return one
+
+
+def by_place(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int, float]:
+    return {page: page for page in pages}
+
+
+def by_mass(
+    decoder: Forgetful, ids: list[int], pages: list[int], *, last: int | None = None, focused: bool = False
+) -> dict:
+    decoder.weights.clear()
+    decoder.logits(ids)
+    mass_T = np.zeros(len(ids))
+    for weights_NTT in decoder.weights:
+        logs = np.log(np.where(weights_NTT > 0, weights_NTT, 1))
+        entropy_NT = -(weights_NTT * logs).sum(axis=2)
+        most_T = np.log(np.maximum(decoder.seen(len(ids), None).sum(axis=1), 2))
+        share_NT = np.clip(1 - entropy_NT / most_T, 0, 1) if focused else np.ones_like(entropy_NT)
+        counts_T = np.arange(len(ids)) >= (0 if last is None else len(ids) - last)
+        mass_T += np.einsum("nts,nt->s", weights_NTT, share_NT * counts_T)
+    return {page: mass_T[page * SIZE : (page + 1) * SIZE].sum() for page in pages}
+
+
+def by_snapkv(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int, float]:
+    """A page goes at a time, so only the first decision has more than its queries since the last one."""
+    return by_mass(decoder, ids, pages, last=32 if len(ids) == BUDGET else SIZE)
+
+
+def by_entropy(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int, float]:
+    return by_mass(decoder, ids, pages, focused=True)
+
+
+def by_norm(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int, float]:
+    """Keys and values as the layers make them under this memory."""
+    lengths = {"k": np.zeros(len(ids)), "v": np.zeros(len(ids))}
+    plain = Forgetful._heads
+
+    class Watching(Forgetful):
+        def _heads(self, h: np.ndarray, layer: int, name: str) -> np.ndarray:
+            x = plain(self, h, layer, name)
+            if name != "q":
+                lengths[name] += np.linalg.norm(x, axis=-1).mean(axis=0)
+            return x
+
+    Watching(**{name: getattr(decoder, name) for name in decoder.__dataclass_fields__}).logits(ids)
+    of_page = {name: [x[p * SIZE : (p + 1) * SIZE].mean() for p in pages] for name, x in lengths.items()}
+    return {page: v / k for page, k, v in zip(pages, of_page["k"], of_page["v"], strict=True)}
+
+
+RULES: dict[str, tuple[Scores, bool]] = {
+    "streaming": (by_place, False),
+    "streaming:fp8_e4m3": (by_place, True),
+    "page_norm": (by_norm, False),
+    "h2o_page": (by_mass, False),
+    "snapkv_page": (by_snapkv, False),
+    "entropy:fp8_e4m3": (by_entropy, True),
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    config = tiny_config("qwen3", max_position_embeddings=512)
+    return Dense(make_checkpoint(tmp_path_factory.mktemp("qwen3"), config), (None,) * 3, "float32")
+
+
+def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = np.random.default_rng(4)
+    return [rng.integers(0, 151, length).tolist() for length in lengths]
+
+
+@cache
+def new_llm(dense: Dense, policy: str, **options: Any) -> LLM:
+    """Made once for all tests: each leaves nothing behind but what is cached."""
+    limits = {"block_size": SIZE, "max_num_batched_tokens": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
+    budget = None if policy == "full" else BUDGET
+    made: dict[str, Any] = {"dtype": "float32", "kv_policy": policy, "kv_budget": budget}
+    return LLM(dense.directory, skip_tokenizer_init=True, lazy_compile=True, **made | limits | options)
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[Any]:
+    with poisoned(llm._engine):
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    scheduler = llm._engine.scheduler
+    assert (scheduler.allocator.num_used, scheduler.trim.low.num_used) == (0, 0)
+    return [output.outputs[0] for output in outputs]
+
+
+def outcomes_of(llm: LLM) -> dict[str, int]:
+    return dict(llm._engine.scheduler.trim.outcomes)
+
+
+LENGTHS = (150, 20, 71, 200)
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_a_policy_forgets_what_a_dense_decoder_forgets_by_the_same_rule(dense, policy):
+    """Log-probabilities of all tokens, for prompts in chunks beside each other."""
+    scores, demotes = RULES[policy]
+    llm = new_llm(dense, policy)
+    config = llm._config
+    codec = get_codec("fp8_e4m3", platform="cpu", dtype="float32") if demotes else None
+    prompts = prompts_of(LENGTHS)
+    for ids, got in zip(prompts, generate(llm, prompts), strict=True):
+        tokens = ids + list(got.token_ids)
+        rules: Any = {"full": config.row_pages, "low": config.low_row_pages, "codec": codec}
+        logits = remembering(dense, tokens, scores, **rules).logits(tokens[:-1])[len(ids) - 1 :]
+        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        for want, entry in zip(logprobs, got.logprobs, strict=True):
+            assert [entry[token].logprob for token in entry] == pytest.approx(
+                [want[token] for token in entry], abs=2e-3
+            )
+    outcomes = llm._engine.scheduler.trim.outcomes
+    assert outcomes["dropped"] + outcomes["demoted"] > 0
+    assert (outcomes["demoted_dropped"] > 0) is demotes  # more came than there is room for
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o_page", "entropy"])
+def test_tokens_do_not_depend_on_neighbours_chunks_or_preemption(dense, policy):
+    prompts = [*prompts_of(LENGTHS), *prompts_of((30, 20, 25))]
+    params = [*[GREEDY] * len(LENGTHS), *[replace(GREEDY, max_tokens=80)] * 3]
+    want = [list(one.token_ids) for one in generate(new_llm(dense, policy), prompts, params)]
+    chunked = generate(new_llm(dense, policy, max_num_batched_tokens=16), prompts, params)
+    tight = new_llm(dense, policy, num_gpu_blocks_override=12)
+    preempted = generate(tight, prompts[::-1], params[::-1])[::-1]
+    assert tight._engine.scheduler.num_preemptions > 0
+    alone = [generate(tight, [ids], one)[0] for ids, one in zip(prompts, params, strict=True)]
+    assert [[list(one.token_ids) for one in other] for other in (chunked, preempted, alone)] == [want] * 3
+    whole = [list(one.token_ids) for one in generate(new_llm(dense, "full"), prompts[:2], params[:2])]
+    assert whole[0] != want[0]
+    assert policy == "entropy" or whole[1] == want[1]  # which never reached the budget
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv_page", "h2o_page", "entropy"])
+def test_a_prefix_hit_gives_what_a_miss_gives(dense, policy):
+    """And pages that were computed after something was forgotten are not found by anybody."""
+    llm, plain = new_llm(dense, policy), new_llm(dense, "full")
+    (long,) = prompts_of((150,))
+    prompts = [long, long[:40] + [3] * 90, long]
+    miss = [generate(new_llm(dense, policy), [ids])[0].token_ids for ids in prompts[:2]]
+    assert [generate(llm, [ids])[0].token_ids for ids in prompts] == [*miss, miss[0]]
+    hits = {metric.name: metric.value for metric in llm.get_metrics("")}["prefix_cache_hits"]
+    assert (hits > 0) is (policy in ("streaming", "snapkv_page"))
+    full = replace(GREEDY, kv_policy="full", max_tokens=4)
+    assert generate(llm, [long[:56]], full)[0].token_ids == generate(plain, [long[:56]], full)[0].token_ids
+    llm._engine.scheduler.check()
+
+
+def test_without_a_policy_nothing_changes_beside_requests_that_have_one(dense):
+    """A request keeps all of its tokens, and its bits, next to others that forget."""
+    prompts = prompts_of((60, 150, 30, 180))
+    llm = new_llm(dense, "full")
+    alone = generate(llm, [prompts[0], prompts[2]])
+    own = replace(GREEDY, kv_policy="streaming", kv_budget=BUDGET)
+    mixed = generate(llm, prompts, [GREEDY, own, GREEDY, own])
+    assert [mixed[0].token_ids, mixed[2].token_ids] == [one.token_ids for one in alone]
+    for one, other in zip((mixed[0], mixed[2]), alone, strict=True):
+        assert [[x.logprob for x in entry.values()] for entry in one.logprobs] == [
+            [x.logprob for x in entry.values()] for entry in other.logprobs
+        ]
+    want = generate(new_llm(dense, "streaming"), [prompts[1], prompts[3]])
+    assert [mixed[1].token_ids, mixed[3].token_ids] == [one.token_ids for one in want]
+
+
+def test_a_pool_of_a_quarter_of_the_context_serves_it_to_the_end(dense):
+    for policy in ("streaming", "entropy"):
+        llm = new_llm(dense, policy, num_gpu_blocks_override=PAGES)
+        (prompt,) = prompts_of((4 * PAGES * SIZE,))
+        (output,) = generate(llm, [prompt])
+        assert (len(output.token_ids), output.finish_reason) == (NUM_NEW, "length")
+        with pytest.raises(ValueError, match="have a kv_policy"):
+            generate(llm, [prompt], replace(GREEDY, kv_policy="full"))
+
+
+def test_pages_that_go_are_given_back_while_the_request_runs(dense):
+    llm = new_llm(dense, "streaming")
+    (prompt,) = prompts_of((200,))
+    most = 0
+    for _ in llm.stream({"prompt_token_ids": prompt}, GREEDY):
+        most = max(most, llm._engine.scheduler.allocator.num_used)
+    assert most <= PAGES
+    freed = {metric.name: metric.value for metric in llm.get_metrics("")}["kv_policy_bytes_freed"]
+    page_nbytes = llm._budget.page_nbytes
+    dropped = llm._engine.scheduler.trim.outcomes["dropped"]
+    assert dropped >= (200 - BUDGET) // SIZE
+    assert freed == dropped * page_nbytes
+
+
+def test_protected_spans_stay(dense):
+    """The tokens of a span are seen to the end: with them nothing else is left to choose."""
+    llm = new_llm(dense, "streaming")
+    (prompt,) = prompts_of((200,))
+    params = replace(GREEDY, kv_protect=[(16, 30)], max_tokens=4)
+    seen = []
+    stream = llm.stream({"prompt_token_ids": prompt}, params)
+    for _ in stream:
+        seen += [list(request.kept.first) for request in llm._engine.scheduler.running]
+    assert seen
+    assert all({0, 16, 24} <= set(first) for first in seen)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "entropy"])
+def test_beams_forget_as_they_would_alone(dense, policy):
+    """One beam is greedy; several share what they hold until each forgets on its own, and nothing is left behind."""
+    (prompt,) = prompts_of((110,))
+    llm = new_llm(dense, policy)
+    want = generate(llm, [prompt], replace(GREEDY, logprobs=None))[0].token_ids
+    with poisoned(llm._engine):
+        (one,) = llm.beam_search(
+            [{"prompt_token_ids": prompt}], BeamSearchParams(beam_width=1, max_tokens=NUM_NEW, ignore_eos=True)
+        )
+        (three,) = llm.beam_search(
+            [{"prompt_token_ids": prompt}], BeamSearchParams(beam_width=3, max_tokens=NUM_NEW, ignore_eos=True)
+        )
+    assert one.sequences[0].tokens[len(prompt) :] == list(want)
+    assert len({tuple(sequence.tokens) for sequence in three.sequences}) == 3
+    scheduler = llm._engine.scheduler
+    assert (scheduler.allocator.num_used, scheduler.trim.low.num_used) == (0, 0)
+
+
+def test_int8_pages_are_demoted_to_int4(dense):
+    llm = new_llm(dense, "entropy", kv_cache_dtype="int8")
+    prompts = prompts_of((150, 200))
+    want = generate(new_llm(dense, "entropy", kv_cache_dtype="int8", max_num_seqs=2), prompts[::-1])
+    assert [one.token_ids for one in generate(llm, prompts)] == [one.token_ids for one in want[::-1]]
+    assert llm._engine.scheduler.trim.outcomes["demoted"] > 0
+
+
+def test_no_program_is_compiled_after_the_start(dense):
+    for policy in ("page_norm", "entropy"):
+        llm = new_llm(dense, policy, lazy_compile=False, max_num_seqs=2, max_num_batched_tokens=16)
+        before = llm._engine.programs.num_compiled
+        generate(llm, prompts_of((150,)))
+        assert llm._engine.programs.num_compiled == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_policy": "no"}, "kv_policy: expected full or one of streaming"),
+        ({"kv_policy": 3}, "kv_policy: expected full or one of streaming"),
+        ({"kv_policy": "streaming:bfloat16"}, "after the colon"),
+        ({"kv_policy": "streaming", "kv_budget": None}, "kv_budget: expected a number of tokens, at least 32"),
+        ({"kv_policy": "streaming", "kv_budget": 31}, "at least 32"),
+        ({"kv_policy": "entropy", "kv_budget": 63}, "at least 64"),
+        ({"kv_policy": "full", "kv_budget": 64}, "kv_budget: expected None"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_said_before_it_is_made(dense, options, message):
+    with pytest.raises(ValueError, match=message):
+        new_llm(dense, "full", **options)
+
+
+def test_a_budget_larger_than_the_pool_and_codecs_to_demote_from(dense):
+    with pytest.raises(CapacityError, match="kv_budget"):
+        new_llm(dense, "streaming", num_gpu_blocks_override=PAGES - 1)
+    with pytest.raises(NotImplementedError, match="to demote from"):
+        new_llm(dense, "entropy", kv_cache_dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_policy": "entropy"}, "needs attention to be observed so and a pool of pages in int4"),
+        ({"kv_policy": "page_norm"}, "needs pages to be measured"),
+        ({"kv_budget": BUDGET + SIZE}, "expected what a row of this engine may hold"),
+        ({"kv_budget": 8}, "at least 32"),
+        ({"kv_policy": "full", "kv_budget": 64}, "expected None with kv_policy full"),
+        ({"kv_protect": [(0, 300)]}, "expected 0 <= begin < end <= 150"),
+        ({"kv_protect": [(5, 5)]}, "expected 0 <= begin < end"),
+        ({"kv_protect": [(0, 100)]}, "expected at most 7 pages"),
+        ({"kv_protect": "all"}, "list of .begin, end"),
+    ],
+)
+def test_what_a_request_cannot_have_is_refused_at_the_front_door(dense, fields, message):
+    (prompt,) = prompts_of((150,))
+    with pytest.raises(ValueError, match=message):
+        generate(new_llm(dense, "streaming"), [prompt], replace(GREEDY, **fields))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_keeps_its_word_for_random_pages(name):
+    rng, policy = np.random.default_rng(1), POLICIES[name]
+    for _ in range(200):
+        count = int(rng.integers(5, 20))
+        is_low = rng.random(count) < 0.4
+        protected = ~is_low & (rng.random(count) < 0.3)
+        held = Held(
+            first_W=np.arange(count) * SIZE,
+            is_low_W=is_low,
+            is_protected_W=protected,
+            mass_W=rng.integers(0, 3, count).astype(float),
+            key_norm_W=rng.random(count),
+            value_norm_W=rng.random(count),
+        )
+        room = Room(int(protected.sum() + rng.integers(0, 4)), int(rng.integers(0, 6)) if policy.low else 0)
+        chosen = policy.select(held, room)
+        assert (chosen[protected] == KEEP).all()
+        assert not (chosen[is_low] == DEMOTE).any()
+        low = ((chosen == KEEP) & is_low) | (chosen == DEMOTE)
+        full = (chosen == KEEP) & ~is_low
+        assert full.sum() == min(room.full, (~is_low).sum())
+        assert low.sum() == min(room.low, count - full.sum())
+        assert ((chosen == DROP) == ~(low | full)).all()
