@@ -7,12 +7,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from gpu_cases import CHUNK_CONTEXT, PAGES, Case, attend
+from gpu_cases import CHUNK_CONTEXT, PAGES, Case, attend, attend_with_mass
 
 MEASURED = ("8b", "70b", "70b-tp8", "mha")
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (512, 2048, 4096, 8192, 32768)
@@ -83,7 +83,8 @@ def time_case(case: Case, backend: Any) -> float:
     arrays = random_arrays(case, 0)
     pages = arrays.pop("pages")
     # Given away and taken back: else each call would copy them.
-    step = jax.jit(attend(case, backend, REPEATS), donate_argnames="pages")
+    attends = attend_with_mass(case, REPEATS) if case.page_mass else attend(case, backend, REPEATS)
+    step = jax.jit(attends, donate_argnames="pages")
 
     def run() -> Any:
         nonlocal pages
@@ -116,6 +117,7 @@ def check_right(seed: int) -> dict[str, Any]:
         sinks=bool(rng.random() < 0.5),
         decode_only=bool(rng.random() < 0.5),
     )
+    shape = replace(shape, page_mass=shape.decode_only and bool(rng.random() < 0.5))
     case = random_case(seed, shape)
     # On few processors each works through many items, one after the other.
     num_processors = int(rng.choice([2, 132]))
@@ -129,17 +131,24 @@ def check_right(seed: int) -> dict[str, Any]:
         schedule = gpu.make_schedule(rows, *counts, **sizes, **cut, decode_only=shape.decode_only)
         pages = reference.write_pages(pages, k_TKH, v_TKH, case.dest_T, layer=LAYER, num_pages=len(case.held))
         options: Any = {"layer": LAYER, "num_pages": len(case.held), "scale": shape.head_dim**-0.5}
-        options |= {"softcap": shape.softcap, "sinks_N": sinks_of(shape)}
-        return gpu.ragged_paged_attention(q_TNH, pages, schedule, **options)[0]
+        options |= {"softcap": shape.softcap, "sinks_N": sinks_of(shape), "page_mass": shape.page_mass}
+        out, statistics = gpu.ragged_paged_attention(q_TNH, pages, schedule, **options)
+        return [out] + ([statistics.mass_BNW] if shape.page_mass else [])
 
-    runs = [np.asarray(step(pages=jnp.asarray(case.pages), **case.arrays), np.float64) for _ in range(3)]
-    out, real_T = runs[0], case.row_T < NUM_ROWS
-    same = all(np.array_equal(run[real_T], out[real_T]) for run in runs)
-    want = expected(case)[0][real_T]
-    error, norm = (np.linalg.norm(x, axis=-1) for x in (out[real_T] - want, want))
+    real_T, (want_out, statistics, _) = case.row_T < NUM_ROWS, expected(case)
+    runs = [
+        [np.asarray(x, np.float64)[real_T] for x in step(pages=jnp.asarray(case.pages), **case.arrays)]
+        for _ in range(3)
+    ]
+    out, *masses = runs[0]
+    same = all(np.array_equal(x, y) for run in runs for x, y in zip(run, runs[0], strict=True))
+    want = want_out[real_T]
+    error, norm = (np.linalg.norm(x, axis=-1) for x in (out - want, want))
     whole, worst = float(np.linalg.norm(error) / np.linalg.norm(norm)), float((error / norm).max())
     found = {"seed": seed, "shape": str(shape), "num_processors": num_processors, "error": whole, "worst": worst}
-    return found | {"same_bits": same, "ok": same and whole <= 2e-3 and worst <= 5e-3}
+    of_mass = max([float(abs(mass - statistics.mass_TNW[real_T]).max()) for mass in masses], default=0.0)
+    right = whole <= 2e-3 and worst <= 5e-3 and of_mass <= 1e-4
+    return found | {"mass_error": of_mass, "same_bits": same, "ok": same and right}
 
 
 def measured_cases(shapes: Iterable[str]) -> list[Case]:
@@ -153,7 +162,8 @@ def measured_cases(shapes: Iterable[str]) -> list[Case]:
         uneven = [Case(kernel="decode", shape=shape, page_size=64, batch=32, context=4100)]
         chunk = {"kernel": "prefill", "shape": shape, "batch": 1, "context": CHUNK_CONTEXT}
         prefill = [Case(page_size=page, **chunk) for page in PAGES]
-        cases.append([decode[0], small[0], *prefill, *uneven, *decode[1:], *small[1:]])
+        masses = [replace(case, page_mass=True) for case in (decode[0], small[0])]
+        cases.append([decode[0], small[0], *prefill, *masses, *uneven, *decode[1:], *small[1:]])
     # All shapes' first, then all second ones, ...
     return list(dict.fromkeys(case for row in zip_longest(*cases) for case in row if case is not None))
 
@@ -174,7 +184,8 @@ def measure_cell(case: Case, options: argparse.Namespace, bandwidth: float, rate
         if case.kernel == "decode":
             cell["share"] = case.kv_bytes / cell["seconds"] / bandwidth
             cell["from_cache"] = case.kv_bytes < CACHE_BYTES
-            if case.page_size == 64 and case.context == 4096 and case.kv_bytes <= options.max_xla_gib * 2**30:
+            like_xla = case.page_size == 64 and case.context == 4096 and not case.page_mass
+            if like_xla and case.kv_bytes <= options.max_xla_gib * 2**30:
                 cell["xla_seconds"] = time_case(case, Xla())
         else:
             cell["share"] = case.flops / cell["seconds"] / rate

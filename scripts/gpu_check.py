@@ -33,8 +33,9 @@ from typing import Any
 
 from bench_generate import environment
 from gpu_bench import measure
-from gpu_cases import CHUNK_CONTEXT, PAGES, SHAPES, Case, attend
+from gpu_cases import CHUNK_CONTEXT, PAGES, SHAPES, Case, attend, attend_with_mass
 
+WITH_MASS = ("8b", "h64", "h256")
 ENGINE_PAGES = 8000
 AT_ONCE = 2
 WITHOUT_GPU = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
@@ -58,9 +59,11 @@ def compile_cases() -> list[Case]:
         for shape in SHAPES
         for page in PAGES
     ]
-    return plain + [
+    windows = [
         Case(kernel=kernel, shape="8b", page_size=16, batch=2, context=CHUNK_CONTEXT, window=1000) for kernel in context
     ]
+    masses = [replace(case, page_mass=True) for case in plain if case.kernel == "decode" and case.shape in WITH_MASS]
+    return plain + windows + masses
 
 
 @contextmanager
@@ -87,7 +90,8 @@ def compile_here(case: Case) -> dict[str, Any]:
     with h200() as device:
         whole = SingleDeviceSharding(device)
         arrays = {name: jax.ShapeDtypeStruct(*of, sharding=whole) for name, of in case.arrays().items()}
-        step = jax.jit(attend(case, MosaicGpu()), donate_argnames="pages")
+        run = attend_with_mass(case) if case.page_mass else attend(case, MosaicGpu())
+        step = jax.jit(run, donate_argnames="pages")
         return _memory(step.lower(**arrays).compile())
 
 
@@ -184,9 +188,11 @@ def engine_faults(found: dict[str, Any]) -> list[str]:
 
 
 def compiled_table(found: list[dict[str, Any]]) -> str:
-    rows = [f"{'kernel':8s}{'shape':9s}{'page':>5s}{'window':>8s}{'registers':>11s}{'spilled':>9s}{'shared KiB':>12s}"]
+    columns = f"{'registers':>11s}{'spilled':>9s}{'shared KiB':>12s}"
+    rows = [f"{'kernel':8s}{'shape':9s}{'page':>5s}{'window':>8s}{'mass':>6s}{columns}"]
     for one in found:
         head = f"{one['kernel']:8s}{one['shape']:9s}{one['page_size']:5d}{one['window'] or '-':>8}"
+        head += f"{'yes' if one['page_mass'] else '-':>6s}"
         if "reason" in one:
             rows.append(f"{head}  {one['reason']}")
         else:
@@ -203,9 +209,11 @@ def engine_table(found: dict[str, Any]) -> str:
 
 
 def measured_table(result: dict[str, Any]) -> str:
-    rows = [f"{'kernel':8s}{'shape':9s}{'page':>5s}{'batch':>6s}{'context':>8s}{'us':>10s}{'share':>8s}{'XLA us':>10s}"]
+    columns = f"{'page':>5s}{'mass':>5s}{'batch':>6s}{'context':>8s}{'us':>10s}{'share':>8s}{'XLA us':>10s}"
+    rows = [f"{'kernel':8s}{'shape':9s}{columns}"]
     for one in sorted(result["cells"], key=lambda one: (one["kernel"], one["shape"], -one["page_size"], one["batch"])):
-        head = f"{one['kernel']:8s}{one['shape']:9s}{one['page_size']:5d}{one['batch']:6d}{one['context']:8d}"
+        head = f"{one['kernel']:8s}{one['shape']:9s}{one['page_size']:5d}{'yes' if one['page_mass'] else '-':>5s}"
+        head += f"{one['batch']:6d}{one['context']:8d}"
         if "share" not in one:
             rows.append(f"{head}  {one['reason']}")
             continue

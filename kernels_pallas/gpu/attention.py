@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kernels_pallas.gpu import decode as of_rows
 from kernels_pallas.gpu import prefill as of_chunks
 from kernels_pallas.gpu.block import LOG2E, MASKED
-from kernels_pallas.gpu.schedule import DecodeItems, PrefillItems, Schedule, rows_per_query
+from kernels_pallas.gpu.schedule import TILE, DecodeItems, PrefillItems, Schedule, rows_per_query
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
@@ -19,11 +19,16 @@ MAX_PER_HEAD = 64
 
 
 class Statistics(NamedTuple):
-    """Of the softmax of each packed token and query head, as `kernels_pallas.reference.Statistics` has them; [T, N]."""
+    """Of the softmax of each packed token and query head, as `kernels_pallas.reference.Statistics` has them; [T, N].
+
+    mass_BNW: each decode row's weights summed over table page w (0 for pages it does not hold or see); None unless
+    asked for.
+    """
 
     max_TN: jax.Array
     sum_TN: jax.Array
     entropy_TN: jax.Array
+    mass_BNW: jax.Array | None
 
 
 Result = tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None]
@@ -41,6 +46,7 @@ def ragged_paged_attention(
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
     statistics: bool = False,
+    page_mass: bool = False,
     interpret: Any = None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends every packed token to the pages of its row, which hold the step's own keys and values already.
@@ -48,12 +54,13 @@ def ragged_paged_attention(
     -> (out [T, N, H] float32, statistics or None). pages: bfloat16 [L*P, 2K, S, H], page p of layer l in row
     l * num_pages + p. Queries and softmax weights are rounded to bfloat16, sums are float32.
     Decode rows that rest get zeros, padding tokens anything. `schedule` is made for this step's rows and these heads,
-    once for all layers. sinks_N: a logit per query head, which joins the softmax's sum only. `interpret`: None or
-    InterpretGPUParams.
+    once for all layers. sinks_N: a logit per query head, which joins the softmax's sum only. page_mass: statistics with
+    masses, of a step of decode rows only. `interpret`: None or InterpretGPUParams.
 
     Raises: NotImplementedError naming what the kernels do not take. Semantics: kernels_pallas.reference.
     """
-    _check(q_TNH, pages)
+    _check(q_TNH, pages, schedule, page_mass)
+    statistics |= page_mass
     num_tokens, num_heads, head_dim = q_TNH.shape
     kv_heads, wants = pages.shape[1] // 2, statistics or sinks_N is not None
     q_TKGH = q_TNH.astype(pages.dtype).reshape(num_tokens, kv_heads, -1, head_dim)
@@ -62,7 +69,7 @@ def ragged_paged_attention(
     known |= {"scale": scale, "softcap": softcap, "statistics": wants, "interpret": interpret}
     known |= {"num_processors": schedule.num_processors}
     num_rows = schedule.decode.num_rows
-    out, found = _decode(q_TKGH[:num_rows], pages, schedule.decode, base, known)
+    (out, found), mass_DKtPG = _decode(q_TKGH[:num_rows], pages, schedule.decode, base, known, page_mass)
     if schedule.prefill is not None:
         filled = _prefill(q_TKGH, pages, schedule.prefill, base, known)
         out, found = jax.tree.map(lambda x, y: _first_rows(x, y, schedule.num_decode), (out, found), filled)
@@ -74,17 +81,46 @@ def ragged_paged_attention(
     out_TNH, (top, total, entropy) = out.reshape(num_tokens, num_heads, head_dim), found
     if not statistics:
         return out_TNH, None
-    return out_TNH, Statistics(*(x.reshape(num_tokens, num_heads) for x in (top / LOG2E, total, entropy / LOG2E)))
+    mass_BNW = None if mass_DKtPG is None else _mass_per_page(mass_DKtPG, (top, total), schedule.decode, pages.shape[2])
+    per_head = [x.reshape(num_tokens, num_heads) for x in (top / LOG2E, total, entropy / LOG2E)]
+    return out_TNH, Statistics(per_head[0], per_head[1], per_head[2], mass_BNW)
 
 
-def _decode(q_DKGH: jax.Array, pages: jax.Array, items: DecodeItems, base: jax.Array, known: dict[str, Any]) -> Result:
+def _decode(
+    q_DKGH: jax.Array, pages: jax.Array, items: DecodeItems, base: jax.Array, known: dict[str, Any], page_mass: bool
+) -> tuple[Result, jax.Array | None]:
     num_rows, _, group, _ = q_DKGH.shape
-    static = of_rows.Static(per_head=-(-group // of_rows.COLUMNS) * of_rows.COLUMNS, **known)
+    per_head = -(-group // of_rows.COLUMNS) * of_rows.COLUMNS
+    static = of_rows.Static(per_head=per_head, page_mass=page_mass, **known)
     q_DKMH = jnp.pad(q_DKGH, ((0, 0), (0, 0), (0, static.per_head - group), (0, 0)))
     parts = of_rows.decode(q_DKMH, pages, items, base, static=static)
     # Without the columns that only the matmul wanted.
-    out_DKHG, found = _merge(jax.tree.map(lambda x: x[..., :group], parts), items, num_rows)
-    return out_DKHG.swapaxes(2, 3), found
+    parts = jax.tree.map(lambda x: x[..., :group], parts)
+    out_DKHG, found = _merge(parts, items, num_rows)
+    return (out_DKHG.swapaxes(2, 3), found), parts.mass_DKtPM
+
+
+def _mass_per_page(
+    mass_DKtPG: jax.Array, softmax: tuple[jax.Array, jax.Array], items: DecodeItems, page_size: int
+) -> jax.Array:
+    """[B, N, W]: sums relative to the max that each tile's item had come to -> weights, at the row's table pages."""
+    num_rows, kv_heads, num_tiles, _, group = mass_DKtPG.shape
+    top_DKG, total_DKG = softmax
+    share_DKtG = jnp.exp2(mass_DKtPG[:, :, :, -1] - top_DKG[:, :, None]) / total_DKG[:, :, None]
+    # What no item has written may be NaN.
+    real_I = jnp.arange(items.row.shape[0]) < items.num
+    row_I = jnp.where(real_I, items.row, num_rows)
+    begin_D = jnp.full(num_rows, num_tiles, jnp.int32).at[row_I].min(items.begin // TILE, mode="drop")
+    end_D = jnp.zeros(num_rows, jnp.int32).at[row_I].max(items.begin // TILE + items.tiles, mode="drop")
+    tile = jnp.arange(num_tiles)[None]
+    written_Dt = (tile >= begin_D[:, None]) & (tile < end_D[:, None])
+    written_DKtPG = written_Dt[:, None, :, None, None]
+    mass_DKtPG = jnp.where(written_DKtPG, mass_DKtPG[:, :, :, :-1] * share_DKtG[:, :, :, None], 0.0)
+    # Parts of a tile, one after the other, are pages, or tiles are parts of a page.
+    mass_DKxG = mass_DKtPG.reshape(num_rows, kv_heads, -1, group)
+    per_page = max(1, page_size // TILE)
+    mass_DKWG = mass_DKxG[:, :, : items.width * per_page].reshape(num_rows, kv_heads, -1, per_page, group).sum(axis=3)
+    return mass_DKWG.swapaxes(2, 3).reshape(num_rows, kv_heads * group, items.width)
 
 
 def _merge(found: of_rows.Partial, items: DecodeItems, num_rows: int) -> Result:
@@ -144,7 +180,7 @@ def _add_sinks(out_TKGH: jax.Array, found: tuple[jax.Array, ...], sinks_TKG: jax
     return out_TKGH * (old_total * shrink / total)[..., None], (top, total, entropy)
 
 
-def _check(q_TNH: jax.Array, pages: jax.Array) -> None:
+def _check(q_TNH: jax.Array, pages: jax.Array, schedule: Schedule, page_mass: bool) -> None:
     _, num_heads, head_dim = q_TNH.shape
     kv_heads, size = pages.shape[1] // 2, pages.shape[2]
     if num_heads % kv_heads or pages.shape[3] != head_dim:
@@ -157,3 +193,5 @@ def _check(q_TNH: jax.Array, pages: jax.Array) -> None:
         raise NotImplementedError(f"page_size: expected one of {PAGE_SIZES}, got {size}")
     if num_heads // kv_heads > MAX_PER_HEAD:
         raise NotImplementedError(f"heads: expected at most {MAX_PER_HEAD} of a KV head, got {num_heads // kv_heads}")
+    if page_mass and schedule.prefill is not None:
+        raise NotImplementedError("page_mass: expected a step of decode rows only, got one with prefill chunks")

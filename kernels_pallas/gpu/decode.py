@@ -24,6 +24,7 @@ from kernels_pallas.gpu.block import (
     MASKED,
     Registers,
     Ring,
+    div,
     each_unit,
     fetch_tiles,
     num_parts,
@@ -63,6 +64,7 @@ class Static:
     scale: float
     softcap: float | None
     statistics: bool
+    page_mass: bool
     num_processors: int
     interpret: Any
 
@@ -79,7 +81,8 @@ class Static:
     @property
     def other_bytes(self) -> int:
         """Queries, weights, result."""
-        return self.per_head * (2 * self.head_dim + 2 * TILE + 4 * self.head_dim + 4 * 3) + SMALL_BYTES
+        numbers = 3 + (1 + num_parts(self.page_size) if self.page_mass else 0)
+        return self.per_head * (2 * self.head_dim + 2 * TILE + 4 * self.head_dim + 4 * numbers) + SMALL_BYTES
 
     @property
     def per_processor(self) -> int:
@@ -99,12 +102,17 @@ class Static:
 
 class Partial(NamedTuple):
     """Of each item and KV head, [I, K, ...] float32: sums of weights and of weighted values (transposed), relative to
-    the max of the scores in units of log 2; entropy None unless asked for."""
+    the max of the scores in units of log 2; entropy None unless asked for.
+
+    mass [rows, K, tiles of a row, num_parts + 1, M]: sums of weights of each page of a tile, relative to the max that
+    its item had come to, which comes last; garbage for tiles of no item. None unless asked for.
+    """
 
     out_IKHM: jax.Array
     max_IKM: jax.Array
     sum_IKM: jax.Array
     entropy_IKM: jax.Array | None
+    mass_DKtPM: jax.Array | None
 
 
 def across(x_M: jax.Array, rows: int) -> jax.Array:
@@ -114,9 +122,11 @@ def across(x_M: jax.Array, rows: int) -> jax.Array:
 
 def _kernel(static: Static, width: int, *refs: Any) -> None:
     num, row_I, begin_I, tiles_I, low_I, high_I, table, base, q_DKMH, pages = refs[:10]
-    num_outputs = 4 if static.statistics else 3
+    num_outputs = (4 if static.statistics else 3) + static.page_mass
     outputs, scratch = refs[10 : 10 + num_outputs], refs[10 + num_outputs :]
     query, keys, values, weight, *staged, queried, fetched, consumed = scratch
+    if static.page_mass:
+        outputs, mass_DKtPM, masses = outputs[:-1], outputs[-1], staged.pop()
     registers = Registers(static.interpret)
     ring = Ring(keys, values, fetched, consumed)
 
@@ -124,6 +134,15 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
         slots: Any = {"begin": begin_I[item], "high": high_I[item], "num_tiles": tiles_I[item]}
         row = row_I[item] * width
         return fetch_tiles(ring, pages, table, row=row, **slots, base=base[0], head=head, count=count)
+
+    def stage_masses(p: jax.Array, top: jax.Array) -> None:
+        """Each page's sum crosses warps, as the max does: float32, where a matmul would round the weights."""
+        parts = num_parts(static.page_size)
+        page = div(registers.iota(p.shape, 0), TILE // parts)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part in range(parts):
+            masses.at[part][...] = (p if parts == 1 else jnp.where(page == part, p, 0.0)).sum(axis=0)
+        masses.at[parts][...] = top
 
     def attend_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
         begin, low, high = begin_I[item], low_I[item], high_I[item]
@@ -149,8 +168,12 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
                 moved = entropy_TM + sum_TM * across(old_max - top, TILE)
                 entropy_TM = across(shrink, TILE) * moved + p * distance
             sum_TM = sum_TM * across(shrink, TILE) + p
+            if static.page_mass:
+                stage_masses(p, top)
             weight.transpose((1, 0))[...] = registers.transposed(p.astype(pages.dtype))
             plgpu.commit_smem()
+            if static.page_mass:
+                plgpu.copy_smem_to_gmem(masses, mass_DKtPM.at[row_I[item], head, div(start, TILE)])
             gained = product(values.at[slot].transpose((1, 0)), weight.transpose((1, 0)), (static.head_dim, s.shape[1]))
             plgpu.barrier_arrive(consumed.at[slot])
             return count + 1, top, sum_TM, entropy_TM, acc * across(shrink, static.head_dim) + gained
@@ -186,10 +209,15 @@ def decode(q_DKMH: jax.Array, pages: jax.Array, items: DecodeItems, base: jax.Ar
     kv_heads, per_head, head_dim = static.kv_heads, static.per_head, static.head_dim
     num_items, dtype, transforms = items.row.shape[0], pages.dtype, tiled(pages.dtype)
     shapes = [(head_dim, per_head), *[(per_head,)] * (3 if static.statistics else 2)]
+    outs = [(num_items, kv_heads, *shape) for shape in shapes]
+    if static.page_mass:
+        shapes.append((num_parts(static.page_size) + 1, per_head))
+        num_tiles = -(-items.width * static.page_size // TILE)
+        outs.append((q_DKMH.shape[0], kv_heads, num_tiles, *shapes[-1]))
     interpret = {"interpret": static.interpret} if static.interpret else {}
     found = plgpu.kernel(
         partial(_kernel, static, items.width),
-        out_type=[jax.ShapeDtypeStruct((num_items, kv_heads, *shape), jnp.float32) for shape in shapes],
+        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in outs],
         grid=(static.num_blocks,),
         grid_names=("block",),
         num_threads=2,
@@ -205,5 +233,6 @@ def decode(q_DKMH: jax.Array, pages: jax.Array, items: DecodeItems, base: jax.Ar
         ],
         **interpret,
     )(items.num, items.row, items.begin, items.tiles, items.low, items.high, items.table, base, q_DKMH, pages)
+    mass = found.pop() if static.page_mass else None
     out, top, total, *entropy = found
-    return Partial(out, top, total, entropy[0] if entropy else None)
+    return Partial(out, top, total, entropy[0] if entropy else None, mass)

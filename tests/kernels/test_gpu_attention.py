@@ -30,6 +30,12 @@ DECODE = [
     Shape(num_heads=18, kv_heads=2, head_dim=64, statistics=True, window=150, page_size=64),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, window=1),
 ]
+MASSES = [
+    Shape(sinks=True),
+    Shape(num_heads=3, kv_heads=1, page_size=64, window=100),
+    pytest.param(Shape(num_heads=10, kv_heads=1, head_dim=64, page_size=128, softcap=3.0), marks=pytest.mark.slow),
+    pytest.param(Shape(num_heads=2, kv_heads=2, page_size=32, window=40, sinks=True), marks=pytest.mark.slow),
+]
 
 
 MIXED = [
@@ -68,6 +74,7 @@ def run(case: Case, *, num_processors: int = 2) -> tuple:
             softcap=shape.softcap,
             sinks_N=sinks_of(shape),
             statistics=shape.statistics,
+            page_mass=shape.page_mass,
             interpret=InterpretGPUParams(detect_races=True),
         )
 
@@ -82,14 +89,29 @@ def check(seed: int, shape: Shape, **options: int) -> None:
     out = np.asarray(out, np.float64)
     assert_close(out[real_T], want[real_T], shape.dtype)
     assert not out[: case.num_decode][~real_T[: case.num_decode]].any()
-    if shape.statistics:
-        assert_statistics_close(statistics, want_statistics[:3], real_T, shape.dtype)
+    if shape.statistics or shape.page_mass:
+        assert_statistics_close(statistics[:3], want_statistics[:3], real_T, shape.dtype)
+    if shape.page_mass:
+        mass_TNW = np.asarray(statistics.mass_BNW)
+        np.testing.assert_allclose(mass_TNW[real_T], want_statistics.mass_TNW[real_T], rtol=1e-4, atol=1e-5)
+        assert not mass_TNW[~real_T].any()
 
 
 @needs_interpreter
 @pytest.mark.parametrize("shape", DECODE, ids=str)
 def test_decode_batches_equal_float64_with_copies_and_races_modelled(shape):
     check(DECODE.index(shape), replace(shape, decode_only=True))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("shape", MASSES, ids=str)
+def test_masses_per_page_equal_float64_with_copies_and_races_modelled(shape):
+    check(11, replace(shape, decode_only=True, page_mass=True))
+
+
+def test_masses_of_a_step_with_chunks_are_refused():
+    with pytest.raises(NotImplementedError, match="page_mass: expected a step of decode rows only"):
+        run(random_case(0, Shape(page_mass=True)))
 
 
 @needs_interpreter

@@ -75,7 +75,7 @@ class MosaicGpu:
             num_heads=heads.num_heads,
             kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
-            num_processors=self.num_processors or _num_processors(),
+            num_processors=self.num_processors or num_processors(),
             decode_only=batch.decode_only,
         )
         return destinations(group, row_T=batch.row_T, offset_T=offset_T), schedule
@@ -107,7 +107,7 @@ class MosaicGpu:
         return out_TNH, group
 
 
-def _num_processors() -> int:
+def num_processors() -> int:
     """Of the GPU that runs it: grids are cut for them."""
     (device, *_) = jax.devices()
     return device.core_count if device.platform == "gpu" else PROCESSORS
