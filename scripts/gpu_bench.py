@@ -27,11 +27,15 @@ def random_arrays(case: Case, seed: int) -> dict[str, Any]:
     import jax.numpy as jnp
 
     keys = iter(jax.random.split(jax.random.key(seed), 8))
-    shapes = {name: shape for name, (shape, dtype) in case.arrays().items() if dtype == "bfloat16"}
-    num_pages, *page = shapes.pop("pages")
-    found: dict[str, Any] = {name: jax.random.normal(next(keys), shape, jnp.bfloat16) for name, shape in shapes.items()}
+    arrays = case.arrays()
+    vectors = ("q_TNH", "k_TKH", "v_TKH")
+    found: dict[str, Any] = {name: jax.random.normal(next(keys), arrays[name][0], jnp.bfloat16) for name in vectors}
+    num_pages, *page = arrays["pages"][0]
     # The same few over and over: random numbers for all of a large pool would take several times its memory.
     few = jax.random.normal(next(keys), (min(num_pages, 64), *page), jnp.bfloat16)
+    if case.codec == "int8":
+        few = jnp.clip(jnp.round(few * 32), -127, 127).astype(jnp.int8)
+        found["scales"] = jnp.full(arrays["scales"][0], 1 / 32, jnp.bfloat16)
     found["pages"] = jax.jit(lambda few: few[jnp.arange(num_pages) % len(few)])(few)
     order = jax.random.permutation(next(keys), case.batch * case.pages_per_row)
     first = jnp.arange(case.pages_per_row, dtype=jnp.int32) * case.page_size
@@ -81,74 +85,92 @@ def time_case(case: Case, backend: Any) -> float:
     import jax
 
     arrays = random_arrays(case, 0)
-    pages = arrays.pop("pages")
+    pages, scales = arrays.pop("pages"), arrays.pop("scales", None)
     # Given away and taken back: else each call would copy them.
     attends = attend_with_mass(case, REPEATS) if case.page_mass else attend(case, backend, REPEATS)
-    step = jax.jit(attends, donate_argnames="pages")
+    step = jax.jit(attends, donate_argnames=("pages", "scales"))
 
     def run() -> Any:
-        nonlocal pages
-        out, pages = step(pages=pages, **arrays)
+        nonlocal pages, scales
+        out, pages, scales = step(pages=pages, scales=scales, **arrays)
         return out
 
     return seconds(run, repeats=5) / REPEATS
 
 
-def check_right(seed: int) -> dict[str, Any]:
-    """Error of random mixed batches against the float64 oracle of the tests."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+def random_shape(seed: int) -> Any:
+    import numpy as np
+
+    from ragged import Shape
+
+    rng = np.random.default_rng(seed)
+    kv_heads, decode_only = int(rng.choice([1, 2, 4, 8])), bool(rng.random() < 0.5)
+    num_bits = 8 if rng.random() < 0.5 else None
+    return Shape(
+        kv_heads=kv_heads,
+        num_heads=kv_heads * int(rng.choice([1, 2, 3, 4, 8])),
+        head_dim=int(rng.choice([64, 128, 256])),
+        page_size=int(rng.choice([64, 128] if num_bits else [16, 32, 64, 128])),
+        window=rng.choice([None, 1, 17, 64, 200]),
+        softcap=rng.choice([None, 2.0, 30.0]),
+        sinks=bool(rng.random() < 0.5),
+        page_mass=decode_only and bool(rng.random() < 0.5),
+        decode_only=decode_only,
+        num_bits=num_bits,
+    )
+
+
+def run_case(case: Any, num_processors: int) -> list[Any]:
+    """[out, masses if they are asked for] of a case of the tests."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from kernels_pallas import gpu, reference
+    from kernels_pallas import gpu
     from kernels_pallas.rows import Rows
-    from ragged import LAYER, NUM_ROWS, Shape, expected, random_case, sinks_of
+    from ragged import LAYER, int8_of, sinks_of, written
 
-    rng = np.random.default_rng(seed)
-    kv_heads = int(rng.choice([1, 2, 4, 8]))
-    shape = Shape(
-        kv_heads=kv_heads,
-        num_heads=kv_heads * int(rng.choice([1, 2, 3, 4, 8])),
-        head_dim=int(rng.choice([64, 128, 256])),
-        page_size=int(rng.choice([16, 32, 64, 128])),
-        window=rng.choice([None, 1, 17, 64, 200]),
-        softcap=rng.choice([None, 2.0, 30.0]),
-        sinks=bool(rng.random() < 0.5),
-        decode_only=bool(rng.random() < 0.5),
-    )
-    shape = replace(shape, page_mass=shape.decode_only and bool(rng.random() < 0.5))
-    case = random_case(seed, shape)
-    # On few processors each works through many items, one after the other.
-    num_processors = int(rng.choice([2, 132]))
+    shape, pages = case.shape, written(case)
+    if shape.num_bits:
+        numbers, scales = int8_of(np.asarray(pages))
+        pages = gpu.Int8Pages(jnp.asarray(numbers), jnp.asarray(scales, jnp.bfloat16).reshape(len(scales), 1, -1))
 
     @jax.jit
-    def step(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, start_B, count_B):  # type: ignore[no-untyped-def]
+    def step(q_TNH, pages, table_BW, first_BW, len_B, start_B, count_B):  # type: ignore[no-untyped-def]
         rows = Rows(table_BW, first_BW, len_B, start_B, count_B, shape.page_size, shape.window)
-        sizes = {"num_heads": shape.num_heads, "kv_heads": kv_heads, "head_dim": shape.head_dim}
+        sizes = {"num_heads": shape.num_heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
         counts = (jnp.int32(case.num_decode), jnp.int32(case.num_rows))
         cut: Any = {"num_tokens": len(case.row_T), "num_processors": num_processors}
         schedule = gpu.make_schedule(rows, *counts, **sizes, **cut, decode_only=shape.decode_only)
-        pages = reference.write_pages(pages, k_TKH, v_TKH, case.dest_T, layer=LAYER, num_pages=len(case.held))
         options: Any = {"layer": LAYER, "num_pages": len(case.held), "scale": shape.head_dim**-0.5}
         options |= {"softcap": shape.softcap, "sinks_N": sinks_of(shape), "page_mass": shape.page_mass}
         out, statistics = gpu.ragged_paged_attention(q_TNH, pages, schedule, **options)
         return [out] + ([statistics.mass_BNW] if shape.page_mass else [])
 
-    real_T, (want_out, statistics, _) = case.row_T < NUM_ROWS, expected(case)
-    runs = [
-        [np.asarray(x, np.float64)[real_T] for x in step(pages=jnp.asarray(case.pages), **case.arrays)]
-        for _ in range(3)
-    ]
-    out, *masses = runs[0]
-    same = all(np.array_equal(x, y) for run in runs for x, y in zip(run, runs[0], strict=True))
-    want = want_out[real_T]
-    error, norm = (np.linalg.norm(x, axis=-1) for x in (out - want, want))
+    known = {name: x for name, x in case.arrays.items() if name not in ("k_TKH", "v_TKH")}
+    return step(pages=pages, **known)  # type: ignore[no-any-return]
+
+
+def check_right(seed: int) -> dict[str, Any]:
+    """Error of random mixed batches against the float64 oracle of the tests."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    import numpy as np
+
+    from ragged import NUM_ROWS, expected, int8_stands_for, random_case
+
+    case = random_case(seed, random_shape(seed))
+    # On few processors each works through many items, one after the other.
+    num_processors = (2, 132)[seed % 2]
+    real_T = case.row_T < NUM_ROWS
+    runs = [[np.asarray(x, np.float64)[real_T] for x in run_case(case, num_processors)] for _ in range(3)]
+    (out, *masses), same = runs[0], all(map(np.array_equal, runs[0] * 2, runs[1] + runs[2]))
+    want_TNH, statistics, _ = expected(int8_stands_for(case) if case.shape.num_bits else case)
+    error, norm = (np.linalg.norm(x, axis=-1) for x in (out - want_TNH[real_T], want_TNH[real_T]))
     whole, worst = float(np.linalg.norm(error) / np.linalg.norm(norm)), float((error / norm).max())
-    found = {"seed": seed, "shape": str(shape), "num_processors": num_processors, "error": whole, "worst": worst}
     of_mass = max([float(abs(mass - statistics.mass_TNW[real_T]).max()) for mass in masses], default=0.0)
-    right = whole <= 2e-3 and worst <= 5e-3 and of_mass <= 1e-4
-    return found | {"mass_error": of_mass, "same_bits": same, "ok": same and right}
+    right = same and whole <= 2e-3 and worst <= 5e-3 and of_mass <= 1e-4
+    found = {"seed": seed, "shape": str(case.shape), "num_processors": num_processors, "error": whole, "worst": worst}
+    return found | {"mass_error": of_mass, "same_bits": same, "ok": right}
 
 
 def measured_cases(shapes: Iterable[str]) -> list[Case]:
@@ -163,7 +185,9 @@ def measured_cases(shapes: Iterable[str]) -> list[Case]:
         chunk = {"kernel": "prefill", "shape": shape, "batch": 1, "context": CHUNK_CONTEXT}
         prefill = [Case(page_size=page, **chunk) for page in PAGES]
         masses = [replace(case, page_mass=True) for case in (decode[0], small[0])]
-        cases.append([decode[0], small[0], *prefill, *masses, *uneven, *decode[1:], *small[1:]])
+        int8 = [replace(case, codec="int8") for case in (decode[0], prefill[-1], masses[0], *decode[1:])]
+        cases.append([decode[0], small[0], int8[0], *prefill, *int8[1:3], *masses, *uneven, *decode[1:], *small[1:]])
+        cases[-1] += int8[3:]
     # All shapes' first, then all second ones, ...
     return list(dict.fromkeys(case for row in zip_longest(*cases) for case in row if case is not None))
 
@@ -184,7 +208,8 @@ def measure_cell(case: Case, options: argparse.Namespace, bandwidth: float, rate
         if case.kernel == "decode":
             cell["share"] = case.kv_bytes / cell["seconds"] / bandwidth
             cell["from_cache"] = case.kv_bytes < CACHE_BYTES
-            like_xla = case.page_size == 64 and case.context == 4096 and not case.page_mass
+            plain = case.codec == "bfloat16" and not case.page_mass
+            like_xla = plain and case.page_size == 64 and case.context == 4096
             if like_xla and case.kv_bytes <= options.max_xla_gib * 2**30:
                 cell["xla_seconds"] = time_case(case, Xla())
         else:

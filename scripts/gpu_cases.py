@@ -14,7 +14,7 @@ SHAPES = {  # query heads, KV heads, head_dim
     "h64": (32, 8, 64),
     "h256": (8, 4, 256),
 }
-PAGES = (16, 64)
+PAGES, INT8_PAGES = (16, 64), (64,)
 CHUNK, CHUNK_CONTEXT = 2048, 8192
 
 
@@ -29,6 +29,7 @@ class Case:
     context: int
     window: int | None = None
     page_mass: bool = False
+    codec: str = "bfloat16"
 
     @property
     def pages_per_row(self) -> int:
@@ -47,7 +48,7 @@ class Case:
     def kv_bytes(self) -> int:
         """Of the keys and values that a decode step reads."""
         _, kv_heads, head_dim = SHAPES[self.shape]
-        return self.batch * self.context * 2 * kv_heads * head_dim * 2
+        return self.batch * self.context * 2 * kv_heads * (head_dim + 2 if self.codec == "int8" else 2 * head_dim)
 
     @property
     def flops(self) -> int:
@@ -63,28 +64,38 @@ class Case:
             "q_TNH": ((self.num_tokens, num_heads, head_dim), "bfloat16"),
             "k_TKH": ((self.num_tokens, kv_heads, head_dim), "bfloat16"),
             "v_TKH": ((self.num_tokens, kv_heads, head_dim), "bfloat16"),
-            "pages": (self.page_shape, "bfloat16"),
+            "pages": (self.page_shape, self.codec),
+            **self._scales(),
             "table_BW": ((self.batch, self.pages_per_row), "int32"),
             "first_BW": ((self.batch, self.pages_per_row), "int32"),
             "len_B": (rows, "int32"),
         }
 
+    def _scales(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        if self.codec != "int8":
+            return {}
+        num_pages, num_heads, size, _ = self.page_shape
+        return {"scales": ((num_pages, 1, num_heads * size), "bfloat16")}
+
 
 def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
     """A step's schedule and attention of so many layers, each asking with what the one before it answered, all with the
-    same pages, by a backend of jaxkv. -> (out, pages)"""
+    same pages, by a backend of jaxkv. -> (out, pages, scales or None)"""
     import jax
     import jax.numpy as jnp
 
-    from jaxkv.kv.codecs import PlainCodec
+    from jaxkv.kv.codecs import get_codec
     from jaxkv.kv.state import GroupKV
     from jaxkv.ops.attention import Batch, Heads
 
     num_heads, kv_heads, head_dim = SHAPES[case.shape]
     count = 1 if case.kernel == "decode" else CHUNK
 
-    def run(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B):  # type: ignore[no-untyped-def]
-        group = GroupKV(pages, table_BW, first_BW, len_B - count, codec=PlainCodec(dtype="bfloat16"), num_layers=1)
+    codec = get_codec(case.codec, platform="gpu")
+
+    def run(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, scales=None):  # type: ignore[no-untyped-def]
+        stepped = GroupKV(pages, table_BW, first_BW, len_B, codec=codec, num_layers=1, scales=scales)
+        group = replace(stepped, len_B=len_B - count)
         token_T = jnp.arange(case.num_tokens, dtype=jnp.int32)
         decodes = case.kernel == "decode"
         batch = Batch(
@@ -99,32 +110,32 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
         )
         heads = Heads(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=case.window)
         prepared = backend.prepare(group, batch, heads)
-        stepped = GroupKV(pages, table_BW, first_BW, len_B, codec=group.codec, num_layers=1)
         options: Any = {"layer": 0, "scale": head_dim**-0.5, "out_dtype": q_TNH.dtype}
 
-        def layer(_: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
-            held = replace(stepped, pages=carried[1])
+        def layer(_: Any, carried: tuple[Any, ...]) -> tuple[Any, ...]:
+            held = replace(stepped, pages=carried[1], scales=carried[2])
             out, after = backend.attend(carried[0], k_TKH, v_TKH, held, batch, prepared, **options)
-            return out.astype(q_TNH.dtype), after.pages
+            return out.astype(q_TNH.dtype), after.pages, after.scales
 
-        return jax.lax.fori_loop(0, repeats, layer, (q_TNH, pages))
+        return jax.lax.fori_loop(0, repeats, layer, (q_TNH, pages, scales))
 
     return run
 
 
 def attend_with_mass(case: Case, repeats: int = 1) -> Callable[..., Any]:
     """As `attend`, of decode with masses per page, which no backend asks for: nothing is written. -> (out and the
-    layers' masses added up, pages)"""
+    layers' masses added up, pages, scales or None)"""
     import jax
     import jax.numpy as jnp
 
     from jaxkv.ops.attention.mosaic_gpu import num_processors
-    from kernels_pallas.gpu import make_schedule, ragged_paged_attention
+    from kernels_pallas.gpu import Int8Pages, make_schedule, ragged_paged_attention
     from kernels_pallas.rows import Rows
 
     num_heads, kv_heads, head_dim = SHAPES[case.shape]
 
-    def run(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B):  # type: ignore[no-untyped-def]
+    def run(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, scales=None):  # type: ignore[no-untyped-def]
+        pools = pages if scales is None else Int8Pages(pages, scales)
         row_B, count = jnp.arange(case.batch, dtype=jnp.int32), jnp.int32(case.batch)
         rows = Rows(table_BW, first_BW, len_B, row_B, jnp.ones_like(row_B), case.page_size, case.window)
         sizes = {"num_heads": num_heads, "kv_heads": kv_heads, "head_dim": head_dim, "num_tokens": case.batch}
@@ -132,11 +143,11 @@ def attend_with_mass(case: Case, repeats: int = 1) -> Callable[..., Any]:
         options: Any = {"layer": 0, "num_pages": pages.shape[0], "scale": head_dim**-0.5, "page_mass": True}
 
         def layer(_: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
-            out, statistics = ragged_paged_attention(carried[0], pages, schedule, **options)
+            out, statistics = ragged_paged_attention(carried[0], pools, schedule, **options)
             assert statistics is not None
             return out.astype(q_TNH.dtype), carried[1] + statistics.mass_BNW
 
         masses = jnp.zeros((case.batch, num_heads, case.pages_per_row), jnp.float32)
-        return jax.lax.fori_loop(0, repeats, layer, (q_TNH, masses)), pages
+        return jax.lax.fori_loop(0, repeats, layer, (q_TNH, masses)), pages, scales
 
     return run

@@ -33,7 +33,7 @@ from typing import Any
 
 from bench_generate import environment
 from gpu_bench import measure
-from gpu_cases import CHUNK_CONTEXT, PAGES, SHAPES, Case, attend, attend_with_mass
+from gpu_cases import CHUNK_CONTEXT, INT8_PAGES, PAGES, SHAPES, Case, attend, attend_with_mass
 
 WITH_MASS = ("8b", "h64", "h256")
 ENGINE_PAGES = 8000
@@ -62,8 +62,12 @@ def compile_cases() -> list[Case]:
     windows = [
         Case(kernel=kernel, shape="8b", page_size=16, batch=2, context=CHUNK_CONTEXT, window=1000) for kernel in context
     ]
-    masses = [replace(case, page_mass=True) for case in plain if case.kernel == "decode" and case.shape in WITH_MASS]
-    return plain + windows + masses
+    int8 = [replace(case, codec="int8") for case in plain if case.page_size in INT8_PAGES]
+    int8 += [replace(case, codec="int8", page_size=64) for case in windows]
+    masses = [
+        replace(case, page_mass=True) for case in plain + int8 if case.kernel == "decode" and case.shape in WITH_MASS
+    ]
+    return plain + windows + int8 + masses
 
 
 @contextmanager
@@ -91,11 +95,11 @@ def compile_here(case: Case) -> dict[str, Any]:
         whole = SingleDeviceSharding(device)
         arrays = {name: jax.ShapeDtypeStruct(*of, sharding=whole) for name, of in case.arrays().items()}
         run = attend_with_mass(case) if case.page_mass else attend(case, MosaicGpu())
-        step = jax.jit(run, donate_argnames="pages")
+        step = jax.jit(run, donate_argnames=("pages", "scales"))
         return _memory(step.lower(**arrays).compile())
 
 
-def compile_engine_here(config: str) -> dict[str, Any]:
+def compile_engine_here(config: str, kv_cache_dtype: str) -> dict[str, Any]:
     """The largest step and loop of an engine with default limits, but a pool of ENGINE_PAGES, in this process."""
     import jax.numpy as jnp
 
@@ -111,7 +115,7 @@ def compile_engine_here(config: str) -> dict[str, Any]:
     with h200() as device:
         placement = place(spec, layout, [device])
         limits = replace(engine_limits("gpu", spec.max_len), num_pages=ENGINE_PAGES)
-        codec = get_codec("bfloat16", platform="gpu")
+        codec = get_codec(kv_cache_dtype, platform="gpu")
         kv = abstract_kv(spec, limits, codec, backend="mosaic_gpu", placement=placement)
 
         def weights(leaves: Any, *lead: int) -> dict[str, Any]:
@@ -121,7 +125,7 @@ def compile_engine_here(config: str) -> dict[str, Any]:
         tree = weights(layout.top) | {"layers": weights(layout.layer, spec.num_layers)}
         programs = Programs(tree, kv, spec=spec, config=limits, backend="mosaic_gpu", placement=placement)
         programs.compile_largest()
-        pool = {"pool_bytes": bytes_per_device([group.pages for group in kv.groups])}
+        pool = {"pool_bytes": bytes_per_device(kv.pools)}
         return {name: _memory(program) | pool for name, program in programs.compiled.items()}
 
 
@@ -189,9 +193,9 @@ def engine_faults(found: dict[str, Any]) -> list[str]:
 
 def compiled_table(found: list[dict[str, Any]]) -> str:
     columns = f"{'registers':>11s}{'spilled':>9s}{'shared KiB':>12s}"
-    rows = [f"{'kernel':8s}{'shape':9s}{'page':>5s}{'window':>8s}{'mass':>6s}{columns}"]
+    rows = [f"{'kernel':8s}{'shape':9s}{'codec':9s}{'page':>5s}{'window':>8s}{'mass':>6s}{columns}"]
     for one in found:
-        head = f"{one['kernel']:8s}{one['shape']:9s}{one['page_size']:5d}{one['window'] or '-':>8}"
+        head = f"{one['kernel']:8s}{one['shape']:9s}{one['codec']:9s}{one['page_size']:5d}{one['window'] or '-':>8}"
         head += f"{'yes' if one['page_mass'] else '-':>6s}"
         if "reason" in one:
             rows.append(f"{head}  {one['reason']}")
@@ -210,9 +214,11 @@ def engine_table(found: dict[str, Any]) -> str:
 
 def measured_table(result: dict[str, Any]) -> str:
     columns = f"{'page':>5s}{'mass':>5s}{'batch':>6s}{'context':>8s}{'us':>10s}{'share':>8s}{'XLA us':>10s}"
-    rows = [f"{'kernel':8s}{'shape':9s}{columns}"]
-    for one in sorted(result["cells"], key=lambda one: (one["kernel"], one["shape"], -one["page_size"], one["batch"])):
-        head = f"{one['kernel']:8s}{one['shape']:9s}{one['page_size']:5d}{'yes' if one['page_mass'] else '-':>5s}"
+    rows = [f"{'kernel':8s}{'shape':9s}{'codec':9s}{columns}"]
+    order = ("kernel", "shape", "codec", "page_size", "page_mass", "batch")
+    for one in sorted(result["cells"], key=lambda one: tuple(one[name] for name in order)):
+        head = f"{one['kernel']:8s}{one['shape']:9s}{one['codec']:9s}{one['page_size']:5d}"
+        head += f"{'yes' if one['page_mass'] else '-':>5s}"
         head += f"{one['batch']:6d}{one['context']:8d}"
         if "share" not in one:
             rows.append(f"{head}  {one['reason']}")
@@ -237,6 +243,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-xla-gib", type=float, default=8, help="of a cell that XLA is timed at too")
     parser.add_argument("--json", type=Path, help="write everything that was measured or counted")
     parser.add_argument("--config", help="when compiling: a model's config.json, whose engine is compiled too")
+    parser.add_argument("--kv-cache-dtype", default="bfloat16", choices=("bfloat16", "int8"), help="of that engine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--one-engine", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -246,7 +253,7 @@ def main() -> None:
     options = parse()
     if options.one or options.one_engine:
         one, engine = options.one, options.one_engine
-        print(json.dumps(compile_here(Case(**json.loads(one))) if one else compile_engine_here(engine)))
+        print(json.dumps(compile_here(Case(**json.loads(one))) if one else compile_engine_here(*json.loads(engine))))
         return
     if options.compile:
         os.environ.update(WITHOUT_GPU)
@@ -261,7 +268,7 @@ def main() -> None:
         for one, fault in failed:
             print(f"error: {one['kernel']} {one['shape']}, pages of {one['page_size']}: {fault}")
         if options.config:
-            result["engine"] = apart("--one-engine", options.config)
+            result["engine"] = apart("--one-engine", json.dumps([options.config, options.kv_cache_dtype]))
             failed += [(options.config, fault) for fault in engine_faults(result["engine"])]
             print(engine_table(result["engine"]))
         print(f"{len(cases)} compiled for sm_90, {len(failed)} failed (jax {jax.__version__}). Nothing was run.")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.kv.codecs import get_codec
 from kernels_pallas import reference
 
 LAYER, NUM_LAYERS, WIDTH, NUM_ROWS = 1, 2, 6, 7
@@ -128,6 +129,32 @@ def expected(case: Case) -> tuple[np.ndarray, reference.Statistics, np.ndarray]:
             sinks_N=sinks_of(shape),
         )
         return np.asarray(out), jax.tree.map(np.asarray, statistics), np.asarray(pages)
+
+
+def written(case: Case) -> jax.Array:
+    """The pages with the step's keys and values."""
+    new = (jnp.asarray(case.arrays[name]) for name in ("k_TKH", "v_TKH"))
+    return reference.write_pages(jnp.asarray(case.pages), *new, case.dest_T, layer=LAYER, num_pages=len(case.held))
+
+
+def int8_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(numbers [..., H], scales [...]) of vectors as the codec stores them; of those that nobody owns any numbers, and
+    NaN for a scale."""
+    numbers, scales = (np.asarray(y) for y in get_codec("int8", platform="gpu").quantise(jnp.asarray(x, jnp.float32)))
+    unowned = np.isnan(np.asarray(x, np.float32)).any(axis=-1)
+    anything = np.random.default_rng(7).integers(-128, 128, numbers.shape, dtype=np.int8)
+    return np.where(unowned[..., None], anything, numbers), np.where(unowned, np.nan, scales)
+
+
+def int8_stands_for(case: Case) -> Case:
+    """The case whose pages, keys and values are those that the int8 numbers stand for."""
+
+    def decoded(x: np.ndarray) -> np.ndarray:
+        numbers, scales = int8_of(x)
+        return numbers.astype(np.float32) * scales[..., None]
+
+    arrays = case.arrays | {name: decoded(case.arrays[name]) for name in ("k_TKH", "v_TKH")}
+    return replace(case, arrays=arrays, pages=decoded(case.pages))
 
 
 def assert_close(out_TNH: np.ndarray, want_TNH: np.ndarray, dtype: str) -> None:

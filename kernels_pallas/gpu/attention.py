@@ -14,8 +14,21 @@ from kernels_pallas.gpu.schedule import TILE, DecodeItems, PrefillItems, Schedul
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
+INT8_PAGE_SIZES = (64, 128)
+"""A copy to shared memory begins at a multiple of 128 bytes there: the scales of 64 tokens."""
 MAX_PER_HEAD = 64
 """Query heads of a KV head, which the kernels work on together."""
+
+MAX_PER_HEAD_WITH_MASS = 32
+"""With 64 registers spill."""
+
+
+class Int8Pages(NamedTuple):
+    """numbers [L*P, 2K, S, H] int8; scales [L*P, 1, 2K * S] bfloat16, head by head, by which their vectors are
+    multiplied."""
+
+    numbers: jax.Array
+    scales: jax.Array
 
 
 class Statistics(NamedTuple):
@@ -37,7 +50,7 @@ Result = tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array] | None]
 
 def ragged_paged_attention(
     q_TNH: jax.Array,
-    pages: jax.Array,
+    pages: jax.Array | Int8Pages,
     schedule: Schedule,
     *,
     layer: int | jax.Array,
@@ -51,27 +64,30 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends every packed token to the pages of its row, which hold the step's own keys and values already.
 
-    -> (out [T, N, H] float32, statistics or None). pages: bfloat16 [L*P, 2K, S, H], page p of layer l in row
-    l * num_pages + p. Queries and softmax weights are rounded to bfloat16, sums are float32.
+    -> (out [T, N, H] float32, statistics or None). pages: bfloat16 [L*P, 2K, S, H], or int8 numbers with scales,
+    page p of layer l in row l * num_pages + p. Queries and softmax weights are rounded to bfloat16, sums are float32.
     Decode rows that rest get zeros, padding tokens anything. `schedule` is made for this step's rows and these heads,
     once for all layers. sinks_N: a logit per query head, which joins the softmax's sum only. page_mass: statistics with
     masses, of a step of decode rows only. `interpret`: None or InterpretGPUParams.
 
     Raises: NotImplementedError naming what the kernels do not take. Semantics: kernels_pallas.reference.
     """
-    _check(q_TNH, pages, schedule, page_mass)
+    pools = tuple(pages) if isinstance(pages, Int8Pages) else (pages,)
+    _check(q_TNH, pools, schedule, page_mass)
     statistics |= page_mass
     num_tokens, num_heads, head_dim = q_TNH.shape
-    kv_heads, wants = pages.shape[1] // 2, statistics or sinks_N is not None
-    q_TKGH = q_TNH.astype(pages.dtype).reshape(num_tokens, kv_heads, -1, head_dim)
+    kv_heads, page_size = pools[0].shape[1] // 2, pools[0].shape[2]
+    pools = (pools[0], *(scales.reshape(-1, 2 * kv_heads, page_size) for scales in pools[1:]))
+    wants = statistics or sinks_N is not None
+    q_TKGH = q_TNH.astype(jnp.bfloat16).reshape(num_tokens, kv_heads, -1, head_dim)
     base = jnp.reshape(jnp.asarray(layer * num_pages, jnp.int32), (1,))
-    known: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "page_size": pages.shape[2]}
+    known: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
     known |= {"scale": scale, "softcap": softcap, "statistics": wants, "interpret": interpret}
-    known |= {"num_processors": schedule.num_processors}
+    known |= {"num_processors": schedule.num_processors, "int8": len(pools) > 1}
     num_rows = schedule.decode.num_rows
-    (out, found), mass_DKtPG = _decode(q_TKGH[:num_rows], pages, schedule.decode, base, known, page_mass)
+    (out, found), mass_DKtPG = _decode(q_TKGH[:num_rows], pools, schedule.decode, base, known, page_mass)
     if schedule.prefill is not None:
-        filled = _prefill(q_TKGH, pages, schedule.prefill, base, known)
+        filled = _prefill(q_TKGH, pools, schedule.prefill, base, known)
         out, found = jax.tree.map(lambda x, y: _first_rows(x, y, schedule.num_decode), (out, found), filled)
     if found is None:
         return out.reshape(num_tokens, num_heads, head_dim), None
@@ -81,19 +97,24 @@ def ragged_paged_attention(
     out_TNH, (top, total, entropy) = out.reshape(num_tokens, num_heads, head_dim), found
     if not statistics:
         return out_TNH, None
-    mass_BNW = None if mass_DKtPG is None else _mass_per_page(mass_DKtPG, (top, total), schedule.decode, pages.shape[2])
+    mass_BNW = None if mass_DKtPG is None else _mass_per_page(mass_DKtPG, (top, total), schedule.decode, page_size)
     per_head = [x.reshape(num_tokens, num_heads) for x in (top / LOG2E, total, entropy / LOG2E)]
     return out_TNH, Statistics(per_head[0], per_head[1], per_head[2], mass_BNW)
 
 
 def _decode(
-    q_DKGH: jax.Array, pages: jax.Array, items: DecodeItems, base: jax.Array, known: dict[str, Any], page_mass: bool
+    q_DKGH: jax.Array,
+    pools: tuple[jax.Array, ...],
+    items: DecodeItems,
+    base: jax.Array,
+    known: dict[str, Any],
+    page_mass: bool,
 ) -> tuple[Result, jax.Array | None]:
     num_rows, _, group, _ = q_DKGH.shape
     per_head = -(-group // of_rows.COLUMNS) * of_rows.COLUMNS
     static = of_rows.Static(per_head=per_head, page_mass=page_mass, **known)
     q_DKMH = jnp.pad(q_DKGH, ((0, 0), (0, 0), (0, static.per_head - group), (0, 0)))
-    parts = of_rows.decode(q_DKMH, pages, items, base, static=static)
+    parts = of_rows.decode(q_DKMH, pools, items, base, static=static)
     # Without the columns that only the matmul wanted.
     parts = jax.tree.map(lambda x: x[..., :group], parts)
     out_DKHG, found = _merge(parts, items, num_rows)
@@ -146,14 +167,14 @@ def _merge(found: of_rows.Partial, items: DecodeItems, num_rows: int) -> Result:
 
 
 def _prefill(
-    q_TKGH: jax.Array, pages: jax.Array, items: PrefillItems, base: jax.Array, known: dict[str, Any]
+    q_TKGH: jax.Array, pools: tuple[jax.Array, ...], items: PrefillItems, base: jax.Array, known: dict[str, Any]
 ) -> Result:
     num_tokens, kv_heads, group, head_dim = q_TKGH.shape
     static = of_chunks.Static(per_head=rows_per_query(group), **known)
     index_IQ = jnp.minimum(items.token[:, None] + jnp.arange(items.size)[None], num_tokens - 1)
     q_IQKGH = jnp.pad(q_TKGH, ((0, 0), (0, 0), (0, static.per_head - group), (0, 0)))[index_IQ]
     q_IKRH = q_IQKGH.transpose(0, 2, 1, 3, 4).reshape(len(index_IQ), kv_heads, static.rows, head_dim)
-    out, *found = of_chunks.prefill(q_IKRH, pages, items, base, static=static)
+    out, *found = of_chunks.prefill(q_IKRH, pools, items, base, static=static)
 
     def packed(x_IKR: jax.Array) -> jax.Array:
         """[items, K, R, ...] -> [T, K, G, ...]"""
@@ -180,18 +201,26 @@ def _add_sinks(out_TKGH: jax.Array, found: tuple[jax.Array, ...], sinks_TKG: jax
     return out_TKGH * (old_total * shrink / total)[..., None], (top, total, entropy)
 
 
-def _check(q_TNH: jax.Array, pages: jax.Array, schedule: Schedule, page_mass: bool) -> None:
+def _check(q_TNH: jax.Array, pools: tuple[jax.Array, ...], schedule: Schedule, page_mass: bool) -> None:
     _, num_heads, head_dim = q_TNH.shape
+    pages, int8 = pools[0], len(pools) > 1
     kv_heads, size = pages.shape[1] // 2, pages.shape[2]
     if num_heads % kv_heads or pages.shape[3] != head_dim:
         raise ValueError(f"queries: expected a multiple of {kv_heads} heads of {pages.shape[3]}, got {q_TNH.shape[1:]}")
-    if pages.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"pages: expected bfloat16, got {pages.dtype}")
+    if int8 and pools[1].shape != (expected := (pages.shape[0], 1, 2 * kv_heads * size)):
+        raise ValueError(f"scales: expected {expected}, got {pools[1].shape}")
+    dtypes = (jnp.int8, jnp.bfloat16) if int8 else (jnp.bfloat16,)
+    for name, pool, dtype in zip(("pages", "scales"), pools, dtypes, strict=False):
+        if pool.dtype != dtype:
+            raise NotImplementedError(f"{name}: expected {jnp.dtype(dtype)}, got {pool.dtype}")
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim: expected one of {HEAD_DIMS}, got {head_dim}")
-    if size not in PAGE_SIZES:
-        raise NotImplementedError(f"page_size: expected one of {PAGE_SIZES}, got {size}")
+    if size not in (sizes := INT8_PAGE_SIZES if int8 else PAGE_SIZES):
+        raise NotImplementedError(f"page_size: expected one of {sizes}{' for int8' if int8 else ''}, got {size}")
     if num_heads // kv_heads > MAX_PER_HEAD:
         raise NotImplementedError(f"heads: expected at most {MAX_PER_HEAD} of a KV head, got {num_heads // kv_heads}")
     if page_mass and schedule.prefill is not None:
         raise NotImplementedError("page_mass: expected a step of decode rows only, got one with prefill chunks")
+    if page_mass and num_heads // kv_heads > MAX_PER_HEAD_WITH_MASS:
+        most = f"at most {MAX_PER_HEAD_WITH_MASS} query heads of a KV head"
+        raise NotImplementedError(f"page_mass: expected {most}, got {num_heads // kv_heads}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +22,11 @@ SWIZZLE = 128
 """Bytes of a row of shared memory that are permuted so that matmuls and copies meet no bank conflicts."""
 
 
-def tiled(dtype: Any) -> tuple[Any, Any]:
+def tiled(dtype: Any, columns: int) -> tuple[Any, Any]:
     """How shared memory has to hold what matmuls take."""
-    return plgpu.TilingTransform((8, SWIZZLE // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(SWIZZLE)
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = min(SWIZZLE, columns * itemsize)
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def div(a: jax.Array, b: int) -> jax.Array:
@@ -40,41 +43,14 @@ def num_parts(page_size: int) -> int:
     return max(1, TILE // page_size)
 
 
-def copy_tile(
-    pages: Any,
-    table: Any,
-    row: jax.Array,
-    start: jax.Array,
-    high: jax.Array,
-    *,
-    base: jax.Array,
-    head: jax.Array,
-    keys: Any,
-    values: Any,
-    arrives: Any,
-) -> None:
-    """Starts copying the tile of a row's slots from `start` on, 2 * num_parts copies in all.
-
-    table: flat, the row's pages from index `row` on; high: the end of its slots, at least start + 1; base: the layer's
-    first page.
-    """
-    size, kv_heads = pages.shape[2], pages.shape[1] // 2
-    length = min(size, TILE)
-    for part in range(num_parts(size)):
-        # Past the row's end its last page once more: how many copies come must be known when compiling.
-        index = jnp.minimum(div(start, size) + part, div(high - 1, size))
-        page = base + table[row + index]
-        inside = pl.ds(0, size) if size <= TILE else pl.ds(pl.multiple_of(rem(start, size), TILE), TILE)
-        for heads, tile in ((head, keys), (head + kv_heads, values)):
-            plgpu.copy_gmem_to_smem(pages.at[page, heads, inside], tile.at[pl.ds(part * length, length)], arrives)
-
-
 class Ring(NamedTuple):
-    """Tiles of keys and values in shared memory, [stages, TILE, H] each: one warpgroup has them fetched, others read
-    them. fetched, consumed: barriers of each stage."""
+    """Tiles of keys and values in shared memory, [stages, TILE, H] bfloat16 each: one warpgroup has them fetched,
+    others read them. scales [stages, 2, TILE] float32: of keys and of values that are int8 numbers, else None.
+    fetched, consumed: barriers of each stage."""
 
     keys: Any
     values: Any
+    scales: Any
     fetched: Any
     consumed: Any
 
@@ -83,11 +59,84 @@ class Ring(NamedTuple):
         return self.keys.shape[0]
 
 
+class Arrivals(NamedTuple):
+    """Tiles of int8 keys and values as their pages hold them, on their way into a ring: [stages, TILE, H] each, their
+    scales [stages, 2, TILE] bfloat16, and a barrier of each stage."""
+
+    keys: Any
+    values: Any
+    scales: Any
+    arrived: Any
+
+    @property
+    def stages(self) -> int:
+        return self.keys.shape[0]
+
+
+def ring_types(
+    *, stages: int, arriving: int, head_dim: int, page_size: int, num_readers: int
+) -> tuple[Ring, Arrivals | None]:
+    """What a kernel asks for. arriving: stages of int8 tiles, 0 where the pages hold bfloat16."""
+
+    def tiles(num: int, dtype: Any) -> Any:
+        return plgpu.SMEM((num, TILE, head_dim), dtype, transforms=tiled(dtype, head_dim))
+
+    num_copies = (4 if arriving else 2) * num_parts(page_size)
+    scales = plgpu.SMEM((stages, 2, TILE), jnp.float32) if arriving else None
+    fetched = plgpu.Barrier(num_arrivals=1 if arriving else num_copies, num_barriers=stages)
+    consumed = plgpu.Barrier(num_arrivals=num_readers, num_barriers=stages)
+    ring = Ring(tiles(stages, jnp.bfloat16), tiles(stages, jnp.bfloat16), scales, fetched, consumed)
+    if not arriving:
+        return ring, None
+    of_scales = plgpu.SMEM((arriving, 2, TILE), jnp.bfloat16)
+    arrived = plgpu.Barrier(num_arrivals=num_copies, num_barriers=arriving)
+    return ring, Arrivals(tiles(arriving, jnp.int8), tiles(arriving, jnp.int8), of_scales, arrived)
+
+
+def ring_bytes(head_dim: int, *, int8: bool) -> tuple[int, int]:
+    """Of a stage of the ring, and of one of the arrivals."""
+    return 4 * TILE * head_dim + (8 * TILE if int8 else 0), 2 * TILE * head_dim + 4 * TILE
+
+
+def copy_tile(
+    pools: tuple[Any, ...],
+    table: Any,
+    row: jax.Array,
+    start: jax.Array,
+    high: jax.Array,
+    *,
+    base: jax.Array,
+    head: jax.Array,
+    tiles: tuple[Any, Any],
+    scales: Any,
+    arrives: Any,
+) -> None:
+    """Starts copying the tile of a row's slots from `start` on, 2 * num_parts copies in all, twice as many with scales.
+
+    table: flat, the row's pages from index `row` on; high: the end of its slots, at least start + 1; base: the layer's
+    first page.
+    """
+    pages = pools[0]
+    size, kv_heads = pages.shape[2], pages.shape[1] // 2
+    length = min(size, TILE)
+    for part in range(num_parts(size)):
+        # Past the row's end its last page once more: how many copies come must be known when compiling.
+        index = jnp.minimum(div(start, size) + part, div(high - 1, size))
+        page = base + table[row + index]
+        inside = pl.ds(0, size) if size <= TILE else pl.ds(pl.multiple_of(rem(start, size), TILE), TILE)
+        into = pl.ds(part * length, length)
+        for i, tile in enumerate(tiles):
+            of_head = head + i * kv_heads
+            plgpu.copy_gmem_to_smem(pages.at[page, of_head, inside], tile.at[into], arrives)
+            if scales is not None:
+                plgpu.copy_gmem_to_smem(pools[1].at[page, of_head, inside], scales.at[i, into], arrives)
+
+
 def each_unit(
     num_items: jax.Array, kv_heads: int, num_blocks: int, work: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-) -> None:
+) -> jax.Array:
     """work(item, head, count) for every unit, one KV head of an item, that falls to this block of a persistent grid. It
-    returns `count`, the tiles that went through the ring so far."""
+    returns `count`, the tiles that went through the ring so far, and so does this."""
     first, step = jax.lax.axis_index("block"), jnp.int32(num_blocks)
     num_units = jnp.maximum(num_items * kv_heads - first + step - 1, 0) // step
 
@@ -96,24 +145,53 @@ def each_unit(
         item = div(unit, kv_heads)
         return work(item, unit - item * kv_heads, count)
 
-    jax.lax.fori_loop(0, num_units, run, jnp.int32(0))
+    return jax.lax.fori_loop(0, num_units, run, jnp.int32(0))
 
 
 def fetch_tiles(
-    ring: Ring, pages: Any, table: Any, *, row: jax.Array, begin: jax.Array, high: jax.Array, num_tiles: jax.Array,
-    base: jax.Array, head: jax.Array, count: jax.Array,
+    ring: Ring, arrivals: Arrivals | None, pools: tuple[Any, ...], table: Any, *, row: jax.Array, begin: jax.Array,
+    high: jax.Array, num_tiles: jax.Array, base: jax.Array, head: jax.Array, count: jax.Array, registers: Registers,
 ) -> jax.Array:  # fmt: skip
     """Has the tiles of a unit fetched, from slot `begin` of its row on, as stages of the ring become free. See
-    `copy_tile`; returns the count after them."""
+    `copy_tile`; returns the count after them. int8 tiles are passed on while later ones, of this unit or the next, are
+    on their way: `pass_last` is for those that none follow."""
 
     def fetch_tile(t: jax.Array, count: jax.Array) -> jax.Array:
-        slot = rem(count, ring.stages)
-        pl.when(count >= ring.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[slot]))
-        into: Any = {"keys": ring.keys.at[slot], "values": ring.values.at[slot], "arrives": ring.fetched.at[slot]}
-        copy_tile(pages, table, row, begin + t * TILE, high, base=base, head=head, **into)
+        copy = partial(copy_tile, pools, table, row, begin + t * TILE, high, base=base, head=head)
+        if arrivals is None:
+            slot = rem(count, ring.stages)
+            pl.when(count >= ring.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[slot]))
+            copy(tiles=(ring.keys.at[slot], ring.values.at[slot]), scales=None, arrives=ring.fetched.at[slot])
+            return count + 1
+        slot = rem(count, arrivals.stages)
+        tiles, scales = (arrivals.keys.at[slot], arrivals.values.at[slot]), arrivals.scales.at[slot]
+        copy(tiles=tiles, scales=scales, arrives=arrivals.arrived.at[slot])
+        behind = count - (arrivals.stages - 1)
+        pl.when(behind >= 0)(lambda: pass_tile(ring, arrivals, behind, registers))
         return count + 1
 
     return jax.lax.fori_loop(0, num_tiles, fetch_tile, count)
+
+
+def pass_tile(ring: Ring, arrivals: Arrivals, count: jax.Array, registers: Registers) -> None:
+    """The `count`-th tile from the arrivals to the ring, int8 numbers as the same bfloat16 ones."""
+    source, target = rem(count, arrivals.stages), rem(count, ring.stages)
+    plgpu.barrier_wait(arrivals.arrived.at[source])
+    pl.when(count >= ring.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[target]))
+    for numbers, tile in ((arrivals.keys, ring.keys), (arrivals.values, ring.values)):
+        tile.at[target][...] = registers.bytes(numbers.at[source]).astype(jnp.bfloat16)
+    ring.scales.at[target][...] = arrivals.scales.at[source][...].astype(jnp.float32)
+    # All have read before what they read is overwritten, and matmuls see what they wrote.
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(ring.fetched.at[target])
+
+
+def pass_last(ring: Ring, arrivals: Arrivals | None, count: jax.Array, registers: Registers) -> None:
+    """The last of `count` tiles in all, which `fetch_tiles` has left among the arrivals."""
+    if arrivals is None:
+        return
+    first = jnp.maximum(count - (arrivals.stages - 1), 0)
+    jax.lax.fori_loop(first, count, lambda behind, _: pass_tile(ring, arrivals, behind, registers), None)
 
 
 def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
@@ -143,6 +221,15 @@ class Registers:
     def reduced(self, length: int, value: float, axis: int) -> jax.Array:
         """As a sum over `axis`."""
         return self._cast(jnp.full((length,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(axis))
+
+    def bytes(self, ref: Any) -> jax.Array:
+        """A tile, four bytes of a row at once in each thread."""
+        return self._cast(ref[...], plgpu.Layout.WGMMA_UPCAST_2X)
+
+    def scales(self, ref: Any, axis: int, shape: tuple[int, ...]) -> jax.Array:
+        """The numbers of a reference, one for each row (axis 0) or column of `shape`."""
+        x = self._cast(ref[...], plgpu.Layout.WGMMA.reduce(1 - axis))
+        return jax.lax.broadcast_in_dim(x, shape, [axis])
 
     def transposed(self, x: jax.Array) -> jax.Array:
         """Ready to be stored to a transposed reference."""

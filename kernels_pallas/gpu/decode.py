@@ -6,7 +6,9 @@ list that is made once per step. (Two that attend in one block would be wrong: m
 cross warps, through a piece of shared memory that a block has once.) Keys are the rows of the score matmul and head_dim
 those of the value matmul, with all query heads of a KV head as columns: wgmma has at least 64 rows but as few as 8
 columns, so that next to nothing is computed that is not needed. Each item leaves a partial softmax (arXiv 2205.14135,
-section 3.1); those of a row are merged after the kernel (flash-decoding).
+section 3.1); those of a row are merged after the kernel (flash-decoding). int8 tiles arrive in a ring of their own,
+from which the fetching warpgroup fills the other one: their numbers as bfloat16 and, beside them, their scales, which
+act on rows of scores and of weights.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.gpu.block import (
     MASKED,
     Registers,
-    Ring,
     div,
     each_unit,
     fetch_tiles,
     num_parts,
+    pass_last,
     product,
     rem,
+    ring_bytes,
+    ring_types,
     scaled,
     tiled,
 )
@@ -49,6 +53,9 @@ SMALL_BYTES = 4 << 10
 
 MIN_STAGES, MAX_STAGES = 2, 6
 
+INT8_STAGES = 2
+"""Of tiles as matmuls take them, where int8 ones wait in stages of their own: one is attended, one filled."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
@@ -61,6 +68,7 @@ class Static:
     head_dim: int
     per_head: int
     page_size: int
+    int8: bool
     scale: float
     softcap: float | None
     statistics: bool
@@ -69,14 +77,9 @@ class Static:
     interpret: Any
 
     def __post_init__(self) -> None:
-        if self.stages < MIN_STAGES:
+        if (self.arriving if self.int8 else self.stages) < MIN_STAGES:
             heads = f"{self.per_head} query heads of {self.head_dim} per KV head"
             raise NotImplementedError(f"heads: {heads} leave no room for tiles in {SHARED_BYTES} bytes")
-
-    @property
-    def tile_bytes(self) -> int:
-        """Of keys and values."""
-        return 2 * TILE * self.head_dim * 2
 
     @property
     def other_bytes(self) -> int:
@@ -87,13 +90,26 @@ class Static:
     @property
     def per_processor(self) -> int:
         """Blocks: two where that leaves each three tiles, so that one's matmuls run beside the other's softmax."""
-        return 2 if self.other_bytes + 3 * self.tile_bytes <= MOST_FOR_TWO else 1
+        tile, arrival = ring_bytes(self.head_dim, int8=self.int8)
+        wanted = INT8_STAGES * tile + MIN_STAGES * arrival if self.int8 else 3 * tile
+        return 2 if self.other_bytes + wanted <= MOST_FOR_TWO else 1
+
+    @property
+    def tile_bytes(self) -> int:
+        """For tiles, of one block."""
+        return (MOST_FOR_TWO if self.per_processor == 2 else SHARED_BYTES) - self.other_bytes
 
     @property
     def stages(self) -> int:
         """Tiles in shared memory."""
-        most = MOST_FOR_TWO if self.per_processor == 2 else SHARED_BYTES
-        return min(MAX_STAGES, (most - self.other_bytes) // self.tile_bytes)
+        tile, _ = ring_bytes(self.head_dim, int8=self.int8)
+        return INT8_STAGES if self.int8 else min(MAX_STAGES, self.tile_bytes // tile)
+
+    @property
+    def arriving(self) -> int:
+        """int8 tiles in shared memory."""
+        tile, arrival = ring_bytes(self.head_dim, int8=self.int8)
+        return min(MAX_STAGES, (self.tile_bytes - INT8_STAGES * tile) // arrival) if self.int8 else 0
 
     @property
     def num_blocks(self) -> int:
@@ -121,19 +137,19 @@ def across(x_M: jax.Array, rows: int) -> jax.Array:
 
 
 def _kernel(static: Static, width: int, *refs: Any) -> None:
-    num, row_I, begin_I, tiles_I, low_I, high_I, table, base, q_DKMH, pages = refs[:10]
+    num, row_I, begin_I, tiles_I, low_I, high_I, table, base, q_DKMH = refs[:9]
+    *pools, rest = (*refs[9 : 10 + static.int8], refs[10 + static.int8 :])
     num_outputs = (4 if static.statistics else 3) + static.page_mass
-    outputs, scratch = refs[10 : 10 + num_outputs], refs[10 + num_outputs :]
-    query, keys, values, weight, *staged, queried, fetched, consumed = scratch
+    outputs, (query, ring, arrivals, weight, *staged, queried) = rest[:num_outputs], rest[num_outputs:]
     if static.page_mass:
         outputs, mass_DKtPM, masses = outputs[:-1], outputs[-1], staged.pop()
     registers = Registers(static.interpret)
-    ring = Ring(keys, values, fetched, consumed)
 
     def fetch_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
         slots: Any = {"begin": begin_I[item], "high": high_I[item], "num_tiles": tiles_I[item]}
         row = row_I[item] * width
-        return fetch_tiles(ring, pages, table, row=row, **slots, base=base[0], head=head, count=count)
+        unit: Any = {"row": row, **slots, "base": base[0], "head": head, "count": count, "registers": registers}
+        return fetch_tiles(ring, arrivals, tuple(pools), table, **unit)
 
     def stage_masses(p: jax.Array, top: jax.Array) -> None:
         """Each page's sum crosses warps, as the max does: float32, where a matmul would round the weights."""
@@ -154,9 +170,12 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
             count, old_max, sum_TM, entropy_TM, acc = carry
             slot = rem(count, ring.stages)
             start = begin + t * TILE
-            plgpu.barrier_wait(fetched.at[slot])
-            registers.clear_tail(values.at[slot], high - start)
-            s = product(keys.at[slot], query.transpose((1, 0)), (TILE, static.per_head))
+            plgpu.barrier_wait(ring.fetched.at[slot])
+            if not static.int8:
+                registers.clear_tail(ring.values.at[slot], high - start)
+            s = product(ring.keys.at[slot], query.transpose((1, 0)), (TILE, static.per_head))
+            if static.int8:
+                s *= registers.scales(ring.scales.at[slot, 0], 0, s.shape)
             s = scaled(s, static.scale, static.softcap)
             at = registers.iota(s.shape, 0) + start
             s = jnp.where((at >= low) & (at < high), s, MASKED)
@@ -170,12 +189,16 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
             sum_TM = sum_TM * across(shrink, TILE) + p
             if static.page_mass:
                 stage_masses(p, top)
-            weight.transpose((1, 0))[...] = registers.transposed(p.astype(pages.dtype))
+            if static.int8:
+                # The scale of a slot that no one owns may be NaN.
+                p = jnp.where(p > 0, p * registers.scales(ring.scales.at[slot, 1], 0, s.shape), 0.0)
+            weight.transpose((1, 0))[...] = registers.transposed(p.astype(weight.dtype))
             plgpu.commit_smem()
             if static.page_mass:
                 plgpu.copy_smem_to_gmem(masses, mass_DKtPM.at[row_I[item], head, div(start, TILE)])
-            gained = product(values.at[slot].transpose((1, 0)), weight.transpose((1, 0)), (static.head_dim, s.shape[1]))
-            plgpu.barrier_arrive(consumed.at[slot])
+            values = ring.values.at[slot].transpose((1, 0))
+            gained = product(values, weight.transpose((1, 0)), (static.head_dim, s.shape[1]))
+            plgpu.barrier_arrive(ring.consumed.at[slot])
             return count + 1, top, sum_TM, entropy_TM, acc * across(shrink, static.head_dim) + gained
 
         worst = registers.reduced(static.per_head, MASKED, axis=0)
@@ -196,7 +219,7 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
 
     @pl.when(group == 1)
     def _() -> None:
-        each_unit(num[0], static.kv_heads, static.num_blocks, fetch_unit)
+        pass_last(ring, arrivals, each_unit(num[0], static.kv_heads, static.num_blocks, fetch_unit), registers)
 
     @pl.when(group == 0)
     def _() -> None:
@@ -204,16 +227,24 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def decode(q_DKMH: jax.Array, pages: jax.Array, items: DecodeItems, base: jax.Array, *, static: Static) -> Partial:
-    """q: [rows, K, per_head, H] in the dtype of the pages [L*P, 2K, S, H]; base [1]: the layer's first page."""
+def decode(
+    q_DKMH: jax.Array, pools: tuple[jax.Array, ...], items: DecodeItems, base: jax.Array, *, static: Static
+) -> Partial:
+    """q: [rows, K, per_head, H] bfloat16; pools: pages [L*P, 2K, S, H] bfloat16, or int8 and their scales [L*P, 2K, S]
+    bfloat16; base [1]: the layer's first page."""
     kv_heads, per_head, head_dim = static.kv_heads, static.per_head, static.head_dim
-    num_items, dtype, transforms = items.row.shape[0], pages.dtype, tiled(pages.dtype)
+    num_items = items.row.shape[0]
     shapes = [(head_dim, per_head), *[(per_head,)] * (3 if static.statistics else 2)]
     outs = [(num_items, kv_heads, *shape) for shape in shapes]
     if static.page_mass:
         shapes.append((num_parts(static.page_size) + 1, per_head))
         num_tiles = -(-items.width * static.page_size // TILE)
         outs.append((q_DKMH.shape[0], kv_heads, num_tiles, *shapes[-1]))
+    sizes: Any = {"head_dim": head_dim, "page_size": static.page_size, "num_readers": 1}
+
+    def matrix(columns: int) -> Any:
+        return plgpu.SMEM((per_head, columns), jnp.bfloat16, transforms=tiled(jnp.bfloat16, columns))
+
     interpret = {"interpret": static.interpret} if static.interpret else {}
     found = plgpu.kernel(
         partial(_kernel, static, items.width),
@@ -223,16 +254,14 @@ def decode(q_DKMH: jax.Array, pages: jax.Array, items: DecodeItems, base: jax.Ar
         num_threads=2,
         thread_name="group",
         scratch_types=[
-            plgpu.SMEM((per_head, head_dim), dtype, transforms=transforms),
-            *[plgpu.SMEM((static.stages, TILE, head_dim), dtype, transforms=transforms)] * 2,
-            plgpu.SMEM((per_head, TILE), dtype, transforms=transforms),
+            matrix(head_dim),
+            *ring_types(stages=static.stages, arriving=static.arriving, **sizes),
+            matrix(TILE),
             *[plgpu.SMEM(shape, jnp.float32) for shape in shapes],
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=2 * num_parts(static.page_size), num_barriers=static.stages),
-            plgpu.Barrier(num_barriers=static.stages),
         ],
         **interpret,
-    )(items.num, items.row, items.begin, items.tiles, items.low, items.high, items.table, base, q_DKMH, pages)
+    )(items.num, items.row, items.begin, items.tiles, items.low, items.high, items.table, base, q_DKMH, *pools)
     mass = found.pop() if static.page_mass else None
     out, top, total, *entropy = found
     return Partial(out, top, total, entropy[0] if entropy else None, mass)

@@ -3,7 +3,7 @@ own keys and values already. Flash attention, arXiv 2205.14135, algorithm 1.
 
 A persistent grid: as many blocks as there are processors, each with one warpgroup that has tiles of keys and values
 fetched (TMA) into a ring in shared memory, and one or two that attend them, each for `ROWS` rows of queries. All query
-heads of a KV head are rows of the same block, token by token.
+heads of a KV head are rows of the same block, token by token. int8 tiles: as in decode.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.gpu.block import (
     MASKED,
     Registers,
-    Ring,
     div,
     each_unit,
     fetch_tiles,
     num_parts,
+    pass_last,
     product,
     rem,
+    ring_bytes,
+    ring_types,
     scaled,
     tiled,
 )
@@ -38,6 +40,12 @@ ROWS = TILE
 RING_BYTES = 128 << 10
 MAX_STAGES = 4
 
+INT8_STAGES = 2
+"""Of tiles as matmuls take them, where int8 ones wait in stages of their own."""
+
+FETCH_REGISTERS, ATTEND_REGISTERS = {False: 40, True: 88}, {False: 232, True: 208}
+"""Of a thread where two warpgroups attend and one fetches, which turns int8 tiles into others."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
@@ -47,6 +55,7 @@ class Static:
     head_dim: int
     per_head: int
     page_size: int
+    int8: bool
     scale: float
     softcap: float | None
     statistics: bool
@@ -64,7 +73,14 @@ class Static:
 
     @property
     def stages(self) -> int:
-        return min(MAX_STAGES, RING_BYTES // (2 * TILE * self.head_dim * 2))
+        most = min(MAX_STAGES, RING_BYTES // (4 * TILE * self.head_dim))
+        return min(INT8_STAGES, most) if self.int8 else most
+
+    @property
+    def arriving(self) -> int:
+        """int8 tiles in shared memory: in the room that fewer stages leave, one at least."""
+        tile, arrival = ring_bytes(self.head_dim, int8=True)
+        return max(1, min(MAX_STAGES, (RING_BYTES - self.stages * tile) // arrival)) if self.int8 else 0
 
 
 def down(x_R: jax.Array, columns: int) -> jax.Array:
@@ -73,18 +89,18 @@ def down(x_R: jax.Array, columns: int) -> jax.Array:
 
 
 def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
-    num, row_I, slot_I, begin_I, tiles_I, high_I, table, first, base, q_IKRH, pages = refs[:11]
+    num, row_I, slot_I, begin_I, tiles_I, high_I, table, first, base, q_IKRH = refs[:10]
+    *pools, rest = (*refs[10 : 11 + static.int8], refs[11 + static.int8 :])
     num_outputs = 4 if static.statistics else 1
-    outputs, scratch = refs[11 : 11 + num_outputs], refs[11 + num_outputs :]
-    queries, keys, values, weights, *staged, queried, fetched, consumed, cleared = scratch
+    outputs, (queries, ring, arrivals, weights, *staged, queried, cleared) = rest[:num_outputs], rest[num_outputs:]
     registers = Registers(static.interpret)
     worker = jax.lax.axis_index("group")
-    ring = Ring(keys, values, fetched, consumed)
 
     def fetch_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
         slots: Any = {"begin": begin_I[item], "high": high_I[item], "num_tiles": tiles_I[item]}
         row = row_I[item] * width
-        return fetch_tiles(ring, pages, table, row=row, **slots, base=base[0], head=head, count=count)
+        unit: Any = {"row": row, **slots, "base": base[0], "head": head, "count": count, "registers": registers}
+        return fetch_tiles(ring, arrivals, tuple(pools), table, **unit)
 
     def key_position(item: jax.Array, start: jax.Array, shape: tuple[int, int]) -> jax.Array:
         """[ROWS, TILE]: position less slot of each key of a tile: its page's first position less its first slot."""
@@ -120,16 +136,20 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
             count, old_max, old_sum, old_entropy, acc = carry
             slot = rem(count, ring.stages)
             start = begin + t * TILE
-            plgpu.barrier_wait(fetched.at[slot])
+            plgpu.barrier_wait(ring.fetched.at[slot])
 
-            @pl.when(high - start < TILE)
-            def _() -> None:
-                pl.when(worker == 0)(lambda: registers.clear_tail(values.at[slot], high - start))
-                plgpu.barrier_arrive(cleared)
-                plgpu.barrier_wait(cleared)
+            if not static.int8:
 
-            s = scaled(product(query, keys.at[slot].transpose((1, 0)), (ROWS, TILE)), static.scale, static.softcap)
-            s = jnp.where(seen(start), s, MASKED)
+                @pl.when(high - start < TILE)
+                def _() -> None:
+                    pl.when(worker == 0)(lambda: registers.clear_tail(ring.values.at[slot], high - start))
+                    plgpu.barrier_arrive(cleared)
+                    plgpu.barrier_wait(cleared)
+
+            s = product(query, ring.keys.at[slot].transpose((1, 0)), (ROWS, TILE))
+            if static.int8:
+                s *= registers.scales(ring.scales.at[slot, 0], 1, s.shape)
+            s = jnp.where(seen(start), scaled(s, static.scale, static.softcap), MASKED)
             top = jnp.maximum(old_max, s.max(axis=1))
             shrink = jnp.exp2(old_max - top)
             distance = s - down(top, TILE)
@@ -139,8 +159,11 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
             if static.statistics:
                 entropy = shrink * (old_entropy + old_sum * (old_max - top)) + (p * distance).sum(axis=1)
             acc = acc * down(shrink, static.head_dim)
-            acc = registers.accumulate(acc, p.astype(pages.dtype), values.at[slot], weights.at[worker])
-            plgpu.barrier_arrive(consumed.at[slot])
+            if static.int8:
+                # The scale of a slot that no one owns may be NaN.
+                p = jnp.where(p > 0, p * registers.scales(ring.scales.at[slot, 1], 1, p.shape), 0.0)
+            acc = registers.accumulate(acc, p.astype(weights.dtype), ring.values.at[slot], weights.at[worker])
+            plgpu.barrier_arrive(ring.consumed.at[slot])
             return count + 1, top, total, entropy, acc
 
         none, worst = (registers.reduced(ROWS, value, axis=1) for value in (0.0, MASKED))
@@ -158,32 +181,34 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
     @pl.when(worker == static.workers)
     def _() -> None:
         if static.workers > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        each_unit(num[0], static.kv_heads, static.num_processors, fetch_unit)
+            plgpu.set_max_registers(FETCH_REGISTERS[static.int8], action="decrease")
+        pass_last(ring, arrivals, each_unit(num[0], static.kv_heads, static.num_processors, fetch_unit), registers)
 
     @pl.when(worker < static.workers)
     def _() -> None:
         if static.workers > 1:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(ATTEND_REGISTERS[static.int8], action="increase")
         each_unit(num[0], static.kv_heads, static.num_processors, attend_unit)
         plgpu.wait_smem_to_gmem(0)
 
 
 def prefill(
-    q_IKRH: jax.Array, pages: jax.Array, items: PrefillItems, base: jax.Array, *, static: Static
+    q_IKRH: jax.Array, pools: tuple[jax.Array, ...], items: PrefillItems, base: jax.Array, *, static: Static
 ) -> tuple[jax.Array, ...]:
     """-> out [items, K, R, H] float32, and if `static` asks for them max, sum and entropy accumulator
     [items, K, R] float32 (max and entropy in units of log 2).
 
-    q: [items, K, R = static.rows, H] in the dtype of the pages [L*P, 2K, S, H], row query * per_head + head. base [1]:
-    the layer's first page.
+    q: [items, K, R = static.rows, H] bfloat16, row query * per_head + head. pools, base: as `decode` takes them.
     """
-    dtype, transforms = pages.dtype, tiled(pages.dtype)
     workers = static.workers
     shape = (items.row.shape[0], static.kv_heads, static.rows)
     statistics = [jax.ShapeDtypeStruct(shape, jnp.float32)] * (3 if static.statistics else 0)
     interpret = {"interpret": static.interpret} if static.interpret else {}
-    tile = plgpu.SMEM((static.stages, TILE, static.head_dim), dtype, transforms=transforms)
+    sizes: Any = {"head_dim": static.head_dim, "page_size": static.page_size, "num_readers": workers}
+
+    def matrices(columns: int) -> Any:
+        return plgpu.SMEM((workers, ROWS, columns), jnp.bfloat16, transforms=tiled(jnp.bfloat16, columns))
+
     return plgpu.kernel(
         partial(_kernel, static, items.width, items.window),
         out_type=[jax.ShapeDtypeStruct((*shape, static.head_dim), jnp.float32), *statistics],
@@ -192,18 +217,15 @@ def prefill(
         num_threads=workers + 1,
         thread_name="group",
         scratch_types=[
-            plgpu.SMEM((workers, ROWS, static.head_dim), dtype, transforms=transforms),
-            tile,
-            tile,
-            plgpu.SMEM((workers, ROWS, TILE), dtype, transforms=transforms),
+            matrices(static.head_dim),
+            *ring_types(stages=static.stages, arriving=static.arriving, **sizes),
+            matrices(TILE),
             *[plgpu.SMEM((workers, ROWS), jnp.float32)] * len(statistics),
             plgpu.Barrier(num_barriers=workers),
-            plgpu.Barrier(num_arrivals=2 * num_parts(static.page_size), num_barriers=static.stages),
-            plgpu.Barrier(num_arrivals=workers, num_barriers=static.stages),
             plgpu.Barrier(num_arrivals=workers),
         ],
         **interpret,
     )(
         *(items.num, items.row, items.slot, items.begin, items.tiles, items.high),
-        *(items.table, items.first, base, q_IKRH, pages),
+        *(items.table, items.first, base, q_IKRH, *pools),
     )

@@ -10,14 +10,27 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from jaxkv.kv.codecs import PlainCodec
-from jaxkv.kv.state import GroupKV
+from jaxkv.kv.codecs import decode, get_codec
+from jaxkv.kv.state import GroupKV, PagedKV, copy_pages, empty_group
 from jaxkv.ops.attention import Batch, Heads
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.xla import Xla
-from kernels_pallas import gpu, reference
+from kernels_pallas import gpu
 from kernels_pallas.rows import Rows
-from ragged import LAYER, NUM_ROWS, Case, Shape, assert_close, assert_statistics_close, expected, random_case, sinks_of
+from ragged import (
+    LAYER,
+    NUM_ROWS,
+    Case,
+    Shape,
+    assert_close,
+    assert_statistics_close,
+    expected,
+    int8_of,
+    int8_stands_for,
+    random_case,
+    sinks_of,
+    written,
+)
 
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the interpreter of jax 0.10 knows no transposed parts of references"
@@ -45,13 +58,30 @@ MIXED = [
     Shape(num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True, statistics=True, page_size=64),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, window=70),
 ]
+INT8 = [
+    Shape(page_size=64, window=100, sinks=True, statistics=True),
+    Shape(num_heads=3, kv_heads=1, head_dim=64, page_size=128, softcap=2.0),
+    pytest.param(Shape(num_heads=2, kv_heads=1, head_dim=256, page_size=64), marks=pytest.mark.slow),
+]
+INT8_DECODE = [
+    Shape(num_heads=6, page_size=64, page_mass=True, sinks=True),
+    Shape(num_heads=3, kv_heads=1, head_dim=64, page_size=128, window=150),
+    pytest.param(Shape(num_heads=2, kv_heads=1, head_dim=256, page_size=64, softcap=3.0), marks=pytest.mark.slow),
+]
+
+
+def pages_of(case: Case) -> jax.Array | gpu.Int8Pages:
+    if case.shape.num_bits is None:
+        return written(case)
+    numbers, scales = int8_of(np.asarray(written(case)))
+    return gpu.Int8Pages(jnp.asarray(numbers), jnp.asarray(scales, jnp.bfloat16).reshape(len(scales), 1, -1))
 
 
 def run(case: Case, *, num_processors: int = 2) -> tuple:
     shape, arrays = case.shape, case.arrays
 
     @jax.jit
-    def step(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, start_B, count_B):
+    def step(q_TNH, pages, table_BW, first_BW, len_B, start_B, count_B):
         rows = Rows(table_BW, first_BW, len_B, start_B, count_B, shape.page_size, shape.window)
         schedule = gpu.make_schedule(
             rows,
@@ -66,7 +96,7 @@ def run(case: Case, *, num_processors: int = 2) -> tuple:
         )
         return gpu.ragged_paged_attention(
             q_TNH,
-            reference.write_pages(pages, k_TKH, v_TKH, case.dest_T, layer=LAYER, num_pages=len(case.held)),
+            pages,
             schedule,
             layer=LAYER,
             num_pages=len(case.held),
@@ -78,13 +108,15 @@ def run(case: Case, *, num_processors: int = 2) -> tuple:
             interpret=InterpretGPUParams(detect_races=True),
         )
 
-    return step(pages=jnp.asarray(case.pages), **arrays)
+    known = {name: x for name, x in arrays.items() if name not in ("k_TKH", "v_TKH")}
+    return step(pages=pages_of(case), **known)
 
 
 def check(seed: int, shape: Shape, **options: int) -> None:
     case = random_case(seed, shape)
     real_T = case.row_T < NUM_ROWS
     out, statistics = run(case, **options)
+    case = int8_stands_for(case) if shape.num_bits else case
     want, want_statistics, _ = expected(case)
     out = np.asarray(out, np.float64)
     assert_close(out[real_T], want[real_T], shape.dtype)
@@ -109,9 +141,14 @@ def test_masses_per_page_equal_float64_with_copies_and_races_modelled(shape):
     check(11, replace(shape, decode_only=True, page_mass=True))
 
 
-def test_masses_of_a_step_with_chunks_are_refused():
-    with pytest.raises(NotImplementedError, match="page_mass: expected a step of decode rows only"):
-        run(random_case(0, Shape(page_mass=True)))
+def test_masses_that_the_kernels_do_not_sum_are_refused_by_name():
+    many = Shape(page_mass=True, decode_only=True, num_heads=33, kv_heads=1)
+    for shape, reason in (
+        (Shape(page_mass=True), "page_mass: expected a step of decode rows only"),
+        (many, "page_mass: expected at most 32 query heads of a KV head, got 33"),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            run(random_case(0, shape))
 
 
 @needs_interpreter
@@ -121,19 +158,44 @@ def test_mixed_batches_equal_float64_with_copies_and_races_modelled(shape):
 
 
 @needs_interpreter
-def test_the_backend_writes_and_attends_as_xla_does():
-    case = random_case(3, Shape(head_dim=64, window=40))
+@pytest.mark.parametrize("shape", INT8, ids=str)
+def test_int8_pages_equal_what_their_numbers_stand_for(shape):
+    check(21, replace(shape, num_bits=8))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("shape", INT8_DECODE, ids=str)
+def test_decode_of_int8_pages_equals_what_their_numbers_stand_for(shape):
+    check(22, replace(shape, num_bits=8, decode_only=True))
+
+
+def group_of(backend: Xla | MosaicGpu, name: str, pages: jax.Array, **known: object) -> GroupKV:
+    """`pages` as the backend keeps them."""
+    codec = get_codec(name, platform="gpu")
+    if name == "bfloat16":
+        return GroupKV(pages, codec=codec, **known)
+    if isinstance(backend, Xla):
+        return GroupKV(codec.encode(pages), codec=codec, **known)
+    numbers, scales = codec.quantise(pages)
+    return GroupKV(numbers, codec=codec, scales=scales.astype(jnp.bfloat16).reshape(len(pages), 1, -1), **known)
+
+
+def vectors_of(group: GroupKV) -> jax.Array:
+    """What the pages stand for."""
+    if group.scales is None:
+        return decode(group.codec, group.pages)
+    return group.pages * group.scales.astype(jnp.float32).reshape(*group.pages.shape[:3], 1)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_the_backend_writes_and_attends_as_xla_does(codec):
+    case = random_case(3, Shape(head_dim=64, window=40, page_size=16 if codec == "bfloat16" else 64))
     arrays = {name: jnp.asarray(x) for name, x in case.arrays.items()}
     pages = jnp.nan_to_num(jnp.asarray(case.pages))  # XLA's own writes need no NaN to tell them from others
     len_B = jnp.where(arrays["count_B"] > 0, arrays["len_B"], 0)
-    group = GroupKV(
-        pages=pages,
-        table_BW=arrays["table_BW"],
-        first_BW=arrays["first_BW"],
-        len_B=len_B - arrays["count_B"],
-        codec=PlainCodec(dtype="bfloat16"),
-        num_layers=2,
-    )
+    known = {name: arrays[name] for name in ("table_BW", "first_BW")}
+    known |= {"len_B": len_B - arrays["count_B"], "num_layers": 2}
     batch = Batch(
         token_T=jnp.zeros(len(case.row_T), jnp.int32),
         position_T=jnp.asarray(case.position_T, jnp.int32),
@@ -146,12 +208,26 @@ def test_the_backend_writes_and_attends_as_xla_does():
     heads = Heads(num_heads=4, num_kv_heads=2, head_dim=64, window=40)
     found = []
     for backend in (Xla(), MosaicGpu(interpret=InterpretGPUParams(), num_processors=2)):
+        group = group_of(backend, codec, pages, **known)
+        assert [(x.shape[1:], x.dtype) for x in group.pools] == [
+            (x.shape, x.dtype) for x in backend.page_arrays(heads, case.shape.page_size, group.codec)
+        ]
         prepared = backend.prepare(group, batch, heads)
         stepped = replace(group, len_B=len_B)
         inputs = [arrays[name] for name in ("q_TNH", "k_TKH", "v_TKH")]
         options = {"layer": LAYER, "scale": 0.125, "out_dtype": np.dtype(jnp.float32)}
         found.append(backend.attend(*inputs, stepped, batch, prepared, **options))
     (want, want_group), (out, out_group) = found
-    np.testing.assert_array_equal(out_group.pages, want_group.pages)
+    np.testing.assert_array_equal(vectors_of(out_group), vectors_of(want_group))
     real_T = case.row_T < NUM_ROWS
     np.testing.assert_allclose(np.asarray(out)[real_T], np.asarray(want)[real_T], rtol=0, atol=0.02)
+
+
+def test_a_fork_copies_int8_pages_with_their_scales():
+    heads, codec = Heads(num_heads=4, num_kv_heads=2, head_dim=64, window=None), get_codec("int8", platform="gpu")
+    group = empty_group(num_layers=2, page_arrays=MosaicGpu().page_arrays(heads, 64, codec), num_pages=3, codec=codec)
+    pages, scales = (np.random.default_rng(0).integers(-9, 9, pool.shape) for pool in group.pools)
+    group = replace(group, pages=jnp.asarray(pages, jnp.int8), scales=jnp.asarray(scales, jnp.bfloat16))
+    (after,) = copy_pages(PagedKV((group,)), jnp.array([1, 0]), jnp.array([2, 3])).groups  # the last one is padding
+    for new, old in zip(after.pools, (pages, scales), strict=True):
+        np.testing.assert_array_equal(np.asarray(new, int), old[[0, 1, 1, 3, 4, 4]])

@@ -75,7 +75,16 @@ def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, messag
         ({"compute_capability": "8.0"}, "expected a GPU of compute capability 9.0 .H100, H200., got 8.0"),
         ({"compute_capability": None}, "expected a GPU of compute capability 9.0 .*, got None"),
         ({"codec": PlainCodec(dtype="float32")}, "pages: expected bfloat16, got float32"),
-        ({"codec": get_codec("int8", platform="gpu")}, "kv_cache_dtype: expected bfloat16, got int8"),
+        ({"codec": get_codec("int4", platform="gpu")}, "kv_cache_dtype: expected bfloat16 or int8, got int4"),
+        ({"codec": get_codec("fp8", platform="gpu")}, "kv_cache_dtype: expected bfloat16 or int8, got fp8_e4m3"),
+        (
+            {"codec": get_codec("int8", platform="gpu", dtype="float32")},
+            "kv_cache_dtype int8: expected a model in bfloat16, got float32",
+        ),
+        (
+            {"codec": get_codec("int8", platform="gpu"), "page_size": 32},
+            "page_size: expected one of .64, 128. for int8, got 32",
+        ),
         ({"page_size": 8}, "page_size: expected one of .16, 32, 64, 128., got 8"),
     ],
 )
@@ -83,6 +92,13 @@ def test_the_gpu_kernels_say_what_they_do_not_take(change, reason):
     needs = replace(NEEDS, platform="gpu", compute_capability="9.0")
     with pytest.raises(NotImplementedError, match=f"backend='mosaic_gpu': {reason}"):
         choose_backend("mosaic_gpu", [HEADS], replace(needs, **change))
+
+
+def test_the_gpu_kernels_take_int8_pages():
+    needs = replace(NEEDS, platform="gpu", compute_capability="9.0", codec=get_codec("int8", platform="gpu"))
+    for head_dim in (64, 128, 256):
+        heads = Heads(num_heads=8, num_kv_heads=2, head_dim=head_dim, window=None)
+        assert choose_backend("mosaic_gpu", [heads], needs)[0] == "mosaic_gpu"
 
 
 def test_the_gpu_kernels_refuse_heads_that_leave_no_shared_memory():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
-from jaxkv.kv.state import GroupKV, destinations, write
+from jaxkv.kv.codecs.scaled import ScaledCodec
+from jaxkv.kv.state import GroupKV, destinations, empty_group, write
 from jaxkv.ops.attention.base import Batch, Heads, Needs
-from kernels_pallas.gpu import Schedule, make_schedule, ragged_paged_attention
+from kernels_pallas.gpu import Int8Pages, Schedule, make_schedule, ragged_paged_attention
 from kernels_pallas.rows import Rows
 
 HOPPER = "9.0"
@@ -36,8 +37,10 @@ class MosaicGpu:
                 return f"expected a GPU, got {needs.platform}"
             if needs.compute_capability != HOPPER:
                 return f"expected a GPU of compute capability {HOPPER} (H100, H200), got {needs.compute_capability}"
-        if not isinstance(needs.codec, PlainCodec):
-            return f"kv_cache_dtype: expected bfloat16, got {needs.codec.name}"
+        if not isinstance(needs.codec, PlainCodec) and not _is_int8(needs.codec):
+            return f"kv_cache_dtype: expected bfloat16 or int8, got {needs.codec.name}"
+        if needs.codec.dtype != "bfloat16" and _is_int8(needs.codec):
+            return f"kv_cache_dtype int8: expected a model in bfloat16, got {needs.codec.dtype}"
         try:
             jax.eval_shape(partial(self._try, heads, needs))
         except NotImplementedError as error:
@@ -48,25 +51,27 @@ class MosaicGpu:
         """One layer of the smallest step, to hear from the kernels what they do not take."""
         batch = jnp.zeros(2, jnp.int32)
         table_BW = jnp.zeros((2, needs.pages_per_row), jnp.int32)
-        (page,) = self.page_arrays(heads, needs.page_size, needs.codec)
-        pages = jnp.zeros((1, *page.shape), page.dtype)
-        group = GroupKV(pages, table_BW, table_BW, batch, codec=needs.codec, num_layers=1)
+        arrays = self.page_arrays(heads, needs.page_size, needs.codec)
+        group = empty_group(num_layers=1, page_arrays=arrays, num_pages=1, codec=needs.codec)
+        group = replace(group, table_BW=table_BW, first_BW=table_BW, len_B=batch)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH, k_TKH = (jnp.zeros((2, n, heads.head_dim)) for n in (heads.num_heads, heads.num_kv_heads))
         prepared = self.prepare(group, made, heads)
-        options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.storage_dtype}
+        options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.dtype}
         return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, **options)[0]
 
     def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return (jax.ShapeDtypeStruct((2 * heads.num_kv_heads, page_size, heads.head_dim), codec.storage_dtype),)
+        shape = (2 * heads.num_kv_heads, page_size, heads.head_dim)
+        if not _is_int8(codec):
+            return (jax.ShapeDtypeStruct(shape, codec.storage_dtype),)
+        scales = jax.ShapeDtypeStruct((1, shape[0] * page_size), jnp.bfloat16)
+        return jax.ShapeDtypeStruct(shape, jnp.int8), scales
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, Schedule]:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
         offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
         len_B = group.len_B + batch.count_B
-        rows = Rows(
-            group.table_BW, group.first_BW, len_B, batch.start_B, batch.count_B, group.page_size, heads.window
-        )
+        rows = Rows(group.table_BW, group.first_BW, len_B, batch.start_B, batch.count_B, group.page_size, heads.window)
         schedule = make_schedule(
             rows,
             batch.num_decode,
@@ -94,10 +99,11 @@ class MosaicGpu:
         out_dtype: np.dtype,
     ) -> tuple[jax.Array, GroupKV]:
         dest_T, schedule = prepared
-        group = write(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
+        put = write if group.scales is None else _write_int8
+        group = put(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
         out_TNH, _ = ragged_paged_attention(
             q_TNH,
-            group.pages,
+            group.pages if group.scales is None else Int8Pages(group.pages, group.scales),
             schedule,
             layer=layer,
             num_pages=group.num_pages,
@@ -105,6 +111,25 @@ class MosaicGpu:
             interpret=self.interpret,
         )
         return out_TNH, group
+
+
+def _is_int8(codec: Codec) -> bool:
+    return isinstance(codec, ScaledCodec) and codec.kind == "int8"
+
+
+def _write_int8(
+    group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Array, layer: int | jax.Array
+) -> GroupKV:
+    """As `state.write`, where numbers and scales are apart."""
+    codec, scales = group.codec, group.scales
+    if not isinstance(codec, ScaledCodec) or scales is None:
+        raise TypeError(f"expected pages of int8 numbers and their scales, got {codec.name}")
+    page_T, slot_T = dest_T // group.page_size, dest_T % group.page_size
+    row_T = jnp.where(page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0])
+    numbers, scale = codec.quantise(jnp.concatenate([k_TKH, v_TKH], axis=1))
+    pages = group.pages.at[row_T, :, slot_T].set(numbers, mode="drop")
+    by_head = scales.reshape(*pages.shape[:3]).at[row_T, :, slot_T].set(scale.astype(scales.dtype), mode="drop")
+    return replace(group, pages=pages, scales=by_head.reshape(scales.shape))
 
 
 def num_processors() -> int:
