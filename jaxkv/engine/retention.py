@@ -54,9 +54,10 @@ class Retention:
 
     @property
     def cached_len(self) -> int:
-        """The first tokens, which may come out of the prefix cache: nothing that the policy decides by is missed."""
+        """The first tokens, which may come out of the prefix cache: nothing that the policy decides by is missed, and
+        something is left to compute before it is asked."""
         observes = self.policy.observes
-        return 0 if observes is None else max(0, self.limit - observes)
+        return 0 if observes is None else max(0, self.limit - max(observes, self.page_size))
 
     def is_protected(self, first_W: np.ndarray) -> np.ndarray:
         """Of the full pages with these first positions, in order, and more in full precision than are demoted."""
