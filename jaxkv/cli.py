@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxkv.version import VERSION
 
+KV_POLICIES = "full (default), streaming, page_norm, h2o_page, snapkv_page or entropy; name:int8 demotes to int8 first"
 KV_DTYPES = "bfloat16, float32, int8, fp8_e4m3, fp8_e5m2, int4, turboquant4, turboquant3 or turboquant2.5"
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel-size", type=int, help="devices that divide the model (default: all)")
     parser.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default) or float32")
     parser.add_argument("--kv-cache-dtype", "--kv-dtype", default="auto", help=f"auto (as dtype) or {KV_DTYPES}")
+    parser.add_argument("--kv-policy", default="full", help=KV_POLICIES)
+    parser.add_argument("--kv-budget", type=int, metavar="N", help="tokens' bytes that the policy leaves a sequence")
     parser.add_argument("--max-model-len", type=int, help="longest prompt and output together, in tokens")
     parser.add_argument("--max-num-seqs", type=int, help="rows that run at once (default: 256)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens per step (default: 2048)")
@@ -147,6 +150,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="directory or hub id of the tokenizer, if not the model's")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
     parser.add_argument("--kv-cache-dtype", "--kv-dtype", default="auto", help=f"auto (as dtype) or {KV_DTYPES}")
+    parser.add_argument("--kv-policy", default="full", help=KV_POLICIES)
+    parser.add_argument("--kv-budget", type=int, metavar="N", help="tokens' bytes that the policy leaves a sequence")
     parser.add_argument("--max-model-len", type=int, help="longest prompt and output together, in tokens")
     parser.add_argument("--block-size", type=int, help="tokens per page")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices that divide the model")
@@ -166,7 +171,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ["model", "tokenizer", "dtype", "kv_cache_dtype", "max_model_len", "block_size"]
+    names = ["model", "tokenizer", "dtype", "kv_cache_dtype", "kv_policy", "kv_budget", "max_model_len", "block_size"]
     names += ["tensor_parallel_size", "backend"]
     return {name: getattr(args, name) for name in names}
 
@@ -268,7 +273,8 @@ def _deployments(args: argparse.Namespace) -> list[Deployment]:
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "backend", "max_model_len", "max_num_seqs")
-    options = {name: getattr(args, name) for name in (*names, "max_num_batched_tokens", "block_size")}
+    others = ("kv_policy", "kv_budget", "max_num_batched_tokens", "block_size")
+    options = {name: getattr(args, name) for name in (*names, *others)}
     return options | {"utilization": args.gpu_memory_utilization}
 
 

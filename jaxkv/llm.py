@@ -28,6 +28,7 @@ from jaxkv.engine.pool import abstract_kv, bytes_with_low, empty_kv, fits_keys, 
 from jaxkv.engine.prefix import root_key
 from jaxkv.engine.request import Submission
 from jaxkv.kv.codecs import Codec, get_codec
+from jaxkv.kv.policies import asks_backend, get_policy
 from jaxkv.models.decoder import heads_of
 from jaxkv.ops.attention import Needs, check_backend, choose_backend
 
@@ -121,7 +122,8 @@ class LLM:
         asked |= {"max_num_batched_tokens": max_num_batched_tokens, "seed": seed}
         asked |= {"max_logprobs": spec.vocab_size if max_logprobs == -1 else max_logprobs}
         limits = engine_limits(self._device.platform, spec.max_len, **asked)
-        self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic)
+        policy = kv_policy if asks_backend(get_policy(kv_policy)) else None
+        self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic, policy)
         where: Any = {"backend": self._backend, "num_devices": self._model.placement.size}
         limits = with_policy(limits, kv_policy, kv_budget, codec, spec, **where)
         if fits_keys(limits, codec):
@@ -245,7 +247,8 @@ class LLM:
     def page_table(self) -> dict[str, tuple[int, ...]]:
         """The page ids that every running request holds now, by request_id: a copy, to look at.
 
-        Ids are 0 to num_kv_tokens / block_size - 1; a request's i-th page is for its tokens from i * block_size on.
+        Ids are 0 to num_kv_tokens / block_size - 1; a request's i-th page is for its tokens from i * block_size on, but
+        for what a kv_policy has let go.
         Pages taken for its next tokens are listed too; what waits or needs no more steps holds none and is not listed.
         """
         return {request.id: tuple(request.pages) for request in self._engine.scheduler.running}
@@ -268,7 +271,7 @@ class LLM:
                 f"model     {model.directory} ({spec.family}, {spec.num_layers} layers, {spec.num_heads} query heads)",
                 f"weights   {model.weight_bytes / 2**20:.1f} MiB {model.dtype} on {model.placement}",
                 f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of {config.block_size}, "
-                f"{self._engine.kv.groups[0].codec.name}, {used} pages in use",
+                f"{self._engine.kv.groups[0].codec.name}, {used} pages in use{self._describe_policy()}",
                 f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
                 f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode steps per loop",
                 f"programs  {programs.num_compiled} compiled in {programs.compile_s:.1f} s: steps of "
@@ -278,6 +281,13 @@ class LLM:
                 *self._budget.lines(programs),
             )
         )
+
+    def _describe_policy(self) -> str:
+        config, (group, *_) = self._config, self._engine.kv.groups
+        if not config.row_pages:
+            return ""
+        low = "" if group.low is None else f" and {config.low_row_pages} in {group.low.codec.name}"
+        return f"; kv_policy {config.kv_policy}: {config.row_pages} pages per row{low}"
 
     def _make_intake(self, codec: Codec, share_prefixes: bool, secret: bytes | None) -> Intake:
         if not isinstance(share_prefixes, bool):
@@ -289,7 +299,9 @@ class LLM:
         root = root_key(secret, repr(self._model.spec), self._model.dtype, repr(codec))
         return Intake(self._model, self._config, cache_root=root, share_prefixes=share_prefixes)
 
-    def _choose_backend(self, name: str, limits: EngineConfig, codec: Codec, deterministic: bool) -> tuple[str, str]:
+    def _choose_backend(
+        self, name: str, limits: EngineConfig, codec: Codec, deterministic: bool, kv_policy: str | None
+    ) -> tuple[str, str]:
         heads = heads_of(self._model.spec, num_devices=self._model.placement.size)
         needs = Needs(
             page_size=limits.block_size,
@@ -298,6 +310,7 @@ class LLM:
             codec=codec,
             platform=self._device.platform,
             compute_capability=getattr(self._device, "compute_capability", None),
+            kv_policy=kv_policy,
         )
         return choose_backend(name, heads, needs, deterministic=deterministic)
 

@@ -230,6 +230,7 @@ class Intake:
         pages = config.row_pages
         if params.kv_budget is not None or not pages:
             pages = full_pages(policy, params.kv_budget, page_size=config.block_size)
+            pages = min(pages, -(-config.max_model_len // config.block_size))
         most = min(table_width(config), config.num_pages)
         if pages > most:
             held = f"{most} pages of {config.block_size} tokens in full precision"

@@ -16,12 +16,11 @@ from jaxkv.engine.budget import Budget, Memory
 from jaxkv.engine.retention import full_pages
 from jaxkv.errors import CapacityError
 from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
-from jaxkv.kv.policies import get_policy
+from jaxkv.kv.policies import asks_backend, get_policy
 from jaxkv.kv.state import GroupKV, PagedKV, empty_group
 from jaxkv.models.decoder import heads_of
 from jaxkv.models.spec import KVGroup, ModelSpec
 from jaxkv.ops.attention import BACKENDS, Heads
-from jaxkv.ops.attention.xla import Xla
 from jaxkv.sharding import PAGES, Placement
 
 MARGIN = 0.01
@@ -225,8 +224,8 @@ def with_policy(
 ) -> EngineConfig:
     """The limits with what a policy leaves of each row under a budget, in tokens.
 
-    Raises: ValueError for an unknown policy or a budget that is too small, NotImplementedError for what the backend or
-    the codec of the pages does not let a policy do.
+    Raises: ValueError for an unknown policy or a budget that is too small, NotImplementedError for a codec of the pages
+    that cannot be demoted from, and for several devices where the policy wants more of them than page tables.
     """
     policy = get_policy(name)
     if policy is None:
@@ -234,11 +233,8 @@ def with_policy(
             raise ValueError(f"kv_budget: expected None with kv_policy {name}, got {budget!r}")
         return limits
     named = replace(limits, kv_policy=name)
-    if num_devices > 1:
+    if num_devices > 1 and asks_backend(policy):
         raise NotImplementedError(f"kv_policy {name}: expected tensor_parallel_size=1, got {num_devices}")
-    needs_xla = policy.low or policy.needs_norms or policy.observes != 0
-    if needs_xla and not isinstance(BACKENDS[backend], Xla):
-        raise NotImplementedError(f"kv_policy {name}: expected backend xla, got {backend}")
     ratio, low = 1.0, low_codec(named, codec)
     if low is not None:
         if not isinstance(codec, (PlainCodec, ScaledCodec)):
@@ -247,6 +243,6 @@ def with_policy(
         ratio = bytes_per_page(spec, codec=low, **sizes) / bytes_per_page(spec, codec=codec, **sizes)
         if ratio >= 1:
             raise ValueError(f"kv_policy {name}: expected a kv_cache_dtype larger than {low.name}, got {codec.name}")
-    full = full_pages(policy, budget, page_size=limits.block_size)
+    full = min(full_pages(policy, budget, page_size=limits.block_size), pages_per_row(limits))
     demoted = int((budget / limits.block_size - full) / ratio) if low is not None else 0
     return replace(named, row_pages=full, low_row_pages=demoted)

@@ -395,4 +395,4 @@ def _order_of_work(item: tuple[Request, int]) -> tuple[int, int]:
 
 def _length_of_work(item: tuple[Request, int]) -> int:
     """Decode rows are listed by length: attention sweeps neighbouring rows together, as far as the longest one goes."""
-    return item[0].num_stored
+    return item[0].num_stored - item[0].num_gone

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxkv.aot import Programs
 from jaxkv.config import EngineConfig, engine_limits
 from jaxkv.engine.budget import Memory
-from jaxkv.engine.pool import abstract_kv, bytes_per_page, pages_per_row
+from jaxkv.engine.pool import abstract_kv, bytes_per_page, bytes_with_low, fits_keys, pages_per_row, with_policy
 from jaxkv.kv.codecs import Codec, get_codec
+from jaxkv.kv.policies import asks_backend, get_policy
 from jaxkv.models.decoder import Weights, heads_of
 from jaxkv.models.families import ConfigReader, Layout, Leaf, read_config, read_family
 from jaxkv.models.spec import ModelSpec
@@ -80,13 +81,22 @@ class Deployment:
     @property
     def page_nbytes(self) -> int:
         """On each device."""
-        made: Any = {"codec": self.codec, "backend": self.backend, "num_devices": self.tensor_parallel_size}
-        return bytes_per_page(self.spec, page_size=self.limits.block_size, **made)
+        made: Any = {"backend": self.backend, "num_devices": self.tensor_parallel_size}
+        return bytes_with_low(self.limits, self.spec, self.codec, **made)
 
     @property
     def token_nbytes(self) -> int:
         """Of the KV cache, on all devices together."""
-        return self.page_nbytes * self.tensor_parallel_size // self.limits.block_size
+        made: Any = {"codec": self.codec, "backend": self.backend, "num_devices": self.tensor_parallel_size}
+        nbytes = bytes_per_page(self.spec, page_size=self.limits.block_size, **made)
+        return nbytes * self.tensor_parallel_size // self.limits.block_size
+
+    def sequence_nbytes(self, context: int) -> int:
+        """Of the KV cache of so many tokens, or of what its policy leaves, on all devices together."""
+        row = self.limits.row_pages * self.limits.block_size
+        if not row or context <= row:
+            return context * self.token_nbytes
+        return self.limits.row_pages * self.page_nbytes * self.tensor_parallel_size
 
     @cached_property
     def placement(self) -> Placement:
@@ -104,7 +114,7 @@ class Deployment:
         sized = replace(config, num_pages=num_pages)
         kv = abstract_kv(spec, sized, self.codec, backend=backend, placement=placement)
         weights = weight_shapes(spec, self.layout, dtype=self.dtype, placement=placement)
-        if self.codec.fits_keys:
+        if fits_keys(self.limits, self.codec):
             weights = self._with_affine(weights, placement)
         return Programs(weights, kv, spec=spec, config=config, backend=backend, placement=placement)
 
@@ -135,6 +145,8 @@ def deploy(
     *,
     dtype: str = "bfloat16",
     kv_cache_dtype: str = "auto",
+    kv_policy: str = "full",
+    kv_budget: int | None = None,
     tensor_parallel_size: int | None = None,
     backend: str = "auto",
     utilization: float = 0.9,
@@ -160,8 +172,10 @@ def deploy(
         pages_per_row=pages_per_row(engine),
         codec=codec,
         platform="tpu",
+        kv_policy=kv_policy if asks_backend(get_policy(kv_policy)) else None,
     )
     chosen, reason = choose_backend(backend, heads_of(spec, num_devices=size), needs)
+    engine = with_policy(engine, kv_policy, kv_budget, codec, spec, backend=chosen, num_devices=size)
     return Deployment(
         name=config.where,
         spec=spec,

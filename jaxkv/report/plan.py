@@ -49,6 +49,8 @@ class Plan:
     num_pages: int
     page_nbytes: int
     page_size: int
+    row_pages: int = 0
+    """The most of a sequence, 0: all."""
 
     @property
     def pool_bytes(self) -> int:
@@ -65,7 +67,8 @@ class Plan:
 
     def num_sequences(self, context: int) -> int:
         """Sequences of so many tokens that the pool holds, each in pages of its own."""
-        return self.num_pages // -(-context // self.page_size)
+        pages = -(-context // self.page_size)
+        return self.num_pages // (min(pages, self.row_pages) if self.row_pages else pages)
 
 
 def plan_by_formula(deployment: Deployment) -> Plan:
@@ -133,6 +136,7 @@ def _plan(deployment: Deployment, source: str, num_pages: int, *, temp_bytes: in
         num_pages=num_pages,
         page_nbytes=deployment.page_nbytes,
         page_size=deployment.limits.block_size,
+        row_pages=deployment.limits.row_pages,
     )
 
 
@@ -187,13 +191,14 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     """What does not depend on the chips: the cache of a token, and of a sequence or several."""
     spec, token = deployment.spec, deployment.token_nbytes
     heads = f"{spec.num_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
-    kinds = f"weights {deployment.dtype}, KV cache {deployment.codec.name}"
+    kinds = f"weights {deployment.dtype}, KV cache {deployment.codec.name}, kv_policy {deployment.limits.kv_policy}"
     lines = [f"{deployment.name}: {spec.family}, {spec.num_layers} layers, {heads}, {kinds}"]
     lines.append(_row("KV cache of a token", [f"{token / 2**10:.2f} KiB"]))
     for context in contexts:
-        lines.append(_row(f"of a sequence of {context:,}", [f"{context * token / GIB:.2f} GiB"]))
+        nbytes = deployment.sequence_nbytes(context)
+        lines.append(_row(f"of a sequence of {context:,}", [f"{nbytes / GIB:.2f} GiB"]))
         if sequences:
-            lines.append(_row(f"of {sequences} of them", [f"{sequences * context * token / GIB:.2f} GiB"]))
+            lines.append(_row(f"of {sequences} of them", [f"{sequences * nbytes / GIB:.2f} GiB"]))
     return "\n".join([lines[0], *(f"  {line}" for line in lines[1:])])
 
 

@@ -5,7 +5,7 @@ Before every step all memory that no request holds is NaN, demoted pages include
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -23,11 +23,18 @@ from tiny import make_checkpoint, tiny_config
 
 SIZE, PAGES = 8, 8
 BUDGET = SIZE * PAGES
-NUM_NEW = 20
+NUM_NEW = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=5)
 
 Scores = Callable[["Forgetful", list[int], list[int]], dict[int, float]]
 """(decoder, tokens so far, pages that it holds) -> what each page is worth."""
+
+
+def stored(codec: Any, x_KTH: np.ndarray) -> np.ndarray:
+    """What pages in a codec return. Always of one shape: each would be compiled."""
+    padded = np.zeros((x_KTH.shape[0], 256, x_KTH.shape[2]), np.float32)
+    padded[:, : x_KTH.shape[1]] = x_KTH
+    return np.asarray(decode(codec, codec.encode(jnp.asarray(padded))), np.float64)[:, : x_KTH.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -50,9 +57,7 @@ class Forgetful(Dense):
         if self.codec is None:
             return super()._attention(h, layer, window)
         q, k, v = (self._heads(h, layer, name) for name in "qkv")
-        less = [
-            np.asarray(decode(self.codec, self.codec.encode(jnp.asarray(x, jnp.float32))), np.float64) for x in (k, v)
-        ]
+        less = [stored(self.codec, x) for x in (k, v)]
         k, v, less_k, less_v = (x.repeat(q.shape[0] // x.shape[0], axis=0) for x in (k, v, *less))
         low_TT = self.low_TT[: len(h), : len(h)]
         scores = np.where(low_TT, q @ less_k.swapaxes(1, 2), q @ k.swapaxes(1, 2)) / q.shape[2] ** 0.5
@@ -169,8 +174,8 @@ def new_llm(dense: Dense, policy: str, **options: Any) -> LLM:
     """Made once for all tests: each leaves nothing behind but what is cached."""
     limits = {"block_size": SIZE, "max_num_batched_tokens": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 40}
     budget = None if policy == "full" else BUDGET
-    made: dict[str, Any] = {"dtype": "float32", "kv_policy": policy, "kv_budget": budget}
-    return LLM(dense.directory, skip_tokenizer_init=True, lazy_compile=True, **made | limits | options)
+    made: dict[str, Any] = {"dtype": "float32", "kv_policy": policy, "kv_budget": budget, "lazy_compile": True}
+    return LLM(dense.directory, skip_tokenizer_init=True, **made | limits | options)
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[Any]:
@@ -186,10 +191,15 @@ def counter(llm: LLM, name: str) -> float:
     return metric.value
 
 
-LENGTHS = (150, 20, 71, 200)
+LENGTHS = (180, 20, 71)
 
 
-@pytest.mark.parametrize("policy", RULES)
+def some(names: Iterable[str], *fast: str) -> list[Any]:
+    """All of them, most in the slow tests: each has programs of its own to compile."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("policy", some(RULES, "streaming:fp8_e4m3", "page_norm", "snapkv_page", "entropy:fp8_e4m3"))
 def test_a_policy_forgets_what_a_dense_decoder_forgets_by_the_same_rule(dense, policy):
     """Log-probabilities of all tokens, for prompts in chunks beside each other."""
     scores, demotes = RULES[policy]
@@ -207,14 +217,14 @@ def test_a_policy_forgets_what_a_dense_decoder_forgets_by_the_same_rule(dense, p
                 [want[token] for token in entry], abs=2e-3
             )
     outcomes = llm._engine.scheduler.trim.outcomes
-    assert outcomes["dropped"] + outcomes["demoted"] > 0
-    assert (outcomes["demoted_dropped"] > 0) is demotes  # more came than there is room for
+    assert outcomes["dropped"] + outcomes["demoted_dropped"] > 0  # more came than there is room for
+    assert (outcomes["demoted"] > 0) is demotes
 
 
-@pytest.mark.parametrize("policy", ["streaming", "h2o_page", "entropy"])
+@pytest.mark.parametrize("policy", some(("streaming", "h2o_page", "entropy"), "entropy"))
 def test_tokens_do_not_depend_on_neighbours_chunks_or_preemption(dense, policy):
-    prompts = [*prompts_of(LENGTHS), *prompts_of((30, 20, 25))]
-    params = [*[GREEDY] * len(LENGTHS), *[replace(GREEDY, max_tokens=80)] * 3]
+    prompts = [*prompts_of(LENGTHS), *prompts_of((12, 9, 10))]
+    params = [*[GREEDY] * len(LENGTHS), *[replace(GREEDY, max_tokens=60)] * 3]
     want = [list(one.token_ids) for one in generate(new_llm(dense, policy), prompts, params)]
     chunked = generate(new_llm(dense, policy, max_num_batched_tokens=16), prompts, params)
     tight = new_llm(dense, policy, num_gpu_blocks_override=6 if policy == "entropy" else 12)
@@ -227,19 +237,22 @@ def test_tokens_do_not_depend_on_neighbours_chunks_or_preemption(dense, policy):
     assert policy == "entropy" or whole[1] == want[1]  # which never reached the budget
 
 
-@pytest.mark.parametrize("policy", ["streaming", "snapkv_page", "h2o_page", "entropy"])
+CACHED = ("streaming", "snapkv_page", "h2o_page", "entropy")
+
+
+@pytest.mark.parametrize("policy", some(CACHED, *CACHED[:2]))
 def test_a_prefix_hit_gives_what_a_miss_gives(dense, policy):
     """And pages that were computed after something was forgotten are not found by anybody."""
-    llm, plain = new_llm(dense, policy, seed=2), new_llm(dense, "full")
+    llm, plain = new_llm(dense, policy), new_llm(dense, "full")
     (long,) = prompts_of((150,))
     prompts = [long, long[:40] + [3] * 90, long]
     other = new_llm(dense, policy, enable_prefix_caching=False)
-    miss = [generate(other, [ids])[0].token_ids for ids in prompts[:2]]
+    miss, hits = [generate(other, [ids])[0].token_ids for ids in prompts[:2]], counter(llm, "prefix_cache_hits")
     assert [generate(llm, [ids])[0].token_ids for ids in prompts] == [*miss, miss[0]]
-    hits = counter(llm, "prefix_cache_hits")
+    hits = counter(llm, "prefix_cache_hits") - hits
     assert (hits > 0) is (policy in ("streaming", "snapkv_page"))  # others have to see what all queries attend to
     full = replace(GREEDY, kv_policy="full", max_tokens=4)
-    assert generate(llm, [long[:56]], full)[0].token_ids == generate(plain, [long[:56]], full)[0].token_ids
+    assert generate(llm, [long[:25]], full)[0].token_ids == generate(plain, [long[:25]], full)[0].token_ids
     llm._engine.scheduler.check()
 
 
@@ -259,28 +272,27 @@ def test_without_a_policy_nothing_changes_beside_requests_that_have_one(dense):
     assert [mixed[1].token_ids, mixed[3].token_ids] == [one.token_ids for one in want]
 
 
-def test_a_pool_of_a_quarter_of_the_context_serves_it_to_the_end(dense):
-    for policy in ("streaming", "entropy"):
-        llm = new_llm(dense, policy, num_gpu_blocks_override=PAGES)
-        (prompt,) = prompts_of((4 * PAGES * SIZE,))
-        (output,) = generate(llm, [prompt])
-        assert (len(output.token_ids), output.finish_reason) == (NUM_NEW, "length")
-        with pytest.raises(ValueError, match="have a kv_policy"):
-            generate(llm, [prompt], replace(GREEDY, kv_policy="full"))
+@pytest.mark.parametrize("policy", some(("streaming", "entropy"), "entropy"))
+def test_a_pool_of_a_quarter_of_the_context_serves_it_to_the_end(dense, policy):
+    llm = new_llm(dense, policy, num_gpu_blocks_override=PAGES)
+    (prompt,) = prompts_of((4 * PAGES * SIZE,))
+    (output,) = generate(llm, [prompt])
+    assert (len(output.token_ids), output.finish_reason) == (NUM_NEW, "length")
+    with pytest.raises(ValueError, match="have a kv_policy"):
+        generate(llm, [prompt], replace(GREEDY, kv_policy="full"))
 
 
 def test_pages_that_go_are_given_back_while_the_request_runs(dense):
-    llm = new_llm(dense, "streaming", seed=1)  # an engine of its own
+    llm = new_llm(dense, "streaming")
     (prompt,) = prompts_of((200,))
-    most = 0
+    most, dropped = 0, llm._engine.scheduler.trim.outcomes["dropped"]
+    freed = counter(llm, "kv_policy_bytes_freed")
     for _ in llm.stream({"prompt_token_ids": prompt}, GREEDY):
         most = max(most, llm._engine.scheduler.allocator.num_used)
     assert most <= PAGES
-    freed = counter(llm, "kv_policy_bytes_freed")
-    page_nbytes = llm._budget.page_nbytes
-    dropped = llm._engine.scheduler.trim.outcomes["dropped"]
+    dropped = llm._engine.scheduler.trim.outcomes["dropped"] - dropped
     assert dropped >= (200 - BUDGET) // SIZE
-    assert freed == dropped * page_nbytes
+    assert counter(llm, "kv_policy_bytes_freed") - freed == dropped * llm._budget.page_nbytes
 
 
 def test_protected_spans_stay(dense):
@@ -315,6 +327,7 @@ def test_beams_forget_as_they_would_alone(dense, policy):
     assert (scheduler.allocator.num_used, scheduler.trim.low.num_used) == (0, 0)
 
 
+@pytest.mark.slow
 def test_int8_pages_are_demoted_to_int4(dense):
     llm = new_llm(dense, "entropy", kv_cache_dtype="int8")
     prompts = prompts_of((150, 200))

@@ -18,7 +18,9 @@ from jaxkv.engine.beam import BeamSearch
 from jaxkv.engine.branch import link, search_on
 from jaxkv.engine.prefix import PageChain
 from jaxkv.engine.request import Request
+from jaxkv.engine.retention import Retention
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
+from jaxkv.kv.policies import Held, Room, keep_best
 from tiny import ENGINE
 
 PARAMS = SamplingParams()
@@ -106,17 +108,36 @@ class Part:
     state: int | None
 
 
+@dataclass(frozen=True)
+class ByLot:
+    """A policy that keeps, demotes and drops at random, as far as it may."""
+
+    name: str = "by_lot"
+    observes: int | None = 0
+    focused: bool = False
+    needs_norms: bool = False
+    low: str | None = "int4"
+
+    def select(self, held: Held, room: Room) -> np.ndarray:
+        rng = np.random.default_rng(held.first_W.tolist())
+        fewer = Room(room.full, int(rng.integers(0, room.low + 1)))
+        return keep_best(rng.random(len(held.first_W)), held, fewer)
+
+
 @dataclass
 class Traffic:
-    """`reads_late`: how often a plan is made while the results of the one before it are still to come."""
+    """`reads_late`: how often a plan is made while the results of the one before it are still to come. `budgets`: how
+    many of the requests forget."""
 
     config: EngineConfig
     seed: int
     reads_late: float = 0.7
     searches: float = 0.0
+    budgets: float = 0.0
     num_steps: int = 0
     num_aborted: int = 0
     num_copies: int = 0
+    num_demoted: int = 0
     finished: list[Request] = field(default_factory=list)
     computed: Counter = field(default_factory=Counter)
     sequences: dict[Request, Sequence] = field(default_factory=dict)
@@ -127,6 +148,7 @@ class Traffic:
         self.rng = random.Random(self.seed)
         self.scheduler = Scheduler(self.config)
         self.slots: list[list[int | None]] = [[None] * self.config.block_size for _ in range(self.config.num_pages)]
+        self.low_slots: list[list[int | None]] = [[None] * self.config.block_size] * self.config.num_low_pages
         self.expected: dict[Request, list[int] | list[list[int]]] = {}
         limit = self.config.max_len - 1
         self.beginnings = [self.rng.choices(range(NUM_TOKENS), k=self.rng.randint(0, limit)) for _ in range(6)]
@@ -138,9 +160,19 @@ class Traffic:
         root, seed, priority = rng.choice([b"one", b"two"]), rng.getrandbits(16), rng.choice([0, 0, 0, -1, 5])
         max_len = rng.randint(len(prompt) + 1, limit)
         is_search, width = rng.random() < self.searches, rng.choice([1, 1, 1, 3])
+        retention = None
+        if self.config.row_pages and rng.random() < self.budgets:
+            pages = rng.randint(4, self.config.row_pages)
+            low = rng.randint(0, self.config.low_row_pages)
+            options = {"page_size": self.config.block_size, "full_pages": pages, "low_pages": low}
+            retention = Retention(policy=ByLot(), **options)
+        elif self.config.row_pages:
+            max_len = min(max_len, self.config.row_pages * self.config.block_size)
+            prompt = prompt[: max_len - 1]
         if is_search:  # what the front door lets in
             width = min(rng.randint(1, 4), self.config.max_num_seqs, self.config.num_pages)
-            max_len = min(max_len, self.config.num_pages // width * self.config.block_size)
+            if retention is None or width * retention.full_pages > self.config.num_pages:
+                max_len = min(max_len, self.config.num_pages // width * self.config.block_size)
             prompt = prompt[: max_len - 1]
         requests = [
             Request(
@@ -156,6 +188,7 @@ class Traffic:
                 chain=PageChain(root),
                 sample=sample,
                 priority=priority,
+                retention=retention,
             )
             for sample in range(width)
         ]
@@ -186,6 +219,7 @@ class Traffic:
                 work = self.work_of(plan)
                 first = min(self.scheduler.running, key=lambda request: request.order)
                 assert first.num_pending == 0 or dict(work)[first] >= 1, "the first in order always advances"
+                self.demote(plan.demotions)
                 self.copy(plan.copies)
                 self.launch(plan, work)
             self.read(before)
@@ -214,6 +248,7 @@ class Traffic:
             self.read()
             self.scheduler.start_over()
             self.slots = [[None] * self.config.block_size for _ in self.slots]
+            self.low_slots = [[None] * self.config.block_size] * len(self.low_slots)
 
     def work_of(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
         if isinstance(plan, LoopPlan):
@@ -222,7 +257,8 @@ class Traffic:
             assert 1 <= plan.num_steps <= self.config.decode_steps
             assert set(plan.requests) == {request for request in self.scheduler.running if request.num_pending}
             assert plan.num_steps == 1 or not any(request.search for request in plan.requests)
-            assert plan.work == [(request, min(plan.num_steps, request.num_left)) for request in plan.requests]
+            rooms = [min(one.num_left, one.evict_len - one.num_stored) for one in plan.requests]
+            assert plan.work == list(zip(plan.requests, [min(plan.num_steps, room) for room in rooms], strict=True))
             return plan.work
         counts = [count for _, count in plan.work]
         assert counts == sorted(counts, key=lambda count: count > 1), "pieces of one token come first"
@@ -261,7 +297,7 @@ class Traffic:
                 self.slots[handle.pages[at // size]][at % size] = None  # of no use, and nobody else's
                 continue
             state = self.store(request, handle, at)
-            if at + 1 == len(sequence.tokens) and request.search is None:
+            if at + request.num_gone + 1 == len(sequence.tokens) and request.search is None:
                 sequence.tokens.append(sampled(state, request.seed))
                 sequence.has_ended = is_end(state, request.seed)
         return state
@@ -270,7 +306,7 @@ class Traffic:
         """Writes the token's slot; returns what it holds."""
         size, sequence = self.config.block_size, self.sequences[request]
         before = self.slots[handle.pages[(at - 1) // size]][(at - 1) % size] if at else hash(request.chain.root)
-        state = after(before, sequence.tokens[at])
+        state = after(before, sequence.tokens[at + request.num_gone])
         self.slots[handle.pages[at // size]][at % size] = state
         if (at + 1) % size == 0 and at + 1 < request.prompt_len:
             self.computed[state] += 1
@@ -314,6 +350,13 @@ class Traffic:
         self.finished.append(request)
         self.scheduler.remove(request)
 
+    def demote(self, demotions: tuple[tuple[int, int], ...]) -> None:
+        for source, target in demotions:
+            self.low_slots[target] = list(self.slots[source])
+        self.num_demoted += len(demotions)
+        if demotions:
+            self.scheduler.copied()
+
     def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         """As the device does: one after the other."""
         for source, target in copies:
@@ -326,12 +369,16 @@ class Traffic:
         if request not in self.sequences:
             return
         sequence, size = self.sequences[request], self.config.block_size
-        length, states = min(handle.length, len(sequence.tokens) - 1), sequence.states
+        length, states = min(handle.length + request.num_gone, len(sequence.tokens) - 1), sequence.states
         while len(states) < length:
             states.append(after(states[-1] if states else hash(request.chain.root), sequence.tokens[len(states)]))
-        for index, page in enumerate(handle.pages[: -(-length // size)]):
-            own = states[index * size : min(length, (index + 1) * size)]
+        kept = request.kept
+        firsts = range(0, length, size) if kept is None else kept.firsts(len(handle.pages), request.num_gone, size)
+        for first, page in zip(firsts, handle.pages, strict=False):
+            own = states[first : min(length, first + size)]
             assert self.slots[page][: len(own)] == own
+        for first, page in [] if kept is None else zip(kept.low_first, kept.low, strict=True):
+            assert self.low_slots[page] == states[first : first + size]
 
 
 ENGINES = {
@@ -357,6 +404,25 @@ def test_searches_among_others_find_what_they_find_alone(config, searches):
     check(traffic, num_steps=1000)
     assert sum(request.search is not None for request in traffic.finished) > 20
     assert traffic.num_copies > 0 or config.max_num_seqs == 1
+
+
+FORGETFUL = {
+    "plain": replace(ENGINE, max_model_len=200, row_pages=6, low_row_pages=5, num_pages=20),
+    "tight pool": replace(ENGINE, max_model_len=150, row_pages=5, low_row_pages=9, num_pages=7),
+    "many rows": replace(ENGINE, max_model_len=120, row_pages=4, max_num_seqs=12, num_pages=30),
+}
+
+
+@pytest.mark.parametrize("config", FORGETFUL.values(), ids=FORGETFUL)
+@pytest.mark.parametrize("searches", [0.0, 0.3])
+def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(config, searches):
+    """Next tokens follow from the state of the last one alone, so they are the same however much is forgotten."""
+    traffic = Traffic(config, seed=6, searches=searches, budgets=0.6)
+    check(traffic, num_steps=1500)
+    trim = traffic.scheduler.trim
+    assert (trim.low.num_used, trim.rows, dict(trim.undone)) == (0, set(), {})
+    assert trim.outcomes["dropped"] > 100
+    assert bool(traffic.num_demoted) is bool(config.low_row_pages)
 
 
 @pytest.mark.slow

@@ -47,4 +47,21 @@ def get_policy(name: Any) -> Policy | None:
     return replace(POLICIES[given], low=codec)
 
 
-__all__ = ["DEMOTE", "DROP", "FULL", "KEEP", "POLICIES", "Held", "Policy", "Room", "get_policy", "keep_best"]
+def asks_backend(policy: Policy | None) -> bool:
+    """Whether it wants more of a backend than tables with gaps: sums, lengths, a second pool."""
+    return policy is not None and bool(policy.low or policy.needs_norms or policy.observes != 0)
+
+
+__all__ = [
+    "DEMOTE",
+    "DROP",
+    "FULL",
+    "KEEP",
+    "POLICIES",
+    "Held",
+    "Policy",
+    "Room",
+    "asks_backend",
+    "get_policy",
+    "keep_best",
+]

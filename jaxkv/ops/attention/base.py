@@ -46,6 +46,8 @@ class Needs:
     platform: str
     compute_capability: str | None = None
     """Of a GPU by NVIDIA: "9.0"."""
+    kv_policy: str | None = None
+    """One that wants more than page tables (`kv.policies.asks_backend`)."""
 
 
 class Backend(Protocol):
