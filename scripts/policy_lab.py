@@ -150,7 +150,7 @@ def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
         drawn.append((texts, {d: [recall_trial(rng, corpus, d) for _ in range(options.trials)] for d in DISTANCES}))
     full = Runner("full", None)
     bases = [full.logprobs(texts) for texts, _ in drawn]
-    result["rows"] = rows = {}
+    rows = result.setdefault("rows", {})
     for share in ["full", *options.shares]:
         for policy in ["full"] if share == "full" else options.policies:
             started = time.monotonic()
@@ -213,7 +213,10 @@ def main() -> None:
     options = parser.parse_args()
     options.policies = [name for name in options.policies.split(",") if name]
     options.shares = [float(share) for share in options.shares.split(",")]
-    result: dict[str, Any] = environment() | {"command": " ".join(sys.argv)}
+    result: dict[str, Any] = environment()
+    if options.json and options.json.is_file():  # more rows of the same texts and questions
+        result |= json.loads(options.json.read_text())
+    result.setdefault("commands", []).append(" ".join(sys.argv))
     measure(options, result)
     print(table(result))
     if options.plot:
