@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxkv.version import VERSION
 
-KV_POLICIES = "full (default), streaming, page_norm, h2o_page, snapkv_page or entropy; name:int8 demotes to int8 first"
+KV_POLICIES = "full (default), streaming, page_norm, h2o_page, snapkv_page, entropy or quest; name:int8 demotes first"
 KV_DTYPES = "bfloat16, float32, int8, fp8_e4m3, fp8_e5m2, int4, turboquant4, turboquant3 or turboquant2.5"
 
 if TYPE_CHECKING:

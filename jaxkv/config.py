@@ -50,7 +50,7 @@ class EngineConfig:
     """Limits of one engine. Lengths and budgets are in tokens, `block_size` is the tokens per page.
 
     Under a `kv_policy` a row holds at most `row_pages` pages and `low_row_pages` demoted ones; row_pages 0: as many as
-    its length takes.
+    its length takes. A decoding query reads at most `read_pages` of each row; 0: all.
     """
 
     max_model_len: int
@@ -64,9 +64,10 @@ class EngineConfig:
     kv_policy: str = "full"
     row_pages: int = 0
     low_row_pages: int = 0
+    read_pages: int = 0
 
     def __post_init__(self) -> None:
-        may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages")
+        may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "kv_policy":

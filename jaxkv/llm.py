@@ -53,6 +53,7 @@ class LLM:
     int4, turboquant4, turboquant3, turboquant2.5.
     kv_policy, kv_budget: what stays of a request's cache when it takes so many tokens' bytes (docs/kv-policies.md):
     full (everything), streaming, page_norm, h2o_page, snapkv_page, entropy; "streaming:int8" first demotes to int8.
+    With quest everything stays, and the budget is what a new token reads.
     kv_cache_memory_bytes, num_gpu_blocks_override: size of the cache in bytes or pages; by default what max_num_seqs
     rows of max_model_len take, within gpu_memory_utilization of the device (on a CPU of the available memory, and at
     most a quarter of it).
@@ -284,6 +285,8 @@ class LLM:
 
     def _describe_policy(self) -> str:
         config, (group, *_) = self._config, self._engine.kv.groups
+        if config.read_pages:
+            return f"; kv_policy {config.kv_policy}: {config.read_pages} pages of a row are read for a new token"
         if not config.row_pages:
             return ""
         low = "" if group.low is None else f" and {config.low_row_pages} in {group.low.codec.name}"

@@ -77,7 +77,9 @@ class Placement:
 
         def of(group: GroupKV) -> GroupKV:
             low = None if group.low is None else of(group.low)
-            return replace(group, pages=pages, scales=None if group.scales is None else pages, low=low, **whole)
+            extremes: Any = None if group.extremes is None else WHOLE
+            scales = None if group.scales is None else pages
+            return replace(group, pages=pages, scales=scales, low=low, extremes=extremes, **whole)
 
         return replace(kv, groups=tuple(map(of, kv.groups)))
 

@@ -25,7 +25,8 @@ NAN, INF = math.nan, math.inf
 
 def test_limits_are_kept_and_frozen():
     config = EngineConfig(**LIMITS)
-    assert dataclasses.asdict(config) == LIMITS | {"kv_policy": "full", "row_pages": 0, "low_row_pages": 0}
+    unbounded = {"kv_policy": "full", "row_pages": 0, "low_row_pages": 0, "read_pages": 0}
+    assert dataclasses.asdict(config) == LIMITS | unbounded
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_pages = 3
     with pytest.raises(TypeError):

@@ -221,7 +221,11 @@ class Intake:
         config = self._config
         name = config.kv_policy if params.kv_policy is None else params.kv_policy
         policy, of_engine = get_policy(name), get_policy(config.kv_policy)
-        if policy is None:
+        if policy is None or policy.reads_some:
+            if of_engine is not None and of_engine.reads_some and policy is None:
+                raise ValueError(f"kv_policy: {config.kv_policy} is the engine's for all requests, got {name}")
+            if policy is not None:
+                check_served(policy, of_engine)
             for field in ("kv_budget", "kv_protect"):
                 if getattr(params, field) is not None:
                     raise ValueError(f"{field}: expected None with kv_policy {name}, got {getattr(params, field)!r}")

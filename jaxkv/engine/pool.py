@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv.aot import Programs
 from jaxkv.config import EngineConfig, is_int
@@ -38,9 +39,12 @@ def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec, backend: st
 
 
 def bytes_with_low(limits: EngineConfig, spec: ModelSpec, codec: Codec, *, backend: str, num_devices: int = 1) -> int:
-    """`bytes_per_page` with the part of a demoted page that the pool has for each."""
+    """`bytes_per_page` with what a policy has beside each: part of a demoted page, or the extremes of its keys."""
     made: Any = {"page_size": limits.block_size, "backend": backend, "num_devices": num_devices}
     nbytes, low = bytes_per_page(spec, codec=codec, **made), low_codec(limits, codec)
+    if limits.read_pages:
+        wide = [group for group in spec.groups if group.window is None]
+        nbytes += sum(len(one.layers) * 2 * one.num_kv_heads * one.head_dim * 4 for one in wide)
     if low is None:
         return nbytes
     return nbytes + -(-bytes_per_page(spec, codec=low, **made) * limits.low_row_pages // limits.row_pages)
@@ -194,7 +198,11 @@ def _groups(
         arrays = BACKENDS[backend].page_arrays(heads, config.block_size, codec)
         of_all = (jax.ShapeDtypeStruct((x.shape[0] * num_devices, *x.shape[1:]), x.dtype) for x in arrays)
         sizes: Any = {"num_layers": len(group.layers), "num_pages": num_pages}
-        return empty_group(**sizes, page_arrays=tuple(of_all), codec=codec, device=device)
+        made = empty_group(**sizes, page_arrays=tuple(of_all), codec=codec, device=device)
+        if not config.read_pages or group.window is not None:
+            return made
+        extremes = jnp.zeros((made.pages.shape[0], 2, group.num_kv_heads, group.head_dim), jnp.float32, device=device)
+        return replace(made, extremes=extremes, num_read=config.read_pages)
 
     groups = list(zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True))
     made = [empty(*pair, codec, config.num_pages) for pair in groups]
@@ -236,13 +244,15 @@ def with_policy(
     if num_devices > 1 and asks_backend(policy):
         raise NotImplementedError(f"kv_policy {name}: expected tensor_parallel_size=1, got {num_devices}")
     ratio, low = 1.0, low_codec(named, codec)
+    if (low is not None or policy.reads_some) and not isinstance(codec, (PlainCodec, ScaledCodec)):
+        raise NotImplementedError(f"kv_policy {name}: expected a kv_cache_dtype without a rotation, got {codec.name}")
     if low is not None:
-        if not isinstance(codec, (PlainCodec, ScaledCodec)):
-            raise NotImplementedError(f"kv_policy {name}: expected a kv_cache_dtype to demote from, got {codec.name}")
         sizes: Any = {"page_size": limits.block_size, "backend": backend}
         ratio = bytes_per_page(spec, codec=low, **sizes) / bytes_per_page(spec, codec=codec, **sizes)
         if ratio >= 1:
             raise ValueError(f"kv_policy {name}: expected a kv_cache_dtype larger than {low.name}, got {codec.name}")
+    if policy.reads_some:
+        return replace(named, read_pages=full_pages(policy, budget, page_size=limits.block_size))
     full = min(full_pages(policy, budget, page_size=limits.block_size), pages_per_row(limits))
     demoted = int((budget / limits.block_size - full) / ratio) if low is not None else 0
     return replace(named, row_pages=full, low_row_pages=demoted)

@@ -166,7 +166,9 @@ def full_pages(policy: Policy, budget: Any, *, page_size: int) -> int:
 def check_served(policy: Policy, of_engine: Policy | None) -> None:
     """Raises: ValueError if an engine made for another policy does not measure or store what this one needs."""
     observes, focused = (0, policy.focused) if of_engine is None else (of_engine.observes, of_engine.focused)
-    wants = []
+    if of_engine is not None and of_engine.reads_some and policy != of_engine:
+        raise ValueError(f"kv_policy: {of_engine.name} is the engine's for all requests, got {policy.name}")
+    wants = ["part of the pages to be read"] if policy.reads_some and policy != of_engine else []
     if policy.observes != 0 and (observes == 0 or policy.focused != focused):
         wants.append("attention to be observed so")
     if policy.needs_norms and (of_engine is None or not of_engine.needs_norms):

@@ -50,6 +50,8 @@ class GroupKV:
     low      older pages of the same rows in a smaller codec, which steps read and never write (`kv.policies`); None of
              an engine that has none. A row's keys are those of both.
     statistics  what steps add up while they attend, None where nobody asks.
+    extremes [L*P, 2, K, H] float32: the least and the largest value of each channel over the keys of a page, where
+             decoding queries read only `num_read` pages of each row (`ops.attention.select`), else None.
     """
 
     pages: jax.Array
@@ -61,11 +63,13 @@ class GroupKV:
     scales: jax.Array | None = None
     low: GroupKV | None = None
     statistics: Statistics | None = None
+    extremes: jax.Array | None = None
+    num_read: int | None = struct.field(pytree_node=False, default=None)
 
     @property
     def pools(self) -> tuple[jax.Array, ...]:
         """The arrays that hold keys and values."""
-        own = (self.pages,) if self.scales is None else (self.pages, self.scales)
+        own = tuple(x for x in (self.pages, self.scales, self.extremes) if x is not None)
         return own if self.low is None else own + self.low.pools
 
     @property
@@ -147,7 +151,15 @@ def write(group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Arr
     page_T, slot_T = dest_T // group.page_size, dest_T % group.page_size
     row_T = jnp.where(page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0])
     values = group.codec.encode(jnp.concatenate([k_TKH, v_TKH], axis=1))
-    return replace(group, pages=group.pages.at[row_T, :, slot_T].set(values, mode="drop"))
+    pages = group.pages.at[row_T, :, slot_T].set(values, mode="drop")
+    if group.extremes is None:
+        return replace(group, pages=pages)
+    # What is stored counts. A page begins anew with its slot 0.
+    k_TKH = decode(group.codec, values[:, : group.num_kv_heads])
+    begun_T = jnp.where(slot_T == 0, row_T, group.pages.shape[0])
+    extremes = group.extremes.at[begun_T].set(jnp.array([jnp.inf, -jnp.inf])[None, :, None, None], mode="drop")
+    extremes = extremes.at[row_T, 0].min(k_TKH, mode="drop").at[row_T, 1].max(k_TKH, mode="drop")
+    return replace(group, pages=pages, extremes=extremes)
 
 
 def demote(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
@@ -198,6 +210,9 @@ def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV
         source_LC = base_L1 + jnp.where(inside_1C, source_C[None, :], 0)
 
         pages = group.pages.at[target_LC].set(group.pages[source_LC], mode="drop")
+        if group.extremes is not None:
+            extremes = group.extremes.at[target_LC].set(group.extremes[source_LC], mode="drop")
+            return replace(group, pages=pages, extremes=extremes)
         if group.scales is None:
             return replace(group, pages=pages)
 

@@ -124,7 +124,7 @@ def _loop_layers(
     (group,) = kv.groups
 
     def changing(group: GroupKV) -> dict[str, Any]:
-        return {name: getattr(group, name) for name in ("pages", "scales", "statistics")}
+        return {name: getattr(group, name) for name in ("pages", "scales", "statistics", "extremes")}
 
     def step(index: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         x_TD, held = carry

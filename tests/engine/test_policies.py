@@ -350,6 +350,7 @@ def test_no_program_is_compiled_after_the_start(dense):
         ({"kv_policy": "no"}, "kv_policy: expected full or one of streaming"),
         ({"kv_policy": 3}, "kv_policy: expected full or one of streaming"),
         ({"kv_policy": "streaming:bfloat16"}, "after the colon"),
+        ({"kv_policy": "quest:int8", "kv_budget": 64}, "nothing is demoted"),
         ({"kv_policy": "streaming", "kv_budget": None}, "kv_budget: expected a number of tokens, at least 32"),
         ({"kv_policy": "streaming", "kv_budget": 31}, "at least 32"),
         ({"kv_policy": "entropy", "kv_budget": 63}, "at least 64"),
@@ -365,8 +366,9 @@ def test_what_an_engine_cannot_do_is_said_before_it_is_made(dense, options, mess
 def test_a_budget_larger_than_the_pool_and_codecs_to_demote_from(dense):
     with pytest.raises(CapacityError, match="kv_budget"):
         new_llm(dense, "streaming", num_gpu_blocks_override=PAGES - 1)
-    with pytest.raises(NotImplementedError, match="to demote from"):
-        new_llm(dense, "entropy", kv_cache_dtype="int4")
+    for policy in ("entropy", "quest"):
+        with pytest.raises(NotImplementedError, match="without a rotation, got int4"):
+            new_llm(dense, policy, kv_cache_dtype="int4")
 
 
 @pytest.mark.parametrize(
@@ -389,7 +391,27 @@ def test_what_a_request_cannot_have_is_refused_at_the_front_door(dense, fields, 
         generate(new_llm(dense, "streaming"), [prompt], replace(GREEDY, **fields))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+def test_quest_reads_less_and_keeps_everything(dense):
+    """With room for all pages the tokens are those of an engine that reads all; with less they are not."""
+    prompts = prompts_of((150, 20, 71))
+    want = [one.token_ids for one in generate(new_llm(dense, "full"), prompts)]
+    whole = new_llm(dense, "quest", kv_budget=40 * SIZE)
+    assert [one.token_ids for one in generate(whole, prompts)] == want
+    some = new_llm(dense, "quest", kv_budget=4 * SIZE)
+    got = [one.token_ids for one in generate(some, prompts)]
+    assert got[0] != want[0]
+    assert got[1] == want[1]
+    assert got == [one.token_ids for one in generate(some, prompts)]  # found again in the cache, tails included
+    with poisoned(some._engine):
+        (one,) = some.beam_search([{"prompt_token_ids": prompts[2]}], BeamSearchParams(beam_width=2, max_tokens=6))
+    assert len(one.sequences) == 2
+    with pytest.raises(ValueError, match="quest is the engine's for all requests"):
+        generate(some, prompts, replace(GREEDY, kv_policy="full"))
+    with pytest.raises(ValueError, match="needs part of the pages to be read"):
+        generate(new_llm(dense, "full"), prompts, replace(GREEDY, kv_policy="quest"))
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if not policy.reads_some])
 def test_every_policy_keeps_its_word_for_random_pages(name):
     rng, policy = np.random.default_rng(1), POLICIES[name]
     for _ in range(200):

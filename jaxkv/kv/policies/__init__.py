@@ -9,6 +9,7 @@ from jaxkv.kv.codecs import CODECS, PLAIN
 from jaxkv.kv.policies.base import DEMOTE, DROP, KEEP, Held, Policy, Room, keep_best
 from jaxkv.kv.policies.mass import Mass
 from jaxkv.kv.policies.page_norm import PageNorm
+from jaxkv.kv.policies.quest import Quest
 from jaxkv.kv.policies.streaming import Streaming
 
 FULL = "full"
@@ -24,6 +25,7 @@ POLICIES: dict[str, Any] = {
         Mass(name="h2o_page"),
         Mass(name="snapkv_page", observes=SNAPKV_QUERIES),
         Mass(name="entropy", focused=True, low="int4"),
+        Quest(),
     )
 }
 LOW = tuple(name for name in CODECS if name not in PLAIN)
@@ -42,14 +44,18 @@ def get_policy(name: Any) -> Policy | None:
         raise ValueError(f"kv_policy: expected {FULL} or one of {', '.join(POLICIES)}, got {name!r}")
     if not codec and name == given:
         return POLICIES[given]
+    if POLICIES[given].reads_some:
+        raise ValueError(f"kv_policy {given}: expected no codec, since nothing is demoted, got {name!r}")
     if codec not in LOW:
         raise ValueError(f"kv_policy: expected one of {', '.join(LOW)} after the colon, got {name!r}")
     return replace(POLICIES[given], low=codec)
 
 
 def asks_backend(policy: Policy | None) -> bool:
-    """Whether it wants more of a backend than tables with gaps: sums, lengths, a second pool."""
-    return policy is not None and bool(policy.low or policy.needs_norms or policy.observes != 0)
+    """Whether it wants more of a backend than tables with gaps: sums, lengths, a second pool, part of the pages."""
+    if policy is None:
+        return False
+    return policy.low is not None or policy.needs_norms or policy.observes != 0 or policy.reads_some
 
 
 __all__ = [

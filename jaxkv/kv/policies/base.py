@@ -68,6 +68,11 @@ class Policy(Protocol):
         """The codec of demoted pages; None: nothing is demoted."""
         ...
 
+    @property
+    def reads_some(self) -> bool:
+        """Whether everything is kept, and the budget is what a decoding query reads of it. It is never asked then."""
+        ...
+
     def select(self, held: Held, room: Room) -> np.ndarray:
         """KEEP, DEMOTE or DROP for each page, int8 [W]."""
         ...

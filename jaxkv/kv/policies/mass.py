@@ -25,6 +25,7 @@ class Mass:
     observes: int | None = None
     focused: bool = False
     needs_norms: bool = False
+    reads_some: bool = False
 
     def select(self, held: Held, room: Room) -> np.ndarray:
         return keep_best(held.mass_W, held, room)

@@ -21,6 +21,7 @@ class PageNorm:
     observes: int | None = 0
     focused: bool = False
     needs_norms: bool = True
+    reads_some: bool = False
 
     def select(self, held: Held, room: Room) -> np.ndarray:
         if held.key_norm_W is None or held.value_norm_W is None:

@@ -22,6 +22,7 @@ class Streaming:
     observes: int | None = 0
     focused: bool = False
     needs_norms: bool = False
+    reads_some: bool = False
 
     def select(self, held: Held, room: Room) -> np.ndarray:
         return keep_best(held.first_W.astype(np.float64), held, room)

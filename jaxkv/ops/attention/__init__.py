@@ -51,7 +51,7 @@ def choose_backend(name: str, heads: Iterable[Heads], needs: Needs, *, determini
 
 def _refusal(name: str, heads: Iterable[Heads], needs: Needs) -> str | None:
     if needs.kv_policy is not None and not isinstance(BACKENDS[name], Xla):
-        return f"kv_policy {needs.kv_policy}: only xla observes, measures and demotes pages"
+        return f"kv_policy {needs.kv_policy}: only xla observes, measures, demotes or chooses pages"
     reasons = (BACKENDS[name].refuses(one, needs) for one in heads)
     return next(filter(None, reasons), None)
 

@@ -52,11 +52,12 @@ class Softmax(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Tables and lengths of R rows of a group, and those of its `low`."""
+    """The pages of R rows of a group, alike for all KV heads (K = 1) or chosen for each, with the positions of their
+    first slots and how many of their slots are held; and those of the group's `low`."""
 
-    table_RW: jax.Array
-    first_RW: jax.Array
-    len_R: jax.Array
+    table_RKW: jax.Array
+    first_RKW: jax.Array
+    held_RKW: jax.Array
     low: Rows | None
 
 

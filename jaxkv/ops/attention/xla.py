@@ -19,6 +19,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec, Elements
 from jaxkv.kv.state import GroupKV, Statistics, destinations, write
 from jaxkv.ops.attention.base import Batch, Heads, Needs
+from jaxkv.ops.attention.select import select_pages
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import total
 
@@ -139,12 +140,16 @@ def _decode(
         start = jnp.minimum(i * size, num_rows - size)
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         position_R, len_R = take(position_B), take(len_B)
+        rows, bounds = jax.tree.map(take, every_row), (jnp.min(take(first_B)), jnp.max(len_R))
+        if group.num_read is not None:
+            rows = select_pages(take(q_BKGH), group, rows, layer=layer)
+            bounds = jnp.int32(0), jnp.minimum(bounds[1], rows.table_RKW.shape[2] * group.page_size)
         out, found = _attend(
             take(q_BKGH),
             group,
-            jax.tree.map(take, _rows_of(group, len_B)),
+            rows,
             position_R[:, None],
-            (jnp.min(take(first_B)), jnp.max(len_R)),
+            bounds,
             in_float32=in_float32,
             layer=layer,
             window=window,
@@ -161,7 +166,7 @@ def _decode(
         out = out[:, :, :per_head].reshape(size, num_heads, head_dim)
         return jax.lax.dynamic_update_slice_in_dim(out_BNH, out, start, 0), statistics
 
-    before = group.statistics
+    before, every_row = group.statistics, _rows_of(group, len_B)
     return jax.lax.fori_loop(0, -(-num_rows // size), tile, (jnp.zeros_like(q_BNH), before))
 
 
@@ -217,7 +222,10 @@ def _prefill(
 
 def _rows_of(group: GroupKV, len_B: jax.Array) -> Rows:
     low = None if group.low is None else _rows_of(group.low, group.low.len_B)
-    return Rows(group.table_BW, group.first_BW, len_B, low)
+    begin_W = jnp.arange(group.table_BW.shape[1], dtype=jnp.int32) * group.page_size
+    held_BW = jnp.clip(len_B[:, None] - begin_W[None], 0, group.page_size)
+    table_BW, first_BW = jnp.asarray(group.table_BW), jnp.asarray(group.first_BW)
+    return Rows(table_BW[:, None], first_BW[:, None], held_BW[:, None], low)
 
 
 def _attend(
@@ -237,7 +245,7 @@ def _attend(
     of_low = None
     if group.low is not None and rows.low is not None:
         # The group's own codec rotates nothing (`kv.policies`).
-        codec, all_slots = group.low.codec, (jnp.int32(0), jnp.max(rows.low.len_R))
+        codec, all_slots = group.low.codec, (jnp.int32(0), jnp.max(rows.low.held_RKW.sum(axis=2)))
         found, of_low = _sweep(codec.rotate(q_RKMH), group.low, rows.low, position_RM, all_slots, **known)
         softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
     return softmax.result(), None if own is None else Found(softmax, own, of_low)
@@ -255,8 +263,8 @@ def _sweep(
     window: int | None,
     tally: bool,
 ) -> tuple[Softmax, Tally | None]:
-    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables, BLOCK of them
-    (or one page) at a time.
+    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables, counted as if all
+    pages were full, BLOCK of them (or one page) at a time.
 
     Both matmuls take their inputs in the dtype that the pages decode to, or float32, and add up in float32.
     Blocks begin at multiples of their size, and one without a seen key changes no bit: what a query gets does not
@@ -267,11 +275,12 @@ def _sweep(
     num_rows, heads, _, head_dim = q_RKMH.shape
     size = group.page_size
     per_block = max(1, BLOCK // size)
-    width = rows.table_RW.shape[1]
-    table_RW, first_RW = (jnp.pad(t, ((0, 0), (0, -width % per_block))) for t in rows[:2])
+    width = rows.table_RKW.shape[2]
+    padded = [jnp.pad(x, ((0, 0), (0, 0), (0, -width % per_block))) for x in rows[:3]]
     by_head = group.pages.reshape(-1, size, group.pages.shape[3])
     layer_base = layer * group.num_pages * 2 * heads
     head_K1 = jnp.arange(heads, dtype=jnp.int32)[:, None]
+    slot_S = jnp.arange(size, dtype=jnp.int32)
     is_float32 = in_float32 or group.codec.dtype == "float32"
     padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
 
@@ -283,27 +292,26 @@ def _sweep(
 
     def body(i: jax.Array, carry: tuple[Softmax, Tally | None]) -> tuple[Softmax, Tally | None]:
         state, tally = carry
-        page_RC = jax.lax.dynamic_slice_in_dim(table_RW, i * per_block, per_block, axis=1)
-        first_RC = jax.lax.dynamic_slice_in_dim(first_RW, i * per_block, per_block, axis=1)
-        slot_J = i * per_block * size + jnp.arange(per_block * size, dtype=jnp.int32)
-        held_RJ = slot_J[None, :] < rows.len_R[:, None]
-        key_position_RJ = jnp.repeat(first_RC, size, axis=1) + (slot_J % size)[None, :]
-        distance_RMJ = position_RM[:, :, None] - key_position_RJ[:, None, :]
-        seen_RMJ = held_RJ[:, None, :] & (distance_RMJ >= 0)
+        take = partial(jax.lax.dynamic_slice_in_dim, start_index=i * per_block, slice_size=per_block, axis=2)
+        page_RKC, first_RKC, in_page_RKC = map(take, padded)
+        slot_1J = jnp.tile(slot_S, per_block)[None, None]
+        held_RKJ = slot_1J < jnp.repeat(in_page_RKC, size, axis=2)
+        key_position_RKJ = jnp.repeat(first_RKC, size, axis=2) + slot_1J
+        distance_RKMJ = position_RM[:, None, :, None] - key_position_RKJ[:, :, None, :]
+        seen_RKMJ = held_RKJ[:, :, None, :] & (distance_RKMJ >= 0)
         if window is not None:
-            seen_RMJ &= distance_RMJ < window
-        index_RKC = layer_base + page_RC[:, None, :] * (2 * heads) + head_K1[None]
+            seen_RKMJ &= distance_RKMJ < window
+        index_RKC = layer_base + page_RKC * (2 * heads) + head_K1[None]
         keys, values = fetch(index_RKC), fetch(index_RKC + heads)
         # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is not enough.
-        held_RKJ = held_RJ[:, None, :]
         cleared = jnp.where(held_RKJ[..., None], values.values, 0)
         of_slot = (None if x is None else jnp.where(held_RKJ, x, 0.0) for x in values[1:])
         values = Elements(jnp.pad(cleared, ((0, 0), (0, 0), (0, 0), (0, padding))), *of_slot)
-        state, weight = _accumulate(state, q_RKMH, keys, values, seen_RMJ[:, None])
+        state, weight = _accumulate(state, q_RKMH, keys, values, seen_RKMJ)
         if tally is not None:
             put = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
             sums = weight.reshape(*weight.shape[:3], per_block, size).sum(axis=-1)
-            seen_RM = tally.seen_RM + seen_RMJ.sum(axis=-1)
+            seen_RM = tally.seen_RM + seen_RKMJ[:, 0].sum(axis=-1)
             tally = Tally(put(tally.sums_nRKMC, sums), put(tally.tops_nRKM, state.max), seen_RM)
         return state, tally
 
@@ -311,7 +319,7 @@ def _sweep(
     block = per_block * size
     found = None
     if tally:
-        shape = (table_RW.shape[1] // per_block, *q_RKMH.shape[:-1])
+        shape = (padded[0].shape[2] // per_block, *q_RKMH.shape[:-1])
         found = Tally(
             sums_nRKMC=jnp.zeros((*shape, per_block), jnp.float32),
             tops_nRKM=jnp.full(shape, MASKED, jnp.float32),

@@ -1,0 +1,128 @@
+"""Decoding queries read the pages whose keys could meet them best, and those as all of them are read otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cases import NUM_LAYERS, NUM_ROWS, TOLERANCE, Case, Shape, decode_case, scale_of, step_case
+from jaxkv.kv.codecs import decode, get_codec
+from jaxkv.kv.state import GroupKV, PagedKV, copy_pages, write
+from jaxkv.ops.attention import xla
+
+READ = jax.jit(xla.read, static_argnames=("scale", "window"))
+SHAPES = [
+    Shape(8, None, 4, 2, 16, "float32"),
+    Shape(16, None, 6, 2, 16, "float32"),
+    Shape(16, None, 3, 1, 64, "float32"),
+]
+
+
+def held_keys(case: Case) -> np.ndarray:
+    """[L*P, S, K, H], NaN where no row of the case holds anything."""
+    group = case.group
+    keys = np.asarray(decode(group.codec, group.pages))[:, : group.num_kv_heads].swapaxes(1, 2).copy()
+    owned_PS = np.zeros((group.num_pages, group.page_size), bool)
+    for row, length in enumerate(group.len_B):
+        slots = np.arange(length)
+        owned_PS[group.table_BW[row, slots // group.page_size], slots % group.page_size] = True
+    keys.reshape(NUM_LAYERS, *owned_PS.shape, *keys.shape[2:])[:, ~owned_PS] = np.nan
+    return keys
+
+
+def choosing(case: Case, num_read: int) -> Case:
+    keys = held_keys(case)
+    some = ~np.isnan(keys).all(axis=1, keepdims=True)
+    least = np.where(some, np.where(np.isnan(keys), np.inf, keys), 0).min(axis=1)
+    most = np.where(some, np.where(np.isnan(keys), -np.inf, keys), 0).max(axis=1)
+    extremes = jnp.asarray(np.stack([least, most], axis=1), jnp.float32)
+    extremes = jnp.where(jnp.asarray(some[:, :1]), extremes, jnp.nan)
+    return case._replace(group=replace(case.group, extremes=extremes, num_read=num_read))
+
+
+def wanted(case: Case, num_read: int, layer: int) -> np.ndarray:
+    """Decode rows in float64, each KV head over the pages that a bound on its queries' scores chooses."""
+    q_TNH, group, batch = case
+    size, out = group.page_size, np.zeros(case.q_TNH.shape)
+    keys = held_keys(case).astype(np.float64).reshape(NUM_LAYERS, group.num_pages, size, group.num_kv_heads, -1)[layer]
+    pages = np.asarray(decode(group.codec, group.pages), np.float64).reshape(
+        NUM_LAYERS, group.num_pages, -1, size, keys.shape[-1]
+    )
+    values = pages[layer][:, group.num_kv_heads :].swapaxes(1, 2)
+    for row in np.flatnonzero(group.len_B[: int(batch.num_decode)]):
+        length = int(group.len_B[row])
+        table = group.table_BW[row, : -(-length // size)]
+        for head, q_GH in enumerate(np.split(q_TNH[row].astype(np.float64), group.num_kv_heads)):
+            bounds = []
+            for w, page in enumerate(table):
+                own = keys[page, : min(size, length - w * size), head]
+                bound = np.maximum(q_GH * own.min(axis=0), q_GH * own.max(axis=0)).sum(axis=1).max()
+                bounds.append(np.inf if w in (0, len(table) - 1) else bound)
+            read = np.argsort(bounds)[::-1][:num_read]
+            slots = [(table[w], slice(0, min(size, length - w * size))) for w in read]
+            k, v = (np.concatenate([x[page, inside, head] for page, inside in slots]) for x in (keys, values))
+            scores = scale_of(case) * q_GH @ k.T
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            group_out = weights / weights.sum(axis=1, keepdims=True) @ v
+            out[row, head * len(q_GH) : (head + 1) * len(q_GH)] = group_out
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_read", [2, 5])
+def test_decode_rows_read_the_pages_that_a_bound_on_their_scores_chooses(shape, num_read):
+    case = decode_case(3, shape)
+    got, _ = READ(*choosing(case, num_read), scale=scale_of(case), layer=1, window=None)
+    live = (case.batch.count_B > 0) & (case.group.len_B > 0)
+    assert np.abs(np.asarray(got) - wanted(case, num_read, 1))[live].max() <= TOLERANCE
+    every, _ = READ(*case, scale=scale_of(case), layer=1, window=None)
+    assert np.abs(np.asarray(got) - np.asarray(every))[live].max() > 100 * TOLERANCE
+
+
+def test_where_every_page_may_be_read_no_bit_changes_and_chunks_read_all_anyway():
+    case = decode_case(3, SHAPES[0])
+    width = case.group.table_BW.shape[1]
+    options = {"scale": scale_of(case), "layer": 1, "window": None}
+    real_T = case.batch.row_T < NUM_ROWS
+    np.testing.assert_array_equal(
+        *(np.asarray(READ(*one, **options)[0])[real_T] for one in (case, choosing(case, width)))
+    )
+    case = step_case(1, SHAPES[0], num_tokens=64)
+    chunk_T = (case.batch.row_T < NUM_ROWS) & (case.batch.row_T >= case.batch.num_decode)
+    np.testing.assert_array_equal(*(np.asarray(READ(*one, **options)[0])[chunk_T] for one in (case, choosing(case, 2))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_extremes_are_those_of_the_keys_that_a_page_holds(dtype):
+    """Through writes in pieces, pages that begin anew, and copies."""
+    rng, codec, (pages, size, heads, head_dim) = (
+        np.random.default_rng(2),
+        get_codec(dtype, platform="cpu"),
+        (5, 8, 2, 16),
+    )
+    none = np.zeros((0, 1), np.int32)
+    rows = {"table_BW": none, "first_BW": none, "len_B": none[:, 0]}
+    stored = jnp.zeros((2 * pages, 2 * heads, size, codec.width(head_dim)), codec.storage_dtype)
+    extremes = jnp.full((2 * pages, 2, heads, head_dim), jnp.nan)
+    group = GroupKV(stored, **rows, codec=codec, num_layers=2, extremes=extremes, num_read=2)
+    filled = np.zeros(pages, int)
+    for _ in range(30):
+        page = int(rng.integers(0, pages - 1))
+        filled[page] = 0 if filled[page] == size else filled[page]
+        count = int(rng.integers(1, size - filled[page] + 1))
+        dest = page * size + filled[page] + np.arange(count)
+        filled[page] += count
+        dest = jnp.asarray(np.append(dest, pages * size), jnp.int32)  # and padding
+        k, v = (jnp.asarray(rng.normal(size=(count + 1, heads, head_dim)), jnp.float32) for _ in range(2))
+        group = write(group, k, v, dest_T=dest, layer=1)
+    source = int(np.argmax(filled[:-1]))
+    (group,) = copy_pages(PagedKV((group,)), jnp.asarray([source]), jnp.asarray([pages - 1])).groups
+    filled[pages - 1] = filled[source]
+    keys = np.asarray(decode(codec, group.pages))[:, :heads]
+    for page in np.flatnonzero(filled):
+        own = keys[pages + page, :, : filled[page]]
+        np.testing.assert_array_equal(group.extremes[pages + page], np.stack([own.min(axis=1), own.max(axis=1)]))
