@@ -111,7 +111,7 @@ def main() -> None:
         for name, one in of.items():
             times = f"{one['attention_ms']:14.1f}{one['encode_ms']:11.1f}"
             print(f"  {name:18s}{one['bits']:8.3f}{16 / one['bits']:12.2f}x{times}")
-        for name in attend.keys() - codecs.keys():
+        for name in [name for name in attend if name not in codecs]:
             of[name] = {"attention_ms": attend[name]}
             print(f"  {name:39s}{attend[name]:14.1f}")
     if options.json:

@@ -12,7 +12,6 @@ from jaxkv.engine.allocator import KVHandle, PageAllocator
 from jaxkv.engine.plan import Pairs
 from jaxkv.engine.request import Request
 from jaxkv.engine.retention import NEVER, Decision, Kept, decide
-from jaxkv.errors import CapacityError
 
 Norms = Callable[[list[int]], tuple[np.ndarray, np.ndarray]]
 """Lengths of the keys and of the values of these pages, by `kv.state.page_norms`."""
@@ -78,7 +77,8 @@ class Trim:
     def ask(self, request: Request, allocator: PageAllocator, norms: Norms | None) -> None:
         """Lets go of the pages that the request's policy does not keep.
 
-        Raises: CapacityError, with nothing changed, if there are too few pages for what is to be demoted.
+        Raises: CapacityError if there are too few pages for what is to be demoted. Demoted pages that do not stay are
+        gone then, and nothing else has changed.
         """
         retention, kept = request.retention, request.kept
         if retention is None or kept is None:
@@ -90,11 +90,9 @@ class Trim:
                 raise RuntimeError(f"kv_policy {retention.policy.name}: nobody measures its pages")
             measured = norms(pages[:num_pages])
         decision = decide(retention, kept, request.num_gone, measured)
-        lost = [page for i, page in enumerate(kept.low) if i not in decision.low]
-        num_missing = len(decision.demoted) - len(lost) - self.low.num_free
-        if num_missing > 0:
-            raise CapacityError(f"{num_missing} more demoted pages needed than there are")
-        self.low.release(KVHandle(tuple(lost)))
+        while lost := [i for i in range(len(kept.low)) if i not in decision.low]:
+            self._drop_low(kept, lost)
+            decision = decide(retention, kept, request.num_gone, measured)
         new = self.low.take(len(decision.demoted))
         gone = set(range(num_pages)) - set(decision.full)
         if new:
@@ -108,6 +106,15 @@ class Trim:
         self.outcomes["kept"] += len(decision.full)
         self.outcomes["demoted"] += len(new)
         self.outcomes["dropped"] += len(gone) - len(new)
+
+    def _drop_low(self, kept: Kept, lost: list[int]) -> None:
+        """First, since others may need the room: a beam's may still hold them."""
+        self.low.release(KVHandle(tuple(kept.low[i] for i in lost)))
+        stay = [i for i in range(len(kept.low)) if i not in lost]
+        mass = kept.low_mass[stay]
+        kept.low, kept.low_first = [kept.low[i] for i in stay], [kept.low_first[i] for i in stay]
+        kept.low_mass[:] = 0
+        kept.low_mass[: len(stay)] = mass
         self.outcomes["demoted_dropped"] += len(lost)
 
     def _go_on(self, request: Request, kept: Kept, decision: Decision, new: list[int]) -> None:

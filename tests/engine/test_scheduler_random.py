@@ -432,6 +432,14 @@ def test_a_million_steps(config):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("config", FORGETFUL.values(), ids=FORGETFUL)
+@pytest.mark.parametrize("searches", [0.0, 0.3, 1.0])
+def test_a_quarter_of_a_million_steps_with_policies(config, searches):
+    for seed in range(3):
+        check(Traffic(config, seed=seed, searches=searches, budgets=0.7), num_steps=10_000)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
 def test_half_a_million_steps_with_searches(config):
     for seed in range(7):  # from the start again, or those that wait become more and more
