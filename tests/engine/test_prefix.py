@@ -110,3 +110,23 @@ def test_what_is_forgotten_is_not_found_and_not_listed_after():
     allocator.release(held)
     allocator.check([])
     assert allocator.num_free == 8
+
+
+def test_what_follows_a_page_that_leaves_leaves_with_it_held_or_cached():
+    """A policy may keep a page without those before it."""
+    allocator = PageAllocator(5, SIZE)
+    first, *rest = listed(allocator, TOKENS[: 5 * SIZE]).pages
+    held, cached = rest[:2], rest[2:]
+    allocator.release(KVHandle((first,)))
+    allocator.release(KVHandle(tuple(cached)))
+    keeping = KVHandle(tuple(held), 2 * SIZE)
+    allocator.check([keeping])
+    taken = KVHandle(tuple(allocator.take(1)))
+    assert taken.pages == (first,)
+    assert found(allocator, TOKENS[: 5 * SIZE]).pages == ()
+    allocator.check([keeping, taken])
+    others = KVHandle(tuple(allocator.take(2)))
+    assert set(others.pages) == set(cached)
+    allocator.release(keeping)
+    allocator.check([taken, others])
+    assert allocator.num_free == 2
