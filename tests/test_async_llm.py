@@ -788,7 +788,7 @@ def test_an_error_that_concerns_no_request_is_the_end_and_not_an_endless_loop(ma
     llm, error = make(), ZeroDivisionError()
     pace = llm._llm._engine.step
 
-    def plan() -> None:
+    def plan(norms: object) -> None:
         raise error
 
     async def main() -> list[Any]:

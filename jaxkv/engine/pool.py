@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxkv.aot import Programs
 from jaxkv.config import EngineConfig, is_int
@@ -18,7 +17,7 @@ from jaxkv.engine.retention import full_pages
 from jaxkv.errors import CapacityError
 from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
 from jaxkv.kv.policies import asks_backend, get_policy
-from jaxkv.kv.state import GroupKV, PagedKV, empty_group
+from jaxkv.kv.state import GroupKV, PagedKV, choosing, empty_group
 from jaxkv.models.decoder import heads_of
 from jaxkv.models.spec import KVGroup, ModelSpec
 from jaxkv.ops.attention import BACKENDS, Heads
@@ -201,8 +200,7 @@ def _groups(
         made = empty_group(**sizes, page_arrays=tuple(of_all), codec=codec, device=device)
         if not config.read_pages or group.window is not None:
             return made
-        extremes = jnp.zeros((made.pages.shape[0], 2, group.num_kv_heads, group.head_dim), jnp.float32, device=device)
-        return replace(made, extremes=extremes, num_read=config.read_pages)
+        return choosing(made, group.num_kv_heads, group.head_dim, num_read=config.read_pages, device=device)
 
     groups = list(zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True))
     made = [empty(*pair, codec, config.num_pages) for pair in groups]

@@ -118,6 +118,14 @@ def empty_group(
     return GroupKV(pools[0], **rows, codec=codec, num_layers=num_layers, scales=pools[1] if len(pools) > 1 else None)
 
 
+def choosing(
+    group: GroupKV, kv_heads: int, head_dim: int, *, num_read: int, device: jax.sharding.Sharding | None = None
+) -> GroupKV:
+    """An empty group of which decoding queries read `num_read` pages of each row."""
+    extremes = jnp.zeros((group.pages.shape[0], 2, kv_heads, head_dim), jnp.float32, device=device)
+    return replace(group, extremes=extremes, num_read=num_read)
+
+
 def destinations(group: GroupKV, *, row_T: jax.Array, offset_T: jax.Array) -> jax.Array:
     """dest_T: page * S + slot for the `offset`-th new token of each row; past the pool for padding.
 

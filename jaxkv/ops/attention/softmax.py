@@ -5,6 +5,7 @@ Source: arXiv 2205.14135, section 3.1; the entropy by the same recurrence, log s
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -68,6 +69,17 @@ class Tally(NamedTuple):
     sums_nRKMC: jax.Array
     tops_nRKM: jax.Array
     seen_RM: jax.Array
+
+    @classmethod
+    def empty(cls, shape_nRKMC: tuple[int, ...], position_RM: jax.Array) -> Tally:
+        tops = jnp.full(shape_nRKMC[:-1], MASKED, jnp.float32)
+        return cls(jnp.zeros(shape_nRKMC, jnp.float32), tops, jnp.zeros(position_RM.shape, jnp.int32))
+
+    def with_block(self, i: jax.Array, weight_RKMJ: jax.Array, top_RKM: jax.Array, seen_RMJ: jax.Array) -> Tally:
+        """With the weights of block i relative to `top`, and which of its keys were seen."""
+        put = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+        sums = weight_RKMJ.reshape(*weight_RKMJ.shape[:3], self.sums_nRKMC.shape[-1], -1).sum(axis=-1)
+        return Tally(put(self.sums_nRKMC, sums), put(self.tops_nRKM, top_RKM), self.seen_RM + seen_RMJ.sum(axis=-1))
 
     def mass(self, top_RKM: jax.Array, share_RKM: jax.Array) -> jax.Array:
         """[R, W]: added up over queries, each counted `share` times relative to the max `top`."""

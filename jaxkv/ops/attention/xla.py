@@ -309,22 +309,13 @@ def _sweep(
         values = Elements(jnp.pad(cleared, ((0, 0), (0, 0), (0, 0), (0, padding))), *of_slot)
         state, weight = _accumulate(state, q_RKMH, keys, values, seen_RKMJ)
         if tally is not None:
-            put = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
-            sums = weight.reshape(*weight.shape[:3], per_block, size).sum(axis=-1)
-            seen_RM = tally.seen_RM + seen_RKMJ[:, 0].sum(axis=-1)
-            tally = Tally(put(tally.sums_nRKMC, sums), put(tally.tops_nRKM, state.max), seen_RM)
+            tally = tally.with_block(i, weight, state.max, seen_RKMJ[:, 0])
         return state, tally
 
     low, high = bounds
     block = per_block * size
-    found = None
-    if tally:
-        shape = (padded[0].shape[2] // per_block, *q_RKMH.shape[:-1])
-        found = Tally(
-            sums_nRKMC=jnp.zeros((*shape, per_block), jnp.float32),
-            tops_nRKM=jnp.full(shape, MASKED, jnp.float32),
-            seen_RM=jnp.zeros(position_RM.shape, jnp.int32),
-        )
+    num_blocks = padded[0].shape[2] // per_block
+    found = Tally.empty((num_blocks, *q_RKMH.shape[:-1], per_block), position_RM) if tally else None
     empty = Softmax.empty(*q_RKMH.shape[:-1], head_dim + padding, entropy=tally)
     state, found = jax.lax.fori_loop(low // block, (high + block - 1) // block, body, (empty, found))
     return state._replace(acc=state.acc[..., :head_dim]), found
