@@ -67,8 +67,7 @@ def plan_pool(
     asked = _asked_pages(page_nbytes, memory_bytes, pages_override)
     if asked is not None:
         num_pages, name = asked
-        if (needed := min(limits.row_pages, pages_per_row(limits))) > num_pages:
-            raise CapacityError(f"{needed} pages needed for a row's kv_budget, {name} has {num_pages}")
+        _check_row(limits, num_pages, name)
         advice = f"lower {name}, max_num_batched_tokens or max_num_seqs"
         return Budget(
             memory=memory, num_pages=num_pages, page_nbytes=page_nbytes, reason=f"asked for by {name}", advice=advice
@@ -81,6 +80,7 @@ def plan_pool(
         most, compile_s = fit_pages(memory, page_nbytes, at_most, partial(programs_for, rows))
     elif (most := memory.pool_limit // page_nbytes) < 1:
         raise CapacityError(f"{page_nbytes} bytes needed for one page of KV cache, {memory.pool_limit} free")
+    _check_row(limits, most, "memory")
     return Budget(
         memory=memory,
         num_pages=min(wanted, most),
@@ -89,6 +89,12 @@ def plan_pool(
         advice="lower max_num_batched_tokens or max_num_seqs, or set num_gpu_blocks_override",
         compile_s=compile_s,
     )
+
+
+def _check_row(limits: EngineConfig, num_pages: int, source: str) -> None:
+    """Raises: CapacityError if a row's budget is more than the pool."""
+    if (needed := min(limits.row_pages, pages_per_row(limits))) > num_pages:
+        raise CapacityError(f"{needed} pages needed for a row's kv_budget, {source} has room for {num_pages}")
 
 
 def _asked_pages(page_nbytes: int, memory_bytes: int | None, pages_override: int | None) -> tuple[int, str] | None:
