@@ -113,6 +113,7 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel-size", type=int, help="devices that divide the model (default: all)")
     parser.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 (default) or float32")
     parser.add_argument("--kv-cache-dtype", "--kv-dtype", default="auto", help=f"auto (as dtype) or {KV_DTYPES}")
+    parser.add_argument("--kv-cache-dtype-skip-layers", nargs="+", metavar="L", help="layers that stay in dtype")
     parser.add_argument("--kv-policy", default="full", help=KV_POLICIES)
     parser.add_argument("--kv-budget", type=int, metavar="N", help="tokens' bytes that the policy leaves a sequence")
     parser.add_argument("--max-model-len", type=int, help="longest prompt and output together, in tokens")
@@ -150,6 +151,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="directory or hub id of the tokenizer, if not the model's")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
     parser.add_argument("--kv-cache-dtype", "--kv-dtype", default="auto", help=f"auto (as dtype) or {KV_DTYPES}")
+    parser.add_argument("--kv-cache-dtype-skip-layers", nargs="+", metavar="L", help="layers that stay in dtype")
     parser.add_argument("--kv-policy", default="full", help=KV_POLICIES)
     parser.add_argument("--kv-budget", type=int, metavar="N", help="tokens' bytes that the policy leaves a sequence")
     parser.add_argument("--max-model-len", type=int, help="longest prompt and output together, in tokens")
@@ -171,8 +173,8 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ["model", "tokenizer", "dtype", "kv_cache_dtype", "kv_policy", "kv_budget", "max_model_len", "block_size"]
-    names += ["tensor_parallel_size", "backend"]
+    names = ["model", "tokenizer", "dtype", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "kv_policy", "kv_budget"]
+    names += ["max_model_len", "block_size", "tensor_parallel_size", "backend"]
     return {name: getattr(args, name) for name in names}
 
 
@@ -273,7 +275,7 @@ def _deployments(args: argparse.Namespace) -> list[Deployment]:
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "backend", "max_model_len", "max_num_seqs")
-    others = ("kv_policy", "kv_budget", "max_num_batched_tokens", "block_size")
+    others = ("kv_cache_dtype_skip_layers", "kv_policy", "kv_budget", "max_num_batched_tokens", "block_size")
     options = {name: getattr(args, name) for name in (*names, *others)}
     return options | {"utilization": args.gpu_memory_utilization}
 

@@ -22,12 +22,21 @@ from jaxkv.engine.drive import complete, stream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.metrics import Metric
+from jaxkv.engine.mixed import describe_codecs, group_codecs
 from jaxkv.engine.model import load_model, with_fitted_keys
 from jaxkv.engine.outputs import BeamSearchOutput, RequestOutput
-from jaxkv.engine.pool import abstract_kv, bytes_with_low, empty_kv, fits_keys, pages_per_row, plan_pool, with_policy
+from jaxkv.engine.pool import (
+    Codecs,
+    abstract_kv,
+    bytes_with_low,
+    empty_kv,
+    fits_keys,
+    pages_per_row,
+    plan_pool,
+    with_policy,
+)
 from jaxkv.engine.prefix import root_key
 from jaxkv.engine.request import Submission
-from jaxkv.kv.codecs import Codec, get_codec
 from jaxkv.kv.policies import asks_backend, get_policy
 from jaxkv.models.decoder import heads_of
 from jaxkv.ops.attention import Needs, check_backend, choose_backend
@@ -50,7 +59,8 @@ class LLM:
     max_num_seqs: rows that run at once (default 64 on a CPU, 256 elsewhere). max_num_batched_tokens: tokens per step.
     block_size: tokens per page, 8 to 128 (default 16 on a CPU, 64 elsewhere).
     kv_cache_dtype: auto (as dtype), bfloat16 or float32, or smaller (docs/kv-codecs.md): int8, fp8_e4m3, fp8_e5m2,
-    int4, turboquant4, turboquant3, turboquant2.5.
+    int4, turboquant4, turboquant3, turboquant2.5. kv_cache_dtype_skip_layers: layers that stay in dtype all the same,
+    by number (-1 is the last), or "sliding_window" for all that have one.
     kv_policy, kv_budget: what stays of a request's cache when it takes so many tokens' bytes (docs/kv-policies.md):
     full (everything), streaming, page_norm, h2o_page, snapkv_page, entropy; "streaming:int8" first demotes to int8.
     With quest everything stays, and the budget is what a new token reads.
@@ -88,6 +98,7 @@ class LLM:
         block_size: int | None = None,
         backend: str = "auto",
         kv_cache_dtype: str = "auto",
+        kv_cache_dtype_skip_layers: Sequence[int | str] | None = None,
         kv_policy: str = "full",
         kv_budget: int | None = None,
         kv_cache_memory_bytes: int | None = None,
@@ -116,30 +127,31 @@ class LLM:
             load_format=load_format,
             tensor_parallel_size=tensor_parallel_size,
             seed=seed,
+            skip_layers=kv_cache_dtype_skip_layers,
         )
         spec = self._model.spec
-        codec = get_codec(kv_cache_dtype, platform=self._device.platform, dtype=self._model.dtype)
+        made: Any = {"platform": self._device.platform, "dtype": self._model.dtype}
+        codecs = group_codecs(spec, kv_cache_dtype, kv_cache_dtype_skip_layers, **made)
         asked: Any = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "block_size": block_size}
         asked |= {"max_num_batched_tokens": max_num_batched_tokens, "seed": seed}
         asked |= {"max_logprobs": spec.vocab_size if max_logprobs == -1 else max_logprobs}
         limits = engine_limits(self._device.platform, spec.max_len, **asked)
-        policy = kv_policy if asks_backend(get_policy(kv_policy)) else None
-        self._backend, self._backend_reason = self._choose_backend(backend, limits, codec, deterministic, policy)
+        self._backend, self._backend_reason = self._choose_backend(backend, limits, codecs, deterministic, kv_policy)
         where: Any = {"backend": self._backend, "num_devices": self._model.placement.size}
-        limits = with_policy(limits, kv_policy, kv_budget, codec, spec, **where)
-        if fits_keys(limits, codec):
+        limits = with_policy(limits, kv_policy, kv_budget, codecs, spec, **where)
+        if fits_keys(limits, codecs):
             self._model = with_fitted_keys(self._model)
         self._budget = plan_pool(
             limits,
-            bytes_with_low(limits, spec, codec, **where),
+            bytes_with_low(limits, spec, codecs, **where),
             device_memory(self._device, weight_bytes=self._model.weight_bytes, utilization=gpu_memory_utilization),
             memory_bytes=kv_cache_memory_bytes,
             pages_override=num_gpu_blocks_override,
-            programs_for=partial(self._programs_for, codec),
+            programs_for=partial(self._programs_for, codecs),
         )
         self._config = replace(limits, num_pages=self._budget.num_pages)
-        self._intake = self._make_intake(codec, enable_prefix_caching, prefix_cache_secret)
-        self._engine = self._make_engine(codec, lazy_compile)
+        self._intake = self._make_intake(codecs, enable_prefix_caching, prefix_cache_secret)
+        self._engine = self._make_engine(codecs, lazy_compile)
 
     def generate(
         self,
@@ -267,12 +279,13 @@ class LLM:
         """What this engine is and has: model, memory, programs, backend and why."""
         model, config, programs = self._model, self._config, self._engine.programs
         spec, used = model.spec, self._engine.scheduler.allocator.num_used
+        codecs = describe_codecs(spec, tuple(group.codec for group in self._engine.kv.groups))
         return "\n".join(
             (
                 f"model     {model.directory} ({spec.family}, {spec.num_layers} layers, {spec.num_heads} query heads)",
                 f"weights   {model.weight_bytes / 2**20:.1f} MiB {model.dtype} on {model.placement}",
                 f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of {config.block_size}, "
-                f"{self._engine.kv.groups[0].codec.name}, {used} pages in use{self._describe_policy()}",
+                f"{codecs}, {used} pages in use{self._describe_policy()}",
                 f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
                 f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode steps per loop",
                 f"programs  {programs.num_compiled} compiled in {programs.compile_s:.1f} s: steps of "
@@ -292,44 +305,44 @@ class LLM:
         low = "" if group.low is None else f" and {config.low_row_pages} in {group.low.codec.name}"
         return f"; kv_policy {config.kv_policy}: {config.row_pages} pages per row{low}"
 
-    def _make_intake(self, codec: Codec, share_prefixes: bool, secret: bytes | None) -> Intake:
+    def _make_intake(self, codecs: Codecs, share_prefixes: bool, secret: bytes | None) -> Intake:
         if not isinstance(share_prefixes, bool):
             raise ValueError(f"enable_prefix_caching: expected True or False, got {share_prefixes!r}")
         if not isinstance(secret, bytes | None):
             raise ValueError(f"prefix_cache_secret: expected bytes or None, got {type(secret).__name__}")
         secret = secrets.token_bytes(32) if secret is None else secret
         # Which weights is not asked: the cache ends with the engine, which has only one model.
-        root = root_key(secret, repr(self._model.spec), self._model.dtype, repr(codec))
+        root = root_key(secret, repr(self._model.spec), self._model.dtype, repr(codecs))
         return Intake(self._model, self._config, cache_root=root, share_prefixes=share_prefixes)
 
     def _choose_backend(
-        self, name: str, limits: EngineConfig, codec: Codec, deterministic: bool, kv_policy: str | None
+        self, name: str, limits: EngineConfig, codecs: Codecs, deterministic: bool, kv_policy: str
     ) -> tuple[str, str]:
         heads = heads_of(self._model.spec, num_devices=self._model.placement.size)
-        needs = Needs(
+        needs = partial(
+            Needs,
             page_size=limits.block_size,
             num_rows=limits.max_num_seqs,
             pages_per_row=pages_per_row(limits),
-            codec=codec,
             platform=self._device.platform,
             compute_capability=getattr(self._device, "compute_capability", None),
-            kv_policy=kv_policy,
+            kv_policy=kv_policy if asks_backend(get_policy(kv_policy)) else None,
         )
-        return choose_backend(name, heads, needs, deterministic=deterministic)
+        return choose_backend(name, heads, [needs(codec=codec) for codec in codecs], deterministic=deterministic)
 
-    def _programs_for(self, codec: Codec, config: EngineConfig, num_pages: int) -> Programs:
+    def _programs_for(self, codecs: Codecs, config: EngineConfig, num_pages: int) -> Programs:
         """Programs for a pool of `num_pages`, not compiled; `config` gives the rest. Allocates nothing."""
         spec, weights, placement = self._model.spec, self._model.weights, self._model.placement
         sized = replace(config, num_pages=num_pages)
-        kv = abstract_kv(spec, sized, codec, backend=self._backend, placement=placement)
+        kv = abstract_kv(spec, sized, codecs, backend=self._backend, placement=placement)
         return Programs(weights, kv, spec=spec, config=config, backend=self._backend, placement=placement)
 
-    def _make_engine(self, codec: Codec, lazy_compile: bool) -> Engine:
+    def _make_engine(self, codecs: Codecs, lazy_compile: bool) -> Engine:
         config, tokenizer = self._config, self._model.tokenizer
-        programs = self._programs_for(codec, config, config.num_pages)
+        programs = self._programs_for(codecs, config, config.num_pages)
         self._budget.compile(programs, lazy=lazy_compile)
         where: Any = {"backend": self._backend, "placement": self._model.placement}
-        make_kv = partial(empty_kv, self._model.spec, config, codec, **where)
+        make_kv = partial(empty_kv, self._model.spec, config, codecs, **where)
         return Engine(
             self._model.weights,
             make_kv(),

@@ -164,8 +164,7 @@ def fit_keys(
     As the leaf `k_affine` of the layers' weights it has the key f * (k - m) stored for k, and q / f meet it for q
     (`decoder`). Scores change by q . m, the same for all keys of a query. The error e of a stored key, alike in all
     channels after a rotation and in proportion to the key's length, changes them by (q / f) . e: on average least for
-    f^2 = |q| / |k - m| in each channel (Cauchy-Schwarz), taken over a sequence of these T tokens. Factors are powers of
-    two, which round nothing.
+    f^2 = |q| / |k - m| in each channel (Cauchy-Schwarz), taken over a sequence of these T tokens.
     """
     where = None if placement is None else placement.sharding(PAGES)
     none: Any = np.zeros((1, 1), np.int32)
@@ -189,7 +188,7 @@ def _affine(moments_K3H: np.ndarray) -> np.ndarray:
     quarter = np.log2(np.where(known, of_queries, 1) / np.where(known, variance, 1)) / 4
     # A factor that all channels share changes nothing: without it they stay about as large as they were.
     quarter -= np.mean(quarter, axis=-1, keepdims=True)
-    factor = np.exp2(np.round(np.where(known, quarter, 0)))
+    factor = np.exp2(np.where(known, quarter, 0))
     return np.stack([mean, factor], axis=1).astype(np.float32).reshape(-1)
 
 

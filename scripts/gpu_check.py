@@ -116,7 +116,7 @@ def compile_engine_here(config: str, kv_cache_dtype: str) -> dict[str, Any]:
         placement = place(spec, layout, [device])
         limits = replace(engine_limits("gpu", spec.max_len), num_pages=ENGINE_PAGES)
         codec = get_codec(kv_cache_dtype, platform="gpu")
-        kv = abstract_kv(spec, limits, codec, backend="mosaic_gpu", placement=placement)
+        kv = abstract_kv(spec, limits, (codec,), backend="mosaic_gpu", placement=placement)
 
         def weights(leaves: Any, *lead: int) -> dict[str, Any]:
             shapes = {name: leaf.info.shape for name, leaf in leaves.items() if leaf.same_as is None}

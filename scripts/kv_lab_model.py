@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.config import EngineConfig
-from jaxkv.engine.model import FIT_TOKENS
+from jaxkv.engine.model import calibration_tokens
 from jaxkv.engine.pool import empty_kv
+from jaxkv.engine.text import load_tokenizer
 from jaxkv.kv.codecs import Codec, decode, get_codec
 from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.llm import DEMO
@@ -140,7 +141,7 @@ class Model:
             # Few channels of the constant vector are large, as in models that have such keys.
             less = (-OFFSET * rng.normal(size=shape) * (rng.random(shape) < 0.15)).astype(np.float32)
         self.weights["layers"] = layers | {"k_affine": affine(less, np.ones_like(less))}
-        token_T = np.random.default_rng(0).integers(0, self.spec.vocab_size, FIT_TOKENS)
+        token_T = calibration_tokens(self.spec, load_tokenizer(DEMO))
         found = np.stack(fit_keys(self.weights, token_T, spec=self.spec, placement=None))
         mean, factor = np.moveaxis(found.reshape(*shape[:2], 2, -1), 2, 0)
         self.fitted = self.weights | {"layers": layers | {"k_affine": affine(less + mean, factor)}}
@@ -211,7 +212,7 @@ def program(spec: ModelSpec, codec: Codec) -> Any:
             max_model_len=LENGTH, max_num_seqs=1, max_num_batched_tokens=LENGTH, block_size=PAGE,
             num_pages=LENGTH // PAGE, decode_steps=8, seed=0,
         )  # fmt: skip
-        kv = empty_kv(spec, config, codec, backend="xla")
+        kv = empty_kv(spec, config, (codec,), backend="xla")
         table_BW = jnp.arange(LENGTH // PAGE, dtype=jnp.int32)[None]
         (group,) = kv.groups
         rows = {"table_BW": table_BW, "first_BW": table_BW * PAGE, "len_B": jnp.zeros(1, jnp.int32)}

@@ -2,6 +2,7 @@
 
     python scripts/train_demo.py --work DIR --out jaxkv/demo      # train; run again to resume after a stop
     python scripts/train_demo.py --evaluate jaxkv/demo            # held-out bits per byte, recall by distance, samples
+    python scripts/train_demo.py --deepen jaxkv/demo --steps 160 --lr 2e-3 --work DIR --out DIR/model    # 8 layers
 
 Text: the source of the running Python's standard library (Python Software Foundation License Version 2), with about
 one file in twenty held out by a hash of its path. Mixed in are two synthetic kinds that teach attention to remember:
@@ -35,6 +36,7 @@ from tokenizers import Tokenizer
 LAYERS, MODEL_DIM, HEADS, KV_HEADS, HEAD_DIM, FFN_DIM, CONTEXT = 4, 256, 4, 2, 64, 704, 2048
 ROPE_THETA, NORM_EPS = 10000.0, 1e-5
 QUERY_BLOCK = 256
+LOG_STEPS = 8
 RECALL_DISTANCES = (100, 250, 500, 1000, 1500)
 # Large temporaries otherwise page-fault on every step; glibc reads these only when a process starts.
 MALLOC_ENV = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_ARENA_MAX": "1"}
@@ -53,6 +55,14 @@ def init_params(seed: int) -> dict:
                "up": matrix(FFN_DIM, MODEL_DIM), "down": matrix(MODEL_DIM, FFN_DIM, residual),
                "attn_norm": jnp.ones(MODEL_DIM), "mlp_norm": jnp.ones(MODEL_DIM)} for _ in range(LAYERS)]
     return {"embed": matrix(VOCAB, MODEL_DIM, 0.5), "norm": jnp.ones(MODEL_DIM), "layers": layers}
+
+
+def deepened(params: dict, seed: int) -> dict:
+    """The same function with a fresh layer after each: one whose two outputs are 0, until it is trained."""
+    fresh = init_params(seed)["layers"]
+    silent = [layer | {name: jnp.zeros_like(layer[name]) for name in ("o", "down")} for layer in fresh]
+    pairs = zip(params["layers"], silent, strict=True)
+    return params | {"layers": [layer for pair in pairs for layer in pair]}
 
 
 def rms_norm(x_BTD: Array, weight_D: Array) -> Array:
@@ -119,7 +129,7 @@ def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
 
     The decay starts at 75% of `steps`; until there runs of different lengths are identical.
     """
-    warm_up, decay_at = 100, int(0.75 * steps)
+    warm_up, decay_at = min(100, steps // 8), int(0.75 * steps)
     schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warm_up), optax.constant_schedule(peak),
                                      optax.linear_schedule(peak, 0.0, steps - decay_at)], [warm_up, decay_at])
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
@@ -169,7 +179,12 @@ def load_checkpoint(path: Path, state: tuple) -> tuple[tuple, int]:
 def train(args: argparse.Namespace) -> None:
     """Trains from the checkpoint in --work, or from scratch, to --steps; exports on the way and at the end."""
     args.work.mkdir(parents=True, exist_ok=True)
-    corpus, optimizer, params = build_corpus(), make_optimizer(args.steps, args.lr), init_params(args.seed)
+    optimizer = make_optimizer(args.steps, args.lr)
+    if args.deepen:
+        corpus = build_corpus(Tokenizer.from_file(str(args.deepen / "tokenizer.json")))
+        params = deepened(load_exported(args.deepen), args.seed)
+    else:
+        corpus, params = build_corpus(), init_params(args.seed)
     state, step, checkpoint = (params, optimizer.init(params)), 0, args.work / "checkpoint.safetensors"
     if checkpoint.exists():
         state, step = load_checkpoint(checkpoint, state)
@@ -181,7 +196,7 @@ def train(args: argparse.Namespace) -> None:
         state, loss = train_step(state, *make_batch(corpus, args.seed, step))
         losses.append(float(loss))
         step += 1
-        if step % 24 == 0:
+        if step % LOG_STEPS == 0:
             record = {"step": step, "loss": round(float(np.mean(losses)), 4),
                       "s_per_step": round((time.monotonic() - started) / len(losses), 3)}
             with open(args.work / "log.jsonl", "a") as log:
@@ -222,7 +237,8 @@ def export(params: dict, tokenizer: Tokenizer, out: Path) -> None:
     tensors = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["norm"]}
     for i, layer in enumerate(params["layers"]):
         tensors |= {f"model.layers.{i}.{LAYER_NAMES[name]}.weight": w for name, w in layer.items()}
-    texts = {name: json.dumps(config, indent=2) + "\n" for name, config in CONFIGS.items()}
+    configs = CONFIGS | {"config.json": CONFIGS["config.json"] | {"num_hidden_layers": len(params["layers"])}}
+    texts = {name: json.dumps(config, indent=2) + "\n" for name, config in configs.items()}
     texts["tokenizer.json"] = tokenizer.to_str()
     out.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
@@ -237,8 +253,9 @@ def export(params: dict, tokenizer: Tokenizer, out: Path) -> None:
 def load_exported(directory: Path) -> dict:
     """The inverse of export, in float32."""
     tensors = {k: jnp.asarray(w, jnp.float32) for k, w in load_file(directory / "model.safetensors").items()}
+    num_layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
     layers = [{name: tensors[f"model.layers.{i}.{hf}.weight"] for name, hf in LAYER_NAMES.items()}
-              for i in range(LAYERS)]
+              for i in range(num_layers)]
     return {"embed": tensors["model.embed_tokens.weight"], "norm": tensors["model.norm.weight"], "layers": layers}
 
 
@@ -306,6 +323,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2120)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--deepen", type=Path, metavar="DIR", help="begin with this exported model, twice as deep")
     parser.add_argument("--export-minutes", type=float, default=10.0)
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="measure an exported model instead of training")
     parser.add_argument("--trials", type=int, default=208, help="recall trials per distance")

@@ -53,12 +53,15 @@ class Dense:
 
     def _attention(self, h: np.ndarray, layer: int, window: int | None) -> np.ndarray:
         q, k, v = (self._heads(h, layer, name) for name in "qkv")
-        stored = np.dtype(getattr(ml_dtypes, self.kv_dtype, self.kv_dtype))
-        k, v = (x.astype(stored).astype(self.dtype).repeat(q.shape[0] // x.shape[0], axis=0) for x in (k, v))
+        k, v = (self.stored(x, layer).repeat(q.shape[0] // x.shape[0], axis=0) for x in (k, v))
         scores = np.where(self.seen(len(h), window), q @ k.swapaxes(1, 2) / q.shape[2] ** 0.5, -np.inf)
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         out = self.attended(weights / weights.sum(axis=2, keepdims=True), v)
         return self._linear(out.swapaxes(0, 1).reshape(len(h), -1), layer, "self_attn.o_proj")
+
+    def stored(self, x: np.ndarray, layer: int) -> np.ndarray:
+        """What a layer's keys or values [K, T, H] are once they have been in its cache."""
+        return x.astype(np.dtype(getattr(ml_dtypes, self.kv_dtype, self.kv_dtype))).astype(self.dtype)
 
     def seen(self, length: int, window: int | None) -> np.ndarray:
         """[T, T] bool: which keys a query sees."""

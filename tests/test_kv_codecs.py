@@ -165,13 +165,11 @@ def test_keys_are_fitted_to_those_that_are_stored_and_to_their_queries(tmp_path,
     llm = make(make_checkpoint(tmp_path, tiny_config(variant)), "float32")
     spec, token_T = llm._model.spec, np.array(prompt["prompt_token_ids"])
     affine = np.stack(fit_keys(llm._model.weights, token_T, spec=spec, placement=llm._model.placement))
-    heads, factors = (spec.num_layers, -1, 2, spec.head_dim), set()
+    heads = (spec.num_layers, -1, 2, spec.head_dim)
     for number, group in enumerate(spec.groups):
         keys = stored(llm, prompt, 128, number)[:, :, : group.num_kv_heads]
-        mean, factor = affine.reshape(heads)[list(group.layers)].transpose(2, 0, 1, 3)
+        mean = affine.reshape(heads)[list(group.layers)][:, :, 0]
         np.testing.assert_allclose(mean, keys.mean(axis=1), atol=1e-5)
-        factors |= set(factor.ravel().tolist())
-    assert all(np.log2(f) % 1 == 0 for f in factors)
 
 
 def test_channels_that_differ_in_keys_and_queries_are_brought_together(tmp_path):
@@ -194,5 +192,5 @@ def test_channels_that_differ_in_keys_and_queries_are_brought_together(tmp_path)
 
     # All factors of a head are relative to each other.
     apart = factors(other) / factors(model.weights) * scale
-    assert set(np.unique(apart[0] / apart[0, 0])) <= {0.5, 1.0, 2.0}
-    np.testing.assert_array_equal(factors(other)[1:], factors(model.weights)[1:])
+    np.testing.assert_allclose(apart[0], apart[0, 0], rtol=1e-4)
+    np.testing.assert_allclose(factors(other)[1:], factors(model.weights)[1:], rtol=1e-4)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
+from jaxkv.engine.mixed import exact_layers
 from jaxkv.engine.text import load_tokenizer
 from jaxkv.models.decoder import Weights
 from jaxkv.models.families import ConfigReader, read_config, read_family
@@ -27,8 +28,11 @@ from jaxkv.weights.orbax import load_converted, stored_dtype
 GENERATION = "generation_config.json"
 DTYPES = ("auto", "bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
-FIT_TOKENS = 512
-"""Of the text that keys are fitted to."""
+FIT_TOKENS = 1024
+"""At most, of the text that keys are fitted to."""
+
+CALIBRATION = Path(__file__).with_name("calibration.txt")
+"""A page of prose, code and data. What it is fitted to changes nothing but the rounding of keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +76,7 @@ def load_model(
     load_format: str,
     tensor_parallel_size: int,
     seed: int,
+    skip_layers: Any = None,
 ) -> Model:
     """Reads everything that a model directory (or hub id) holds; the tokenizer may come from another one.
 
@@ -95,6 +100,7 @@ def load_model(
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
     eos_ids = _eos_ids(config, generation, loaded, spec.vocab_size)
     stored = None if is_dummy else stored_dtype(directory, spec)
+    spec = spec.apart(exact_layers(spec, skip_layers))
     placement = place(spec, layout, jax.devices(), tensor_parallel_size)
     platform = placement.devices[0].platform
     if dtype == "auto":
@@ -117,11 +123,20 @@ def load_model(
     )
 
 
+def calibration_tokens(spec: ModelSpec, tokenizer: Any | None) -> np.ndarray:
+    """The text that keys are fitted to, [T] int32; random tokens where no tokenizer makes any of it."""
+    num_tokens = min(FIT_TOKENS, spec.max_len)
+    if tokenizer is not None:
+        text = CALIBRATION.read_text(encoding="utf-8")
+        if ids := tokenizer(text, truncation=True, max_length=num_tokens)["input_ids"]:
+            return np.clip(np.array(ids, np.int32), 0, spec.vocab_size - 1)
+    return np.random.default_rng(0).integers(0, spec.vocab_size, num_tokens, np.int32)
+
+
 def with_fitted_keys(model: Model) -> Model:
-    """The same function with keys that lose less by being quantised (`steps.fit_keys`, of random tokens)."""
-    num_tokens = min(FIT_TOKENS, model.spec.max_len)
-    token_T = np.random.default_rng(0).integers(0, model.spec.vocab_size, num_tokens)
+    """The same function with keys that lose less by being quantised (`steps.fit_keys`)."""
     placement, layers = model.placement, model.weights["layers"]
+    token_T = calibration_tokens(model.spec, model.tokenizer)
     affine = fit_keys(model.weights, token_T, spec=model.spec, placement=placement)
 
     def put(x: np.ndarray) -> Any:

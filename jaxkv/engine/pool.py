@@ -26,27 +26,32 @@ from jaxkv.sharding import PAGES, Placement
 MARGIN = 0.01
 """Part of the limit that a pool whose size the programs' memory decides leaves unused."""
 
+Codecs = tuple[Codec, ...]
+"""One for each KV group."""
+
 ProgramsFor = Callable[[EngineConfig, int], Programs]
 """The programs of an engine whose pool has so many pages; what else they depend on is in the config."""
 
 
-def bytes_per_page(spec: ModelSpec, *, page_size: int, codec: Codec, backend: str, num_devices: int = 1) -> int:
+def bytes_per_page(spec: ModelSpec, *, page_size: int, codecs: Codecs, backend: str, num_devices: int = 1) -> int:
     """Bytes of one page over all layers of all groups, on each of the devices that divide the KV heads."""
-    groups = zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True)
-    of_layers = [(BACKENDS[backend].page_arrays(heads, page_size, codec), len(group.layers)) for group, heads in groups]
+    groups = zip(spec.groups, heads_of(spec, num_devices=num_devices), codecs, strict=True)
+    of_layers = [
+        (BACKENDS[backend].page_arrays(heads, page_size, codec), len(group.layers)) for group, heads, codec in groups
+    ]
     return sum(count * math.prod(x.shape) * x.dtype.itemsize for arrays, count in of_layers for x in arrays)
 
 
-def bytes_with_low(limits: EngineConfig, spec: ModelSpec, codec: Codec, *, backend: str, num_devices: int = 1) -> int:
+def bytes_with_low(limits: EngineConfig, spec: ModelSpec, codecs: Codecs, *, backend: str, num_devices: int = 1) -> int:
     """`bytes_per_page` with what a policy has beside each: part of a demoted page, or the extremes of its keys."""
     made: Any = {"page_size": limits.block_size, "backend": backend, "num_devices": num_devices}
-    nbytes, low = bytes_per_page(spec, codec=codec, **made), low_codec(limits, codec)
+    nbytes, low = bytes_per_page(spec, codecs=codecs, **made), low_codecs(limits, codecs)
     if limits.read_pages:
         wide = [group for group in spec.groups if group.window is None]
         nbytes += sum(len(one.layers) * 2 * one.num_kv_heads * one.head_dim * 4 for one in wide)
     if low is None:
         return nbytes
-    return nbytes + -(-bytes_per_page(spec, codec=low, **made) * limits.low_row_pages // limits.row_pages)
+    return nbytes + -(-bytes_per_page(spec, codecs=low, **made) * limits.low_row_pages // limits.row_pages)
 
 
 def plan_pool(
@@ -175,7 +180,7 @@ def pages_per_row(limits: EngineConfig) -> int:
 
 
 def empty_kv(
-    spec: ModelSpec, config: EngineConfig, codec: Codec, *, backend: str, placement: Placement | None = None
+    spec: ModelSpec, config: EngineConfig, codecs: Codecs, *, backend: str, placement: Placement | None = None
 ) -> PagedKV:
     """The engine's zeroed KV state as the backend keeps it, on its devices, the default one without a placement.
 
@@ -186,18 +191,20 @@ def empty_kv(
         if count >= 2**31:
             raise ValueError(f"num_gpu_blocks_override: expected layers x pages x 2 KV heads < 2**31, got {count}")
     device = None if placement is None else placement.sharding(PAGES)
-    return _groups(spec, config, codec, backend, num_devices=placement.size if placement else 1, device=device)
+    return _groups(spec, config, codecs, backend, num_devices=placement.size if placement else 1, device=device)
 
 
-def abstract_kv(spec: ModelSpec, config: EngineConfig, codec: Codec, *, backend: str, placement: Placement) -> PagedKV:
+def abstract_kv(
+    spec: ModelSpec, config: EngineConfig, codecs: Codecs, *, backend: str, placement: Placement
+) -> PagedKV:
     """The shapes of `empty_kv` on devices that may be those of a topology. Allocates nothing."""
-    make = partial(_groups, spec, config, codec, backend, num_devices=placement.size, device=None)
+    make = partial(_groups, spec, config, codecs, backend, num_devices=placement.size, device=None)
     kv = jax.eval_shape(make)
     return jax.tree.map(lambda x, parts: placement.abstract(x.shape, x.dtype, parts), kv, placement.kv(kv))
 
 
 def _groups(
-    spec: ModelSpec, config: EngineConfig, codec: Codec, backend: str, *, num_devices: int, device: Any
+    spec: ModelSpec, config: EngineConfig, codecs: Codecs, backend: str, *, num_devices: int, device: Any
 ) -> PagedKV:
     def empty(group: KVGroup, heads: Heads, codec: Codec, num_pages: int) -> GroupKV:
         arrays = BACKENDS[backend].page_arrays(heads, config.block_size, codec)
@@ -209,30 +216,29 @@ def _groups(
         return choosing(made, group.num_kv_heads, group.head_dim, num_read=config.read_pages, device=device)
 
     groups = list(zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True))
-    made = [empty(*pair, codec, config.num_pages) for pair in groups]
-    if (low := low_codec(config, codec)) is not None:
-        of_low = (empty(*pair, low, config.num_low_pages) for pair in groups)
+    made = [empty(*pair, codec, config.num_pages) for pair, codec in zip(groups, codecs, strict=True)]
+    if (low := low_codecs(config, codecs)) is not None:
+        of_low = (empty(*pair, codec, config.num_low_pages) for pair, codec in zip(groups, low, strict=True))
         made = [replace(group, low=of) for group, of in zip(made, of_low, strict=True)]
     return PagedKV(groups=tuple(made))
 
 
-def low_codec(config: EngineConfig, codec: Codec) -> Codec | None:
-    """Of the pages that the config's policy demotes, None if it demotes none."""
+def low_codecs(config: EngineConfig, codecs: Codecs) -> Codecs | None:
+    """Of the pages that the config's policy demotes, by KV group; None if it demotes none."""
     policy = get_policy(config.kv_policy)
     if policy is None or policy.low is None:
         return None
     # None of those that pages are demoted to has another form elsewhere.
-    return get_codec(policy.low, platform="cpu", dtype=codec.dtype)
+    return tuple(get_codec(policy.low, platform="cpu", dtype=codec.dtype) for codec in codecs)
 
 
-def fits_keys(config: EngineConfig, codec: Codec) -> bool:
+def fits_keys(config: EngineConfig, codecs: Codecs) -> bool:
     """Whether keys are to be fitted to being quantised (`steps.fit_keys`), in some of the pages at least."""
-    low = low_codec(config, codec)
-    return codec.fits_keys or (low is not None and low.fits_keys)
+    return any(codec.fits_keys for codec in codecs + (low_codecs(config, codecs) or ()))
 
 
 def with_policy(
-    limits: EngineConfig, name: str, budget: Any, codec: Codec, spec: ModelSpec, *, backend: str, num_devices: int
+    limits: EngineConfig, name: str, budget: Any, codecs: Codecs, spec: ModelSpec, *, backend: str, num_devices: int
 ) -> EngineConfig:
     """The limits with what a policy leaves of each row under a budget, in tokens.
 
@@ -247,14 +253,16 @@ def with_policy(
     named = replace(limits, kv_policy=name)
     if num_devices > 1 and asks_backend(policy):
         raise NotImplementedError(f"kv_policy {name}: expected tensor_parallel_size=1, got {num_devices}")
-    ratio, low = 1.0, low_codec(named, codec)
-    if (low is not None or policy.reads_some) and not isinstance(codec, (PlainCodec, ScaledCodec)):
-        raise NotImplementedError(f"kv_policy {name}: expected a kv_cache_dtype without a rotation, got {codec.name}")
+    ratio, low = 1.0, low_codecs(named, codecs)
+    rotating = [codec.name for codec in codecs if not isinstance(codec, (PlainCodec, ScaledCodec))]
+    if (low is not None or policy.reads_some) and rotating:
+        raise NotImplementedError(f"kv_policy {name}: expected a kv_cache_dtype without a rotation, got {rotating[0]}")
     if low is not None:
         sizes: Any = {"page_size": limits.block_size, "backend": backend}
-        ratio = bytes_per_page(spec, codec=low, **sizes) / bytes_per_page(spec, codec=codec, **sizes)
+        ratio = bytes_per_page(spec, codecs=low, **sizes) / bytes_per_page(spec, codecs=codecs, **sizes)
         if ratio >= 1:
-            raise ValueError(f"kv_policy {name}: expected a kv_cache_dtype larger than {low.name}, got {codec.name}")
+            given = codecs[0].name
+            raise ValueError(f"kv_policy {name}: expected a kv_cache_dtype larger than {low[0].name}, got {given}")
     if policy.reads_some:
         return replace(named, read_pages=full_pages(policy, budget, page_size=limits.block_size))
     full = min(full_pages(policy, budget, page_size=limits.block_size), pages_per_row(limits))

@@ -101,7 +101,8 @@ def _project(
     q, k = apply_rope(q, *rope), apply_rope(k, *rope)
     if "k_affine" in w:
         mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, spec.head_dim), 2, 0)
-        k = (k - mean_1KH) * factor_1KH
+        # What is stored of a key must not depend on whether the compiler rounds this product before it adds it up.
+        k = jax.lax.optimization_barrier((k - mean_1KH) * factor_1KH)
         q = q / jnp.repeat(factor_1KH, q.shape[1] // k.shape[1], axis=1)
     return q, k, v
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,3 +61,19 @@ class ModelSpec:
             if layer in group.layers:
                 return g, group.layers.index(layer)
         raise ValueError(f"expected a layer below {self.num_layers}, got {layer}")
+
+    def apart(self, layers: frozenset[int]) -> ModelSpec:
+        """The same model, these layers in KV groups of their own."""
+        groups = []
+        for group in self.groups:
+            for named in (False, True):
+                if some := tuple(layer for layer in group.layers if (layer in layers) == named):
+                    groups.append(replace(group, layers=some))
+        return replace(self, groups=tuple(groups))
+
+    def joined(self) -> ModelSpec:
+        """The model that `apart` was asked for."""
+        layers: dict[KVGroup, list[int]] = {}
+        for group in self.groups:
+            layers.setdefault(replace(group, layers=()), []).extend(group.layers)
+        return replace(self, groups=tuple(replace(g, layers=tuple(sorted(of))) for g, of in layers.items()))

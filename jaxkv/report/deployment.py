@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,16 @@ import jax.numpy as jnp
 from jaxkv.aot import Programs
 from jaxkv.config import EngineConfig, engine_limits
 from jaxkv.engine.budget import Memory
-from jaxkv.engine.pool import abstract_kv, bytes_per_page, bytes_with_low, fits_keys, pages_per_row, with_policy
-from jaxkv.kv.codecs import Codec, get_codec
+from jaxkv.engine.mixed import describe_codecs, exact_layers, group_codecs
+from jaxkv.engine.pool import (
+    Codecs,
+    abstract_kv,
+    bytes_per_page,
+    bytes_with_low,
+    fits_keys,
+    pages_per_row,
+    with_policy,
+)
 from jaxkv.kv.policies import asks_backend, get_policy
 from jaxkv.models.decoder import Weights, heads_of
 from jaxkv.models.families import ConfigReader, Layout, Leaf, read_config, read_family
@@ -46,7 +54,7 @@ class Deployment:
     spec: ModelSpec
     layout: Layout
     dtype: str
-    codec: Codec
+    codecs: Codecs
     target: Target
     tensor_parallel_size: int
     limits: EngineConfig
@@ -79,15 +87,19 @@ class Deployment:
         return {name: leaf for name, leaf in self.layout.top.items() if leaf.same_as is None}
 
     @property
+    def kv_cache_dtype(self) -> str:
+        return describe_codecs(self.spec, self.codecs)
+
+    @property
     def page_nbytes(self) -> int:
         """On each device."""
         made: Any = {"backend": self.backend, "num_devices": self.tensor_parallel_size}
-        return bytes_with_low(self.limits, self.spec, self.codec, **made)
+        return bytes_with_low(self.limits, self.spec, self.codecs, **made)
 
     @property
     def token_nbytes(self) -> int:
         """Of the KV cache, on all devices together."""
-        made: Any = {"codec": self.codec, "backend": self.backend, "num_devices": self.tensor_parallel_size}
+        made: Any = {"codecs": self.codecs, "backend": self.backend, "num_devices": self.tensor_parallel_size}
         nbytes = bytes_per_page(self.spec, page_size=self.limits.block_size, **made)
         return nbytes * self.tensor_parallel_size // self.limits.block_size
 
@@ -112,12 +124,11 @@ class Deployment:
         """Of an engine whose pool has so many pages, not compiled; the rest is in the config."""
         spec, backend, placement = self.spec, self.backend, self.placement
         sized = replace(config, num_pages=num_pages)
-        kv = abstract_kv(spec, sized, self.codec, backend=backend, placement=placement)
+        kv = abstract_kv(spec, sized, self.codecs, backend=backend, placement=placement)
         weights = weight_shapes(spec, self.layout, dtype=self.dtype, placement=placement)
-        if fits_keys(self.limits, self.codec):
+        if fits_keys(self.limits, self.codecs):
             weights = self._with_affine(weights, placement)
         return Programs(weights, kv, spec=spec, config=config, backend=backend, placement=placement)
-
 
     def _with_affine(self, weights: Weights, placement: Placement) -> dict[str, Any]:
         """With the leaf that an engine of this codec adds (`steps.fit_keys`)."""
@@ -145,6 +156,7 @@ def deploy(
     *,
     dtype: str = "bfloat16",
     kv_cache_dtype: str = "auto",
+    kv_cache_dtype_skip_layers: Any = None,
     kv_policy: str = "full",
     kv_budget: int | None = None,
     tensor_parallel_size: int | None = None,
@@ -164,24 +176,25 @@ def deploy(
         raise ValueError(f"gpu_memory_utilization: expected a number in (0, 1], got {utilization!r}")
     size = target.num_devices if tensor_parallel_size is None else tensor_parallel_size
     place(spec, layout, _counted(target), size)
-    codec = get_codec(kv_cache_dtype, platform="tpu", dtype=dtype)
+    spec = spec.apart(exact_layers(spec, kv_cache_dtype_skip_layers))
+    codecs = group_codecs(spec, kv_cache_dtype, kv_cache_dtype_skip_layers, platform="tpu", dtype=dtype)
     engine = engine_limits("tpu", spec.max_len, **limits)
-    needs = Needs(
+    needs = partial(
+        Needs,
         page_size=engine.block_size,
         num_rows=engine.max_num_seqs,
         pages_per_row=pages_per_row(engine),
-        codec=codec,
         platform="tpu",
         kv_policy=kv_policy if asks_backend(get_policy(kv_policy)) else None,
     )
-    chosen, reason = choose_backend(backend, heads_of(spec, num_devices=size), needs)
-    engine = with_policy(engine, kv_policy, kv_budget, codec, spec, backend=chosen, num_devices=size)
+    chosen, reason = choose_backend(backend, heads_of(spec, num_devices=size), [needs(codec=codec) for codec in codecs])
+    engine = with_policy(engine, kv_policy, kv_budget, codecs, spec, backend=chosen, num_devices=size)
     return Deployment(
         name=config.where,
         spec=spec,
         layout=layout,
         dtype=dtype,
-        codec=codec,
+        codecs=codecs,
         target=target,
         tensor_parallel_size=size,
         limits=engine,

@@ -59,7 +59,7 @@ def compile_engine(engine: Engine) -> dict[str, Any]:
         "num_pages": budget.num_pages,
         "pages_reason": budget.reason,
         "page_size": made.limits.block_size,
-        "kv_dtype": made.codec.name,
+        "kv_dtype": made.kv_cache_dtype,
         "heads": [heads.num_heads, heads.num_kv_heads, heads.head_dim],
         "memory": budget.lines(programs),
         "programs": [describe_program(name, program, slices) for name, program in programs.compiled.items()],

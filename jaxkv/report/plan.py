@@ -191,7 +191,7 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     """What does not depend on the chips: the cache of a token, and of a sequence or several."""
     spec, token = deployment.spec, deployment.token_nbytes
     heads = f"{spec.num_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
-    kinds = f"weights {deployment.dtype}, KV cache {deployment.codec.name}, kv_policy {deployment.limits.kv_policy}"
+    kinds = f"weights {deployment.dtype}, KV cache {deployment.kv_cache_dtype}, kv_policy {deployment.limits.kv_policy}"
     lines = [f"{deployment.name}: {spec.family}, {spec.num_layers} layers, {heads}, {kinds}"]
     lines.append(_row("KV cache of a token", [f"{token / 2**10:.2f} KiB"]))
     for context in contexts:
@@ -216,7 +216,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "backend": deployment.backend,
         "backend_reason": deployment.backend_reason,
         "dtype": deployment.dtype,
-        "kv_cache_dtype": deployment.codec.name,
+        "kv_cache_dtype": deployment.kv_cache_dtype,
         "token_nbytes": deployment.token_nbytes,
         "limits": asdict(deployment.limits),
         "does_not_fit": planned.refusal,

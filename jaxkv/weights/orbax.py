@@ -129,8 +129,8 @@ def load_converted(
 
 
 def _as_json(spec: ModelSpec) -> dict[str, Any]:
-    """The spec as JSON gives it back: tuples are lists."""
-    return json.loads(json.dumps(asdict(spec)))
+    """The spec as JSON gives it back: tuples are lists. What is stored depends on no codec of a KV cache."""
+    return json.loads(json.dumps(asdict(spec.joined())))
 
 
 def _save(directory: Path, weights: dict[str, Any]) -> None:

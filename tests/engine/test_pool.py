@@ -210,11 +210,11 @@ def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
     made: list[Programs] = []
 
     def programs_for(config: EngineConfig, num_pages: int) -> Programs:
-        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codec, backend="copying", placement=placement)
+        kv = abstract_kv(spec, replace(config, num_pages=num_pages), (codec,), backend="copying", placement=placement)
         made.append(Programs(weights, kv, spec=spec, config=config, backend="copying"))
         return made[-1]
 
-    page_nbytes = bytes_per_page(spec, page_size=16, codec=codec, backend="xla")
+    page_nbytes = bytes_per_page(spec, page_size=16, codecs=(codec,), backend="xla")
     stats = {"bytes_limit": 9 * 2**20, "bytes_in_use": 2**20}
     fake = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
     memory = device_memory(fake, weight_bytes=2**20, utilization=0.9)
@@ -251,8 +251,8 @@ def test_a_page_costs_what_the_pool_allocates_for_it(variant, dtype):
     spec, _ = read_family(ConfigReader(tiny_config(variant), "config.json"))
     codec = get_codec(dtype, platform="cpu")
     config = replace(LIMITS, num_pages=5)
-    kv = empty_kv(spec, config, codec, backend="xla")
-    assert kv.nbytes == 5 * bytes_per_page(spec, page_size=16, codec=codec, backend="xla")
+    kv = empty_kv(spec, config, (codec,), backend="xla")
+    assert kv.nbytes == 5 * bytes_per_page(spec, page_size=16, codecs=(codec,), backend="xla")
     assert [group.num_layers for group in kv.groups] == [len(group.layers) for group in spec.groups]
     assert {(group.num_pages, group.page_size) for group in kv.groups} == {(5, 16)}
     assert not any(np.asarray(group.pages).astype(np.float32).any() for group in kv.groups)
@@ -262,4 +262,4 @@ def test_a_pool_that_int32_cannot_count_is_refused_before_it_is_allocated():
     spec, _ = read_family(ConfigReader(tiny_config("llama"), "config.json"))
     codec = get_codec("float32", platform="cpu")
     with pytest.raises(ValueError, match=r"num_gpu_blocks_override: expected layers x pages x .* < 2\*\*31, got "):
-        empty_kv(spec, replace(LIMITS, num_pages=2**31 // 12 + 1), codec, backend="xla")
+        empty_kv(spec, replace(LIMITS, num_pages=2**31 // 12 + 1), (codec,), backend="xla")

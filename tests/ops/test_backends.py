@@ -53,7 +53,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprob
 )
 def test_auto_takes_the_first_that_can_and_says_why_not_the_others(name, platform, heads, page_size, expected):
     needs = replace(NEEDS, page_size=page_size, platform=platform, compute_capability="9.0")
-    assert choose_backend(name, [HEADS, heads], needs) == expected
+    assert choose_backend(name, [HEADS, heads], [needs, needs]) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_auto_takes_the_first_that_can_and_says_why_not_the_others(name, platfor
 )
 def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, message):
     with pytest.raises(NotImplementedError, match=f"backend='pallas_tpu': {message}"):
-        choose_backend("pallas_tpu", [HEADS, heads], replace(NEEDS, page_size=page_size, platform=platform))
+        choose_backend("pallas_tpu", [HEADS, heads], [replace(NEEDS, page_size=page_size, platform=platform)] * 2)
 
 
 @pytest.mark.parametrize(
@@ -91,33 +91,33 @@ def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, messag
 def test_the_gpu_kernels_say_what_they_do_not_take(change, reason):
     needs = replace(NEEDS, platform="gpu", compute_capability="9.0")
     with pytest.raises(NotImplementedError, match=f"backend='mosaic_gpu': {reason}"):
-        choose_backend("mosaic_gpu", [HEADS], replace(needs, **change))
+        choose_backend("mosaic_gpu", [HEADS], [replace(needs, **change)])
 
 
 def test_the_gpu_kernels_take_int8_pages():
     needs = replace(NEEDS, platform="gpu", compute_capability="9.0", codec=get_codec("int8", platform="gpu"))
     for head_dim in (64, 128, 256):
         heads = Heads(num_heads=8, num_kv_heads=2, head_dim=head_dim, window=None)
-        assert choose_backend("mosaic_gpu", [heads], needs)[0] == "mosaic_gpu"
+        assert choose_backend("mosaic_gpu", [heads], [needs])[0] == "mosaic_gpu"
 
 
 def test_the_gpu_kernels_refuse_heads_that_leave_no_shared_memory():
     needs = replace(NEEDS, platform="gpu", compute_capability="9.0")
     for per_head, head_dim in ((64, 64), (64, 128), (32, 256)):
         heads = Heads(num_heads=2 * per_head, num_kv_heads=2, head_dim=head_dim, window=None)
-        assert choose_backend("mosaic_gpu", [heads], needs)[0] == "mosaic_gpu"
+        assert choose_backend("mosaic_gpu", [heads], [needs])[0] == "mosaic_gpu"
     for heads, reason in (
         (Heads(num_heads=128, num_kv_heads=2, head_dim=256, window=None), "64 query heads of 256 per KV head leave no"),
         (ODD, "head_dim: expected one of .64, 128, 256., got 80"),
     ):
         with pytest.raises(NotImplementedError, match=reason):
-            choose_backend("mosaic_gpu", [heads], needs)
+            choose_backend("mosaic_gpu", [heads], [needs])
 
 
 def test_only_a_row_too_long_for_scalar_memory_runs_on_xla():
     needs = replace(NEEDS, num_rows=256, pages_per_row=2048)
-    assert choose_backend("auto", [HEADS], needs)[0] == "pallas_tpu"
-    backend, reason = choose_backend("auto", [HEADS], replace(needs, num_rows=2, pages_per_row=100_000))
+    assert choose_backend("auto", [HEADS], [needs])[0] == "pallas_tpu"
+    backend, reason = choose_backend("auto", [HEADS], [replace(needs, num_rows=2, pages_per_row=100_000)])
     assert backend == "xla"
     assert re.fullmatch(
         r"chosen by auto on a tpu: pallas_tpu: rows of 100000 pages take \d+ bytes of scalar memory, "
@@ -137,7 +137,7 @@ def test_rows_too_many_for_vector_memory_and_pages_of_another_dtype_run_on_xla()
         (replace(NEEDS, codec=fp8), "kv_cache_dtype: expected bfloat16, float32, int8 or int4, got fp8_e4m3"),
         (replace(NEEDS, codec=of_floats), "kv_cache_dtype int8: expected a model in bfloat16, got float32"),
     ):
-        backend, why = choose_backend("auto", [HEADS], needs)
+        backend, why = choose_backend("auto", [HEADS], [needs])
         assert backend == "xla"
         assert re.match(f"chosen by auto on a tpu: pallas_tpu: {reason}", why)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from jaxkv.ops.attention.base import Backend, Batch, Heads, Needs
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
@@ -28,13 +28,15 @@ def check_backend(name: str) -> None:
         raise ValueError(f"backend: expected 'auto' or one of {sorted(BACKENDS)}, got {name!r}")
 
 
-def choose_backend(name: str, heads: Iterable[Heads], needs: Needs, *, deterministic: bool = False) -> tuple[str, str]:
-    """(backend, reason) for what a person asked for, for layers with these heads; only "auto" chooses.
+def choose_backend(
+    name: str, heads: Sequence[Heads], needs: Sequence[Needs], *, deterministic: bool = False
+) -> tuple[str, str]:
+    """(backend, reason) for what a person asked for, for KV groups with these heads and needs; only "auto" chooses.
 
     Raises: as `check_backend`, and NotImplementedError for a named backend that cannot do this.
     """
     check_backend(name)
-    platform = needs.platform
+    platform = needs[0].platform
     if deterministic:
         return _choose_deterministic(name, platform)
     if name != "auto":
@@ -49,10 +51,10 @@ def choose_backend(name: str, heads: Iterable[Heads], needs: Needs, *, determini
     return "xla", f"chosen by auto on a {platform}" + (f": {refused}" if refused else "")
 
 
-def _refusal(name: str, heads: Iterable[Heads], needs: Needs) -> str | None:
-    if needs.kv_policy is not None and not isinstance(BACKENDS[name], Xla):
-        return f"kv_policy {needs.kv_policy}: only xla observes, measures, demotes or chooses pages"
-    reasons = (BACKENDS[name].refuses(one, needs) for one in heads)
+def _refusal(name: str, heads: Sequence[Heads], needs: Sequence[Needs]) -> str | None:
+    if (policy := needs[0].kv_policy) is not None and not isinstance(BACKENDS[name], Xla):
+        return f"kv_policy {policy}: only xla observes, measures, demotes or chooses pages"
+    reasons = (BACKENDS[name].refuses(*of_group) for of_group in zip(heads, needs, strict=True))
     return next(filter(None, reasons), None)
 
 
