@@ -3,10 +3,11 @@
     python scripts/kv_lab.py --json docs/benchmarks/kv_lab.json --plot docs/benchmarks/kv_lab.svg
     python scripts/kv_lab.py --codecs int8,int4 --windows 2 --trials 8 --seeds 2      a quick look
 
-On the demo model, and on one that is the same function with outliers in its keys: in each layer and KV head some pairs
-of rotary channels are larger in k and as much smaller in q, and every key has one constant vector more, which softmax
-does not see. Each sequence is computed as one prompt whose keys and values, its own included, are read back from pages
-in the codec, by the engine's own attention (XLA). Compared with bfloat16 pages, weights and everything else in float32:
+On the demo model (or a deeper one: `train_demo.py --deepen`), and on one that is the same function with outliers in its
+keys: in each layer and KV head some pairs of rotary channels are larger in k and as much smaller in q, and every key
+has one constant vector more, which softmax does not see. Each sequence is computed as one prompt whose keys and values,
+its own included, are read back from pages in the codec, by the engine's own attention (XLA). Compared with bfloat16
+pages, weights and everything else in float32:
 
 nll      nats per token of held-out library text, in windows, and the change in percent
 kl       KL divergence of the next token's distribution from that with bfloat16 pages, nats per token
@@ -17,8 +18,7 @@ recall   share of the values that are recalled whole, teacher-forced, at a dista
 
 A codec's name stands for what the engine does; "fitted" and "unfitted" after it are keys with and without `fit_keys`.
 Rows without bits are of what the engine does not do: some keys and values exact, or turboquant4 with keys of 3 bits and
-a bit of QJL. Each seed draws its own
-windows, questions and outliers; intervals are 95% of Student's t over the seeds.
+a bit of QJL. Each seed draws its own windows, questions and outliers; intervals are 95% of Student's t over the seeds.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
     codecs = {name: pages_of(name) for name in ("bfloat16", *options.codecs)}
     mixed = {f"{name}, {exception}" for name in options.mixed for exception in EXCEPTIONS if exception}
     mixed |= {f"turboquant4, {QJL}"} if options.mixed else set()
-    head_dim = Model("plain", 0).spec.head_dim
+    head_dim = Model("plain", 0, options.model).spec.head_dim
     result["bits"] = {name: bits_per_value(pages.codec, head_dim) for name, pages in codecs.items()}
     result["variants"] = {variant: [] for variant in ("plain", "outliers")}
     for variant, seen in result["variants"].items():
         for seed in range(options.seeds):
-            started, rng, model = time.monotonic(), random.Random(seed), Model(variant, seed)
+            started, rng, model = time.monotonic(), random.Random(seed), Model(variant, seed, options.model)
             texts = list(windows(corpus, rng, options.windows))
             one: dict[str, Any] = of_text(model, codecs | {name: pages_of(name) for name in sorted(mixed)}, texts)
             for distance in DISTANCES:
@@ -180,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     quantised = [name for name in CODECS if name not in ("bfloat16", "float32")]
     unfitted = [f"{name} unfitted" for name in ("int8", "int4", "turboquant4")]
+    parser.add_argument("--model", type=Path, default=DEMO, help="one that train_demo.py has made (the demo model)")
     parser.add_argument("--codecs", default=",".join([*quantised, *unfitted]))
     parser.add_argument("--mixed", default="int4,turboquant3,turboquant2.5", help="codecs with some keys exact")
     parser.add_argument("--windows", type=int, default=8, help="of each seed")

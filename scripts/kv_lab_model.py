@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxkv.config import EngineConfig
 from jaxkv.engine.model import calibration_tokens
 from jaxkv.engine.pool import empty_kv
 from jaxkv.engine.text import load_tokenizer
-from jaxkv.kv.codecs import Codec, decode, get_codec
+from jaxkv.kv.codecs import Codec, PlainCodec, decode, get_codec
 from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.llm import DEMO
 from jaxkv.models.decoder import forward, logits
@@ -126,11 +127,11 @@ class Stored(Moments):
 
 
 class Model:
-    """The demo model's function, with `variant` "outliers" in another form."""
+    """The function of a model like the demo one, with `variant` "outliers" in another form."""
 
-    def __init__(self, variant: str, seed: int) -> None:
-        self.spec, layout = read_family(read_config(DEMO))
-        self.weights = load_weights(DEMO, self.spec, layout, dtype="float32")
+    def __init__(self, variant: str, seed: int, directory: Path = DEMO) -> None:
+        self.spec, layout = read_family(read_config(directory))
+        self.weights = load_weights(directory, self.spec, layout, dtype="float32")
         layers = self.weights["layers"]
         (group,) = self.spec.groups
         shape = (self.spec.num_layers, group.num_kv_heads, self.spec.head_dim)
@@ -141,7 +142,7 @@ class Model:
             # Few channels of the constant vector are large, as in models that have such keys.
             less = (-OFFSET * rng.normal(size=shape) * (rng.random(shape) < 0.15)).astype(np.float32)
         self.weights["layers"] = layers | {"k_affine": affine(less, np.ones_like(less))}
-        token_T = calibration_tokens(self.spec, load_tokenizer(DEMO))
+        token_T = calibration_tokens(self.spec, load_tokenizer(directory))
         found = np.stack(fit_keys(self.weights, token_T, spec=self.spec, placement=None))
         mean, factor = np.moveaxis(found.reshape(*shape[:2], 2, -1), 2, 0)
         self.fitted = self.weights | {"layers": layers | {"k_affine": affine(less + mean, factor)}}
@@ -177,11 +178,11 @@ def affine(mean: np.ndarray, factor: np.ndarray) -> np.ndarray:
     return np.stack([mean, factor], axis=2).reshape(len(mean), -1)
 
 
-def dense(weights: Any, token_T: jax.Array, spec: ModelSpec, attention: Stored) -> tuple[jax.Array, jax.Array]:
+def dense(weights: Any, token_T: jax.Array, spec: ModelSpec, attention: Any) -> tuple[jax.Array, jax.Array]:
     """(hidden states, attention's relative squared error by layer) of one sequence without pages."""
     none: Any = np.zeros((1, 1), np.int32)
     rows: Any = {"table_BW": none, "first_BW": none, "len_B": none[0]}
-    group = GroupKV(jnp.zeros(spec.num_layers), **rows, codec=attention.codec, num_layers=spec.num_layers)
+    group = GroupKV(jnp.zeros(spec.num_layers), **rows, codec=PlainCodec(dtype="float32"), num_layers=spec.num_layers)
     position_T = jnp.arange(len(token_T), dtype=jnp.int32)
     counts: Any = (none[0], none[0] + len(token_T), jnp.int32(0), jnp.int32(1))
     batch = Batch(token_T, position_T, position_T * 0, *counts)

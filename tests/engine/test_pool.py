@@ -202,7 +202,7 @@ class Copying(xla.Xla):
 def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
     monkeypatch.setitem(BACKENDS, "copying", Copying())
     spec, layout = read_family(ConfigReader(tiny_config("llama"), "config.json"))
-    placement, codec = Placement((jax.devices()[0],)), get_codec("float32", platform="cpu")
+    placement, codecs = Placement((jax.devices()[0],)), (get_codec("float32", platform="cpu"),)
     top = {name: leaf.info for name, leaf in layout.top.items()}
     layers = {name: (spec.num_layers, *leaf.info.shape) for name, leaf in layout.layer.items()}
     weights = {name: jax.ShapeDtypeStruct(info.shape, np.float32) for name, info in top.items()}
@@ -210,11 +210,11 @@ def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
     made: list[Programs] = []
 
     def programs_for(config: EngineConfig, num_pages: int) -> Programs:
-        kv = abstract_kv(spec, replace(config, num_pages=num_pages), (codec,), backend="copying", placement=placement)
+        kv = abstract_kv(spec, replace(config, num_pages=num_pages), codecs, backend="copying", placement=placement)
         made.append(Programs(weights, kv, spec=spec, config=config, backend="copying"))
         return made[-1]
 
-    page_nbytes = bytes_per_page(spec, page_size=16, codecs=(codec,), backend="xla")
+    page_nbytes = bytes_per_page(spec, page_size=16, codecs=codecs, backend="xla")
     stats = {"bytes_limit": 9 * 2**20, "bytes_in_use": 2**20}
     fake = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
     memory = device_memory(fake, weight_bytes=2**20, utilization=0.9)
@@ -249,10 +249,10 @@ def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_page_costs_what_the_pool_allocates_for_it(variant, dtype):
     spec, _ = read_family(ConfigReader(tiny_config(variant), "config.json"))
-    codec = get_codec(dtype, platform="cpu")
+    codecs = (get_codec(dtype, platform="cpu"),) * len(spec.groups)
     config = replace(LIMITS, num_pages=5)
-    kv = empty_kv(spec, config, (codec,), backend="xla")
-    assert kv.nbytes == 5 * bytes_per_page(spec, page_size=16, codecs=(codec,), backend="xla")
+    kv = empty_kv(spec, config, codecs, backend="xla")
+    assert kv.nbytes == 5 * bytes_per_page(spec, page_size=16, codecs=codecs, backend="xla")
     assert [group.num_layers for group in kv.groups] == [len(group.layers) for group in spec.groups]
     assert {(group.num_pages, group.page_size) for group in kv.groups} == {(5, 16)}
     assert not any(np.asarray(group.pages).astype(np.float32).any() for group in kv.groups)
