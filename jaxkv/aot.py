@@ -320,7 +320,9 @@ class Programs:
         return own(demote_pages, donate=("kv",)).lower(self._kv_for(1), pages_C, pages_C, n)
 
     def _lower_norms(self, num_pages: int) -> Any:
-        return own(page_norms, donate=()).lower(self._kv_for(1), self._whole(np.zeros(num_pages, np.int32)))
+        num_devices = 1 if self.placement is None else self.placement.size
+        program = own(page_norms, donate=(), num_devices=num_devices)
+        return program.lower(self._kv_for(1), self._whole(np.zeros(num_pages, np.int32)))
 
     @property
     def _static(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ MUST_DIVIDE = ("heads", "kv_heads", "ffn")
 """Logical axes whose parts the devices have. "vocab" is divided too where that leaves no rest."""
 
 WHOLE = PartitionSpec()
+EXTREMES = PartitionSpec(None, None, TENSOR)
 PAGES = PartitionSpec(None, TENSOR)
 """Pages are divided by heads, in the order in which those are stored: a device has the keys of its KV heads, then their
 values."""
@@ -77,9 +78,11 @@ class Placement:
 
         def of(group: GroupKV) -> GroupKV:
             low = None if group.low is None else of(group.low)
-            extremes: Any = None if group.extremes is None else WHOLE
+            extremes: Any = None if group.extremes is None else EXTREMES
             scales = None if group.scales is None else pages
-            return replace(group, pages=pages, scales=scales, low=low, extremes=extremes, **whole)
+            statistics = jax.tree.map(lambda _: WHOLE, group.statistics)
+            parts: Any = {"pages": pages, "scales": scales, "low": low, "extremes": extremes, "statistics": statistics}
+            return replace(group, **parts, **whole)
 
         return replace(kv, groups=tuple(map(of, kv.groups)))
 

@@ -222,7 +222,7 @@ def demote_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.A
     return jax.lax.fori_loop(0, n, lambda i, kv: state.demote(kv, source_C[i], target_C[i]), kv)
 
 
-@jax.jit
-def page_norms(kv: PagedKV, page_W: jax.Array) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("num_devices",))
+def page_norms(kv: PagedKV, page_W: jax.Array, *, num_devices: int) -> tuple[jax.Array, jax.Array]:
     """`state.page_norms` as a program."""
-    return state.page_norms(kv, page_W)
+    return state.page_norms(kv, page_W, num_devices=num_devices)

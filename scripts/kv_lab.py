@@ -112,9 +112,11 @@ def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
     mixed = {f"{name}, {exception}" for name in options.mixed for exception in EXCEPTIONS if exception}
     mixed |= {f"turboquant4, {QJL}"} if options.mixed else set()
     head_dim = Model("plain", 0, options.model).spec.head_dim
-    result["bits"] = {name: bits_per_value(pages.codec, head_dim) for name, pages in codecs.items()}
-    result["variants"] = {variant: [] for variant in ("plain", "outliers")}
-    for variant, seen in result["variants"].items():
+    bits = {name: bits_per_value(pages.codec, head_dim) for name, pages in codecs.items()}
+    result["bits"] = result.get("bits", {}) | bits
+    result.setdefault("variants", {})
+    for variant in options.variants:
+        seen = result["variants"].setdefault(variant, [{} for _ in range(options.seeds)])
         for seed in range(options.seeds):
             started, rng, model = time.monotonic(), random.Random(seed), Model(variant, seed, options.model)
             texts = list(windows(corpus, rng, options.windows))
@@ -124,7 +126,7 @@ def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
                 trials = [(ids[-LENGTH:], start - max(0, len(ids) - LENGTH)) for ids, start in trials]
                 for name, share in of_recall(model, codecs, trials).items():
                     one[name][f"recall_{distance}"] = share
-            seen.append(one)
+            seen[seed] |= one
             print(f"{variant}, seed {seed}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
             if options.json:
                 options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -183,14 +185,21 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DEMO, help="one that train_demo.py has made (the demo model)")
     parser.add_argument("--codecs", default=",".join([*quantised, *unfitted]))
     parser.add_argument("--mixed", default="int4,turboquant3,turboquant2.5", help="codecs with some keys exact")
+    parser.add_argument("--variants", default="plain,outliers")
     parser.add_argument("--windows", type=int, default=8, help="of each seed")
     parser.add_argument("--trials", type=int, default=48, help="of each seed and distance")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="rows of the same texts that it has stay")
     parser.add_argument("--plot", type=Path, help="an SVG or PNG; needs matplotlib")
     options = parser.parse_args()
-    options.codecs, options.mixed = ([x for x in of.split(",") if x] for of in (options.codecs, options.mixed))
-    result: dict[str, Any] = environment() | {"command": " ".join(sys.argv)}
+    lists = ("codecs", "mixed", "variants")
+    options.codecs, options.mixed, options.variants = (
+        [x for x in getattr(options, name).split(",") if x] for name in lists
+    )
+    result: dict[str, Any] = environment()
+    if options.json and options.json.is_file():
+        result |= json.loads(options.json.read_text())
+    result.setdefault("commands", []).append(" ".join(sys.argv))
     measure(options, result)
     print(table(result))
     if options.plot:

@@ -24,6 +24,8 @@ CASES = {
     "two KV groups": ("qwen2-mixed-windows", "float32", "auto", {}),
     "int8 pages": ("qwen2", "float32", "int8", {"vocab_size": 152}),
 }
+POLICIES = {"h2o_page": 1e-4, "page_norm": 1e-4, "quest": 1e-4, "streaming:int8": 1e-3, "entropy": 0.02}
+"""And how far logprobs may be apart: sums in another order round a few numbers of a demoted page the other way."""
 FAST = "vocabulary divided"
 
 # In a process of its own: how many devices a CPU has is fixed when JAX starts.
@@ -33,7 +35,7 @@ import jax, numpy as np
 from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.steps import fit_keys
 
-path, dtype, kv_dtype, *sizes = sys.argv[1:]
+path, dtype, kv_dtype, policies, *sizes = sys.argv[1:]
 greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=2)
 drawn = SamplingParams(seed=3, top_p=0.9, presence_penalty=0.3, max_tokens=12, ignore_eos=True)
 rng = np.random.default_rng(0)
@@ -42,6 +44,20 @@ prompts = [{"prompt_token_ids": rng.integers(0, 150, n).tolist()} for n in (5, 4
 def logprobs(output):
     entries = [entry for entry in output.prompt_logprobs or () if entry] + (output.outputs[0].logprobs or [])
     return [one.logprob for entry in entries for one in entry.values()]
+
+def bounded(size, policy):
+    # All prompts are longer than what a row may hold in full.
+    llm = LLM(path, dtype=dtype, tensor_parallel_size=size, skip_tokenizer_init=True, lazy_compile=True, max_num_seqs=2,
+              max_num_batched_tokens=16, max_model_len=96, block_size=8, kv_policy=policy, kv_budget=64)
+    long = [{"prompt_token_ids": rng_of.integers(0, 150, n).tolist()}
+            for rng_of in [np.random.default_rng(1)] for n in (70, 50)]
+    outputs = llm.generate(long, greedy, use_tqdm=False)
+    llm._engine.check()
+    return {
+        "tokens": [output.outputs[0].token_ids for output in outputs],
+        "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
+        "outcomes": dict(llm._engine.scheduler.trim.outcomes),
+    }
 
 def run(size):
     llm = LLM(path, dtype=dtype, kv_cache_dtype=kv_dtype, tensor_parallel_size=size, skip_tokenizer_init=True,
@@ -66,6 +82,7 @@ def run(size):
         "weight_bytes": llm._model.weight_bytes,
         "vocabulary_bytes": sum(x.nbytes for name, x in llm._model.weights.items() if name in ("embed", "head")),
         "described": llm.describe(),
+        "bounded": {policy: bounded(size, policy) for policy in policies.split(",") if policy},
     }
 
 print(json.dumps([run(int(size)) for size in sizes]))
@@ -75,9 +92,10 @@ print(json.dumps([run(int(size)) for size in sizes]))
 @pytest.fixture(scope="module", params=[pytest.param(c, marks=() if c == FAST else pytest.mark.slow) for c in CASES])
 def runs(request, tmp_path_factory):
     variant, dtype, kv_dtype, changes = CASES[request.param]
+    policies = {FAST: "h2o_page", "biases, untied": ",".join(POLICIES)}.get(request.param, "")
     path = make_checkpoint(tmp_path_factory.mktemp("model"), tiny_config(variant, **HEADS | changes), dtype=dtype)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(SIZES)}"
-    command = [sys.executable, "-c", RUN, path, dtype, kv_dtype, *map(str, SIZES)]
+    command = [sys.executable, "-c", RUN, path, dtype, kv_dtype, policies, *map(str, SIZES)]
     done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -94,6 +112,18 @@ def test_every_number_of_devices_gives_the_same_tokens(runs):
         np.testing.assert_allclose(other["affine"], one["affine"], rtol=0, atol=1e-5)
     assert any(one["cached"])
     assert np.abs(one["affine"]).max() > 0.01
+
+
+def test_every_number_of_devices_keeps_the_same_pages(runs):
+    one, *others = runs
+    for other in others:
+        for policy, wanted in one["bounded"].items():
+            found = other["bounded"][policy]
+            assert found["tokens"] == wanted["tokens"]
+            assert found["outcomes"] == wanted["outcomes"]
+            np.testing.assert_allclose(found["logprobs"], wanted["logprobs"], rtol=0, atol=POLICIES[policy])
+    bounding = [found["outcomes"] for policy, found in one["bounded"].items() if policy != "quest"]
+    assert all(outcomes["kept"] > 0 and outcomes["kept"] < sum(outcomes.values()) for outcomes in bounding)
 
 
 def test_each_device_has_its_part_of_pages_and_weights(runs, request):

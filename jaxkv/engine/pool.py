@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxkv.aot import Programs
 from jaxkv.config import EngineConfig, is_int
@@ -16,12 +17,12 @@ from jaxkv.engine.budget import Budget, Memory
 from jaxkv.engine.retention import full_pages
 from jaxkv.errors import CapacityError
 from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
-from jaxkv.kv.policies import asks_backend, get_policy
+from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import GroupKV, PagedKV, choosing, empty_group
 from jaxkv.models.decoder import heads_of
 from jaxkv.models.spec import KVGroup, ModelSpec
 from jaxkv.ops.attention import BACKENDS, Heads
-from jaxkv.sharding import PAGES, Placement
+from jaxkv.sharding import EXTREMES, PAGES, Placement
 
 MARGIN = 0.01
 """Part of the limit that a pool whose size the programs' memory decides leaves unused."""
@@ -48,7 +49,7 @@ def bytes_with_low(limits: EngineConfig, spec: ModelSpec, codecs: Codecs, *, bac
     nbytes, low = bytes_per_page(spec, codecs=codecs, **made), low_codecs(limits, codecs)
     if limits.read_pages:
         wide = [group for group in spec.groups if group.window is None]
-        nbytes += sum(len(one.layers) * 2 * one.num_kv_heads * one.head_dim * 4 for one in wide)
+        nbytes += sum(len(one.layers) * 2 * one.num_kv_heads // num_devices * one.head_dim * 4 for one in wide)
     if low is None:
         return nbytes
     return nbytes + -(-bytes_per_page(spec, codecs=low, **made) * limits.low_row_pages // limits.row_pages)
@@ -190,30 +191,41 @@ def empty_kv(
         count = len(group.layers) * config.num_pages * 2 * group.num_kv_heads
         if count >= 2**31:
             raise ValueError(f"num_gpu_blocks_override: expected layers x pages x 2 KV heads < 2**31, got {count}")
-    device = None if placement is None else placement.sharding(PAGES)
-    return _groups(spec, config, codecs, backend, num_devices=placement.size if placement else 1, device=device)
+    num_devices = 1 if placement is None else placement.size
+    return _groups(spec, config, codecs, backend, num_devices=num_devices, placement=placement)
 
 
 def abstract_kv(
     spec: ModelSpec, config: EngineConfig, codecs: Codecs, *, backend: str, placement: Placement
 ) -> PagedKV:
     """The shapes of `empty_kv` on devices that may be those of a topology. Allocates nothing."""
-    make = partial(_groups, spec, config, codecs, backend, num_devices=placement.size, device=None)
+    make = partial(_groups, spec, config, codecs, backend, num_devices=placement.size, placement=None)
     kv = jax.eval_shape(make)
     return jax.tree.map(lambda x, parts: placement.abstract(x.shape, x.dtype, parts), kv, placement.kv(kv))
 
 
 def _groups(
-    spec: ModelSpec, config: EngineConfig, codecs: Codecs, backend: str, *, num_devices: int, device: Any
+    spec: ModelSpec,
+    config: EngineConfig,
+    codecs: Codecs,
+    backend: str,
+    *,
+    num_devices: int,
+    placement: Placement | None,
 ) -> PagedKV:
+    """placement: where they are allocated; without one the default device, whatever they are divided over."""
+
+    def where(parts: PartitionSpec) -> jax.sharding.Sharding | None:
+        return None if placement is None else placement.sharding(parts)
+
     def empty(group: KVGroup, heads: Heads, codec: Codec, num_pages: int) -> GroupKV:
         arrays = BACKENDS[backend].page_arrays(heads, config.block_size, codec)
         of_all = (jax.ShapeDtypeStruct((x.shape[0] * num_devices, *x.shape[1:]), x.dtype) for x in arrays)
         sizes: Any = {"num_layers": len(group.layers), "num_pages": num_pages}
-        made = empty_group(**sizes, page_arrays=tuple(of_all), codec=codec, device=device)
+        made = empty_group(**sizes, page_arrays=tuple(of_all), codec=codec, device=where(PAGES))
         if not config.read_pages or group.window is not None:
             return made
-        return choosing(made, group.num_kv_heads, group.head_dim, num_read=config.read_pages, device=device)
+        return choosing(made, group.num_kv_heads, group.head_dim, num_read=config.read_pages, device=where(EXTREMES))
 
     groups = list(zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True))
     made = [empty(*pair, codec, config.num_pages) for pair, codec in zip(groups, codecs, strict=True)]
@@ -243,7 +255,7 @@ def with_policy(
     """The limits with what a policy leaves of each row under a budget, in tokens.
 
     Raises: ValueError for an unknown policy or a budget that is too small, NotImplementedError for a codec of the pages
-    that cannot be demoted from, and for several devices where the policy wants more of them than page tables.
+    that cannot be demoted from.
     """
     policy = get_policy(name)
     if policy is None:
@@ -251,14 +263,12 @@ def with_policy(
             raise ValueError(f"kv_budget: expected None with kv_policy {name}, got {budget!r}")
         return limits
     named = replace(limits, kv_policy=name)
-    if num_devices > 1 and asks_backend(policy):
-        raise NotImplementedError(f"kv_policy {name}: expected tensor_parallel_size=1, got {num_devices}")
     ratio, low = 1.0, low_codecs(named, codecs)
     rotating = [codec.name for codec in codecs if not isinstance(codec, (PlainCodec, ScaledCodec))]
     if (low is not None or policy.reads_some) and rotating:
         raise NotImplementedError(f"kv_policy {name}: expected a kv_cache_dtype without a rotation, got {rotating[0]}")
     if low is not None:
-        sizes: Any = {"page_size": limits.block_size, "backend": backend}
+        sizes: Any = {"page_size": limits.block_size, "backend": backend, "num_devices": num_devices}
         ratio = bytes_per_page(spec, codecs=low, **sizes) / bytes_per_page(spec, codecs=codecs, **sizes)
         if ratio >= 1:
             given = codecs[0].name

@@ -187,10 +187,11 @@ def demote(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
     return replace(kv, groups=tuple(map(of, kv.groups)))
 
 
-def page_norms(kv: PagedKV, page_W: jax.Array) -> tuple[jax.Array, jax.Array]:
+def page_norms(kv: PagedKV, page_W: jax.Array, *, num_devices: int) -> tuple[jax.Array, jax.Array]:
     """Lengths of the keys and of the values in each of these pages, means over layers, KV heads and slots: two [W].
 
-    Needs the layout of the XLA backend. Cost: reads the pages, one layer at a time.
+    num_devices: that divide the heads of a page, each with its keys before its values. Needs the layout of the XLA
+    backend. Cost: reads the pages, one layer at a time.
     """
     found = []
     for group in kv.groups:
@@ -198,7 +199,7 @@ def page_norms(kv: PagedKV, page_W: jax.Array) -> tuple[jax.Array, jax.Array]:
         def of_layer(layer: jax.Array, group: GroupKV = group) -> jax.Array:
             x = decode(group.codec, group.pages[layer * group.num_pages + page_W])
             norm_WC = jnp.mean(jnp.linalg.norm(x, axis=-1), axis=-1)
-            return norm_WC.reshape(norm_WC.shape[0], 2, -1).mean(axis=-1)
+            return norm_WC.reshape(norm_WC.shape[0], num_devices, 2, -1).mean(axis=(1, 3))
 
         found.append(jax.lax.map(of_layer, jnp.arange(group.num_layers)).sum(axis=0))
     norm_W2 = sum(found[1:], found[0]) / sum(group.num_layers for group in kv.groups)

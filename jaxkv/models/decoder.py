@@ -46,7 +46,8 @@ def forward(
         return x_TD + gated_mlp(h_TD, w, activation=spec.activation, axis=axis), group
 
     x_TD = _embed(weights["embed"], batch.token_T, spec, axis)
-    return _loop_layers(block, x_TD, kv, weights["layers"], spec)
+    new, x_TD = _loop_layers(block, x_TD, kv, weights["layers"], spec)
+    return new if axis is None else _with_statistics_of_all(new, kv, axis), x_TD
 
 
 def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
@@ -105,6 +106,16 @@ def _project(
         k = jax.lax.optimization_barrier((k - mean_1KH) * factor_1KH)
         q = q / jnp.repeat(factor_1KH, q.shape[1] // k.shape[1], axis=1)
     return q, k, v
+
+
+def _with_statistics_of_all(kv: PagedKV, before: PagedKV, axis: str) -> PagedKV:
+    """Each device has seen its own heads attend: what they have added to the statistics, added up."""
+
+    def of(new: GroupKV, old: GroupKV) -> GroupKV:
+        gained = jax.tree.map(lambda x, y: jax.lax.psum(x - y, axis), new.statistics, old.statistics)
+        return replace(new, statistics=jax.tree.map(jnp.add, old.statistics, gained))
+
+    return replace(kv, groups=tuple(map(of, kv.groups, before.groups)))
 
 
 def _loop_layers(
