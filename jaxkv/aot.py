@@ -377,7 +377,7 @@ def empty_statistics(config: EngineConfig, num_rows: int, make: Callable[..., An
     return Statistics(
         mass_BW=full((num_rows, table_width(config)), 0, np.float32),
         low_BW=full((num_rows, config.low_row_pages), 0, np.float32) if policy.low else None,
-        entropy_B=full((num_rows,), 0, np.float32),
+        entropy_B=full((num_rows,), 0, np.float32) if policy.focused else None,
         since_B=full((num_rows,), 0),
         focused=policy.focused,
     )

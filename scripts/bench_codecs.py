@@ -2,16 +2,16 @@
 
     python scripts/bench_codecs.py
     python scripts/bench_codecs.py --context 1024 --json codecs.json
+    python scripts/bench_codecs.py --codecs float32,bfloat16,int8 --rounds 61      what observing costs, with intervals
 
 Rows of one query each, pages of 16 tokens in a permuted table, XLA path. The codecs take turns; medians. Encoding is of
-as many vectors as a step of 2,048 tokens stores. "observed": with masses of all pages and entropies, as policies want
-them; "a quarter read": the choice of a quarter of the pages included (docs/kv-policies.md).
+as many vectors as a step of 2,048 tokens stores. "masses", of all pages, is what h2o_page asks for, "masses and
+entropies" what entropy does; "a quarter read": the choice of a quarter of the pages included (docs/kv-policies.md).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import time
@@ -33,9 +33,8 @@ from jaxkv.ops.attention import Batch, xla
 
 SHAPES = {"32/8 heads of 128": (32, 8, 128), "12/4 heads of 64": (12, 4, 64)}
 PAGE = 16
-
-
-VARIANTS = ("observed", "a quarter read")
+OBSERVED = ("float32", "bfloat16", "int8")
+VARIANTS = ("masses", "masses and entropies", "a quarter read")
 
 
 def attention(
@@ -54,10 +53,12 @@ def attention(
         keys = decode(codec, pages)[:, :kv_heads]
         extremes = jnp.stack([keys.min(axis=2), keys.max(axis=2)], axis=1)
         group = group.replace(extremes=extremes, num_read=context // PAGE // 4)
-    if variant == "observed":
+    if variant in VARIANTS[:2]:
         zeros: Any = np.zeros(table_BW.shape, np.float32)
         since: Any = np.zeros(batch, np.int32)
-        group = group.replace(statistics=Statistics(zeros, None, zeros[:, 0], since, focused=True))
+        focused = variant == VARIANTS[1]
+        entropy = zeros[:, 0] if focused else None
+        group = group.replace(statistics=Statistics(zeros, None, entropy, since, focused=focused))
     row_B: Any = np.arange(batch, dtype=np.int32)
     last_B: Any = np.full(batch, context - 1, np.int32)
     counts: Any = (np.ones(batch, np.int32), np.int32(batch), np.int32(batch))
@@ -74,8 +75,8 @@ def encoding(codec: Codec, heads: tuple[int, int, int]) -> Callable[[], Any]:
     return lambda: encode(x)
 
 
-def milliseconds(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Medians, in turns."""
+def milliseconds(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Of each round, in turns."""
     seen: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         jax.block_until_ready(run())
@@ -84,25 +85,38 @@ def milliseconds(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
             started = time.perf_counter()
             jax.block_until_ready(run())
             seen[name].append((time.perf_counter() - started) * 1e3)
-    return {name: median(values) for name, values in seen.items()}
+    return seen
+
+
+def ratio(values: list[float], of: list[float]) -> tuple[float, float, float]:
+    """Median of the rounds' ratios with its 95% interval, by order (binomial)."""
+    found = sorted(a / b for a, b in zip(values, of, strict=True))
+    half = round(0.98 * len(found) ** 0.5)
+    low, middle, high = (found[min(max(0, len(found) // 2 + i), len(found) - 1)] for i in (-half, 0, half))
+    return middle, low, high
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--codecs", default=",".join(CODECS))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     result: dict[str, Any] = environment() | {"command": " ".join(sys.argv), "shapes": {}}
     for shape, heads in SHAPES.items():
-        codecs = {name: get_codec(name, platform="cpu", dtype="float32") for name in CODECS}
-        of_attention = {name: attention(codec, heads, options) for name, codec in codecs.items()}
-        for name, variant in itertools.product(("float32", "bfloat16", "int8"), VARIANTS):
-            of_attention[f"{name}, {variant}"] = attention(codecs[name], heads, options, variant)
-        attend = milliseconds(of_attention, options.rounds)
-        encode = milliseconds({name: encoding(codec, heads) for name, codec in codecs.items()}, options.rounds)
+        codecs = {name: get_codec(name, platform="cpu", dtype="float32") for name in options.codecs.split(",")}
+        of_attention = {}
+        for name, codec in codecs.items():
+            of_attention[name] = attention(codec, heads, options)
+            for variant in VARIANTS if name in OBSERVED else ():
+                of_attention[f"{name}, {variant}"] = attention(codec, heads, options, variant)
+        rounds = milliseconds(of_attention, options.rounds)
+        attend = {name: median(values) for name, values in rounds.items()}
+        encoded = milliseconds({name: encoding(codec, heads) for name, codec in codecs.items()}, options.rounds)
+        encode = {name: median(values) for name, values in encoded.items()}
         result["shapes"][shape] = of = {
             name: {"bits": bits_per_value(codec, heads[2]), "attention_ms": attend[name], "encode_ms": encode[name]}
             for name, codec in codecs.items()
@@ -112,8 +126,9 @@ def main() -> None:
             times = f"{one['attention_ms']:14.1f}{one['encode_ms']:11.1f}"
             print(f"  {name:18s}{one['bits']:8.3f}{16 / one['bits']:12.2f}x{times}")
         for name in [name for name in attend if name not in codecs]:
-            of[name] = {"attention_ms": attend[name]}
-            print(f"  {name:39s}{attend[name]:14.1f}")
+            compared = ratio(rounds[name], rounds[name.partition(",")[0]])
+            of[name] = {"attention_ms": attend[name], "ratio": compared}
+            print(f"  {name:39s}{attend[name]:14.1f}   x{compared[0]:.3f} ({compared[1]:.3f} to {compared[2]:.3f})")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

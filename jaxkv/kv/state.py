@@ -24,12 +24,12 @@ class Statistics:
 
     mass_BW    softmax weights of each table page, low_BW of each page of `GroupKV.low`. With `focused` each query head
                counts as 1 - entropy / log(keys): as nothing where it attends to all keys alike.
-    entropy_B  entropies of the softmaxes, in nats.
+    entropy_B  entropies of the softmaxes, in nats; None where nobody asks, which `focused` does.
     """
 
     mass_BW: jax.Array
     low_BW: jax.Array | None
-    entropy_B: jax.Array
+    entropy_B: jax.Array | None
     since_B: jax.Array
     focused: bool = struct.field(pytree_node=False)
 
@@ -187,7 +187,7 @@ def demote(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
     return replace(kv, groups=tuple(map(of, kv.groups)))
 
 
-def page_norms(kv: PagedKV, page_W: jax.Array, *, num_devices: int) -> tuple[jax.Array, jax.Array]:
+def page_norms(kv: PagedKV, page_W: jax.Array, *, num_devices: int = 1) -> tuple[jax.Array, jax.Array]:
     """Lengths of the keys and of the values in each of these pages, means over layers, KV heads and slots: two [W].
 
     num_devices: that divide the heads of a page, each with its keys before its values. Needs the layout of the XLA

@@ -99,19 +99,20 @@ class Found(NamedTuple):
     def counted(self, counts_RM: jax.Array, like: Statistics) -> Statistics:
         """`Statistics` of these rows, of the queries that count; zeros for `since_B`."""
         _, total, _, weighted = self.softmax
-        if weighted is None:
-            raise TypeError("expected a softmax with its entropy")
         is_one = counts_RM[:, None] & (total > 0)
-        share = jnp.where(is_one, 1 / jnp.where(is_one, total, 1), 0)
-        entropy = jnp.where(is_one, jnp.log(jnp.where(is_one, total, 1)) - weighted * share, 0)
+        total = jnp.where(is_one, total, 1)
+        share = jnp.where(is_one, 1 / total, 0)
+        entropy = None if weighted is None else jnp.where(is_one, jnp.log(total) - weighted * share, 0)
         if like.focused:
+            if entropy is None:
+                raise TypeError("expected softmaxes with entropies")
             seen_RM = self.own.seen_RM + (0 if self.low is None else self.low.seen_RM)
             share *= jnp.clip(1 - entropy / jnp.log(jnp.maximum(seen_RM, 2))[:, None], 0, 1)
         of_low = None if self.low is None or like.low_BW is None else self.low.mass(self.softmax.max, share)
         return Statistics(
             mass_BW=self.own.mass(self.softmax.max, share)[:, : like.mass_BW.shape[1]],
             low_BW=of_low if of_low is None or like.low_BW is None else of_low[:, : like.low_BW.shape[1]],
-            entropy_B=entropy.sum(axis=(1, 2)),
+            entropy_B=None if entropy is None else entropy.sum(axis=(1, 2)),
             since_B=jnp.zeros(counts_RM.shape[0], jnp.int32),
             focused=like.focused,
         )

@@ -240,7 +240,7 @@ def _attend(
     window: int | None,
 ) -> tuple[jax.Array, Found | None]:
     """`_sweep` over the pages of both pools -> ([R, K, M, H], what `group.statistics` asks for)."""
-    known: Any = {"in_float32": in_float32, "layer": layer, "window": window, "tally": group.statistics is not None}
+    known: Any = {"in_float32": in_float32, "layer": layer, "window": window, "asked": group.statistics}
     softmax, own = _sweep(q_RKMH, group, rows, position_RM, bounds, **known)
     of_low = None
     if group.low is not None and rows.low is not None:
@@ -261,7 +261,7 @@ def _sweep(
     in_float32: bool,
     layer: int | jax.Array,
     window: int | None,
-    tally: bool,
+    asked: Statistics | None,
 ) -> tuple[Softmax, Tally | None]:
     """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables, counted as if all
     pages were full, BLOCK of them (or one page) at a time.
@@ -315,8 +315,9 @@ def _sweep(
     low, high = bounds
     block = per_block * size
     num_blocks = padded[0].shape[2] // per_block
-    found = Tally.empty((num_blocks, *q_RKMH.shape[:-1], per_block), position_RM) if tally else None
-    empty = Softmax.empty(*q_RKMH.shape[:-1], head_dim + padding, entropy=tally)
+    found = Tally.empty((num_blocks, *q_RKMH.shape[:-1], per_block), position_RM) if asked is not None else None
+    entropy = asked is not None and asked.entropy_B is not None
+    empty = Softmax.empty(*q_RKMH.shape[:-1], head_dim + padding, entropy=entropy)
     state, found = jax.lax.fori_loop(low // block, (high + block - 1) // block, body, (empty, found))
     return state._replace(acc=state.acc[..., :head_dim]), found
 
