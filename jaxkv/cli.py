@@ -275,9 +275,10 @@ def _deployments(args: argparse.Namespace) -> list[Deployment]:
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "backend", "max_model_len", "max_num_seqs")
-    others = ("kv_cache_dtype_skip_layers", "kv_policy", "kv_budget", "max_num_batched_tokens", "block_size")
+    others = ("kv_policy", "kv_budget", "max_num_batched_tokens", "block_size")
     options = {name: getattr(args, name) for name in (*names, *others)}
-    return options | {"utilization": args.gpu_memory_utilization}
+    layers = args.kv_cache_dtype_skip_layers and tuple(args.kv_cache_dtype_skip_layers)  # work is known by its options
+    return options | {"kv_cache_dtype_skip_layers": layers, "utilization": args.gpu_memory_utilization}
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams
+from jaxkv.engine.model import CALIBRATION, FIT_TOKENS, calibration_tokens
+from jaxkv.engine.text import load_tokenizer
 from jaxkv.kv.codecs import CODECS, PlainCodec
+from jaxkv.llm import DEMO
+from jaxkv.models.families import read_config, read_family
 from jaxkv.steps import fit_keys
 from poison import poisoned
 from tiny import make_checkpoint, tiny_config
@@ -194,3 +198,17 @@ def test_channels_that_differ_in_keys_and_queries_are_brought_together(tmp_path)
     apart = factors(other) / factors(model.weights) * scale
     np.testing.assert_allclose(apart[0], apart[0, 0], rtol=1e-4)
     np.testing.assert_allclose(factors(other)[1:], factors(model.weights)[1:], rtol=1e-4)
+
+
+def test_keys_are_fitted_to_text_as_far_as_a_tokenizer_reads_it():
+    spec, _ = read_family(read_config(DEMO))
+    tokenizer = load_tokenizer(DEMO)
+    token_T = calibration_tokens(spec, tokenizer)
+    assert 900 < len(token_T) <= FIT_TOKENS
+    assert tokenizer.decode(token_T, skip_special_tokens=True) == CALIBRATION.read_text(encoding="utf-8")
+    np.testing.assert_array_equal(calibration_tokens(replace(spec, max_len=64), tokenizer), token_T[:64])
+    small = calibration_tokens(replace(spec, vocab_size=100), tokenizer)  # ids that the model has not
+    assert small.max() == 99
+    drawn = calibration_tokens(spec, None)
+    assert len(drawn) == FIT_TOKENS
+    assert 500 < len(np.unique(drawn)) <= len(drawn[(drawn >= 0) & (drawn < spec.vocab_size)])

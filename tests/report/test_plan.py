@@ -74,6 +74,17 @@ def test_llama_3_70b_takes_what_is_known_of_it(write, plan):
     assert re.search(r"of a sequence of 4,096 +10\.00 GiB\n", out)
 
 
+def test_a_token_takes_what_each_layer_takes(write, plan):
+    def of_token(*options: object) -> float:
+        _, out, _ = plan(write(LLAMA_3_8B), "--target", "v6e", "--context", 4096, *options)
+        return float(re.search(r"KV cache of a token +([0-9.]+) KiB\n", out)[1])
+
+    plain, small = of_token(), of_token("--kv-dtype", "int8")
+    skipping = of_token("--kv-dtype", "int8", "--kv-cache-dtype-skip-layers", 0, 1, -1)
+    assert skipping == pytest.approx((29 * small + 3 * plain) / 32, abs=0.01)
+    assert small < skipping < plain
+
+
 @pytest.mark.parametrize("variant", ["llama-3", "llama-biases", "mistral", "qwen2-mixed-windows", "qwen3"])
 def test_weights_and_pages_are_what_an_engine_has(tmp_path, variant):
     checkpoint = make_checkpoint(tmp_path / "model", tiny_config(variant))
