@@ -52,7 +52,7 @@ def group_codecs(spec: ModelSpec, name: str, skip_layers: Any, *, platform: str,
 
 
 def describe_codecs(spec: ModelSpec, codecs: tuple[Codec, ...]) -> str:
-    """ "int8", or "int8, layers 0 and 3 in bfloat16"."""
+    """For people: "int8", or "int8, layers 0, 3 in bfloat16"."""
     layers: dict[str, list[int]] = {}
     for group, codec in zip(spec.groups, codecs, strict=True):
         layers.setdefault(codec.name, []).extend(group.layers)
