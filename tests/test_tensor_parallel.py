@@ -33,8 +33,16 @@ RUN = """
 import json, sys
 import jax, numpy as np
 from jaxkv import LLM, BeamSearchParams, SamplingParams
+from jaxkv.engine import engine
 from jaxkv.steps import fit_keys
 
+observed, observe = [], engine.observe
+
+def observing(kept, statistics):
+    observed.extend(np.asarray(statistics.mass_BW).ravel().tolist())
+    observe(kept, statistics)
+
+engine.observe = observing
 path, dtype, kv_dtype, policies, *sizes = sys.argv[1:]
 greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=2)
 drawn = SamplingParams(seed=3, top_p=0.9, presence_penalty=0.3, max_tokens=12, ignore_eos=True)
@@ -49,6 +57,7 @@ def bounded(size, policy):
     # All prompts are longer than what a row may hold in full.
     llm = LLM(path, dtype=dtype, tensor_parallel_size=size, skip_tokenizer_init=True, lazy_compile=True, max_num_seqs=2,
               max_num_batched_tokens=16, max_model_len=96, block_size=8, kv_policy=policy, kv_budget=64)
+    observed.clear()
     long = [{"prompt_token_ids": rng_of.integers(0, 150, n).tolist()}
             for rng_of in [np.random.default_rng(1)] for n in (70, 50)]
     outputs = llm.generate(long, greedy, use_tqdm=False)
@@ -56,6 +65,7 @@ def bounded(size, policy):
     return {
         "tokens": [output.outputs[0].token_ids for output in outputs],
         "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
+        "observed": list(observed),
         "outcomes": dict(llm._engine.scheduler.trim.outcomes),
     }
 
@@ -121,6 +131,8 @@ def test_every_number_of_devices_keeps_the_same_pages(runs):
             found = other["bounded"][policy]
             assert found["tokens"] == wanted["tokens"]
             assert found["outcomes"] == wanted["outcomes"]
+            assert bool(found["observed"]) == (policy in ("h2o_page", "entropy"))
+            np.testing.assert_allclose(found["observed"], wanted["observed"], rtol=POLICIES[policy], atol=1e-3)
             np.testing.assert_allclose(found["logprobs"], wanted["logprobs"], rtol=0, atol=POLICIES[policy])
     bounding = [found["outcomes"] for policy, found in one["bounded"].items() if policy != "quest"]
     assert all(outcomes["kept"] > 0 and outcomes["kept"] < sum(outcomes.values()) for outcomes in bounding)
