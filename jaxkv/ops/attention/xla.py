@@ -345,7 +345,7 @@ def _accumulate(
         scores += total(q.astype(jnp.float32))[..., None] * keys.offset[:, :, None]
     scores = jnp.where(seen, scores, MASKED)
     top = jnp.maximum(state.max, scores.max(axis=-1))
-    # XLA:CPU would compute the exponentials anew for each of their sums: 9% of attention (docs/kv-policies.md).
+    # XLA:CPU would compute the exponentials anew for each of their sums.
     weight = jax.lax.optimization_barrier(jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0))
     shrink = jnp.exp(state.max - top)
     scaled = weight if values.scale is None else weight * values.scale[:, :, None]
