@@ -57,12 +57,11 @@ def init_params(seed: int) -> dict:
     return {"embed": matrix(VOCAB, MODEL_DIM, 0.5), "norm": jnp.ones(MODEL_DIM), "layers": layers}
 
 
-def deepened(params: dict, seed: int) -> dict:
-    """The same function with a fresh layer after each: one whose two outputs are 0, until it is trained."""
-    fresh = init_params(seed)["layers"]
-    silent = [layer | {name: jnp.zeros_like(layer[name]) for name in ("o", "down")} for layer in fresh]
-    pairs = zip(params["layers"], silent, strict=True)
-    return params | {"layers": [layer for pair in pairs for layer in pair]}
+def deepened(params: dict) -> dict:
+    """Each layer twice at half its size, as one step of an integration is two of half the length: about the same
+    function, and one that uses all of its layers from the start. Layers that begin silent have to be discovered."""
+    halved = [layer | {name: layer[name] / 2 for name in ("o", "down")} for layer in params["layers"]]
+    return params | {"layers": [jax.tree.map(jnp.copy, layer) for layer in halved for _ in range(2)]}
 
 
 def rms_norm(x_BTD: Array, weight_D: Array) -> Array:
@@ -182,7 +181,7 @@ def train(args: argparse.Namespace) -> None:
     optimizer = make_optimizer(args.steps, args.lr)
     if args.deepen:
         corpus = build_corpus(Tokenizer.from_file(str(args.deepen / "tokenizer.json")))
-        params = deepened(load_exported(args.deepen), args.seed)
+        params = deepened(load_exported(args.deepen))
     else:
         corpus, params = build_corpus(), init_params(args.seed)
     state, step, checkpoint = (params, optimizer.init(params)), 0, args.work / "checkpoint.safetensors"

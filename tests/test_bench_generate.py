@@ -62,6 +62,7 @@ def test_without_torch_the_comparison_is_refused_by_name(bench, monkeypatch, cap
 
 
 @needs_torch
+@pytest.mark.slow
 def test_every_mode_gives_each_prompt_the_tokens_that_it_gets_alone(bench, tmp_path):
     directory = bench.models.make_checkpoint(tmp_path / "toy", "toy", seed=1)
     rng, output_lens = np.random.default_rng(0), [3, 9, 1, 12, 6, 5]

@@ -13,6 +13,7 @@ def host(script):
     return script("bench_host")
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_figures(tmp_path, scripts):
     command = [sys.executable, scripts / "bench_host.py", "--rows", "4", "--loops", "8", "--turns", "2"]
     command += ["--prompt-len", "20", "40", "--output-len", "24", "--json", tmp_path / "result.json"]

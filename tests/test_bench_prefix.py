@@ -13,6 +13,7 @@ def prefix(script):
     return script("bench_prefix")
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_figures(tmp_path, scripts):
     command = [sys.executable, scripts / "bench_prefix.py", "--shape", "toy", "--requests", "3", "--rounds", "1"]
     command += ["--prompt-len", "64", "--shared", "50", "--output-len", "2", "--rows", "4", "--long-prompt", "256"]

@@ -17,14 +17,11 @@ from jaxkv.llm import DEMO
 from jaxkv.models.families import read_config, read_family
 from jaxkv.steps import fit_keys
 from poison import poisoned
+from tiers import some
 from tiny import make_checkpoint, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
-QUANTISED = [
-    pytest.param(name, marks=[] if name == "int4" else pytest.mark.slow)
-    for name in CODECS
-    if name not in ("bfloat16", "float32")
-]
+QUANTISED = some((name for name in CODECS if name not in ("bfloat16", "float32")), "int4")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +96,7 @@ def test_a_hit_is_a_miss_and_samples_and_neighbours_change_nothing(directory, co
     assert generate(llm, asked[:1], drawn) == generate(alone, asked[:1], drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", QUANTISED)
 def test_preemption_and_beams_change_nothing(directory, codec):
     asked, long = prompts(30, 31, 29), replace(GREEDY, max_tokens=40)
@@ -150,7 +148,8 @@ def test_a_codec_that_a_backend_cannot_do_is_refused_before_any_work(directory):
         LLM(directory, kv_cache_dtype="int8", backend="pallas_tpu", skip_tokenizer_init=True)
 
 
-@pytest.mark.parametrize("variant", ["qwen3", pytest.param("qwen2-mixed-windows", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2-mixed-windows"])
 def test_fitted_keys_give_the_same_model(tmp_path, variant, monkeypatch):
     directory = make_checkpoint(tmp_path, tiny_config(variant))
     (prompt,), params = prompts(90), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -163,7 +162,7 @@ def test_fitted_keys_give_the_same_model(tmp_path, variant, monkeypatch):
     assert 0 < max(apart) < 1e-4
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen2-mixed-windows"])
+@pytest.mark.parametrize("variant", some(("qwen3", "qwen2-mixed-windows"), "qwen3"))
 def test_keys_are_fitted_to_those_that_are_stored_and_to_their_queries(tmp_path, variant):
     (prompt,) = prompts(64)
     llm = make(make_checkpoint(tmp_path, tiny_config(variant)), "float32")

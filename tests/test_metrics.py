@@ -80,6 +80,7 @@ def test_a_single_full_row_wastes_what_can_be_counted(make):
     assert metrics["kv_cache_utilization"].value == pytest.approx((32 + 32) / (32 + 40))
 
 
+@pytest.mark.slow
 def test_preemptions_are_counted(make):
     llm = make(num_gpu_blocks_override=18)
     llm.generate(PROMPTS, replace(GREEDY, max_tokens=60), use_tqdm=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import pytest
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams, aot
 from jaxkv.aot import Programs, fit_bucket, row_buckets, token_buckets
+from tiers import some
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
@@ -163,12 +165,7 @@ def test_buckets_rise_to_the_limit_and_one_fits_every_size_without_much_waste(si
 
 @pytest.mark.parametrize(
     ("variant", "kv_dtype"),
-    [
-        ("llama", "bfloat16"),
-        ("qwen2-mixed-windows", "float32"),
-        pytest.param("llama", "float32", marks=pytest.mark.slow),
-        pytest.param("qwen2-mixed-windows", "bfloat16", marks=pytest.mark.slow),
-    ],
+    some(itertools.product(("llama", "qwen2-mixed-windows"), ("float32", "bfloat16")), ("llama", "bfloat16")),
 )
 def test_programs_update_the_pool_in_place_and_need_no_more_memory_for_a_larger_one(checkpoints, variant, kv_dtype):
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64}

@@ -75,6 +75,7 @@ def test_only_the_other_layers_are_quantised(directory, asked, exact):
     assert f"fp8_e4m3, layers {of_layers} in float32" in llm.describe()
 
 
+@pytest.mark.slow
 def test_hits_preemption_and_a_policy_change_no_bit(directory):
     asked, params = prompts(30, 31, 29), replace(GREEDY, max_tokens=40)
     options = {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": [0], "deterministic": True}

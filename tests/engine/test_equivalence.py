@@ -14,6 +14,7 @@ import pytest
 from dense import Dense
 from jaxkv import LLM, RequestOutput, SamplingParams
 from poison import poison_kv, poisoned
+from tiers import some
 from tiny import make_checkpoint, tiny_config
 
 NUM_NEW = 12
@@ -65,8 +66,7 @@ def make_model(directory: Path, variant: str, kv_dtype: str) -> Model:
 
 
 CASES = [("qwen3", "float32"), ("qwen2-mixed-windows", "bfloat16")]
-SLOW = [("qwen3", "bfloat16"), ("qwen2-mixed-windows", "float32"), ("mistral-window", "bfloat16")]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+CASES += [("qwen3", "bfloat16"), ("qwen2-mixed-windows", "float32"), ("mistral-window", "bfloat16")]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def assert_dense(model: Model, outputs: list[RequestOutput], indices: list[int])
     assert np.median(differences) < 1.5 * np.median(effects)
 
 
-@pytest.mark.parametrize(("variant", "kv_dtype"), CASES)
+@pytest.mark.parametrize(("variant", "kv_dtype"), some(CASES, *CASES[:2]))
 def test_small_pages_and_whole_prompts_equal_dense(models, variant, kv_dtype):
     model = models(variant, kv_dtype)
     llm = model.small_pages()
@@ -142,7 +142,7 @@ def test_a_pool_with_too_few_pages_for_all_gives_the_same_tokens(models):
     assert_dense(model, generate(model.small_pages(), [model.prompts[i] for i in indices], GREEDY), indices)
 
 
-@pytest.mark.parametrize(("variant", "kv_dtype"), CASES)
+@pytest.mark.parametrize(("variant", "kv_dtype"), some(CASES, CASES[0]))
 def test_large_pages_chunked_prompts_and_a_batch_of_16_equal_dense_and_a_batch_of_1(models, variant, kv_dtype):
     model = models(variant, kv_dtype)
     llm = model.large_pages()

@@ -253,6 +253,7 @@ def test_prompt_logprobs_change_no_token_and_come_with_the_first_of_a_stream(new
         assert len(pieces) > 1
 
 
+@pytest.mark.slow
 def test_the_whole_vocabulary_may_be_asked_for_where_the_engine_is_made_for_it(new_llm, dense):
     llm = new_llm(max_logprobs=-1)
     ids = np.random.default_rng(3).integers(0, VOCAB, 20).tolist()

@@ -199,6 +199,7 @@ class Copying(xla.Xla):
         return xla.read(q, copied, batch, layer=layer, scale=scale, window=window)[0], group
 
 
+@pytest.mark.slow
 def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
     monkeypatch.setitem(BACKENDS, "copying", Copying())
     spec, layout = read_family(ConfigReader(tiny_config("llama"), "config.json"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, RequestOutput, SamplingParams
+from tiers import some
 from tiny import make_checkpoint, tiny_config
 
 NUM_NEW = 20
@@ -17,16 +18,14 @@ SHAPES = {
     "768": {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4},
 }
 COMMON = {"num_hidden_layers": 2, "vocab_size": 1000, "max_position_embeddings": 512}
-CASES = [("256", "bfloat16")]
-SLOW = [("64", "float32"), ("256", "float32"), ("576", "float32"), ("576", "bfloat16"), ("768", "bfloat16")]
-CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
+CASES = ["256-bfloat16", "64-float32", "256-float32", "576-float32", "576-bfloat16", "768-bfloat16"]
 
 Bits = list[list[tuple[int, float]]]
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(scope="module", params=some(CASES, CASES[0]))
 def new_llm(request, tmp_path_factory):
-    width, dtype = request.param
+    width, dtype = request.param.split("-")
     config = tiny_config("llama", **COMMON, **SHAPES[width])
     path = make_checkpoint(tmp_path_factory.mktemp("model"), config, dtype=dtype)
 
@@ -67,24 +66,24 @@ def alone(llm):
     return [answers(llm, [ids])[0] for ids in OURS]
 
 
-@pytest.mark.parametrize("num_neighbours", [1, 4, 13, 40])
+@pytest.mark.parametrize("num_neighbours", some([1, 4, 13, 40], 13))
 def test_neighbours_change_nothing(llm, alone, num_neighbours):
     assert answers(llm, OTHERS[:num_neighbours] + OURS)[num_neighbours:] == alone
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 5, 16])
+@pytest.mark.parametrize("max_num_seqs", some([1, 5, 16]))
 def test_the_number_of_rows_changes_nothing(new_llm, alone, max_num_seqs):
     assert answers(new_llm(max_num_seqs=max_num_seqs), OURS) == alone
 
 
-@pytest.mark.parametrize("budget", [16, 23, 64, 100])
+@pytest.mark.parametrize("budget", some([16, 23, 64, 100], 23))
 def test_the_way_a_prompt_is_cut_changes_nothing(new_llm, alone, budget):
     limited = new_llm(max_num_batched_tokens=budget, max_num_seqs=4)
     assert answers(limited, OURS) == alone
     assert answers(limited, OTHERS[:5] + OURS)[5:] == alone
 
 
-@pytest.mark.parametrize("block_size", [8, 128])
+@pytest.mark.parametrize("block_size", some([8, 128]))
 def test_the_page_size_changes_nothing(new_llm, alone, block_size):
     assert answers(new_llm(block_size=block_size), OURS) == alone
 
