@@ -23,7 +23,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.intake import Intake, Prompt
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.mixed import describe_codecs, group_codecs
-from jaxkv.engine.model import load_model, with_fitted_keys
+from jaxkv.engine.model import find_model
 from jaxkv.engine.outputs import BeamSearchOutput, RequestOutput
 from jaxkv.engine.pool import (
     Codecs,
@@ -118,7 +118,7 @@ class LLM:
         self._device = jax.devices()[0]
         check_backend(backend)
         self._compile_cache = use_compile_cache(self._device)
-        self._model = load_model(
+        self._model = find_model(
             DEMO if model is None else model,
             revision=revision,
             tokenizer=tokenizer,
@@ -139,8 +139,7 @@ class LLM:
         self._backend, self._backend_reason = self._choose_backend(backend, limits, codecs, deterministic, kv_policy)
         where: Any = {"backend": self._backend, "num_devices": self._model.placement.size}
         limits = with_policy(limits, kv_policy, kv_budget, codecs, spec, **where)
-        if fits_keys(limits, codecs):
-            self._model = with_fitted_keys(self._model)
+        self._model = self._model.loaded(fits_keys=fits_keys(limits, codecs))
         self._budget = plan_pool(
             limits,
             bytes_with_low(limits, spec, codecs, **where),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.engine.model import CALIBRATION, FIT_TOKENS, calibration_tokens
 from jaxkv.engine.text import load_tokenizer
+from jaxkv.errors import CheckpointError
 from jaxkv.kv.codecs import CODECS, PlainCodec
 from jaxkv.llm import DEMO
 from jaxkv.models.families import read_config, read_family
@@ -141,11 +143,19 @@ def test_the_pool_and_its_metric_count_the_bytes(directory):
     assert "int8" in small.describe()
 
 
-def test_a_codec_that_a_backend_cannot_do_is_refused_before_any_work(directory):
+def test_a_codec_that_a_backend_cannot_do_is_refused_before_any_work(directory, tmp_path):
+    """Weights are not even looked for."""
+    shutil.copy(directory / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match="safetensors"):
+        make(tmp_path, "int8")
     with pytest.raises(ValueError, match=r"kv_cache_dtype: expected auto or one of .*, got 'int2'"):
-        make(directory, "int2")
+        make(tmp_path, "int2")
     with pytest.raises(NotImplementedError, match="backend='pallas_tpu': expected a TPU, got cpu"):
-        LLM(directory, kv_cache_dtype="int8", backend="pallas_tpu", skip_tokenizer_init=True)
+        LLM(tmp_path, kv_cache_dtype="int8", backend="pallas_tpu", skip_tokenizer_init=True)
+    with pytest.raises(ValueError, match="kv_cache_dtype_skip_layers: expected layers"):
+        make(tmp_path, "int8", kv_cache_dtype_skip_layers=[7])
+    with pytest.raises(NotImplementedError, match="without a rotation, got int4"):
+        make(tmp_path, "int4", kv_policy="entropy", kv_budget=64)
 
 
 @pytest.mark.slow

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.sharding import Placement, bytes_per_device, place
 from jaxkv.steps import fit_keys
 from jaxkv.weights.dummy import random_weights
-from jaxkv.weights.hub import ALLOW_PATTERNS, WITHOUT_WEIGHTS, resolve_model
+from jaxkv.weights.hub import WITHOUT_WEIGHTS, resolve_model, with_weights
 from jaxkv.weights.load import load_weights
 from jaxkv.weights.orbax import load_converted, stored_dtype
 
@@ -38,11 +37,12 @@ CALIBRATION = Path(__file__).with_name("calibration.txt")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     """`generation` is generation_config.json, {} without one. `eos_ids` end a request unless it ignores them; `eos_id`
-    is the main one, whose end needs no stop_reason."""
+    is the main one, whose end needs no stop_reason. `weights` is {} until it is `loaded`, by `load`."""
 
     directory: Path
     spec: ModelSpec
     weights: Weights
+    load: Callable[[], Weights]
     placement: Placement
     dtype: str
     tokenizer: Any | None
@@ -60,13 +60,18 @@ class Model:
         except ValueError as error:
             raise ValueError(f"generation_config.json: {error}; pass sampling_params to set your own") from error
 
+    def loaded(self, *, fits_keys: bool) -> Model:
+        """With its weights on the device; `fits_keys`: as `with_fitted_keys`. Raises: CheckpointError, OSError."""
+        model = replace(self, weights=self.load())
+        return with_fitted_keys(model) if fits_keys else model
+
     @property
     def weight_bytes(self) -> int:
         """On each device."""
         return bytes_per_device(self.weights)
 
 
-def load_model(
+def find_model(
     model: str | os.PathLike[str],
     *,
     revision: str | None,
@@ -78,8 +83,9 @@ def load_model(
     seed: int,
     skip_layers: Any = None,
 ) -> Model:
-    """Reads everything that a model directory (or hub id) holds; the tokenizer may come from another one.
+    """What a model directory (or hub id) holds, but for its weights; the tokenizer may come from another one.
 
+    Weights are neither read nor fetched before they are `loaded`: by then an engine has checked what it was asked for.
     The directory may be one that `jaxkv convert` made: dtype auto is then what it stores. With load_format "dummy" the
     weights are random, of `seed`, and none are read.
     Raises: ValueError for an unknown dtype, CheckpointError for anything wrong with the files.
@@ -89,13 +95,12 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format: expected one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
     is_dummy = load_format == "dummy"
-    directory = resolve_model(model, revision=revision, only=WITHOUT_WEIGHTS if is_dummy else ALLOW_PATTERNS)
+    directory = resolve_model(model, revision=revision, only=WITHOUT_WEIGHTS)
     config = read_config(directory)
     spec, layout = read_family(config)
-    # The tokenizer first: it is cheap, and a missing one should not cost the time of loading weights.
     loaded = None
     if not skip_tokenizer_init:
-        loaded = load_tokenizer(directory if tokenizer is None else resolve_model(tokenizer))
+        loaded = load_tokenizer(directory if tokenizer is None else resolve_model(tokenizer, only=WITHOUT_WEIGHTS))
     found = (directory / GENERATION).is_file()
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
     eos_ids = _eos_ids(config, generation, loaded, spec.vocab_size)
@@ -105,15 +110,20 @@ def load_model(
     platform = placement.devices[0].platform
     if dtype == "auto":
         dtype = stored or auto_dtype(platform)
-    if is_dummy:
-        load = partial(random_weights, seed=seed)
-    else:
-        load = partial(load_weights if stored is None else load_converted, directory)
     as_bits = dtype == "bfloat16" and bfloat16_as_bits(platform)
+    made: Any = {"dtype": dtype, "as_bits": as_bits, "placement": placement}
+
+    def load() -> Weights:
+        if is_dummy:
+            return random_weights(spec, layout, seed=seed, **made)
+        from_files = load_weights if stored is None else load_converted
+        return from_files(with_weights(model, directory), spec, layout, **made)
+
     return Model(
         directory=directory,
         spec=spec,
-        weights=load(spec, layout, dtype=dtype, as_bits=as_bits, placement=placement),
+        weights={},
+        load=load,
         placement=placement,
         dtype=dtype,
         tokenizer=loaded,

@@ -38,6 +38,12 @@ def resolve_model(
     return _fetch(text, revision, only)
 
 
+def with_weights(model: str | os.PathLike[str], directory: Path) -> Path:
+    """`directory`, which `resolve_model` has found without weights, with them: a snapshot stays of the same commit."""
+    text = os.path.expanduser(os.fspath(model))
+    return directory if os.path.isdir(text) else _fetch(text, directory.name, ALLOW_PATTERNS)
+
+
 def _looks_like_path(text: str) -> bool:
     return text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1 or os.path.exists(text)
 

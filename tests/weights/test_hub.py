@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,8 +11,10 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
+from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.weights.hub import _HUB_ID, resolve_model
+from tiny import SMALL, make_checkpoint, tiny_config
 
 
 @pytest.fixture
@@ -54,6 +57,28 @@ def test_a_hub_id_fetches_weights_json_and_templates_only(downloads, tmp_path, h
     assert resolve_model(hub_id, revision=revision) == tmp_path / "snapshot"
     patterns = ["*.safetensors", "*.json", "*.jinja"]
     assert downloads == [(hub_id, {"revision": revision, "allow_patterns": patterns})]
+
+
+def test_weights_are_fetched_once_it_is_known_that_the_engine_can_be(monkeypatch, tmp_path):
+    """Of the commit that the config was of, whatever has been pushed meanwhile."""
+    source, calls = make_checkpoint(tmp_path / "source", tiny_config("llama")), []
+
+    def snapshot_download(repo_id, *, revision, allow_patterns):
+        calls.append((repo_id, revision, *allow_patterns))
+        (tmp_path / "c0ffee").mkdir(exist_ok=True)
+        for pattern in allow_patterns:
+            for path in source.glob(pattern):
+                shutil.copy(path, tmp_path / "c0ffee")
+        return str(tmp_path / "c0ffee")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    found = ("org/name", None, "*.json", "*.jinja")
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        LLM("org/name", kv_cache_dtype="int2", **SMALL)
+    assert calls == [found]
+    llm = LLM("org/name", **SMALL)
+    assert calls[1:] == [found, ("org/name", "c0ffee", "*.safetensors", "*.json", "*.jinja")]
+    assert llm._model.directory == tmp_path / "c0ffee"
 
 
 def test_the_hub_agrees_that_the_accepted_ids_are_ids():
