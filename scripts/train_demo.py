@@ -2,7 +2,7 @@
 
     python scripts/train_demo.py --work DIR --out jaxkv/demo      # train; run again to resume after a stop
     python scripts/train_demo.py --evaluate jaxkv/demo            # held-out bits per byte, recall by distance, samples
-    python scripts/train_demo.py --deepen jaxkv/demo --steps 1500 --lr 2e-3 --work DIR --out DIR/model    # 8 layers
+    python scripts/train_demo.py --deepen jaxkv/demo --steps 200 --lr 1e-3 --work DIR --out DIR/model    # 8 layers
 
 Text: the source of the running Python's standard library (Python Software Foundation License Version 2), with about
 one file in twenty held out by a hash of its path. Mixed in are two synthetic kinds that teach attention to remember:

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import tpu
 from ragged import LAYER, NUM_ROWS, Case, Shape, assert_close, assert_statistics_close, expected, random_case, sinks_of
+from tiers import some
 
 TILE = 16
 """Slots that are written back together: what else is in them may change where nobody holds it."""
@@ -206,7 +207,7 @@ def test_decode_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd)
     check_modelling_dmas(DECODE.index(shape), replace(shape, decode_only=True), capfd)
 
 
-@pytest.mark.parametrize("shape", QUANTISED, ids=str)
+@pytest.mark.parametrize("shape", some(QUANTISED, *QUANTISED[1:4], QUANTISED[6]), ids=str)
 def test_quantised_batches_equal_what_their_numbers_stand_for(shape, capfd):
     check_modelling_dmas(QUANTISED.index(shape), shape, capfd)
 
