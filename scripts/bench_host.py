@@ -220,6 +220,7 @@ def demo_model() -> Model:
         directory=DEMO,
         spec=spec,
         weights={},
+        load=dict,
         placement=Placement((jax.devices()[0],)),
         dtype="float32",
         tokenizer=load_tokenizer(DEMO),
