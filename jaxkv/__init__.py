@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 from jaxkv.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from jaxkv.async_llm import AsyncLLM
+    from jaxkv.api.async_llm import AsyncLLM
+    from jaxkv.api.llm import LLM
     from jaxkv.config import BeamSearchParams, SamplingParams
     from jaxkv.engine.metrics import prometheus_text
-    from jaxkv.engine.outputs import (
+    from jaxkv.errors import CapacityError, CheckpointError, EngineDeadError
+    from jaxkv.requests.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from jaxkv.errors import CapacityError, CheckpointError, EngineDeadError
-    from jaxkv.llm import LLM
 
 __all__ = [
     "LLM",
@@ -40,16 +40,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "jaxkv.llm",
-    "AsyncLLM": "jaxkv.async_llm",
+    "LLM": "jaxkv.api.llm",
+    "AsyncLLM": "jaxkv.api.async_llm",
     "SamplingParams": "jaxkv.config",
     "BeamSearchParams": "jaxkv.config",
-    "BeamSearchOutput": "jaxkv.engine.outputs",
-    "BeamSearchSequence": "jaxkv.engine.outputs",
-    "RequestOutput": "jaxkv.engine.outputs",
-    "CompletionOutput": "jaxkv.engine.outputs",
-    "Logprob": "jaxkv.engine.outputs",
-    "RequestMetrics": "jaxkv.engine.outputs",
+    "BeamSearchOutput": "jaxkv.requests.outputs",
+    "BeamSearchSequence": "jaxkv.requests.outputs",
+    "RequestOutput": "jaxkv.requests.outputs",
+    "CompletionOutput": "jaxkv.requests.outputs",
+    "Logprob": "jaxkv.requests.outputs",
+    "RequestMetrics": "jaxkv.requests.outputs",
     "prometheus_text": "jaxkv.engine.metrics",
     "CapacityError": "jaxkv.errors",
     "CheckpointError": "jaxkv.errors",

@@ -8,7 +8,8 @@ V vocabulary                      E stop tokens per row         C pages gathered
 R rows of the engine (a step's B rows are some of them, in any order)
 
 Logical axes, the names that shardings are derived from:
-"layer", "vocab", "model" (D), "heads" (N*H), "kv_heads" (K*H), "head_dim" (H), "ffn" (F); None is never sharded.
+"layer", "vocab", "model" (D), "heads" (N*H), "kv_heads" (K*H), "head_dim" (H), "ffn" (F); None is
+never sharded.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Array = jax.Array
 class ArrayInfo:
     """Shape, dtype and logical axes of one array, known before any weight is read.
 
-    The loader checks shapes against it; the axes are what shardings will be derived from. The dtype is the reference's
-    (float32): what is loaded is the engine's choice.
+    The loader checks shapes against it; the axes are what shardings will be derived from. The dtype
+    is the reference's (float32): what is loaded is the engine's choice.
     """
 
     shape: tuple[int, ...]
@@ -35,4 +36,6 @@ class ArrayInfo:
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.logical_axes):
-            raise ValueError(f"expected one logical axis per dimension of {self.shape}, got {self.logical_axes}")
+            raise ValueError(
+                f"expected one logical axis per dimension of {self.shape}, got {self.logical_axes}"
+            )

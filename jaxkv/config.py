@@ -15,7 +15,9 @@ MIN_FLOAT32 = 2.0**-126
 """The smallest above 0 that devices do not flush to 0."""
 
 MAX_LOG_POWER = 60.0
-"""Natural logarithm of the largest power of a length: times any sum of log-probabilities it is still a float32."""
+"""Natural logarithm of the largest power of a length: times any sum of log-probabilities it is
+still a float32.
+"""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by less would overflow."""
@@ -29,8 +31,9 @@ def _expect(ok: bool, name: str, expected: str, got: Any) -> None:
 def bfloat16_as_bits(platform: str) -> bool:
     """Whether arrays of bfloat16 are kept as uint16 bits on `platform`: on a CPU with jaxlib 0.10.
 
-    That XLA:CPU converts the whole operand of a bfloat16 gather, scatter or slice to float32 (37 ms against 12 for one
-    decode attention over 32 rows x 1,024 tokens, 85 against 10 for a scan over 12 layers' MLPs); a bitcast is cheap.
+    That XLA:CPU converts the whole operand of a bfloat16 gather, scatter or slice to float32 (37 ms
+    against 12 for one decode attention over 32 rows x 1,024 tokens, 85 against 10 for a scan over
+    12 layers' MLPs); a bitcast is cheap.
     """
     return platform == "cpu" and jaxlib.version.__version_info__ < (0, 11)
 
@@ -49,8 +52,9 @@ def _is_number(value: Any) -> bool:
 class EngineConfig:
     """Limits of one engine. Lengths and budgets are in tokens, `block_size` is the tokens per page.
 
-    Under a `kv_policy` a row holds at most `row_pages` pages and `low_row_pages` demoted ones; row_pages 0: as many as
-    its length takes. A decoding query reads at most `read_pages` of each row; 0: all.
+    Under a `kv_policy` a row holds at most `row_pages` pages and `low_row_pages` demoted ones;
+    row_pages 0: as many as its length takes. A decoding query reads at most `read_pages` of each
+    row; 0: all.
     """
 
     max_model_len: int
@@ -72,11 +76,21 @@ class EngineConfig:
             value = getattr(self, field.name)
             if field.name != "kv_policy":
                 _expect(is_int(value), field.name, "a whole number", value)
-                _expect(value >= (0 if field.name in may_be_zero else 1), field.name, "a positive number", value)
+                _expect(
+                    value >= (0 if field.name in may_be_zero else 1),
+                    field.name,
+                    "a positive number",
+                    value,
+                )
         _expect(self.seed < 2**64, "seed", "a number below 2**64", self.seed)
         sizes = (8, 16, 32, 64, 128)
         _expect(self.block_size in sizes, "block_size", f"one of {sizes}", self.block_size)
-        _expect(self.max_num_batched_tokens >= 16, "max_num_batched_tokens", "at least 16", self.max_num_batched_tokens)
+        _expect(
+            self.max_num_batched_tokens >= 16,
+            "max_num_batched_tokens",
+            "at least 16",
+            self.max_num_batched_tokens,
+        )
         _expect(
             self.max_num_seqs <= self.max_num_batched_tokens,
             "max_num_seqs",
@@ -87,12 +101,30 @@ class EngineConfig:
     @property
     def num_low_pages(self) -> int:
         """Demoted pages of the pool: as many for each other page as a row has."""
-        return -(-self.num_pages * self.low_row_pages // self.row_pages) if self.low_row_pages else 0
+        return (
+            -(-self.num_pages * self.low_row_pages // self.row_pages) if self.low_row_pages else 0
+        )
+
+    @property
+    def table_width(self) -> int:
+        """Pages per row of the page table: what the longest sequence takes, or its policy
+        leaves.
+        """
+        return self._within_budget(-(-self.max_len // self.block_size))
+
+    @property
+    def pages_per_row(self) -> int:
+        """Pages of one row of max_model_len tokens, or as many as its policy leaves."""
+        return self._within_budget(-(-self.max_model_len // self.block_size))
+
+    def _within_budget(self, num_pages: int) -> int:
+        return min(num_pages, self.row_pages) if self.row_pages else num_pages
 
     @property
     def max_len(self) -> int:
-        """Longest prompt and output together that fit into the limit and the pool, in tokens. Under a policy a row that
-        has as many pages as it may gets no longer."""
+        """Longest prompt and output together that fit into the limit and the pool, in tokens. Under
+        a policy a row that has as many pages as it may gets no longer.
+        """
         if self.row_pages and self.row_pages <= self.num_pages:
             return self.max_model_len
         return min(self.max_model_len, self.num_pages * self.block_size)
@@ -113,7 +145,8 @@ def engine_limits(
     seed: int = 0,
     max_logprobs: int = 20,
 ) -> EngineConfig:
-    """What `LLM` takes where nothing is given, for a checkpoint of `longest` tokens. The pool, one page, comes later.
+    """What `LLM` takes where nothing is given, for a checkpoint of `longest` tokens. The pool, one
+    page, comes later.
 
     Raises: ValueError for a figure out of range.
     """
@@ -128,7 +161,12 @@ def engine_limits(
         seed=seed,
         max_logprobs=max_logprobs,
     )
-    _expect(limits.max_model_len <= longest, "max_model_len", f"at most {longest} (the checkpoint's)", max_model_len)
+    _expect(
+        limits.max_model_len <= longest,
+        "max_model_len",
+        f"at most {longest} (the checkpoint's)",
+        max_model_len,
+    )
     return limits
 
 
@@ -146,12 +184,16 @@ ONLY = {
 
 
 def check_others(given: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the arguments of `LLM` that are unknown or have another value than `ONLY`."""
+    """Raises ValueError naming the arguments of `LLM` that are unknown or have another value than
+    `ONLY`.
+    """
     if unknown := sorted(given.keys() - ONLY.keys()):
         raise ValueError(f"LLM: unknown or not yet supported: {', '.join(unknown)}")
     for name, value in given.items():
         if value != ONLY[name] or type(value) is not type(ONLY[name]):
-            raise ValueError(f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}")
+            raise ValueError(
+                f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}"
+            )
 
 
 _NOT_BUILT = {
@@ -166,11 +208,15 @@ _NOT_BUILT = {
 def _is_list_of(kind: type, value: Any) -> bool:
     """Whether it is None, or a list or tuple of what is of this kind (a bool is no int)."""
     listed = isinstance(value, (list, tuple))
-    return value is None or (listed and all(isinstance(x, kind) and not isinstance(x, bool) for x in value))
+    return value is None or (
+        listed and all(isinstance(x, kind) and not isinstance(x, bool) for x in value)
+    )
 
 
 def _checked_bias(given: Any) -> dict[int, float]:
-    """As vLLM takes it: ids through int(), since JSON has string keys, and values held within [-100, 100]."""
+    """As vLLM takes it: ids through int(), since JSON has string keys, and values held within
+    [-100, 100].
+    """
     _expect(isinstance(given, dict), "logit_bias", "a dict of token id -> number", given)
     bias = {}
     for token, value in given.items():
@@ -186,20 +232,24 @@ def _checked_bias(given: Any) -> dict[int, float]:
 class SamplingParams:
     """How one request samples: vLLM's field names, defaults and meaning.
 
-    A temperature below 1e-5 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed` None or -1: it follows
-    from the engine's. `max_tokens=None`: as many as the context allows. `n` samples share the prompt's pages; more than
-    one needs a temperature.
-    `presence_penalty` and `frequency_penalty` are subtracted from the logits of generated tokens, once and per
-    occurrence; `repetition_penalty` divides positive and multiplies negative logits of tokens in prompt or output.
-    `logit_bias`: token id (an int, or a string of one as in OpenAI's JSON) -> what is added, held within [-100, 100].
-    `allowed_token_ids`: only these may come. `bad_words` may not, with or without a space in front; one of several
-    tokens is kept from ending, and makes the decode loop stop after each token while its request runs.
-    `logprobs=k`: the k likeliest tokens and the sampled one, `prompt_logprobs=k` the same of the prompt's tokens; -1 is
-    all of the vocabulary. `LLM(max_logprobs=)` bounds both.
-    `kv_policy`, `kv_budget`: another policy or budget of the request's cache than the engine's (None), in tokens, or
-    "full". `kv_protect`: (begin, end) positions of the prompt's tokens whose pages no policy touches.
+    A temperature below 1e-5 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed`
+    None or -1: it follows from the engine's. `max_tokens=None`: as many as the context allows. `n`
+    samples share the prompt's pages; more than one needs a temperature.
+    `presence_penalty` and `frequency_penalty` are subtracted from the logits of generated tokens,
+    once and per occurrence; `repetition_penalty` divides positive and multiplies negative logits of
+    tokens in prompt or output.
+    `logit_bias`: token id (an int, or a string of one as in OpenAI's JSON) -> what is added, held
+    within [-100, 100].
+    `allowed_token_ids`: only these may come. `bad_words` may not, with or without a space in front;
+    one of several tokens is kept from ending, and makes the decode loop stop after each token while
+    its request runs. `logprobs=k`: the k likeliest tokens and the sampled one, `prompt_logprobs=k`
+    the same of the prompt's tokens; -1 is all of the vocabulary. `LLM(max_logprobs=)` bounds both.
+    `kv_policy`, `kv_budget`: another policy or budget of the request's cache than the engine's
+    (None), in tokens, or "full". `kv_protect`: (begin, end) positions of the prompt's tokens whose
+    pages no policy touches.
     Frozen: `dataclasses.replace` makes a changed copy.
-    Raises: ValueError naming the field for a value out of range, and for a field that is not built yet.
+    Raises: ValueError naming the field for a value out of range, and for a field that is not built
+    yet.
     """
 
     n: int = 1
@@ -236,16 +286,30 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, default in _NOT_BUILT.items():
             value = getattr(self, name)
-            if value not in (default, [], {}) or isinstance(value, bool) is not isinstance(default, bool):
+            if value not in (default, [], {}) or isinstance(value, bool) is not isinstance(
+                default, bool
+            ):
                 raise ValueError(f"{name}={value!r} is not supported yet; leave it at {default!r}")
-        _expect(is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, "n", f"a number from 1 to {MAX_SAMPLES}", self.n)
+        _expect(
+            is_int(self.n) and 1 <= self.n <= MAX_SAMPLES,
+            "n",
+            f"a number from 1 to {MAX_SAMPLES}",
+            self.n,
+        )
         number = _is_number(self.temperature) and self.temperature >= 0
         _expect(number, "temperature", "a finite float32 number >= 0", self.temperature)
         if self.n > 1 and self.temperature < GREEDY_BELOW:
-            raise ValueError(f"n: expected 1 with greedy sampling (temperature {self.temperature}), got {self.n}")
+            raise ValueError(
+                f"n: expected 1 with greedy sampling (temperature {self.temperature}), got {self.n}"
+            )
         top_p = _is_number(self.top_p) and MIN_FLOAT32 <= self.top_p <= 1
         _expect(top_p, "top_p", "a float32 number in (0, 1]", self.top_p)
-        _expect(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number in [0, 1]", self.min_p)
+        _expect(
+            _is_number(self.min_p) and 0 <= self.min_p <= 1,
+            "min_p",
+            "a number in [0, 1]",
+            self.min_p,
+        )
         top_k = is_int(self.top_k) and -1 <= self.top_k <= MAX_INT32
         _expect(top_k, "top_k", "0 or -1 (off), or a positive number below 2**31", self.top_k)
         seed = self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**64)
@@ -263,10 +327,27 @@ class SamplingParams:
             _expect(self.min_tokens <= self.max_tokens, "min_tokens", at_most, self.min_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _expect(value is None or (is_int(value) and value >= -1), name, "None, -1 (all) or a number >= 0", value)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            _expect(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
-        _expect(isinstance(self.kv_policy, str | None), "kv_policy", "None or the name of one", self.kv_policy)
+            _expect(
+                value is None or (is_int(value) and value >= -1),
+                name,
+                "None, -1 (all) or a number >= 0",
+                value,
+            )
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "detokenize",
+        ):
+            _expect(
+                isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
+            )
+        _expect(
+            isinstance(self.kv_policy, str | None),
+            "kv_policy",
+            "None or the name of one",
+            self.kv_policy,
+        )
         self._check_penalties()
         self._check_words_and_ids()
         if self.logit_bias is not None:
@@ -277,19 +358,40 @@ class SamplingParams:
             value = getattr(self, name)
             _expect(_is_number(value) and -2 <= value <= 2, name, "a number in [-2, 2]", value)
         repetition = _is_number(self.repetition_penalty) and self.repetition_penalty >= MIN_FLOAT32
-        _expect(repetition, "repetition_penalty", "a finite float32 number > 0", self.repetition_penalty)
+        _expect(
+            repetition, "repetition_penalty", "a finite float32 number > 0", self.repetition_penalty
+        )
 
     def _check_words_and_ids(self) -> None:
         listed = isinstance(self.stop, str) or _is_list_of(str, self.stop)
-        _expect(listed and "" not in self.stop_strings, "stop", "a string or a list of strings, none empty", self.stop)
-        _expect(self.detokenize or not self.stop_strings, "stop", "no stop strings with detokenize=False", self.stop)
-        words = _is_list_of(str, self.bad_words) and all(word.strip() for word in self.bad_words or ())
+        _expect(
+            listed and "" not in self.stop_strings,
+            "stop",
+            "a string or a list of strings, none empty",
+            self.stop,
+        )
+        _expect(
+            self.detokenize or not self.stop_strings,
+            "stop",
+            "no stop strings with detokenize=False",
+            self.stop,
+        )
+        words = _is_list_of(str, self.bad_words) and all(
+            word.strip() for word in self.bad_words or ()
+        )
         _expect(words, "bad_words", "a list of words, none empty", self.bad_words)
         for word in self.bad_words or ():
             # A tokenizer raises errors of its own for half of a surrogate pair.
-            _expect(not any("\ud800" <= c <= "\udfff" for c in word), "bad_words", "valid Unicode", word)
+            _expect(
+                not any("\ud800" <= c <= "\udfff" for c in word), "bad_words", "valid Unicode", word
+            )
         for name in ("stop_token_ids", "allowed_token_ids"):
-            _expect(_is_list_of(int, getattr(self, name)), name, "a list of token ids", getattr(self, name))
+            _expect(
+                _is_list_of(int, getattr(self, name)),
+                name,
+                "a list of token ids",
+                getattr(self, name),
+            )
         some = self.allowed_token_ids is None or len(self.allowed_token_ids) > 0
         _expect(some, "allowed_token_ids", "None or at least one token id", self.allowed_token_ids)
 
@@ -305,11 +407,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeamSearchParams:
-    """How `LLM.beam_search` searches: vLLM's field names and defaults, transformers' algorithm (early_stopping=False).
+    """How `LLM.beam_search` searches: vLLM's field names and defaults, transformers' algorithm
+    (early_stopping=False).
 
-    The `beam_width` best sequences of up to `max_tokens` tokens, by their sum of log-probabilities divided by
-    length ** length_penalty; the length is in generated tokens, and includes an end token. With `ignore_eos` none ends
-    before max_tokens. `include_stop_str_in_output`: the text has the end token's too (`tokens` always have it).
+    The `beam_width` best sequences of up to `max_tokens` tokens, by their sum of log-probabilities
+    divided by length ** length_penalty; the length is in generated tokens, and includes an end
+    token. With `ignore_eos` none ends
+    before max_tokens. `include_stop_str_in_output`: the text has the end token's too (`tokens`
+    always have it).
     `temperature` has one possible value: nothing is drawn.
     Raises: ValueError naming the field for a value out of range.
     """
@@ -326,11 +431,16 @@ class BeamSearchParams:
             value = getattr(self, name)
             _expect(is_int(value) and 1 <= value <= MAX_INT32, name, "a number >= 1", value)
         for name in ("ignore_eos", "include_stop_str_in_output"):
-            _expect(isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name))
+            _expect(
+                isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
+            )
         greedy = _is_number(self.temperature) and self.temperature == 0
         _expect(greedy, "temperature", "0.0 (a beam search draws nothing)", self.temperature)
         # Sums of log-probabilities are divided by this power, in float32.
         penalty = self.length_penalty
         fits = _is_number(penalty) and abs(penalty) * math.log(self.max_tokens) <= MAX_LOG_POWER
-        within = f"a number for which {self.max_tokens} (max_tokens) ** length_penalty is far within float32"
+        within = (
+            f"a number for which {self.max_tokens} (max_tokens) ** length_penalty is far within "
+            f"float32"
+        )
         _expect(fits, "length_penalty", within, penalty)

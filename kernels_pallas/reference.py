@@ -1,7 +1,8 @@
 """The jnp oracle of every kernel: simple and slow. A kernel is right if it equals these functions.
 
-Pages are [L*P, 2K, S, H]: page p of layer l is row l*P + p, heads 0..K-1 are keys, K..2K-1 values. Axes: B rows,
-T packed tokens, W pages per row, S slots per page, N query heads, K KV heads, H head dim.
+Pages are [L*P, 2K, S, H]: page p of layer l is row l*P + p, heads 0..K-1 are keys, K..2K-1 values.
+Axes: B rows, T packed tokens, W pages per row, S slots per page, N query heads, K KV heads, H head
+dim.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import jax.numpy as jnp
 
 
 class Statistics(NamedTuple):
-    """Of the softmax of each token and query head; s are its scaled (and capped) scores, a sink is one more of them.
+    """Of the softmax of each token and query head; s are its scaled (and capped) scores, a sink is
+    one more of them.
 
-    max_TN m = max s; sum_TN l = sum of e^(s-m); entropy_TN a = sum of e^(s-m) (s-m): the entropy is log l - a/l;
-    mass_TNW: the weights summed over each table page, the sink's left out. A token that sees nothing has m = -1e30.
+    max_TN m = max s; sum_TN l = sum of e^(s-m); entropy_TN a = sum of e^(s-m) (s-m): the entropy is
+    log l - a/l;
+    mass_TNW: the weights summed over each table page, the sink's left out. A token that sees
+    nothing has m = -1e30.
     """
 
     max_TN: jax.Array
@@ -41,17 +45,21 @@ def ragged_paged_attention(
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, Statistics]:
-    """softmax(scale * q k^T) v of every packed token over the slots that its row holds, and what the softmax was like.
+    """softmax(scale * q k^T) v of every packed token over the slots that its row holds, and what
+    the softmax was like.
 
-    A token of row r at position p sees those of the first len_B[r] slots of r's table whose position is at most p and,
-    with a window, above p - window. Slot s of table page w has position first_BW[r, w] + s. Memory that a token does
-    not see never matters, NaN included; a token that sees nothing, and padding (row_T = B), gets zeros. With a softcap
-    c a score s becomes c tanh(s / c). A sink, a logit per query head, joins the softmax's sum and has no value.
+    A token of row r at position p sees those of the first len_B[r] slots of r's table whose
+    position is at most p and, with a window, above p - window. Slot s of table page w has position
+    first_BW[r, w] + s. Memory that a token does not see never matters, NaN included; a token that
+    sees nothing, and padding (row_T = B), gets zeros. With a softcap c a score s becomes c tanh(s /
+    c). A sink, a logit per query head, joins the softmax's sum and has no value.
 
     -> (out [T, N, H], statistics): float32, or float64 where that is enabled.
-    Units: len_B, positions and window in tokens; `num_pages` is P, the pages of one layer. pages: a float dtype.
+    Units: len_B, positions and window in tokens; `num_pages` is P, the pages of one layer. pages: a
+    float dtype.
     Cost: gathers W*S keys and values per token, 2*T*W*S*K*H values.
-    Source: scaled dot-product attention, arXiv 1706.03762, equation 1, over pages, arXiv 2309.06180, equation 4.
+    Source: scaled dot-product attention, arXiv 1706.03762, equation 1, over pages, arXiv
+    2309.06180, equation 4.
     """
     num_tokens, num_heads, head_dim = q_TNH.shape
     num_rows, width = table_BW.shape
@@ -62,7 +70,9 @@ def ragged_paged_attention(
     x = pages[layer * num_pages + table_BW[row_T]].astype(exact)  # [T, W, 2K, S, H]
     x = x.transpose(0, 2, 1, 3, 4).reshape(num_tokens, 2 * kv_heads, width * page_size, head_dim)
     slot_J = jnp.arange(width * page_size)
-    key_position_TJ = (first_BW[row_T][:, :, None] + jnp.arange(page_size)[None, None, :]).reshape(num_tokens, -1)
+    key_position_TJ = (first_BW[row_T][:, :, None] + jnp.arange(page_size)[None, None, :]).reshape(
+        num_tokens, -1
+    )
     distance_TJ = position_T[:, None] - key_position_TJ
     seen_TJ = real_T[:, None] & (slot_J[None, :] < len_B[row_T][:, None]) & (distance_TJ >= 0)
     if window is not None:
@@ -77,7 +87,8 @@ def ragged_paged_attention(
     scores = jnp.where(seen_TJ[:, None, None, :], scores, -1e30)
     sinks = jnp.full(num_heads, -1e30, exact) if sinks_N is None else sinks_N.astype(exact)
     all_scores = jnp.concatenate(
-        [scores, jnp.broadcast_to(sinks.reshape(1, kv_heads, -1, 1), (*scores.shape[:3], 1))], axis=-1
+        [scores, jnp.broadcast_to(sinks.reshape(1, kv_heads, -1, 1), (*scores.shape[:3], 1))],
+        axis=-1,
     )
     top = all_scores.max(axis=-1, keepdims=True)
     terms = jnp.where(all_scores > -1e30, jnp.exp(all_scores - top), 0.0)
@@ -87,7 +98,9 @@ def ragged_paged_attention(
     entropy = (terms * (all_scores - top)).sum(axis=-1)
     mass = weights.reshape(num_tokens, num_heads, width, page_size).sum(axis=-1)
     top_TN, total_TN, entropy_TN = (y.reshape(num_tokens, num_heads) for y in (top, total, entropy))
-    return out.reshape(num_tokens, num_heads, head_dim), Statistics(top_TN, total_TN, entropy_TN, mass)
+    return out.reshape(num_tokens, num_heads, head_dim), Statistics(
+        top_TN, total_TN, entropy_TN, mass
+    )
 
 
 def write_pages(
@@ -99,13 +112,17 @@ def write_pages(
     layer: int | jax.Array,
     num_pages: int,
 ) -> jax.Array:
-    """The pages with one key and one value row per token stored in its slot, rounded to the pages' dtype.
+    """The pages with one key and one value row per token stored in its slot, rounded to the pages'
+    dtype.
 
-    Units: dest_T is page * S + slot within the layer; a dest_T of P * S or more is padding and stores nothing (it must
-    not land in page 0 of the next layer). Cost: 2*T*K*H values, in place when donated.
+    Units: dest_T is page * S + slot within the layer; a dest_T of P * S or more is padding and
+    stores nothing (it must not land in page 0 of the next layer). Cost: 2*T*K*H values, in place
+    when donated.
     Source: arXiv 2309.06180, section 4.
     """
     page_size = pages.shape[2]
-    row_T = jnp.where(dest_T < num_pages * page_size, layer * num_pages + dest_T // page_size, pages.shape[0])
+    row_T = jnp.where(
+        dest_T < num_pages * page_size, layer * num_pages + dest_T // page_size, pages.shape[0]
+    )
     values = jnp.concatenate([k_TKH, v_TKH], axis=1).astype(pages.dtype)
     return pages.at[row_T, :, dest_T % page_size].set(values, mode="drop")

@@ -1,4 +1,6 @@
-"""Positions of a step's rows as ranges of slots, and lists of work from numbers per row: what all schedules share."""
+"""Positions of a step's rows as ranges of slots, and lists of work from numbers per row: what all
+schedules share.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,11 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Of a step: what each row holds with the step's own tokens included, and which packed tokens are its own.
+    """Of a step: what each row holds with the step's own tokens included, and which packed tokens
+    are its own.
 
-    Rows list their slots by rising position, so what a query sees of its row (causal, window, dropped pages) is one
-    range of slots.
+    Rows list their slots by rising position, so what a query sees of its row (causal, window,
+    dropped pages) is one range of slots.
     """
 
     table_BW: jax.Array
@@ -43,10 +46,14 @@ class Rows:
 
 
 def expand(num_B: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(total [1], row, index within the row) of `size` list entries, num_B[r] of them row r's; past the total: last."""
+    """(total [1], row, index within the row) of `size` list entries, num_B[r] of them row r's; past
+    the total: last.
+    """
     end_B = jnp.cumsum(num_B, dtype=jnp.int32)
     entry = jnp.minimum(jnp.arange(size, dtype=jnp.int32), jnp.maximum(end_B[-1] - 1, 0))
-    row = jnp.minimum(jnp.searchsorted(end_B, entry, side="right", method="compare_all"), num_B.shape[0] - 1)
+    row = jnp.minimum(
+        jnp.searchsorted(end_B, entry, side="right", method="compare_all"), num_B.shape[0] - 1
+    )
     return end_B[-1:], row.astype(jnp.int32), entry - (end_B - num_B)[row]
 
 

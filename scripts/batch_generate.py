@@ -2,8 +2,9 @@
 
     python scripts/batch_generate.py -i prompts.jsonl -o results.jsonl
 
-Lines are {"id": ..., "prompt": "..."}. Started again it does the ids that have no row yet. `jaxkv batch` does the same,
-also with chats, parameters per line, sampling that can be resumed, lines of any kind of damage, and two starts at once.
+Lines are {"id": ..., "prompt": "..."}. Started again it does the ids that have no row yet. `jaxkv
+batch` does the same, also with chats, parameters per line, sampling that can be resumed, lines of
+any kind of damage, and two starts at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=128)
 
 
 def finished_ids(path: Path) -> set[str | int]:
-    """Ids that have a row. A last line without its end, from a run that was cut off, is cut off the file."""
+    """Ids that have a row. A last line without its end, from a run that was cut off, is cut off the
+    file.
+    """
     path.touch()
     with path.open("r+b") as file:
         rows = file.readlines()
@@ -33,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Complete the prompts of a JSONL file.")
     parser.add_argument("-i", "--input", type=Path, required=True)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--model", help="local directory or hub id; without it, the built-in demo model")
+    parser.add_argument(
+        "--model", help="local directory or hub id; without it, the built-in demo model"
+    )
     args = parser.parse_args(argv)
     done, ids = finished_ids(args.output), []
 

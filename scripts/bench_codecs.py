@@ -2,11 +2,13 @@
 
     python scripts/bench_codecs.py
     python scripts/bench_codecs.py --context 1024 --json codecs.json
-    python scripts/bench_codecs.py --codecs float32,bfloat16,int8 --rounds 61      what observing costs, with intervals
+    # what observing costs, with intervals
+    python scripts/bench_codecs.py --codecs float32,bfloat16,int8 --rounds 61
 
-Rows of one query each, pages of 16 tokens in a permuted table, XLA path. The codecs take turns; medians. Encoding is of
-as many vectors as a step of 2,048 tokens stores. "masses", of all pages, is what h2o_page asks for, "masses and
-entropies" what entropy does; "a quarter read": the choice of a quarter of the pages included (docs/kv-policies.md).
+Rows of one query each, pages of 16 tokens in a permuted table, XLA path. The codecs take turns;
+medians. Encoding is of as many vectors as a step of 2,048 tokens stores. "masses", of all pages, is
+what h2o_page asks for, "masses and entropies" what entropy does; "a quarter read": the choice of a
+quarter of the pages included (docs/kv-policies.md).
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ VARIANTS = ("masses", "masses and entropies", "a quarter read")
 
 
 def attention(
-    codec: Codec, heads: tuple[int, int, int], options: argparse.Namespace, variant: str | None = None
+    codec: Codec,
+    heads: tuple[int, int, int],
+    options: argparse.Namespace,
+    variant: str | None = None,
 ) -> Callable[[], Any]:
     num_heads, kv_heads, head_dim = heads
     batch, context, rng = options.batch, options.context, np.random.default_rng(0)
@@ -70,7 +75,9 @@ def attention(
 
 def encoding(codec: Codec, heads: tuple[int, int, int]) -> Callable[[], Any]:
     _, kv_heads, head_dim = heads
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(2048, 2 * kv_heads, head_dim)), jnp.float32)
+    x = jnp.asarray(
+        np.random.default_rng(1).normal(size=(2048, 2 * kv_heads, head_dim)), jnp.float32
+    )
     encode = jax.jit(codec.encode)
     return lambda: encode(x)
 
@@ -92,12 +99,16 @@ def ratio(values: list[float], of: list[float]) -> tuple[float, float, float]:
     """Median of the rounds' ratios with its 95% interval, by order (binomial)."""
     found = sorted(a / b for a, b in zip(values, of, strict=True))
     half = round(0.98 * len(found) ** 0.5)
-    low, middle, high = (found[min(max(0, len(found) // 2 + i), len(found) - 1)] for i in (-half, 0, half))
+    low, middle, high = (
+        found[min(max(0, len(found) // 2 + i), len(found) - 1)] for i in (-half, 0, half)
+    )
     return middle, low, high
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--codecs", default=",".join(CODECS))
@@ -107,7 +118,10 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     result: dict[str, Any] = environment() | {"command": " ".join(sys.argv), "shapes": {}}
     for shape, heads in SHAPES.items():
-        codecs = {name: get_codec(name, platform="cpu", dtype="float32") for name in options.codecs.split(",")}
+        codecs = {
+            name: get_codec(name, platform="cpu", dtype="float32")
+            for name in options.codecs.split(",")
+        }
         of_attention = {}
         for name, codec in codecs.items():
             of_attention[name] = attention(codec, heads, options)
@@ -115,10 +129,16 @@ def main() -> None:
                 of_attention[f"{name}, {variant}"] = attention(codec, heads, options, variant)
         rounds = milliseconds(of_attention, options.rounds)
         attend = {name: median(values) for name, values in rounds.items()}
-        encoded = milliseconds({name: encoding(codec, heads) for name, codec in codecs.items()}, options.rounds)
+        encoded = milliseconds(
+            {name: encoding(codec, heads) for name, codec in codecs.items()}, options.rounds
+        )
         encode = {name: median(values) for name, values in encoded.items()}
         result["shapes"][shape] = of = {
-            name: {"bits": bits_per_value(codec, heads[2]), "attention_ms": attend[name], "encode_ms": encode[name]}
+            name: {
+                "bits": bits_per_value(codec, heads[2]),
+                "attention_ms": attend[name],
+                "encode_ms": encode[name],
+            }
             for name, codec in codecs.items()
         }
         print(f"{shape:20s}{'bits':>8s}{'of bfloat16':>13s}{'attention ms':>14s}{'encode ms':>11s}")
@@ -128,7 +148,10 @@ def main() -> None:
         for name in [name for name in attend if name not in codecs]:
             compared = ratio(rounds[name], rounds[name.partition(",")[0]])
             of[name] = {"attention_ms": attend[name], "ratio": compared}
-            print(f"  {name:39s}{attend[name]:14.1f}   x{compared[0]:.3f} ({compared[1]:.3f} to {compared[2]:.3f})")
+            print(
+                f"  {name:39s}{attend[name]:14.1f}   x{compared[0]:.3f} ({compared[1]:.3f} to "
+                f"{compared[2]:.3f})"
+            )
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,4 +1,5 @@
-"""The measurements behind docs/architecture.md's choices for a CPU: each prints both sides, measured in this run.
+"""The measurements behind docs/architecture.md's choices for a CPU: each prints both sides,
+measured in this run.
 
     python scripts/bench_cpu_choices.py
 
@@ -42,7 +43,11 @@ def matmul_layouts() -> None:
             for w, axis in ((w_io, 0), (w_oi, 1)):
                 for result in (None, jnp.float32):
                     dims = (((1,), (axis,)), ((), ()))
-                    dot = jax.jit(lambda x, w, d=dims, r=result: jax.lax.dot_general(x, w, d, preferred_element_type=r))
+                    dot = jax.jit(
+                        lambda x, w, d=dims, r=result: jax.lax.dot_general(
+                            x, w, d, preferred_element_type=r
+                        )
+                    )
                     cells.append(f"{median_ms(dot, x, w):7.2f}")
             print(f"  {jnp.dtype(dtype).name:9s} {rows:4d} rows {' '.join(cells)}")
 
@@ -52,7 +57,9 @@ def layer_forms() -> None:
     print("\n12 layers' MLP 768 x 2048 bfloat16, ms: leaf per layer / scan / scan over uint16 bits")
     num_layers, shape = 12, (2048, 768)
     keys = jax.random.split(jax.random.key(0), 3)
-    stacked = [(0.03 * jax.random.normal(k, (num_layers, *shape))).astype(jnp.bfloat16) for k in keys]
+    stacked = [
+        (0.03 * jax.random.normal(k, (num_layers, *shape))).astype(jnp.bfloat16) for k in keys
+    ]
     bits = [jax.lax.bitcast_convert_type(w, jnp.uint16) for w in stacked]
     leaves = [[jnp.array(w[i]) for w in stacked] for i in range(num_layers)]
 
@@ -73,13 +80,22 @@ def layer_forms() -> None:
     scanned = jax.jit(lambda x, w: jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0])
     for rows in (2, 8, 32, 256):
         x = jnp.ones((rows, 768))
-        times = (median_ms(jax.jit(looped), x, leaves), median_ms(scanned, x, stacked), median_ms(scanned, x, bits))
+        times = (
+            median_ms(jax.jit(looped), x, leaves),
+            median_ms(scanned, x, stacked),
+            median_ms(scanned, x, bits),
+        )
         print(f"  {rows:4d} rows " + " ".join(f"{t:8.2f}" for t in times))
 
 
 def decode_attention() -> None:
-    """One layer's decode attention over 1,024 tokens a row, by page storage and by tokens gathered at once."""
-    print("\ndecode attention, 12 query / 4 KV heads of 64, 1,024 tokens a row, page 16, ms by tokens gathered at once")
+    """One layer's decode attention over 1,024 tokens a row, by page storage and by tokens gathered
+    at once.
+    """
+    print(
+        "\ndecode attention, 12 query / 4 KV heads of 64, 1,024 tokens a row, page 16, ms by "
+        "tokens gathered at once"
+    )
     size, length, rng = 16, 1024, np.random.default_rng(0)
     default = xla.BLOCK
     for rows in (1, 8, 32):
@@ -89,20 +105,32 @@ def decode_attention() -> None:
         first = np.tile(np.arange(width, dtype=np.int32) * size, (rows, 1))
         each = np.arange(rows, dtype=np.int32)
         batch = Batch(
-            token_T=each, position_T=np.full(rows, length - 1, np.int32), row_T=each, start_B=each,
-            count_B=np.ones(rows, np.int32), num_decode=np.int32(rows), num_rows=np.int32(rows), decode_only=True,
-        )  # fmt: skip
+            token_T=each,
+            position_T=np.full(rows, length - 1, np.int32),
+            row_T=each,
+            start_B=each,
+            count_B=np.ones(rows, np.int32),
+            num_decode=np.int32(rows),
+            num_rows=np.int32(rows),
+            decode_only=True,
+        )
         q = jnp.asarray(rng.standard_normal((rows, 12, 64)), jnp.float32)
         for name, codec in (
             ("bits", PlainCodec(dtype="bfloat16", as_bits=True)),
             ("bfloat16", PlainCodec(dtype="bfloat16")),
             ("float32", PlainCodec(dtype="float32")),
         ):
-            group = GroupKV(codec.encode(values), table, first, np.full(rows, length, np.int32), codec, 1)
+            group = GroupKV(
+                codec.encode(values), table, first, np.full(rows, length, np.int32), codec, 1
+            )
             cells = []
             for tokens in (64, 128, 256, 512, 1024):
                 xla.BLOCK = tokens
-                attend = jax.jit(lambda q, group, batch: xla.read(q, group, batch, layer=0, scale=0.125, window=None))
+                attend = jax.jit(
+                    lambda q, group, batch: xla.read(
+                        q, group, batch, layer=0, scale=0.125, window=None
+                    )
+                )
                 cells.append(f"{tokens}: {median_ms(attend, q, group, batch, calls=9):6.2f}")
             print(f"  {rows:3d} rows {name:9s} " + "  ".join(cells))
     xla.BLOCK = default

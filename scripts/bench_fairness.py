@@ -1,12 +1,14 @@
-"""Time between tokens of requests that decode while long prompts come in, for several token budgets of a step.
+"""Time between tokens of requests that decode while long prompts come in, for several token budgets
+of a step.
 
     python scripts/bench_fairness.py --json docs/benchmarks/fairness.json
 
-Decode rows are in every step and prompts fill what is left of its budget (max_num_batched_tokens), so between two
-tokens of a request lies at most one full step, however long the prompts beside it are. Some requests decode all the
-time; then the same with one prompt of --long tokens in the engine at any time. For each budget: the time between two
-deliveries of tokens to a decoding request without (a loop of 8 steps each) and with long prompts, the most steps of
-the engine between two, and the time of a prompt that fills one step, alone.
+Decode rows are in every step and prompts fill what is left of its budget (max_num_batched_tokens),
+so between two tokens of a request lies at most one full step, however long the prompts beside it
+are. Some requests decode all the time; then the same with one prompt of --long tokens in the engine
+at any time. For each budget: the time between two deliveries of tokens to a decoding request
+without (a loop of 8 steps each) and with long prompts, the most steps of the engine between two,
+and the time of a prompt that fills one step, alone.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from bench_generate import environment
 from bench_models import SHAPES, make_checkpoint
 
 from jaxkv import LLM, SamplingParams
-from jaxkv.engine.request import Request, Submission
+from jaxkv.requests.request import Request, Submission
 
 
 class Load:
@@ -51,7 +53,9 @@ class Load:
         return submission
 
     def gaps(self, *, long: bool) -> tuple[list[float], int]:
-        """Seconds between deliveries, of all decoding requests, after the first of each; the most steps between two."""
+        """Seconds between deliveries, of all decoding requests, after the first of each; the most
+        steps between two.
+        """
         decoding = [self.add(32, self.options.output_len) for _ in range(self.options.rows)]
         last: dict[Request, tuple[float, int]] = {}
         gaps, beside, most, num_steps = [], None, 0, 0
@@ -100,14 +104,20 @@ def spread(gaps: list[float]) -> dict[str, float]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="110m")
-    parser.add_argument("--budgets", type=int, nargs="+", default=(128, 512, 1024), metavar="TOKENS")
+    parser.add_argument(
+        "--budgets", type=int, nargs="+", default=(128, 512, 1024), metavar="TOKENS"
+    )
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--long", type=int, default=1900, help="tokens of each long prompt")
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, help="where to write or find it (default: a temporary directory)")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="where to write or find it (default: a temporary directory)"
+    )
     parser.add_argument("--json", type=Path, help="write everything that was measured")
     return parser.parse_args()
 
@@ -115,9 +125,19 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory() as scratch:
-        directory = make_checkpoint(options.checkpoint or Path(scratch) / "model", options.shape, seed=options.seed)
+        directory = make_checkpoint(
+            options.checkpoint or Path(scratch) / "model", options.shape, seed=options.seed
+        )
         lines = {str(budget): measure(directory, options, budget) for budget in options.budgets}
-    titles = ("ms", 8), ("full step", 12), ("alone p50", 12), ("p99", 10), ("beside p50", 12), ("p99", 10), ("max", 10)
+    titles = (
+        ("ms", 8),
+        ("full step", 12),
+        ("alone p50", 12),
+        ("p99", 10),
+        ("beside p50", 12),
+        ("p99", 10),
+        ("max", 10),
+    )
     print("".join(f"{title:>{width}s}" for title, width in (*titles, ("steps", 7))))
     for budget, line in lines.items():
         alone, beside = line["alone_ms"], line["beside_long_prompts_ms"]

@@ -1,16 +1,18 @@
-"""Host time of the engine per decode step: 256 greedy sequences, loops of 8 steps, and a model that takes no time.
+"""Host time of the engine per decode step: 256 greedy sequences, loops of 8 steps, and a model that
+takes no time.
 
     python scripts/bench_host.py --json docs/benchmarks/host.json
 
-The engine is the real one: scheduler, allocator, prefix cache, row tables, text. Only the compiled programs are stubs
-that return random tokens at once, and their time is not counted. A call of the engine launches a step or loop and reads
-the one before it; calls in which either was a step that computed new prompts are not counted. Rows whose last tokens
-are coming are not in the next loop.
+The engine is the real one: scheduler, allocator, prefix cache, row tables, text. Only the compiled
+programs are stubs that return random tokens at once, and their time is not counted. A call of the
+engine launches a step or loop and reads the one before it; calls in which either was a step that
+computed new prompts are not counted. Rows whose last tokens are coming are not in the next loop.
 
-Lines: sequences that begin together; such of every age, some of which end in each loop, a new request taking each free
-place; the same with text. Each with Python's garbage collector on and off, in turns. A dispatch is one decode
-loop; its time is divided by the loop's steps. Parts: plan (scheduler, allocator, prefix index), inputs (row tables,
-packed arrays), outputs of the loop before (tokens, ends, text, pages given back).
+Lines: sequences that begin together; such of every age, some of which end in each loop, a new
+request taking each free place; the same with text. Each with Python's garbage collector on and off,
+in turns. A dispatch is one decode loop; its time is divided by the loop's steps. Parts: plan
+(scheduler, allocator, prefix index), inputs (row tables, packed arrays), outputs of the loop before
+(tokens, ends, text, pages given back).
 """
 
 from __future__ import annotations
@@ -30,23 +32,23 @@ import jax
 import numpy as np
 from bench_generate import environment
 
-from jaxkv.aot import row_buckets, token_buckets
+from jaxkv.api.llm import DEMO
+from jaxkv.build.model import Model
+from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.config import DECODE_STEPS, EngineConfig, SamplingParams
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.intake import Intake
-from jaxkv.engine.model import Model
 from jaxkv.engine.plan import LoopPlan, StepPlan
-from jaxkv.engine.request import Submission
-from jaxkv.engine.text import load_tokenizer
 from jaxkv.engine.trim import Norms
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, empty_group
-from jaxkv.llm import DEMO
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
-from jaxkv.sharding import Placement
-from jaxkv.steps import Newest
+from jaxkv.placement import Placement
+from jaxkv.programs.buckets import row_buckets, token_buckets
+from jaxkv.programs.step import Newest
+from jaxkv.requests.intake import Intake
+from jaxkv.requests.request import Submission
 
 TARGET_US = {"p50": 150, "p99": 500}
 PARTS = ("plan", "inputs", "outputs")
@@ -64,7 +66,9 @@ class Clock:
 
 
 class StubPrograms:
-    """`aot.Programs` whose steps and loops sample random tokens at once and leave the KV state alone."""
+    """`aot.Programs` whose steps and loops sample random tokens at once and leave the KV state
+    alone.
+    """
 
     placement = None
     num_compiled = 0
@@ -90,7 +94,9 @@ class StubPrograms:
         return run
 
     def loop(self, num_rows: int) -> Callable[..., tuple]:
-        def run(_weights: Any, kv: PagedKV, newest: Newest, rows: Any, _sampling: Any, n: np.int32) -> tuple:
+        def run(
+            _weights: Any, kv: PagedKV, newest: Newest, rows: Any, _sampling: Any, n: np.int32
+        ) -> tuple:
             width = self._drawn.shape[1]
             return kv, newest, rows, self._sampled(np.minimum(rows.budget_B, n), (width,), width)
 
@@ -104,21 +110,27 @@ class StubPrograms:
         token = np.where(np.arange(num_steps)[:, None] < budget_B, drawn, NO_TOKEN)
         shape = (*lead, len(budget_B))
         none, best = np.zeros(shape, np.float32), np.zeros((*shape, NUM_LOGPROBS), np.float32)
-        out = Sampled(token.reshape(shape), none, none.astype(np.int32), best.astype(np.int32), best)
+        out = Sampled(
+            token.reshape(shape), none, none.astype(np.int32), best.astype(np.int32), best
+        )
         self._clock.stub_s = time.perf_counter() - self._clock.called
         return out
 
 
 @dataclass(slots=True)
 class Figures:
-    """Of one line: microseconds per step of every decode loop, in all and by part, and what else was seen."""
+    """Of one line: microseconds per step of every decode loop, in all and by part, and what else
+    was seen.
+    """
 
     total_us: list[float] = field(default_factory=list)
     part_us: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     live_len: list[float] = field(default_factory=list)
     num_rows: list[int] = field(default_factory=list)
     num_finished: int = 0
-    gc_ms: dict[int, list[float]] = field(default_factory=lambda: {generation: [] for generation in range(3)})
+    gc_ms: dict[int, list[float]] = field(
+        default_factory=lambda: {generation: [] for generation in range(3)}
+    )
 
     def summary(self) -> dict[str, Any]:
         shown = {"total": self.total_us, **self.part_us}
@@ -129,7 +141,11 @@ class Figures:
             "num_finished": self.num_finished,
             "us_per_step": {name: spread(values) for name, values in shown.items()},
             "collections": {
-                str(generation): {"num": len(values), "sum_ms": sum(values), "max_ms": max(values, default=0.0)}
+                str(generation): {
+                    "num": len(values),
+                    "sum_ms": sum(values),
+                    "max_ms": max(values, default=0.0),
+                }
                 for generation, values in self.gc_ms.items()
             },
         }
@@ -137,13 +153,22 @@ class Figures:
 
 def spread(values: list[float]) -> dict[str, float]:
     p50, p99 = np.percentile(values, [50, 99])
-    return {"p50": float(p50), "p99": float(p99), "mean": float(np.mean(values)), "max": max(values)}
+    return {
+        "p50": float(p50),
+        "p99": float(p99),
+        "mean": float(np.mean(values)),
+        "max": max(values),
+    }
 
 
 class Load:
-    """One engine that always has `rows` sequences, and their places filled again before each loop."""
+    """One engine that always has `rows` sequences, and their places filled again before each
+    loop.
+    """
 
-    def __init__(self, options: argparse.Namespace, *, detokenize: bool = False, together: bool = False) -> None:
+    def __init__(
+        self, options: argparse.Namespace, *, detokenize: bool = False, together: bool = False
+    ) -> None:
         self.rng = np.random.default_rng(options.seed)
         self.options = options
         self.detokenize = detokenize
@@ -158,17 +183,28 @@ class Load:
 
     @property
     def utilization(self) -> float:
-        """Held / allocated slots of the KV cache so far; last pages and what a loop may write count as allocated."""
-        return next(metric.value for metric in self.engine.metrics() if metric.name == "kv_cache_utilization")
+        """Held / allocated slots of the KV cache so far; last pages and what a loop may write count
+        as allocated.
+        """
+        return next(
+            metric.value
+            for metric in self.engine.metrics()
+            if metric.name == "kv_cache_utilization"
+        )
 
     def request(self, *, part_done: float = 0.0) -> Submission:
         low, high = self.options.prompt_len
         prompt_len = int(self.rng.integers(low, high + 1))
         output_len = self.options.output_len
         done = int(part_done * output_len)
-        tokens = self.rng.integers(3, self.engine.programs.spec.vocab_size, prompt_len + done).tolist()
+        tokens = self.rng.integers(
+            3, self.engine.programs.spec.vocab_size, prompt_len + done
+        ).tolist()
         params = SamplingParams(
-            temperature=0.0, max_tokens=output_len - done, ignore_eos=True, detokenize=self.detokenize
+            temperature=0.0,
+            max_tokens=output_len - done,
+            ignore_eos=True,
+            detokenize=self.detokenize,
         )
         (submission,) = self.intake.accept([{"prompt_token_ids": tokens}], [params])
         return submission
@@ -197,7 +233,9 @@ class Load:
             figures.part_us[name].append(part_s * scale)
         figures.total_us.append((ended - started - clock.stub_s) * scale)
         figures.num_rows.append(len(clock.plan.work))
-        figures.live_len.append(float(np.mean([request.handle.length for request in clock.plan.requests])))
+        figures.live_len.append(
+            float(np.mean([request.handle.length for request in clock.plan.requests]))
+        )
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
@@ -231,7 +269,9 @@ def demo_model() -> Model:
 
 
 def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
-    """With a KV state of one page, since nothing reads it, and a scheduler that tells the clock when it has planned."""
+    """With a KV state of one page, since nothing reads it, and a scheduler that tells the clock
+    when it has planned.
+    """
     codec = get_codec("float32", platform="cpu")
     page = jax.ShapeDtypeStruct((2, config.block_size, 8), np.float32)
     group = empty_group(num_layers=1, page_arrays=(page,), num_pages=1, codec=codec)
@@ -273,8 +313,10 @@ def collector(figures: Figures, *, enabled: bool) -> Iterator[None]:
 
 
 def plain_loop_ns() -> float:
-    """Nanoseconds per round of a loop that adds and stores: how fast this machine runs Python at the moment, the median
-    of seven. That of a virtual machine may be half of what it was a minute ago."""
+    """Nanoseconds per round of a loop that adds and stores: how fast this machine runs Python at
+    the moment, the median of seven. That of a virtual machine may be half of what it was a minute
+    ago.
+    """
     seen, kept = [], {}
     for _ in range(7):
         started, total = time.perf_counter(), 0
@@ -288,13 +330,17 @@ def plain_loop_ns() -> float:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Every line's figures, in turns of a few loops."""
     loads = {
-        "together": Load(options, together=True), "tokens": Load(options), "text": Load(options, detokenize=True)
-    }  # fmt: skip
+        "together": Load(options, together=True),
+        "tokens": Load(options),
+        "text": Load(options, detokenize=True),
+    }
     lines = {(name, state): Figures() for name in loads for state in ("gc on", "gc off")}
     for load in loads.values():
         load.run(2, Figures())
     for turn in range(options.turns):
-        num_loops = options.loops * (turn + 1) // options.turns - options.loops * turn // options.turns
+        num_loops = (
+            options.loops * (turn + 1) // options.turns - options.loops * turn // options.turns
+        )
         for (name, state), figures in lines.items():
             with collector(figures, enabled=state == "gc on"):
                 loads[name].run(num_loops, figures)
@@ -307,22 +353,32 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(lines: dict[str, Any]) -> str:
-    rows = [f"{'microseconds per step':24s}{'p50':>9s}{'p99':>9s}{'mean':>9s}{'max':>9s}  collections: number, longest"]
+    rows = [
+        (
+            f"{'microseconds per step':24s}{'p50':>9s}{'p99':>9s}{'mean':>9s}{'max':>9s}  "
+            f"collections: number, longest"
+        )
+    ]
     for name, line in lines.items():
         seen = [f"{of['num']} ({of['max_ms']:.1f} ms)" for of in line["collections"].values()]
         for part, of in line["us_per_step"].items():
             values = "".join(f"{of[key]:9.1f}" for key in ("p50", "p99", "mean", "max"))
-            rows.append(f"{name if part == 'total' else '  ' + part:24s}{values}  {', '.join(seen)}".rstrip())
+            label = name if part == "total" else "  " + part
+            rows.append(f"{label:24s}{values}  {', '.join(seen)}".rstrip())
             seen = []
     return "\n".join(rows)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--loops", type=int, default=400, help="of each line")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--prompt-len", type=int, nargs=2, default=(256, 768), metavar=("LOW", "HIGH"))
+    parser.add_argument(
+        "--prompt-len", type=int, nargs=2, default=(256, 768), metavar=("LOW", "HIGH")
+    )
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
@@ -340,13 +396,22 @@ def main() -> None:
     first = result["lines"]["tokens, gc on"]
     print(
         f"{options.rows} rows ({first['mean_rows']:.0f} in a loop), loops of {DECODE_STEPS} steps, "
-        f"{first['mean_live_len']:.0f} tokens live per row, {first['kv_cache_utilization']:.1%} of slots held"
+        f"{first['mean_live_len']:.0f} tokens live per row, {first['kv_cache_utilization']:.1%} "
+        f"of slots held"
     )
     print(table(result["lines"]))
-    print("a round of a plain loop, before and after: " + ", ".join(f"{ns:.0f} ns" for ns in result["plain_loop_ns"]))
+    print(
+        "a round of a plain loop, before and after: "
+        + ", ".join(f"{ns:.0f} ns" for ns in result["plain_loop_ns"])
+    )
     for line in ("together, gc on", "tokens, gc on"):
         met = result["lines"][line]["us_per_step"]["total"]
-        print(f"{line}: " + ", ".join(f"{name} {met[name]:.0f} us (target {most})" for name, most in TARGET_US.items()))
+        print(
+            f"{line}: "
+            + ", ".join(
+                f"{name} {met[name]:.0f} us (target {most})" for name, most in TARGET_US.items()
+            )
+        )
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

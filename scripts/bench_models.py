@@ -1,4 +1,6 @@
-"""Random Llama checkpoints for benchmarks: real shapes, weights drawn on the spot, bfloat16 safetensors."""
+"""Random Llama checkpoints for benchmarks: real shapes, weights drawn on the spot, bfloat16
+safetensors.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,18 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-COMMON = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "hidden_act": "silu"}
-COMMON |= {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False}
+COMMON = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+}
+COMMON |= {
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}
 
 
 def shape(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int) -> dict:
@@ -34,14 +46,18 @@ SHAPES = {
 
 
 def make_checkpoint(directory: Path, name: str, *, seed: int) -> Path:
-    """Writes config.json and model.safetensors (about twice its bytes in memory meanwhile), or takes what is there.
+    """Writes config.json and model.safetensors (about twice its bytes in memory meanwhile), or
+    takes what is there.
 
     Raises: ValueError if the directory holds another model.
     """
     config, text = SHAPES[name], directory / "config.json"
     if text.is_file():
         if json.loads(text.read_text()) != config | {"seed": seed}:
-            raise ValueError(f"{directory}: expected no model, or one of shape {name} and seed {seed}, got another")
+            raise ValueError(
+                f"{directory}: expected no model, or one of shape {name} and seed {seed}, got "
+                f"another"
+            )
         return directory
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -65,7 +81,16 @@ def leaves(config: dict) -> list[tuple[str, tuple[int, ...]]]:
     kv = D // config["num_attention_heads"] * config["num_key_value_heads"]
     layer = {"input_layernorm": (D,), "post_attention_layernorm": (D,)}
     layer |= {"self_attn.q_proj": (D, D), "self_attn.k_proj": (kv, D), "self_attn.v_proj": (kv, D)}
-    layer |= {"self_attn.o_proj": (D, D), "mlp.gate_proj": (F, D), "mlp.up_proj": (F, D), "mlp.down_proj": (D, F)}
+    layer |= {
+        "self_attn.o_proj": (D, D),
+        "mlp.gate_proj": (F, D),
+        "mlp.up_proj": (F, D),
+        "mlp.down_proj": (D, F),
+    }
     top = {"model.embed_tokens": (V, D), "model.norm": (D,), "lm_head": (V, D)}
-    top |= {f"model.layers.{i}.{k}": dims for i in range(config["num_hidden_layers"]) for k, dims in layer.items()}
+    top |= {
+        f"model.layers.{i}.{k}": dims
+        for i in range(config["num_hidden_layers"])
+        for k, dims in layer.items()
+    }
     return [(f"{name}.weight", dims) for name, dims in top.items()]

@@ -3,14 +3,18 @@
     python scripts/bench_prefix.py --json docs/benchmarks/prefix.json
     python scripts/bench_prefix.py --only shared --requests 48
 
-A random Llama checkpoint of the 110M shape, given token ids; two engines in one process, with and without
-enable_prefix_caching, take turns on the same prompts. Every round has new prompts, and an empty cache to begin with.
+A random Llama checkpoint of the 110M shape, given token ids; two engines in one process, with and
+without enable_prefix_caching, take turns on the same prompts. Every round has new prompts, and an
+empty cache to begin with.
 
-shared: the first --shared of the --prompt-len tokens are the same in every prompt. distinct: none are, so nothing is
-found. The engine without the cache hashes its pages too (the samples of one prompt share them), so the difference of
-the two sides is not what hashing costs: "host" is the time inside the hashing, lookup and listing of pages as a share
-of the run with the cache. lookup: nanoseconds per token of a long prompt, for the key of each page and for finding it
-in the index, where none is listed and where all are; each alone, median of the rounds.
+shared: the first --shared of the --prompt-len tokens are the same in every prompt. distinct: none
+are, so nothing is found. The engine without the cache hashes its pages too (the samples of one
+prompt share them), so the difference of
+the two sides is not what hashing costs: "host" is the time inside the hashing, lookup and listing
+of pages as a share
+of the run with the cache. lookup: nanoseconds per token of a long prompt, for the key of each page
+and for finding it in the index, where none is listed and where all are; each alone, median of the
+rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from bench_generate import environment
 from bench_models import SHAPES, make_checkpoint
 
 from jaxkv import LLM, SamplingParams
-from jaxkv.engine.prefix import PageChain, PageKey, PrefixIndex
+from jaxkv.holding.prefix import PageChain, PageKey, PrefixIndex
 
 LINES = ("lookup", "shared", "distinct")
 SIDES = {"cache": True, "no cache": False}
@@ -48,18 +52,29 @@ class Sides:
         longest = options.prompt_len + options.output_len
         common = {"skip_tokenizer_init": True, "max_model_len": longest, "lazy_compile": True}
         common |= {"max_num_seqs": options.rows, "deterministic": options.deterministic}
-        self.engines = {name: LLM(directory, enable_prefix_caching=on, **common) for name, on in SIDES.items()}
-        self.params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True)
+        self.engines = {
+            name: LLM(directory, enable_prefix_caching=on, **common) for name, on in SIDES.items()
+        }
+        self.params = SamplingParams(
+            temperature=0.0, max_tokens=options.output_len, ignore_eos=True
+        )
 
     def prompts(self, *, num_shared: int, round_id: int) -> list[dict[str, list[int]]]:
         """The round's prompts, the same for both sides."""
-        rng, options = np.random.default_rng([self.options.seed, round_id, num_shared]), self.options
-        tokens = rng.integers(3, SHAPES[options.shape]["vocab_size"], (options.requests, options.prompt_len))
+        rng, options = (
+            np.random.default_rng([self.options.seed, round_id, num_shared]),
+            self.options,
+        )
+        tokens = rng.integers(
+            3, SHAPES[options.shape]["vocab_size"], (options.requests, options.prompt_len)
+        )
         tokens[:, :num_shared] = tokens[0, :num_shared]
         return [{"prompt_token_ids": row} for row in tokens.tolist()]
 
     def run(self, name: str, *, num_shared: int, round_id: int) -> dict[str, Any]:
-        """One side's run of a round: seconds, share of them that went into prefixes, what was found, tokens."""
+        """One side's run of a round: seconds, share of them that went into prefixes, what was
+        found, tokens.
+        """
         llm, prompts = self.engines[name], self.prompts(num_shared=num_shared, round_id=round_id)
         llm.reset_prefix_cache()
         scheduler = llm._engine.scheduler
@@ -122,8 +137,12 @@ def compare(sides: Sides, *, num_shared: int) -> dict[str, Any]:
 
 
 def lookup(options: argparse.Namespace) -> dict[str, float]:
-    """Nanoseconds per token of a prompt for its keys and for finding its pages, if none is listed and if all are."""
-    tokens = array("i", np.random.default_rng(options.seed).integers(3, 32_000, options.long_prompt).tolist())
+    """Nanoseconds per token of a prompt for its keys and for finding its pages, if none is listed
+    and if all are.
+    """
+    tokens = array(
+        "i", np.random.default_rng(options.seed).integers(3, 32_000, options.long_prompt).tolist()
+    )
     size = 16
     num_pages = len(tokens) // size
     index, empty = PrefixIndex(num_pages), PrefixIndex(num_pages)
@@ -148,23 +167,37 @@ def keys_of(tokens: array[int], size: int) -> list[PageKey]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="110m")
-    parser.add_argument("--only", default=",".join(LINES), help="lines, separated by commas (default: all)")
+    parser.add_argument(
+        "--only", default=",".join(LINES), help="lines, separated by commas (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--shared", type=int, default=460)
     parser.add_argument("--output-len", type=int, default=4)
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--long-prompt", type=int, default=32_768, help="tokens of the prompt that is looked up")
-    parser.add_argument("--checkpoint", type=Path, help="where to write or find it (default: a temporary directory)")
-    parser.add_argument("--deterministic", action="store_true", help="engines whose results do not depend on the cache")
+    parser.add_argument(
+        "--long-prompt", type=int, default=32_768, help="tokens of the prompt that is looked up"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="where to write or find it (default: a temporary directory)"
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="engines whose results do not depend on the cache",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything that was measured")
     options = parser.parse_args()
     if unknown := set(options.only.split(",")) - set(LINES):
-        parser.error(f"--only: expected some of {', '.join(LINES)}, got {', '.join(sorted(unknown))}")
+        parser.error(
+            f"--only: expected some of {', '.join(LINES)}, got {', '.join(sorted(unknown))}"
+        )
     return options
 
 
@@ -174,18 +207,25 @@ def main() -> None:
     result: dict[str, Any] = environment() | {"command": " ".join(sys.argv), "lines": {}}
     if "lookup" in wanted:
         result["lines"]["lookup"] = of = lookup(options)
-        print("lookup    " + ", ".join(f"{name} {value:.0f} ns per token" for name, value in of.items()), flush=True)
+        print(
+            "lookup    "
+            + ", ".join(f"{name} {value:.0f} ns per token" for name, value in of.items()),
+            flush=True,
+        )
     with tempfile.TemporaryDirectory() as temporary:
         compared = [line for line in ("shared", "distinct") if line in wanted]
         if compared:
-            directory = make_checkpoint(options.checkpoint or Path(temporary), options.shape, seed=options.seed)
+            directory = make_checkpoint(
+                options.checkpoint or Path(temporary), options.shape, seed=options.seed
+            )
             sides = Sides(directory, options)
         for line in compared:
             of = compare(sides, num_shared=options.shared if line == "shared" else 0)
             result["lines"][line] = of
             times = ", ".join(f"{name} {value:.2f} s" for name, value in of["median_s"].items())
             print(
-                f"{line:10s}{times}, ratio {of['ratio']:.3f}, {of['found']:.1%} of the tokens found, host "
+                f"{line:10s}{times}, ratio {of['ratio']:.3f}, {of['found']:.1%} of the tokens "
+                f"found, host "
                 f"{of['host']:.2%}, same outputs {of['same_outputs']:.0%}",
                 flush=True,
             )

@@ -1,10 +1,12 @@
-"""How long LLM(...) takes in a fresh process: a checkpoint and its conversion, each with a cold and a warm cache.
+"""How long LLM(...) takes in a fresh process: a checkpoint and its conversion, each with a cold and
+a warm cache.
 
     python scripts/bench_start.py --json docs/benchmarks/start.json
 
-Makes checkpoints of random values in a temporary folder (9 GB for the larger shape), with the demo model's tokenizer.
-The four starts of a round follow each other; medians over the rounds. Seconds count from the start of the process;
-cpu_s adds up all threads, and stays what it is when a shared machine makes the process wait.
+Makes checkpoints of random values in a temporary folder (9 GB for the larger shape), with the demo
+model's tokenizer. The four starts of a round follow each other; medians over the rounds. Seconds
+count from the start of the process; cpu_s adds up all threads, and stays what it is when a shared
+machine makes the process wait.
 """
 
 from __future__ import annotations
@@ -31,38 +33,66 @@ from jaxkv.models.families import read_config, read_family
 from jaxkv.weights.orbax import convert
 
 SHAPES = {
-    "110M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
-             "num_key_value_heads": 12, "max_position_embeddings": 1024, "tie_word_embeddings": True},
-    "1.1B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
-             "num_key_value_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": False},
-}  # fmt: skip
+    "110M": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+    "1.1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    },
+}
 FIGURES = ("start_s", "cpu_s", "weights_s", "compile_s", "peak_ratio")
 
 
 def make_checkpoint(directory: Path, shape: dict[str, Any]) -> Path:
-    """A Llama checkpoint in bfloat16 whose tensors are pieces of one random array: values do not matter here."""
+    """A Llama checkpoint in bfloat16 whose tensors are pieces of one random array: values do not
+    matter here.
+    """
     directory.mkdir(parents=True)
-    config = {"model_type": "llama", "vocab_size": 32000, "rms_norm_eps": 1e-5, "rope_theta": 1e4} | shape
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+    } | shape
     (directory / "config.json").write_text(json.dumps(config))
     spec, layout = read_family(read_config(directory))
     leaves = {leaf.source: leaf.info.shape for leaf in layout.top.values() if leaf.same_as is None}
     for layer in range(spec.num_layers):
-        leaves |= {leaf.source.format(layer=layer): leaf.info.shape for leaf in layout.layer.values()}
+        leaves |= {
+            leaf.source.format(layer=layer): leaf.info.shape for leaf in layout.layer.values()
+        }
     values = (0.02 * np.random.default_rng(0).standard_normal(2**20)).astype(ml_dtypes.bfloat16)
-    save_file({name: np.resize(values, size) for name, size in leaves.items()}, directory / "model.safetensors")
+    save_file(
+        {name: np.resize(values, size) for name, size in leaves.items()},
+        directory / "model.safetensors",
+    )
     return directory
 
 
 def start_here(directory: str) -> None:
     """In a fresh process: makes the engine and prints its figures as JSON."""
+    from jaxkv.api.llm import DEMO, LLM
     from jaxkv.engine import model
-    from jaxkv.llm import DEMO, LLM
 
     measured: dict[str, Any] = {}
 
     def timed(load: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            jax.block_until_ready(jax.device_put(np.zeros(9), kwargs["device"]))  # what JAX itself takes comes first
+            jax.block_until_ready(
+                jax.device_put(np.zeros(9), kwargs["device"])
+            )  # what JAX itself takes comes first
             before, started = memory("VmRSS"), time.perf_counter()
             weights = load(*args, **kwargs)
             measured["weights_s"] = time.perf_counter() - started
@@ -72,9 +102,17 @@ def start_here(directory: str) -> None:
 
         return run
 
-    model.load_weights, model.load_converted = timed(model.load_weights), timed(model.load_converted)
+    model.load_weights, model.load_converted = (
+        timed(model.load_weights),
+        timed(model.load_converted),
+    )
     llm = LLM(directory, tokenizer=DEMO)
-    print(json.dumps(measured | {"compile_s": llm.compile_s, "cpu_s": time.process_time(), "ready": time.time()}))
+    print(
+        json.dumps(
+            measured
+            | {"compile_s": llm.compile_s, "cpu_s": time.process_time(), "ready": time.time()}
+        )
+    )
 
 
 def memory(name: str) -> int:
@@ -89,7 +127,11 @@ def start(directory: Path, cache: Path) -> dict[str, float]:
     env["XDG_CACHE_HOME"] = str(cache)
     started = time.time()
     done = subprocess.run(
-        [sys.executable, __file__, "--start", str(directory)], env=env, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, __file__, "--start", str(directory)],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     figures = json.loads(done.stdout.splitlines()[-1])
     return figures | {"start_s": figures["ready"] - started}
@@ -108,17 +150,28 @@ def measure(name: str, rounds: int, work: Path) -> list[dict[str, Any]]:
                 runs.setdefault((form, state), []).append(start(work / form, cache))
     rows = []
     for (form, state), results in runs.items():
-        medians = {figure: round(statistics.median(run[figure] for run in results), 3) for figure in FIGURES}
+        medians = {
+            figure: round(statistics.median(run[figure] for run in results), 3)
+            for figure in FIGURES
+        }
         rows.append({"model": name, "form": form, "cache": state, "rounds": rounds} | medians)
-        print(f"{name:5s} {form:10s}{state:5s}" + "".join(f"{medians[figure]:11.2f}" for figure in FIGURES), flush=True)
+        print(
+            f"{name:5s} {form:10s}{state:5s}"
+            + "".join(f"{medians[figure]:11.2f}" for figure in FIGURES),
+            flush=True,
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default=",".join(SHAPES), help="of " + ", ".join(SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file to write; what is there for other versions of JAX stays")
+    parser.add_argument(
+        "--json", type=Path, help="file to write; what is there for other versions of JAX stays"
+    )
     parser.add_argument("--start", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.start:
@@ -132,7 +185,9 @@ def main() -> None:
             rows += measure(name, args.rounds, Path(work))
     if args.json:
         kept = json.loads(args.json.read_text()) if args.json.exists() else {}
-        args.json.write_text(json.dumps(kept | {machine["jax"]: machine | {"rows": rows}}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps(kept | {machine["jax"]: machine | {"rows": rows}}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

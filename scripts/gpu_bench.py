@@ -1,4 +1,6 @@
-"""The GPU attention kernels on a GPU: compared with the float64 oracle, and timed. Run by gpu_check.py."""
+"""The GPU attention kernels on a GPU: compared with the float64 oracle, and timed. Run by
+gpu_check.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ MEASURED = ("8b", "70b", "70b-tp8", "mha")
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (512, 2048, 4096, 8192, 32768)
 REPEATS = 8
 CACHE_BYTES = 60 << 20
-"""Less than this of keys and values stays in an H200's cache from layer to layer, which all read the same pages."""
+"""Less than this of keys and values stays in an H200's cache from layer to layer, which all read
+the same pages.
+"""
 
 
 def random_arrays(case: Case, seed: int) -> dict[str, Any]:
@@ -29,9 +33,12 @@ def random_arrays(case: Case, seed: int) -> dict[str, Any]:
     keys = iter(jax.random.split(jax.random.key(seed), 8))
     arrays = case.arrays()
     vectors = ("q_TNH", "k_TKH", "v_TKH")
-    found: dict[str, Any] = {name: jax.random.normal(next(keys), arrays[name][0], jnp.bfloat16) for name in vectors}
+    found: dict[str, Any] = {
+        name: jax.random.normal(next(keys), arrays[name][0], jnp.bfloat16) for name in vectors
+    }
     num_pages, *page = arrays["pages"][0]
-    # The same few over and over: random numbers for all of a large pool would take several times its memory.
+    # The same few over and over: random numbers for all of a large pool would take several times
+    # its memory.
     few = jax.random.normal(next(keys), (min(num_pages, 64), *page), jnp.bfloat16)
     if case.codec == "int8":
         few = jnp.clip(jnp.round(few * 32), -127, 127).astype(jnp.int8)
@@ -71,7 +78,9 @@ def copy_bandwidth(nbytes: int = 4 << 30) -> float:
 
 
 def matmul_rate() -> float:
-    """FLOP/s of a bfloat16 matmul of 8192 x 8192 x 8192. Of random numbers: ones take less power, so more is done."""
+    """FLOP/s of a bfloat16 matmul of 8192 x 8192 x 8192. Of random numbers: ones take less power,
+    so more is done.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -133,17 +142,27 @@ def run_case(case: Any, num_processors: int) -> list[Any]:
     shape, pages = case.shape, written(case)
     if shape.num_bits:
         numbers, scales = int8_of(np.asarray(pages))
-        pages = gpu.Int8Pages(jnp.asarray(numbers), jnp.asarray(scales, jnp.bfloat16).reshape(len(scales), 1, -1))
+        pages = gpu.Int8Pages(
+            jnp.asarray(numbers), jnp.asarray(scales, jnp.bfloat16).reshape(len(scales), 1, -1)
+        )
 
     @jax.jit
     def step(q_TNH, pages, table_BW, first_BW, len_B, start_B, count_B):  # type: ignore[no-untyped-def]
         rows = Rows(table_BW, first_BW, len_B, start_B, count_B, shape.page_size, shape.window)
-        sizes = {"num_heads": shape.num_heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+        sizes = {
+            "num_heads": shape.num_heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+        }
         counts = (jnp.int32(case.num_decode), jnp.int32(case.num_rows))
         cut: Any = {"num_tokens": len(case.row_T), "num_processors": num_processors}
         schedule = gpu.make_schedule(rows, *counts, **sizes, **cut, decode_only=shape.decode_only)
         options: Any = {"layer": LAYER, "num_pages": len(case.held), "scale": shape.head_dim**-0.5}
-        options |= {"softcap": shape.softcap, "sinks_N": sinks_of(shape), "page_mass": shape.page_mass}
+        options |= {
+            "softcap": shape.softcap,
+            "sinks_N": sinks_of(shape),
+            "page_mass": shape.page_mass,
+        }
         out, statistics = gpu.ragged_paged_attention(q_TNH, pages, schedule, **options)
         return [out] + ([statistics.mass_BNW] if shape.page_mass else [])
 
@@ -162,14 +181,25 @@ def check_right(seed: int) -> dict[str, Any]:
     # On few processors each works through many items, one after the other.
     num_processors = (2, 132)[seed % 2]
     real_T = case.row_T < NUM_ROWS
-    runs = [[np.asarray(x, np.float64)[real_T] for x in run_case(case, num_processors)] for _ in range(3)]
+    runs = [
+        [np.asarray(x, np.float64)[real_T] for x in run_case(case, num_processors)]
+        for _ in range(3)
+    ]
     (out, *masses), same = runs[0], all(map(np.array_equal, runs[0] * 2, runs[1] + runs[2]))
     want_TNH, statistics, _ = expected(int8_stands_for(case) if case.shape.num_bits else case)
     error, norm = (np.linalg.norm(x, axis=-1) for x in (out - want_TNH[real_T], want_TNH[real_T]))
     whole, worst = float(np.linalg.norm(error) / np.linalg.norm(norm)), float((error / norm).max())
-    of_mass = max([float(abs(mass - statistics.mass_TNW[real_T]).max()) for mass in masses], default=0.0)
+    of_mass = max(
+        [float(abs(mass - statistics.mass_TNW[real_T]).max()) for mass in masses], default=0.0
+    )
     right = same and whole <= 2e-3 and worst <= 5e-3 and of_mass <= 1e-4
-    found = {"seed": seed, "shape": str(case.shape), "num_processors": num_processors, "error": whole, "worst": worst}
+    found = {
+        "seed": seed,
+        "shape": str(case.shape),
+        "num_processors": num_processors,
+        "error": whole,
+        "worst": worst,
+    }
     return found | {"mass_error": of_mass, "same_bits": same, "ok": right}
 
 
@@ -179,20 +209,43 @@ def measured_cases(shapes: Iterable[str]) -> list[Case]:
     for shape in shapes:
         cells = [(batch, context) for batch in BATCHES for context in CONTEXTS]
         cells.sort(key=lambda cell: cell != (32, 4096))
-        decode = [Case(kernel="decode", shape=shape, page_size=64, batch=b, context=c) for b, c in cells]
-        small = [Case(kernel="decode", shape=shape, page_size=16, batch=b, context=4096) for b in (32, *BATCHES)]
+        decode = [
+            Case(kernel="decode", shape=shape, page_size=64, batch=b, context=c) for b, c in cells
+        ]
+        small = [
+            Case(kernel="decode", shape=shape, page_size=16, batch=b, context=4096)
+            for b in (32, *BATCHES)
+        ]
         uneven = [Case(kernel="decode", shape=shape, page_size=64, batch=32, context=4100)]
         chunk = {"kernel": "prefill", "shape": shape, "batch": 1, "context": CHUNK_CONTEXT}
         prefill = [Case(page_size=page, **chunk) for page in PAGES]
         masses = [replace(case, page_mass=True) for case in (decode[0], small[0])]
-        int8 = [replace(case, codec="int8") for case in (decode[0], prefill[-1], masses[0], *decode[1:])]
-        cases.append([decode[0], small[0], int8[0], *prefill, *int8[1:3], *masses, *uneven, *decode[1:], *small[1:]])
+        int8 = [
+            replace(case, codec="int8") for case in (decode[0], prefill[-1], masses[0], *decode[1:])
+        ]
+        cases.append(
+            [
+                decode[0],
+                small[0],
+                int8[0],
+                *prefill,
+                *int8[1:3],
+                *masses,
+                *uneven,
+                *decode[1:],
+                *small[1:],
+            ]
+        )
         cases[-1] += int8[3:]
     # All shapes' first, then all second ones, ...
-    return list(dict.fromkeys(case for row in zip_longest(*cases) for case in row if case is not None))
+    return list(
+        dict.fromkeys(case for row in zip_longest(*cases) for case in row if case is not None)
+    )
 
 
-def measure_cell(case: Case, options: argparse.Namespace, bandwidth: float, rate: float) -> dict[str, Any]:
+def measure_cell(
+    case: Case, options: argparse.Namespace, bandwidth: float, rate: float
+) -> dict[str, Any]:
     import jax
 
     from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
@@ -214,7 +267,9 @@ def measure_cell(case: Case, options: argparse.Namespace, bandwidth: float, rate
                 cell["xla_seconds"] = time_case(case, Xla())
         else:
             cell["share"] = case.flops / cell["seconds"] / rate
-    except jax.errors.JaxRuntimeError as error:  # out of memory; the other cells can still be measured
+    except (
+        jax.errors.JaxRuntimeError
+    ) as error:  # out of memory; the other cells can still be measured
         cell["reason"] = str(error).splitlines()[0]
     return cell
 
@@ -226,7 +281,9 @@ def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
     for seed in range(options.seeds):
         one = check_right(seed)
         result["right"].append(one)
-        print(f"right: {one['ok']}  {one['error']:.1e} {one['worst']:.1e}  {one['shape']}", flush=True)
+        print(
+            f"right: {one['ok']}  {one['error']:.1e} {one['worst']:.1e}  {one['shape']}", flush=True
+        )
     bandwidth, rate = copy_bandwidth(), matmul_rate()
     result |= {"copy_bytes_per_s": bandwidth, "matmul_flops": rate}
     for case in measured_cases(options.shapes or MEASURED):

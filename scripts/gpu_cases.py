@@ -20,7 +20,9 @@ CHUNK, CHUNK_CONTEXT = 2048, 8192
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One kernel. Decode: `batch` rows of `context` tokens; prefill: one chunk of CHUNK queries that ends there."""
+    """One kernel. Decode: `batch` rows of `context` tokens; prefill: one chunk of CHUNK queries
+    that ends there.
+    """
 
     kernel: str
     shape: str
@@ -48,7 +50,13 @@ class Case:
     def kv_bytes(self) -> int:
         """Of the keys and values that a decode step reads."""
         _, kv_heads, head_dim = SHAPES[self.shape]
-        return self.batch * self.context * 2 * kv_heads * (head_dim + 2 if self.codec == "int8" else 2 * head_dim)
+        return (
+            self.batch
+            * self.context
+            * 2
+            * kv_heads
+            * (head_dim + 2 if self.codec == "int8" else 2 * head_dim)
+        )
 
     @property
     def flops(self) -> int:
@@ -79,8 +87,9 @@ class Case:
 
 
 def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
-    """A step's schedule and attention of so many layers, each asking with what the one before it answered, all with the
-    same pages, by a backend of jaxkv. -> (out, pages, scales or None)"""
+    """A step's schedule and attention of so many layers, each asking with what the one before it
+    answered, all with the same pages, by a backend of jaxkv. -> (out, pages, scales or None)
+    """
     import jax
     import jax.numpy as jnp
 
@@ -94,7 +103,9 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
     codec = get_codec(case.codec, platform="gpu")
 
     def run(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, scales=None):  # type: ignore[no-untyped-def]
-        stepped = GroupKV(pages, table_BW, first_BW, len_B, codec=codec, num_layers=1, scales=scales)
+        stepped = GroupKV(
+            pages, table_BW, first_BW, len_B, codec=codec, num_layers=1, scales=scales
+        )
         group = replace(stepped, len_B=len_B - count)
         token_T = jnp.arange(case.num_tokens, dtype=jnp.int32)
         decodes = case.kernel == "decode"
@@ -108,7 +119,9 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
             num_rows=jnp.int32(case.batch),
             decode_only=decodes,
         )
-        heads = Heads(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=case.window)
+        heads = Heads(
+            num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=case.window
+        )
         prepared = backend.prepare(group, batch, heads)
         options: Any = {"layer": 0, "scale": head_dim**-0.5, "out_dtype": q_TNH.dtype}
 
@@ -123,8 +136,9 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
 
 
 def attend_with_mass(case: Case, repeats: int = 1) -> Callable[..., Any]:
-    """As `attend`, of decode with masses per page, which no backend asks for: nothing is written. -> (out and the
-    layers' masses added up, pages, scales or None)"""
+    """As `attend`, of decode with masses per page, which no backend asks for: nothing is written.
+    -> (out and the layers' masses added up, pages, scales or None)
+    """
     import jax
     import jax.numpy as jnp
 
@@ -137,10 +151,24 @@ def attend_with_mass(case: Case, repeats: int = 1) -> Callable[..., Any]:
     def run(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, scales=None):  # type: ignore[no-untyped-def]
         pools = pages if scales is None else Int8Pages(pages, scales)
         row_B, count = jnp.arange(case.batch, dtype=jnp.int32), jnp.int32(case.batch)
-        rows = Rows(table_BW, first_BW, len_B, row_B, jnp.ones_like(row_B), case.page_size, case.window)
-        sizes = {"num_heads": num_heads, "kv_heads": kv_heads, "head_dim": head_dim, "num_tokens": case.batch}
-        schedule = make_schedule(rows, count, count, **sizes, num_processors=num_processors(), decode_only=True)
-        options: Any = {"layer": 0, "num_pages": pages.shape[0], "scale": head_dim**-0.5, "page_mass": True}
+        rows = Rows(
+            table_BW, first_BW, len_B, row_B, jnp.ones_like(row_B), case.page_size, case.window
+        )
+        sizes = {
+            "num_heads": num_heads,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "num_tokens": case.batch,
+        }
+        schedule = make_schedule(
+            rows, count, count, **sizes, num_processors=num_processors(), decode_only=True
+        )
+        options: Any = {
+            "layer": 0,
+            "num_pages": pages.shape[0],
+            "scale": head_dim**-0.5,
+            "page_mass": True,
+        }
 
         def layer(_: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
             out, statistics = ragged_paged_attention(carried[0], pools, schedule, **options)

@@ -1,14 +1,18 @@
-"""An engine on a GPU from end to end: what share of the memory's bandwidth a decode step reaches, and a mixed load.
+r"""An engine on a GPU from end to end: what share of the memory's bandwidth a decode step reaches,
+and a mixed load.
 
     python scripts/gpu_generate.py --json out.json
-    python scripts/gpu_generate.py --shape toy --batches 1,2 --contexts 32 --requests 8 --backends xla     anywhere
+    # anywhere
+    python scripts/gpu_generate.py --shape toy --batches 1,2 --contexts 32 --requests 8 \
+        --backends xla
 
-Llama-3.1-8B's shape with random bfloat16 weights. For each backend, in a process of its own: decode at each batch and
-context, seconds per step and share of the roofline, which is the bytes that a step has to read (weights without the
-embedding, keys and values of the mean context) at the bandwidth of a copy measured in the same process. Host time is
-what a step takes without waiting for the device. Then a load of prompts of 32 to 1,024 tokens and outputs of 16 to 512.
-A step's time is the difference of two runs that are alike but for their outputs' length, so that prefill is not in it.
-Results are written after every line; nothing begins after --deadline seconds.
+Llama-3.1-8B's shape with random bfloat16 weights. For each backend, in a process of its own: decode
+at each batch and context, seconds per step and share of the roofline, which is the bytes that a
+step has to read (weights without the embedding, keys and values of the mean context) at the
+bandwidth of a copy measured in the same process. Host time is what a step takes without waiting for
+the device. Then a load of prompts of 32 to 1,024 tokens and outputs of 16 to 512. A step's time is
+the difference of two runs that are alike but for their outputs' length, so that prefill is not in
+it. Results are written after every line; nothing begins after --deadline seconds.
 """
 
 from __future__ import annotations
@@ -43,9 +47,16 @@ class Bench:
         self.rng = np.random.default_rng(options.seed)
         longest = max(*options.contexts, 1024) + 512
         self.llm = LLM(
-            directory, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", backend=backend,
-            max_num_seqs=max(options.batches), max_model_len=longest, enable_prefix_caching=False, lazy_compile=True,
-        )  # fmt: skip
+            directory,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            backend=backend,
+            max_num_seqs=max(options.batches),
+            max_model_len=longest,
+            enable_prefix_caching=False,
+            lazy_compile=True,
+        )
         self.config = json.loads((Path(directory) / "config.json").read_text())
         self.bandwidth = copy_bandwidth(options.copy_mib << 20)
 
@@ -58,7 +69,9 @@ class Bench:
         from jaxkv import SamplingParams
 
         prompts = self.prompts(prompt_lens)
-        params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in output_lens]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in output_lens
+        ]
         started = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - started
@@ -84,9 +97,14 @@ class Bench:
         step_s = min(steps)
         nbytes = self.step_bytes(batch, context + NUM_STEPS / 2)
         return {
-            "batch": batch, "context": context, "step_ms": step_s * 1e3, "steps_ms": [s * 1e3 for s in steps],
-            "tokens_per_s": batch / step_s, "share": nbytes / step_s / self.bandwidth, "host_ms": host.per_step * 1e3,
-        }  # fmt: skip
+            "batch": batch,
+            "context": context,
+            "step_ms": step_s * 1e3,
+            "steps_ms": [s * 1e3 for s in steps],
+            "tokens_per_s": batch / step_s,
+            "share": nbytes / step_s / self.bandwidth,
+            "host_ms": host.per_step * 1e3,
+        }
 
     def mixed(self) -> dict[str, Any]:
         count, rng = self.options.requests, np.random.default_rng(self.options.seed)
@@ -147,7 +165,11 @@ def begin(directory: str, backend: str, options: argparse.Namespace) -> dict[str
     bench = Bench(directory, backend, options)
     BENCH.append(bench)
     device = jax.devices()[0]
-    return {"device": device.device_kind, "copy_bytes_per_s": bench.bandwidth, "describe": bench.llm.describe()}
+    return {
+        "device": device.device_kind,
+        "copy_bytes_per_s": bench.bandwidth,
+        "describe": bench.llm.describe(),
+    }
 
 
 def decode(batch: int, context: int) -> dict[str, Any]:
@@ -167,7 +189,9 @@ def measure(options: argparse.Namespace, directory: str, result: dict[str, Any])
             result[backend] = of = worker.submit(begin, directory, backend, options).result()
             print(of["describe"], flush=True)
             of["decode"] = []
-            work: list[tuple[Any, ...]] = [(decode, b, c) for c in options.contexts for b in options.batches]
+            work: list[tuple[Any, ...]] = [
+                (decode, b, c) for c in options.contexts for b in options.batches
+            ]
             for call, *args in [*work, (mixed,)]:
                 if time.monotonic() > ends:
                     print(f"no time left for {call.__name__} {args}")
@@ -183,14 +207,18 @@ def measure(options: argparse.Namespace, directory: str, result: dict[str, Any])
 
 
 def table(result: dict[str, Any]) -> str:
-    rows = [f"{'backend':12s}{'batch':>6s}{'context':>9s}{'ms/step':>9s}{'share':>8s}{'tokens/s':>10s}{'host ms':>9s}"]
+    columns = f"{'ms/step':>9s}{'share':>8s}{'tokens/s':>10s}{'host ms':>9s}"
+    rows = [f"{'backend':12s}{'batch':>6s}{'context':>9s}{columns}"]
     for backend in sorted(BACKENDS & result.keys()):
         for one in result[backend]["decode"]:
-            numbers = f"{one['step_ms']:9.3f}{one['share']:8.1%}{one['tokens_per_s']:10.0f}{one['host_ms']:9.3f}"
+            numbers = f"{one['step_ms']:9.3f}{one['share']:8.1%}"
+            numbers += f"{one['tokens_per_s']:10.0f}{one['host_ms']:9.3f}"
             rows.append(f"{backend:12s}{one['batch']:6d}{one['context']:9d}{numbers}")
         if "mixed" in result[backend]:
             of = result[backend]["mixed"]
-            rows.append(f"{backend:12s}mixed load of {of['requests']}: {of['tokens_per_s']:.0f} tokens/s")
+            rows.append(
+                f"{backend:12s}mixed load of {of['requests']}: {of['tokens_per_s']:.0f} tokens/s"
+            )
     return "\n".join(rows)
 
 
@@ -199,19 +227,31 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--batches", type=numbers, default=[1, 32, 64, 128])
     parser.add_argument("--contexts", type=numbers, default=[2048])
     parser.add_argument("--requests", type=int, default=512, help="of the mixed load")
-    parser.add_argument("--backends", type=lambda text: text.split(","), default=["mosaic_gpu", "xla"])
-    parser.add_argument("--copy-mib", type=int, default=4096, help="size of the copy that the bandwidth is taken from")
+    parser.add_argument(
+        "--backends", type=lambda text: text.split(","), default=["mosaic_gpu", "xla"]
+    )
+    parser.add_argument(
+        "--copy-mib",
+        type=int,
+        default=4096,
+        help="size of the copy that the bandwidth is taken from",
+    )
     parser.add_argument("--deadline", type=float, default=540.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if unknown := set(options.backends) - BACKENDS:
-        parser.error(f"--backends: expected some of {', '.join(sorted(BACKENDS))}, got {', '.join(sorted(unknown))}")
+        parser.error(
+            f"--backends: expected some of {', '.join(sorted(BACKENDS))}, got "
+            f"{', '.join(sorted(unknown))}"
+        )
     result = environment() | {"command": " ".join(sys.argv), "num_steps": NUM_STEPS}
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(SHAPES[options.shape]))

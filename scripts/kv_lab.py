@@ -3,22 +3,28 @@
     python scripts/kv_lab.py --json docs/benchmarks/kv_lab.json --plot docs/benchmarks/kv_lab.svg
     python scripts/kv_lab.py --codecs int8,int4 --windows 2 --trials 8 --seeds 2      a quick look
 
-On the demo model (or a deeper one: `train_demo.py --deepen`), and on one that is the same function with outliers in its
-keys: in each layer and KV head some pairs of rotary channels are larger in k and as much smaller in q, and every key
-has one constant vector more, which softmax does not see. Each sequence is computed as one prompt whose keys and values,
-its own included, are read back from pages in the codec, by the engine's own attention (XLA). Compared with bfloat16
+On the demo model (or a deeper one: `train_demo.py --deepen`), and on one that is the same function
+with outliers in its
+keys: in each layer and KV head some pairs of rotary channels are larger in k and as much smaller in
+q, and every key has one constant vector more, which softmax does not see. Each sequence is computed
+as one prompt whose keys and values, its own included, are read back from pages in the codec, by the
+engine's own attention (XLA). Compared with bfloat16
 pages, weights and everything else in float32:
 
 nll      nats per token of held-out library text, in windows, and the change in percent
-kl       KL divergence of the next token's distribution from that with bfloat16 pages, nats per token
+kl       KL divergence of the next token's distribution from that with bfloat16 pages, nats per
+         token
 top1     share of tokens whose likeliest successor stays the same
 logits   root mean square of the change of logits, as part of their spread over the vocabulary
-attention  the same of the attention's outputs against those of exact keys and values, mean over the layers
+attention  the same of the attention's outputs against those of exact keys and values, mean over the
+           layers
 recall   share of the values that are recalled whole, teacher-forced, at a distance in tokens
 
-A codec's name stands for what the engine does; "fitted" and "unfitted" after it are keys with and without `fit_keys`.
-Rows without bits are of what the engine does not do: some keys and values exact, or turboquant4 with keys of 3 bits and
-a bit of QJL. Each seed draws its own windows, questions and outliers; intervals are 95% of Student's t over the seeds.
+A codec's name stands for what the engine does; "fitted" and "unfitted" after it are keys with and
+without `fit_keys`.
+Rows without bits are of what the engine does not do: some keys and values exact, or turboquant4
+with keys of 3 bits and a bit of QJL. Each seed draws its own windows, questions and outliers;
+intervals are 95% of Student's t over the seeds.
 """
 
 from __future__ import annotations
@@ -38,8 +44,8 @@ from demo_data import BOS, Corpus, build_corpus, recall_trial
 from kv_lab_model import EXCEPTIONS, LENGTH, QJL, Model, Pages, pages_of
 from tokenizers import Tokenizer
 
+from jaxkv.api.llm import DEMO
 from jaxkv.kv.codecs import CODECS, bits_per_value
-from jaxkv.llm import DEMO
 
 WINDOW = 1024
 DISTANCES = (250, 1000)
@@ -59,11 +65,15 @@ def windows(corpus: Corpus, rng: random.Random, count: int) -> Iterator[np.ndarr
     lines = corpus.held_out_lines
     for _ in range(count):
         start = rng.randrange(len(lines) - 400)
-        ids = corpus.tokenizer.encode("".join(lines[start : start + 400]), add_special_tokens=False).ids
+        ids = corpus.tokenizer.encode(
+            "".join(lines[start : start + 400]), add_special_tokens=False
+        ).ids
         yield np.array([BOS, *ids][:WINDOW], np.int32)
 
 
-def of_text(model: Model, codecs: dict[str, Pages], texts: list[np.ndarray]) -> dict[str, dict[str, float]]:
+def of_text(
+    model: Model, codecs: dict[str, Pages], texts: list[np.ndarray]
+) -> dict[str, dict[str, float]]:
     """By codec the figures of held-out text."""
     sums: dict[str, list[list[float]]] = {name: [] for name in codecs}
     for token_T in texts:
@@ -72,7 +82,9 @@ def of_text(model: Model, codecs: dict[str, Pages], texts: list[np.ndarray]) -> 
         for name, pages in codecs.items():
             found = model.run(pages, token_T)[:-1]
             log = log_softmax(found)
-            change = (found - found.mean(axis=-1, keepdims=True)) - (base - base.mean(axis=-1, keepdims=True))
+            change = (found - found.mean(axis=-1, keepdims=True)) - (
+                base - base.mean(axis=-1, keepdims=True)
+            )
             of_token = [
                 -np.take_along_axis(log, token_T[1:, None], axis=-1)[:, 0],
                 (np.exp(base_log) * (base_log - log)).sum(axis=-1),
@@ -95,21 +107,28 @@ def of_text(model: Model, codecs: dict[str, Pages], texts: list[np.ndarray]) -> 
     }
 
 
-def of_recall(model: Model, codecs: dict[str, Pages], trials: list[tuple[list[int], int]]) -> dict[str, float]:
+def of_recall(
+    model: Model, codecs: dict[str, Pages], trials: list[tuple[list[int], int]]
+) -> dict[str, float]:
     """By codec the share of trials whose whole answer is the likeliest continuation."""
 
     def is_right(codec: Pages, ids: list[int], start: int) -> bool:
         found = model.run(codec, np.array(ids, np.int32))[start - 1 : -1].argmax(axis=-1)
         return bool((found == ids[start:]).all())
 
-    return {name: float(np.mean([is_right(codec, *trial) for trial in trials])) for name, codec in codecs.items()}
+    return {
+        name: float(np.mean([is_right(codec, *trial) for trial in trials]))
+        for name, codec in codecs.items()
+    }
 
 
 def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
     """Adds to `result`, variant by variant and seed by seed, and writes it after each."""
     corpus = build_corpus(Tokenizer.from_file(str(DEMO / "tokenizer.json")))
     codecs = {name: pages_of(name) for name in ("bfloat16", *options.codecs)}
-    mixed = {f"{name}, {exception}" for name in options.mixed for exception in EXCEPTIONS if exception}
+    mixed = {
+        f"{name}, {exception}" for name in options.mixed for exception in EXCEPTIONS if exception
+    }
     mixed |= {f"turboquant4, {QJL}"} if options.mixed else set()
     head_dim = Model("plain", 0, options.model).spec.head_dim
     bits = {name: bits_per_value(pages.codec, head_dim) for name, pages in codecs.items()}
@@ -118,34 +137,59 @@ def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
     for variant in options.variants:
         seen = result["variants"].setdefault(variant, [{} for _ in range(options.seeds)])
         for seed in range(options.seeds):
-            started, rng, model = time.monotonic(), random.Random(seed), Model(variant, seed, options.model)
+            started, rng, model = (
+                time.monotonic(),
+                random.Random(seed),
+                Model(variant, seed, options.model),
+            )
             texts = list(windows(corpus, rng, options.windows))
-            one: dict[str, Any] = of_text(model, codecs | {name: pages_of(name) for name in sorted(mixed)}, texts)
+            one: dict[str, Any] = of_text(
+                model, codecs | {name: pages_of(name) for name in sorted(mixed)}, texts
+            )
             for distance in DISTANCES:
                 trials = [recall_trial(rng, corpus, distance) for _ in range(options.trials)]
-                trials = [(ids[-LENGTH:], start - max(0, len(ids) - LENGTH)) for ids, start in trials]
+                trials = [
+                    (ids[-LENGTH:], start - max(0, len(ids) - LENGTH)) for ids, start in trials
+                ]
                 for name, share in of_recall(model, codecs, trials).items():
                     one[name][f"recall_{distance}"] = share
             seen[seed] |= one
-            print(f"{variant}, seed {seed}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{variant}, seed {seed}: {time.monotonic() - started:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             if options.json:
                 options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def interval(values: list[float]) -> tuple[float, float]:
     """Mean, and half of its 95% interval (nan of a single value)."""
-    half = T95[len(values)] * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) in T95 else float("nan")
+    half = (
+        T95[len(values)] * np.std(values, ddof=1) / len(values) ** 0.5
+        if len(values) in T95
+        else float("nan")
+    )
     return float(np.mean(values)), float(half)
 
 
 def table(result: dict[str, Any]) -> str:
-    names = ["nll_change", "kl", "top1", "logits", "attention", *(f"recall_{distance}" for distance in DISTANCES)]
+    names = [
+        "nll_change",
+        "kl",
+        "top1",
+        "logits",
+        "attention",
+        *(f"recall_{distance}" for distance in DISTANCES),
+    ]
     rows = []
 
     def add(row: str, seen: list[dict[str, Any]], columns: list[str]) -> None:
         cells = (interval([one[row][name] for one in seen]) for name in columns)
         bits = f"{result['bits'][row]:7.3f}" if row in result["bits"] else " " * 7
-        rows.append(f"  {row:38s}{bits}" + "".join(f"{mean:10.4f} ±{half:6.4f}" for mean, half in cells))
+        rows.append(
+            f"  {row:38s}{bits}" + "".join(f"{mean:10.4f} ±{half:6.4f}" for mean, half in cells)
+        )
 
     for variant, seen in result["variants"].items():
         rows.append(f"{variant:40s}{'bits':>7s}" + "".join(f"{name:>18s}" for name in names))
@@ -169,22 +213,36 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 points.append((bits, *interval([one[codec]["kl"] for one in seen]), codec))
         points.sort()
         x, y, half, labels = zip(*points, strict=True)
-        axes.errorbar(x, y, yerr=np.minimum(half, np.array(y) * 0.99), fmt="o", capsize=3, label=variant)
+        axes.errorbar(
+            x, y, yerr=np.minimum(half, np.array(y) * 0.99), fmt="o", capsize=3, label=variant
+        )
         if variant == "plain":
             for at, of, name in zip(x, y, labels, strict=True):
-                axes.annotate(name, (at, of), textcoords="offset points", xytext=(5, -10), fontsize=8)
-    axes.set(xlabel="bits per value, scales included", ylabel="KL from bfloat16 pages, nats per token", yscale="log")
+                axes.annotate(
+                    name, (at, of), textcoords="offset points", xytext=(5, -10), fontsize=8
+                )
+    axes.set(
+        xlabel="bits per value, scales included",
+        ylabel="KL from bfloat16 pages, nats per token",
+        yscale="log",
+    )
     axes.legend()
     figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     quantised = [name for name in CODECS if name not in ("bfloat16", "float32")]
     unfitted = [f"{name} unfitted" for name in ("int8", "int4", "turboquant4")]
-    parser.add_argument("--model", type=Path, default=DEMO, help="one that train_demo.py has made (the demo model)")
+    parser.add_argument(
+        "--model", type=Path, default=DEMO, help="one that train_demo.py has made (the demo model)"
+    )
     parser.add_argument("--codecs", default=",".join([*quantised, *unfitted]))
-    parser.add_argument("--mixed", default="int4,turboquant3,turboquant2.5", help="codecs with some keys exact")
+    parser.add_argument(
+        "--mixed", default="int4,turboquant3,turboquant2.5", help="codecs with some keys exact"
+    )
     parser.add_argument("--variants", default="plain,outliers")
     parser.add_argument("--windows", type=int, default=8, help="of each seed")
     parser.add_argument("--trials", type=int, default=48, help="of each seed and distance")

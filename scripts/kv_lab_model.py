@@ -1,4 +1,6 @@
-"""The laboratory's models, and attention over keys and values that have been stored, with and without pages."""
+"""The laboratory's models, and attention over keys and values that have been stored, with and
+without pages.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.api.llm import DEMO
+from jaxkv.build.model import calibration_tokens
+from jaxkv.build.pool import empty_kv
+from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.config import EngineConfig
-from jaxkv.engine.model import calibration_tokens
-from jaxkv.engine.pool import empty_kv
-from jaxkv.engine.text import load_tokenizer
 from jaxkv.kv.codecs import Codec, PlainCodec, decode, get_codec
 from jaxkv.kv.state import GroupKV, PagedKV
-from jaxkv.llm import DEMO
 from jaxkv.models.decoder import forward, logits
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.attention.moments import Moments
-from jaxkv.steps import fit_keys
+from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.load import load_weights
 
 LENGTH, PAGE = 1152, 16
@@ -36,8 +38,9 @@ OFFSET = 4.0
 
 @dataclass(frozen=True)
 class Exact:
-    """Which keys and values have not been through the codec: of the first tokens of a sequence, of the tokens that a
-    query has just passed, of the layers at both ends."""
+    """Which keys and values have not been through the codec: of the first tokens of a sequence, of
+    the tokens that a query has just passed, of the layers at both ends.
+    """
 
     first: int = 0
     recent: int = 0
@@ -57,8 +60,9 @@ QJL = "one bit of keys as QJL"
 
 @dataclass(frozen=True)
 class Qjl:
-    """A reference, for the laboratory alone: what `codec` leaves of a key is stored as its length and, a bit for each
-    coordinate, the signs of a random projection. Products with queries are then right on average.
+    """A reference, for the laboratory alone: what `codec` leaves of a key is stored as its length
+    and, a bit for each coordinate, the signs of a random projection. Products with queries are then
+    right on average.
 
     Source: TurboQuant, arXiv 2504.19874, algorithm 2, and QJL, arXiv 2406.03482.
     """
@@ -72,12 +76,16 @@ class Qjl:
         projection = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
         signs = jnp.sign(jnp.matmul(rest, projection.T, precision="highest"))
         length = jnp.linalg.norm(rest, axis=-1, keepdims=True)
-        return kept + (np.pi / 2) ** 0.5 / size * length * jnp.matmul(signs, projection, precision="highest")
+        return kept + (np.pi / 2) ** 0.5 / size * length * jnp.matmul(
+            signs, projection, precision="highest"
+        )
 
 
 @dataclass(frozen=True)
 class Pages:
-    """How keys and values are stored: `fitted` as by `steps.fit_keys`, read by `exact` or, None, by the engine."""
+    """How keys and values are stored: `fitted` as by `programs.fit_keys`, read by `exact` or, None, by
+    the engine.
+    """
 
     codec: Codec
     fitted: bool
@@ -90,8 +98,8 @@ class Pages:
 class Stored(Moments):
     """Attention of one sequence whose keys and values have been stored, but for `exact`.
 
-    The "page" of a layer is the relative squared error of its output. `passes`: what the next layer gets is the output
-    of exact keys and values, so that all errors are of one layer alone.
+    The "page" of a layer is the relative squared error of its output. `passes`: what the next layer
+    gets is the output of exact keys and values, so that all errors are of one layer alone.
     """
 
     codec: Codec
@@ -100,7 +108,17 @@ class Stored(Moments):
     passes: bool
     qjl: Qjl | None = None
 
-    def attend(self, q_TNH: Any, k_TKH: Any, v_TKH: Any, group: GroupKV, *_: Any, layer: Any, scale: float, **__: Any):  # type: ignore[no-untyped-def]
+    def attend(
+        self,
+        q_TNH: Any,
+        k_TKH: Any,
+        v_TKH: Any,
+        group: GroupKV,
+        *_: Any,
+        layer: Any,
+        scale: float,
+        **__: Any,
+    ):  # type: ignore[no-untyped-def]
         num_tokens, kv_heads = k_TKH.shape[:2]
         position = jnp.arange(num_tokens)
         distance = position[:, None] - position[None, :]
@@ -114,16 +132,23 @@ class Stored(Moments):
                 pairs = [(decode(self.codec, self.codec.encode(x)), x) for x, _ in pairs]
             if stored and self.qjl is not None:
                 pairs[0] = (self.qjl.stored(k_TKH), k_TKH)
-            of_keys = [jnp.einsum("tkgh,skh->kgts", q_TKGH, x, precision="highest") for x in pairs[0]]
+            of_keys = [
+                jnp.einsum("tkgh,skh->kgts", q_TKGH, x, precision="highest") for x in pairs[0]
+            ]
             s = jnp.where(is_exact, of_keys[1], of_keys[0]) * scale
             p = jax.nn.softmax(jnp.where(distance >= 0, s, -jnp.inf), axis=-1)
             parts = (jnp.where(is_exact, 0, p), jnp.where(is_exact, p, 0))
-            outs = [jnp.einsum("kgts,skh->tkgh", *x, precision="highest") for x in zip(parts, pairs[1], strict=True)]
+            outs = [
+                jnp.einsum("kgts,skh->tkgh", *x, precision="highest")
+                for x in zip(parts, pairs[1], strict=True)
+            ]
             return (outs[0] + outs[1]).reshape(q_TNH.shape)
 
         true, found = attention(False), attention(True)
         error = jnp.sum((found - true) ** 2) / jnp.sum(true**2)
-        return true if self.passes else found, replace(group, pages=group.pages.at[layer].set(error))
+        return true if self.passes else found, replace(
+            group, pages=group.pages.at[layer].set(error)
+        )
 
 
 class Model:
@@ -140,14 +165,18 @@ class Model:
             rng = np.random.default_rng(seed)
             layers = self._with_outliers(layers, rng)
             # Few channels of the constant vector are large, as in models that have such keys.
-            less = (-OFFSET * rng.normal(size=shape) * (rng.random(shape) < 0.15)).astype(np.float32)
+            less = (-OFFSET * rng.normal(size=shape) * (rng.random(shape) < 0.15)).astype(
+                np.float32
+            )
         self.weights["layers"] = layers | {"k_affine": affine(less, np.ones_like(less))}
         token_T = calibration_tokens(self.spec, load_tokenizer(directory))
         found = np.stack(fit_keys(self.weights, token_T, spec=self.spec, placement=None))
         mean, factor = np.moveaxis(found.reshape(*shape[:2], 2, -1), 2, 0)
         self.fitted = self.weights | {"layers": layers | {"k_affine": affine(less + mean, factor)}}
 
-    def _with_outliers(self, layers: dict[str, jax.Array], rng: np.random.Generator) -> dict[str, jax.Array]:
+    def _with_outliers(
+        self, layers: dict[str, jax.Array], rng: np.random.Generator
+    ) -> dict[str, jax.Array]:
         (group,) = self.spec.groups
         count, heads, head_dim = self.spec.num_layers, group.num_kv_heads, self.spec.head_dim
         factor = np.ones((count, heads, head_dim), np.float32)
@@ -178,11 +207,20 @@ def affine(mean: np.ndarray, factor: np.ndarray) -> np.ndarray:
     return np.stack([mean, factor], axis=2).reshape(len(mean), -1)
 
 
-def dense(weights: Any, token_T: jax.Array, spec: ModelSpec, attention: Any) -> tuple[jax.Array, jax.Array]:
-    """(hidden states, attention's relative squared error by layer) of one sequence without pages."""
+def dense(
+    weights: Any, token_T: jax.Array, spec: ModelSpec, attention: Any
+) -> tuple[jax.Array, jax.Array]:
+    """(hidden states, attention's relative squared error by layer) of one sequence without
+    pages.
+    """
     none: Any = np.zeros((1, 1), np.int32)
     rows: Any = {"table_BW": none, "first_BW": none, "len_B": none[0]}
-    group = GroupKV(jnp.zeros(spec.num_layers), **rows, codec=PlainCodec(dtype="float32"), num_layers=spec.num_layers)
+    group = GroupKV(
+        jnp.zeros(spec.num_layers),
+        **rows,
+        codec=PlainCodec(dtype="float32"),
+        num_layers=spec.num_layers,
+    )
     position_T = jnp.arange(len(token_T), dtype=jnp.int32)
     counts: Any = (none[0], none[0] + len(token_T), jnp.int32(0), jnp.int32(1))
     batch = Batch(token_T, position_T, position_T * 0, *counts)
@@ -193,14 +231,22 @@ def dense(weights: Any, token_T: jax.Array, spec: ModelSpec, attention: Any) -> 
 @cache
 def attention_error(spec: ModelSpec, codec: Codec) -> Any:
     attention = Stored(codec, Exact(), spec.num_layers, passes=True)
-    return jax.jit(lambda weights, token_T: jnp.mean(jnp.sqrt(dense(weights, token_T, spec, attention)[1])))
+    return jax.jit(
+        lambda weights, token_T: jnp.mean(jnp.sqrt(dense(weights, token_T, spec, attention)[1]))
+    )
 
 
 @cache
 def stored(spec: ModelSpec, pages: Pages) -> Any:
     """`program` by dense attention. What comes after the sequence is not seen by it."""
-    attention = Stored(pages.codec, pages.exact or Exact(), spec.num_layers, passes=False, qjl=pages.qjl)
-    return jax.jit(lambda weights, token_T, _: logits(weights, dense(weights, token_T, spec, attention)[0], spec=spec))
+    attention = Stored(
+        pages.codec, pages.exact or Exact(), spec.num_layers, passes=False, qjl=pages.qjl
+    )
+    return jax.jit(
+        lambda weights, token_T, _: logits(
+            weights, dense(weights, token_T, spec, attention)[0], spec=spec
+        )
+    )
 
 
 @cache
@@ -210,9 +256,14 @@ def program(spec: ModelSpec, codec: Codec) -> Any:
     @jax.jit
     def run(weights: Any, token_T: jax.Array, length: jax.Array) -> jax.Array:
         config = EngineConfig(
-            max_model_len=LENGTH, max_num_seqs=1, max_num_batched_tokens=LENGTH, block_size=PAGE,
-            num_pages=LENGTH // PAGE, decode_steps=8, seed=0,
-        )  # fmt: skip
+            max_model_len=LENGTH,
+            max_num_seqs=1,
+            max_num_batched_tokens=LENGTH,
+            block_size=PAGE,
+            num_pages=LENGTH // PAGE,
+            decode_steps=8,
+            seed=0,
+        )
         kv = empty_kv(spec, config, (codec,), backend="xla")
         table_BW = jnp.arange(LENGTH // PAGE, dtype=jnp.int32)[None]
         (group,) = kv.groups

@@ -1,21 +1,25 @@
-"""What a model loses by a policy of its KV cache, at the same number of bytes.
+r"""What a model loses by a policy of its KV cache, at the same number of bytes.
 
-    python scripts/policy_lab.py --json docs/benchmarks/policy_lab.json --plot docs/benchmarks/policy_lab.svg
-    python scripts/policy_lab.py --policies streaming,entropy --windows 2 --trials 8 --seeds 2      a quick look
+    python scripts/policy_lab.py --json docs/benchmarks/policy_lab.json \
+        --plot docs/benchmarks/policy_lab.svg
+    # a quick look
+    python scripts/policy_lab.py --policies streaming,entropy --windows 2 --trials 8 --seeds 2
 
-The demo model in the engine itself, weights in float32 and pages in bfloat16. A prompt is read in chunks, and whenever
-its cache has reached the budget the policy says what stays: that is before the rest of the prompt, and with it the
-question, is known. Compared with the same engine without a policy:
+The demo model in the engine itself, weights in float32 and pages in bfloat16. A prompt is read in
+chunks, and whenever
+its cache has reached the budget the policy says what stays: that is before the rest of the prompt,
+and with it the question, is known. Compared with the same engine without a policy:
 
 share    bytes of pages that the last step of a prompt holds, as part of all of its tokens' bytes
 nll      nats per token of held-out library text, in windows of 1,024, and the change in percent
-kl       KL divergence of the next token's distribution, over the 64 likeliest tokens and the rest together
+kl       KL divergence of the next token's distribution, over the 64 likeliest tokens and the rest
+         together
 top1     share of tokens whose likeliest successor stays the same
 recall   share of values that are recalled whole, greedily, at a distance in tokens
 
-"random" keeps a random choice of pages, the same first and recent ones as all; "streaming" is recency. "guarded" is
-streaming where the caller protects the beginning, in which the definitions are. Each seed draws its own texts and
-questions; intervals are 95% of Student's t over the seeds.
+"random" keeps a random choice of pages, the same first and recent ones as all; "streaming" is
+recency. "guarded" is streaming where the caller protects the beginning, in which the definitions
+are. Each seed draws its own texts and questions; intervals are 95% of Student's t over the seeds.
 """
 
 from __future__ import annotations
@@ -37,9 +41,9 @@ from kv_lab import DISTANCES, WINDOW, interval, windows
 from tokenizers import Tokenizer
 
 from jaxkv import LLM, SamplingParams
+from jaxkv.api.llm import DEMO
 from jaxkv.kv.policies import POLICIES, Held, Room, keep_best
 from jaxkv.kv.policies.streaming import Streaming
-from jaxkv.llm import DEMO
 
 LIKELIEST = 64
 PAGE = 16
@@ -61,9 +65,17 @@ class Random(Streaming):
 POLICIES["random"] = Random()
 
 RUNS = (
-    "streaming", "random", "page_norm", "h2o_page", "snapkv_page", "guarded",
-    "random:int4", "streaming:int4", "entropy", "entropy:int8",
-)  # fmt: skip
+    "streaming",
+    "random",
+    "page_norm",
+    "h2o_page",
+    "snapkv_page",
+    "guarded",
+    "random:int4",
+    "streaming:int4",
+    "entropy",
+    "entropy:int8",
+)
 
 
 class Runner:
@@ -72,10 +84,17 @@ class Runner:
     def __init__(self, policy: str, budget: int | None) -> None:
         name = "streaming" if policy == "guarded" else policy
         self.llm = LLM(
-            dtype="float32", kv_cache_dtype="bfloat16", kv_policy=name, kv_budget=budget, block_size=PAGE,
-            max_num_seqs=8, max_num_batched_tokens=512, enable_prefix_caching=False, max_logprobs=LIKELIEST,
+            dtype="float32",
+            kv_cache_dtype="bfloat16",
+            kv_policy=name,
+            kv_budget=budget,
+            block_size=PAGE,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            enable_prefix_caching=False,
+            max_logprobs=LIKELIEST,
             lazy_compile=True,
-        )  # fmt: skip
+        )
         self.protect = [GUARDED] if policy == "guarded" else None
         self.shares: list[float] = []
         self._watch()
@@ -99,21 +118,33 @@ class Runner:
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
         asked = [replace(one, kv_protect=self.protect) for one in params]
-        return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+        return self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False
+        )
 
     def logprobs(self, texts: list[list[int]]) -> list[list[dict[int, float]]]:
         """Of each token but the first its own log-probability, and those of the likeliest."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=LIKELIEST, detokenize=False)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=LIKELIEST, detokenize=False
+        )
         found = self.run(texts, [params] * len(texts))
-        return [[{t: x.logprob for t, x in entry.items()} for entry in one.prompt_logprobs[1:]] for one in found]
+        return [
+            [{t: x.logprob for t, x in entry.items()} for entry in one.prompt_logprobs[1:]]
+            for one in found
+        ]
 
     def recall(self, trials: list[tuple[list[int], int]]) -> float:
         params = [
-            SamplingParams(temperature=0.0, max_tokens=len(ids) - start, ignore_eos=True, detokenize=False)
+            SamplingParams(
+                temperature=0.0, max_tokens=len(ids) - start, ignore_eos=True, detokenize=False
+            )
             for ids, start in trials
         ]
         found = self.run([ids[:start] for ids, start in trials], params)
-        right = [list(one.outputs[0].token_ids) == ids[s:] for one, (ids, s) in zip(found, trials, strict=True)]
+        right = [
+            list(one.outputs[0].token_ids) == ids[s:]
+            for one, (ids, s) in zip(found, trials, strict=True)
+        ]
         return float(np.mean(right))
 
 
@@ -136,8 +167,11 @@ def compare(texts: list[list[int]], base: list[Any], found: list[Any]) -> dict[s
             rows.append((-a[token], -b[token], divergence(a, b), likeliest(a) == likeliest(b)))
     nll, of_policy, kl, top1 = np.mean(np.array(rows, float), axis=0)
     return {
-        "nll": float(of_policy), "nll_change": float(100 * (of_policy / nll - 1)), "kl": float(kl), "top1": float(top1)
-    }  # fmt: skip
+        "nll": float(of_policy),
+        "nll_change": float(100 * (of_policy / nll - 1)),
+        "kl": float(kl),
+        "top1": float(top1),
+    }
 
 
 def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -147,7 +181,15 @@ def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
     for seed in range(options.seeds):
         rng = random.Random(seed)
         texts = [ids.tolist() for ids in windows(corpus, rng, options.windows)]
-        drawn.append((texts, {d: [recall_trial(rng, corpus, d) for _ in range(options.trials)] for d in DISTANCES}))
+        drawn.append(
+            (
+                texts,
+                {
+                    d: [recall_trial(rng, corpus, d) for _ in range(options.trials)]
+                    for d in DISTANCES
+                },
+            )
+        )
     full = Runner("full", None)
     bases = [full.logprobs(texts) for texts, _ in drawn]
     rows = result.setdefault("rows", {})
@@ -159,7 +201,9 @@ def measure(options: argparse.Namespace, result: dict[str, Any]) -> None:
             seen = []
             for (texts, trials), base in zip(drawn, bases, strict=True):
                 one = compare(texts, base, runner.logprobs(texts))
-                one |= {f"recall_{distance}": runner.recall(some) for distance, some in trials.items()}
+                one |= {
+                    f"recall_{distance}": runner.recall(some) for distance, some in trials.items()
+                }
                 seen.append(one)
             label = "full" if share == "full" else f"{policy} {share}"
             rows[label] = {"share": float(np.mean(runner.shares)), "seeds": seen}
@@ -186,7 +230,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    names = {f"recall_{DISTANCES[-1]}": f"recall at {DISTANCES[-1]:,} tokens", "nll_change": "change of nll, %"}
+    names = {
+        f"recall_{DISTANCES[-1]}": f"recall at {DISTANCES[-1]:,} tokens",
+        "nll_change": "change of nll, %",
+    }
     for axes, (name, title) in zip(panels, names.items(), strict=True):
         by_policy: dict[str, list[tuple[float, float, float]]] = {}
         for label, row in result["rows"].items():
@@ -202,7 +249,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--policies", default=",".join(RUNS))
     parser.add_argument("--shares", default="0.5,0.25", help="budgets as parts of a window")
     parser.add_argument("--windows", type=int, default=4, help="of each seed")

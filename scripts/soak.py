@@ -2,13 +2,15 @@
 
     python scripts/soak.py --seconds 120
 
-The built-in demo model, a pool with room for half the tokens that its rows come to have, and twice as many requests at
-the engine as rows: prompts that begin alike or not, 1 to 3 samples, priorities, stop strings, logprobs; some are
-aborted while they wait or run, some are streams that are closed after a few pieces.
+The built-in demo model, a pool with room for half the tokens that its rows come to have, and twice
+as many requests at
+the engine as rows: prompts that begin alike or not, 1 to 3 samples, priorities, stop strings,
+logprobs; some are aborted while they wait or run, some are streams that are closed after a few
+pieces.
 
-Pages, rows and requests are checked all the time. At the end no page may be in use, nothing may have been traced or
-compiled since the first quarter of the run (the warm-up), and resident memory must not have grown by more than
---max-growth-mib since then. Exit status 1 otherwise.
+Pages, rows and requests are checked all the time. At the end no page may be in use, nothing may
+have been traced or compiled since the first quarter of the run (the warm-up), and resident memory
+must not have grown by more than --max-growth-mib since then. Exit status 1 otherwise.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from bench_generate import environment
 from bench_start import memory
 
 from jaxkv import LLM, SamplingParams
-from jaxkv.engine.request import Submission
+from jaxkv.requests.request import Submission
 
 OVERLOAD = 2
 WARM_UP = 0.25
@@ -75,7 +77,10 @@ class Soak:
         self.rss_mib: list[tuple[float, float]] = []
         self.warm: dict[str, float] = {}
         words = self.llm.get_tokenizer()
-        text = "Once upon a time there was a little girl who liked to play in the garden with her small brown dog. "
+        text = (
+            "Once upon a time there was a little girl who liked to play in the garden with her "
+            "small brown dog. "
+        )
         self.beginnings = [words.encode(f"{i}. {text * 8}")[: 16 * (i + 1)] for i in range(8)]
 
     def run(self, seconds: float) -> None:
@@ -109,7 +114,9 @@ class Soak:
 
     def _arrival(self) -> Submission:
         prompt, params = self._request()
-        (submission,) = self.llm._intake.accept([prompt], [params], [self.rng.choice((0, 0, 0, -1, 1))])
+        (submission,) = self.llm._intake.accept(
+            [prompt], [params], [self.rng.choice((0, 0, 0, -1, 1))]
+        )
         self.counts["arrived"] += 1
         return submission
 
@@ -131,7 +138,9 @@ class Soak:
     def _abort(self) -> None:
         submission = self.live.pop(self.rng.randrange(len(self.live)))
         self.counts["aborted"] += 1
-        self.counts["aborted while running"] += any(request.row is not None for request in submission.samples)
+        self.counts["aborted while running"] += any(
+            request.row is not None for request in submission.samples
+        )
         self.engine.abort(submission)
 
     def _read_a_stream(self) -> None:
@@ -149,7 +158,11 @@ class Soak:
 
     def _resources(self) -> dict[str, float]:
         programs = self.engine.programs.num_compiled
-        return {"programs": programs, "compilations": self.compilations.num_seen, "mib": memory("VmRSS") / 2**20}
+        return {
+            "programs": programs,
+            "compilations": self.compilations.num_seen,
+            "mib": memory("VmRSS") / 2**20,
+        }
 
     def finish(self, *, max_growth_mib: float) -> tuple[dict[str, Any], list[str]]:
         """Ends what is left; the figures, and a line for each thing that is not as it must be."""
@@ -170,12 +183,18 @@ class Soak:
         }
         most = {"pages in use": 0, "new programs": 0, "new compilations": 0}
         most["largest growth in MiB since"] = max_growth_mib
-        bad = [f"{name}: {figures[name]:.1f}, at most {limit}" for name, limit in most.items() if figures[name] > limit]
+        bad = [
+            f"{name}: {figures[name]:.1f}, at most {limit}"
+            for name, limit in most.items()
+            if figures[name] > limit
+        ]
         return figures, bad
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--max-growth-mib", type=float, default=16)
     parser.add_argument("--rows", type=int, default=16)
@@ -194,8 +213,14 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name:30s}{value:12.2f}" if isinstance(value, float) else f"{name:30s}{value:9d}")
     if options.json:
-        result = environment() | {"command": " ".join(sys.argv), "figures": figures, "breaches": bad}
-        options.json.write_text(json.dumps(result | {"resident_mib": soak.rss_mib}, indent=1) + "\n")
+        result = environment() | {
+            "command": " ".join(sys.argv),
+            "figures": figures,
+            "breaches": bad,
+        }
+        options.json.write_text(
+            json.dumps(result | {"resident_mib": soak.rss_mib}, indent=1) + "\n"
+        )
     sys.exit("; ".join(bad) if bad else 0)
 
 

@@ -1,11 +1,15 @@
-"""Tile sizes of the TPU kernels by what the compiler issues for them, kept in kernels_pallas/tuned/ as budgets.
+"""Tile sizes of the TPU kernels by what the compiler issues for them, kept in kernels_pallas/tuned/
+as budgets.
 
-    python scripts/tune_tpu.py                         every budgeted case, with the tiles that `choose_tiles` gives
-    python scripts/tune_tpu.py --sweep --shape 8b      also with half and twice of each tile size
-    python scripts/tune_tpu.py --chip v6e --again      instead of keeping what the same compiler found before
+    # every budgeted case, with the tiles that `choose_tiles` gives
+    python scripts/tune_tpu.py
+    # also with half and twice of each tile size
+    python scripts/tune_tpu.py --sweep --shape 8b
+    # instead of keeping what the same compiler found before
+    python scripts/tune_tpu.py --chip v6e --again
 
-Needs pip install "jaxkv[tpu]", no TPU. Each case takes some 9 s of one core, a sweep three to five times that. What is
-done is written at once, so that the same command goes on after a stop.
+Needs pip install "jaxkv[tpu]", no TPU. Each case takes some 9 s of one core, a sweep three to five
+times that. What is done is written at once, so that the same command goes on after a stop.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from jaxkv.report.apart import compile_apart
-from jaxkv.report.check import AT_ONCE, OTHERS, TARGETS, named_cases, versions
-from jaxkv.report.kernels import KERNELS, SHAPES, Case
+from jaxkv.tools.apart import compile_apart
+from jaxkv.tools.check import AT_ONCE, OTHERS, TARGETS, named_cases, versions
+from jaxkv.tools.kernels import KERNELS, SHAPES, Case
 
 TUNED = Path(__file__).parents[1] / "kernels_pallas" / "tuned"
 MARGIN = 0.03
@@ -30,19 +34,28 @@ TILES = {"decode": ("decode_pages",), "prefill": ("prefill_pages", "prefill_quer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chip", choices=TARGETS, action="append")
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--kernel", choices=KERNELS, action="append")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
-    cases = list(budgeted(args.chip or TARGETS, args.shape or tuple(SHAPES), args.kernel or KERNELS))
+    cases = list(
+        budgeted(args.chip or TARGETS, args.shape or tuple(SHAPES), args.kernel or KERNELS)
+    )
     missing = [case for case in cases if args.again or args.sweep or not is_known(case)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for case, entry in zip(missing, pool.map(sweep if args.sweep else measure, missing), strict=True):
+        for case, entry in zip(
+            missing, pool.map(sweep if args.sweep else measure, missing), strict=True
+        ):
             keep(case, entry)
-            print(f"{case}: {entry['measured']:.3f}, {entry['spills']} spills, {entry['tiles']}", flush=True)
+            print(
+                f"{case}: {entry['measured']:.3f}, {entry['spills']} spills, {entry['tiles']}",
+                flush=True,
+            )
 
 
 def budgeted(chips: Any, shapes: Any, kernels: Any) -> Iterator[Case]:
@@ -60,7 +73,8 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def sweep(case: Case) -> dict[str, Any]:
-    """What `measure` finds, and beside it the issue cycles of the tiles around the rule's that spill no more.
+    """What `measure` finds, and beside it the issue cycles of the tiles around the rule's that
+    spill no more.
 
     Where some save enough to be worth it, `choose_tiles` is to be changed.
     """
@@ -71,7 +85,8 @@ def sweep(case: Case) -> dict[str, Any]:
             found = compile_apart(other) if size else {"reason": "no tiles"}
             print(f"  {case} {name} {size}: {found.get('ratio', found.get('reason'))}", flush=True)
             if "reason" not in found and found["spills"] <= ruled["spills"]:
-                # Cycles and not their ratio to the DMAs': smaller blocks of queries read more, which is not better.
+                # Cycles and not their ratio to the DMAs': smaller blocks of queries read more,
+                # which is not better.
                 swept[f"{name} {size}"] = found["issue_cycles"]
     return ruled | {"swept": swept}
 
@@ -91,7 +106,9 @@ def entry_of(case: Case, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_known(case: Case) -> bool:
-    wanted = json.loads(json.dumps(entry_of(case, {"tiles": None, "issue_cycles": 0, "ratio": 0.0, "spills": 0})))
+    wanted = json.loads(
+        json.dumps(entry_of(case, {"tiles": None, "issue_cycles": 0, "ratio": 0.0, "spills": 0}))
+    )
     keys = ("case", "versions")
     return any(all(entry[key] == wanted[key] for key in keys) for entry in read(case.chip))
 
@@ -109,7 +126,9 @@ def keep(case: Case, entry: dict[str, Any]) -> None:
     entries = sorted([*others, entry], key=lambda one: json.dumps(one["case"], sort_keys=True))
     lines = ",\n  ".join(json.dumps(one) for one in entries)
     TUNED.mkdir(exist_ok=True)
-    (TUNED / f"{case.chip}.json").write_text(f'{{"margin": {MARGIN}, "kernels": [\n  {lines}\n]}}\n')
+    (TUNED / f"{case.chip}.json").write_text(
+        f'{{"margin": {MARGIN}, "kernels": [\n  {lines}\n]}}\n'
+    )
 
 
 if __name__ == "__main__":

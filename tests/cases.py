@@ -14,7 +14,9 @@ from poison import nan_of
 
 NUM_LAYERS = 2
 TOLERANCE = 5e-6
-"""Outputs are averages of values near 1; float32 scores of up to 6 are off by some 6 x 6e-8 x sqrt(H)."""
+"""Outputs are averages of values near 1; float32 scores of up to 6 are off by some 6 x 6e-8 x
+sqrt(H).
+"""
 
 MAX_LEN, NUM_ROWS = 560, 9  # five blocks of 128 keys, two tiles of rows
 
@@ -34,14 +36,22 @@ class Case(NamedTuple):
     batch: Batch
 
 
-def random_layout(rng: np.random.Generator, shape: Shape, len_B: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(table_BW, first_BW, owned_PS): permuted page ids, some rows with dropped pages, two rows that share a page."""
+def random_layout(
+    rng: np.random.Generator, shape: Shape, len_B: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """(table_BW, first_BW, owned_PS): permuted page ids, some rows with dropped pages, two rows
+    that share a page.
+    """
     size, width = shape.page_size, -(-MAX_LEN // shape.page_size)
     num_pages = len(len_B) * width + 3
-    table_BW = rng.permutation(num_pages)[: len(len_B) * width].reshape(len(len_B), width).astype(np.int32)
+    table_BW = (
+        rng.permutation(num_pages)[: len(len_B) * width].reshape(len(len_B), width).astype(np.int32)
+    )
     if min(len_B[:2]) >= size:
         table_BW[1, 0] = table_BW[0, 0]
-    dropped_BW = np.cumsum(rng.random(table_BW.shape) < 0.1, axis=1) * (rng.random((len(len_B), 1)) < 0.5)
+    dropped_BW = np.cumsum(rng.random(table_BW.shape) < 0.1, axis=1) * (
+        rng.random((len(len_B), 1)) < 0.5
+    )
     first_BW = ((np.arange(width) + dropped_BW) * size).astype(np.int32)
     owned_PS = np.zeros((num_pages, size), bool)
     for row, length in enumerate(len_B):
@@ -53,11 +63,17 @@ def random_layout(rng: np.random.Generator, shape: Shape, len_B: np.ndarray) -> 
     return table_BW, first_BW, owned_PS
 
 
-def random_case(rng: np.random.Generator, shape: Shape, len_B: np.ndarray, count_B: np.ndarray, **batch) -> Case:
-    """Rows of `len_B` held tokens, of which the last `count_B` are this step's; everything not held is NaN."""
+def random_case(
+    rng: np.random.Generator, shape: Shape, len_B: np.ndarray, count_B: np.ndarray, **batch
+) -> Case:
+    """Rows of `len_B` held tokens, of which the last `count_B` are this step's; everything not held
+    is NaN.
+    """
     table_BW, first_BW, owned_PS = random_layout(rng, shape, len_B)
     codec = get_codec(shape.dtype, platform="cpu", dtype="float32")
-    pages = rng.normal(size=(NUM_LAYERS, len(owned_PS), 2 * shape.num_kv_heads, shape.page_size, shape.head_dim))
+    pages = rng.normal(
+        size=(NUM_LAYERS, len(owned_PS), 2 * shape.num_kv_heads, shape.page_size, shape.head_dim)
+    )
     stored = np.array(codec.encode(jnp.asarray(pages, jnp.float32)))
     stored.swapaxes(2, 3)[:, ~owned_PS] = nan_of(stored.dtype)
     group = GroupKV(
@@ -73,7 +89,9 @@ def random_case(rng: np.random.Generator, shape: Shape, len_B: np.ndarray, count
     start_B = batch.pop("start_B")
     for row, (start, count, length) in enumerate(zip(start_B, count_B, len_B, strict=True)):
         slots = np.arange(length - count, length)
-        position_T[start : start + count] = first_BW[row, slots // shape.page_size] + slots % shape.page_size
+        position_T[start : start + count] = (
+            first_BW[row, slots // shape.page_size] + slots % shape.page_size
+        )
         row_T[start : start + count] = row
     made = Batch(
         token_T=np.zeros(num_tokens, np.int32),
@@ -83,14 +101,21 @@ def random_case(rng: np.random.Generator, shape: Shape, len_B: np.ndarray, count
         count_B=count_B.astype(np.int32),
         **batch,
     )
-    q_TNH = rng.normal(size=(num_tokens, shape.num_heads, shape.head_dim)).astype(jnp.bfloat16).astype(np.float32)
+    q_TNH = (
+        rng.normal(size=(num_tokens, shape.num_heads, shape.head_dim))
+        .astype(jnp.bfloat16)
+        .astype(np.float32)
+    )
     return Case(q_TNH, group, made)
 
 
 def border_lengths(page_size: int) -> list[int]:
     """Around page borders and around the borders of blocks of 128 keys."""
     around = {page_size, 2 * page_size, 128, 256, 512, MAX_LEN}
-    return sorted({1} | {n for border in around for n in (border - 1, border, border + 1) if 1 <= n <= MAX_LEN})
+    return sorted(
+        {1}
+        | {n for border in around for n in (border - 1, border, border + 1) if 1 <= n <= MAX_LEN}
+    )
 
 
 def step_case(seed: int, shape: Shape, *, num_tokens: int) -> Case:
@@ -111,19 +136,29 @@ def step_case(seed: int, shape: Shape, *, num_tokens: int) -> Case:
     len_B[rows:], count_B[rows:] = 0, 0
     start_B = np.where(count_B > 0, np.cumsum(count_B) - count_B, 0)
     scalars = {"num_decode": np.int32(3), "num_rows": np.int32(rows)}
-    return random_case(rng, shape, len_B, count_B, num_tokens=num_tokens, start_B=start_B, **scalars)
+    return random_case(
+        rng, shape, len_B, count_B, num_tokens=num_tokens, start_B=start_B, **scalars
+    )
 
 
 def decode_case(seed: int, shape: Shape) -> Case:
-    """A batch as the decode loop makes it: one token per row, some rows resting on what they hold."""
+    """A batch as the decode loop makes it: one token per row, some rows resting on what they
+    hold.
+    """
     rng = np.random.default_rng(seed)
     len_B = rng.choice(border_lengths(shape.page_size), NUM_ROWS)
     if seed == 2 and shape.window:  # all windows begin at the last key of a block of 128
         len_B[:] = 127 + shape.window
     count_B = (np.arange(NUM_ROWS) % 3 != 1).astype(int)
     len_B[4] = 0  # resting, and holding nothing
-    scalars = {"num_decode": np.int32(NUM_ROWS), "num_rows": np.int32(NUM_ROWS), "decode_only": True}
-    return random_case(rng, shape, len_B, count_B, num_tokens=NUM_ROWS, start_B=np.arange(NUM_ROWS), **scalars)
+    scalars = {
+        "num_decode": np.int32(NUM_ROWS),
+        "num_rows": np.int32(NUM_ROWS),
+        "decode_only": True,
+    }
+    return random_case(
+        rng, shape, len_B, count_B, num_tokens=NUM_ROWS, start_B=np.arange(NUM_ROWS), **scalars
+    )
 
 
 def scale_of(case: Case) -> float:

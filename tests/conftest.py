@@ -10,23 +10,27 @@ from types import ModuleType
 
 # Before jax is imported: it reads these once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing is written to, or comes from, the user's own cache
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
+    "false"  # nothing is written to, or comes from, the user's own cache
+)
 
 import jax
 import pytest
 
-from jaxkv import aot
-from jaxkv.aot import Programs
+from jaxkv.programs import compiled
+from jaxkv.programs.compiled import Programs
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
 
-# [B] + [T, B] is an error, not a guess. NaN checks stay off: tests poison unused pages with NaN on purpose.
+# [B] + [T, B] is an error, not a guess. NaN checks stay off: tests poison unused pages with NaN on
+# purpose.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 COMPILED: dict[object, dict] = {}
 NUM_KEPT = 60
-"""Programs that a module's tests keep for each other. Each takes hundreds of the memory mappings that a process may
-have (65,530 on Linux); past them XLA crashes."""
+"""Programs that a module's tests keep for each other. Each takes hundreds of the memory mappings
+that a process may have (65,530 on Linux); past them XLA crashes.
+"""
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -34,7 +38,9 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
     """A small Llama with a tokenizer and a chat template, which nobody writes to."""
-    directory = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", tiny_config("llama", vocab_size=420))
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("checkpoint") / "model", tiny_config("llama", vocab_size=420)
+    )
     save_tokenizer(directory, chat_template=CHAT_TEMPLATE)
     return directory
 
@@ -59,8 +65,8 @@ def script(scripts) -> Iterator[Callable[[str], ModuleType]]:
 def own() -> Iterator[Callable[..., object]]:
     """Programs of equal engines are compiled once in a module."""
     with pytest.MonkeyPatch.context() as patch:
-        shared = cache(aot.own)
-        patch.setattr(aot, "own", shared)
+        shared = cache(compiled.own)
+        patch.setattr(compiled, "own", shared)
         yield shared
     COMPILED.clear()
     jax.clear_caches()
@@ -77,12 +83,16 @@ def _few_programs_are_kept(own) -> Iterator[None]:
 
 @pytest.fixture
 def compile_once(monkeypatch):
-    """For tests whose every command makes an engine of its own: equal programs are not compiled again for that."""
+    """For tests whose every command makes an engine of its own: equal programs are not compiled
+    again for that.
+    """
     get = Programs._get
 
     def shared(self, kind, size):
         inputs = str((self._weights, self._kv))
-        self._compiled = COMPILED.setdefault((self.spec, self.config, self.backend, inputs), self._compiled)
+        self._compiled = COMPILED.setdefault(
+            (self.spec, self.config, self.backend, inputs), self._compiled
+        )
         return get(self, kind, size)
 
     monkeypatch.setattr(Programs, "_get", shared)

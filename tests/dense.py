@@ -14,7 +14,9 @@ from safetensors.numpy import load_file
 
 @dataclass(frozen=True)
 class Dense:
-    """A Llama-like decoder in numpy, without pages, chunks or batches: [T, T] attention over one sequence."""
+    """A Llama-like decoder in numpy, without pages, chunks or batches: [T, T] attention over one
+    sequence.
+    """
 
     directory: Path
     windows: tuple[int | None, ...]
@@ -27,7 +29,10 @@ class Dense:
 
     @cached_property
     def tensors(self) -> dict[str, np.ndarray]:
-        return {name: x.astype(self.dtype) for name, x in load_file(self.directory / "model.safetensors").items()}
+        return {
+            name: x.astype(self.dtype)
+            for name, x in load_file(self.directory / "model.safetensors").items()
+        }
 
     def logits(self, ids: list[int]) -> np.ndarray:
         """[T, V]: at each position, of the next token."""
@@ -54,14 +59,18 @@ class Dense:
     def _attention(self, h: np.ndarray, layer: int, window: int | None) -> np.ndarray:
         q, k, v = (self._heads(h, layer, name) for name in "qkv")
         k, v = (self.stored(x, layer).repeat(q.shape[0] // x.shape[0], axis=0) for x in (k, v))
-        scores = np.where(self.seen(len(h), window), q @ k.swapaxes(1, 2) / q.shape[2] ** 0.5, -np.inf)
+        scores = np.where(
+            self.seen(len(h), window), q @ k.swapaxes(1, 2) / q.shape[2] ** 0.5, -np.inf
+        )
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         out = self.attended(weights / weights.sum(axis=2, keepdims=True), v)
         return self._linear(out.swapaxes(0, 1).reshape(len(h), -1), layer, "self_attn.o_proj")
 
     def stored(self, x: np.ndarray, layer: int) -> np.ndarray:
         """What a layer's keys or values [K, T, H] are once they have been in its cache."""
-        return x.astype(np.dtype(getattr(ml_dtypes, self.kv_dtype, self.kv_dtype))).astype(self.dtype)
+        return x.astype(np.dtype(getattr(ml_dtypes, self.kv_dtype, self.kv_dtype))).astype(
+            self.dtype
+        )
 
     def seen(self, length: int, window: int | None) -> np.ndarray:
         """[T, T] bool: which keys a query sees."""
@@ -75,15 +84,23 @@ class Dense:
     def _heads(self, h: np.ndarray, layer: int, name: str) -> np.ndarray:
         """Normed and rotated [heads, T, H]."""
         heads = self.config["num_attention_heads" if name == "q" else "num_key_value_heads"]
-        x = self._linear(h, layer, f"self_attn.{name}_proj").reshape(len(h), heads, -1).swapaxes(0, 1)
+        x = (
+            self._linear(h, layer, f"self_attn.{name}_proj")
+            .reshape(len(h), heads, -1)
+            .swapaxes(0, 1)
+        )
         norm = self.tensors.get(f"model.layers.{layer}.self_attn.{name}_norm.weight")
         x = x if norm is None else self._rms(x) * norm
         half = x.shape[2] // 2
         rope = self.config.get("rope_parameters", self.config)
-        angle = np.outer(np.arange(len(h)), rope.get("rope_theta", 10000.0) ** (-np.arange(half) / half))
+        angle = np.outer(
+            np.arange(len(h)), rope.get("rope_theta", 10000.0) ** (-np.arange(half) / half)
+        )
         angle = angle.astype(self.dtype)
         a, b = x[..., :half], x[..., half:]
-        turned = np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=2)
+        turned = np.concatenate(
+            [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=2
+        )
         return x if name == "v" else turned
 
     def _linear(self, x: np.ndarray, layer: int, name: str) -> np.ndarray:

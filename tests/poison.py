@@ -1,4 +1,6 @@
-"""NaN in every slot of the KV pool that nobody owns: memory that must not matter is made to matter if it is read."""
+"""NaN in every slot of the KV pool that nobody owns: memory that must not matter is made to matter
+if it is read.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,17 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.engine.allocator import KVHandle
 from jaxkv.engine.engine import Engine
+from jaxkv.holding.allocator import KVHandle
 from jaxkv.kv.state import GroupKV, PagedKV
 
 BFLOAT16_NAN = 0x7FC0
 
 
 def nan_of(dtype: np.dtype) -> np.ndarray:
-    """NaN as it is stored: uint16 holds the bits of bfloat16, and quantised vectors end with those of their scale."""
+    """NaN as it is stored: uint16 holds the bits of bfloat16, and quantised vectors end with those
+    of their scale.
+    """
     bits = {np.dtype(np.uint16): BFLOAT16_NAN, np.dtype(np.uint8): 0xFF}
     return np.asarray(bits[dtype], dtype) if dtype in bits else np.asarray(np.nan, dtype)
 
@@ -34,9 +38,13 @@ def owned_slots(handles: Iterable[KVHandle], *, num_pages: int, page_size: int) 
 def poison_group(group: GroupKV, owned_PS: np.ndarray) -> GroupKV:
     """The group with NaN in every slot that is not owned, in all layers and heads."""
     pages = np.array(group.pages)
-    by_slot = pages.reshape(group.num_layers, group.num_pages, *pages.shape[1:]).swapaxes(2, 3)  # a view
+    by_slot = pages.reshape(group.num_layers, group.num_pages, *pages.shape[1:]).swapaxes(
+        2, 3
+    )  # a view
     by_slot[:, ~owned_PS] = nan_of(pages.dtype)
-    return replace(group, pages=jnp.array(pages, copy=True))  # not an alias of numpy's memory: it will be donated
+    return replace(
+        group, pages=jnp.array(pages, copy=True)
+    )  # not an alias of numpy's memory: it will be donated
 
 
 def poison_kv(kv: PagedKV, handles: Iterable[KVHandle]) -> PagedKV:
@@ -46,12 +54,18 @@ def poison_kv(kv: PagedKV, handles: Iterable[KVHandle]) -> PagedKV:
 
 
 def poison(engine: Engine) -> None:
-    """Overwrites what neither a running request nor the prefix cache owns, tail slots past each length included."""
+    """Overwrites what neither a running request nor the prefix cache owns, tail slots past each
+    length included.
+    """
     allocator = engine.scheduler.allocator
     cached = [KVHandle((page,), allocator.page_size) for page in allocator._cached]
     running = engine.scheduler.running
     kv = poison_kv(engine.kv, [request.handle for request in running] + cached)
-    kept = [KVHandle(tuple(one.kept.low), len(one.kept.low) * allocator.page_size) for one in running if one.kept]
+    kept = [
+        KVHandle(tuple(one.kept.low), len(one.kept.low) * allocator.page_size)
+        for one in running
+        if one.kept
+    ]
     engine.kv = replace(kv, groups=tuple(poison_low(group, kept) for group in kv.groups))
 
 

@@ -1,4 +1,6 @@
-"""Random ragged batches over paged memory, where all that no row holds is NaN, and what the oracle says of them."""
+"""Random ragged batches over paged memory, where all that no row holds is NaN, and what the oracle
+says of them.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,17 @@ class Case:
 
 
 def lengths(rng: np.random.Generator, size: int) -> np.ndarray:
-    """0, 1, around page borders, around a block of two pages, and all that a row's table can hold."""
+    """0, 1, around page borders, around a block of two pages, and all that a row's table can
+    hold.
+    """
     border = [n + d for n in (size, 2 * size, 4 * size) for d in (-1, 0, 1)]
     return rng.choice([0, 1, *border, WIDTH * size - 1, WIDTH * size], NUM_ROWS)
 
 
 def random_case(seed: int, shape: Shape) -> Case:
-    """Decode rows (one rests), then chunks, then rows that are not in the step; some rows have dropped pages."""
+    """Decode rows (one rests), then chunks, then rows that are not in the step; some rows have
+    dropped pages.
+    """
     rng, size = np.random.default_rng(seed), shape.page_size
     len_B, count_B = lengths(rng, size), np.ones(NUM_ROWS, int)
     num_decode = NUM_ROWS if shape.decode_only else 3
@@ -75,7 +81,9 @@ def random_case(seed: int, shape: Shape) -> Case:
     table_BW = rng.permutation(num_pages)[: NUM_ROWS * WIDTH].reshape(NUM_ROWS, WIDTH)
     # Pages are dropped from what a row held before the step.
     drop_B = rng.integers(1, WIDTH, NUM_ROWS)
-    drops = (np.arange(WIDTH)[None, :] >= drop_B[:, None]) & ((len_B - count_B >= drop_B * size)[:, None])
+    drops = (np.arange(WIDTH)[None, :] >= drop_B[:, None]) & (
+        (len_B - count_B >= drop_B * size)[:, None]
+    )
     first_BW = (np.arange(WIDTH)[None, :] + 2 * drops) * size
 
     row_T, position_T = np.full(num_tokens, NUM_ROWS), np.zeros(num_tokens, int)
@@ -97,7 +105,13 @@ def random_case(seed: int, shape: Shape) -> Case:
     heads = {"q_TNH": shape.num_heads, "k_TKH": shape.kv_heads, "v_TKH": shape.kv_heads}
     arrays = {name: rng.normal(size=(num_tokens, n, shape.head_dim)) for name, n in heads.items()}
     arrays = {name: np.asarray(jnp.asarray(x, shape.dtype)) for name, x in arrays.items()}
-    integers = {"table_BW": table_BW, "first_BW": first_BW, "len_B": len_B, "start_B": start_B, "count_B": count_B}
+    integers = {
+        "table_BW": table_BW,
+        "first_BW": first_BW,
+        "len_B": len_B,
+        "start_B": start_B,
+        "count_B": count_B,
+    }
     arrays |= {name: x.astype(np.int32) for name, x in integers.items()}
     pages = np.asarray(jnp.asarray(pages, shape.dtype))
     return Case(shape, arrays, pages, held, row_T, position_T, dest_T, num_decode, num_rows)
@@ -112,9 +126,12 @@ def expected(case: Case) -> tuple[np.ndarray, reference.Statistics, np.ndarray]:
     shape, arrays, num_pages = case.shape, case.arrays, len(case.held)
     with jax.enable_x64(True):
         q_TNH, k_TKH, v_TKH, pages = (
-            jnp.asarray(x, jnp.float64) for x in (*(arrays[n] for n in ("q_TNH", "k_TKH", "v_TKH")), case.pages)
+            jnp.asarray(x, jnp.float64)
+            for x in (*(arrays[n] for n in ("q_TNH", "k_TKH", "v_TKH")), case.pages)
         )
-        pages = reference.write_pages(pages, k_TKH, v_TKH, case.dest_T, layer=LAYER, num_pages=num_pages)
+        pages = reference.write_pages(
+            pages, k_TKH, v_TKH, case.dest_T, layer=LAYER, num_pages=num_pages
+        )
         out, statistics = reference.ragged_paged_attention(
             q_TNH,
             pages,
@@ -134,13 +151,19 @@ def expected(case: Case) -> tuple[np.ndarray, reference.Statistics, np.ndarray]:
 def written(case: Case) -> jax.Array:
     """The pages with the step's keys and values."""
     new = (jnp.asarray(case.arrays[name]) for name in ("k_TKH", "v_TKH"))
-    return reference.write_pages(jnp.asarray(case.pages), *new, case.dest_T, layer=LAYER, num_pages=len(case.held))
+    return reference.write_pages(
+        jnp.asarray(case.pages), *new, case.dest_T, layer=LAYER, num_pages=len(case.held)
+    )
 
 
 def int8_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers [..., H], scales [...]) of vectors as the codec stores them; of those that nobody owns any numbers, and
-    NaN for a scale."""
-    numbers, scales = (np.asarray(y) for y in get_codec("int8", platform="gpu").quantise(jnp.asarray(x, jnp.float32)))
+    """(numbers [..., H], scales [...]) of vectors as the codec stores them; of those that nobody
+    owns any numbers, and NaN for a scale.
+    """
+    numbers, scales = (
+        np.asarray(y)
+        for y in get_codec("int8", platform="gpu").quantise(jnp.asarray(x, jnp.float32))
+    )
     unowned = np.isnan(np.asarray(x, np.float32)).any(axis=-1)
     anything = np.random.default_rng(7).integers(-128, 128, numbers.shape, dtype=np.int8)
     return np.where(unowned[..., None], anything, numbers), np.where(unowned, np.nan, scales)
@@ -170,4 +193,6 @@ def assert_statistics_close(
     tolerance = 2e-2 if dtype == "bfloat16" else 1e-4  # of scores near 3, rounded queries and keys
     for ours, theirs, name in zip(found, want, ("max", "sum", "entropy"), strict=True):
         ours = np.asarray(ours)[real_T]
-        np.testing.assert_allclose(ours, theirs[real_T], rtol=tolerance, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            ours, theirs[real_T], rtol=tolerance, atol=tolerance, err_msg=name
+        )

@@ -20,7 +20,8 @@ LIMITS = {
 NAN, INF = math.nan, math.inf
 
 
-# --- the engine's limits ----------------------------------------------------------------------------------------------
+# --- the engine's limits
+# ----------------------------------------------------------------------------------------------
 
 
 def test_limits_are_kept_and_frozen():
@@ -55,7 +56,10 @@ def test_zero_is_refused_but_for_the_seed_and_logprobs(name):
         ({"block_size": 12}, r"block_size: expected one of \(8, 16, 32, 64, 128\), got 12"),
         ({"block_size": 256}, r"block_size: expected one of \(8, 16, 32, 64, 128\), got 256"),
         ({"max_num_batched_tokens": 15}, "max_num_batched_tokens: expected at least 16, got 15"),
-        ({"max_num_seqs": 33}, "max_num_seqs: expected at most max_num_batched_tokens = 32, got 33"),
+        (
+            {"max_num_seqs": 33},
+            "max_num_seqs: expected at most max_num_batched_tokens = 32, got 33",
+        ),
         ({"seed": 2**64}, f"seed: expected a number below 2.*64, got {2**64}"),
     ],
 )
@@ -73,22 +77,46 @@ def test_limits_at_their_edges_are_taken(changes):
     EngineConfig(**LIMITS | changes)
 
 
-# --- sampling parameters ----------------------------------------------------------------------------------------------
+# --- sampling parameters
+# ----------------------------------------------------------------------------------------------
 
 OF_VLLM = {
-    "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
-    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None, "bad_words": None,
-    "ignore_eos": False, "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None,
-    "logit_bias": None, "allowed_token_ids": None, "include_stop_str_in_output": False, "skip_special_tokens": True,
-    "detokenize": True, "spaces_between_special_tokens": True, "truncate_prompt_tokens": None,
-    "structured_outputs": None, "logits_processors": None, "extra_args": None,
-}  # fmt: skip
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": None,
+    "stop_token_ids": None,
+    "bad_words": None,
+    "ignore_eos": False,
+    "max_tokens": 16,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "detokenize": True,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "structured_outputs": None,
+    "logits_processors": None,
+    "extra_args": None,
+}
 
 
 def test_names_and_defaults_are_vllm_s():
     params = SamplingParams()
     ours = dict.fromkeys(("kv_policy", "kv_budget", "kv_protect"))
-    assert {field.name: getattr(params, field.name) for field in dataclasses.fields(params)} == OF_VLLM | ours
+    assert {
+        field.name: getattr(params, field.name) for field in dataclasses.fields(params)
+    } == OF_VLLM | ours
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 0.0
 
@@ -102,13 +130,18 @@ def test_an_unknown_field_is_a_type_error_that_names_it(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("spaces_between_special_tokens", False), ("spaces_between_special_tokens", 1),
-        ("truncate_prompt_tokens", 5), ("structured_outputs", {"json": {}}), ("logits_processors", [len]),
+        ("spaces_between_special_tokens", False),
+        ("spaces_between_special_tokens", 1),
+        ("truncate_prompt_tokens", 5),
+        ("structured_outputs", {"json": {}}),
+        ("logits_processors", [len]),
         ("extra_args", {"a": 1}),
     ],
-)  # fmt: skip
+)
 def test_a_field_that_is_not_built_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=f"^{name}=.* is not supported yet; leave it at {OF_VLLM[name]!r}$"):
+    with pytest.raises(
+        ValueError, match=f"^{name}=.* is not supported yet; leave it at {OF_VLLM[name]!r}$"
+    ):
         SamplingParams(**{name: value})
 
 
@@ -134,21 +167,51 @@ BAD = {
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
     "repetition_penalty": [0, -1, 0.0, 1e-40, 1e39, NAN, INF, None, "1", True],
-    "logit_bias": [[], "", 0, [(1, 2.0)], {1.0: 1}, {True: 1}, {None: 1}, {"x": 1}, {"-1": 1}, {"1.5": 1}, {"": 1},
-                   {1: NAN}, {1: "2"}, {1: None}, {1: True}],
+    "logit_bias": [
+        [],
+        "",
+        0,
+        [(1, 2.0)],
+        {1.0: 1},
+        {True: 1},
+        {None: 1},
+        {"x": 1},
+        {"-1": 1},
+        {"1.5": 1},
+        {"": 1},
+        {1: NAN},
+        {1: "2"},
+        {1: None},
+        {1: True},
+    ],
     "allowed_token_ids": [[], (), 0, "", "12", {}, {1}, {1: 2}, [1.0], ["1"], [True], [None]],
     "n": [0, -1, 1025, 1.0, True, None, "2"],
-    "bad_words": [["\ud800"], ["a", "b\udfff"], [""], ["a", " "], "x", "", 0, {}, {"a"}, [1], [["a"]], [None]],
+    "bad_words": [
+        ["\ud800"],
+        ["a", "b\udfff"],
+        [""],
+        ["a", " "],
+        "x",
+        "",
+        0,
+        {},
+        {"a"},
+        [1],
+        [["a"]],
+        [None],
+    ],
     "stop": ["", [""], ["a", ""], [1], 3, b"x", {"a": 1}, True, 0, False, {}, 0.0, b"", set()],
     "stop_token_ids": [[1.0], ["1"], [True], [None], 3, "12", {1: 2}, 0, False, {}, "", 0.0, set()],
     "ignore_eos": [0, 1, None, "no"],
     "include_stop_str_in_output": [1],
     "skip_special_tokens": [None],
     "detokenize": [0],
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
+)
 def test_a_value_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=rf"^{name}: expected .*, got "):
         SamplingParams(**{name: value})
@@ -175,32 +238,42 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in GOOD.items() for value in values]
+)
 def test_a_value_in_range_is_taken(name, value):
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
 def test_stop_strings_need_the_text():
-    with pytest.raises(ValueError, match=r"^stop: expected no stop strings with detokenize=False, got 'x'$"):
+    with pytest.raises(
+        ValueError, match=r"^stop: expected no stop strings with detokenize=False, got 'x'$"
+    ):
         SamplingParams(stop="x", detokenize=False)
     assert SamplingParams(stop=[], detokenize=False).stop_strings == ()
 
 
 def test_min_tokens_may_be_anything_when_max_tokens_is_open():
     assert SamplingParams(max_tokens=None, min_tokens=1000).min_tokens == 1000
-    with pytest.raises(ValueError, match=r"^min_tokens: expected a number from 0 to 2\*\*31 - 1, got 2147483648$"):
+    with pytest.raises(
+        ValueError, match=r"^min_tokens: expected a number from 0 to 2\*\*31 - 1, got 2147483648$"
+    ):
         SamplingParams(max_tokens=None, min_tokens=2**31)  # would overflow on the way to the device
     with pytest.raises(ValueError, match=r"^min_tokens: expected at most max_tokens=3, got 4$"):
         SamplingParams(max_tokens=3, min_tokens=4)
 
 
-@pytest.mark.parametrize(("stop", "listed"), [(None, ()), ("ab", ("ab",)), (["a", "b"], ("a", "b")), ([], ())])
+@pytest.mark.parametrize(
+    ("stop", "listed"), [(None, ()), ("ab", ("ab",)), (["a", "b"], ("a", "b")), ([], ())]
+)
 def test_stop_strings_are_a_tuple_however_they_were_given(stop, listed):
     assert SamplingParams(stop=stop).stop_strings == listed
 
 
 def test_a_bias_is_taken_as_vllm_takes_it():
-    """Ids through int(), values held within [-100, 100]; later changes to the caller's dict are not seen."""
+    """Ids through int(), values held within [-100, 100]; later changes to the caller's dict are not
+    seen.
+    """
     given = {"7": 3, 8: -1000, " 9": 1e30, 10: math.inf, "11": -math.inf, 12: -0.5}
     params = SamplingParams(logit_bias=given)
     given[7] = NAN
@@ -210,9 +283,14 @@ def test_a_bias_is_taken_as_vllm_takes_it():
 
 @pytest.mark.parametrize(
     ("field", "penalises"),
-    [({}, False), ({"presence_penalty": 0.1}, True), ({"frequency_penalty": -2}, True),
-     ({"repetition_penalty": 0.9}, True), ({"repetition_penalty": 1, "presence_penalty": 0}, False)],
-)  # fmt: skip
+    [
+        ({}, False),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": -2}, True),
+        ({"repetition_penalty": 0.9}, True),
+        ({"repetition_penalty": 1, "presence_penalty": 0}, False),
+    ],
+)
 def test_only_a_penalty_that_does_something_penalises(field, penalises):
     assert SamplingParams(**field).penalises is penalises
 

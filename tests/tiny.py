@@ -1,7 +1,7 @@
 """Tiny checkpoints made on the spot: every family and variant, with every weight drawn anew.
 
-transformers' own initialisation (norms 1, biases 0) would give the same logits when a loader drops them, so norms,
-biases and qk-norms are drawn too, far from their defaults.
+transformers' own initialisation (norms 1, biases 0) would give the same logits when a loader drops
+them, so norms, biases and qk-norms are drawn too, far from their defaults.
 """
 
 from __future__ import annotations
@@ -66,13 +66,22 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 VARIANTS: dict[str, dict] = {
     "llama": {"model_type": "llama", "rope_theta": 10000.0},
     "llama-no-gqa": {"model_type": "llama", "num_key_value_heads": None, "rope_theta": 5e5},
-    "llama-linear": {"model_type": "llama", "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    "llama-3": {"model_type": "llama", "rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "tie_word_embeddings": True},
+    "llama-linear": {
+        "model_type": "llama",
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    "llama-3": {
+        "model_type": "llama",
+        "rope_parameters": LLAMA3 | {"rope_theta": 5e5},
+        "tie_word_embeddings": True,
+    },
     "llama-3-old-keys": {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": LLAMA3},
     "llama-yarn": {"model_type": "llama", "rope_parameters": YARN | {"rope_theta": 1e4}},
     "llama-yarn-no-truncate": {
         "model_type": "llama",
-        "rope_parameters": YARN | {"rope_theta": 1e4, "truncate": False, "beta_fast": 16, "attention_factor": 1.3},
+        "rope_parameters": YARN
+        | {"rope_theta": 1e4, "truncate": False, "beta_fast": 16, "attention_factor": 1.3},
     },
     "llama-yarn-mscale": {
         "model_type": "llama",
@@ -92,17 +101,40 @@ VARIANTS: dict[str, dict] = {
     },
     "mistral": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e4},
     "mistral-window": {"model_type": "mistral", "sliding_window": 8, "rope_theta": 1e4},
-    "mistral-head-dim": {"model_type": "mistral", "sliding_window": None, "head_dim": 20, "num_key_value_heads": 1},
-    "qwen2": {"model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": False, "tie_word_embeddings": True},
-    "qwen2-yarn": {"model_type": "qwen2", "rope_theta": 1e6, "rope_scaling": YARN | {"type": "yarn"}},
+    "mistral-head-dim": {
+        "model_type": "mistral",
+        "sliding_window": None,
+        "head_dim": 20,
+        "num_key_value_heads": 1,
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+    },
+    "qwen2-yarn": {
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+        "rope_scaling": YARN | {"type": "yarn"},
+    },
     "qwen2-mixed-windows": {
         "model_type": "qwen2",
         "use_sliding_window": True,
         "sliding_window": 8,
         "max_window_layers": 1,
     },
-    "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    "qwen3-biases": {"model_type": "qwen3", "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    "qwen3": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "qwen3-biases": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
     "qwen3-layer-types": {
         "model_type": "qwen3",
         "head_dim": 8,
@@ -115,11 +147,15 @@ VARIANTS: dict[str, dict] = {
 
 def tiny_config(variant: str, **changes: object) -> dict:
     config = BASE | VARIANTS[variant] | changes
-    return {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+    return {
+        key: value for key, value in config.items() if value is not None or key == "sliding_window"
+    }
 
 
 def draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Norm weights around 1 +- 0.3, biases +- 0.3, matrices of the size that keeps activations near 1."""
+    """Norm weights around 1 +- 0.3, biases +- 0.3, matrices of the size that keeps activations near
+    1.
+    """
     if "norm" in name:
         return rng.normal(1.0, 0.3, shape).astype(np.float32)
     scale = 0.3 if len(shape) == 1 else shape[-1] ** -0.5 * (2.0 if "embed" not in name else 4.0)
@@ -129,15 +165,21 @@ def draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndar
 def make_checkpoint(
     directory: Path, config: dict, *, seed: int = 0, shards: int = 1, dtype: str = "float32"
 ) -> Path:
-    """Writes config.json and one or several safetensors files with an index, like a Hugging Face checkpoint."""
+    """Writes config.json and one or several safetensors files with an index, like a Hugging Face
+    checkpoint.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     spec, layout = read_family(read_config(directory))
     rng = np.random.default_rng(seed)
     to = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    leaves = [(leaf.source, leaf.info.shape) for leaf in layout.top.values() if leaf.same_as is None]
+    leaves = [
+        (leaf.source, leaf.info.shape) for leaf in layout.top.values() if leaf.same_as is None
+    ]
     for layer in range(spec.num_layers):
-        leaves += [(leaf.source.format(layer=layer), leaf.info.shape) for leaf in layout.layer.values()]
+        leaves += [
+            (leaf.source.format(layer=layer), leaf.info.shape) for leaf in layout.layer.values()
+        ]
     tensors = {name: draw(rng, name, shape).astype(to) for name, shape in leaves}
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -148,6 +190,9 @@ def make_checkpoint(
         part = {name: tensors[name] for name in names[shard::shards]}
         save_file(part, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": weight_map,
+    }
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory

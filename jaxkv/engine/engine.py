@@ -1,4 +1,6 @@
-"""The engine: schedules requests, runs the compiled steps, and turns what they return into tokens and text."""
+"""The engine: schedules requests, runs the compiled steps, and turns what they return into tokens
+and text.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +12,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.aot import Programs, fit_bucket
 from jaxkv.config import EngineConfig
-from jaxkv.engine.beam import BeamSearch
-from jaxkv.engine.branch import search_on
+from jaxkv.engine.beams import search_on
 from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
-from jaxkv.engine.outputs import Logprob
 from jaxkv.engine.pages import freed_nbytes, is_computed, move_pages, observe, page_norms
 from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
-from jaxkv.engine.request import Request, Submission
-from jaxkv.engine.retention import Kept
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
+from jaxkv.holding.retention import Kept
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.decoder import Weights
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
+from jaxkv.programs.buckets import fit_bucket
+from jaxkv.programs.compiled import Programs
+from jaxkv.requests.beam import BeamSearch
+from jaxkv.requests.outputs import Logprob
+from jaxkv.requests.request import Request, Submission
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step or loop on its way: its requests, each with the tokens that come to it, and what the device will return.
+    """A step or loop on its way: its requests, each with the tokens that come to it, and what the
+    device will return.
 
-    `batch` and `scores` are those of a step. `statistics` of each KV group are for what the rows in `kept` held when it
-    was launched. A request that has ended meanwhile takes nothing from it.
+    `batch` and `scores` are those of a step. `statistics` of each KV group are for what the rows in
+    `kept` held when it was launched. A request that has ended meanwhile takes nothing from it.
     """
 
     rows: list[tuple[Request, int]]
@@ -48,9 +52,9 @@ class Flight:
 class Engine:
     """Owns the KV state and everything mutable around it. One thread at a time.
 
-    What a step sampled is read when the next one is on its way, so that the device does not wait for the host. The
-    next one begins with tokens that only the device knows (`steps.Newest`), as if no request ended with them; what
-    it computes for one that did is dropped.
+    What a step sampled is read when the next one is on its way, so that the device does not wait
+    for the host. The next one begins with tokens that only the device knows (`programs.step.Newest`), as if
+    no request ended with them; what it computes for one that did is dropped.
 
     `make_kv` makes an empty KV state again should an interrupt destroy it half way.
     `decode_token` names single tokens in logprobs (None without a tokenizer).
@@ -76,7 +80,9 @@ class Engine:
         self._rows = RowTables(config, programs.spec.vocab_size, programs.placement)
         self._requests: set[Request] = set()
         self._watching: set[Request] = set()
-        """Requests that need all tokens before the next is sampled; some may be gone since the last step."""
+        """Requests that need all tokens before the next is sampled; some may be gone since the last
+        step.
+        """
         self._decode_token = decode_token
         self._recorder = Recorder()
         self._stepping = False
@@ -97,9 +103,11 @@ class Engine:
             self.scheduler.add(request)
 
     def abort(self, submission: Submission) -> None:
-        """Ends what is left of it (finish_reason "abort") and frees what that holds; having finished is no error.
+        """Ends what is left of it (finish_reason "abort") and frees what that holds; having
+        finished is no error.
 
-        During a step, where the garbage collector may close a forgotten stream, it waits for the step's end.
+        During a step, where the garbage collector may close a forgotten stream, it waits for the
+        step's end.
         """
         for request in submission.samples:
             self._abort(request)
@@ -119,9 +127,10 @@ class Engine:
     def step(self) -> list[Request]:
         """Launches the next step or decode loop, then reads the one before it.
 
-        Returns the requests that got tokens; finished ones are out already. An exception on the way ends the requests
-        of both: their tokens, text and pages may disagree. Where it took the KV state with it, the others are computed
-        anew.
+        Returns the requests that got tokens; finished ones are out already. An exception on the way
+        ends the requests
+        of both: their tokens, text and pages may disagree. Where it took the KV state with it, the
+        others are computed anew.
         """
         self._stepping, under_way, requests, is_done = True, self._flight, [], False
         try:
@@ -160,22 +169,49 @@ class Engine:
         """What there is to watch now, under vLLM's names without its prefix."""
         scheduler, allocator, programs = self.scheduler, self.scheduler.allocator, self.programs
         return [
-            Gauge("num_requests_running", "Requests under way.", len(self._requests) - scheduler.num_waiting),
+            Gauge(
+                "num_requests_running",
+                "Requests under way.",
+                len(self._requests) - scheduler.num_waiting,
+            ),
             Gauge("num_requests_waiting", "Requests that wait for a row.", scheduler.num_waiting),
-            Gauge("kv_cache_usage_perc", "Part of the pages in use.", allocator.num_used / allocator.num_pages),
-            Counter("prefix_cache_queries", "Prompt tokens that were looked up.", scheduler.num_looked_up),
+            Gauge(
+                "kv_cache_usage_perc",
+                "Part of the pages in use.",
+                allocator.num_used / allocator.num_pages,
+            ),
+            Counter(
+                "prefix_cache_queries",
+                "Prompt tokens that were looked up.",
+                scheduler.num_looked_up,
+            ),
             Counter("prefix_cache_hits", "Prompt tokens that were found.", scheduler.num_found),
-            Counter("num_preemptions", "Requests that gave their pages back.", scheduler.num_preemptions),
-            *(Counter("kv_policy_pages", "Full pages that policies were asked about, by what became of them.", count,
-                      labels={"outcome": outcome}) for outcome, count in scheduler.trim.outcomes.items()),
-            Counter("kv_policy_bytes_freed", "Bytes of pages that policies gave back.",
-                    freed_nbytes(self.kv, scheduler.trim.outcomes)),
+            Counter(
+                "num_preemptions", "Requests that gave their pages back.", scheduler.num_preemptions
+            ),
+            *(
+                Counter(
+                    "kv_policy_pages",
+                    "Full pages that policies were asked about, by what became of them.",
+                    count,
+                    labels={"outcome": outcome},
+                )
+                for outcome, count in scheduler.trim.outcomes.items()
+            ),
+            Counter(
+                "kv_policy_bytes_freed",
+                "Bytes of pages that policies gave back.",
+                freed_nbytes(self.kv, scheduler.trim.outcomes),
+            ),
             Counter("programs_compiled", "Programs compiled.", programs.num_compiled),
             Counter("compile_seconds", "Time that took.", programs.compile_s),
             *self._recorder.metrics(),
-            Gauge("kv_cache_bytes_per_token", "Bytes of pages per token that they hold, mean over steps.",
-                  self._recorder.bytes_per_token(self.kv.nbytes, allocator)),
-        ]  # fmt: skip
+            Gauge(
+                "kv_cache_bytes_per_token",
+                "Bytes of pages per token that they hold, mean over steps.",
+                self._recorder.bytes_per_token(self.kv.nbytes, allocator),
+            ),
+        ]
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows and requests do not add up."""
@@ -191,7 +227,11 @@ class Engine:
         if plan.demotions or plan.copies:
             self._move_pages(plan.copies, plan.demotions)
             self.scheduler.copied()
-        return self._launch_loop(plan, requests) if isinstance(plan, LoopPlan) else self._launch_step(plan, requests)
+        return (
+            self._launch_loop(plan, requests)
+            if isinstance(plan, LoopPlan)
+            else self._launch_step(plan, requests)
+        )
 
     def _move_pages(self, copies: Pairs, demotions: Pairs) -> None:
         self.kv = move_pages(self.programs, self.kv, self._rows, copies=copies, demotions=demotions)
@@ -219,7 +259,9 @@ class Engine:
         program, len_B = self.programs.loop(num_rows), self._rows.lengths(requests, num_rows)
         rows = self._rows.decode_rows(plan.work, len_B)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, len_B)
-        self.kv, newest, _, sampled = program(self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps))
+        self.kv, newest, _, sampled = program(
+            self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps)
+        )
         self._newest_R = newest.token_R
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
         return Flight(self.scheduler.launched(plan), sampled, num_rows, **self._observed(requests))
@@ -227,7 +269,11 @@ class Engine:
     def _observed(self, requests: list[Request]) -> dict[str, Any]:
         """What policies will want of the step that was just launched."""
         found = tuple(group.statistics for group in self.kv.groups if group.statistics is not None)
-        return {"kept": tuple(request.kept for request in requests), "statistics": found} if found else {}
+        return (
+            {"kept": tuple(request.kept for request in requests), "statistics": found}
+            if found
+            else {}
+        )
 
     def _read(self, flight: Flight | None) -> list[Request]:
         """Waits for what the device returns and gives every request its part."""
@@ -247,7 +293,8 @@ class Engine:
         else:
             self._take_prompt_logprobs(flight)
         got, going_on, now = [], [], time.monotonic()
-        # Of a hundred rows hardly one needs more than its tokens added, so those stay bytes. Only the last one can be a
+        # Of a hundred rows hardly one needs more than its tokens added, so those stay bytes. Only
+        # the last one can be a
         # stop token: the device draws none after it.
         packed, width = token_Bn.tobytes(), token_Bn[0].nbytes
         last_B = token_Bn[np.arange(len(num_B)), num_B - 1].tolist()
@@ -263,7 +310,9 @@ class Engine:
                 going_on.append(one)
             else:
                 row = start // width
-                self._accept(request, token_Bn[row, :num_tokens].tolist(), num_coming, out, row, now)
+                self._accept(
+                    request, token_Bn[row, :num_tokens].tolist(), num_coming, out, row, now
+                )
         self._recorder.generated(going_on, now)
         return got
 
@@ -271,10 +320,20 @@ class Engine:
         num_steps, possible = int(num_B.max()), self.scheduler.config.max_num_seqs
         self._recorder.loop(int(num_B.sum()), num_steps * num_padded_rows, num_steps * possible)
 
-    def _accept(self, request: Request, tokens: list[int], num_coming: int, out: Sampled, row: int, now: float) -> None:
+    def _accept(
+        self,
+        request: Request,
+        tokens: list[int],
+        num_coming: int,
+        out: Sampled,
+        row: int,
+        now: float,
+    ) -> None:
         """Adds the row's new tokens up to the first that ends the request, and their text."""
         if len(tokens) != num_coming and (not tokens or tokens[-1] not in request.stop_ids):
-            raise RuntimeError(f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}")
+            raise RuntimeError(
+                f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}"
+            )
         if request.search is not None:
             self._accept_candidates(request, request.search, out, row, now)
             return
@@ -293,9 +352,14 @@ class Engine:
         if request.finish_reason is not None:
             self._finish(request)
 
-    def _accept_candidates(self, request: Request, search: BeamSearch, out: Sampled, row: int, now: float) -> None:
+    def _accept_candidates(
+        self, request: Request, search: BeamSearch, out: Sampled, row: int, now: float
+    ) -> None:
         best = slice(search.num_candidates)
-        request.candidates = np.array(out.best_BK[0, row, best]), np.array(out.best_logprob_BK[0, row, best])
+        request.candidates = (
+            np.array(out.best_BK[0, row, best]),
+            np.array(out.best_logprob_BK[0, row, best]),
+        )
         request.num_tokens = len(request.tokens)  # what was sampled is none of its tokens
         if not search_on(search, request.beams, self.scheduler.allocator, self.scheduler.trim.low):
             return
@@ -305,7 +369,9 @@ class Engine:
                 beam.finish_reason = "stop"
                 self._finish(beam)
 
-    def _accept_one_by_one(self, request: Request, tokens: list[int], out: Sampled, row: int) -> None:
+    def _accept_one_by_one(
+        self, request: Request, tokens: list[int], out: Sampled, row: int
+    ) -> None:
         for i, token in enumerate(tokens):
             request.tokens.append(token)
             if request.logprobs is not None:
@@ -319,7 +385,11 @@ class Engine:
         if token in request.stop_ids and enough:
             request.finish_reason = "stop"
             request.stop_reason = None if token == request.eos_id else token
-        if request.text is not None and request.params.stop_strings and not self._hides(request, token):
+        if (
+            request.text is not None
+            and request.params.stop_strings
+            and not self._hides(request, token)
+        ):
             found = request.text.push([token], search=enough)
             if found is not None and request.finish_reason is None:
                 request.finish_reason, request.stop_reason = "stop", found
@@ -328,7 +398,9 @@ class Engine:
         return request.finish_reason is not None
 
     def _hides(self, request: Request, token: int) -> bool:
-        """Whether this is the stop token that ended the request, whose text is given out only on demand."""
+        """Whether this is the stop token that ended the request, whose text is given out only on
+        demand.
+        """
         ended = request.finish_reason == "stop" and token in request.stop_ids
         return ended and not request.params.include_stop_str_in_output
 
@@ -339,8 +411,15 @@ class Engine:
         self._requests.remove(request)
         self.scheduler.remove(request)
 
-    def _logprobs(self, request: Request, out: Sampled, i: int, row: int, token: int) -> dict[int, Logprob]:
-        one = Scores(out.logprob_B[i, row], out.rank_B[i, row], out.best_BK[i, row], out.best_logprob_BK[i, row])
+    def _logprobs(
+        self, request: Request, out: Sampled, i: int, row: int, token: int
+    ) -> dict[int, Logprob]:
+        one = Scores(
+            out.logprob_B[i, row],
+            out.rank_B[i, row],
+            out.best_BK[i, row],
+            out.best_logprob_BK[i, row],
+        )
         return self._entry(token, one, request.params.logprobs or 0)
 
     def _take_prompt_logprobs(self, flight: Flight) -> None:
@@ -352,7 +431,12 @@ class Engine:
         for request, start, count in zip(requests, batch.start_B, batch.count_B, strict=False):
             entries = [] if request.prompt_logprobs is None else request.prompt_logprobs
             for t in start + np.flatnonzero(targets[start : start + count] != NO_TOKEN):
-                one = Scores(scores.logprob_T[t], scores.rank_T[t], scores.best_TK[t], scores.best_logprob_TK[t])
+                one = Scores(
+                    scores.logprob_T[t],
+                    scores.rank_T[t],
+                    scores.best_TK[t],
+                    scores.best_logprob_TK[t],
+                )
                 entry = self._entry(int(targets[t]), one, request.params.prompt_logprobs or 0)
                 entries.append(entry)
 
@@ -364,7 +448,9 @@ class Engine:
 
         entry = {token: named(token, float(scores.logprob_T), int(scores.rank_T))}
         best = slice(None if count < 0 else count)
-        others = zip(scores.best_TK[best].tolist(), scores.best_logprob_TK[best].tolist(), strict=True)
+        others = zip(
+            scores.best_TK[best].tolist(), scores.best_logprob_TK[best].tolist(), strict=True
+        )
         for rank, (other, logprob) in enumerate(others, start=1):
             entry.setdefault(other, named(other, logprob, rank))
         return entry

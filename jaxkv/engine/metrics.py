@@ -1,4 +1,6 @@
-"""What an operator watches: counters, gauges and histograms under vLLM's names, and each request's own times."""
+"""What an operator watches: counters, gauges and histograms under vLLM's names, and each request's
+own times.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,28 @@ from collections import Counter as Tally
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jaxkv.engine.allocator import PageAllocator
-from jaxkv.engine.request import Request
+from jaxkv.holding.allocator import PageAllocator
+from jaxkv.requests.request import Request
 
-LATENCY_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+LATENCY_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
 """Upper bounds of the histograms' buckets, in seconds."""
 
 
@@ -84,13 +104,18 @@ class Recorder:
         for request in [one for one in requests if one.last_token_s is None]:
             if request.times.time_in_queue is None:
                 request.times.time_in_queue = now - request.arrived_s
-                request.times.first_scheduled_time = request.times.arrival_time + request.times.time_in_queue
+                request.times.first_scheduled_time = (
+                    request.times.arrival_time + request.times.time_in_queue
+                )
 
     def pages(self, running: Iterable[Request], allocator: PageAllocator) -> None:
         """Once per step."""
-        # A page that is being filled is never shared, so what is allocated and not held is each request's own.
+        # A page that is being filled is never shared, so what is allocated and not held is each
+        # request's own.
         allocated = allocator.num_used * allocator.page_size
-        free = [len(request.pages) * allocator.page_size - request.num_stored for request in running]
+        free = [
+            len(request.pages) * allocator.page_size - request.num_stored for request in running
+        ]
         self.allocated_slots += allocated
         self.held_slots += allocated - sum(free)
 
@@ -109,8 +134,9 @@ class Recorder:
         self.num_possible_row_steps += possible_row_steps
 
     def generated(self, got: Iterable[tuple[Request, int]], now: float) -> None:
-        """After so many more tokens of each, at `now` on the monotonic clock; those of one loop came at once and share
-        its time evenly."""
+        """After so many more tokens of each, at `now` on the monotonic clock; those of one loop
+        came at once and share its time evenly.
+        """
         since, num_gaps, num_rows = now, 0, 0
         for request, num_tokens in got:
             before, request.last_token_s = request.last_token_s, now
@@ -151,28 +177,60 @@ class Recorder:
 
     def metrics(self) -> list[Metric]:
         return [
-            Counter("prompt_tokens", "Prompt tokens of requests that have generated.", self.prompt_tokens),
+            Counter(
+                "prompt_tokens",
+                "Prompt tokens of requests that have generated.",
+                self.prompt_tokens,
+            ),
             Counter("generation_tokens", "Generated tokens.", self.generation_tokens),
             *(
-                Counter("request_success", "Requests by how they ended.", count, labels={"finished_reason": reason})
+                Counter(
+                    "request_success",
+                    "Requests by how they ended.",
+                    count,
+                    labels={"finished_reason": reason},
+                )
                 for reason, count in sorted(self.finished.items())
             ),
             self.ttft.metric("time_to_first_token_seconds", "From arrival to the first token."),
-            self.itl.metric("inter_token_latency_seconds", "Between tokens; those of one decode loop share its time."),
-            self.tpot.metric("request_time_per_output_token_seconds", "(e2e - TTFT) / (tokens - 1) of a request."),
+            self.itl.metric(
+                "inter_token_latency_seconds",
+                "Between tokens; those of one decode loop share its time.",
+            ),
+            self.tpot.metric(
+                "request_time_per_output_token_seconds", "(e2e - TTFT) / (tokens - 1) of a request."
+            ),
             self.e2e.metric("e2e_request_latency_seconds", "From arrival to the end."),
             self.queue.metric("request_queue_time_seconds", "From arrival to the first step."),
-            self.prefill.metric("request_prefill_time_seconds", "From the first step to the first token."),
+            self.prefill.metric(
+                "request_prefill_time_seconds", "From the first step to the first token."
+            ),
             self.decode.metric("request_decode_time_seconds", "From the first token to the end."),
-            Gauge("kv_cache_utilization", "Held / allocated slots, mean over steps.",
-                  _share(self.held_slots, self.allocated_slots)),
-            Gauge("effective_batch", "Rows that decoded / rows that could, mean over decode steps.",
-                  _share(self.num_row_steps, self.num_possible_row_steps)),
-            Gauge("step_padding", "Part of the steps' tokens that was padding.",
-                  1 - _share(self.num_tokens, self.num_padded_tokens) if self.num_padded_tokens else 0.0),
-            Gauge("loop_padding", "Part of the decode loops' rows that was padding.",
-                  1 - _share(self.num_row_steps, self.num_padded_row_steps) if self.num_padded_row_steps else 0.0),
-        ]  # fmt: skip
+            Gauge(
+                "kv_cache_utilization",
+                "Held / allocated slots, mean over steps.",
+                _share(self.held_slots, self.allocated_slots),
+            ),
+            Gauge(
+                "effective_batch",
+                "Rows that decoded / rows that could, mean over decode steps.",
+                _share(self.num_row_steps, self.num_possible_row_steps),
+            ),
+            Gauge(
+                "step_padding",
+                "Part of the steps' tokens that was padding.",
+                1 - _share(self.num_tokens, self.num_padded_tokens)
+                if self.num_padded_tokens
+                else 0.0,
+            ),
+            Gauge(
+                "loop_padding",
+                "Part of the decode loops' rows that was padding.",
+                1 - _share(self.num_row_steps, self.num_padded_row_steps)
+                if self.num_padded_row_steps
+                else 0.0,
+            ),
+        ]
 
 
 def _share(part: float, whole: float) -> float:
@@ -190,9 +248,13 @@ def prometheus_text(metrics: Iterable[Metric]) -> str:
             described.add(name)
             lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {kind}"]
         if isinstance(metric, Histogram):
-            lines += [f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in metric.buckets.items()]
+            lines += [
+                f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in metric.buckets.items()
+            ]
             lines += [f"{name}_sum {metric.sum}", f"{name}_count {metric.count}"]
         elif isinstance(metric, (Gauge, Counter)):
             labels = ",".join(f'{key}="{value}"' for key, value in metric.labels.items())
-            lines.append(f"{name}{{{labels}}} {metric.value}" if labels else f"{name} {metric.value}")
+            lines.append(
+                f"{name}{{{labels}}} {metric.value}" if labels else f"{name} {metric.value}"
+            )
     return "\n".join(lines) + "\n"

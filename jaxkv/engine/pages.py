@@ -7,21 +7,27 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from jaxkv.aot import DEMOTED_AT_ONCE, Programs, table_width
 from jaxkv.engine.plan import Pairs
-from jaxkv.engine.retention import Kept
 from jaxkv.engine.rows import RowTables
+from jaxkv.holding.retention import Kept
 from jaxkv.kv.state import GroupKV, PagedKV, Statistics
+from jaxkv.programs.compiled import DEMOTED_AT_ONCE, Programs
 
 
-def move_pages(programs: Programs, kv: PagedKV, rows: RowTables, *, copies: Pairs, demotions: Pairs) -> PagedKV:
+def move_pages(
+    programs: Programs, kv: PagedKV, rows: RowTables, *, copies: Pairs, demotions: Pairs
+) -> PagedKV:
     """The state with pages encoded anew, and then copied. Consumes `kv`."""
     for first in range(0, len(demotions), DEMOTED_AT_ONCE):
         some = demotions[first : first + DEMOTED_AT_ONCE]
-        kv = programs.demote()(rows.without_rows(kv, 1), *_padded(some, DEMOTED_AT_ONCE), np.int32(len(some)))
+        kv = programs.demote()(
+            rows.without_rows(kv, 1), *_padded(some, DEMOTED_AT_ONCE), np.int32(len(some))
+        )
     if copies:
         num_rows = programs.config.max_num_seqs
-        kv = programs.copy()(rows.without_rows(kv, num_rows), *_padded(copies, num_rows), np.int32(len(copies)))
+        kv = programs.copy()(
+            rows.without_rows(kv, num_rows), *_padded(copies, num_rows), np.int32(len(copies))
+        )
     return kv
 
 
@@ -34,7 +40,7 @@ def _padded(pairs: Pairs, size: int) -> np.ndarray:
 
 def page_norms(programs: Programs, kv: PagedKV, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """`state.page_norms` of these pages, once the device has come there."""
-    page_W = np.zeros(table_width(programs.config), np.int32)
+    page_W = np.zeros(programs.config.table_width, np.int32)
     page_W[: len(pages)] = pages
     keys_W, values_W = programs.norms()(kv, page_W)
     return np.asarray(keys_W)[: len(pages)], np.asarray(values_W)[: len(pages)]
@@ -65,8 +71,9 @@ def freed_nbytes(kv: PagedKV, outcomes: Mapping[str, int]) -> int:
 
 
 def is_computed(arrays: list[jax.Array]) -> bool:
-    """Whether the arrays hold what they should: not where an interrupt came between donating one and receiving its
-    successor, nor where the device failed while it computed one."""
+    """Whether the arrays hold what they should: not where an interrupt came between donating one
+    and receiving its successor, nor where the device failed while it computed one.
+    """
     if any(array.is_deleted() for array in arrays):
         return False
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxkv.engine.request import Request
+from jaxkv.requests.request import Request
 
 Pairs = tuple[tuple[int, int], ...]
 """(source, target) pages."""
@@ -12,8 +12,10 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One ragged step: (request, number of its pending tokens to compute), those with one token in this step first,
-    shortest first. `copies` of pages, (source, target), come before it, in this order, and before those `demotions`."""
+    """One ragged step: (request, number of its pending tokens to compute), those with one token in
+    this step first, shortest first. `copies` of pages, (source, target), come before it, in this
+    order, and before those `demotions`.
+    """
 
     work: list[tuple[Request, int]]
     copies: Pairs = ()
@@ -26,8 +28,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """Up to `num_steps` decode steps on the device: (request, tokens that it may get), shortest first; their pages are
-    reserved. `copies` and `demotions` as in `StepPlan`."""
+    """Up to `num_steps` decode steps on the device: (request, tokens that it may get), shortest
+    first; their pages are reserved. `copies` and `demotions` as in `StepPlan`.
+    """
 
     work: list[tuple[Request, int]]
     num_steps: int

@@ -1,4 +1,6 @@
-"""Host-side inputs of the steps: what is constant per running row is kept in arrays, the rest is filled in per step."""
+"""Host-side inputs of the steps: what is constant per running row is kept in arrays, the rest is
+filled in per step.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.aot import empty_batch, empty_rows, empty_sampling, empty_statistics, table_width
 from jaxkv.config import MAX_INT32, EngineConfig
-from jaxkv.engine.masks import ends_of, token_mask
-from jaxkv.engine.request import Request
 from jaxkv.kv.state import GroupKV, PagedKV
-from jaxkv.loop import Rows
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
-from jaxkv.sharding import Placement
-from jaxkv.steps import Newest
+from jaxkv.placement import Placement
+from jaxkv.programs.inputs import empty_batch, empty_rows, empty_sampling, empty_statistics
+from jaxkv.programs.loop import Rows
+from jaxkv.programs.step import Newest
+from jaxkv.requests.masks import ends_of, token_mask
+from jaxkv.requests.request import Request
 
 WIDE = ("allowed_BM", "bias_id_BE", "bias_BE", "history_BN")
 """Sampling parameters of more than a few values per row."""
@@ -28,22 +30,25 @@ PARAMETERS = {field.name for field in fields(Sampling)}
 
 
 class RowTables:
-    """Page table and sampling parameters of every row of the engine; a row belongs to one running request.
+    """Page table and sampling parameters of every row of the engine; a row belongs to one running
+    request.
 
     The tables have one row more, which stays as it is made: the padding rows of a step.
 
-    What no request of a step uses is not gathered, and if it is wide not sent: the device keeps empty arrays of it.
+    What no request of a step uses is not gathered, and if it is wide not sent: the device keeps
+    empty arrays of it.
     """
 
     def __init__(self, config: EngineConfig, vocab_size: int, placement: Placement | None) -> None:
-        width = table_width(config)
+        width = config.table_width
         self.num_rows = config.max_num_seqs
         self.table_RW = np.zeros((self.num_rows + 1, width), np.int32)
         self._config = config
         self.first_W = np.arange(width, dtype=np.int32) * config.block_size
         self.first_RW = np.tile(self.first_W, (self.num_rows + 1, 1))
         self._plain_BW = np.broadcast_to(self.first_W, self.table_RW.shape)
-        # What policies have left: rows whose positions are not first_W, demoted pages, what is observed.
+        # What policies have left: rows whose positions are not first_W, demoted pages, what is
+        # observed.
         self._gaps_R = np.zeros(self.num_rows + 1, np.bool_)
         self._low_RW = np.zeros((self.num_rows + 1, config.low_row_pages), np.int32)
         self._low_first_RW = np.zeros_like(self._low_RW)
@@ -64,7 +69,9 @@ class RowTables:
     def bind(
         self, kv: PagedKV, newest_R: jax.Array, requests: list[Request], len_B: np.ndarray
     ) -> tuple[PagedKV, Newest, Sampling]:
-        """What a step of these running requests, so ordered and of these lengths, has of them beside their tokens."""
+        """What a step of these running requests, so ordered and of these lengths, has of them
+        beside their tokens.
+        """
         rows = self._select(requests)
         row_B: Any = np.full(len(len_B), self.num_rows, np.int32)
         row_B[: len(rows)] = rows
@@ -72,7 +79,9 @@ class RowTables:
         return state, Newest(newest_R, row_B), self._sampling_for(requests, row_B)
 
     def _select(self, requests: list[Request]) -> list[int]:
-        """The requests' rows. Takes over who is new in its row, and the pages of who has got others since."""
+        """The requests' rows. Takes over who is new in its row, and the pages of who has got others
+        since.
+        """
         owner_R, rows = self._owner_R, []
         for request in requests:
             row = request.row
@@ -102,7 +111,11 @@ class RowTables:
         kept, size = request.kept, self._config.block_size
         self._gaps_R[row] = kept is not None
         if kept is None or request.retention is None:
-            self.first_RW[row], self._low_len_R[row], self._since_R[row] = self.first_W, 0, MAX_INT32
+            self.first_RW[row], self._low_len_R[row], self._since_R[row] = (
+                self.first_W,
+                0,
+                MAX_INT32,
+            )
             return
         self.first_RW[row] = kept.firsts(len(self.first_W), request.num_gone, size)
         num_low = len(kept.low)
@@ -139,7 +152,9 @@ class RowTables:
     def _set_mask(self, allowed_BM: Any, row: int, request: Request) -> None:
         if self.sampling.masked_B[request.row]:
             forbidden = ends_of(request.bad_words, request.tokens[request.prompt_len :])
-            allowed_BM[row] = token_mask(self.vocab_size, request.params.allowed_token_ids, forbidden)
+            allowed_BM[row] = token_mask(
+                self.vocab_size, request.params.allowed_token_ids, forbidden
+            )
 
     def batch(self, work: list[tuple[Request, int]], num_tokens: int, num_rows: int) -> Batch:
         """Packs the given numbers of pending tokens of each request, decode rows first."""
@@ -148,7 +163,9 @@ class RowTables:
         start = 0
         for row, (request, count) in enumerate(work):
             done, end = request.num_stored, start + count
-            batch.token_T[start:end] = NO_TOKEN if request.num_coming else request.tokens[done : done + count]
+            batch.token_T[start:end] = (
+                NO_TOKEN if request.num_coming else request.tokens[done : done + count]
+            )
             batch.position_T[start:end] = np.arange(done, done + count)
             batch.row_T[start:end] = row
             batch.start_B[row] = start
@@ -160,11 +177,16 @@ class RowTables:
         return batch
 
     def _set_targets(self, target_T: Any, request: Request) -> None:
-        """The prompt tokens that follow those of a chunk, from the first that has no logprobs yet."""
+        """The prompt tokens that follow those of a chunk, from the first that has no logprobs
+        yet.
+        """
         if request.prompt_logprobs is None:
             return
         done = request.num_stored
-        first, end = max(len(request.prompt_logprobs), done + 1), min(request.prompt_len, done + 1 + len(target_T))
+        first, end = (
+            max(len(request.prompt_logprobs), done + 1),
+            min(request.prompt_len, done + 1 + len(target_T)),
+        )
         if first < end:
             target_T[first - done - 1 : end - done - 1] = request.tokens[first:end]
 
@@ -176,10 +198,13 @@ class RowTables:
         return len_B
 
     def decode_rows(self, work: list[tuple[Request, int]], len_B: np.ndarray) -> Rows:
-        """Rows of these lengths that may get so many tokens; their newest one is on the device only where steps are
-        under way."""
+        """Rows of these lengths that may get so many tokens; their newest one is on the device only
+        where steps are under way.
+        """
         rows, count = empty_rows(len(len_B)), len(work)
-        rows.token_B[:count] = [r.tokens[-1] if r.num_tokens == len(r.tokens) else NO_TOKEN for r, _ in work]
+        rows.token_B[:count] = [
+            r.tokens[-1] if r.num_tokens == len(r.tokens) else NO_TOKEN for r, _ in work
+        ]
         rows.position_B[:] = len_B
         if self._gaps_R.any():
             rows.position_B[:count] += np.array([r.num_gone for r, _ in work], np.int32)
@@ -206,7 +231,10 @@ class RowTables:
         """What the tables hold of these rows. Decode loops of the same ones make it once."""
         key = row_B.tobytes()
         if self._same is None or self._same[0] != key:
-            table, rows = self.sampling, row_B.astype(np.intp)  # once, or each array would convert them
+            table, rows = (
+                self.sampling,
+                row_B.astype(np.intp),
+            )  # once, or each array would convert them
             unused = {"history_BN", "min_left_B"}
             if not self._penalises_R[rows].any():
                 unused.update(PENALISING)
@@ -233,15 +261,25 @@ class RowTables:
         return self._empty[num_rows]
 
     def check(self, running: list[Request]) -> None:
-        """Raises RuntimeError if a running request has other pages than the tables say that it has."""
+        """Raises RuntimeError if a running request has other pages than the tables say that it
+        has.
+        """
         for request in running:
             bound = request.pages[: request.num_bound]
-            if len(bound) < request.num_bound or self.table_RW[request.row, : len(bound)].tolist() != bound:
-                raise RuntimeError(f"request {request.id}: the tables have other pages than its {request.num_bound}")
+            if (
+                len(bound) < request.num_bound
+                or self.table_RW[request.row, : len(bound)].tolist() != bound
+            ):
+                raise RuntimeError(
+                    f"request {request.id}: the tables have other pages than its "
+                    f"{request.num_bound}"
+                )
 
     def without_rows(self, kv: PagedKV, num_rows: int) -> PagedKV:
         """The state for a program that looks at pages only."""
-        return self._state(kv, np.full(num_rows, self.num_rows, np.int32), np.zeros(num_rows, np.int32))
+        return self._state(
+            kv, np.full(num_rows, self.num_rows, np.int32), np.zeros(num_rows, np.int32)
+        )
 
     def _state(self, kv: PagedKV, row_B: np.ndarray, len_B: Any) -> PagedKV:
         """The state with the tables of these rows. All groups share one table for now."""
@@ -262,7 +300,14 @@ class RowTables:
             low = {name: x.take(row_B, axis=0) for name, x in zip(names, tables, strict=True)}
 
         def of(group: GroupKV) -> GroupKV:
-            own = {"table_BW": table_BW, "first_BW": first_BW, "len_B": len_B, "statistics": statistics}
-            return replace(group, **own, low=None if group.low is None else replace(group.low, **low))
+            own = {
+                "table_BW": table_BW,
+                "first_BW": first_BW,
+                "len_B": len_B,
+                "statistics": statistics,
+            }
+            return replace(
+                group, **own, low=None if group.low is None else replace(group.low, **low)
+            )
 
         return replace(kv, groups=tuple(map(of, kv.groups)))

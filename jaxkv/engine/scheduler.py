@@ -1,4 +1,6 @@
-"""Which requests run next, and how many of their tokens: decode rows first, prefill chunks fill the token budget."""
+"""Which requests run next, and how many of their tokens: decode rows first, prefill chunks fill the
+token budget.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +8,43 @@ import heapq
 from bisect import bisect_left, insort
 from itertools import compress
 
-from jaxkv.aot import fit_bucket, token_buckets
 from jaxkv.config import EngineConfig
-from jaxkv.engine.allocator import KVHandle, PageAllocator
 from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
-from jaxkv.engine.prefix import PageKey
-from jaxkv.engine.request import Request
-from jaxkv.engine.retention import NEVER
 from jaxkv.engine.trim import Norms, Trim
 from jaxkv.errors import CapacityError
+from jaxkv.holding.allocator import KVHandle, PageAllocator
+from jaxkv.holding.prefix import PageKey
+from jaxkv.holding.retention import NEVER
+from jaxkv.programs.buckets import fit_bucket, token_buckets
+from jaxkv.requests.request import Request
 
 STEP_COST = 64
-"""What a step costs however few its tokens, counted in tokens: it reads all weights (measured on a CPU)."""
+"""What a step costs however few its tokens, counted in tokens: it reads all weights (measured on a
+CPU).
+"""
 
 WATERMARK = 0.02
-"""Part of the pool that admission leaves for running rows to grow into, beside one page for each of them."""
+"""Part of the pool that admission leaves for running rows to grow into, beside one page for each of
+them.
+"""
 
 PAGES_AT_ONCE = 8
-"""Pages of an output that are listed together: one at a time costs the host half as much again, all at the end would be
-felt by the step that they fall on."""
+"""Pages of an output that are listed together: one at a time costs the host half as much again, all
+at the end would be felt by the step that they fall on.
+"""
 
 
 class Scheduler:
     """By priority, then first come first served. Mutable, host only; `check` states its invariants.
 
-    Pages are taken as tokens come. Where they run out, the request that is last in that order gives all of its own back
-    and waits again (it is preempted); its tokens are kept and computed anew. The first one in order never is, and fits
-    alone, so something always advances.
+    Pages are taken as tokens come. Where they run out, the request that is last in that order gives
+    all of its own back and waits again (it is preempted); its tokens are kept and computed anew.
+    The first one in order never is, and fits alone, so something always advances.
 
-    A beam without pending tokens waits for the others of its search. They are neighbours in that order and all fit
-    together, so the first search in order always advances too: where nothing else is left to compute, its missing beams
-    are admitted whatever it takes.
+    A beam without pending tokens waits for the others of its search. They are neighbours in that
+    order and all fit
+    together, so the first search in order always advances too: where nothing else is left to
+    compute, its missing beams are admitted whatever it takes.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -71,7 +79,10 @@ class Scheduler:
 
         `norms` measures pages for the policies that want it.
         """
-        for request in {**self._copies, **self.trim.undone}:  # an interrupt came before: these pages hold nothing
+        for request in {
+            **self._copies,
+            **self.trim.undone,
+        }:  # an interrupt came before: these pages hold nothing
             self._preempt(request)
         self._publish_and_let_go()
         if self.trim.rows:
@@ -83,9 +94,16 @@ class Scheduler:
             pending = [request.num_tokens - request.num_stored for request in self.running]
             most = max(pending)
             if not most:
-                raise RuntimeError("every running request waits for a beam that is neither running nor waiting")
-            plan = self._plan_step() if most > 1 else self._plan_loop(list(compress(self.running, pending)))
-            # None where all that was ready gave its pages up and those before it are beams that wait: they come next.
+                raise RuntimeError(
+                    "every running request waits for a beam that is neither running nor waiting"
+                )
+            plan = (
+                self._plan_step()
+                if most > 1
+                else self._plan_loop(list(compress(self.running, pending)))
+            )
+            # None where all that was ready gave its pages up and those before it are beams that
+            # wait: they come next.
             if plan is not None:
                 return plan
 
@@ -122,11 +140,14 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def _publish_and_let_go(self) -> None:
-        """Lists new full pages, of prompts at once; frees the rows and pages of requests whose last tokens are coming.
+        """Lists new full pages, of prompts at once; frees the rows and pages of requests whose last
+        tokens are coming.
 
         The device works in order: what takes their place is written after their last step.
         """
-        due = [r for r in self.running if len(r.tokens) >= r.publish_len or r.num_tokens == r.max_len]
+        due = [
+            r for r in self.running if len(r.tokens) >= r.publish_len or r.num_tokens == r.max_len
+        ]
         for request in due:
             self._publish(request)
             if request.num_tokens == request.max_len:
@@ -140,13 +161,19 @@ class Scheduler:
         self._copies.pop(request, None)
         self.allocator.release(request.handle)
         self.trim.end(request)
-        request.row, request.num_bound, request.handle, request.is_listed = None, 0, KVHandle(), True
+        request.row, request.num_bound, request.handle, request.is_listed = (
+            None,
+            0,
+            KVHandle(),
+            True,
+        )
         self._set_published(request, 0)
 
     def _admit(self) -> None:
         if self._waiting and not self._free_rows and not self._is_ready():
             self._preempt(self.running[-1])
-        # In order: a request that does not fit yet holds back those behind it, or it could wait forever.
+        # In order: a request that does not fit yet holds back those behind it, or it could wait
+        # forever.
         owed = self._owed_pages() if self._waiting and self._free_rows else 0
         while self._waiting and self._free_rows:
             _, request = self._waiting[0]
@@ -174,7 +201,9 @@ class Scheduler:
         return any(request.num_pending for request in self.running)
 
     def _owed_pages(self) -> int:
-        """What running requests still need for the tokens that they have, and are likely to need soon."""
+        """What running requests still need for the tokens that they have, and are likely to need
+        soon.
+        """
         owed = sum(self._pages_to_come(request) for request in self.running)
         return owed + len(self.running) + int(WATERMARK * self.config.num_pages)
 
@@ -193,9 +222,16 @@ class Scheduler:
         pairs = zip(ready, left, strict=True)
         wanted = [(request, num if num < num_steps else num_steps) for request, num in pairs]
         if self.trim.rows:
-            wanted = [(request, min(num, request.evict_len - request.num_stored)) for request, num in wanted]
+            wanted = [
+                (request, min(num, request.evict_len - request.num_stored))
+                for request, num in wanted
+            ]
         work = self._reserve_all(wanted)
-        return LoopPlan(sorted(work, key=_length_of_work), num_steps, *self._before()) if work else None
+        return (
+            LoopPlan(sorted(work, key=_length_of_work), num_steps, *self._before())
+            if work
+            else None
+        )
 
     def _before(self) -> tuple[Pairs, Pairs]:
         """Copies and demotions that come before the next step."""
@@ -221,9 +257,13 @@ class Scheduler:
         return StepPlan(decode + [item for item in work if item[1] > 1], *self._before())
 
     def _step_tokens(self, num_decoding: int) -> int:
-        """Most tokens of the next step: what is pending, or as many as fill the next smaller program exactly where two
-        steps, the second one with what is left, cost less than one that is mostly padding."""
-        wanted = min(self.config.max_num_batched_tokens, sum(request.num_ready for request in self.running))
+        """Most tokens of the next step: what is pending, or as many as fill the next smaller
+        program exactly where two steps, the second one with what is left, cost less than one that
+        is mostly padding.
+        """
+        wanted = min(
+            self.config.max_num_batched_tokens, sum(request.num_ready for request in self.running)
+        )
         buckets = token_buckets(self.config.max_num_batched_tokens)
         smaller = max((bucket for bucket in buckets if bucket < wanted), default=0)
         if smaller <= num_decoding:
@@ -232,8 +272,10 @@ class Scheduler:
         return smaller if smaller + rest + STEP_COST < fit_bucket(buckets, wanted) else wanted
 
     def _reserve_all(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Pages for so many more tokens of each request, which come in order. Returns what of the work is left: where
-        no pages are free, the last running ones give theirs back, maybe some of these."""
+        """Pages for so many more tokens of each request, which come in order. Returns what of the
+        work is left: where no pages are free, the last running ones give theirs back, maybe some of
+        these.
+        """
         size, short, is_search = self.config.block_size, [], False
         for request, count in work:
             missing = request.num_stored - request.num_gone + count - len(request.pages) * size
@@ -318,7 +360,9 @@ class Scheduler:
         return num_found * size
 
     def _next_page(self, request: Request) -> int | None:
-        """Which page of the request could be one that is cached; None if what comes next is less than a page."""
+        """Which page of the request could be one that is cached; None if what comes next is less
+        than a page.
+        """
         index, rest = divmod(request.num_stored, self.config.block_size)
         end = request.num_stored + self.config.block_size
         whole = not rest and end < len(request.tokens) and end <= request.most_cached
@@ -337,18 +381,29 @@ class Scheduler:
             self._set_published(request, first + num_listed)
 
     def _set_published(self, request: Request, num_pages: int) -> None:
-        request.num_published, request.publish_len = num_pages, self._publish_len(request, num_pages)
+        request.num_published, request.publish_len = (
+            num_pages,
+            self._publish_len(request, num_pages),
+        )
 
     def _publish_len(self, request: Request, num_published: int) -> int:
-        """With how many tokens it has pages to list: those of a prompt at once, those of an output together, none once
-        some have gone: what comes later is computed without them."""
+        """With how many tokens it has pages to list: those of a prompt at once, those of an output
+        together, none once
+        some have gone: what comes later is computed without them.
+        """
         if request.num_gone:
             return NEVER
         size = self.config.block_size
-        return 0 if num_published < request.prompt_len // size else (num_published + PAGES_AT_ONCE) * size + 1
+        return (
+            0
+            if num_published < request.prompt_len // size
+            else (num_published + PAGES_AT_ONCE) * size + 1
+        )
 
     def _is_next(self, request: Request, coming: set[PageKey]) -> bool:
-        """Whether to compute the request's next page now, and not take it over from another one after this step."""
+        """Whether to compute the request's next page now, and not take it over from another one
+        after this step.
+        """
         self._count_found(request, self._take_cached(request))
         index = self._next_page(request)
         return index is None or self._key(request, index) not in coming
@@ -376,12 +431,21 @@ class Scheduler:
         self.trim.check(self.running)
         rows = [request.row for request in self.running] + self._free_rows
         if sorted(rows, key=str) != sorted(range(self.config.max_num_seqs), key=str):
-            raise RuntimeError(f"rows owned or free: {rows}, expected each of {self.config.max_num_seqs} once")
-        if [request.order for request in self.running] != sorted(request.order for request in self.running):
+            raise RuntimeError(
+                f"rows owned or free: {rows}, expected each of {self.config.max_num_seqs} once"
+            )
+        if [request.order for request in self.running] != sorted(
+            request.order for request in self.running
+        ):
             raise RuntimeError("running requests are out of order")
-        if any(one.publish_len != self._publish_len(one, one.num_published) for one in self.running):
+        if any(
+            one.publish_len != self._publish_len(one, one.num_published) for one in self.running
+        ):
             raise RuntimeError("a running request would list its pages too late or too early")
-        if any(r.row is not None or r.num_bound or r.pages or r.kept or r.num_gone for _, r in self._waiting):
+        if any(
+            r.row is not None or r.num_bound or r.pages or r.kept or r.num_gone
+            for _, r in self._waiting
+        ):
             raise RuntimeError("a waiting request holds a row or pages")
 
 
@@ -394,5 +458,7 @@ def _order_of_work(item: tuple[Request, int]) -> tuple[int, int]:
 
 
 def _length_of_work(item: tuple[Request, int]) -> int:
-    """Decode rows are listed by length: attention sweeps neighbouring rows together, as far as the longest one goes."""
+    """Decode rows are listed by length: attention sweeps neighbouring rows together, as far as the
+    longest one goes.
+    """
     return item[0].num_stored - item[0].num_gone

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from jaxkv.config import EngineConfig
-from jaxkv.engine.allocator import KVHandle, PageAllocator
 from jaxkv.engine.plan import Pairs
-from jaxkv.engine.request import Request
-from jaxkv.engine.retention import NEVER, Decision, Kept, decide
+from jaxkv.holding.allocator import KVHandle, PageAllocator
+from jaxkv.holding.retention import NEVER, Decision, Kept, decide
+from jaxkv.requests.request import Request
 
 Norms = Callable[[list[int]], tuple[np.ndarray, np.ndarray]]
 """Lengths of the keys and of the values of these pages, by `kv.state.page_norms`."""
@@ -20,8 +20,10 @@ Norms = Callable[[list[int]], tuple[np.ndarray, np.ndarray]]
 class Trim:
     """Owns the demoted pages. Mutable, host only; `check` states its invariants.
 
-    A request is asked at fixed lengths of its sequence, so what it computes does not depend on its neighbours. Pages
-    that go are only given back by it: others that share them keep them, and they stay in the prefix cache.
+    A request is asked at fixed lengths of its sequence, so what it computes does not depend on its
+    neighbours. Pages
+    that go are only given back by it: others that share them keep them, and they stay in the prefix
+    cache.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -47,8 +49,12 @@ class Trim:
         self._demotions.clear()
 
     def is_due(self, request: Request) -> bool:
-        """Whether its policy is to be asked; not where only its last token is to come, which is never stored."""
-        return request in self.rows and request.evict_len <= request.num_stored < request.max_len - 1
+        """Whether its policy is to be asked; not where only its last token is to come, which is
+        never stored.
+        """
+        return (
+            request in self.rows and request.evict_len <= request.num_stored < request.max_len - 1
+        )
 
     @property
     def needs_statistics(self) -> bool:
@@ -77,8 +83,8 @@ class Trim:
     def ask(self, request: Request, allocator: PageAllocator, norms: Norms | None) -> None:
         """Lets go of the pages that the request's policy does not keep.
 
-        Raises: CapacityError if there are too few pages for what is to be demoted. Demoted pages that do not stay are
-        gone then, and nothing else has changed.
+        Raises: CapacityError if there are too few pages for what is to be demoted. Demoted pages
+        that do not stay are gone then, and nothing else has changed.
         """
         retention, kept = request.retention, request.kept
         if retention is None or kept is None:
@@ -96,7 +102,9 @@ class Trim:
         new = self.low.take(len(decision.demoted))
         gone = set(range(num_pages)) - set(decision.full)
         if new:
-            self._demotions[request] = tuple(zip((pages[i] for i in decision.demoted), new, strict=True))
+            self._demotions[request] = tuple(
+                zip((pages[i] for i in decision.demoted), new, strict=True)
+            )
         self._go_on(request, kept, decision, new)
         allocator.release(KVHandle(tuple(pages[i] for i in sorted(gone))))
         request.pages = [page for i, page in enumerate(pages) if i not in gone]
@@ -120,7 +128,11 @@ class Trim:
     def _go_on(self, request: Request, kept: Kept, decision: Decision, new: list[int]) -> None:
         """Tables and what was observed, without what has gone."""
         size, num_low = self.config.block_size, len(kept.low)
-        firsts = kept.firsts(request.retention.full_pages, request.num_gone, size) if request.retention else np.zeros(0)
+        firsts = (
+            kept.firsts(request.retention.full_pages, request.num_gone, size)
+            if request.retention
+            else np.zeros(0)
+        )
         firsts_of_low = [*kept.low_first, *(int(firsts[i]) for i in decision.demoted)]
         masses_of_low = np.concatenate([kept.low_mass[:num_low], kept.mass[decision.demoted]])
         pages_of_low = [*kept.low, *new]
@@ -135,13 +147,21 @@ class Trim:
 
     def check(self, running: Iterable[Request]) -> None:
         """Raises RuntimeError if demoted pages, rows or budgets do not add up."""
-        size, rows = self.config.block_size, {request for request in running if request.retention is not None}
+        size, rows = (
+            self.config.block_size,
+            {request for request in running if request.retention is not None},
+        )
         kept = [request.kept for request in rows if request.kept is not None]
         if rows != self.rows or len(kept) != len(rows):
             raise RuntimeError("rows under a policy are not the running requests that have one")
         self.low.check(KVHandle(tuple(one.low), len(one.low) * size) for one in kept)
         for request in rows:
             if request.retention is None or request.num_stored > request.evict_len:
-                raise RuntimeError(f"request {request.id} has {request.num_stored} tokens, at most {request.evict_len}")
+                raise RuntimeError(
+                    f"request {request.id} has {request.num_stored} tokens, at most "
+                    f"{request.evict_len}"
+                )
             if request.evict_len != request.num_gone + request.retention.limit:
-                raise RuntimeError(f"request {request.id}: its policy is asked at {request.evict_len}")
+                raise RuntimeError(
+                    f"request {request.id}: its policy is asked at {request.evict_len}"
+                )

@@ -1,7 +1,8 @@
-"""The immutable paged KV state: a pytree of page arrays, page tables and lengths, and pure functions on it.
+"""The immutable paged KV state: a pytree of page arrays, page tables and lengths, and pure
+functions on it.
 
-Under `jax.jit` with donation every function here updates the pages in place; the value that was passed in is then
-dead, and JAX says so when it is touched again.
+Under `jax.jit` with donation every function here updates the pages in place; the value that was
+passed in is then dead, and JAX says so when it is touched again.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from jaxkv.kv.codecs import Codec, decode
 
 @struct.dataclass
 class Statistics:
-    """What queries have attended to, added up over layers, query heads and the queries from position since_B [B] on.
+    """What queries have attended to, added up over layers, query heads and the queries from
+    position since_B [B] on.
 
-    mass_BW    softmax weights of each table page, low_BW of each page of `GroupKV.low`. With `focused` each query head
-               counts as 1 - entropy / log(keys): as nothing where it attends to all keys alike.
+    mass_BW    softmax weights of each table page, low_BW of each page of `GroupKV.low`. With
+               `focused` each query head counts as 1 - entropy / log(keys): as nothing where it
+               attends to all keys alike.
     entropy_B  entropies of the softmaxes, in nats; None where nobody asks, which `focused` does.
     """
 
@@ -36,22 +39,27 @@ class Statistics:
 
 @struct.dataclass
 class GroupKV:
-    """Pages of one KV group (layers with one cache shape, retention and codec), and who owns them in this step.
+    """Pages of one KV group (layers with one cache shape, retention and codec), and who owns them
+    in this step.
 
-    pages    [L*P, 2K, S, X]  codec's storage dtype, X = codec.width(H): H if it does not quantise. Page p of layer l is
-             row l*P + p: one flat axis, so that a loop over layers carries the pool without copying it. Heads 0..K-1
-             are keys, K..2K-1 values (head-major: one head of one page is contiguous, and a whole page is one DMA). A
-             backend may keep the heads of a page in another order and shape (`ops.attention.base.Backend.page_arrays`).
-    table_BW int32: page ids of each row in order; entries past the row's length are any valid id, never read as data.
-    first_BW int32: position (in tokens) of slot 0 of each table page. Masks use it, not the page's index, so that a
-             row may drop pages and keep its positions.
+    pages    [L*P, 2K, S, X]  codec's storage dtype, X = codec.width(H): H if it does not quantise.
+             Page p of layer l is row l*P + p: one flat axis, so that a loop over layers carries the
+             pool without copying it. Heads 0..K-1 are keys, K..2K-1 values (head-major: one head of
+             one page is contiguous, and a whole page is one DMA). A backend may keep the heads of a
+             page in another order and shape (`ops.attention.base.Backend.page_arrays`).
+    table_BW int32: page ids of each row in order; entries past the row's length are any valid id,
+    never read as data.
+    first_BW int32: position (in tokens) of slot 0 of each table page. Masks use it, not the page's
+             index, so that a row may drop pages and keep its positions.
     len_B    int32: tokens of each row that are held, counted in slots from the start of its table.
-    scales   [L*P, 1, Z] for a backend that has a quantising codec's scales beside the pages, else None.
-    low      older pages of the same rows in a smaller codec, which steps read and never write (`kv.policies`); None of
-             an engine that has none. A row's keys are those of both.
+    scales   [L*P, 1, Z] for a backend that has a quantising codec's scales beside the pages, else
+             None.
+    low      older pages of the same rows in a smaller codec, which steps read and never write
+             (`kv.policies`); None of an engine that has none. A row's keys are those of both.
     statistics  what steps add up while they attend, None where nobody asks.
-    extremes [L*P, 2, K, H] float32: the least and the largest value of each channel over the keys of a page, where
-             decoding queries read only `num_read` pages of each row (`ops.attention.select`), else None.
+    extremes [L*P, 2, K, H] float32: the least and the largest value of each channel over the keys
+             of a page, where decoding queries read only `num_read` pages of each row
+             (`ops.attention.select`), else None.
     """
 
     pages: jax.Array
@@ -110,16 +118,31 @@ def empty_group(
     codec: Codec,
     device: jax.sharding.Sharding | None = None,
 ) -> GroupKV:
-    """A zeroed pool without rows: `num_pages` pages for each of `num_layers` layers, each of them `page_arrays`, which
-    are its part of `pages` and of `scales` where there are any."""
-    pools = [jnp.zeros((num_layers * num_pages, *page.shape), page.dtype, device=device) for page in page_arrays]
+    """A zeroed pool without rows: `num_pages` pages for each of `num_layers` layers, each of them
+    `page_arrays`, which are its part of `pages` and of `scales` where there are any.
+    """
+    pools = [
+        jnp.zeros((num_layers * num_pages, *page.shape), page.dtype, device=device)
+        for page in page_arrays
+    ]
     no_rows: Any = np.zeros((0, 1), np.int32)
     rows: Any = {"table_BW": no_rows, "first_BW": no_rows, "len_B": no_rows[:, 0]}
-    return GroupKV(pools[0], **rows, codec=codec, num_layers=num_layers, scales=pools[1] if len(pools) > 1 else None)
+    return GroupKV(
+        pools[0],
+        **rows,
+        codec=codec,
+        num_layers=num_layers,
+        scales=pools[1] if len(pools) > 1 else None,
+    )
 
 
 def choosing(
-    group: GroupKV, kv_heads: int, head_dim: int, *, num_read: int, device: jax.sharding.Sharding | None = None
+    group: GroupKV,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    num_read: int,
+    device: jax.sharding.Sharding | None = None,
 ) -> GroupKV:
     """An empty group of which decoding queries read `num_read` pages of each row."""
     extremes = jnp.zeros((group.pages.shape[0], 2, kv_heads, head_dim), jnp.float32, device=device)
@@ -129,7 +152,8 @@ def choosing(
 def destinations(group: GroupKV, *, row_T: jax.Array, offset_T: jax.Array) -> jax.Array:
     """dest_T: page * S + slot for the `offset`-th new token of each row; past the pool for padding.
 
-    row_T is int32 in [0, B), or B for a padding token. Page ids in the table are the host's promise.
+    row_T is int32 in [0, B), or B for a padding token. Page ids in the table are the host's
+    promise.
     """
     num_rows, width = group.table_BW.shape
     real_T = row_T < num_rows
@@ -137,27 +161,35 @@ def destinations(group: GroupKV, *, row_T: jax.Array, offset_T: jax.Array) -> ja
     index_T = group.len_B[row_T] + offset_T
     page_T = group.table_BW[row_T, jnp.minimum(index_T // group.page_size, width - 1)]
     dest_T = page_T * group.page_size + index_T % group.page_size
-    # A flat pool has no "one past the end" per layer: page P of layer l is page 0 of layer l+1. So padding (and a token
-    # past the table's end) points past the pool of one layer here, and `write` turns that into past the whole pool.
+    # A flat pool has no "one past the end" per layer: page P of layer l is page 0 of layer l+1. So
+    # padding (and a token past the table's end) points past the pool of one layer here, and `write`
+    # turns that into past the whole pool.
     real_T &= index_T < width * group.page_size
     return jnp.where(real_T, dest_T, group.num_pages * group.page_size)
 
 
-def write(group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Array, layer: int | jax.Array) -> GroupKV:
+def write(
+    group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Array, layer: int | jax.Array
+) -> GroupKV:
     """Stores one key and one value row per token in its slot; a dest_T past the pool is dropped.
 
-    Units: dest_T is page * S + slot; `layer` counts within the group. Cost: 2*T*K*H values, in place when donated.
-    Raises: ValueError if K or H differ from the pool's (when traced). Source: arXiv 2309.06180, section 4.
+    Units: dest_T is page * S + slot; `layer` counts within the group. Cost: 2*T*K*H values, in
+    place when donated.
+    Raises: ValueError if K or H differ from the pool's (when traced). Source: arXiv 2309.06180,
+    section 4.
     """
     expected = (group.num_kv_heads, group.pages.shape[3])
     got = [(x.shape[1], group.codec.width(x.shape[2])) for x in (k_TKH, v_TKH)]
     if got != [expected, expected]:
         raise ValueError(
-            f"expected keys and values of K heads that are stored in X elements, (K, X) = {expected}, got {got[0]} and "
+            f"expected keys and values of K heads that are stored in X elements, (K, X) = "
+            f"{expected}, got {got[0]} and "
             f"{got[1]} of {k_TKH.shape[1:]} and {v_TKH.shape[1:]}"
         )
     page_T, slot_T = dest_T // group.page_size, dest_T % group.page_size
-    row_T = jnp.where(page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0])
+    row_T = jnp.where(
+        page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0]
+    )
     values = group.codec.encode(jnp.concatenate([k_TKH, v_TKH], axis=1))
     pages = group.pages.at[row_T, :, slot_T].set(values, mode="drop")
     if group.extremes is None:
@@ -165,21 +197,25 @@ def write(group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Arr
     # What is stored counts. A page begins anew with its slot 0.
     k_TKH = decode(group.codec, values[:, : group.num_kv_heads])
     begun_T = jnp.where(slot_T == 0, row_T, group.pages.shape[0])
-    extremes = group.extremes.at[begun_T].set(jnp.array([jnp.inf, -jnp.inf])[None, :, None, None], mode="drop")
+    extremes = group.extremes.at[begun_T].set(
+        jnp.array([jnp.inf, -jnp.inf])[None, :, None, None], mode="drop"
+    )
     extremes = extremes.at[row_T, 0].min(k_TKH, mode="drop").at[row_T, 1].max(k_TKH, mode="drop")
     return replace(group, pages=pages, extremes=extremes)
 
 
 def demote(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
-    """Page `source` of every layer encoded anew as page `target` of `low`. Needs a group with a `low` and the layout of
-    the XLA backend."""
+    """Page `source` of every layer encoded anew as page `target` of `low`. Needs a group with a
+    `low` and the layout of the XLA backend.
+    """
 
     def of(group: GroupKV) -> GroupKV:
         if group.low is None:
             raise ValueError("expected a KV group with a pool of smaller pages, got one without")
         low = group.low
         source_L, target_L = (
-            jnp.arange(one.num_layers) * one.num_pages + page for one, page in ((group, source), (low, target))
+            jnp.arange(one.num_layers) * one.num_pages + page
+            for one, page in ((group, source), (low, target))
         )
         stored = low.codec.encode(decode(group.codec, group.pages[source_L]))
         return replace(group, low=replace(low, pages=low.pages.at[target_L].set(stored)))
@@ -187,10 +223,14 @@ def demote(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
     return replace(kv, groups=tuple(map(of, kv.groups)))
 
 
-def page_norms(kv: PagedKV, page_W: jax.Array, *, num_devices: int = 1) -> tuple[jax.Array, jax.Array]:
-    """Lengths of the keys and of the values in each of these pages, means over layers, KV heads and slots: two [W].
+def page_norms(
+    kv: PagedKV, page_W: jax.Array, *, num_devices: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Lengths of the keys and of the values in each of these pages, means over layers, KV heads and
+    slots: two [W].
 
-    num_devices: that divide the heads of a page, each with its keys before its values. Needs the layout of the XLA
+    num_devices: that divide the heads of a page, each with its keys before its values. Needs the
+    layout of the XLA
     backend. Cost: reads the pages, one layer at a time.
     """
     found = []
@@ -207,7 +247,8 @@ def page_norms(kv: PagedKV, page_W: jax.Array, *, num_devices: int = 1) -> tuple
 
 
 def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV:
-    """Copies whole pages, all layers of every group: what a fork does to the one partly filled tail page.
+    """Copies whole pages, all layers of every group: what a fork does to the one partly filled tail
+    page.
 
     source_C, target_C: int32 page ids; a target past the pool is dropped (padding).
     """
@@ -226,11 +267,16 @@ def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV
             return replace(group, pages=pages)
 
         # Row by row: XLA:TPU would lay out all of them anew for a gather.
-        scales, rows = group.scales, jax.lax.map(partial(jax.lax.dynamic_index_in_dim, group.scales), source_LC.ravel())
+        scales, rows = (
+            group.scales,
+            jax.lax.map(partial(jax.lax.dynamic_index_in_dim, group.scales), source_LC.ravel()),
+        )
 
         def put(i: jax.Array, scales: jax.Array) -> jax.Array:
             target = target_LC.ravel()[i]
-            row = jnp.where(target < scales.shape[0], rows[i], jax.lax.dynamic_index_in_dim(scales, target))
+            row = jnp.where(
+                target < scales.shape[0], rows[i], jax.lax.dynamic_index_in_dim(scales, target)
+            )
             return jax.lax.dynamic_update_slice_in_dim(scales, row, target, 0)
 
         return replace(group, pages=pages, scales=jax.lax.fori_loop(0, source_LC.size, put, scales))

@@ -1,4 +1,6 @@
-"""The one decoder: every family is a `ModelSpec` and a weight tree, and runs through these functions."""
+"""The one decoder: every family is a `ModelSpec` and a weight tree, and runs through these
+functions.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +15,56 @@ from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Batch, Heads
-from jaxkv.ops.layers import Matrix, apply_rope, gated_mlp, linear, linear_over, rms_norm, rope_tables, values
+from jaxkv.ops.layers import (
+    Matrix,
+    apply_rope,
+    gated_mlp,
+    linear,
+    linear_over,
+    rms_norm,
+    rope_tables,
+    values,
+)
 
 Weights = Mapping[str, Any]
-"""{"embed": [V, D], "layers": stacked tree or tuple of trees, "norm": [D], "head": [V, D] only if untied}.
+"""{"embed": [V, D], "layers": stacked tree or tuple of trees, "norm": [D], "head": [V, D] only if
+untied}.
 
 A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`).
 """
 
 
 def forward(
-    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, backend: str | Backend, axis: str | None = None
+    weights: Weights,
+    kv: PagedKV,
+    batch: Batch,
+    *,
+    spec: ModelSpec,
+    backend: str | Backend,
+    axis: str | None = None,
 ) -> tuple[PagedKV, jax.Array]:
     """Runs the packed tokens through all layers and stores their keys and values.
 
-    `axis`: the mesh axis over which weights and pages are divided (`sharding.Placement`), here and in `logits`.
-    Returns the new state (lengths grown by this step's tokens) and the hidden states [T, D] float32 before the final
+    `axis`: the mesh axis over which weights and pages are divided (`placement.Placement`), here and
+    in `logits`.
+    Returns the new state (lengths grown by this step's tokens) and the hidden states [T, D] float32
+    before the final
     norm. Cost: every array but the pages is of size T.
     """
     attention = BACKENDS[backend] if isinstance(backend, str) else backend
     heads_G = heads_of(spec, num_devices=1 if axis is None else jax.lax.axis_size(axis))
-    prepared_G = [attention.prepare(group, batch, heads) for group, heads in zip(kv.groups, heads_G, strict=True)]
-    kv = replace(kv, groups=tuple(replace(group, len_B=group.len_B + batch.count_B) for group in kv.groups))
+    prepared_G = [
+        attention.prepare(group, batch, heads)
+        for group, heads in zip(kv.groups, heads_G, strict=True)
+    ]
+    kv = replace(
+        kv, groups=tuple(replace(group, len_B=group.len_B + batch.count_B) for group in kv.groups)
+    )
     rope = rope_tables(batch.position_T, *rope_frequencies(spec))
 
-    def block(x_TD: jax.Array, group: GroupKV, w: Weights, g: int, index: int | jax.Array) -> tuple[jax.Array, GroupKV]:
+    def block(
+        x_TD: jax.Array, group: GroupKV, w: Weights, g: int, index: int | jax.Array
+    ) -> tuple[jax.Array, GroupKV]:
         q, k, v = _project(rms_norm(x_TD, w["attn_norm"], eps=spec.norm_eps), w, rope, spec)
         options: Any = {"scale": spec.head_dim**-0.5, "out_dtype": w["o"].dtype}
         out, group = attention.attend(q, k, v, group, batch, prepared_G[g], layer=index, **options)
@@ -63,7 +90,9 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
     )
 
 
-def logits(weights: Weights, x_TD: jax.Array, *, spec: ModelSpec, axis: str | None = None) -> jax.Array:
+def logits(
+    weights: Weights, x_TD: jax.Array, *, spec: ModelSpec, axis: str | None = None
+) -> jax.Array:
     """Final norm and head: [T, D] -> [T, V] float32."""
     x_TD = rms_norm(x_TD, values(weights["norm"]), eps=spec.norm_eps)
     head_VD = weights.get("head", weights["embed"])
@@ -86,9 +115,10 @@ def _embed(embed_VD: jax.Array, token_T: jax.Array, spec: ModelSpec, axis: str |
 def _project(
     x_TD: jax.Array, w: Weights, rope: tuple[jax.Array, jax.Array], spec: ModelSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H]; with qk-norm where the weights have it.
+    """Rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H]; with qk-norm where the
+    weights have it.
 
-    Keys and queries are suited to being quantised where the weights say how (`steps.fit_keys`).
+    Keys and queries are suited to being quantised where the weights say how (`programs.fit_keys`).
     """
 
     def heads(name: str) -> jax.Array:
@@ -102,45 +132,64 @@ def _project(
     q, k = apply_rope(q, *rope), apply_rope(k, *rope)
     if "k_affine" in w:
         mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, spec.head_dim), 2, 0)
-        # What is stored of a key must not depend on whether the compiler rounds this product before it adds it up.
+        # What is stored of a key must not depend on whether the compiler rounds this product before
+        # it adds it up.
         k = jax.lax.optimization_barrier((k - mean_1KH) * factor_1KH)
         q = q / jnp.repeat(factor_1KH, q.shape[1] // k.shape[1], axis=1)
     return q, k, v
 
 
 def _with_statistics_of_all(kv: PagedKV, before: PagedKV, axis: str) -> PagedKV:
-    """Each device has seen its own heads attend: what they have added to the statistics, added up."""
+    """Each device has seen its own heads attend: what they have added to the statistics, added
+    up.
+    """
 
     def of(new: GroupKV, old: GroupKV) -> GroupKV:
-        gained = jax.tree.map(lambda x, y: jax.lax.psum(x - y, axis), new.statistics, old.statistics)
+        gained = jax.tree.map(
+            lambda x, y: jax.lax.psum(x - y, axis), new.statistics, old.statistics
+        )
         return replace(new, statistics=jax.tree.map(jnp.add, old.statistics, gained))
 
     return replace(kv, groups=tuple(map(of, kv.groups, before.groups)))
 
 
 def _loop_layers(
-    block: Callable[..., tuple[jax.Array, GroupKV]], x_TD: jax.Array, kv: PagedKV, layers: Any, spec: ModelSpec
+    block: Callable[..., tuple[jax.Array, GroupKV]],
+    x_TD: jax.Array,
+    kv: PagedKV,
+    layers: Any,
+    spec: ModelSpec,
 ) -> tuple[PagedKV, jax.Array]:
-    """Threads x and the pool through the layers: a Python loop over a tuple of trees, one on the device over a stack.
+    """Threads x and the pool through the layers: a Python loop over a tuple of trees, one on the
+    device over a stack.
 
-    The pool is carried whole with the layer's index passed down: as scan xs/ys it would be copied (7.25 GiB against
-    0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e). A stacked tree needs all layers in one group.
+    The pool is carried whole with the layer's index passed down: as scan xs/ys it would be copied
+    (7.25 GiB against 0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e). A stacked tree
+    needs all layers in one group.
     """
     if isinstance(layers, tuple):
         groups = list(kv.groups)
         for number, leaves in enumerate(layers):
             g, index = spec.group_of(number)
-            w = {name: values(leaf) if leaf.ndim == 1 else Matrix(leaf) for name, leaf in leaves.items()}
+            w = {
+                name: values(leaf) if leaf.ndim == 1 else Matrix(leaf)
+                for name, leaf in leaves.items()
+            }
             x_TD, groups[g] = block(x_TD, groups[g], w, g, index)
         return replace(kv, groups=tuple(groups)), x_TD
     (group,) = kv.groups
 
     def changing(group: GroupKV) -> dict[str, Any]:
-        return {name: getattr(group, name) for name in ("pages", "scales", "statistics", "extremes")}
+        return {
+            name: getattr(group, name) for name in ("pages", "scales", "statistics", "extremes")
+        }
 
     def step(index: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         x_TD, held = carry
-        w = {name: values(leaf[index]) if leaf.ndim == 2 else Matrix(leaf, index) for name, leaf in layers.items()}
+        w = {
+            name: values(leaf[index]) if leaf.ndim == 2 else Matrix(leaf, index)
+            for name, leaf in layers.items()
+        }
         x_TD, new = block(x_TD, replace(group, **held), w, 0, index)
         return x_TD, changing(new)
 

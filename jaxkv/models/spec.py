@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary embedding; `kind` is one of default, linear, llama3, yarn, the rest are that kind's parameters.
+    """Rotary embedding; `kind` is one of default, linear, llama3, yarn, the rest are that kind's
+    parameters.
 
     Lengths are in tokens. Sources: RoFormer arXiv 2104.09864 (default), arXiv 2306.15595 (linear),
     Llama 3.1 (llama3), YaRN arXiv 2309.00071 (yarn).
@@ -27,7 +28,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVGroup:
-    """Layers that share a cache shape and a retention: they own pages, a page table and lengths together.
+    """Layers that share a cache shape and a retention: they own pages, a page table and lengths
+    together.
 
     `window` counts the tokens that a query sees, itself included; None sees everything before it.
     """
@@ -40,7 +42,9 @@ class KVGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer. Biases, qk-norm and an untied head are not here: their tensors are the flag."""
+    """A decoder-only transformer. Biases, qk-norm and an untied head are not here: their tensors
+    are the flag.
+    """
 
     family: str
     vocab_size: int
@@ -76,4 +80,6 @@ class ModelSpec:
         layers: dict[KVGroup, list[int]] = {}
         for group in self.groups:
             layers.setdefault(replace(group, layers=()), []).extend(group.layers)
-        return replace(self, groups=tuple(replace(g, layers=tuple(sorted(of))) for g, of in layers.items()))
+        return replace(
+            self, groups=tuple(replace(g, layers=tuple(sorted(of))) for g, of in layers.items())
+        )

@@ -1,4 +1,6 @@
-"""The small pure functions that a decoder layer is made of. Float32 inside, the weights' dtype at matmul inputs."""
+"""The small pure functions that a decoder layer is made of. Float32 inside, the weights' dtype at
+matmul inputs.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,19 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 PIECE_BYTES = 2**21
-"""What a CPU takes of a matrix at once where it has to copy it: as much as a core keeps in its second-level cache."""
+"""What a CPU takes of a matrix at once where it has to copy it: as much as a core keeps in its
+second-level cache.
+"""
 
 MANY_TOKENS = 256
-"""Tokens from which the arithmetic of a matmul outweighs that copy, so that one piece is faster than several."""
+"""Tokens from which the arithmetic of a matmul outweighs that copy, so that one piece is faster
+than several.
+"""
 
 MLP_BYTES = 2**24
-"""What a TPU holds of the float32 values between the matmuls of an MLP, at most: more runs in pieces."""
+"""What a TPU holds of the float32 values between the matmuls of an MLP, at most: more runs in
+pieces.
+"""
 
 LANES = 128
 """Columns of a TPU's registers."""
@@ -75,8 +83,9 @@ def values(leaf: Array) -> Array:
 def linear(x_TD: Array, w: Matrix, bias_F: Array | None = None) -> Array:
     """x @ w.T + bias with a float32 result.
 
-    The weight keeps the checkpoint's [out, in] layout. Asking for a float32 result is what makes bfloat16 fast on
-    XLA:CPU (1.3 ms against 18 ms for 8 rows of a 2048 x 5632 matmul on jaxlib 0.10.2); one row alone is slow even so,
+    The weight keeps the checkpoint's [out, in] layout. Asking for a float32 result is what makes
+    bfloat16 fast on XLA:CPU (1.3 ms against 18 ms for 8 rows of a 2048 x 5632 matmul on jaxlib
+    0.10.2); one row alone is slow even so,
     therefore no step has fewer than two. Source: y = x A^T + b.
     """
     x_TD = x_TD.astype(w.dtype)
@@ -88,7 +97,9 @@ def linear(x_TD: Array, w: Matrix, bias_F: Array | None = None) -> Array:
 
 
 def linear_over(x_TD: Array, w: Matrix, bias_F: Array | None = None, *, axis: str | None) -> Array:
-    """`linear` where each device along the mesh axis has some columns of x and w: their products are added up."""
+    """`linear` where each device along the mesh axis has some columns of x and w: their products
+    are added up.
+    """
     return _add_up(linear(x_TD, w), bias_F, axis)
 
 
@@ -103,12 +114,15 @@ def _linear_at_once(x_TD: Array, w: Matrix) -> Array:
 
 
 def _linear_in_pieces(x_TD: Array, w: Matrix) -> Array:
-    """The matmul piece by piece of w: XLA:CPU writes out what is sliced or bitcast for a matmul, here into the cache.
+    """The matmul piece by piece of w: XLA:CPU writes out what is sliced or bitcast for a matmul,
+    here into the cache.
 
-    A decode step of a 1.1B model spends half of its time on that copy otherwise (docs/benchmarks/cpu.md).
+    A decode step of a 1.1B model spends half of its time on that copy otherwise
+    (docs/benchmarks/cpu.md).
     """
     num_pieces = -(-w.num_rows * w.leaf.shape[-1] * w.leaf.dtype.itemsize // PIECE_BYTES)
-    # In pieces or not, a bfloat16 result has the same bits. One of float32 has not: there T must not decide.
+    # In pieces or not, a bfloat16 result has the same bits. One of float32 has not: there T must
+    # not decide.
     copy_is_small = x_TD.shape[0] >= MANY_TOKENS and w.dtype == jnp.bfloat16
     if num_pieces == 1 or copy_is_small:
         return _linear_at_once(x_TD, w)
@@ -117,7 +131,9 @@ def _linear_in_pieces(x_TD: Array, w: Matrix) -> Array:
     def piece(i: Array, y_TF: Array) -> Array:
         # The last piece starts early rather than end late: what it computes twice is the same.
         start = jnp.minimum(i * rows, w.num_rows - rows)
-        return jax.lax.dynamic_update_slice_in_dim(y_TF, _dot(x_TD, w.rows(start, rows)), start, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(
+            y_TF, _dot(x_TD, w.rows(start, rows)), start, axis=1
+        )
 
     y_TF = jnp.zeros((x_TD.shape[0], w.num_rows), jnp.float32)
     return jax.lax.fori_loop(0, num_pieces, piece, y_TF)
@@ -134,29 +150,37 @@ def _dot(x_TD: Array, w_FD: Array) -> Array:
 
 
 def total(x: Array) -> Array:
-    """Sum over the last axis, on a CPU added up in the same order whatever the other axes are. Float32."""
+    """Sum over the last axis, on a CPU added up in the same order whatever the other axes are.
+    Float32.
+    """
     return jax.lax.platform_dependent(x, cpu=_total_by_tiles, default=partial(jnp.sum, axis=-1))
 
 
 def _total_by_tiles(x: Array) -> Array:
-    """XLA:CPU multiplies a matrix with a vector by tiles of rows, each row in the same order, and the rows left over in
-    another. What it makes of a plain sum depends on the number of rows."""
+    """XLA:CPU multiplies a matrix with a vector by tiles of rows, each row in the same order, and
+    the rows left over in another. What it makes of a plain sum depends on the number of rows.
+    """
     rows_RD = x.reshape(-1, x.shape[-1])
     num_rows = rows_RD.shape[0]
     rows_RD = jnp.pad(rows_RD, ((0, -num_rows % TILE_ROWS), (0, 0)))
     ones_D = jnp.ones(x.shape[-1], jnp.float32)
-    return jnp.dot(rows_RD, ones_D, precision=jax.lax.Precision.HIGHEST)[:num_rows].reshape(x.shape[:-1])
+    return jnp.dot(rows_RD, ones_D, precision=jax.lax.Precision.HIGHEST)[:num_rows].reshape(
+        x.shape[:-1]
+    )
 
 
 def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
-    """Root-mean-square norm over the last axis, float32 in and out. Source: arXiv 1910.07467, equation 4."""
+    """Root-mean-square norm over the last axis, float32 in and out. Source: arXiv 1910.07467,
+    equation 4.
+    """
     x = x.astype(jnp.float32)
     scale = jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
     return x * jax.lax.rsqrt(total(x * x)[..., None] / x.shape[-1] + eps) * scale
 
 
 def by_pieces(function: Callable[..., Any], *rows: Any, size: int) -> Any:
-    """function(*rows) with `size` rows of all arrays at a time: what it computes in between is that much smaller.
+    """function(*rows) with `size` rows of all arrays at a time: what it computes in between is that
+    much smaller.
 
     Rows must not depend on each other. The last piece starts early rather than end late.
     """
@@ -167,33 +191,44 @@ def by_pieces(function: Callable[..., Any], *rows: Any, size: int) -> Any:
     def piece(i: Array, found: Any) -> Any:
         start = jnp.minimum(i * size, num_rows - size)
         new = function(*jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), rows))
-        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), found, new)
+        return jax.tree.map(
+            lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0), found, new
+        )
 
     shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[:size], rows))
     empty = jax.tree.map(lambda x: jnp.zeros((num_rows, *x.shape[1:]), x.dtype), shapes)
     return jax.lax.fori_loop(0, -(-num_rows // size), piece, empty)
 
 
-def gated_mlp(x_TD: Array, w: Mapping[str, Any], *, activation: str, axis: str | None = None) -> Array:
+def gated_mlp(
+    x_TD: Array, w: Mapping[str, Any], *, activation: str, axis: str | None = None
+) -> Array:
     """down(act(gate(x)) * up(x)), each with its bias where `w` has one; `axis` as in `linear_over`.
 
     Source: arXiv 2002.05202, section 2.
     """
     names = ("gate", "gate_bias", "up", "up_bias", "down")
     own = {name: w[name] for name in names if name in w}
-    at_once, in_pieces = (partial(mlp, activation=ACTIVATIONS[activation]) for mlp in (_mlp_at_once, _mlp_in_pieces))
+    at_once, in_pieces = (
+        partial(mlp, activation=ACTIVATIONS[activation]) for mlp in (_mlp_at_once, _mlp_in_pieces)
+    )
     y_TD = jax.lax.platform_dependent(x_TD, own, tpu=in_pieces, default=at_once)
     return _add_up(y_TD, w.get("down_bias"), axis)
 
 
-def _mlp_at_once(x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[Array], Array]) -> Array:
+def _mlp_at_once(
+    x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[Array], Array]
+) -> Array:
     gate_TF = linear(x_TD, w["gate"], w.get("gate_bias"))
     up_TF = linear(x_TD, w["up"], w.get("up_bias"))
     return linear(activation(gate_TF) * up_TF, w["down"])
 
 
-def _mlp_in_pieces(x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[Array], Array]) -> Array:
-    """Some of F after the other, so that its float32 values never exist together: 112 MiB for 2,048 tokens of 14,336.
+def _mlp_in_pieces(
+    x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[Array], Array]
+) -> Array:
+    """Some of F after the other, so that its float32 values never exist together: 112 MiB for 2,048
+    tokens of 14,336.
 
     Reads each weight once, whatever the number of pieces.
     """
@@ -213,11 +248,15 @@ def _mlp_in_pieces(x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[A
         h_TC = (activation(part("gate")) * part("up")).astype(w["down"].dtype)
         return y_TD + _dot(h_TC, w["down"].columns(i * size, size))
 
-    return jax.lax.fori_loop(0, width // size, piece, jnp.zeros((num_tokens, w["down"].num_rows), jnp.float32))
+    return jax.lax.fori_loop(
+        0, width // size, piece, jnp.zeros((num_tokens, w["down"].num_rows), jnp.float32)
+    )
 
 
 def _piece_of(width: int, most: int) -> int:
-    """The largest part of `width` of at most `most`, in whole registers; `width` where there is none."""
+    """The largest part of `width` of at most `most`, in whole registers; `width` where there is
+    none.
+    """
     sizes = (width // n for n in range(1, width // LANES + 1) if width % (n * LANES) == 0)
     return next((size for size in sizes if size <= most), width)
 
@@ -245,14 +284,25 @@ def default_inv_freq(theta: float, head_dim: int) -> np.ndarray:
 
 
 def llama3_inv_freq(
-    inv_freq: np.ndarray, *, factor: float, low_freq_factor: float, high_freq_factor: float, original_max_len: int
+    inv_freq: np.ndarray,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_len: int,
 ) -> np.ndarray:
-    """Slows low frequencies by `factor`, keeps high ones, blends between. Source: Llama 3.1's reference code."""
+    """Slows low frequencies by `factor`, keeps high ones, blends between. Source: Llama 3.1's
+    reference code.
+    """
     wavelength = 2 * math.pi / inv_freq
-    smooth = (original_max_len / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    smooth = (original_max_len / wavelength - low_freq_factor) / (
+        high_freq_factor - low_freq_factor
+    )
     blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
     low, high = original_max_len / low_freq_factor, original_max_len / high_freq_factor
-    scaled = np.where(wavelength > low, inv_freq / factor, np.where(wavelength < high, inv_freq, blended))
+    scaled = np.where(
+        wavelength > low, inv_freq / factor, np.where(wavelength < high, inv_freq, blended)
+    )
     return scaled.astype(np.float32)
 
 
@@ -269,13 +319,21 @@ def yarn_inv_freq(
     """NTK-by-parts interpolation. Source: YaRN, arXiv 2309.00071, section 3.2."""
 
     def dim_of(rotations: float) -> float:
-        """The (fractional) dimension pair that makes this many rotations over the original context."""
-        return head_dim * math.log(original_max_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        """The (fractional) dimension pair that makes this many rotations over the original
+        context.
+        """
+        return (
+            head_dim
+            * math.log(original_max_len / (rotations * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low, high = dim_of(beta_fast), dim_of(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
+    ramp = np.clip(
+        (np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1
+    )
     inv_freq = default_inv_freq(theta, head_dim)
     return (inv_freq / factor * ramp + inv_freq * (1 - ramp)).astype(np.float32)

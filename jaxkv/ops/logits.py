@@ -1,4 +1,5 @@
-"""What changes logits before a token is drawn: allowed tokens, stop tokens out of reach, bias, penalties; all per row.
+"""What changes logits before a token is drawn: allowed tokens, stop tokens out of reach, bias,
+penalties; all per row.
 
 Each function is [B, V] float32 -> [B, V]. Token ids that are NO_TOKEN (below 0) stand for nothing.
 """
@@ -14,7 +15,9 @@ NO_TOKEN = -1
 
 
 def allow(logits_BV: jax.Array, masked_B: jax.Array, allowed_BM: jax.Array) -> jax.Array:
-    """-inf, in masked rows, for every token whose bit (token % 32 of word token // 32) is not set."""
+    """-inf, in masked rows, for every token whose bit (token % 32 of word token // 32) is not
+    set.
+    """
     vocab_size = logits_BV.shape[1]
     word_BV = jnp.repeat(allowed_BM, 32, axis=1)[:, :vocab_size]
     bit_1V = jax.lax.broadcasted_iota(jnp.uint32, (1, vocab_size), 1) % 32
@@ -41,10 +44,12 @@ def penalise(
     frequency_B: jax.Array,
     presence_B: jax.Array,
 ) -> jax.Array:
-    """Repetition over the `seen` tokens (prompt and output), then frequency and presence over the `generated` ones.
+    """Repetition over the `seen` tokens (prompt and output), then frequency and presence over the
+    `generated` ones.
 
-    Both are lists of [B, any] int32. A token that comes often is divided, multiplied or marked once, because every
-    occurrence writes the same value; frequency is subtracted for each. Parameters 1, 0, 0 change no bit.
+    Both are lists of [B, any] int32. A token that comes often is divided, multiplied or marked
+    once, because every occurrence writes the same value; frequency is subtracted for each.
+    Parameters 1, 0, 0 change no bit.
     Cost: a gather and a scatter per token, no [B, V] counts.
     """
     before_BV = logits_BV

@@ -1,7 +1,8 @@
-"""From logits to tokens: masks, bias and penalties, greedy or temperature, min-p, top-k, top-p, logprobs; all per row.
+"""From logits to tokens: masks, bias and penalties, greedy or temperature, min-p, top-k, top-p,
+logprobs; all per row.
 
-Every parameter is an array over rows, so a new value never compiles. A row's token depends on its own logits, its own
-seed and its own position only.
+Every parameter is an array over rows, so a new value never compiles. A row's token depends on its
+own logits, its own seed and its own position only.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ NUM_BIASES = 300
 """logit_bias entries per row (width of `bias_BE`): OpenAI's limit."""
 
 NUM_LOGPROBS = 20
-"""Alternatives per token that the device returns when any row asks for logprobs, unless the engine is made for more."""
+"""Alternatives per token that the device returns when any row asks for logprobs, unless the engine
+is made for more.
+"""
 
 TPU_ROWS = 8
-"""Rows that a TPU samples at once, as many as its registers have: each array over their vocabulary is a few MiB."""
+"""Rows that a TPU samples at once, as many as its registers have: each array over their vocabulary
+is a few MiB.
+"""
 
 
 @struct.dataclass
@@ -43,7 +48,8 @@ class Sampling:
     logprobs_B  bool: the row wants logprobs.
     masked_B    bool: of this row only the tokens in allowed_BM may come.
     allowed_BM  uint32 [B, >= V/32]: bit t % 32 of word t // 32 is set if token t is allowed.
-    bias_id_BE, bias_BE  int32 token ids from the left, NO_TOKEN where unused, and the float32 added to their logits.
+    bias_id_BE, bias_BE  int32 token ids from the left, NO_TOKEN where unused, and the float32 added
+                         to their logits.
     repetition_B, frequency_B, presence_B  float32 penalties; 1, 0 and 0 are off.
     history_BN  int32: prompt and output so far of rows with penalties, NO_TOKEN elsewhere.
     prompt_len_B  int32: how many tokens of the history are the prompt.
@@ -72,10 +78,11 @@ class Sampling:
 
 @struct.dataclass
 class Sampled:
-    """token_B int32; its logprob_B and rank_B (how many tokens are as likely or likelier); the best_BK token ids of
-    each row and their best_logprob_BK.
+    """token_B int32; its logprob_B and rank_B (how many tokens are as likely or likelier); the
+    best_BK token ids of each row and their best_logprob_BK.
 
-    Log-probabilities are of the model's own logits, before temperature and masks. They are zeros unless a row asks.
+    Log-probabilities are of the model's own logits, before temperature and masks. They are zeros
+    unless a row asks.
     """
 
     token_B: jax.Array
@@ -87,7 +94,9 @@ class Sampled:
 
 @struct.dataclass
 class Scores:
-    """What `Sampled` says of its tokens, of T given ones: logprob_T, rank_T, best_TK, best_logprob_TK."""
+    """What `Sampled` says of its tokens, of T given ones: logprob_T, rank_T, best_TK,
+    best_logprob_TK.
+    """
 
     logprob_T: jax.Array
     rank_T: jax.Array
@@ -95,8 +104,12 @@ class Scores:
     best_logprob_TK: jax.Array
 
 
-def empty_sampled(num_steps: int, num_rows: int, vocab_size: int, num_logprobs: int = NUM_LOGPROBS) -> Sampled:
-    """Room for `num_steps` results of `sample` over `num_rows` rows, stacked on a new first axis."""
+def empty_sampled(
+    num_steps: int, num_rows: int, vocab_size: int, num_logprobs: int = NUM_LOGPROBS
+) -> Sampled:
+    """Room for `num_steps` results of `sample` over `num_rows` rows, stacked on a new first
+    axis.
+    """
     scores = empty_scores((num_steps, num_rows), vocab_size, num_logprobs)
     token_B = jnp.full((num_steps, num_rows), NO_TOKEN, jnp.int32)
     return Sampled(token_B, scores.logprob_T, scores.rank_T, scores.best_TK, scores.best_logprob_TK)
@@ -122,21 +135,31 @@ def sample(
 ) -> Sampled:
     """Draws the token that goes to `position` of each row. logits_BV float32.
 
-    recent_nB: tokens that came after sampling.history_BN, NO_TOKEN where none did. num_logprobs: width K of the result.
+    recent_nB: tokens that came after sampling.history_BN, NO_TOKEN where none did. num_logprobs:
+    width K of the result.
     """
     rows = (logits_BV, sampling, position_B, None if recent_nB is None else recent_nB.T)
     whole = partial(_sample, num_logprobs=num_logprobs)
-    return jax.lax.platform_dependent(*rows, tpu=partial(by_pieces, whole, size=TPU_ROWS), default=whole)
+    return jax.lax.platform_dependent(
+        *rows, tpu=partial(by_pieces, whole, size=TPU_ROWS), default=whole
+    )
 
 
 def _sample(
-    logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array, recent_Bn: jax.Array | None, *, num_logprobs: int
+    logits_BV: jax.Array,
+    sampling: Sampling,
+    position_B: jax.Array,
+    recent_Bn: jax.Array | None,
+    *,
+    num_logprobs: int,
 ) -> Sampled:
     processed_BV = _process(logits_BV, sampling, recent_Bn)
     greedy_B = sampling.temperature_B < GREEDY_BELOW
     best_B = _argmax(processed_BV)
     drawn_B = jax.lax.cond(
-        jnp.all(greedy_B), lambda: best_B, lambda: _draw(processed_BV, sampling, position_B, greedy_B)
+        jnp.all(greedy_B),
+        lambda: best_B,
+        lambda: _draw(processed_BV, sampling, position_B, greedy_B),
     )
     token_B = jnp.where(greedy_B, best_B, drawn_B)
     scores = jax.lax.cond(
@@ -174,15 +197,21 @@ def _process(logits_BV: jax.Array, sampling: Sampling, recent_Bn: jax.Array | No
     masks = jnp.any(sampling.masked_B)
     stops = jnp.any(sampling.min_left_B > 0)
     biases = jnp.any(sampling.bias_id_BE[:, 0] != NO_TOKEN)
-    penalties_B = (sampling.repetition_B != 1) | (sampling.frequency_B != 0) | (sampling.presence_B != 0)
+    penalties_B = (
+        (sampling.repetition_B != 1) | (sampling.frequency_B != 0) | (sampling.presence_B != 0)
+    )
     penalises = jnp.any(penalties_B)
 
     def process() -> jax.Array:
-        x_BV = jax.lax.cond(masks, lambda x: allow(x, sampling.masked_B, sampling.allowed_BM), _same, logits_BV)
+        x_BV = jax.lax.cond(
+            masks, lambda x: allow(x, sampling.masked_B, sampling.allowed_BM), _same, logits_BV
+        )
         stop_BE = jnp.concatenate([sampling.stop_BE, sampling.ignored_B[:, None]], axis=1)
         stop_BE = jnp.where((sampling.min_left_B > 0)[:, None], stop_BE, NO_TOKEN)
         x_BV = jax.lax.cond(stops, lambda x: forbid(x, stop_BE), _same, x_BV)
-        x_BV = jax.lax.cond(biases, lambda x: add_bias(x, sampling.bias_id_BE, sampling.bias_BE), _same, x_BV)
+        x_BV = jax.lax.cond(
+            biases, lambda x: add_bias(x, sampling.bias_id_BE, sampling.bias_BE), _same, x_BV
+        )
         return jax.lax.cond(penalises, lambda x: _penalise(x, sampling, recent_Bn), _same, x_BV)
 
     return jax.lax.cond(masks | stops | biases | penalises, process, lambda: logits_BV)
@@ -206,14 +235,18 @@ def _penalise(logits_BV: jax.Array, sampling: Sampling, recent_Bn: jax.Array | N
     )
 
 
-def _draw(logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array, greedy_B: jax.Array) -> jax.Array:
+def _draw(
+    logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array, greedy_B: jax.Array
+) -> jax.Array:
     """Temperature, min-p, top-k, top-p (in vLLM's order), then one Gumbel-max draw per row."""
     scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, sampling.temperature_B)[:, None]
     floor_B = scaled_BV.max(axis=-1) + jnp.log(sampling.min_p_B)
     scaled_BV = jnp.where(scaled_BV < floor_B[:, None], -jnp.inf, scaled_BV)
     top_k_B, top_p_B = sampling.top_k_B, sampling.top_p_B
     truncates = jnp.any(~greedy_B & ((top_k_B < logits_BV.shape[1]) | (top_p_B < 1)))
-    scaled_BV = jax.lax.cond(truncates, lambda: _top_k_top_p(scaled_BV, top_k_B, top_p_B), lambda: scaled_BV)
+    scaled_BV = jax.lax.cond(
+        truncates, lambda: _top_k_top_p(scaled_BV, top_k_B, top_p_B), lambda: scaled_BV
+    )
 
     def gumbel(seed_2: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
@@ -227,7 +260,8 @@ def _draw(logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array, greed
 def _argmax(x_BV: jax.Array) -> jax.Array:
     """Index of the first largest value of each row, [B] int32; the last index if there is a NaN.
 
-    Two plain reductions are vectorised where argmax's pair of value and index is not: 0.2 to 0.4 ms against 2.4 for 32
+    Two plain reductions are vectorised where argmax's pair of value and index is not: 0.2 to 0.4 ms
+    against 2.4 for 32
     rows of 32,000 on a CPU. A float32 index is exact: no vocabulary has 2**24 tokens.
     """
     largest_B1 = x_BV.max(axis=-1, keepdims=True)
@@ -237,9 +271,13 @@ def _argmax(x_BV: jax.Array) -> jax.Array:
 
 
 def _top_k_top_p(x_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
-    """Keeps the k largest, then the smallest set of largest with probability >= p. Ties with the last one are kept."""
+    """Keeps the k largest, then the smallest set of largest with probability >= p. Ties with the
+    last one are kept.
+    """
     order_BV = _ordered_bits(x_BV)
-    kept_BV = order_BV >= _cutoff(order_BV, jnp.ones_like(x_BV), top_k_B.astype(jnp.float32))[:, None]
+    kept_BV = (
+        order_BV >= _cutoff(order_BV, jnp.ones_like(x_BV), top_k_B.astype(jnp.float32))[:, None]
+    )
     x_BV = jnp.where(kept_BV, x_BV, -jnp.inf)
     mass_BV = jax.nn.softmax(x_BV, axis=-1)
     kept_BV = order_BV >= _cutoff(order_BV, mass_BV, top_p_B * mass_BV.sum(axis=-1))[:, None]
@@ -247,13 +285,17 @@ def _top_k_top_p(x_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """float32 -> uint32 that sorts the same way (IEEE 754: flip all bits of negatives, the sign bit of the others)."""
+    """float32 -> uint32 that sorts the same way (IEEE 754: flip all bits of negatives, the sign bit
+    of the others).
+    """
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 ties with 0
     return bits ^ jnp.where(bits >> 31 == 1, jnp.uint32(0xFFFFFFFF), jnp.uint32(0x80000000))
 
 
 def _cutoff(order_BV: jax.Array, weight_BV: jax.Array, needed_B: jax.Array) -> jax.Array:
-    """The largest value whose upper set {order >= value} weighs `needed` or more: exact, 32 passes, no sort."""
+    """The largest value whose upper set {order >= value} weighs `needed` or more: exact, 32 passes,
+    no sort.
+    """
 
     def settle_bit(i: jax.Array, cutoff_B: jax.Array) -> jax.Array:
         trial_B = cutoff_B | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))

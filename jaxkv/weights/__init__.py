@@ -1,1 +1,3 @@
-"""Checkpoints on disk and on the hub: found, checked and read without executing anything they hold."""
+"""Checkpoints on disk and on the hub: found, checked and read without executing anything they
+hold.
+"""

@@ -1,4 +1,6 @@
-"""Weights of a model that nobody has trained: for measuring speed and memory without a checkpoint."""
+"""Weights of a model that nobody has trained: for measuring speed and memory without a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,15 @@ import jax.numpy as jnp
 
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
-from jaxkv.sharding import Placement
+from jaxkv.placement import Placement
 
 
-def weight_shapes(spec: ModelSpec, layout: Layout, *, dtype: str, placement: Placement) -> dict[str, Any]:
-    """The weight tree that `load_weights` makes, as shapes with their shardings; a head that may be tied is."""
+def weight_shapes(
+    spec: ModelSpec, layout: Layout, *, dtype: str, placement: Placement
+) -> dict[str, Any]:
+    """The weight tree that `load_weights` makes, as shapes with their shardings; a head that may be
+    tied is.
+    """
 
     def shape_of(name: str, *dims: int) -> jax.ShapeDtypeStruct:
         return placement.abstract(dims, jnp.dtype(dtype), placement.weight(name, len(dims)))
@@ -22,7 +28,9 @@ def weight_shapes(spec: ModelSpec, layout: Layout, *, dtype: str, placement: Pla
     top = {name: leaf for name, leaf in layout.top.items() if leaf.same_as is None}
     weights: dict[str, Any] = {name: shape_of(name, *leaf.info.shape) for name, leaf in top.items()}
     if len(spec.groups) == 1:
-        weights["layers"] = {name: shape_of(name, count, *leaf.info.shape) for name, leaf in layer.items()}
+        weights["layers"] = {
+            name: shape_of(name, count, *leaf.info.shape) for name, leaf in layer.items()
+        }
     else:
         one = {name: shape_of(name, *leaf.info.shape) for name, leaf in layer.items()}
         weights["layers"] = tuple(dict(one) for _ in range(count))
@@ -32,9 +40,11 @@ def weight_shapes(spec: ModelSpec, layout: Layout, *, dtype: str, placement: Pla
 def random_weights(
     spec: ModelSpec, layout: Layout, *, dtype: str, as_bits: bool, placement: Placement, seed: int
 ) -> dict[str, Any]:
-    """The weight tree of `load_weights`, drawn on the first device, so that it takes seconds at any size.
+    """The weight tree of `load_weights`, drawn on the first device, so that it takes seconds at any
+    size.
 
-    Vectors are 1; matrices are uniform with variance 1 / (their last dimension), which keeps activations near 1.
+    Vectors are 1; matrices are uniform with variance 1 / (their last dimension), which keeps
+    activations near 1.
     """
     stacked = 1 if len(spec.groups) == 1 else 0
 
@@ -42,7 +52,10 @@ def random_weights(
         if len(leaf.shape) - (stacked if path[0].key == "layers" else 0) == 1:
             x = jnp.ones(leaf.shape, leaf.dtype)
         else:
-            key, bound = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number), (3 / leaf.shape[-1]) ** 0.5
+            key, bound = (
+                jax.random.fold_in(jax.random.key(seed, impl="rbg"), number),
+                (3 / leaf.shape[-1]) ** 0.5,
+            )
             x = jax.random.uniform(key, leaf.shape, leaf.dtype, -bound, bound)
         x = jax.lax.bitcast_convert_type(x, jnp.uint16) if as_bits else x
         return jax.device_put(x, leaf.sharding).block_until_ready()

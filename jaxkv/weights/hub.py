@@ -17,35 +17,53 @@ _HUB_ID = re.compile(rf"(?!.*(?:--|\.\.))(?:{_PART}/)?{_PART}(?<!\.git)", re.ASC
 
 
 def resolve_model(
-    model: str | os.PathLike[str], *, revision: str | None = None, only: tuple[str, ...] = ALLOW_PATTERNS
+    model: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    only: tuple[str, ...] = ALLOW_PATTERNS,
 ) -> Path:
-    """The local directory of a model: `model` itself if it is one, else the hub's snapshot of `org/name` or `name`.
+    """The local directory of a model: `model` itself if it is one, else the hub's snapshot of
+    `org/name` or `name`.
 
-    Fetches `only` files of these names, by default weights, JSON and chat templates: never code, never pickle. A
-    PathLike is always meant as a path.
-    Raises: CheckpointError for a path that is no directory and for what is neither path nor hub id; ValueError for a
-    revision of a local directory; OSError when the hub cannot be reached or does not give the files.
+    Fetches `only` files of these names, by default weights, JSON and chat templates: never code,
+    never pickle. A PathLike is always meant as a path.
+    Raises: CheckpointError for a path that is no directory and for what is neither path nor hub id;
+    ValueError for a revision of a local directory; OSError when the hub cannot be reached or does
+    not give the files.
     """
     text = os.path.expanduser(os.fspath(model))
     if os.path.isdir(text):
         if revision is not None:
-            raise ValueError(f"{text}: expected no revision for a local directory, got {revision!r}")
+            raise ValueError(
+                f"{text}: expected no revision for a local directory, got {revision!r}"
+            )
         return Path(text)
     if isinstance(model, os.PathLike) or _looks_like_path(text):
-        raise CheckpointError(f"{text}: expected a directory with config.json and *.safetensors, got {_kind(text)}")
+        raise CheckpointError(
+            f"{text}: expected a directory with config.json and *.safetensors, got {_kind(text)}"
+        )
     if not _HUB_ID.fullmatch(text):
-        raise CheckpointError(f"model: expected a local directory or a hub id such as org/name, got {text[:200]!r}")
+        raise CheckpointError(
+            f"model: expected a local directory or a hub id such as org/name, got {text[:200]!r}"
+        )
     return _fetch(text, revision, only)
 
 
 def with_weights(model: str | os.PathLike[str], directory: Path) -> Path:
-    """`directory`, which `resolve_model` has found without weights, with them: a snapshot stays of the same commit."""
+    """`directory`, which `resolve_model` has found without weights, with them: a snapshot stays of
+    the same commit.
+    """
     text = os.path.expanduser(os.fspath(model))
     return directory if os.path.isdir(text) else _fetch(text, directory.name, ALLOW_PATTERNS)
 
 
 def _looks_like_path(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1 or os.path.exists(text)
+    return (
+        text.startswith((".", "/", "~"))
+        or "\\" in text
+        or text.count("/") > 1
+        or os.path.exists(text)
+    )
 
 
 def _kind(text: str) -> str:
@@ -59,11 +77,15 @@ def _fetch(hub_id: str, revision: str | None, only: tuple[str, ...]) -> Path:
     # The base is the HTTP library's root error: httpx2 under hub 2.x, httpx under 1.x.
     transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(only)))
+        return Path(
+            huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(only))
+        )
     except (transport_error, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise OSError(
-            f"{hub_id}{at}: expected its files from the Hugging Face hub, got {type(error).__name__}: {error}\n"
-            "Check the id; set HF_TOKEN if the model is private or gated; without a network pass a local directory, "
+            f"{hub_id}{at}: expected its files from the Hugging Face hub, got "
+            f"{type(error).__name__}: {error}\n"
+            "Check the id; set HF_TOKEN if the model is private or gated; without a network pass "
+            "a local directory, "
             "or set HF_HUB_OFFLINE=1 if the hub's cache holds the model."
         ) from error

@@ -1,4 +1,6 @@
-"""From a checkpoint's tensors to the weight tree on the device, without holding the checkpoint twice."""
+"""From a checkpoint's tensors to the weight tree on the device, without holding the checkpoint
+twice.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
-from jaxkv.sharding import Placement
+from jaxkv.placement import Placement
 from jaxkv.weights.safetensors import Checkpoint
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -30,11 +32,13 @@ def load_weights(
     as_bits: bool = False,
     placement: Placement | None = None,
 ) -> dict[str, Any]:
-    """The weight tree of `models.decoder`, every tensor as `dtype`, with bfloat16 as raw uint16 bits if `as_bits`.
+    """The weight tree of `models.decoder`, every tensor as `dtype`, with bfloat16 as raw uint16
+    bits if `as_bits`.
 
-    Layers are stacked, or a tuple of trees where they belong to several KV groups. Tensors go one by one from the
-    mapped file to the device and their file pages are dropped at once.
-    Raises: CheckpointError naming every missing, unexpected or misshapen tensor, before anything is allocated.
+    Layers are stacked, or a tuple of trees where they belong to several KV groups. Tensors go one
+    by one from the mapped file to the device and their file pages are dropped at once.
+    Raises: CheckpointError naming every missing, unexpected or misshapen tensor, before anything is
+    allocated.
     """
     with Checkpoint.open(directory) as checkpoint:
         top = _present(checkpoint, layout)
@@ -46,7 +50,8 @@ def load_weights(
 
         def one_layer(i: int) -> dict[str, Array]:
             return {
-                name: load(name, leaf.source.format(layer=i), shape=leaf.info.shape) for name, leaf in layers.items()
+                name: load(name, leaf.source.format(layer=i), shape=leaf.info.shape)
+                for name, leaf in layers.items()
             }
 
         def all_layers(name: str, leaf: Leaf) -> Array:
@@ -54,7 +59,9 @@ def load_weights(
             return load(name, *sources, shape=(spec.num_layers, *leaf.info.shape))
 
         layers = layout.layer
-        weights: dict[str, Any] = {name: load(name, leaf.source, shape=leaf.info.shape) for name, leaf in top.items()}
+        weights: dict[str, Any] = {
+            name: load(name, leaf.source, shape=leaf.info.shape) for name, leaf in top.items()
+        }
         if len(spec.groups) == 1:
             weights["layers"] = {name: all_layers(name, leaf) for name, leaf in layers.items()}
         else:
@@ -69,7 +76,9 @@ def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
 
 
 def _present(checkpoint: Checkpoint, layout: Layout) -> dict[str, Leaf]:
-    """The top leaves without those that repeat another one (a tied head: absent, or stored twice with equal values)."""
+    """The top leaves without those that repeat another one (a tied head: absent, or stored twice
+    with equal values).
+    """
     top = dict(layout.top)
     for name, leaf in layout.top.items():
         if leaf.same_as is None:
@@ -85,7 +94,10 @@ def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     views = [checkpoint.read(name).reshape(-1).view(np.uint8) for name in (one, other)]
-    same = all(np.array_equal(views[0][i : i + 2**24], views[1][i : i + 2**24]) for i in range(0, a.nbytes, 2**24))
+    same = all(
+        np.array_equal(views[0][i : i + 2**24], views[1][i : i + 2**24])
+        for i in range(0, a.nbytes, 2**24)
+    )
     checkpoint.release(one)
     checkpoint.release(other)
     return same
@@ -94,13 +106,17 @@ def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
 def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, top: dict[str, Leaf]) -> None:
     expected = {leaf.source: leaf.info.shape for leaf in top.values()}
     for layer in range(spec.num_layers):
-        expected |= {leaf.source.format(layer=layer): leaf.info.shape for leaf in layout.layer.values()}
+        expected |= {
+            leaf.source.format(layer=layer): leaf.info.shape for leaf in layout.layer.values()
+        }
     repeated = {leaf.source for leaf in layout.top.values()} - set(expected)
     entries = checkpoint.entries
     unknown = [
         name
         for name in entries
-        if name not in expected and name not in repeated and not any(re.fullmatch(p, name) for p in layout.derived)
+        if name not in expected
+        and name not in repeated
+        and not any(re.fullmatch(p, name) for p in layout.derived)
     ]
     problems = [f"missing tensor {name}" for name in expected if name not in entries]
     problems += [f"tensor that {spec.family} does not use: {name}" for name in unknown]
@@ -111,12 +127,18 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, top: dict[st
         elif entry is not None and entry.dtype.name not in FLOATS:
             problems.append(f"{name}: expected one of {', '.join(FLOATS)}, got {entry.dtype.name}")
     if problems:
-        shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+        shown = "; ".join(problems[:10]) + (
+            f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        )
         raise CheckpointError(f"{checkpoint.directory}: {shown}")
 
 
-def _stack(checkpoint: Checkpoint, sources: tuple[str, ...], shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """The named tensors in one host array of `shape`, converted as they are copied from the file."""
+def _stack(
+    checkpoint: Checkpoint, sources: tuple[str, ...], shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """The named tensors in one host array of `shape`, converted as they are copied from the
+    file.
+    """
     host = aligned_empty(shape, dtype)
     for part, name in zip(host.reshape(len(sources), -1), sources, strict=True):
         part[...] = checkpoint.read(name).reshape(-1)
@@ -125,7 +147,9 @@ def _stack(checkpoint: Checkpoint, sources: tuple[str, ...], shape: tuple[int, .
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Host memory that a CPU device takes over instead of copying, because it starts at a multiple of 64 bytes."""
+    """Host memory that a CPU device takes over instead of copying, because it starts at a multiple
+    of 64 bytes.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64

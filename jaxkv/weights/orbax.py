@@ -1,9 +1,11 @@
-"""Converted checkpoints: the stacked weight tree as an orbax checkpoint, made once and read back without any work.
+"""Converted checkpoints: the stacked weight tree as an orbax checkpoint, made once and read back
+without any work.
 
-A converted directory holds copies of the model's other files, `jaxkv.json` (format, dtype, spec) and `orbax/`, which
-orbax's v1 API loads too. Its arrays are stored uncompressed, whole and without OCDBT, so that each is one plain file,
-and `load_converted` reads that file straight into the memory which the device takes over. Through orbax it took five
-times as long and 1.4 times the memory (docs/benchmarks/start.md).
+A converted directory holds copies of the model's other files, `jaxkv.json` (format, dtype, spec)
+and `orbax/`, which orbax's v1 API loads too. Its arrays are stored uncompressed, whole and without
+OCDBT, so that each is one plain file, and `load_converted` reads that file straight into the memory
+which the device takes over. Through orbax it took five times as long and 1.4 times the memory
+(docs/benchmarks/start.md).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
-from jaxkv.sharding import Placement
+from jaxkv.placement import Placement
 from jaxkv.weights.load import aligned_empty, load_weights, put
 
 FORMAT = 1
@@ -42,25 +44,33 @@ PIECE = 2**23
 
 
 def convert(directory: Path, out: Path, *, dtype: str) -> int:
-    """Stores the checkpoint in `directory` as `dtype` in the new directory `out`; returns the bytes of its weights.
+    """Stores the checkpoint in `directory` as `dtype` in the new directory `out`; returns the bytes
+    of its weights.
 
     `out` appears complete, with every array read back and compared, or not at all.
-    Raises: ValueError for a dtype other than float32 and bfloat16, CheckpointError for anything wrong with the
-    checkpoint, FileExistsError if there is an `out`, OSError if it cannot be written.
+    Raises: ValueError for a dtype other than float32 and bfloat16, CheckpointError for anything
+    wrong with the checkpoint, FileExistsError if there is an `out`, OSError if it cannot be
+    written.
     """
     out = out.absolute()
     if dtype not in ZARR_DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(ZARR_DTYPES)}, got {dtype!r}")
     if os.path.lexists(out):
-        raise FileExistsError(f"{out}: expected nothing there yet; choose another name or remove it")
+        raise FileExistsError(
+            f"{out}: expected nothing there yet; choose another name or remove it"
+        )
     spec, layout = read_family(read_config(directory))
     # Layers of one group are loaded stacked, which is what is stored whatever the groups are.
     stacked = replace(spec, groups=spec.groups[:1])
-    weights = load_weights(directory, stacked, layout, dtype=dtype, placement=Placement((jax.devices("cpu")[0],)))
+    weights = load_weights(
+        directory, stacked, layout, dtype=dtype, placement=Placement((jax.devices("cpu")[0],))
+    )
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         unfinished = Path(folder) / out.name
         unfinished.mkdir()
-        for file in {file for pattern in COPIED for file in directory.glob(pattern) if file.is_file()}:
+        for file in {
+            file for pattern in COPIED for file in directory.glob(pattern) if file.is_file()
+        }:
             if not file.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(file, unfinished / file.name)
         header = {"format": FORMAT, "dtype": dtype, "spec": _as_json(spec)}
@@ -75,19 +85,25 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
 def stored_dtype(directory: Path, spec: ModelSpec) -> str | None:
     """The dtype of a converted directory's weights; None for any other directory.
 
-    Raises: CheckpointError for a header of another format, or one that disagrees with `spec`, read from config.json.
+    Raises: CheckpointError for a header of another format, or one that disagrees with `spec`, read
+    from config.json.
     """
     if not os.path.lexists(directory / HEADER):
         return None
     header = read_config(directory, HEADER)
     if header.get("format") != FORMAT:
-        raise header.fail("format", f"{FORMAT} (convert the model again with this version of jaxkv)")
+        raise header.fail(
+            "format", f"{FORMAT} (convert the model again with this version of jaxkv)"
+        )
     if header.get("dtype") not in list(ZARR_DTYPES):
         raise header.fail("dtype", f"one of {', '.join(ZARR_DTYPES)}")
     stored, expected = header.section("spec").values, _as_json(spec)
-    if differing := sorted(key for key in stored.keys() | expected if stored.get(key) != expected.get(key)):
+    if differing := sorted(
+        key for key in stored.keys() | expected if stored.get(key) != expected.get(key)
+    ):
         raise CheckpointError(
-            f"{header.where}: spec: expected what config.json says, got another {', '.join(differing)[:200]}"
+            f"{header.where}: spec: expected what config.json says, got another "
+            f"{', '.join(differing)[:200]}"
         )
     return header.values["dtype"]
 
@@ -101,9 +117,11 @@ def load_converted(
     as_bits: bool = False,
     placement: Placement | None = None,
 ) -> dict[str, Any]:
-    """What `load_weights` gives, from a converted directory; a dtype other than the stored one is converted.
+    """What `load_weights` gives, from a converted directory; a dtype other than the stored one is
+    converted.
 
-    Raises: CheckpointError naming every missing, unexpected or misshapen array, before anything is allocated.
+    Raises: CheckpointError naming every missing, unexpected or misshapen array, before anything is
+    allocated.
     """
     stored, arrays = _locate(directory, spec, layout)
 
@@ -129,7 +147,9 @@ def load_converted(
 
 
 def _as_json(spec: ModelSpec) -> dict[str, Any]:
-    """The spec as JSON gives it back: tuples are lists. What is stored depends on no codec of a KV cache."""
+    """The spec as JSON gives it back: tuples are lists. What is stored depends on no codec of a KV
+    cache.
+    """
     return json.loads(json.dumps(asdict(spec.joined())))
 
 
@@ -155,9 +175,14 @@ def _save(directory: Path, weights: dict[str, Any]) -> None:
 
 def _compare(directory: Path, spec: ModelSpec, layout: Layout, weights: dict[str, Any]) -> None:
     stored, arrays = _locate(directory, spec, layout)
-    written = {".".join(key.key for key in path): x for path, x in jax.tree_util.tree_leaves_with_path(weights)}
+    written = {
+        ".".join(key.key for key in path): x
+        for path, x in jax.tree_util.tree_leaves_with_path(weights)
+    }
     if arrays.keys() != written.keys():
-        raise CheckpointError(f"{directory}: expected the arrays {sorted(written)}, got {sorted(arrays)}")
+        raise CheckpointError(
+            f"{directory}: expected the arrays {sorted(written)}, got {sorted(arrays)}"
+        )
     for name, (file, shape) in arrays.items():
         with file.open("rb") as stream:
             got = _read(stream, shape, stored, stored)
@@ -169,24 +194,34 @@ def _compare(directory: Path, spec: ModelSpec, layout: Layout, weights: dict[str
 def _locate(
     directory: Path, spec: ModelSpec, layout: Layout
 ) -> tuple[np.dtype, dict[str, tuple[Path, tuple[int, ...]]]]:
-    """The stored dtype, and each array's file and shape by name (`embed`, `layers.q`), all checked."""
+    """The stored dtype, and each array's file and shape by name (`embed`, `layers.q`), all
+    checked.
+    """
     dtype = stored_dtype(directory, spec)
     if dtype is None:
-        raise CheckpointError(f"{directory / HEADER}: not found; expected a directory made by `jaxkv convert`")
+        raise CheckpointError(
+            f"{directory / HEADER}: not found; expected a directory made by `jaxkv convert`"
+        )
     shapes = {name: leaf.info.shape for name, leaf in layout.top.items()}
-    shapes |= {f"layers.{name}": (spec.num_layers, *leaf.info.shape) for name, leaf in layout.layer.items()}
+    shapes |= {
+        f"layers.{name}": (spec.num_layers, *leaf.info.shape) for name, leaf in layout.layer.items()
+    }
     optional = {name for name, leaf in layout.top.items() if leaf.same_as is not None}
     folder = directory.joinpath(*ARRAYS)
     found = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
     problems = [f"missing array {name}" for name in shapes if name not in found | optional]
-    problems += [f"array that {spec.family} does not use: {name}" for name in sorted(found - shapes.keys())]
+    problems += [
+        f"array that {spec.family} does not use: {name}" for name in sorted(found - shapes.keys())
+    ]
     arrays = {}
     for name, shape in shapes.items():
         if name in found:
             arrays[name] = (folder / name / ".".join("0" * len(shape)), shape)
             problems += _problems(*arrays[name], dtype)
     if problems:
-        shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+        shown = "; ".join(problems[:10]) + (
+            f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        )
         raise CheckpointError(f"{folder}: {shown}")
     return jnp.dtype(dtype), arrays
 
@@ -196,8 +231,16 @@ def _problems(file: Path, shape: tuple[int, ...], dtype: str) -> list[str]:
     name = file.parent.name
     if not file.is_file() or not (file.parent / ".zarray").is_file():
         return [f"{name}: expected the files .zarray and {file.name}"]
-    expected = {"zarr_format": 2, "shape": [*shape], "chunks": [*shape], "dtype": ZARR_DTYPES[dtype], "order": "C",
-                "compressor": None, "filters": None, "dimension_separator": "."}  # fmt: skip
+    expected = {
+        "zarr_format": 2,
+        "shape": [*shape],
+        "chunks": [*shape],
+        "dtype": ZARR_DTYPES[dtype],
+        "order": "C",
+        "compressor": None,
+        "filters": None,
+        "dimension_separator": ".",
+    }
     metadata = read_config(file.parent, ".zarray").values
     problems = [
         f"{name}: {key}: expected {value}, got {str(metadata.get(key))[:80]}"
@@ -210,15 +253,21 @@ def _problems(file: Path, shape: tuple[int, ...], dtype: str) -> list[str]:
     return problems
 
 
-def _read(stream: BufferedReader, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype) -> np.ndarray:
-    """The next values of the file in one host array of `shape`, converted piece by piece from another dtype."""
+def _read(
+    stream: BufferedReader, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype
+) -> np.ndarray:
+    """The next values of the file in one host array of `shape`, converted piece by piece from
+    another dtype.
+    """
     host = aligned_empty(shape, dtype)
     flat = host.reshape(-1)
     for start in range(0, flat.size, PIECE):
         part = flat[start : start + PIECE]
         raw = part if stored == dtype else np.empty(part.shape, stored)
         if stream.readinto(raw.view(np.uint8).data) != raw.nbytes:
-            raise CheckpointError(f"{stream.name}: expected {raw.nbytes} more bytes, got its end: it was changed")
+            raise CheckpointError(
+                f"{stream.name}: expected {raw.nbytes} more bytes, got its end: it was changed"
+            )
         if raw is not part:
             part[...] = raw
     return host

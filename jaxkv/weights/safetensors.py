@@ -1,7 +1,7 @@
 """Reads safetensors checkpoints straight from the page cache and trusts nothing that a file says.
 
-A file is a little-endian u64 header length, a JSON header and one byte buffer that the tensors fill exactly. Every
-claim of a header is checked against the size of its file before a tensor is mapped.
+A file is a little-endian u64 header length, a JSON header and one byte buffer that the tensors fill
+exactly. Every claim of a header is checked against the size of its file before a tensor is mapped.
 Source: github.com/huggingface/safetensors, section "Format".
 """
 
@@ -34,19 +34,32 @@ MAX_TENSORS = 2**20
 MAX_RANK = 8
 MAX_SIZE = 2**63 - 1
 
-# F4 and F6 are missing on purpose: the format packs them below one byte per value, numpy cannot view that.
+# F4 and F6 are missing on purpose: the format packs them below one byte per value, numpy cannot
+# view that.
 DTYPES: Mapping[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
-    "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
-    "BOOL": np.dtype(np.bool_), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-}  # fmt: skip
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype(np.bool_),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
 
 _REFETCH = "copy or download the checkpoint again"
 _RESAVE = "write the file again with save_file of the safetensors package"
 _CONVERT = (
-    "pickle is never loaded because it can run code; where you trust it, convert it once with transformers' "
+    "pickle is never loaded because it can run code; where you trust it, convert it once with "
+    "transformers' "
     "model.save_pretrained(directory, safe_serialization=True) or safetensors.torch.save_file"
 )
 _SHARD_NAME = re.compile(r"\w[\w .,()=@+-]{0,200}\.safetensors")
@@ -58,7 +71,9 @@ _show = _short.repr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `nbytes` bytes from byte `start` of `file`, checked to be inside it."""
+    """Where one tensor lies: `nbytes` bytes from byte `start` of `file`, checked to be inside
+    it.
+    """
 
     name: str
     file: Path
@@ -71,32 +86,39 @@ class TensorEntry:
 class Checkpoint:
     """The tensors of a directory by name, as views on read-only mappings that this object owns.
 
-    A view stays valid for as long as it lives, also after `close`. As with any mapping, a file that another process
-    shortens meanwhile ends this one (SIGBUS).
+    A view stays valid for as long as it lives, also after `close`. As with any mapping, a file that
+    another process shortens meanwhile ends this one (SIGBUS).
     """
 
-    def __init__(self, directory: Path, entries: dict[str, TensorEntry], maps: dict[Path, mmap.mmap]) -> None:
+    def __init__(
+        self, directory: Path, entries: dict[str, TensorEntry], maps: dict[Path, mmap.mmap]
+    ) -> None:
         self.directory = directory
         self.entries: Mapping[str, TensorEntry] = MappingProxyType(entries)
         self._maps = maps
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
-        """Maps the index's shards, or model.safetensors, or the only *.safetensors file; reads headers, no weights.
+        """Maps the index's shards, or model.safetensors, or the only *.safetensors file; reads
+        headers, no weights.
 
         Raises: CheckpointError naming file, tensor, expected and got.
         """
         directory = Path(directory)
         index = directory / INDEX_NAME
         weight_map = _read_index(index) if os.path.lexists(index) else None
-        names = [_single_name(directory)] if weight_map is None else sorted(set(weight_map.values()))
+        names = (
+            [_single_name(directory)] if weight_map is None else sorted(set(weight_map.values()))
+        )
         entries: dict[str, TensorEntry] = {}
         maps: dict[Path, mmap.mmap] = {}
         for file in (directory / name for name in names):
             shard, maps[file] = _open_file(file)
             for entry in shard:
                 if (other := entries.setdefault(entry.name, entry)) is not entry:
-                    raise _wrong(file, "no other shard to hold it", f"{other.file.name} too", name=entry.name)
+                    raise _wrong(
+                        file, "no other shard to hold it", f"{other.file.name} too", name=entry.name
+                    )
         if weight_map is not None:
             _check_index(index, weight_map, entries)
         return cls(directory, entries, maps)
@@ -106,18 +128,23 @@ class Checkpoint:
         return tuple(self.entries)
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """The tensor as a read-only, zero-copy view; an offset that the dtype does not divide gives an unaligned one.
+        """The tensor as a read-only, zero-copy view; an offset that the dtype does not divide gives
+        an unaligned one.
 
         Raises: CheckpointError if there is no such tensor, ValueError after `close`.
         """
         entry, mapping = self._locate(name)
-        flat = np.frombuffer(mapping, dtype=entry.dtype, count=math.prod(entry.shape), offset=entry.start)
+        flat = np.frombuffer(
+            mapping, dtype=entry.dtype, count=math.prod(entry.shape), offset=entry.start
+        )
         return flat.reshape(entry.shape)
 
     def release(self, name: str) -> None:
-        """Takes the tensor's pages out of this process; a view still alive reads them again from the page cache.
+        """Takes the tensor's pages out of this process; a view still alive reads them again from
+        the page cache.
 
-        So the pages at both ends, shared with neighbours, go too. Does nothing where the system is not Linux.
+        So the pages at both ends, shared with neighbours, go too. Does nothing where the system is
+        not Linux.
         """
         entry, mapping = self._locate(name)
         if sys.platform == "linux" and entry.nbytes:
@@ -125,7 +152,9 @@ class Checkpoint:
             mapping.madvise(mmap.MADV_DONTNEED, first, entry.start + entry.nbytes - first)
 
     def close(self) -> None:
-        """Lets go of the mappings; one that views still use is unmapped when the last of them dies."""
+        """Lets go of the mappings; one that views still use is unmapped when the last of them
+        dies.
+        """
         self._maps.clear()
 
     def __enter__(self) -> Checkpoint:
@@ -137,13 +166,22 @@ class Checkpoint:
     def _locate(self, name: str) -> tuple[TensorEntry, mmap.mmap]:
         entry = self.entries.get(name)
         if entry is None:
-            raise _wrong(self.directory, f"a name among its {len(self.entries)} tensors", repr(name), "see `names`")
+            raise _wrong(
+                self.directory,
+                f"a name among its {len(self.entries)} tensors",
+                repr(name),
+                "see `names`",
+            )
         if entry.file not in self._maps:
-            raise ValueError(f"{self.directory}: the checkpoint is closed; read tensors before close()")
+            raise ValueError(
+                f"{self.directory}: the checkpoint is closed; read tensors before close()"
+            )
         return entry, self._maps[entry.file]
 
 
-def _wrong(file: Path, expected: str, got: str, advice: str = _REFETCH, *, name: str | None = None) -> CheckpointError:
+def _wrong(
+    file: Path, expected: str, got: str, advice: str = _REFETCH, *, name: str | None = None
+) -> CheckpointError:
     tensor = "" if name is None else f"tensor {_show(name)}: "
     return CheckpointError(f"{file}: {tensor}expected {expected}, got {got}; {advice}")
 
@@ -159,7 +197,12 @@ def _single_name(directory: Path) -> str:
         return found[0]
     pickles = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
     expected = f"{INDEX_NAME}, {SINGLE_NAME} or exactly one *.safetensors"
-    raise _wrong(directory, expected, _show(found or pickles), _CONVERT if pickles and not found else _REFETCH)
+    raise _wrong(
+        directory,
+        expected,
+        _show(found or pickles),
+        _CONVERT if pickles and not found else _REFETCH,
+    )
 
 
 def _check_regular(file: Path) -> None:
@@ -171,7 +214,9 @@ def _load_object(file: Path, raw: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_reject_duplicates)
     except (ValueError, RecursionError) as error:
-        raise _wrong(file, f"{what} in UTF-8 JSON without duplicate keys", f"an error: {error}") from error
+        raise _wrong(
+            file, f"{what} in UTF-8 JSON without duplicate keys", f"an error: {error}"
+        ) from error
     if not isinstance(value, dict):
         raise _wrong(file, f"{what} to be a JSON object", _show(value))
     return value
@@ -195,17 +240,27 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
             expected = "the plain name of a .safetensors file beside the index"
-            raise _wrong(index, expected, _show(shard), "do not load it unless you know who wrote it", name=name)
+            raise _wrong(
+                index,
+                expected,
+                _show(shard),
+                "do not load it unless you know who wrote it",
+                name=name,
+            )
     return weight_map
 
 
 def _check_index(index: Path, weight_map: dict[str, str], entries: dict[str, TensorEntry]) -> None:
     for name, entry in entries.items():
         if weight_map.get(name) != entry.file.name:
-            raise _wrong(entry.file, f"{index.name} to place it here", _show(weight_map.get(name)), name=name)
+            raise _wrong(
+                entry.file, f"{index.name} to place it here", _show(weight_map.get(name)), name=name
+            )
     for name, shard in weight_map.items():
         if name not in entries:
-            raise _wrong(index.parent / shard, f"it here, as {index.name} says", "no such tensor", name=name)
+            raise _wrong(
+                index.parent / shard, f"it here, as {index.name} says", "no such tensor", name=name
+            )
 
 
 def _open_file(file: Path) -> tuple[list[TensorEntry], mmap.mmap]:
@@ -216,7 +271,11 @@ def _open_file(file: Path) -> tuple[list[TensorEntry], mmap.mmap]:
             raise _wrong(file, "at least 8 bytes", f"a truncated file of {size}")
         header_bytes = int.from_bytes(stream.read(8), "little")
         if header_bytes > MAX_JSON_BYTES:
-            raise _wrong(file, f"a header of at most {MAX_JSON_BYTES} bytes", f"{header_bytes} (another format?)")
+            raise _wrong(
+                file,
+                f"a header of at most {MAX_JSON_BYTES} bytes",
+                f"{header_bytes} (another format?)",
+            )
         if 8 + header_bytes > size:
             raise _wrong(file, f"a header of {header_bytes} bytes", f"a truncated file of {size}")
         header = _load_object(file, stream.read(header_bytes), "the header")
@@ -224,9 +283,13 @@ def _open_file(file: Path) -> tuple[list[TensorEntry], mmap.mmap]:
         return entries, mmap.mmap(stream.fileno(), size, access=mmap.ACCESS_READ)
 
 
-def _parse_header(file: Path, header: dict[str, Any], data_start: int, size: int) -> list[TensorEntry]:
+def _parse_header(
+    file: Path, header: dict[str, Any], data_start: int, size: int
+) -> list[TensorEntry]:
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise _wrong(file, "__metadata__ to map strings to strings", _show(metadata), _RESAVE)
     if len(header) > MAX_TENSORS:
         raise _wrong(file, f"at most {MAX_TENSORS} tensors", str(len(header)), _RESAVE)
@@ -235,7 +298,13 @@ def _parse_header(file: Path, header: dict[str, Any], data_start: int, size: int
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start != end:
             problem = "overlap" if entry.start < end else "hole"
-            raise _wrong(file, f"its first byte at {end}", f"{entry.start} ({problem})", _RESAVE, name=entry.name)
+            raise _wrong(
+                file,
+                f"its first byte at {end}",
+                f"{entry.start} ({problem})",
+                _RESAVE,
+                name=entry.name,
+            )
         end += entry.nbytes
     if end != size:
         raise _wrong(file, f"{end} bytes", f"{size - end} trailing bytes after them", _RESAVE)
@@ -263,9 +332,20 @@ def _parse_entry(file: Path, name: str, value: Any, data_start: int, size: int) 
     if end - begin != nbytes:
         raise wrong(f"data_offsets {nbytes} bytes apart for {dtype_name} {shape}", offsets)
     if data_start + end > size:
-        raise _wrong(file, f"data up to byte {data_start + end}", f"a truncated file of {size}", name=name)
-    return TensorEntry(name=name, file=file, dtype=dtype, shape=tuple(shape), start=data_start + begin, nbytes=nbytes)
+        raise _wrong(
+            file, f"data up to byte {data_start + end}", f"a truncated file of {size}", name=name
+        )
+    return TensorEntry(
+        name=name,
+        file=file,
+        dtype=dtype,
+        shape=tuple(shape),
+        start=data_start + begin,
+        nbytes=nbytes,
+    )
 
 
 def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item <= MAX_SIZE for item in value)
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item <= MAX_SIZE for item in value
+    )

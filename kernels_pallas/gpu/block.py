@@ -1,4 +1,6 @@
-"""What the attention kernels share: tiles of keys and values on their way, matmuls, and what registers look like."""
+"""What the attention kernels share: tiles of keys and values on their way, matmuls, and what
+registers look like.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ MASKED = -1e30
 """Score of a slot that is not seen: finite, so that its distance from another one is no NaN."""
 
 SWIZZLE = 128
-"""Bytes of a row of shared memory that are permuted so that matmuls and copies meet no bank conflicts."""
+"""Bytes of a row of shared memory that are permuted so that matmuls and copies meet no bank
+conflicts.
+"""
 
 
 def tiled(dtype: Any, columns: int) -> tuple[Any, Any]:
@@ -44,9 +48,12 @@ def num_parts(page_size: int) -> int:
 
 
 class Ring(NamedTuple):
-    """Tiles of keys and values in shared memory, [stages, TILE, H] bfloat16 each: one warpgroup has them fetched,
-    others read them. scales [stages, 2, TILE] float32: of keys and of values that are int8 numbers, else None.
-    fetched, consumed: barriers of each stage."""
+    """Tiles of keys and values in shared memory, [stages, TILE, H] bfloat16 each: one warpgroup has
+    them fetched,
+    others read them. scales [stages, 2, TILE] float32: of keys and of values that are int8 numbers,
+    else None.
+    fetched, consumed: barriers of each stage.
+    """
 
     keys: Any
     values: Any
@@ -60,8 +67,9 @@ class Ring(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """Tiles of int8 keys and values as their pages hold them, on their way into a ring: [stages, TILE, H] each, their
-    scales [stages, 2, TILE] bfloat16, and a barrier of each stage."""
+    """Tiles of int8 keys and values as their pages hold them, on their way into a ring: [stages,
+    TILE, H] each, their scales [stages, 2, TILE] bfloat16, and a barrier of each stage.
+    """
 
     keys: Any
     values: Any
@@ -111,32 +119,43 @@ def copy_tile(
     scales: Any,
     arrives: Any,
 ) -> None:
-    """Starts copying the tile of a row's slots from `start` on, 2 * num_parts copies in all, twice as many with scales.
+    """Starts copying the tile of a row's slots from `start` on, 2 * num_parts copies in all, twice
+    as many with scales.
 
-    table: flat, the row's pages from index `row` on; high: the end of its slots, at least start + 1; base: the layer's
-    first page.
+    table: flat, the row's pages from index `row` on; high: the end of its slots, at least start +
+    1; base: the layer's first page.
     """
     pages = pools[0]
     size, kv_heads = pages.shape[2], pages.shape[1] // 2
     length = min(size, TILE)
     for part in range(num_parts(size)):
-        # Past the row's end its last page once more: how many copies come must be known when compiling.
+        # Past the row's end its last page once more: how many copies come must be known when
+        # compiling.
         index = jnp.minimum(div(start, size) + part, div(high - 1, size))
         page = base + table[row + index]
-        inside = pl.ds(0, size) if size <= TILE else pl.ds(pl.multiple_of(rem(start, size), TILE), TILE)
+        inside = (
+            pl.ds(0, size) if size <= TILE else pl.ds(pl.multiple_of(rem(start, size), TILE), TILE)
+        )
         into = pl.ds(part * length, length)
         for i, tile in enumerate(tiles):
             of_head = head + i * kv_heads
             plgpu.copy_gmem_to_smem(pages.at[page, of_head, inside], tile.at[into], arrives)
             if scales is not None:
-                plgpu.copy_gmem_to_smem(pools[1].at[page, of_head, inside], scales.at[i, into], arrives)
+                plgpu.copy_gmem_to_smem(
+                    pools[1].at[page, of_head, inside], scales.at[i, into], arrives
+                )
 
 
 def each_unit(
-    num_items: jax.Array, kv_heads: int, num_blocks: int, work: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    num_items: jax.Array,
+    kv_heads: int,
+    num_blocks: int,
+    work: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """work(item, head, count) for every unit, one KV head of an item, that falls to this block of a persistent grid. It
-    returns `count`, the tiles that went through the ring so far, and so does this."""
+    """work(item, head, count) for every unit, one KV head of an item, that falls to this block of a
+    persistent grid. It returns `count`, the tiles that went through the ring so far, and so does
+    this.
+    """
     first, step = jax.lax.axis_index("block"), jnp.int32(num_blocks)
     num_units = jnp.maximum(num_items * kv_heads - first + step - 1, 0) // step
 
@@ -149,19 +168,36 @@ def each_unit(
 
 
 def fetch_tiles(
-    ring: Ring, arrivals: Arrivals | None, pools: tuple[Any, ...], table: Any, *, row: jax.Array, begin: jax.Array,
-    high: jax.Array, num_tiles: jax.Array, base: jax.Array, head: jax.Array, count: jax.Array, registers: Registers,
-) -> jax.Array:  # fmt: skip
-    """Has the tiles of a unit fetched, from slot `begin` of its row on, as stages of the ring become free. See
-    `copy_tile`; returns the count after them. int8 tiles are passed on while later ones, of this unit or the next, are
-    on their way: `pass_last` is for those that none follow."""
+    ring: Ring,
+    arrivals: Arrivals | None,
+    pools: tuple[Any, ...],
+    table: Any,
+    *,
+    row: jax.Array,
+    begin: jax.Array,
+    high: jax.Array,
+    num_tiles: jax.Array,
+    base: jax.Array,
+    head: jax.Array,
+    count: jax.Array,
+    registers: Registers,
+) -> jax.Array:
+    """Has the tiles of a unit fetched, from slot `begin` of its row on, as stages of the ring
+    become free. See `copy_tile`; returns the count after them. int8 tiles are passed on while later
+    ones, of this unit or the next, are
+    on their way: `pass_last` is for those that none follow.
+    """
 
     def fetch_tile(t: jax.Array, count: jax.Array) -> jax.Array:
         copy = partial(copy_tile, pools, table, row, begin + t * TILE, high, base=base, head=head)
         if arrivals is None:
             slot = rem(count, ring.stages)
             pl.when(count >= ring.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[slot]))
-            copy(tiles=(ring.keys.at[slot], ring.values.at[slot]), scales=None, arrives=ring.fetched.at[slot])
+            copy(
+                tiles=(ring.keys.at[slot], ring.values.at[slot]),
+                scales=None,
+                arrives=ring.fetched.at[slot],
+            )
             return count + 1
         slot = rem(count, arrivals.stages)
         tiles, scales = (arrivals.keys.at[slot], arrivals.values.at[slot]), arrivals.scales.at[slot]
@@ -186,12 +222,16 @@ def pass_tile(ring: Ring, arrivals: Arrivals, count: jax.Array, registers: Regis
     plgpu.barrier_arrive(ring.fetched.at[target])
 
 
-def pass_last(ring: Ring, arrivals: Arrivals | None, count: jax.Array, registers: Registers) -> None:
+def pass_last(
+    ring: Ring, arrivals: Arrivals | None, count: jax.Array, registers: Registers
+) -> None:
     """The last of `count` tiles in all, which `fetch_tiles` has left among the arrivals."""
     if arrivals is None:
         return
     first = jnp.maximum(count - (arrivals.stages - 1), 0)
-    jax.lax.fori_loop(first, count, lambda behind, _: pass_tile(ring, arrivals, behind, registers), None)
+    jax.lax.fori_loop(
+        first, count, lambda behind, _: pass_tile(ring, arrivals, behind, registers), None
+    )
 
 
 def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
@@ -239,16 +279,18 @@ class Registers:
         return x if self._plain else plgpu.layout_cast(x, layout)
 
     def accumulate(self, acc: jax.Array, a: jax.Array, b: Any, staged: Any) -> jax.Array:
-        """acc + a @ b, a from registers and no registers for the product. The interpreter knows no such matmul: there
-        `staged`, shared memory as large as a, takes it."""
+        """acc + a @ b, a from registers and no registers for the product. The interpreter knows no
+        such matmul: there `staged`, shared memory as large as a, takes it.
+        """
         if self._plain:
             staged[...] = a
             return acc + product(staged, b, (acc.shape[0], acc.shape[1]))
         return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
 
     def clear_tail(self, tile: Any, left: jax.Array) -> None:
-        """Zeros in the rows of a tile from `left` on. What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero
-        does not clear a value."""
+        """Zeros in the rows of a tile from `left` on. What no one owns may be NaN, and 0 x NaN is
+        NaN: a weight of zero does not clear a value.
+        """
 
         @pl.when(left < TILE)
         def _() -> None:

@@ -1,14 +1,17 @@
-"""Paged decode attention for Hopper: one query per row, the keys and values of all its slots in their pages already.
+"""Paged decode attention for Hopper: one query per row, the keys and values of all its slots in
+their pages already.
 
-A persistent grid of blocks that stay on their processor, one or two on each. Of a block's two warpgroups one reads page
-ids and has the pages fetched (TMA) into a ring of tiles in shared memory, the other attends them, item after item of a
-list that is made once per step. (Two that attend in one block would be wrong: maxima over the rows of a matmul's result
-cross warps, through a piece of shared memory that a block has once.) Keys are the rows of the score matmul and head_dim
-those of the value matmul, with all query heads of a KV head as columns: wgmma has at least 64 rows but as few as 8
-columns, so that next to nothing is computed that is not needed. Each item leaves a partial softmax (arXiv 2205.14135,
-section 3.1); those of a row are merged after the kernel (flash-decoding). int8 tiles arrive in a ring of their own,
-from which the fetching warpgroup fills the other one: their numbers as bfloat16 and, beside them, their scales, which
-act on rows of scores and of weights.
+A persistent grid of blocks that stay on their processor, one or two on each. Of a block's two
+warpgroups one reads page ids and has the pages fetched (TMA) into a ring of tiles in shared memory,
+the other attends them, item after item of a list that is made once per step. (Two that attend in
+one block would be wrong: maxima over the rows of a matmul's result cross warps, through a piece of
+shared memory that a block has once.) Keys are the rows of the score matmul and head_dim those of
+the value matmul, with all query heads of a KV head as columns: wgmma has at least 64 rows but as
+few as 8 columns, so that next to nothing is computed that is not needed. Each item leaves a partial
+softmax (arXiv 2205.14135, section 3.1); those of a row are merged after the kernel
+(flash-decoding). int8 tiles arrive in a ring of their own,
+from which the fetching warpgroup fills the other one: their numbers as bfloat16 and, beside them,
+their scales, which act on rows of scores and of weights.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ COLUMNS = 8
 """Columns of a wgmma come in multiples of this."""
 
 SHARED_BYTES = 226 << 10
-"""Of a processor's shared memory, for the blocks on it: 227 KiB, and each takes 1 KiB for itself."""
+"""Of a processor's shared memory, for the blocks on it: 227 KiB, and each takes 1 KiB for
+itself.
+"""
 
 MOST_FOR_TWO = 112 << 10
 """Of one block, where two are to fit."""
@@ -54,7 +59,9 @@ SMALL_BYTES = 4 << 10
 MIN_STAGES, MAX_STAGES = 2, 6
 
 INT8_STAGES = 2
-"""Of tiles as matmuls take them, where int8 ones wait in stages of their own: one is attended, one filled."""
+"""Of tiles as matmuls take them, where int8 ones wait in stages of their own: one is attended, one
+filled.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,17 +86,24 @@ class Static:
     def __post_init__(self) -> None:
         if (self.arriving if self.int8 else self.stages) < MIN_STAGES:
             heads = f"{self.per_head} query heads of {self.head_dim} per KV head"
-            raise NotImplementedError(f"heads: {heads} leave no room for tiles in {SHARED_BYTES} bytes")
+            raise NotImplementedError(
+                f"heads: {heads} leave no room for tiles in {SHARED_BYTES} bytes"
+            )
 
     @property
     def other_bytes(self) -> int:
         """Queries, weights, result."""
         numbers = 3 + (1 + num_parts(self.page_size) if self.page_mass else 0)
-        return self.per_head * (2 * self.head_dim + 2 * TILE + 4 * self.head_dim + 4 * numbers) + SMALL_BYTES
+        return (
+            self.per_head * (2 * self.head_dim + 2 * TILE + 4 * self.head_dim + 4 * numbers)
+            + SMALL_BYTES
+        )
 
     @property
     def per_processor(self) -> int:
-        """Blocks: two where that leaves each three tiles, so that one's matmuls run beside the other's softmax."""
+        """Blocks: two where that leaves each three tiles, so that one's matmuls run beside the
+        other's softmax.
+        """
         tile, arrival = ring_bytes(self.head_dim, int8=self.int8)
         wanted = INT8_STAGES * tile + MIN_STAGES * arrival if self.int8 else 3 * tile
         return 2 if self.other_bytes + wanted <= MOST_FOR_TWO else 1
@@ -109,7 +123,9 @@ class Static:
     def arriving(self) -> int:
         """int8 tiles in shared memory."""
         tile, arrival = ring_bytes(self.head_dim, int8=self.int8)
-        return min(MAX_STAGES, (self.tile_bytes - INT8_STAGES * tile) // arrival) if self.int8 else 0
+        return (
+            min(MAX_STAGES, (self.tile_bytes - INT8_STAGES * tile) // arrival) if self.int8 else 0
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -117,11 +133,13 @@ class Static:
 
 
 class Partial(NamedTuple):
-    """Of each item and KV head, [I, K, ...] float32: sums of weights and of weighted values (transposed), relative to
-    the max of the scores in units of log 2; entropy None unless asked for.
+    """Of each item and KV head, [I, K, ...] float32: sums of weights and of weighted values
+    (transposed), relative to the max of the scores in units of log 2; entropy None unless asked
+    for.
 
-    mass [rows, K, tiles of a row, num_parts + 1, M]: sums of weights of each page of a tile, relative to the max that
-    its item had come to, which comes last; garbage for tiles of no item. None unless asked for.
+    mass [rows, K, tiles of a row, num_parts + 1, M]: sums of weights of each page of a tile,
+    relative to the max that its item had come to, which comes last; garbage for tiles of no item.
+    None unless asked for.
     """
 
     out_IKHM: jax.Array
@@ -140,7 +158,10 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
     num, row_I, begin_I, tiles_I, low_I, high_I, table, base, q_DKMH = refs[:9]
     *pools, rest = (*refs[9 : 10 + static.int8], refs[10 + static.int8 :])
     num_outputs = (4 if static.statistics else 3) + static.page_mass
-    outputs, (query, ring, arrivals, weight, *staged, queried) = rest[:num_outputs], rest[num_outputs:]
+    outputs, (query, ring, arrivals, weight, *staged, queried) = (
+        rest[:num_outputs],
+        rest[num_outputs:],
+    )
     if static.page_mass:
         outputs, mass_DKtPM, masses = outputs[:-1], outputs[-1], staged.pop()
     registers = Registers(static.interpret)
@@ -148,16 +169,27 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
     def fetch_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
         slots: Any = {"begin": begin_I[item], "high": high_I[item], "num_tiles": tiles_I[item]}
         row = row_I[item] * width
-        unit: Any = {"row": row, **slots, "base": base[0], "head": head, "count": count, "registers": registers}
+        unit: Any = {
+            "row": row,
+            **slots,
+            "base": base[0],
+            "head": head,
+            "count": count,
+            "registers": registers,
+        }
         return fetch_tiles(ring, arrivals, tuple(pools), table, **unit)
 
     def stage_masses(p: jax.Array, top: jax.Array) -> None:
-        """Each page's sum crosses warps, as the max does: float32, where a matmul would round the weights."""
+        """Each page's sum crosses warps, as the max does: float32, where a matmul would round the
+        weights.
+        """
         parts = num_parts(static.page_size)
         page = div(registers.iota(p.shape, 0), TILE // parts)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for part in range(parts):
-            masses.at[part][...] = (p if parts == 1 else jnp.where(page == part, p, 0.0)).sum(axis=0)
+            masses.at[part][...] = (p if parts == 1 else jnp.where(page == part, p, 0.0)).sum(
+                axis=0
+            )
         masses.at[parts][...] = top
 
     def attend_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
@@ -199,11 +231,21 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
             values = ring.values.at[slot].transpose((1, 0))
             gained = product(values, weight.transpose((1, 0)), (static.head_dim, s.shape[1]))
             plgpu.barrier_arrive(ring.consumed.at[slot])
-            return count + 1, top, sum_TM, entropy_TM, acc * across(shrink, static.head_dim) + gained
+            return (
+                count + 1,
+                top,
+                sum_TM,
+                entropy_TM,
+                acc * across(shrink, static.head_dim) + gained,
+            )
 
         worst = registers.reduced(static.per_head, MASKED, axis=0)
-        zeros = (registers.full((rows, static.per_head), 0.0) for rows in (TILE, TILE, static.head_dim))
-        count, top, sum_TM, entropy_TM, acc = jax.lax.fori_loop(0, tiles_I[item], attend_tile, (count, worst, *zeros))
+        zeros = (
+            registers.full((rows, static.per_head), 0.0) for rows in (TILE, TILE, static.head_dim)
+        )
+        count, top, sum_TM, entropy_TM, acc = jax.lax.fori_loop(
+            0, tiles_I[item], attend_tile, (count, worst, *zeros)
+        )
         found = [acc, top, sum_TM.sum(axis=0)]
         if static.statistics:
             found.append(entropy_TM.sum(axis=0))
@@ -219,7 +261,12 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
 
     @pl.when(group == 1)
     def _() -> None:
-        pass_last(ring, arrivals, each_unit(num[0], static.kv_heads, static.num_blocks, fetch_unit), registers)
+        pass_last(
+            ring,
+            arrivals,
+            each_unit(num[0], static.kv_heads, static.num_blocks, fetch_unit),
+            registers,
+        )
 
     @pl.when(group == 0)
     def _() -> None:
@@ -228,10 +275,16 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
 
 
 def decode(
-    q_DKMH: jax.Array, pools: tuple[jax.Array, ...], items: DecodeItems, base: jax.Array, *, static: Static
+    q_DKMH: jax.Array,
+    pools: tuple[jax.Array, ...],
+    items: DecodeItems,
+    base: jax.Array,
+    *,
+    static: Static,
 ) -> Partial:
-    """q: [rows, K, per_head, H] bfloat16; pools: pages [L*P, 2K, S, H] bfloat16, or int8 and their scales [L*P, 2K, S]
-    bfloat16; base [1]: the layer's first page."""
+    """q: [rows, K, per_head, H] bfloat16; pools: pages [L*P, 2K, S, H] bfloat16, or int8 and their
+    scales [L*P, 2K, S] bfloat16; base [1]: the layer's first page.
+    """
     kv_heads, per_head, head_dim = static.kv_heads, static.per_head, static.head_dim
     num_items = items.row.shape[0]
     shapes = [(head_dim, per_head), *[(per_head,)] * (3 if static.statistics else 2)]
@@ -243,7 +296,9 @@ def decode(
     sizes: Any = {"head_dim": head_dim, "page_size": static.page_size, "num_readers": 1}
 
     def matrix(columns: int) -> Any:
-        return plgpu.SMEM((per_head, columns), jnp.bfloat16, transforms=tiled(jnp.bfloat16, columns))
+        return plgpu.SMEM(
+            (per_head, columns), jnp.bfloat16, transforms=tiled(jnp.bfloat16, columns)
+        )
 
     interpret = {"interpret": static.interpret} if static.interpret else {}
     found = plgpu.kernel(
@@ -261,7 +316,18 @@ def decode(
             plgpu.Barrier(),
         ],
         **interpret,
-    )(items.num, items.row, items.begin, items.tiles, items.low, items.high, items.table, base, q_DKMH, *pools)
+    )(
+        items.num,
+        items.row,
+        items.begin,
+        items.tiles,
+        items.low,
+        items.high,
+        items.table,
+        base,
+        q_DKMH,
+        *pools,
+    )
     mass = found.pop() if static.page_mass else None
     out, top, total, *entropy = found
     return Partial(out, top, total, entropy[0] if entropy else None, mass)

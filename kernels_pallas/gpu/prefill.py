@@ -1,9 +1,10 @@
-"""Paged attention of prefill chunks for Hopper: blocks of queries against the pages of their row, which hold the step's
-own keys and values already. Flash attention, arXiv 2205.14135, algorithm 1.
+"""Paged attention of prefill chunks for Hopper: blocks of queries against the pages of their row,
+which hold the step's own keys and values already. Flash attention, arXiv 2205.14135, algorithm 1.
 
-A persistent grid: as many blocks as there are processors, each with one warpgroup that has tiles of keys and values
-fetched (TMA) into a ring in shared memory, and one or two that attend them, each for `ROWS` rows of queries. All query
-heads of a KV head are rows of the same block, token by token. int8 tiles: as in decode.
+A persistent grid: as many blocks as there are processors, each with one warpgroup that has tiles of
+keys and values fetched (TMA) into a ring in shared memory, and one or two that attend them, each
+for `ROWS` rows of queries. All query heads of a KV head are rows of the same block, token by token.
+int8 tiles: as in decode.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ FETCH_REGISTERS, ATTEND_REGISTERS = {False: 40, True: 88}, {False: 232, True: 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
-    """What is known when compiling. per_head: query heads of a KV head, rounded up to a power of two."""
+    """What is known when compiling. per_head: query heads of a KV head, rounded up to a power of
+    two.
+    """
 
     kv_heads: int
     head_dim: int
@@ -80,7 +83,11 @@ class Static:
     def arriving(self) -> int:
         """int8 tiles in shared memory: in the room that fewer stages leave, one at least."""
         tile, arrival = ring_bytes(self.head_dim, int8=True)
-        return max(1, min(MAX_STAGES, (RING_BYTES - self.stages * tile) // arrival)) if self.int8 else 0
+        return (
+            max(1, min(MAX_STAGES, (RING_BYTES - self.stages * tile) // arrival))
+            if self.int8
+            else 0
+        )
 
 
 def down(x_R: jax.Array, columns: int) -> jax.Array:
@@ -92,18 +99,30 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
     num, row_I, slot_I, begin_I, tiles_I, high_I, table, first, base, q_IKRH = refs[:10]
     *pools, rest = (*refs[10 : 11 + static.int8], refs[11 + static.int8 :])
     num_outputs = 4 if static.statistics else 1
-    outputs, (queries, ring, arrivals, weights, *staged, queried, cleared) = rest[:num_outputs], rest[num_outputs:]
+    outputs, (queries, ring, arrivals, weights, *staged, queried, cleared) = (
+        rest[:num_outputs],
+        rest[num_outputs:],
+    )
     registers = Registers(static.interpret)
     worker = jax.lax.axis_index("group")
 
     def fetch_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
         slots: Any = {"begin": begin_I[item], "high": high_I[item], "num_tiles": tiles_I[item]}
         row = row_I[item] * width
-        unit: Any = {"row": row, **slots, "base": base[0], "head": head, "count": count, "registers": registers}
+        unit: Any = {
+            "row": row,
+            **slots,
+            "base": base[0],
+            "head": head,
+            "count": count,
+            "registers": registers,
+        }
         return fetch_tiles(ring, arrivals, tuple(pools), table, **unit)
 
     def key_position(item: jax.Array, start: jax.Array, shape: tuple[int, int]) -> jax.Array:
-        """[ROWS, TILE]: position less slot of each key of a tile: its page's first position less its first slot."""
+        """[ROWS, TILE]: position less slot of each key of a tile: its page's first position less
+        its first slot.
+        """
         size, column = static.page_size, registers.iota(shape, 1)
         shift = jnp.zeros(shape, jnp.int32)
         for part in range(num_parts(size)):
@@ -123,7 +142,9 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
         def seen(start: jax.Array) -> jax.Array:
             shape = (ROWS, TILE)
             at = registers.iota(shape, 1) + start
-            own = ((registers.iota(shape, 0) + worker * ROWS) >> (static.per_head.bit_length() - 1)) + slot_I[item]
+            own = (
+                (registers.iota(shape, 0) + worker * ROWS) >> (static.per_head.bit_length() - 1)
+            ) + slot_I[item]
             mask = (at <= own) & (at < high)
             if window is None:
                 return mask
@@ -142,7 +163,9 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
 
                 @pl.when(high - start < TILE)
                 def _() -> None:
-                    pl.when(worker == 0)(lambda: registers.clear_tail(ring.values.at[slot], high - start))
+                    pl.when(worker == 0)(
+                        lambda: registers.clear_tail(ring.values.at[slot], high - start)
+                    )
                     plgpu.barrier_arrive(cleared)
                     plgpu.barrier_wait(cleared)
 
@@ -157,12 +180,16 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
             total = old_sum * shrink + p.sum(axis=1)
             entropy = old_entropy
             if static.statistics:
-                entropy = shrink * (old_entropy + old_sum * (old_max - top)) + (p * distance).sum(axis=1)
+                entropy = shrink * (old_entropy + old_sum * (old_max - top)) + (p * distance).sum(
+                    axis=1
+                )
             acc = acc * down(shrink, static.head_dim)
             if static.int8:
                 # The scale of a slot that no one owns may be NaN.
                 p = jnp.where(p > 0, p * registers.scales(ring.scales.at[slot, 1], 1, p.shape), 0.0)
-            acc = registers.accumulate(acc, p.astype(weights.dtype), ring.values.at[slot], weights.at[worker])
+            acc = registers.accumulate(
+                acc, p.astype(weights.dtype), ring.values.at[slot], weights.at[worker]
+            )
             plgpu.barrier_arrive(ring.consumed.at[slot])
             return count + 1, top, total, entropy, acc
 
@@ -182,7 +209,12 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
     def _() -> None:
         if static.workers > 1:
             plgpu.set_max_registers(FETCH_REGISTERS[static.int8], action="decrease")
-        pass_last(ring, arrivals, each_unit(num[0], static.kv_heads, static.num_processors, fetch_unit), registers)
+        pass_last(
+            ring,
+            arrivals,
+            each_unit(num[0], static.kv_heads, static.num_processors, fetch_unit),
+            registers,
+        )
 
     @pl.when(worker < static.workers)
     def _() -> None:
@@ -193,21 +225,33 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
 
 
 def prefill(
-    q_IKRH: jax.Array, pools: tuple[jax.Array, ...], items: PrefillItems, base: jax.Array, *, static: Static
+    q_IKRH: jax.Array,
+    pools: tuple[jax.Array, ...],
+    items: PrefillItems,
+    base: jax.Array,
+    *,
+    static: Static,
 ) -> tuple[jax.Array, ...]:
-    """-> out [items, K, R, H] float32, and if `static` asks for them max, sum and entropy accumulator
-    [items, K, R] float32 (max and entropy in units of log 2).
+    """-> out [items, K, R, H] float32, and if `static` asks for them max, sum and entropy
+    accumulator [items, K, R] float32 (max and entropy in units of log 2).
 
-    q: [items, K, R = static.rows, H] bfloat16, row query * per_head + head. pools, base: as `decode` takes them.
+    q: [items, K, R = static.rows, H] bfloat16, row query * per_head + head. pools, base: as
+    `decode` takes them.
     """
     workers = static.workers
     shape = (items.row.shape[0], static.kv_heads, static.rows)
     statistics = [jax.ShapeDtypeStruct(shape, jnp.float32)] * (3 if static.statistics else 0)
     interpret = {"interpret": static.interpret} if static.interpret else {}
-    sizes: Any = {"head_dim": static.head_dim, "page_size": static.page_size, "num_readers": workers}
+    sizes: Any = {
+        "head_dim": static.head_dim,
+        "page_size": static.page_size,
+        "num_readers": workers,
+    }
 
     def matrices(columns: int) -> Any:
-        return plgpu.SMEM((workers, ROWS, columns), jnp.bfloat16, transforms=tiled(jnp.bfloat16, columns))
+        return plgpu.SMEM(
+            (workers, ROWS, columns), jnp.bfloat16, transforms=tiled(jnp.bfloat16, columns)
+        )
 
     return plgpu.kernel(
         partial(_kernel, static, items.width, items.window),

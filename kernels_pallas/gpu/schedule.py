@@ -1,4 +1,6 @@
-"""What the kernels do in a step, as lists of work: equal for all layers of a KV group, so made once per step."""
+"""What the kernels do in a step, as lists of work: equal for all layers of a KV group, so made once
+per step.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ ITEM_TILES = 4
 class DecodeItems:
     """Parts of decode rows, each of some tiles of a row, in order; rows one after the other.
 
-    int32, [items] each unless said otherwise. num [1] items; row; begin: slot where the first tile begins, a multiple
-    of TILE; tiles; low, high: slots of the row that the query sees are low <= slot < high, high at most the part's end.
-    Entries past `num` have no tiles. table [B * width] flat.
+    int32, [items] each unless said otherwise. num [1] items; row; begin: slot where the first tile
+    begins, a multiple of TILE; tiles; low, high: slots of the row that the query sees are low <=
+    slot < high, high at most the part's end. Entries past `num` have no tiles. table [B * width]
+    flat.
     """
 
     num: jax.Array
@@ -44,17 +47,30 @@ class DecodeItems:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["num", "row", "token", "slot", "begin", "tiles", "high", "where", "table", "first"],
+    data_fields=[
+        "num",
+        "row",
+        "token",
+        "slot",
+        "begin",
+        "tiles",
+        "high",
+        "where",
+        "table",
+        "first",
+    ],
     meta_fields=["size", "width", "window"],
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillItems:
-    """Blocks of `size` queries of chunks; the last one of a chunk has others behind, whose results are of no use.
+    """Blocks of `size` queries of chunks; the last one of a chunk has others behind, whose results
+    are of no use.
 
-    int32, [items] each unless said otherwise. num [1] items; row; token: packed index of the first query; slot: where
-    it is in its row; begin: slot where the first tile that any query sees begins; tiles; high: end of the slots that
-    the queries see. where [T]: item * size + index of each packed token, 0 for one that is in no chunk. table,
-    first [B * width] flat.
+    int32, [items] each unless said otherwise. num [1] items; row; token: packed index of the first
+    query; slot: where it is in its row; begin: slot where the first tile that any query sees
+    begins; tiles; high: end of the slots that
+    the queries see. where [T]: item * size + index of each packed token, 0 for one that is in no
+    chunk. table, first [B * width] flat.
     """
 
     num: jax.Array
@@ -73,11 +89,15 @@ class PrefillItems:
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["decode", "prefill", "num_decode"], meta_fields=["num_processors"]
+    jax.tree_util.register_dataclass,
+    data_fields=["decode", "prefill", "num_decode"],
+    meta_fields=["num_processors"],
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A step's work. prefill: None where every row is a decode row. num_processors: of the GPU, for which it is cut."""
+    """A step's work. prefill: None where every row is a decode row. num_processors: of the GPU, for
+    which it is cut.
+    """
 
     decode: DecodeItems
     prefill: PrefillItems | None
@@ -97,28 +117,39 @@ def make_schedule(
     num_processors: int,
     decode_only: bool = False,
 ) -> Schedule:
-    """The work of a step of `num_tokens` packed tokens T, whose rows hold `rows.len_B` tokens, the step's own included.
+    """The work of a step of `num_tokens` packed tokens T, whose rows hold `rows.len_B` tokens, the
+    step's own included.
 
-    Rows 0..num_decode-1 have one token each (or none: count 0) at packed offset = row, rows num_decode..num_rows-1 are
-    chunks. first_BW rises by a page or more from one held page to the next; positions of a chunk are consecutive.
+    Rows 0..num_decode-1 have one token each (or none: count 0) at packed offset = row, rows
+    num_decode..num_rows-1 are chunks. first_BW rises by a page or more from one held page to the
+    next; positions of a chunk are consecutive.
     """
     num_batch = rows.len_B.shape[0]
     row_B = jnp.arange(num_batch, dtype=jnp.int32)
     live_B = (rows.count_B > 0) & (row_B < num_rows)
     # A KV head of an item is a unit of work: six for each processor, of which two run at once.
     wanted = max(1, 6 * num_processors // kv_heads)
-    decode = _decode_items(rows, live_B & (row_B < num_decode), num_rows=min(num_batch, num_tokens), wanted=wanted)
+    decode = _decode_items(
+        rows, live_B & (row_B < num_decode), num_rows=min(num_batch, num_tokens), wanted=wanted
+    )
     prefill = None
     if not decode_only:
         size = prefill_rows(head_dim) // rows_per_query(num_heads // kv_heads)
-        prefill = _prefill_items(rows, live_B & (row_B >= num_decode), num_tokens=num_tokens, size=size)
+        prefill = _prefill_items(
+            rows, live_B & (row_B >= num_decode), num_tokens=num_tokens, size=size
+        )
     return Schedule(
-        decode=decode, prefill=prefill, num_decode=jnp.asarray(num_decode, jnp.int32), num_processors=num_processors
+        decode=decode,
+        prefill=prefill,
+        num_decode=jnp.asarray(num_decode, jnp.int32),
+        num_processors=num_processors,
     )
 
 
 def prefill_rows(head_dim: int) -> int:
-    """Rows of a prefill block, TILE for each warpgroup: two leave too few registers for 256 columns of results."""
+    """Rows of a prefill block, TILE for each warpgroup: two leave too few registers for 256 columns
+    of results.
+    """
     return 2 * TILE if head_dim <= 128 else TILE
 
 
@@ -128,8 +159,10 @@ def rows_per_query(per_head: int) -> int:
 
 
 def _decode_items(rows: Rows, live_B: jax.Array, *, num_rows: int, wanted: int) -> DecodeItems:
-    """The items of the first `num_rows` rows, those that are live: about `wanted` in all, those of a row of one length
-    and none much longer than others, so that the processors that share them end together; more for more rows."""
+    """The items of the first `num_rows` rows, those that are live: about `wanted` in all, those of
+    a row of one length and none much longer than others, so that the processors that share them end
+    together; more for more rows.
+    """
     len_D = jnp.minimum(rows.len_B, rows.width * rows.page_size)[:num_rows]
     low_D = rows.low_slot(jnp.arange(num_rows, dtype=jnp.int32), len_D - 1)
     begin_D = low_D // TILE * TILE
@@ -171,7 +204,9 @@ def _prefill_items(rows: Rows, chunk_B: jax.Array, *, num_tokens: int, size: int
     # The packed tokens of each item, scattered to their places; padding falls behind.
     within = jnp.arange(size, dtype=jnp.int32)
     token = rows.start_B[row] + done
-    target = jnp.where(real[:, None] & (within[None] < queries[:, None]), token[:, None] + within[None], num_tokens)
+    target = jnp.where(
+        real[:, None] & (within[None] < queries[:, None]), token[:, None] + within[None], num_tokens
+    )
     place = (item_B[row] + index)[:, None] * size + within[None]
     where = jnp.zeros(num_tokens, jnp.int32).at[target].set(place, mode="drop")
     return PrefillItems(

@@ -20,11 +20,13 @@ PAGE_SIZES = (16, 32, 64, 128)
 
 
 class Statistics(NamedTuple):
-    """Of the softmax of each packed token and query head, float32; s are the scaled (and capped) scores it sees.
+    """Of the softmax of each packed token and query head, float32; s are the scaled (and capped)
+    scores it sees.
 
-    max_TN m = max s. sum_TN l = sum of e^(s-m). entropy_TN a = sum of e^(s-m) (s-m); the entropy is log l - a/l. A sink
-    counts as one more score in all three. mass_BNW: each decode row's weights summed over table page w, the sink's
-    share left out (0 for pages it does not hold or see); None unless asked for.
+    max_TN m = max s. sum_TN l = sum of e^(s-m). entropy_TN a = sum of e^(s-m) (s-m); the entropy is
+    log l - a/l. A sink
+    counts as one more score in all three. mass_BNW: each decode row's weights summed over table
+    page w, the sink's share left out (0 for pages it does not hold or see); None unless asked for.
     """
 
     max_TN: jax.Array
@@ -50,17 +52,20 @@ def ragged_paged_attention(
     out_dtype: Any = jnp.float32,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | Packed, Statistics | None]:
-    """Writes the step's keys and values into their pages and attends every packed token to the pages of its row.
+    """Writes the step's keys and values into their pages and attends every packed token to the
+    pages of its row.
 
-    -> (out [T, N, H], pages, statistics or None). pages: `pack(layout_of(...), [L*P, 2K, S, H])`, bfloat16 or
-    float32, page p of layer l in row l * num_pages + p; updated in place when donated. Queries, keys, values and
-    softmax weights are rounded to the dtype of the pages, sums are float32. Quantised keys and values go into packed
-    pages, queries and weights are then rounded to bfloat16. Decode rows that rest get zeros, padding tokens anything.
-    `schedule` is made for this step's rows, by `make_schedule`, once for all layers. sinks_N: a logit per query head,
-    which joins the softmax's sum only. out_dtype: what the float32 result is rounded to.
+    -> (out [T, N, H], pages, statistics or None). pages: `pack(layout_of(...), [L*P, 2K, S, H])`,
+    bfloat16 or float32, page p of layer l in row l * num_pages + p; updated in place when donated.
+    Queries, keys, values and softmax weights are rounded to the dtype of the pages, sums are
+    float32. Quantised keys and values go into packed pages, queries and weights are then rounded to
+    bfloat16. Decode rows that rest get zeros, padding tokens anything. `schedule` is made for this
+    step's rows, by `make_schedule`, once for all layers. sinks_N: a logit per query head, which
+    joins the softmax's sum only. out_dtype: what the float32 result is rounded to.
     `interpret`: False, True or pltpu.InterpretParams.
 
-    Raises: NotImplementedError naming what the kernels do not take. Semantics: kernels_pallas.reference.
+    Raises: NotImplementedError naming what the kernels do not take. Semantics:
+    kernels_pallas.reference.
     """
     packing = packing_of(k_TKH) if isinstance(k_TKH, Quantised) else None
     _, kv_heads, head_dim = (k_TKH.values if isinstance(k_TKH, Quantised) else k_TKH).shape
@@ -99,7 +104,14 @@ def ragged_paged_attention(
         words = in_slots(new[1][:num_rows], schedule.page_size, pools[1].shape[2])
         of_decode = (new[0][:num_rows].astype(jnp.int32) & (2**packing.num_bits - 1), words)
     decoded, pools, statistics_DJML, masses = decode(
-        q_TJMX[:num_rows], of_decode, sinks_JM, pools, schedule, base, static=static, interpret=interpret
+        q_TJMX[:num_rows],
+        of_decode,
+        sinks_JM,
+        pools,
+        schedule,
+        base,
+        static=static,
+        interpret=interpret,
     )
     out, found = unpack_outputs(layout, decoded.astype(out_dtype)), statistics_DJML
     if schedule.write is not None:
@@ -108,7 +120,11 @@ def ragged_paged_attention(
         options: Any = {"static": static, "out_dtype": out_dtype, "interpret": interpret}
         filled, of_chunks = prefill(q_TJMX, sinks_JM, pools, schedule, base, **options)
         out = _first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
-        found = None if found is None or of_chunks is None else _first_rows(found, of_chunks, schedule.num_decode)
+        found = (
+            None
+            if found is None or of_chunks is None
+            else _first_rows(found, of_chunks, schedule.num_decode)
+        )
     pages = pools[0] if packing is None else Packed(*pools)
     if found is None:
         return out, pages, None
@@ -120,7 +136,9 @@ def ragged_paged_attention(
 def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:
     """[T, ...]: decode rows are the first packed tokens, every other token is a chunk's."""
     is_decode = jnp.arange(filled.shape[0]) < num_decode
-    decoded = jnp.pad(decoded, ((0, filled.shape[0] - decoded.shape[0]), *[(0, 0)] * (decoded.ndim - 1)))
+    decoded = jnp.pad(
+        decoded, ((0, filled.shape[0] - decoded.shape[0]), *[(0, 0)] * (decoded.ndim - 1))
+    )
     return jnp.where(is_decode.reshape(-1, *[1] * (filled.ndim - 1)), decoded, filled)
 
 
@@ -133,7 +151,9 @@ def _mass_per_page(masses_IJML: jax.Array, found_TN3: jax.Array, schedule: Sched
     share_IN = jnp.exp(masses_INL[..., -1] - of_row[..., 0]) / of_row[..., 1]
     # A page that was not fetched has no mass, whatever its sum says: all its slots were masked.
     page = jnp.arange(block, dtype=jnp.int32)
-    held_IB = (jnp.arange(num_items) < items.num)[:, None] & (page[None, :] * schedule.page_size < items.high[:, None])
+    held_IB = (jnp.arange(num_items) < items.num)[:, None] & (
+        page[None, :] * schedule.page_size < items.high[:, None]
+    )
     mass_INB = jnp.where(held_IB[:, None], masses_INL[..., :block] * share_IN[..., None], 0.0)
     index_IB = items.start[:, None] + page[None, :]
     flat = jnp.zeros((schedule.batch * schedule.width, mass_INB.shape[1]), jnp.float32)
@@ -164,10 +184,14 @@ def _check(
     if schedule.page_size not in (sizes := page_sizes(packing)):
         raise NotImplementedError(f"page_size: expected one of {sizes}, got {schedule.page_size}")
     if page_mass and schedule.prefill is not None:
-        raise NotImplementedError("page_mass: expected a step of decode rows only, got one with prefill chunks")
+        raise NotImplementedError(
+            "page_mass: expected a step of decode rows only, got one with prefill chunks"
+        )
     if schedule.records is not None and (smem_bytes := prefill_smem_bytes(schedule)) > SMEM_BYTES:
         rows = f"rows of {schedule.width} pages"
-        raise NotImplementedError(f"{rows} take {smem_bytes} bytes of scalar memory, expected at most {SMEM_BYTES}")
+        raise NotImplementedError(
+            f"{rows} take {smem_bytes} bytes of scalar memory, expected at most {SMEM_BYTES}"
+        )
 
 
 def page_sizes(packing: Packing | None) -> tuple[int, ...]:

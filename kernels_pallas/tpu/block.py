@@ -1,4 +1,6 @@
-"""What the attention kernels share: a block of pages as matmul operands, its scores, what is known when compiling."""
+"""What the attention kernels share: a block of pages as matmul operands, its scores, what is known
+when compiling.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ VMEM_BYTES = 60 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
-    """What is known when compiling. packing: None for pages of floats; dtype: of matmuls' inputs; per_row: queries that
-    meet a row of heads; block: pages; heads: rows of heads that decode works on without a loop; queries: tokens of a
-    prefill block; rows: queries that are worked on at once; the rest: `attention`."""
+    """What is known when compiling. packing: None for pages of floats; dtype: of matmuls' inputs;
+    per_row: queries that meet a row of heads; block: pages; heads: rows of heads that decode works
+    on without a loop; queries: tokens of a prefill block; rows: queries that are worked on at once;
+    the rest: `attention`.
+    """
 
     layout: Layout
     packing: Packing | None
@@ -43,7 +47,9 @@ class Static:
     page_mass: bool
     streamed: bool
     wait_by_page: bool
-    """One wait for each page rather than one for all: the plain interpreter knows no copies of traced size."""
+    """One wait for each page rather than one for all: the plain interpreter knows no copies of
+    traced size.
+    """
 
     rows: int
 
@@ -63,18 +69,24 @@ def wait_all(copies: list[Any]) -> None:
 
 
 def div(a: jax.Array, b: int) -> jax.Array:
-    """Of numbers that are not negative; `//` also handles the others, which costs scalar operations."""
+    """Of numbers that are not negative; `//` also handles the others, which costs scalar
+    operations.
+    """
     return jax.lax.div(a, jnp.int32(b))
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )
 
 
 class Fetched(NamedTuple):
-    """A block of pages in VMEM: floats [pages, C, S, X], or words and beside them scales [pages, 1, Z]."""
+    """A block of pages in VMEM: floats [pages, C, S, X], or words and beside them scales [pages, 1,
+    Z].
+    """
 
     pages: Any
     scales: Any
@@ -99,7 +111,9 @@ class HeadRow(NamedTuple):
 
 
 def elements(block: Fetched, row: int | jax.Array, static: Static) -> jax.Array:
-    """Row `row` of all pages of a block, as a matmul operand [slots, X]. Quantised ones are the whole numbers."""
+    """Row `row` of all pages of a block, as a matmul operand [slots, X]. Quantised ones are the
+    whole numbers.
+    """
     pages, _, size, width = block.pages.shape
     stored = block.pages[:, row].reshape(pages * size, width)
     return stored if static.packing is None else static.packing.elements(stored)
@@ -114,9 +128,11 @@ def columns(
     factor: float = 1.0,
     held_1S: jax.Array | None = None,
 ) -> Columns | None:
-    """What acts on the columns of a row of heads in place of its elements, times `factor`; None for floats.
+    """What acts on the columns of a row of heads in place of its elements, times `factor`; None for
+    floats.
 
-    held_1S: others get zeros, so that what nobody owns, which may be NaN, is not multiplied by a weight of zero.
+    held_1S: others get zeros, so that what nobody owns, which may be NaN, is not multiplied by a
+    weight of zero.
     """
     packing = static.packing
     if packing is None:
@@ -135,7 +151,9 @@ def columns(
             else:  # lanes are loaded from a multiple of LANES on
                 aligned = start // group * group
                 begin = pl.multiple_of(row.begin * (per_row * size) + aligned, LANES)
-                piece = block.scales[i, :, pl.ds(begin, group)][:, start - aligned : start - aligned + size]
+                piece = block.scales[i, :, pl.ds(begin, group)][
+                    :, start - aligned : start - aligned + size
+                ]
             pieces.append(piece)
         words = jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
         bits = words & jnp.int32(-65536) if of_values else jax.lax.shift_left(words, jnp.int32(16))
@@ -145,19 +163,27 @@ def columns(
     def of_heads(head: int) -> list[jax.Array]:
         scale = of_head(head, 0)
         found = [scale * (factor / packing.unit)]
-        return found if packing.words_per_slot == 1 else [*found, (of_head(head, 1) + 0.5 * scale) * factor]
+        return (
+            found
+            if packing.words_per_slot == 1
+            else [*found, (of_head(head, 1) + 0.5 * scale) * factor]
+        )
 
     found = of_heads(0)
     if per_row == 2:
         shape = (static.rows, found[0].shape[1])
-        query = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(static.per_row))
+        query = jax.lax.rem(
+            jax.lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(static.per_row)
+        )
         is_first = query < static.per_row // 2
         found = [jnp.where(is_first, x, y) for x, y in zip(found, of_heads(1), strict=True)]
     return Columns(found[0], found[1] if len(found) > 1 else None)
 
 
 def scores(q_MX: jax.Array, block: Fetched, row: HeadRow, static: Static) -> jax.Array:
-    """[M, slots] float32: scaled (and capped) scores times log2(e). exp2 is one operation less than exp."""
+    """[M, slots] float32: scaled (and capped) scores times log2(e). exp2 is one operation less than
+    exp.
+    """
     factor = static.scale * LOG2E if static.softcap is None else static.scale / static.softcap
     s = dot(q_MX, elements(block, row.number, static), (1, 1))
     of_keys = columns(block, row, static, of_values=False, factor=factor)
@@ -167,16 +193,26 @@ def scores(q_MX: jax.Array, block: Fetched, row: HeadRow, static: Static) -> jax
     return s if static.softcap is None else jnp.tanh(s) * (static.softcap * LOG2E)
 
 
-def weights(p_MS: jax.Array, of_values: Columns | None, static: Static) -> tuple[jax.Array, jax.Array | None]:
-    """(what meets the elements of values, what is added to all elements of the product [M, 1] or None)."""
+def weights(
+    p_MS: jax.Array, of_values: Columns | None, static: Static
+) -> tuple[jax.Array, jax.Array | None]:
+    """(what meets the elements of values, what is added to all elements of the product [M, 1] or
+    None).
+    """
     if of_values is None:
         return p_MS.astype(static.dtype), None
-    added = None if of_values.offset is None else jnp.sum(p_MS * of_values.offset, axis=1, keepdims=True)
+    added = (
+        None
+        if of_values.offset is None
+        else jnp.sum(p_MS * of_values.offset, axis=1, keepdims=True)
+    )
     return (p_MS * of_values.scale).astype(static.dtype), added
 
 
 def in_lanes(*columns_ML: jax.Array) -> jax.Array:
-    """[M, LANES] with the i-th array's values in lane i, the last one's in all lanes from its own on."""
+    """[M, LANES] with the i-th array's values in lane i, the last one's in all lanes from its own
+    on.
+    """
     *columns, out = (column[:, :LANES] for column in columns_ML)
     lane = jax.lax.broadcasted_iota(jnp.int32, out.shape, 1)
     for i, column in enumerate(columns):

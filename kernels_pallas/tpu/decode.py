@@ -1,10 +1,12 @@
-"""Paged decode attention: one query per row, the step's own key and value written into their page on the way.
+"""Paged decode attention: one query per row, the step's own key and value written into their page
+on the way.
 
-One program walks over a list of blocks of pages (`DecodeItems`). Pages of two blocks are on their way from HBM while a
-third is attended; each block has its own softmax, which is merged into the row's running one (arXiv 2205.14135, section
-3.1), so that blocks depend on each other only in a few registers. Three blocks are one round of the loop: with the slot
-of a block known when compiling, the compiler sees that a DMA into one slot and loads from another do not meet, and
-issues the former beside the latter (measured: with a traced slot it puts all of one before all of the other).
+One program walks over a list of blocks of pages (`DecodeItems`). Pages of two blocks are on their
+way from HBM while a third is attended; each block has its own softmax, which is merged into the
+row's running one (arXiv 2205.14135, section 3.1), so that blocks depend on each other only in a few
+registers. Three blocks are one round of the loop: with the slot of a block known when compiling,
+the compiler sees that a DMA into one slot and loads from another do not meet, and issues the former
+beside the latter (measured: with a traced slot it puts all of one before all of the other).
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ RECORDS_AHEAD = RECORDS - 2
 
 
 class Work(NamedTuple):
-    """What `DecodeItems` says of an item, and its page ids. await_next(item): those of item + SLOTS - 1 come next."""
+    """What `DecodeItems` says of an item, and its page ids. await_next(item): those of item + SLOTS
+    - 1 come next.
+    """
 
     row: Callable[[jax.Array], jax.Array]
     low: Callable[[jax.Array], jax.Array]
@@ -61,11 +65,15 @@ class Work(NamedTuple):
     await_next: Callable[[jax.Array], None]
 
 
-def _held(row_I: Any, start_I: Any, low_I: Any, high_I: Any, new_I: Any, first_I: Any, table: Any) -> Work:
+def _held(
+    row_I: Any, start_I: Any, low_I: Any, high_I: Any, new_I: Any, first_I: Any, table: Any
+) -> Work:
     """All in scalar memory."""
     refs = zip(RECORD_FIELDS, (row_I, low_I, high_I, new_I, first_I), strict=True)
     fields: dict[str, Any] = {name: partial(lambda ref, item: ref[item], ref) for name, ref in refs}
-    return Work(**fields, page=lambda item, i: table[start_I[item] + i], await_next=lambda item: None)
+    return Work(
+        **fields, page=lambda item, i: table[start_I[item] + i], await_next=lambda item: None
+    )
 
 
 def _streamed(records: Any, ring: Any, asked: Any) -> tuple[Work, Callable[[jax.Array], Any]]:
@@ -83,12 +91,18 @@ def _streamed(records: Any, ring: Any, asked: Any) -> tuple[Work, Callable[[jax.
         ask(item + RECORDS_AHEAD).start()
         ask(item + SLOTS - 1).wait()
 
-    fields: dict[str, Any] = {name: partial(field, number) for number, name in enumerate(RECORD_FIELDS)}
-    return Work(**fields, page=lambda item, i: field(RECORD_IDS + i, item), await_next=await_next), ask
+    fields: dict[str, Any] = {
+        name: partial(field, number) for number, name in enumerate(RECORD_FIELDS)
+    }
+    return Work(
+        **fields, page=lambda item, i: field(RECORD_IDS + i, item), await_next=await_next
+    ), ask
 
 
 class Block(NamedTuple):
-    """Of one block's softmax, relative to its own max: [M, 1] each. added: to all elements of its values' sum."""
+    """Of one block's softmax, relative to its own max: [M, 1] each. added: to all elements of its
+    values' sum.
+    """
 
     top: jax.Array
     sum: jax.Array
@@ -97,7 +111,9 @@ class Block(NamedTuple):
 
 
 def page_masses(p_MS: jax.Array, top_M1: jax.Array, static: Static) -> jax.Array:
-    """[M, LANES]: the sum of p over page i of the block in lane i, and the max that it is relative to in the last."""
+    """[M, LANES]: the sum of p over page i of the block in lane i, and the max that it is relative
+    to in the last.
+    """
     slot = jax.lax.broadcasted_iota(jnp.int32, (static.slots, LANES), 0)
     lane = jax.lax.broadcasted_iota(jnp.int32, (static.slots, LANES), 1)
     mass = dot(p_MS, (div(slot, static.page_size) == lane).astype(jnp.float32), (1, 0))
@@ -127,11 +143,16 @@ def _kernel(static: Static, *refs: Any) -> None:
     def fetch_page(item: jax.Array, i: int, slot: int) -> list[Any]:
         page = base[0] + work.page(item, i)
         parts = zip(pools, blocks[slot], fetched, strict=False)
-        return [pltpu.make_async_copy(pool.at[page], part.at[i], done.at[slot]) for pool, part, done in parts]
+        return [
+            pltpu.make_async_copy(pool.at[page], part.at[i], done.at[slot])
+            for pool, part, done in parts
+        ]
 
     def fetch(item: jax.Array, slot: int) -> None:
         for i in range(block):
-            copies = fetch_page(item, i, slot)  # not inside: what scalars say is read beside what comes before
+            copies = fetch_page(
+                item, i, slot
+            )  # not inside: what scalars say is read beside what comes before
             pl.when(i * size < work.high(item))(partial(start_all, copies))
 
     def await_fetch(item: jax.Array, slot: int) -> None:
@@ -148,7 +169,9 @@ def _kernel(static: Static, *refs: Any) -> None:
             pl.when(pages_fetched > 0)(pltpu.make_async_copy(arrived, arrived, done.at[slot]).wait)
 
     def clear_tail(item: jax.Array, slot: int) -> None:
-        """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a value."""
+        """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a
+        value.
+        """
         high = work.high(item)
 
         @pl.loop(div(high, size), block)
@@ -167,7 +190,9 @@ def _kernel(static: Static, *refs: Any) -> None:
         return page, pl.ds(start, tile // per_word), jax.lax.rem(offset, jnp.int32(tile))
 
     def store_new(item: jax.Array, slot: int) -> None:
-        """Puts the step's key and value among the fetched pages, from where their tile goes back to HBM."""
+        """Puts the step's key and value among the fetched pages, from where their tile goes back to
+        HBM.
+        """
         i, rows, place = tile_of_new(item)
         tiles = [(i, c, rows) for c in range(layout.rows)]
         line, shift = (place, place) if packing is None else packing.place(place)
@@ -176,19 +201,25 @@ def _kernel(static: Static, *refs: Any) -> None:
         row = work.row(item)
         merged = []
         for c, at in enumerate(tiles):
-            old, values = blocks[slot].pages[at], jnp.broadcast_to(new[0][row, pl.ds(c, 1)], here.shape)
+            old, values = (
+                blocks[slot].pages[at],
+                jnp.broadcast_to(new[0][row, pl.ds(c, 1)], here.shape),
+            )
             if packing is None:
                 values = values.astype(old.dtype)
             else:
                 field = jax.lax.shift_left(jnp.int32(2**packing.num_bits - 1), shift)
                 values = (old & ~field) | jax.lax.shift_left(values, shift)
             merged.append(jnp.where(here, values, old))
-        # All loads before all stores, which the compiler cannot reorder: it does not know that the tiles differ.
+        # All loads before all stores, which the compiler cannot reorder: it does not know that the
+        # tiles differ.
         for at, values in zip(tiles, merged, strict=True):
             blocks[slot].pages[at] = values
         if packing is not None:
             old = blocks[slot].scales[i]
-            of_slot = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, old.shape, 1), jnp.int32(size))
+            of_slot = jax.lax.rem(
+                jax.lax.broadcasted_iota(jnp.int32, old.shape, 1), jnp.int32(size)
+            )
             here = (of_slot == jax.lax.rem(work.new(item), jnp.int32(size))) & (work.new(item) >= 0)
             blocks[slot].scales[i] = jnp.where(here, new[1][row], old)
 
@@ -212,7 +243,11 @@ def _kernel(static: Static, *refs: Any) -> None:
             """The block's own softmax for the queries of a row of heads."""
             j = at.number
             # Read back for each row of heads: kept in registers it makes the others spill.
-            place = slot_MS[...] if layout.joined > 1 else jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
+            place = (
+                slot_MS[...]
+                if layout.joined > 1
+                else jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
+            )
             seen = place < work.high(item)
             if static.window is not None:
                 seen &= place >= work.low(item)
@@ -222,7 +257,9 @@ def _kernel(static: Static, *refs: Any) -> None:
             if static.page_mass:
                 mass_SJML[slot, j] = page_masses(p, top, static)
             entropy = jnp.sum(p * (s - top), axis=1, keepdims=True) if static.statistics else None
-            of_values = columns(blocks[slot], at, static, of_values=True, held_1S=place[:1] < work.high(item))
+            of_values = columns(
+                blocks[slot], at, static, of_values=True, held_1S=place[:1] < work.high(item)
+            )
             weights_JMS[j], added = weights(p, of_values, static)
             return at, Block(top, jnp.sum(p, axis=1, keepdims=True), entropy, added)
 
@@ -244,7 +281,8 @@ def _kernel(static: Static, *refs: Any) -> None:
                 entropy_JMX[j] = old + share * (new.entropy + new.sum * (new.top - top))
                 statistics_DJML[row, j] = in_lanes(top / LOG2E, total, entropy_JMX[j] / LOG2E)
 
-        # Softmaxes run beside the matmuls of other rows of heads. Their weights wait in VMEM: registers would spill.
+        # Softmaxes run beside the matmuls of other rows of heads. Their weights wait in VMEM:
+        # registers would spill.
         def attend_heads(begin: int | jax.Array) -> None:
             pending: list[tuple[HeadRow, Block]] = []
             for j in range(static.heads):
@@ -268,7 +306,9 @@ def _kernel(static: Static, *refs: Any) -> None:
         pl.when(work.new(item) >= 0)(partial(start_all, write_tile(item, slot)))
         # The slot of the block before this one is free once its own tile has left.
         before = jnp.maximum(item - 1, 0)
-        pl.when((item > 0) & (work.new(before) >= 0))(partial(wait_all, write_tile(before, (slot - 1) % SLOTS)))
+        pl.when((item > 0) & (work.new(before) >= 0))(
+            partial(wait_all, write_tile(before, (slot - 1) % SLOTS))
+        )
         fetch(item + SLOTS - 1, (slot - 1) % SLOTS)
         if static.page_mass:
             pl.when(item >= SLOTS)(send_mass(item, slot).wait)
@@ -317,11 +357,13 @@ def decode(
 ) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None, jax.Array | None]:
     """-> (out [D, J, M, X] float32, pools, statistics [D, J, M, 3], masses [items, J, M, LANES]).
 
-    pools: the pages of floats, or words and scales (`packing`). new: for the D decode rows what goes into them, [D, C,
-    X] in the dtype of the pages; or whole numbers [D, C, X] and words in all slots [D, 1, Z], int32. q: in
-    `static.dtype`. base [1]: the layer's first row in the pools. A row without items gets zeros. statistics: max, sum
-    and entropy accumulator of the softmax, its sink included. masses: sums of e^(score - max) per page of a block, with
-    the block's own max in the last lane. None unless `static` asks.
+    pools: the pages of floats, or words and scales (`packing`). new: for the D decode rows what
+    goes into them, [D, C, X] in the dtype of the pages; or whole numbers [D, C, X] and words in all
+    slots [D, 1, Z], int32. q: in
+    `static.dtype`. base [1]: the layer's first row in the pools. A row without items gets zeros.
+    statistics: max, sum and entropy accumulator of the softmax, its sink included. masses: sums of
+    e^(score - max) per page of a block, with the block's own max in the last lane. None unless
+    `static` asks.
     """
     num_rows, joined, per_row, width = q_DJMX.shape
     padded = -(-per_row // SUBLANES) * SUBLANES
@@ -336,10 +378,18 @@ def decode(
         new = (new[0].astype(jnp.float32),)
     items = schedule.decode
     blocks = [(static.block, *pool.shape[1:]) for pool in pools]
-    block_bytes = sum(math.prod(shape) * pool.dtype.itemsize for shape, pool in zip(blocks, pools, strict=True))
-    vmem_bytes = (q_DJMX.dtype.itemsize + 4) * q_DJMX.size + 4 * sum(x.size for x in new) + SLOTS * block_bytes
+    block_bytes = sum(
+        math.prod(shape) * pool.dtype.itemsize for shape, pool in zip(blocks, pools, strict=True)
+    )
+    vmem_bytes = (
+        (q_DJMX.dtype.itemsize + 4) * q_DJMX.size
+        + 4 * sum(x.size for x in new)
+        + SLOTS * block_bytes
+    )
     if vmem_bytes > VMEM_BYTES:
-        raise NotImplementedError(f"{num_rows} decode rows: {vmem_bytes} bytes do not fit {VMEM_BYTES} bytes of VMEM")
+        raise NotImplementedError(
+            f"{num_rows} decode rows: {vmem_bytes} bytes do not fit {VMEM_BYTES} bytes of VMEM"
+        )
     state = (joined, padded, width)
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
     lanes = (joined, padded, LANES)
@@ -348,7 +398,15 @@ def decode(
     masses = (items.row.shape[0], *lanes) if static.page_mass else small
     scalars = [items.num, base]
     if schedule.records is None:
-        scalars += [items.row, items.start, items.low, items.high, items.new, items.first, schedule.table]
+        scalars += [
+            items.row,
+            items.start,
+            items.low,
+            items.high,
+            items.new,
+            items.first,
+            schedule.table,
+        ]
     records = [] if schedule.records is None else [schedule.records]
     ring = [pltpu.SMEM((RECORDS, *x.shape[1:]), jnp.int32) for x in records]
     before = len(scalars) + len(records) + 2 + len(new)
@@ -357,10 +415,20 @@ def decode(
         name="paged_decode",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            in_specs=[*[in_hbm] * len(records), in_vmem, in_vmem, *[in_vmem] * len(new), *[in_hbm] * len(pools)],
+            in_specs=[
+                *[in_hbm] * len(records),
+                in_vmem,
+                in_vmem,
+                *[in_vmem] * len(new),
+                *[in_hbm] * len(pools),
+            ],
             out_specs=[in_vmem, in_vmem, in_hbm, *[in_hbm] * len(pools)],
             scratch_shapes=[
-                *[pltpu.VMEM(shape, x.dtype) for shape, x in zip(blocks, pools, strict=True) for _ in range(SLOTS)],
+                *[
+                    pltpu.VMEM(shape, x.dtype)
+                    for shape, x in zip(blocks, pools, strict=True)
+                    for _ in range(SLOTS)
+                ],
                 *[pltpu.VMEM(state, jnp.float32)] * 4,
                 pltpu.VMEM((joined, padded, static.slots), static.dtype),
                 pltpu.VMEM((padded, static.slots), jnp.int32),

@@ -1,15 +1,19 @@
 """How heads lie in a page, so that its rows are whole 128-lane registers and no byte is padding.
 
-The kernels see pages [L*P, C, S, X] with X a multiple of 128, C rows of heads, and queries [.., J, M, X] that meet row
-j of a page as keys and row j + `values` of it as values:
+The kernels see pages [L*P, C, S, X] with X a multiple of 128, C rows of heads, and queries [.., J,
+M, X] that meet row j of a page as keys and row j + `values` of it as values:
 
-kind   when              C   X    row of a page                               query of head n        output lanes
-whole  H % 128 = 0       2K  H    j < K: keys of head j; then values          its H lanes            all
-pairs  H = 64, K even    K   128  j < K/2: keys of heads 2j | 2j+1; values    its half, zeros else   its half
-beside H = 64, K odd     K   128  key of head j | value of head j             left half, zeros right right half
+kind   when              C   X    row of a page                               query of head n
+       output lanes
+whole  H % 128 = 0       2K  H    j < K: keys of head j; then values          its H lanes
+       all
+pairs  H = 64, K even    K   128  j < K/2: keys of heads 2j | 2j+1; values    its half, zeros else
+its half beside H = 64, K odd     K   128  key of head j | value of head j             left half,
+                                  zeros right right half
 
-A product with zeros costs nothing where the matmul unit is 128 wide anyhow. `pairs` takes half the matmuls and softmax
-passes of `beside` (heads 2j and 2j+1 share them), which leaves one KV head per shard whole: TPU lanes need a partner.
+A product with zeros costs nothing where the matmul unit is 128 wide anyhow. `pairs` takes half the
+matmuls and softmax passes of `beside` (heads 2j and 2j+1 share them), which leaves one KV head per
+shard whole: TPU lanes need a partner.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ LANES = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Made by `layout_of`. rows C, width X; `joined` J rows are keys, values follow `values` rows later."""
+    """Made by `layout_of`. rows C, width X; `joined` J rows are keys, values follow `values` rows
+    later.
+    """
 
     kind: str
     kv_heads: int
@@ -52,12 +58,16 @@ def layout_of(*, kv_heads: int, head_dim: int) -> Layout:
     if head_dim % LANES == 0:
         return Layout(kind="whole", kv_heads=kv_heads, head_dim=head_dim)
     if head_dim == LANES // 2:
-        return Layout(kind="beside" if kv_heads % 2 else "pairs", kv_heads=kv_heads, head_dim=head_dim)
+        return Layout(
+            kind="beside" if kv_heads % 2 else "pairs", kv_heads=kv_heads, head_dim=head_dim
+        )
     raise NotImplementedError(f"head_dim: expected 64 or a multiple of {LANES}, got {head_dim}")
 
 
 def pack(layout: Layout, x: jax.Array) -> jax.Array:
-    """[..., 2K, S, H] (keys, then values, head-major) -> [..., C, S, X], the same number of bytes."""
+    """[..., 2K, S, H] (keys, then values, head-major) -> [..., C, S, X], the same number of
+    bytes.
+    """
     if layout.kind == "whole":
         return x
     *lead, heads, slots, dim = x.shape
@@ -80,15 +90,21 @@ def unpack(layout: Layout, x: jax.Array) -> jax.Array:
 
 
 def pack_queries(layout: Layout, q_TNH: jax.Array) -> jax.Array:
-    """[T, N, H] -> [T, J, M, X]: the M = N/J queries that meet page row j, zeros in the lanes of other heads."""
+    """[T, N, H] -> [T, J, M, X]: the M = N/J queries that meet page row j, zeros in the lanes of
+    other heads.
+    """
     num_tokens, num_heads, dim = q_TNH.shape
     if layout.kind == "whole":
         return q_TNH.reshape(num_tokens, layout.joined, -1, dim)
     if layout.kind == "beside":
-        return jnp.pad(q_TNH.reshape(num_tokens, layout.joined, -1, dim), ((0, 0), (0, 0), (0, 0), (0, dim)))
+        return jnp.pad(
+            q_TNH.reshape(num_tokens, layout.joined, -1, dim), ((0, 0), (0, 0), (0, 0), (0, dim))
+        )
     q = q_TNH.reshape(num_tokens, layout.joined, 2, -1, 1, dim)
     own = jnp.eye(2, dtype=bool).reshape(1, 1, 2, 1, 2, 1)
-    return jnp.where(own, q, jnp.zeros_like(q)).reshape(num_tokens, layout.joined, num_heads // layout.joined, -1)
+    return jnp.where(own, q, jnp.zeros_like(q)).reshape(
+        num_tokens, layout.joined, num_heads // layout.joined, -1
+    )
 
 
 def unpack_outputs(layout: Layout, out_TJMX: jax.Array) -> jax.Array:
@@ -100,4 +116,6 @@ def unpack_outputs(layout: Layout, out_TJMX: jax.Array) -> jax.Array:
     if layout.kind == "beside":
         return out_TJMX[..., dim:].reshape(num_tokens, num_heads, dim)
     halves = out_TJMX.reshape(num_tokens, joined, 2, per_row // 2, 2, dim)
-    return jnp.stack([halves[:, :, 0, :, 0], halves[:, :, 1, :, 1]], axis=2).reshape(num_tokens, num_heads, dim)
+    return jnp.stack([halves[:, :, 0, :, 0], halves[:, :, 1, :, 1]], axis=2).reshape(
+        num_tokens, num_heads, dim
+    )

@@ -1,11 +1,12 @@
 """Quantised keys and values as the kernels keep them.
 
-Pages hold whole numbers, packed along tokens into 32-bit words, so that one KV head saves as much as many: ROWS rows of
-words, what a register holds, are a tile. In one of 8-bit numbers slot t is byte t % 4 of row t / 4, as in a register of
-bytes; one of 4-bit numbers is two of those in one, the first in the lower halves of the bytes. Beside the pages, one
-word per slot and KV head has two bfloat16: what the key is to be multiplied by, and the value. 4-bit numbers have
-another word, of what is added to both. A page's row of such words is [words of a slot, KV heads, slots], flat, and
-rounded up to a whole register.
+Pages hold whole numbers, packed along tokens into 32-bit words, so that one KV head saves as much
+as many: ROWS rows of words, what a register holds, are a tile. In one of 8-bit numbers slot t is
+byte t % 4 of row t / 4, as in a register of bytes; one of 4-bit numbers is two of those in one, the
+first in the lower halves of the bytes. Beside the pages, one
+word per slot and KV head has two bfloat16: what the key is to be multiplied by, and the value.
+4-bit numbers have another word, of what is added to both. A page's row of such words is [words of a
+slot, KV heads, slots], flat, and rounded up to a whole register.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ ROWS = 8
 class Quantised(NamedTuple):
     """Vectors [..., H]: scale * values, of 8 bits, or scale * (values + 1/2) + offset, of 4.
 
-    values [..., H]: whole numbers, int8; scale, offset [...]: float32 that bfloat16 holds, offset None for 8 bits.
+    values [..., H]: whole numbers, int8; scale, offset [...]: float32 that bfloat16 holds, offset
+    None for 8 bits.
     """
 
     values: jax.Array
@@ -64,7 +66,9 @@ class Packing:
         """Z: lanes of a page's row of scales."""
         return -(-self.words_per_slot * kv_heads * page_size // LANES) * LANES
 
-    def page_shapes(self, layout: Layout, page_size: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    def page_shapes(
+        self, layout: Layout, page_size: int
+    ) -> tuple[tuple[int, int, int], tuple[int, int]]:
         """Of one page of `Packed`: its words, its scales."""
         words = (layout.rows, page_size // self.per_word, layout.width)
         return words, (1, self.scales_width(layout.kv_heads, page_size))
@@ -72,7 +76,9 @@ class Packing:
     def pack_values(self, x: jax.Array) -> jax.Array:
         """Whole numbers [..., S, X] -> words [..., S / per_word, X]."""
         *lead, slots, width = x.shape
-        tiles = x.astype(jnp.int32).reshape(*lead, slots // self.tile, self.per_word // 4, ROWS, 4, width)
+        tiles = x.astype(jnp.int32).reshape(
+            *lead, slots // self.tile, self.per_word // 4, ROWS, 4, width
+        )
         words = jnp.zeros((*lead, slots // self.tile, ROWS, width), jnp.int32)
         for half in range(self.per_word // 4):
             for byte in range(4):
@@ -86,8 +92,13 @@ class Packing:
         tiles = words.reshape(*lead, rows // ROWS, ROWS, width)
         places = [8 * byte + 4 * half for half in range(self.per_word // 4) for byte in range(4)]
         rest = 32 - self.num_bits
-        fields = [jax.lax.shift_right_arithmetic(tiles << (rest - place), jnp.int32(rest)) for place in places]
-        found = jnp.stack(fields, axis=-2).reshape(*lead, rows // ROWS, ROWS, self.per_word // 4, 4, width)
+        fields = [
+            jax.lax.shift_right_arithmetic(tiles << (rest - place), jnp.int32(rest))
+            for place in places
+        ]
+        found = jnp.stack(fields, axis=-2).reshape(
+            *lead, rows // ROWS, ROWS, self.per_word // 4, 4, width
+        )
         return jnp.moveaxis(found, -3, -4).reshape(*lead, rows * self.per_word, width)
 
     def scale_words(self, new_T2K: Quantised) -> jax.Array:
@@ -102,7 +113,9 @@ class Packing:
         return 16.0 if self.num_bits == 4 else 1.0
 
     def elements(self, words: jax.Array) -> jax.Array:
-        """In a kernel: [rows, X] words -> [rows * per_word, X] bfloat16, slots in order. Rows are of whole tiles."""
+        """In a kernel: [rows, X] words -> [rows * per_word, X] bfloat16, slots in order. Rows are
+        of whole tiles.
+        """
         if self.num_bits == 8:
             return pltpu.bitcast(words, jnp.int8).astype(jnp.bfloat16)
         # A number in the upper half of a byte is 16 times itself, sign and all.
@@ -139,7 +152,9 @@ def _pair(low: jax.Array, high: jax.Array) -> jax.Array:
 
 
 def _divmod(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    """Of numbers that are not negative; `//` also handles the others, and asks what chip this is."""
+    """Of numbers that are not negative; `//` also handles the others, and asks what chip this
+    is.
+    """
     return jax.lax.div(a, jnp.int32(b)), jax.lax.rem(a, jnp.int32(b))
 
 
@@ -148,26 +163,41 @@ def _signed(word: int) -> int:
 
 
 def pack_new(layout: Layout, packing: Packing, new_T2K: Quantised) -> tuple[jax.Array, jax.Array]:
-    """(whole numbers [T, C, X] int8, scale words [T, words, K]) of new keys and values [T, 2K, H]."""
+    """(whole numbers [T, C, X] int8, scale words [T, words, K]) of new keys and values [T, 2K,
+    H].
+    """
     values = pack(layout, new_T2K.values.astype(jnp.int8)[:, :, None])[:, :, 0]
     return values, packing.scale_words(new_T2K)
 
 
 def pack_pages(layout: Layout, packing: Packing, pages: Quantised) -> Packed:
-    """Whole pages [P, 2K, S, H] as the kernels keep them. For tests and measurements: an engine's are written token by
-    token."""
+    """Whole pages [P, 2K, S, H] as the kernels keep them. For tests and measurements: an engine's
+    are written token by token.
+    """
     words = packing.pack_values(pack(layout, pages.values.astype(jnp.int32)))
-    parts = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in (pages.scale, pages.offset) if x is not None]
-    rows = jnp.stack([_pair(*jnp.split(x, 2, axis=1)) for x in parts], axis=1).reshape(len(words), 1, -1)
-    return Packed(words, to_width(rows, packing.scales_width(layout.kv_heads, pages.values.shape[2])))
+    parts = [
+        jax.lax.bitcast_convert_type(x, jnp.int32)
+        for x in (pages.scale, pages.offset)
+        if x is not None
+    ]
+    rows = jnp.stack([_pair(*jnp.split(x, 2, axis=1)) for x in parts], axis=1).reshape(
+        len(words), 1, -1
+    )
+    return Packed(
+        words, to_width(rows, packing.scales_width(layout.kv_heads, pages.values.shape[2]))
+    )
 
 
-def unpack_scales(packing: Packing, scales: jax.Array, kv_heads: int, page_size: int) -> list[jax.Array]:
+def unpack_scales(
+    packing: Packing, scales: jax.Array, kv_heads: int, page_size: int
+) -> list[jax.Array]:
     """The scales, and where there are the offsets, [P, 2K, S] float32, of `Packed.scales`."""
     size = packing.words_per_slot * kv_heads * page_size
     words = scales[:, 0, :size].reshape(len(scales), packing.words_per_slot, kv_heads, page_size)
     both = jnp.concatenate([words << 16, words & jnp.int32(-65536)], axis=2)
-    return [jax.lax.bitcast_convert_type(both[:, i], jnp.float32) for i in range(packing.words_per_slot)]
+    return [
+        jax.lax.bitcast_convert_type(both[:, i], jnp.float32) for i in range(packing.words_per_slot)
+    ]
 
 
 def in_slots(words_TWK: jax.Array, page_size: int, width: int) -> jax.Array:

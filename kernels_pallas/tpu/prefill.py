@@ -1,5 +1,6 @@
-"""Paged attention of prefill chunks: blocks of queries against the pages of their row, which hold the step's own keys
-and values already. Flash attention, arXiv 2205.14135, algorithm 1, with the pages fetched one block ahead.
+"""Paged attention of prefill chunks: blocks of queries against the pages of their row, which hold
+the step's own keys and values already. Flash attention, arXiv 2205.14135, algorithm 1, with the
+pages fetched one block ahead.
 """
 
 from __future__ import annotations
@@ -67,8 +68,16 @@ def _kernel(static: Static, *refs: Any) -> None:
     if static.streamed:
         *rest, held_table, held_first, asked = rest
     num_pools = 1 if static.packing is None else 2
-    (q_JRX, offset_RL, sinks_JRL), pools, rest = rest[:3], rest[3 : 3 + num_pools], rest[3 + num_pools :]
-    (out_JRX, statistics_JRL), blocks, rest = rest[:2], rest[2 : 2 + num_pools], rest[2 + num_pools :]
+    (q_JRX, offset_RL, sinks_JRL), pools, rest = (
+        rest[:3],
+        rest[3 : 3 + num_pools],
+        rest[3 + num_pools :],
+    )
+    (out_JRX, statistics_JRL), blocks, rest = (
+        rest[:2],
+        rest[2 : 2 + num_pools],
+        rest[2 + num_pools :],
+    )
     query, max_JRL, sum_JRL, entropy_JRL, acc_JRX, result, steps = rest[:7]
     staged, distance_RS = rest[7:11], rest[11]
     queried, sent, sent_statistics, *fetched = rest[12:]
@@ -82,7 +91,10 @@ def _kernel(static: Static, *refs: Any) -> None:
         slot = jax.lax.rem(item, jnp.int32(2))
         held = (held_table, held_first) if static.window is not None else (held_table,)
         copies = zip(tables, held, strict=False)
-        return [pltpu.make_async_copy(x.at[table_I[item]], y.at[slot], asked.at[slot]) for x, y in copies]
+        return [
+            pltpu.make_async_copy(x.at[table_I[item]], y.at[slot], asked.at[slot])
+            for x, y in copies
+        ]
 
     def page_of(item: jax.Array, page: jax.Array, *, first: bool = False) -> jax.Array:
         """The id of a page of the item's row, or its first position."""
@@ -101,19 +113,26 @@ def _kernel(static: Static, *refs: Any) -> None:
         return pltpu.make_async_copy(result, out_JRX.at[:, rows_of(item)], sent)
 
     def send_statistics(item: jax.Array) -> Any:
-        return pltpu.make_async_copy(entropy_JRL, statistics_JRL.at[:, rows_of(item)], sent_statistics)
+        return pltpu.make_async_copy(
+            entropy_JRL, statistics_JRL.at[:, rows_of(item)], sent_statistics
+        )
 
     def fetch_page(item: jax.Array, number: jax.Array, i: int, slot: jax.Array) -> list[Any]:
         page = base[0] + page_of(item, div(low_I[item], size) + number * static.block + i)
         parts = zip(pools, blocks, fetched, strict=True)
-        return [pltpu.make_async_copy(pool.at[page], part.at[slot, i], done.at[slot]) for pool, part, done in parts]
+        return [
+            pltpu.make_async_copy(pool.at[page], part.at[slot, i], done.at[slot])
+            for pool, part, done in parts
+        ]
 
     def num_slots(item: jax.Array, number: jax.Array) -> jax.Array:
         return jnp.clip(high_I[item] - low_I[item] - number * slots, 0, slots)
 
     def fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
         for i in range(static.block):
-            copies = fetch_page(item, number, i, slot)  # not inside: scalars are read beside what comes before
+            copies = fetch_page(
+                item, number, i, slot
+            )  # not inside: scalars are read beside what comes before
             pl.when(i * size < num_slots(item, number))(partial(start_all, copies))
 
     def await_fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
@@ -130,7 +149,9 @@ def _kernel(static: Static, *refs: Any) -> None:
             pltpu.make_async_copy(arrived, arrived, done.at[slot]).wait()
 
     def clear_tail(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
-        """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a value."""
+        """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a
+        value.
+        """
         high = num_slots(item, number)
 
         @pl.loop(div(high, size), static.block)
@@ -155,15 +176,19 @@ def _kernel(static: Static, *refs: Any) -> None:
         return mask & (distance + shift > position_I[item] - static.window)
 
     def attend(item: jax.Array, number: jax.Array, slot: jax.Array, masked: bool) -> None:
-        """Scores and weights go through VMEM: all rows of queries meet a tile of keys while it is in the matmul unit,
-        but a softmax in registers wants few rows at a time, and its maximum and its sum a pass each."""
+        """Scores and weights go through VMEM: all rows of queries meet a tile of keys while it is
+        in the matmul unit, but a softmax in registers wants few rows at a time, and its maximum and
+        its sum a pass each.
+        """
         block = Fetched(*(part.at[slot] for part in blocks), *[None] * (2 - num_pools))
         held_1S = jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1) < num_slots(item, number)
         for j in range(layout.joined):
             scores_RS, weights_RS = staged[j % 2], staged[2 + j % 2]
             s = scores(query[jax.lax.rem(item, jnp.int32(2)), j], block, HeadRow(0, j), static)
             scores_RS[...] = jnp.where(seen(item, number), s, MASKED) if masked else s
-            of_values = columns(block, HeadRow(0, j), static, of_values=True, held_1S=held_1S if masked else None)
+            of_values = columns(
+                block, HeadRow(0, j), static, of_values=True, held_1S=held_1S if masked else None
+            )
             for start in range(0, num_rows, chunk):
                 rows = pl.ds(start, chunk)
                 old_max = max_JRL[j, rows]
@@ -172,7 +197,9 @@ def _kernel(static: Static, *refs: Any) -> None:
                 max_JRL[j, rows] = top
                 acc_JRX[j, rows] = acc_JRX[j, rows] * across(shrink, layout.width)
                 if static.statistics:
-                    entropy_JRL[j, rows] = shrink * (entropy_JRL[j, rows] + sum_JRL[j, rows] * (old_max - top))
+                    entropy_JRL[j, rows] = shrink * (
+                        entropy_JRL[j, rows] + sum_JRL[j, rows] * (old_max - top)
+                    )
                 sum_JRL[j, rows] = sum_JRL[j, rows] * shrink
             for start in range(0, num_rows, chunk):
                 rows = pl.ds(start, chunk)
@@ -181,7 +208,9 @@ def _kernel(static: Static, *refs: Any) -> None:
                 if static.statistics:
                     entropy_JRL[j, rows] += across_sum(p * s)
                 sum_JRL[j, rows] += across_sum(p)
-                weights_RS[rows], added = weights(p, rows_of_columns(of_values, start, chunk), static)
+                weights_RS[rows], added = weights(
+                    p, rows_of_columns(of_values, start, chunk), static
+                )
                 if added is not None:
                     acc_JRX[j, rows] += added
             acc_JRX[j] += dot(weights_RS[...], elements(block, layout.values + j, static), (1, 0))
@@ -198,7 +227,9 @@ def _kernel(static: Static, *refs: Any) -> None:
                 for copy in ask(following):
                     copy.wait()
 
-        pl.when(following < num[0])(lambda: fetch(following, jnp.where(more, number + 1, 0), 1 - slot))
+        pl.when(following < num[0])(
+            lambda: fetch(following, jnp.where(more, number + 1, 0), 1 - slot)
+        )
         await_fetch(item, number, slot)
         if static.packing is None:
             clear_tail(item, number, slot)
@@ -250,7 +281,8 @@ def _kernel(static: Static, *refs: Any) -> None:
             if static.statistics:
                 entropy = jnp.sum(entropy_JRL[j], axis=1, keepdims=True) / LOG2E
                 entropy_JRL[j] = in_lanes(
-                    max_JRL[j] / LOG2E, *(jnp.broadcast_to(x, (num_rows, LANES)) for x in (total, entropy))
+                    max_JRL[j] / LOG2E,
+                    *(jnp.broadcast_to(x, (num_rows, LANES)) for x in (total, entropy)),
                 )
         send(item).start()
         if static.statistics:
@@ -279,9 +311,11 @@ def prefill(
     out_dtype: Any = jnp.float32,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """-> (out [T, J, M, X], statistics [T, J, M, 3]) of the tokens in chunks; anything for the others.
+    """-> (out [T, J, M, X], statistics [T, J, M, 3]) of the tokens in chunks; anything for the
+    others.
 
-    pools: as of `decode`, with the step's keys and values already. q: in `static.dtype`. base [1]: the layer's first
+    pools: as of `decode`, with the step's keys and values already. q: in `static.dtype`. base [1]:
+    the layer's first
     row in the pools. statistics: see `decode`; None unless `static` asks for them.
     """
     items = schedule.prefill
@@ -297,7 +331,9 @@ def prefill(
     if sinks_JM is None:
         sinks_JRL = jnp.zeros(small, jnp.float32)
     else:
-        sinks_JRL = jnp.broadcast_to(jnp.tile(sinks_JM * LOG2E, (1, static.queries))[:, :, None], lanes)
+        sinks_JRL = jnp.broadcast_to(
+            jnp.tile(sinks_JM * LOG2E, (1, static.queries))[:, :, None], lanes
+        )
     statistics = (joined, q_JRX.shape[1], LANES) if static.statistics else small
     work = (items.num, items.table, items.query, items.slot, items.low, items.high, items.position)
     scalars, tables = [*work, base], [schedule.table, schedule.first]
@@ -339,6 +375,8 @@ def prefill(
     )(*scalars, *tables, q_JRX, jnp.broadcast_to(offset_R1, (num_rows, LANES)), sinks_JRL, *pools)
 
     def unpacked(x_JRX: jax.Array) -> jax.Array:
-        return x_JRX.reshape(joined, -1, per_row, x_JRX.shape[-1]).transpose(1, 0, 2, 3)[items.where]
+        return x_JRX.reshape(joined, -1, per_row, x_JRX.shape[-1]).transpose(1, 0, 2, 3)[
+            items.where
+        ]
 
     return unpacked(out_JRX), unpacked(statistics_JRL)[..., :3] if static.statistics else None

@@ -1,7 +1,9 @@
-"""What the kernels do in a step, as lists of work: equal for all layers of a KV group, so made once per step.
+"""What the kernels do in a step, as lists of work: equal for all layers of a KV group, so made once
+per step.
 
-Positions become ranges of slots here: rows list their slots by rising position, so what a query sees of its row
-(causal, window, dropped pages) is one range of slots, and the decode kernel needs no position at all.
+Positions become ranges of slots here: rows list their slots by rising position, so what a query
+sees of its row (causal, window, dropped pages) is one range of slots, and the decode kernel needs
+no position at all.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from kernels_pallas.tpu.tiles import TILE, Tiles
 Ints = jax.Array  # int32, one entry per item unless said otherwise
 
 SMEM_BYTES = 768 << 10
-"""What tables and lists of work may take of a core's 1 MiB of scalar memory; above it they stay in HBM."""
+"""What tables and lists of work may take of a core's 1 MiB of scalar memory; above it they stay in
+HBM.
+"""
 
 RECORD_FIELDS = ("row", "low", "high", "new", "first")
 """Of a decode item's record, which has its page ids from column RECORD_IDS on."""
@@ -34,11 +38,14 @@ RECORD_IDS = 8
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeItems:
-    """Blocks of `Tiles.decode_pages` pages of decode rows, a row's in order, rows one after the other.
+    """Blocks of `Tiles.decode_pages` pages of decode rows, a row's in order, rows one after the
+    other.
 
-    num [1] items. row; start: index of the first page in the flat table; low, high: slots of the block that the row's
-    query sees are low <= slot < high; new: slot of the block where the step's token goes, -1 if it is in another block;
-    first: 1 for a row's first block. Entries past `num` see nothing, write nothing and belong to the last row.
+    num [1] items. row; start: index of the first page in the flat table; low, high: slots of the
+    block that the row's query sees are low <= slot < high; new: slot of the block where the step's
+    token goes, -1 if it is in another block;
+    first: 1 for a row's first block. Entries past `num` see nothing, write nothing and belong to
+    the last row.
     """
 
     num: Ints
@@ -57,8 +64,8 @@ class DecodeItems:
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteItems:
-    """Tiles of TILE slots, or packed pages, that chunks write: slots low <= slot < high of the tile at `offset` in page
-    `page`.
+    """Tiles of TILE slots, or packed pages, that chunks write: slots low <= slot < high of the tile
+    at `offset` in page `page`.
 
     num [1] items; token [items, tile]: the packed token of each slot, any where none is written.
     """
@@ -78,13 +85,15 @@ class WriteItems:
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillItems:
-    """Blocks of `Tiles.prefill_queries` queries of chunks, repacked so that each chunk begins at a multiple of TILE.
+    """Blocks of `Tiles.prefill_queries` queries of chunks, repacked so that each chunk begins at a
+    multiple of TILE.
 
-    num [1] items; table: index of the row's first page in the flat table, or the row where tables stay in HBM; query:
-    repacked index of the first query;
-    slot, position: those of the first query; low, high: slots that some query of the block sees, low a page's first.
-    token [repacked]: the packed token of each repacked one; where [T]: the inverse, and the first past the chunks' end
-    for a token that is in none.
+    num [1] items; table: index of the row's first page in the flat table, or the row where tables
+    stay in HBM; query: repacked index of the first query;
+    slot, position: those of the first query; low, high: slots that some query of the block sees,
+    low a page's first.
+    token [repacked]: the packed token of each repacked one; where [T]: the inverse, and the first
+    past the chunks' end for a token that is in none.
     """
 
     num: Ints
@@ -107,8 +116,9 @@ class PrefillItems:
 class Schedule:
     """A step's work. table, first: [B * W + a block] flat; first: [1] without a window.
 
-    Tables too large for scalar memory stay in HBM: table, first [B, 1, W + a block, rounded up] and, with page ids and
-    all, the decode items' `records` [items, 1, RECORD_IDS + a block, rounded up]; None where they are not too large.
+    Tables too large for scalar memory stay in HBM: table, first [B, 1, W + a block, rounded up]
+    and, with page ids and all, the decode items' `records` [items, 1, RECORD_IDS + a block, rounded
+    up]; None where they are not too large.
     write, prefill: None where every row is a decode row.
     """
 
@@ -143,10 +153,12 @@ def make_schedule(
     decode_only: bool = False,
     smem_bytes: int = SMEM_BYTES,
 ) -> Schedule:
-    """The work of a step of `num_tokens` packed tokens T, whose rows hold `len_B` tokens with the step's own included.
+    """The work of a step of `num_tokens` packed tokens T, whose rows hold `len_B` tokens with the
+    step's own included.
 
-    Rows 0..num_decode-1 have one token each (or none: count 0) at packed offset = row, rows num_decode..num_rows-1 are
-    chunks. first_BW rises by a page or more from one held page to the next; positions of a chunk are consecutive.
+    Rows 0..num_decode-1 have one token each (or none: count 0) at packed offset = row, rows
+    num_decode..num_rows-1 are chunks. first_BW rises by a page or more from one held page to the
+    next; positions of a chunk are consecutive.
     """
     table_BW, first_BW, len_B, start_B, count_B = (
         jnp.asarray(x, jnp.int32) for x in (table_BW, first_BW, len_B, start_B, count_B)
@@ -161,14 +173,20 @@ def make_schedule(
         chunk_B = live_B & (row_B >= num_decode)
         write = _write_items(rows, chunk_B, num_tokens, page_size if packed else TILE)
         prefill = _prefill_items(rows, chunk_B, num_tokens, tiles)
-    # A block may end past its row's pages: ids are read before it is known whether the page is fetched.
+    # A block may end past its row's pages: ids are read before it is known whether the page is
+    # fetched.
     padding = max(tiles.decode_pages, tiles.prefill_pages)
     table = jnp.pad(table_BW.reshape(-1), (0, padding))
-    first = jnp.zeros(1, jnp.int32) if window is None else jnp.pad(first_BW.reshape(-1), (0, padding))
+    first = (
+        jnp.zeros(1, jnp.int32) if window is None else jnp.pad(first_BW.reshape(-1), (0, padding))
+    )
     records = None
     if 4 * sum(x.size for x in jax.tree.leaves((table, first, decode))) > smem_bytes:
         records = _records(decode, table, tiles)
-        table, first = (_by_row(x_BW, padding) for x_BW in (table_BW, first_BW[:, :0] if window is None else first_BW))
+        table, first = (
+            _by_row(x_BW, padding)
+            for x_BW in (table_BW, first_BW[:, :0] if window is None else first_BW)
+        )
         if prefill is not None:
             prefill = replace(prefill, table=prefill.table // rows.width)
     return Schedule(
@@ -232,7 +250,9 @@ def _write_items(rows: Rows, chunk_B: jax.Array, num_tokens: int, tile: int) -> 
     num, row, index = expand(tiles_B, size)
     slot = (begin_B[row] // tile + index) * tile
     page = rows.table_BW[row, jnp.minimum(slot // rows.page_size, rows.width - 1)]
-    source = (rows.start_B[row] + slot - begin_B[row])[:, None] + jnp.arange(tile, dtype=jnp.int32)[None, :]
+    source = (rows.start_B[row] + slot - begin_B[row])[:, None] + jnp.arange(tile, dtype=jnp.int32)[
+        None, :
+    ]
     return WriteItems(
         num=num,
         page=page,
@@ -259,7 +279,11 @@ def _prefill_items(rows: Rows, chunk_B: jax.Array, num_tokens: int, tiles: Tiles
     token = jnp.clip(rows.start_B[token_row] + offset, 0, num_tokens - 1)
     spread = jnp.where(offset < count_B[token_row], token, num_tokens)
     spread = jnp.where(jnp.arange(size) < rounded_B.sum(), spread, num_tokens)
-    where = jnp.full(num_tokens, size - 1, jnp.int32).at[spread].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+    where = (
+        jnp.full(num_tokens, size - 1, jnp.int32)
+        .at[spread]
+        .set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+    )
     return PrefillItems(
         num=num,
         table=row * rows.width,

@@ -1,6 +1,7 @@
 """Block sizes of the attention kernels, chosen by the schedule that the TPU compiler makes.
 
-What it came to is kept in kernels_pallas/tuned/ (scripts/tune_tpu.py), which `jaxkv check` holds the kernels to.
+What it came to is kept in kernels_pallas/tuned/ (scripts/tune_tpu.py), which `jaxkv check` holds
+the kernels to.
 """
 
 from __future__ import annotations
@@ -11,28 +12,37 @@ from kernels_pallas.tpu.layout import LANES, Layout
 from kernels_pallas.tpu.packing import Packing
 
 TILE = 16
-"""Slots that are written together: the rows of a bfloat16 register tile, so that DMAs begin at a tile's border."""
+"""Slots that are written together: the rows of a bfloat16 register tile, so that DMAs begin at a
+tile's border.
+"""
 
 SLOTS = 3
 """Blocks in VMEM during decode: one is attended while two are on their way."""
 
 AHEAD = 6
-"""Rows of heads whose scores are computed before the first one's values are: the most without a register spill."""
+"""Rows of heads whose scores are computed before the first one's values are: the most without a
+register spill.
+"""
 
 DECODE_BYTES = 4 << 20
-"""Of one block of decode pages: enough to cover a DMA's latency, three of them fit the VMEM of every generation."""
+"""Of one block of decode pages: enough to cover a DMA's latency, three of them fit the VMEM of
+every generation.
+"""
 
 DECODE_HEADS = 8
 """Rows of heads that decode works on without a loop: more spill registers."""
 
 DECODE_TOKENS = 2048
 PACKED_DECODE_TOKENS = 1024
-"""Of packed pages with several rows of heads: with twice as many tokens twice as many registers spill."""
+"""Of packed pages with several rows of heads: with twice as many tokens twice as many registers
+spill.
+"""
 
 PREFILL_TOKENS = 512
 PREFILL_WIDE_HEADS = 8
-"""Rows of heads from which prefill takes half of PREFILL_TOKENS at once, what the matmul unit adds up in one go: with
-fewer rows there is not enough to do beside the softmax of so few tokens."""
+"""Rows of heads from which prefill takes half of PREFILL_TOKENS at once, what the matmul unit adds
+up in one go: with fewer rows there is not enough to do beside the softmax of so few tokens.
+"""
 
 PREFILL_ROWS = 512
 PREFILL_BYTES = 24 << 20
@@ -40,7 +50,8 @@ PREFILL_BYTES = 24 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """decode_pages, prefill_pages: pages of one block; prefill_queries: tokens of one, a multiple of TILE.
+    """decode_pages, prefill_pages: pages of one block; prefill_queries: tokens of one, a multiple
+    of TILE.
 
     decode_heads: rows of heads that decode works on without a loop.
     """
@@ -59,9 +70,16 @@ class Tiles:
 def choose_tiles(
     *, layout: Layout, page_size: int, itemsize: int, num_heads: int, packing: Packing | None = None
 ) -> Tiles:
-    """The tuned sizes for pages [.., C, S, X], met by `num_heads` query heads. itemsize: bytes of a matmul's input, and
-    of an element of the pages where they are not packed."""
-    page_bytes = layout.rows * page_size * layout.width * (8 * itemsize if packing is None else packing.num_bits) // 8
+    """The tuned sizes for pages [.., C, S, X], met by `num_heads` query heads. itemsize: bytes of a
+    matmul's input, and of an element of the pages where they are not packed.
+    """
+    page_bytes = (
+        layout.rows
+        * page_size
+        * layout.width
+        * (8 * itemsize if packing is None else packing.num_bits)
+        // 8
+    )
     per_row = max(1, num_heads // layout.joined)
     # Of each query row in VMEM: the query twice, accumulator and result, running max and sum.
     row_bytes = layout.joined * (2 * layout.width * itemsize + 2 * layout.width * 4 + 2 * LANES * 4)
@@ -69,7 +87,9 @@ def choose_tiles(
     prefill_tokens = PREFILL_TOKENS // (2 if layout.joined >= PREFILL_WIDE_HEADS else 1)
     decode_tokens = DECODE_TOKENS if packing is None or layout.joined == 1 else PACKED_DECODE_TOKENS
     return Tiles(
-        decode_heads=max(n for n in range(1, layout.joined + 1) if layout.joined % n == 0 and n <= DECODE_HEADS),
+        decode_heads=max(
+            n for n in range(1, layout.joined + 1) if layout.joined % n == 0 and n <= DECODE_HEADS
+        ),
         decode_pages=max(1, min(DECODE_BYTES // page_bytes, decode_tokens // page_size)),
         prefill_pages=max(1, min(DECODE_BYTES // page_bytes, prefill_tokens // page_size)),
         prefill_queries=max(TILE, rows // per_row // TILE * TILE),

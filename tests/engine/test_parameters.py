@@ -1,4 +1,6 @@
-"""Whole generations with every parameter equal a dense reference in numpy, alone and mixed, in steps and in loops."""
+"""Whole generations with every parameter equal a dense reference in numpy, alone and mixed, in
+steps and in loops.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 import jaxkv.config
 from dense import Dense
 from jaxkv import LLM, RequestOutput, SamplingParams
-from jaxkv.engine.masks import encode_words
+from jaxkv.requests.masks import encode_words
 from poison import poisoned
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
@@ -34,15 +36,28 @@ CASES = {
     "repetition below 1": replace(GREEDY, repetition_penalty=0.6),
     "bias": replace(GREEDY, logit_bias={"9": 4.0, 11: 4.5, 300: -100}),
     "allowed": replace(GREEDY, allowed_token_ids=ODD),
-    "min_tokens": replace(GREEDY, allowed_token_ids=ODD, stop_token_ids=ODD[::5], min_tokens=NUM_NEW),
-    "all": replace(GREEDY, presence_penalty=0.4, frequency_penalty=0.5, repetition_penalty=1.2, min_tokens=9,
-                   logit_bias={9: 3, 12: 50}, allowed_token_ids=ODD, stop_token_ids=[11], bad_words=["t", "The"]),
-}  # fmt: skip
+    "min_tokens": replace(
+        GREEDY, allowed_token_ids=ODD, stop_token_ids=ODD[::5], min_tokens=NUM_NEW
+    ),
+    "all": replace(
+        GREEDY,
+        presence_penalty=0.4,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        min_tokens=9,
+        logit_bias={9: 3, 12: 50},
+        allowed_token_ids=ODD,
+        stop_token_ids=[11],
+        bad_words=["t", "The"],
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    directory = make_checkpoint(tmp_path_factory.mktemp("parameters") / "model", tiny_config("llama", vocab_size=VOCAB))
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("parameters") / "model", tiny_config("llama", vocab_size=VOCAB)
+    )
     save_tokenizer(directory)
     return directory
 
@@ -53,10 +68,23 @@ def new_llm(checkpoint) -> Callable[..., LLM]:
     compiled: dict[str, dict] = {}
 
     def new_llm(**options: object) -> LLM:
-        limits = {"max_num_seqs": 4, "max_num_batched_tokens": NUM_CHUNK, "block_size": 8, "max_model_len": 96}
-        llm = LLM(checkpoint, dtype="float32", lazy_compile=True, num_gpu_blocks_override=48, **limits | options)
+        limits = {
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": NUM_CHUNK,
+            "block_size": 8,
+            "max_model_len": 96,
+        }
+        llm = LLM(
+            checkpoint,
+            dtype="float32",
+            lazy_compile=True,
+            num_gpu_blocks_override=48,
+            **limits | options,
+        )
         programs = llm._engine.programs
-        programs._compiled = compiled.setdefault(f"{options} {jaxkv.config.DECODE_STEPS}", programs._compiled)
+        programs._compiled = compiled.setdefault(
+            f"{options} {jaxkv.config.DECODE_STEPS}", programs._compiled
+        )
         return llm
 
     return new_llm
@@ -76,14 +104,25 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-# The reference --------------------------------------------------------------------------------------------------------
+# The reference
+# --------------------------------------------------------------------------------------------------------
 
 
 def processed(
-    x_V: np.ndarray, ids: list[int], generated: list[int], params: SamplingParams, words: list[tuple[int, ...]]
+    x_V: np.ndarray,
+    ids: list[int],
+    generated: list[int],
+    params: SamplingParams,
+    words: list[tuple[int, ...]],
 ) -> np.ndarray:
-    """vLLM's order: allowed, bad words, stop tokens before min_tokens, bias, penalties by counts."""
-    gone = set() if params.allowed_token_ids is None else set(range(VOCAB)) - set(params.allowed_token_ids)
+    """vLLM's order: allowed, bad words, stop tokens before min_tokens, bias, penalties by
+    counts.
+    """
+    gone = (
+        set()
+        if params.allowed_token_ids is None
+        else set(range(VOCAB)) - set(params.allowed_token_ids)
+    )
     gone |= {word[-1] for word in words if (*generated, word[-1])[-len(word) :] == word}
     gone |= set(params.stop_token_ids or ()) if len(generated) < params.min_tokens else set()
     x_V = np.where(np.isin(np.arange(VOCAB), list(gone)), -np.inf, x_V)
@@ -96,10 +135,14 @@ def processed(
     return x_V - params.frequency_penalty * count_V - params.presence_penalty * (count_V > 0)
 
 
-def reference(dense: Dense, ids: list[int], params: SamplingParams, words: list[tuple[int, ...]]) -> tuple[list, float]:
+def reference(
+    dense: Dense, ids: list[int], params: SamplingParams, words: list[tuple[int, ...]]
+) -> tuple[list, float]:
     """The greedy tokens, and the smallest lead of one over the next likeliest."""
     generated, lead = [], np.inf
-    while len(generated) < params.max_tokens and (not generated or generated[-1] not in (params.stop_token_ids or ())):
+    while len(generated) < params.max_tokens and (
+        not generated or generated[-1] not in (params.stop_token_ids or ())
+    ):
         x_V = processed(dense.logits(ids + generated)[-1], ids, generated, params, words)
         *_, second, best = np.sort(x_V)
         lead = min(lead, best - second)
@@ -110,7 +153,7 @@ def reference(dense: Dense, ids: list[int], params: SamplingParams, words: list[
 @pytest.fixture(scope="module")
 def expected(dense, checkpoint) -> dict[str, tuple[list[int], list[int]]]:
     """A prompt for every case, and its tokens, which no rounding can change."""
-    from jaxkv.engine.text import load_tokenizer
+    from jaxkv.requests.text import load_tokenizer
 
     rng, tokenizer, made = np.random.default_rng(0), load_tokenizer(checkpoint), {}
     for name, params in CASES.items():
@@ -122,19 +165,26 @@ def expected(dense, checkpoint) -> dict[str, tuple[list[int], list[int]]]:
     return made
 
 
-# Tokens ---------------------------------------------------------------------------------------------------------------
+# Tokens
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_each_parameter_alone_and_all_mixed_equal_the_dense_reference(new_llm, expected, dense):
     llm = new_llm()
     prompts, want = [list(column) for column in zip(*expected.values(), strict=True)]
     params = list(CASES.values())
-    assert tokens_of(run(llm, prompts, params)) == want  # four at a time: every row has other neighbours
+    assert (
+        tokens_of(run(llm, prompts, params)) == want
+    )  # four at a time: every row has other neighbours
     assert tokens_of(run(llm, prompts[::-1], params[::-1])) == want[::-1]
     for name in ("none", "frequency", "all"):
         ids, tokens = expected[name]
         assert tokens_of(run(llm, [ids], [CASES[name]])) == [tokens]
-    differing = [name for name, (ids, tokens) in expected.items() if tokens != reference(dense, ids, GREEDY, [])[0]]
+    differing = [
+        name
+        for name, (ids, tokens) in expected.items()
+        if tokens != reference(dense, ids, GREEDY, [])[0]
+    ]
     assert differing == [name for name in CASES if name != "none"]
 
 
@@ -179,12 +229,16 @@ def test_a_word_of_several_tokens_never_comes_and_all_else_does(new_llm, dense, 
             words = [tuple(plain[0:2]), tuple(plain[7:10]), (plain[3],)]
             want, lead = reference(dense, ids, GREEDY, words)
         (submission,) = llm._intake.accept([{"prompt_token_ids": ids}], [GREEDY])
-        submission = replace(submission, samples=(replace(submission.samples[0], bad_words=tuple(words)),))
+        submission = replace(
+            submission, samples=(replace(submission.samples[0], bad_words=tuple(words)),)
+        )
         with poisoned(llm._engine):
             (output,) = llm._run([submission], use_tqdm=False)
         got = output.outputs[0].token_ids
         assert got == want
-        assert not any(tuple(got[i : i + len(word)]) == word for word in words for i in range(len(got)))
+        assert not any(
+            tuple(got[i : i + len(word)]) == word for word in words for i in range(len(got))
+        )
         assert got[0] == plain[0]  # the first token of a word may come
         num_changed += got != plain
     assert num_changed == 3
@@ -193,7 +247,10 @@ def test_a_word_of_several_tokens_never_comes_and_all_else_does(new_llm, dense, 
 
 def test_bad_words_are_kept_out_of_the_text(new_llm):
     llm = new_llm()
-    prompts, drawn = [[5, 6, 7]] * 8, [replace(GREEDY, temperature=3.0, seed=seed) for seed in range(8)]
+    prompts, drawn = (
+        [[5, 6, 7]] * 8,
+        [replace(GREEDY, temperature=3.0, seed=seed) for seed in range(8)],
+    )
     texts = [output.outputs[0].text for output in run(llm, prompts, drawn)]
     letters = [c for c in "etaoin" if any(c in text for text in texts)]
     assert letters
@@ -205,7 +262,8 @@ def test_bad_words_are_kept_out_of_the_text(new_llm):
     assert any(token in banned for ids in tokens_of(run(llm, prompts, drawn)) for token in ids)
 
 
-# Logprobs -------------------------------------------------------------------------------------------------------------
+# Logprobs
+# -------------------------------------------------------------------------------------------------------------
 
 
 def log_softmax(x_TV: np.ndarray) -> np.ndarray:
@@ -214,13 +272,18 @@ def log_softmax(x_TV: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("budget", [NUM_CHUNK, 96])
 def test_prompt_logprobs_equal_a_dense_pass_whatever_the_chunks(new_llm, dense, budget):
-    """Prompts around the chunk of 16 and the pieces of 64 tokens, beside rows that decode and that do not ask."""
+    """Prompts around the chunk of 16 and the pieces of 64 tokens, beside rows that decode and that
+    do not ask.
+    """
     llm = new_llm(max_num_batched_tokens=budget)
     decode, rng = llm.get_tokenizer().decode, np.random.default_rng(2)
     lengths = (1, 2, 15, 16, 17, 33, 64, 65, 66, 90, 20, 40)
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in lengths]
     counts = [(5, 0, None, 20)[i % 4] if length != 2 else 1 for i, length in enumerate(lengths)]
-    params = [replace(GREEDY, max_tokens=1 + i % 5, prompt_logprobs=count) for i, count in enumerate(counts)]
+    params = [
+        replace(GREEDY, max_tokens=1 + i % 5, prompt_logprobs=count)
+        for i, count in enumerate(counts)
+    ]
     for ids, count, output in zip(prompts, counts, run(llm, prompts, params), strict=True):
         if count is None:
             assert output.prompt_logprobs is None
@@ -230,7 +293,9 @@ def test_prompt_logprobs_equal_a_dense_pass_whatever_the_chunks(new_llm, dense, 
         want_TV = log_softmax(dense.logits(ids))[:-1]
         for token, want_V, entry in zip(ids[1:], want_TV, output.prompt_logprobs[1:], strict=True):
             assert next(iter(entry)) == token
-            assert abs(entry[token].rank - 1 - (want_V > want_V[token]).sum()) <= 1  # neighbours within rounding
+            assert (
+                abs(entry[token].rank - 1 - (want_V > want_V[token]).sum()) <= 1
+            )  # neighbours within rounding
             best = {other for other, one in entry.items() if one.rank <= count}
             assert len(best) == count
             assert want_V[list(best)].min(initial=0) >= np.sort(want_V)[-max(count, 1)] - LEAD
@@ -281,8 +346,12 @@ def test_the_whole_vocabulary_may_be_asked_for_where_the_engine_is_made_for_it(n
 
 def test_parameters_survive_json(new_llm, expected):
     """OpenAI's requests have strings as the keys of logit_bias."""
-    params = SamplingParams(**json.loads(json.dumps({"logit_bias": {11: 3}, "temperature": 0, "max_tokens": NUM_NEW})))
+    params = SamplingParams(
+        **json.loads(json.dumps({"logit_bias": {11: 3}, "temperature": 0, "max_tokens": NUM_NEW}))
+    )
     assert params.logit_bias == {11: 3.0}
     ids, _ = expected["none"]
     llm = new_llm()
-    assert tokens_of(run(llm, [ids], [params])) == tokens_of(run(llm, [ids], [replace(params, logit_bias={11: 3.0})]))
+    assert tokens_of(run(llm, [ids], [params])) == tokens_of(
+        run(llm, [ids], [replace(params, logit_bias={11: 3.0})])
+    )

@@ -1,4 +1,5 @@
-"""Under a policy an engine computes what a dense decoder computes that forgets by the same rule, written down anew.
+"""Under a policy an engine computes what a dense decoder computes that forgets by the same rule,
+written down anew.
 
 Before every step all memory that no request holds is NaN, demoted pages included.
 """
@@ -35,12 +36,16 @@ def stored(codec: Any, x_KTH: np.ndarray) -> np.ndarray:
     """What pages in a codec return. Always of one shape: each would be compiled."""
     padded = np.zeros((x_KTH.shape[0], 256, x_KTH.shape[2]), np.float32)
     padded[:, : x_KTH.shape[1]] = x_KTH
-    return np.asarray(decode(codec, codec.encode(jnp.asarray(padded))), np.float64)[:, : x_KTH.shape[1]]
+    return np.asarray(decode(codec, codec.encode(jnp.asarray(padded))), np.float64)[
+        :, : x_KTH.shape[1]
+    ]
 
 
 @dataclass(frozen=True)
 class Forgetful(Dense):
-    """Sees of the pages before a query those that are held at its place, some of them as another codec returns them."""
+    """Sees of the pages before a query those that are held at its place, some of them as another
+    codec returns them.
+    """
 
     held_TT: np.ndarray | None = None
     low_TT: np.ndarray | None = None
@@ -61,7 +66,9 @@ class Forgetful(Dense):
         less = [stored(self.codec, x) for x in (k, v)]
         k, v, less_k, less_v = (x.repeat(q.shape[0] // x.shape[0], axis=0) for x in (k, v, *less))
         low_TT = self.low_TT[: len(h), : len(h)]
-        scores = np.where(low_TT, q @ less_k.swapaxes(1, 2), q @ k.swapaxes(1, 2)) / q.shape[2] ** 0.5
+        scores = (
+            np.where(low_TT, q @ less_k.swapaxes(1, 2), q @ k.swapaxes(1, 2)) / q.shape[2] ** 0.5
+        )
         scores = np.where(self.seen(len(h), window), scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
@@ -70,9 +77,13 @@ class Forgetful(Dense):
         return self._linear(out.swapaxes(0, 1).reshape(len(h), -1), layer, "self_attn.o_proj")
 
 
-def remembering(dense: Dense, ids: list[int], scores: Scores, *, full: int, low: int, codec: Any = None) -> Forgetful:
-    """A decoder for these tokens that holds at most `full` pages and `low` of another codec, the best by `scores`; when
-    they are full the first stays, the last quarter stays, and an eighth goes."""
+def remembering(
+    dense: Dense, ids: list[int], scores: Scores, *, full: int, low: int, codec: Any = None
+) -> Forgetful:
+    """A decoder for these tokens that holds at most `full` pages and `low` of another codec, the
+    best by `scores`; when they are full the first stays, the last quarter stays, and an eighth
+    goes.
+    """
     shape = (len(ids) + 1, len(ids) + 1)
     one = Forgetful(
         dense.directory,
@@ -89,10 +100,14 @@ def remembering(dense: Dense, ids: list[int], scores: Scores, *, full: int, low:
             if len(pages) == full:
                 worth = scores(one, ids[:t], sorted(pages + less))
                 safe = [pages[0], *pages[-max(1, full // 4) :]]
-                rank = sorted((page for page in pages if page not in safe), key=lambda page: (worth[page], page))
+                rank = sorted(
+                    (page for page in pages if page not in safe),
+                    key=lambda page: (worth[page], page),
+                )
                 kept = set(rank[len(rank) - (full - max(1, full // 8) - len(safe)) :]) | set(safe)
                 below = sorted(
-                    [*(page for page in pages if page not in kept), *less], key=lambda page: (worth[page], page)
+                    [*(page for page in pages if page not in kept), *less],
+                    key=lambda page: (worth[page], page),
                 )
                 pages, less = sorted(kept), sorted(below[max(0, len(below) - low) :])
             pages.append(t // SIZE)
@@ -108,7 +123,12 @@ def by_place(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int, 
 
 
 def by_mass(
-    decoder: Forgetful, ids: list[int], pages: list[int], *, last: int | None = None, focused: bool = False
+    decoder: Forgetful,
+    ids: list[int],
+    pages: list[int],
+    *,
+    last: int | None = None,
+    focused: bool = False,
 ) -> dict:
     decoder.weights.clear()
     decoder.logits(ids)
@@ -124,7 +144,9 @@ def by_mass(
 
 
 def by_snapkv(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int, float]:
-    """A page goes at a time, so only the first decision has more than its queries since the last one."""
+    """A page goes at a time, so only the first decision has more than its queries since the last
+    one.
+    """
     return by_mass(decoder, ids, pages, last=32 if len(ids) == BUDGET else SIZE)
 
 
@@ -145,7 +167,9 @@ def by_norm(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int, f
             return x
 
     Watching(**{name: getattr(decoder, name) for name in decoder.__dataclass_fields__}).logits(ids)
-    of_page = {name: [x[p * SIZE : (p + 1) * SIZE].mean() for p in pages] for name, x in lengths.items()}
+    of_page = {
+        name: [x[p * SIZE : (p + 1) * SIZE].mean() for p in pages] for name, x in lengths.items()
+    }
     return {page: v / k for page, k, v in zip(pages, of_page["k"], of_page["v"], strict=True)}
 
 
@@ -173,15 +197,27 @@ def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
 @cache
 def new_llm(dense: Dense, policy: str, **options: Any) -> LLM:
     """Made once for all tests: each leaves nothing behind but what is cached."""
-    limits = {"block_size": SIZE, "max_num_batched_tokens": 16, "max_num_seqs": 2, "num_gpu_blocks_override": 40}
+    limits = {
+        "block_size": SIZE,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 2,
+        "num_gpu_blocks_override": 40,
+    }
     budget = None if policy == "full" else BUDGET
-    made: dict[str, Any] = {"dtype": "float32", "kv_policy": policy, "kv_budget": budget, "lazy_compile": True}
+    made: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_policy": policy,
+        "kv_budget": budget,
+        "lazy_compile": True,
+    }
     return LLM(dense.directory, skip_tokenizer_init=True, **made | limits | options)
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[Any]:
     with poisoned(llm._engine):
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+        )
     scheduler = llm._engine.scheduler
     assert (scheduler.allocator.num_used, scheduler.trim.low.num_used) == (0, 0)
     return [output.outputs[0] for output in outputs]
@@ -222,14 +258,20 @@ def test_tokens_do_not_depend_on_neighbours_chunks_or_preemption(dense, policy):
     prompts = [*prompts_of(LENGTHS), *prompts_of((12, 9, 10))]
     params = [*[GREEDY] * len(LENGTHS), *[replace(GREEDY, max_tokens=60)] * 3]
     wide = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
-    want = [list(one.token_ids) for one in generate(new_llm(dense, policy, **wide), prompts, params)]
+    want = [
+        list(one.token_ids) for one in generate(new_llm(dense, policy, **wide), prompts, params)
+    ]
     chunked = generate(new_llm(dense, policy), prompts, params)
     tight = new_llm(dense, policy, **wide, num_gpu_blocks_override=6 if policy == "entropy" else 12)
     preempted = generate(tight, prompts[::-1], params[::-1])[::-1]
     assert tight._engine.scheduler.num_preemptions > 0
     alone = [generate(tight, [ids], one)[0] for ids, one in zip(prompts, params, strict=True)]
-    assert [[list(one.token_ids) for one in other] for other in (chunked, preempted, alone)] == [want] * 3
-    whole = [list(one.token_ids) for one in generate(new_llm(dense, "full"), prompts[:2], params[:2])]
+    assert [[list(one.token_ids) for one in other] for other in (chunked, preempted, alone)] == [
+        want
+    ] * 3
+    whole = [
+        list(one.token_ids) for one in generate(new_llm(dense, "full"), prompts[:2], params[:2])
+    ]
     assert whole[0] != want[0]
     assert policy == "entropy" or whole[1] == want[1]  # which never reached the budget
 
@@ -244,12 +286,20 @@ def test_a_prefix_hit_gives_what_a_miss_gives(dense, policy):
     (long,) = prompts_of((150,))
     prompts = [long, long[:40] + [3] * 90, long]
     other = new_llm(dense, policy, enable_prefix_caching=False)
-    miss, hits = [generate(other, [ids])[0].token_ids for ids in prompts[:2]], counter(llm, "prefix_cache_hits")
+    miss, hits = (
+        [generate(other, [ids])[0].token_ids for ids in prompts[:2]],
+        counter(llm, "prefix_cache_hits"),
+    )
     assert [generate(llm, [ids])[0].token_ids for ids in prompts] == [*miss, miss[0]]
     hits = counter(llm, "prefix_cache_hits") - hits
-    assert (hits > 0) is (policy in ("streaming", "snapkv_page"))  # others have to see what all queries attend to
+    assert (hits > 0) is (
+        policy in ("streaming", "snapkv_page")
+    )  # others have to see what all queries attend to
     full = replace(GREEDY, kv_policy="full", max_tokens=4)
-    assert generate(llm, [long[:25]], full)[0].token_ids == generate(plain, [long[:25]], full)[0].token_ids
+    assert (
+        generate(llm, [long[:25]], full)[0].token_ids
+        == generate(plain, [long[:25]], full)[0].token_ids
+    )
     llm._engine.scheduler.check()
 
 
@@ -307,16 +357,20 @@ def test_protected_spans_stay(dense):
 
 @pytest.mark.parametrize("policy", some(("streaming", "entropy"), "streaming"))
 def test_beams_forget_as_they_would_alone(dense, policy):
-    """One beam is greedy; several share what they hold until each forgets on its own, and nothing is left behind."""
+    """One beam is greedy; several share what they hold until each forgets on its own, and nothing
+    is left behind.
+    """
     (prompt,) = prompts_of((110,))
     llm = new_llm(dense, policy)
     want = generate(llm, [prompt], replace(GREEDY, logprobs=None))[0].token_ids
     with poisoned(llm._engine):
         (one,) = llm.beam_search(
-            [{"prompt_token_ids": prompt}], BeamSearchParams(beam_width=1, max_tokens=NUM_NEW, ignore_eos=True)
+            [{"prompt_token_ids": prompt}],
+            BeamSearchParams(beam_width=1, max_tokens=NUM_NEW, ignore_eos=True),
         )
         (two,) = llm.beam_search(
-            [{"prompt_token_ids": prompt}], BeamSearchParams(beam_width=2, max_tokens=NUM_NEW, ignore_eos=True)
+            [{"prompt_token_ids": prompt}],
+            BeamSearchParams(beam_width=2, max_tokens=NUM_NEW, ignore_eos=True),
         )
     assert one.sequences[0].tokens[len(prompt) :] == list(want)
     assert len({tuple(sequence.tokens) for sequence in two.sequences}) == 2
@@ -329,7 +383,9 @@ def test_int8_pages_are_demoted_to_int4(dense):
     llm = new_llm(dense, "entropy", kv_cache_dtype="int8")
     prompts = prompts_of((150, 200))
     want = generate(new_llm(dense, "entropy", kv_cache_dtype="int8", max_num_seqs=4), prompts[::-1])
-    assert [one.token_ids for one in generate(llm, prompts)] == [one.token_ids for one in want[::-1]]
+    assert [one.token_ids for one in generate(llm, prompts)] == [
+        one.token_ids for one in want[::-1]
+    ]
     assert llm._engine.scheduler.trim.outcomes["demoted"] > 0
 
 
@@ -348,7 +404,10 @@ def test_no_program_is_compiled_after_the_start(dense, policy):
         ({"kv_policy": 3}, "kv_policy: expected full or one of streaming"),
         ({"kv_policy": "streaming:bfloat16"}, "after the colon"),
         ({"kv_policy": "quest:int8", "kv_budget": 64}, "nothing is demoted"),
-        ({"kv_policy": "streaming", "kv_budget": None}, "kv_budget: expected a number of tokens, at least 32"),
+        (
+            {"kv_policy": "streaming", "kv_budget": None},
+            "kv_budget: expected a number of tokens, at least 32",
+        ),
         ({"kv_policy": "streaming", "kv_budget": 31}, "at least 32"),
         ({"kv_policy": "entropy", "kv_budget": 63}, "at least 64"),
         ({"kv_policy": "full", "kv_budget": 64}, "kv_budget: expected None"),
@@ -389,7 +448,9 @@ def test_what_a_request_cannot_have_is_refused_at_the_front_door(dense, fields, 
 
 
 def test_quest_reads_less_and_keeps_everything(dense):
-    """With room for all pages the tokens are those of an engine that reads all; with less they are not."""
+    """With room for all pages the tokens are those of an engine that reads all; with less they are
+    not.
+    """
     prompts = prompts_of((150, 20, 71))
     want = [one.token_ids for one in generate(new_llm(dense, "full"), prompts)]
     whole = new_llm(dense, "quest", kv_budget=40 * SIZE)
@@ -398,9 +459,13 @@ def test_quest_reads_less_and_keeps_everything(dense):
     got = [one.token_ids for one in generate(some, prompts)]
     assert got[0] != want[0]
     assert got[1] == want[1]
-    assert got == [one.token_ids for one in generate(some, prompts)]  # found again in the cache, tails included
+    assert got == [
+        one.token_ids for one in generate(some, prompts)
+    ]  # found again in the cache, tails included
     with poisoned(some._engine):
-        (one,) = some.beam_search([{"prompt_token_ids": prompts[2]}], BeamSearchParams(beam_width=2, max_tokens=6))
+        (one,) = some.beam_search(
+            [{"prompt_token_ids": prompts[2]}], BeamSearchParams(beam_width=2, max_tokens=6)
+        )
     assert len(one.sequences) == 2
     with pytest.raises(ValueError, match="quest is the engine's for all requests"):
         generate(some, prompts, replace(GREEDY, kv_policy="full"))
@@ -408,7 +473,9 @@ def test_quest_reads_less_and_keeps_everything(dense):
         generate(new_llm(dense, "full"), prompts, replace(GREEDY, kv_policy="quest"))
 
 
-@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if not policy.reads_some])
+@pytest.mark.parametrize(
+    "name", [name for name, policy in POLICIES.items() if not policy.reads_some]
+)
 def test_every_policy_keeps_its_word_for_random_pages(name):
     rng, policy = np.random.default_rng(1), POLICIES[name]
     for _ in range(200):
@@ -423,7 +490,9 @@ def test_every_policy_keeps_its_word_for_random_pages(name):
             key_norm_W=rng.random(count),
             value_norm_W=rng.random(count),
         )
-        room = Room(int(protected.sum() + rng.integers(0, 4)), int(rng.integers(0, 6)) if policy.low else 0)
+        room = Room(
+            int(protected.sum() + rng.integers(0, 4)), int(rng.integers(0, 6)) if policy.low else 0
+        )
         chosen = policy.select(held, room)
         assert (chosen[protected] == KEEP).all()
         assert not (chosen[is_low] == DEMOTE).any()

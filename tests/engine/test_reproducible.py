@@ -1,4 +1,6 @@
-"""On a CPU a request gets the same bits whatever runs beside it, however its prompt was cut, cached or preempted."""
+"""On a CPU a request gets the same bits whatever runs beside it, however its prompt was cut, cached
+or preempted.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,30 @@ from tiny import make_checkpoint, tiny_config
 NUM_NEW = 20
 ANSWER = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=20)
 SHAPES = {
-    "64": {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "256": {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "576": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
-    "768": {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4},
+    "64": {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "256": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "576": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
+    "768": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    },
 }
 COMMON = {"num_hidden_layers": 2, "vocab_size": 1000, "max_position_embeddings": 512}
 CASES = ["256-bfloat16", "64-float32", "256-float32", "576-float32", "576-bfloat16", "768-bfloat16"]
@@ -38,12 +60,18 @@ def new_llm(request, tmp_path_factory):
 
 
 def prompts(*lengths: int) -> list[list[int]]:
-    return [np.random.default_rng([i, length]).integers(0, 1000, length).tolist() for i, length in enumerate(lengths)]
+    return [
+        np.random.default_rng([i, length]).integers(0, 1000, length).tolist()
+        for i, length in enumerate(lengths)
+    ]
 
 
 def bits(output: RequestOutput) -> Bits:
     """Every token with its log-probability and the likeliest ones."""
-    return [[(token, one.logprob) for token, one in entry.items()] for entry in output.outputs[0].logprobs]
+    return [
+        [(token, one.logprob) for token, one in entry.items()]
+        for entry in output.outputs[0].logprobs
+    ]
 
 
 def answers(llm: LLM, ids: list[list[int]], params: SamplingParams = ANSWER) -> list[Bits]:

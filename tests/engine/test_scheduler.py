@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from jaxkv.config import SamplingParams
-from jaxkv.engine.allocator import KVHandle
-from jaxkv.engine.beam import BeamSearch
-from jaxkv.engine.branch import link
-from jaxkv.engine.prefix import PageChain
-from jaxkv.engine.request import Request
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
+from jaxkv.holding.allocator import KVHandle
+from jaxkv.holding.prefix import PageChain
+from jaxkv.requests.beam import BeamSearch
+from jaxkv.requests.intake import link
+from jaxkv.requests.request import Request
 from tiny import ENGINE
 
 PARAMS = SamplingParams()
@@ -61,7 +61,8 @@ def work_of(plan: StepPlan | LoopPlan | None) -> list[tuple[str, int]]:
     return [(one.id, count) for one, count in plan.work]
 
 
-# --- admission --------------------------------------------------------------------------------------------------------
+# --- admission
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_to_do_is_no_plan():
@@ -70,7 +71,9 @@ def test_nothing_to_do_is_no_plan():
 
 def test_a_request_is_admitted_when_its_tokens_and_a_page_for_each_running_one_fit():
     one = scheduler(num_pages=10)
-    first, second, third = added(one, (40, 20), (33, 20), (3, 3))  # 5 and 5 pages; the third's would be free
+    first, second, third = added(
+        one, (40, 20), (33, 20), (3, 3)
+    )  # 5 and 5 pages; the third's would be free
     one.plan()
     assert one.running == [first]
     assert one.waiting == [second, third]  # nobody overtakes
@@ -126,7 +129,8 @@ def test_no_more_requests_run_than_there_are_rows_and_each_has_its_own():
     one.check()
 
 
-# --- what a step computes ---------------------------------------------------------------------------------------------
+# --- what a step computes
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_long_prompt_comes_in_chunks_of_the_budget():
@@ -156,17 +160,31 @@ def test_decode_rows_come_first_and_chunks_fill_the_rest_of_the_budget():
 
 @pytest.mark.parametrize(
     ("prompt_len", "first"),
-    [(256, 256), (300, 256), (384, 256), (385, 385), (640, 512), (769, 769), (1300, 1024), (130, 128), (18, 18)],
+    [
+        (256, 256),
+        (300, 256),
+        (384, 256),
+        (385, 385),
+        (640, 512),
+        (769, 769),
+        (1300, 1024),
+        (130, 128),
+        (18, 18),
+    ],
 )
 def test_a_step_is_cut_where_padding_costs_more_than_another_step(prompt_len, first):
-    one = Scheduler(replace(ENGINE, max_num_batched_tokens=2048, max_model_len=2000, num_pages=1000))
+    one = Scheduler(
+        replace(ENGINE, max_num_batched_tokens=2048, max_model_len=2000, num_pages=1000)
+    )
     added(one, (prompt_len, 2))
     plan = one.plan()
     assert work_of(plan) == [("0", first)]
     carry_out(one, plan)
     if first < prompt_len:
         ((_, second),) = work_of(one.plan())
-        assert second == {1300 - 1024: 256}.get(prompt_len - first, prompt_len - first)  # the rest may be cut again
+        assert second == {1300 - 1024: 256}.get(
+            prompt_len - first, prompt_len - first
+        )  # the rest may be cut again
 
 
 def test_prompts_share_a_step_in_the_order_in_which_they_came():
@@ -178,9 +196,13 @@ def test_prompts_share_a_step_in_the_order_in_which_they_came():
     assert work_of(one.plan()) == [("0", 1), ("1", 4), ("2", 2)]
 
 
-@pytest.mark.parametrize("sizes", [[(15, 2), (9, 2)], [(7, 2), (8, 2), (5, 2)], [(16, 2)], [(17, 2)]])
+@pytest.mark.parametrize(
+    "sizes", [[(15, 2), (9, 2)], [(7, 2), (8, 2), (5, 2)], [(16, 2)], [(17, 2)]]
+)
 def test_pieces_of_one_token_come_before_longer_ones(sizes):
-    """Also when the budget leaves a prompt just one token: the device takes the first rows for decode rows."""
+    """Also when the budget leaves a prompt just one token: the device takes the first rows for
+    decode rows.
+    """
     one = scheduler()
     added(one, *sizes)
     while isinstance(plan := one.plan(), StepPlan):
@@ -204,7 +226,9 @@ def test_the_loop_runs_as_long_as_the_longest_unless_somebody_waits():
     carry_out(one, one.plan())
     assert one.plan() == LoopPlan([(requests[0], 2), (requests[1], 4)], 4)  # decode_steps
     one.add(request(2, 2))
-    assert one.plan() == LoopPlan([(requests[0], 2), (requests[1], 2)], 2)  # until the first is done and makes room
+    assert one.plan() == LoopPlan(
+        [(requests[0], 2), (requests[1], 2)], 2
+    )  # until the first is done and makes room
 
 
 def test_the_loop_reserves_the_pages_of_all_its_steps_and_no_more():
@@ -212,17 +236,22 @@ def test_the_loop_reserves_the_pages_of_all_its_steps_and_no_more():
     first, second = added(one, (7, 20), (7, 2))
     carry_out(one, one.plan())
     one.plan()
-    # 7 stored; the loop stores tokens 8..11 of the first, and the last one of the second, whose successor is the end.
+    # 7 stored; the loop stores tokens 8..11 of the first, and the last one of the second, whose
+    # successor is the end.
     assert [len(r.handle.pages) for r in (first, second)] == [2, 1]
 
 
-# --- plans before the results of the last one are read ---------------------------------------------------------------
+# --- plans before the results of the last one are read
+# ---------------------------------------------------------------
 
 
 def test_a_plan_counts_on_what_the_last_one_samples():
     one = scheduler()
     (first,) = added(one, (8, 9))
-    unread = [one.launched(one.plan()), one.launched(one.plan())]  # the prompt with one token, and four more
+    unread = [
+        one.launched(one.plan()),
+        one.launched(one.plan()),
+    ]  # the prompt with one token, and four more
     assert (first.num_tokens, first.num_new, first.handle.length) == (13, 0, 12)
     plan = one.plan()
     assert (plan.work, len(first.handle.pages)) == ([(first, 4)], 2)
@@ -254,7 +283,8 @@ def test_a_request_that_was_preempted_waits_for_what_is_coming():
     assert work_of(one.plan()) == [("0", 9)]
 
 
-# --- removal ----------------------------------------------------------------------------------------------------------
+# --- removal
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4])
@@ -264,7 +294,9 @@ def test_remove_frees_rows_and_pages_at_any_moment(num_steps):
     for step in range(num_steps):
         plan = one.plan()
         if step < num_steps - 1:
-            carry_out(one, plan)  # after the last plan nothing is carried out, as after an interrupt
+            carry_out(
+                one, plan
+            )  # after the last plan nothing is carried out, as after an interrupt
         one.check()
     for gone in (requests[1], requests[2], requests[0]):
         one.remove(gone)
@@ -274,7 +306,8 @@ def test_remove_frees_rows_and_pages_at_any_moment(num_steps):
     assert one.plan() is None
 
 
-# --- check sees what is wrong -----------------------------------------------------------------------------------------
+# --- check sees what is wrong
+# -----------------------------------------------------------------------------------------
 
 
 CORRUPTIONS = {
@@ -302,7 +335,8 @@ def test_check_sees_a_corruption(corrupt):
         one.check()
 
 
-# --- beams ------------------------------------------------------------------------------------------------------------
+# --- beams
+# ------------------------------------------------------------------------------------------------------------
 
 
 def beams_with_one_tail(one: Scheduler, *, num_beams: int) -> list[Request]:
@@ -331,7 +365,9 @@ def test_all_but_the_last_writer_of_a_shared_tail_get_a_copy():
     assert plan.requests == beams
     assert plan.copies == tuple((shared[0], beam.handle.pages[0]) for beam in beams[:2])
     assert beams[2].handle.pages == shared
-    assert [beam.num_bound for beam in beams] == [0, 0, 1], "the tables have to take the copies over"
+    assert [beam.num_bound for beam in beams] == [0, 0, 1], (
+        "the tables have to take the copies over"
+    )
     assert len({beam.handle.pages for beam in beams}) == 3
     one.check()
     one.copied()

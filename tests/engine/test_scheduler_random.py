@@ -1,7 +1,9 @@
-"""Allocator, prefix cache and scheduler in random traffic, against what each request would get if it were alone.
+"""Allocator, prefix cache and scheduler in random traffic, against what each request would get if
+it were alone.
 
-The device is a list: slot (page, s) holds a number made of everything up to its token, as keys and values do, and the
-next token is made of the number before it. A wrong, stale or foreign page therefore changes what a request gets.
+The device is a list: slot (page, s) holds a number made of everything up to its token, as keys and
+values do, and the next token is made of the number before it. A wrong, stale or foreign page
+therefore changes what a request gets.
 """
 
 import random
@@ -13,14 +15,15 @@ import numpy as np
 import pytest
 
 from jaxkv.config import EngineConfig, SamplingParams
-from jaxkv.engine.allocator import KVHandle
-from jaxkv.engine.beam import BeamSearch
-from jaxkv.engine.branch import link, search_on
-from jaxkv.engine.prefix import PageChain
-from jaxkv.engine.request import Request
-from jaxkv.engine.retention import Retention
+from jaxkv.engine.beams import search_on
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
+from jaxkv.holding.allocator import KVHandle
+from jaxkv.holding.prefix import PageChain
+from jaxkv.holding.retention import Retention
 from jaxkv.kv.policies import Held, Room, keep_best
+from jaxkv.requests.beam import BeamSearch
+from jaxkv.requests.intake import link
+from jaxkv.requests.request import Request
 from tiny import ENGINE
 
 PARAMS = SamplingParams()
@@ -66,7 +69,9 @@ def candidates(state: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """All tokens that may follow, the likeliest first, with their log-probabilities."""
     rng = random.Random(hash((state, seed)))
     likely = sorted((-rng.random(), token) for token in range(NUM_TOKENS))[::-1]
-    return np.array([token for _, token in likely]), np.array([value for value, _ in likely], np.float32)
+    return np.array([token for _, token in likely]), np.array(
+        [value for value, _ in likely], np.float32
+    )
 
 
 def new_search(width: int, max_new: int) -> BeamSearch:
@@ -90,8 +95,9 @@ def alone_beams(first: Request) -> list[list[int]]:
 
 @dataclass(eq=False)
 class Sequence:
-    """What the device knows of a request: tokens that nobody may have read yet, the states of what it has stored, and
-    whether the newest token is its end."""
+    """What the device knows of a request: tokens that nobody may have read yet, the states of what
+    it has stored, and whether the newest token is its end.
+    """
 
     tokens: list[int]
     states: list[int] = field(default_factory=list)
@@ -100,7 +106,9 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Part:
-    """What a request gets from a step: new tokens, or the state that a beam's candidates follow from."""
+    """What a request gets from a step: new tokens, or the state that a beam's candidates follow
+    from.
+    """
 
     request: Request
     coming: int
@@ -126,8 +134,9 @@ class ByLot:
 
 @dataclass
 class Traffic:
-    """`reads_late`: how often a plan is made while the results of the one before it are still to come. `budgets`: how
-    many of the requests forget."""
+    """`reads_late`: how often a plan is made while the results of the one before it are still to
+    come. `budgets`: how many of the requests forget.
+    """
 
     config: EngineConfig
     seed: int
@@ -147,17 +156,30 @@ class Traffic:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.scheduler = Scheduler(self.config)
-        self.slots: list[list[int | None]] = [[None] * self.config.block_size for _ in range(self.config.num_pages)]
-        self.low_slots: list[list[int | None]] = [[None] * self.config.block_size] * self.config.num_low_pages
+        self.slots: list[list[int | None]] = [
+            [None] * self.config.block_size for _ in range(self.config.num_pages)
+        ]
+        self.low_slots: list[list[int | None]] = [
+            [None] * self.config.block_size
+        ] * self.config.num_low_pages
         self.expected: dict[Request, list[int] | list[list[int]]] = {}
         limit = self.config.max_len - 1
-        self.beginnings = [self.rng.choices(range(NUM_TOKENS), k=self.rng.randint(0, limit)) for _ in range(6)]
+        self.beginnings = [
+            self.rng.choices(range(NUM_TOKENS), k=self.rng.randint(0, limit)) for _ in range(6)
+        ]
 
     def new_requests(self) -> list[Request]:
         """One to three that share a prompt and its pages, now and then as beams of a search."""
         rng, limit = self.rng, self.config.max_len
-        prompt = [*rng.choice(self.beginnings), *rng.choices(range(NUM_TOKENS), k=rng.choice([1, 2, 9]))][: limit - 1]
-        root, seed, priority = rng.choice([b"one", b"two"]), rng.getrandbits(16), rng.choice([0, 0, 0, -1, 5])
+        prompt = [
+            *rng.choice(self.beginnings),
+            *rng.choices(range(NUM_TOKENS), k=rng.choice([1, 2, 9])),
+        ][: limit - 1]
+        root, seed, priority = (
+            rng.choice([b"one", b"two"]),
+            rng.getrandbits(16),
+            rng.choice([0, 0, 0, -1, 5]),
+        )
         max_len = rng.randint(len(prompt) + 1, limit)
         is_search, width = rng.random() < self.searches, rng.choice([1, 1, 1, 3])
         retention = None
@@ -218,7 +240,9 @@ class Traffic:
             else:
                 work = self.work_of(plan)
                 first = min(self.scheduler.running, key=lambda request: request.order)
-                assert first.num_pending == 0 or dict(work)[first] >= 1, "the first in order always advances"
+                assert first.num_pending == 0 or dict(work)[first] >= 1, (
+                    "the first in order always advances"
+                )
                 self.demote(plan.demotions)
                 self.copy(plan.copies)
                 self.launch(plan, work)
@@ -255,13 +279,19 @@ class Traffic:
             lengths = [request.handle.length for request in plan.requests]
             assert lengths == sorted(lengths), "rows of like length are neighbours"
             assert 1 <= plan.num_steps <= self.config.decode_steps
-            assert set(plan.requests) == {request for request in self.scheduler.running if request.num_pending}
+            assert set(plan.requests) == {
+                request for request in self.scheduler.running if request.num_pending
+            }
             assert plan.num_steps == 1 or not any(request.search for request in plan.requests)
             rooms = [min(one.num_left, one.evict_len - one.num_stored) for one in plan.requests]
-            assert plan.work == list(zip(plan.requests, [min(plan.num_steps, room) for room in rooms], strict=True))
+            assert plan.work == list(
+                zip(plan.requests, [min(plan.num_steps, room) for room in rooms], strict=True)
+            )
             return plan.work
         counts = [count for _, count in plan.work]
-        assert counts == sorted(counts, key=lambda count: count > 1), "pieces of one token come first"
+        assert counts == sorted(counts, key=lambda count: count > 1), (
+            "pieces of one token come first"
+        )
         assert sum(counts) <= self.config.max_num_batched_tokens
         decoding = {request for request in self.scheduler.running if request.num_pending == 1}
         assert decoding <= {request for request, _ in plan.work}
@@ -269,9 +299,13 @@ class Traffic:
         return plan.work
 
     def launch(self, plan: StepPlan | LoopPlan, work: list[tuple[Request, int]]) -> None:
-        """What the device does with the plan, in order: store, look at everything before, sample, rest after an end."""
+        """What the device does with the plan, in order: store, look at everything before, sample,
+        rest after an end.
+        """
         starts = [(request, request.handle, count) for request, count in work]
-        for (request, coming), (planned, handle, count) in zip(self.scheduler.launched(plan), starts, strict=True):
+        for (request, coming), (planned, handle, count) in zip(
+            self.scheduler.launched(plan), starts, strict=True
+        ):
             assert request is planned
             self.bind(request, handle)
             known = len(self.sequences[request].tokens)
@@ -294,7 +328,9 @@ class Traffic:
         state = None
         for at in range(handle.length, handle.length + count):
             if sequence.has_ended:
-                self.slots[handle.pages[at // size]][at % size] = None  # of no use, and nobody else's
+                self.slots[handle.pages[at // size]][at % size] = (
+                    None  # of no use, and nobody else's
+                )
                 continue
             state = self.store(request, handle, at)
             if at + request.num_gone + 1 == len(sequence.tokens) and request.search is None:
@@ -305,7 +341,11 @@ class Traffic:
     def store(self, request: Request, handle: KVHandle, at: int) -> int:
         """Writes the token's slot; returns what it holds."""
         size, sequence = self.config.block_size, self.sequences[request]
-        before = self.slots[handle.pages[(at - 1) // size]][(at - 1) % size] if at else hash(request.chain.root)
+        before = (
+            self.slots[handle.pages[(at - 1) // size]][(at - 1) % size]
+            if at
+            else hash(request.chain.root)
+        )
         state = after(before, sequence.tokens[at + request.num_gone])
         self.slots[handle.pages[at // size]][at % size] = state
         if (at + 1) % size == 0 and at + 1 < request.prompt_len:
@@ -325,7 +365,9 @@ class Traffic:
             if request.search is not None and part.coming:
                 self.read_candidates(request, part.state)
             request.tokens.extend(part.tokens)
-            if request.is_full or (sequence.has_ended and len(request.tokens) == len(sequence.tokens)):
+            if request.is_full or (
+                sequence.has_ended and len(request.tokens) == len(sequence.tokens)
+            ):
                 request.finish_reason = "stop"
         for request in [part.request for part in flight if part.request in self.expected]:
             for one in request.beams or (request,):
@@ -335,17 +377,22 @@ class Traffic:
     def read_candidates(self, request: Request, state: int) -> None:
         request.candidates = candidates(state, request.seed)
         request.num_tokens = len(request.tokens)
-        if search_on(request.search, request.beams, self.scheduler.allocator, self.scheduler.trim.low):
+        if search_on(
+            request.search, request.beams, self.scheduler.allocator, self.scheduler.trim.low
+        ):
             for beam in request.beams:
                 self.sequences[beam] = Sequence(list(beam.tokens))
                 beam.finish_reason = "stop" if request.search.is_over else None
 
     def finish(self, request: Request) -> None:
-        assert (found(request.search) if request.search else request.tokens.tolist()) == self.expected.pop(request)
+        assert (
+            found(request.search) if request.search else request.tokens.tolist()
+        ) == self.expected.pop(request)
         fresh = PageChain(request.chain.root)
-        assert [fresh.page(i, request.tokens, self.config.block_size)[0] for i in range(len(request.chain.keys))] == (
-            request.chain.keys
-        )
+        assert [
+            fresh.page(i, request.tokens, self.config.block_size)[0]
+            for i in range(len(request.chain.keys))
+        ] == (request.chain.keys)
         del self.sequences[request]
         self.finished.append(request)
         self.scheduler.remove(request)
@@ -369,11 +416,22 @@ class Traffic:
         if request not in self.sequences:
             return
         sequence, size = self.sequences[request], self.config.block_size
-        length, states = min(handle.length + request.num_gone, len(sequence.tokens) - 1), sequence.states
+        length, states = (
+            min(handle.length + request.num_gone, len(sequence.tokens) - 1),
+            sequence.states,
+        )
         while len(states) < length:
-            states.append(after(states[-1] if states else hash(request.chain.root), sequence.tokens[len(states)]))
+            states.append(
+                after(
+                    states[-1] if states else hash(request.chain.root), sequence.tokens[len(states)]
+                )
+            )
         kept = request.kept
-        firsts = range(0, length, size) if kept is None else kept.firsts(len(handle.pages), request.num_gone, size)
+        firsts = (
+            range(0, length, size)
+            if kept is None
+            else kept.firsts(len(handle.pages), request.num_gone, size)
+        )
         for first, page in zip(firsts, handle.pages, strict=False):
             own = states[first : min(length, first + size)]
             assert self.slots[page][: len(own)] == own
@@ -386,9 +444,13 @@ ENGINES = {
     "tight pool": replace(ENGINE, num_pages=8),
     "three pages": replace(ENGINE, num_pages=3),
     "one row": replace(ENGINE, max_num_seqs=1),
-    "more rows than pages": replace(ENGINE, max_num_seqs=16, num_pages=12, max_num_batched_tokens=32),
+    "more rows than pages": replace(
+        ENGINE, max_num_seqs=16, num_pages=12, max_num_batched_tokens=32
+    ),
     "plenty": replace(ENGINE, max_num_seqs=8, num_pages=100, max_num_batched_tokens=64),
-    "one step a loop": replace(ENGINE, max_num_seqs=7, max_num_batched_tokens=50, num_pages=40, decode_steps=1),
+    "one step a loop": replace(
+        ENGINE, max_num_seqs=7, max_num_batched_tokens=50, num_pages=40, decode_steps=1
+    ),
 }
 
 
@@ -416,7 +478,9 @@ FORGETFUL = {
 @pytest.mark.parametrize("config", FORGETFUL.values(), ids=FORGETFUL)
 @pytest.mark.parametrize("searches", [0.0, 0.3])
 def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(config, searches):
-    """Next tokens follow from the state of the last one alone, so they are the same however much is forgotten."""
+    """Next tokens follow from the state of the last one alone, so they are the same however much is
+    forgotten.
+    """
     traffic = Traffic(config, seed=6, searches=searches, budgets=0.6)
     check(traffic, num_steps=1500)
     trim = traffic.scheduler.trim
@@ -453,13 +517,17 @@ def check(traffic: Traffic, *, num_steps: int) -> None:
     assert traffic.num_aborted < len(traffic.finished)
     assert (one.running, one.waiting, one.allocator.num_used) == ([], [], 0)
     assert sorted(one._free_rows) == list(range(config.max_num_seqs))
-    assert one.num_found > 0 or (traffic.searches and config.num_pages < 8)  # three beams of a page leave nothing
+    assert one.num_found > 0 or (
+        traffic.searches and config.num_pages < 8
+    )  # three beams of a page leave nothing
     if config.num_pages < 16:
         assert one.num_preemptions > 0
 
 
 def test_a_page_of_a_prompt_is_computed_once_however_many_have_it():
-    traffic = Traffic(replace(ENGINES["plenty"], num_pages=3000), seed=3)  # nothing has to leave the cache
+    traffic = Traffic(
+        replace(ENGINES["plenty"], num_pages=3000), seed=3
+    )  # nothing has to leave the cache
     traffic.disturb = lambda arrivals: traffic.expect(traffic.new_requests())
     traffic.run(200, arrivals=1.0)
     assert len(traffic.computed) > 20

@@ -1,4 +1,6 @@
-"""The GPU kernels equal the float64 oracle where copies and barriers are modelled and memory of no row is NaN."""
+"""The GPU kernels equal the float64 oracle where copies and barriers are modelled and memory of no
+row is NaN.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from ragged import (
 )
 
 needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the interpreter of jax 0.10 knows no transposed parts of references"
+    jax.__version_info__ < (0, 11),
+    reason="the interpreter of jax 0.10 knows no transposed parts of references",
 )
 DECODE = [
     Shape(),
@@ -46,8 +49,13 @@ DECODE = [
 MASSES = [
     Shape(sinks=True),
     Shape(num_heads=3, kv_heads=1, page_size=64, window=100),
-    pytest.param(Shape(num_heads=10, kv_heads=1, head_dim=64, page_size=128, softcap=3.0), marks=pytest.mark.slow),
-    pytest.param(Shape(num_heads=2, kv_heads=2, page_size=32, window=40, sinks=True), marks=pytest.mark.slow),
+    pytest.param(
+        Shape(num_heads=10, kv_heads=1, head_dim=64, page_size=128, softcap=3.0),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Shape(num_heads=2, kv_heads=2, page_size=32, window=40, sinks=True), marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -55,18 +63,25 @@ MIXED = [
     Shape(),
     Shape(num_heads=6, page_size=32, window=20),
     Shape(num_heads=3, kv_heads=1, sinks=True, softcap=2.0, statistics=True, page_size=128),
-    Shape(num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True, statistics=True, page_size=64),
+    Shape(
+        num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True, statistics=True, page_size=64
+    ),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, window=70),
 ]
 INT8 = [
     Shape(page_size=64, window=100, sinks=True, statistics=True),
     Shape(num_heads=3, kv_heads=1, head_dim=64, page_size=128, softcap=2.0),
-    pytest.param(Shape(num_heads=2, kv_heads=1, head_dim=256, page_size=64), marks=pytest.mark.slow),
+    pytest.param(
+        Shape(num_heads=2, kv_heads=1, head_dim=256, page_size=64), marks=pytest.mark.slow
+    ),
 ]
 INT8_DECODE = [
     Shape(num_heads=6, page_size=64, page_mass=True, sinks=True),
     Shape(num_heads=3, kv_heads=1, head_dim=64, page_size=128, window=150),
-    pytest.param(Shape(num_heads=2, kv_heads=1, head_dim=256, page_size=64, softcap=3.0), marks=pytest.mark.slow),
+    pytest.param(
+        Shape(num_heads=2, kv_heads=1, head_dim=256, page_size=64, softcap=3.0),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -74,7 +89,9 @@ def pages_of(case: Case) -> jax.Array | gpu.Int8Pages:
     if case.shape.num_bits is None:
         return written(case)
     numbers, scales = int8_of(np.asarray(written(case)))
-    return gpu.Int8Pages(jnp.asarray(numbers), jnp.asarray(scales, jnp.bfloat16).reshape(len(scales), 1, -1))
+    return gpu.Int8Pages(
+        jnp.asarray(numbers), jnp.asarray(scales, jnp.bfloat16).reshape(len(scales), 1, -1)
+    )
 
 
 def run(case: Case, *, num_processors: int = 2) -> tuple:
@@ -125,7 +142,9 @@ def check(seed: int, shape: Shape, **options: int) -> None:
         assert_statistics_close(statistics[:3], want_statistics[:3], real_T, shape.dtype)
     if shape.page_mass:
         mass_TNW = np.asarray(statistics.mass_BNW)
-        np.testing.assert_allclose(mass_TNW[real_T], want_statistics.mass_TNW[real_T], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            mass_TNW[real_T], want_statistics.mass_TNW[real_T], rtol=1e-4, atol=1e-5
+        )
         assert not mass_TNW[~real_T].any()
 
 
@@ -177,7 +196,9 @@ def group_of(backend: Xla | MosaicGpu, name: str, pages: jax.Array, **known: obj
     if isinstance(backend, Xla):
         return GroupKV(codec.encode(pages), codec=codec, **known)
     numbers, scales = codec.quantise(pages)
-    return GroupKV(numbers, codec=codec, scales=scales.astype(jnp.bfloat16).reshape(len(pages), 1, -1), **known)
+    return GroupKV(
+        numbers, codec=codec, scales=scales.astype(jnp.bfloat16).reshape(len(pages), 1, -1), **known
+    )
 
 
 def vectors_of(group: GroupKV) -> jax.Array:
@@ -190,9 +211,13 @@ def vectors_of(group: GroupKV) -> jax.Array:
 @needs_interpreter
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 def test_the_backend_writes_and_attends_as_xla_does(codec):
-    case = random_case(3, Shape(head_dim=64, window=40, page_size=16 if codec == "bfloat16" else 64))
+    case = random_case(
+        3, Shape(head_dim=64, window=40, page_size=16 if codec == "bfloat16" else 64)
+    )
     arrays = {name: jnp.asarray(x) for name, x in case.arrays.items()}
-    pages = jnp.nan_to_num(jnp.asarray(case.pages))  # XLA's own writes need no NaN to tell them from others
+    pages = jnp.nan_to_num(
+        jnp.asarray(case.pages)
+    )  # XLA's own writes need no NaN to tell them from others
     len_B = jnp.where(arrays["count_B"] > 0, arrays["len_B"], 0)
     known = {name: arrays[name] for name in ("table_BW", "first_BW")}
     known |= {"len_B": len_B - arrays["count_B"], "num_layers": 2}
@@ -210,7 +235,8 @@ def test_the_backend_writes_and_attends_as_xla_does(codec):
     for backend in (Xla(), MosaicGpu(interpret=InterpretGPUParams(), num_processors=2)):
         group = group_of(backend, codec, pages, **known)
         assert [(x.shape[1:], x.dtype) for x in group.pools] == [
-            (x.shape, x.dtype) for x in backend.page_arrays(heads, case.shape.page_size, group.codec)
+            (x.shape, x.dtype)
+            for x in backend.page_arrays(heads, case.shape.page_size, group.codec)
         ]
         prepared = backend.prepare(group, batch, heads)
         stepped = replace(group, len_B=len_B)
@@ -224,10 +250,22 @@ def test_the_backend_writes_and_attends_as_xla_does(codec):
 
 
 def test_a_fork_copies_int8_pages_with_their_scales():
-    heads, codec = Heads(num_heads=4, num_kv_heads=2, head_dim=64, window=None), get_codec("int8", platform="gpu")
-    group = empty_group(num_layers=2, page_arrays=MosaicGpu().page_arrays(heads, 64, codec), num_pages=3, codec=codec)
+    heads, codec = (
+        Heads(num_heads=4, num_kv_heads=2, head_dim=64, window=None),
+        get_codec("int8", platform="gpu"),
+    )
+    group = empty_group(
+        num_layers=2,
+        page_arrays=MosaicGpu().page_arrays(heads, 64, codec),
+        num_pages=3,
+        codec=codec,
+    )
     pages, scales = (np.random.default_rng(0).integers(-9, 9, pool.shape) for pool in group.pools)
-    group = replace(group, pages=jnp.asarray(pages, jnp.int8), scales=jnp.asarray(scales, jnp.bfloat16))
-    (after,) = copy_pages(PagedKV((group,)), jnp.array([1, 0]), jnp.array([2, 3])).groups  # the last one is padding
+    group = replace(
+        group, pages=jnp.asarray(pages, jnp.int8), scales=jnp.asarray(scales, jnp.bfloat16)
+    )
+    (after,) = copy_pages(
+        PagedKV((group,)), jnp.array([1, 0]), jnp.array([2, 3])
+    ).groups  # the last one is padding
     for new, old in zip(after.pools, (pages, scales), strict=True):
         np.testing.assert_array_equal(np.asarray(new, int), old[[0, 1, 1, 3, 4, 4]])

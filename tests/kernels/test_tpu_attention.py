@@ -1,4 +1,6 @@
-"""The TPU kernels equal the float64 oracle where DMAs are modelled and all memory that no row holds is NaN."""
+"""The TPU kernels equal the float64 oracle where DMAs are modelled and all memory that no row holds
+is NaN.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,22 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import tpu
-from ragged import LAYER, NUM_ROWS, Case, Shape, assert_close, assert_statistics_close, expected, random_case, sinks_of
+from ragged import (
+    LAYER,
+    NUM_ROWS,
+    Case,
+    Shape,
+    assert_close,
+    assert_statistics_close,
+    expected,
+    random_case,
+    sinks_of,
+)
 from tiers import some
 
 TILE = 16
 """Slots that are written back together: what else is in them may change where nobody holds it."""
+
 
 def layout_of(shape: Shape) -> tpu.Layout:
     return tpu.layout_of(kv_heads=shape.kv_heads, head_dim=shape.head_dim)
@@ -23,7 +36,9 @@ def layout_of(shape: Shape) -> tpu.Layout:
 
 def tiles_of(shape: Shape) -> tpu.Tiles:
     heads = shape.heads or layout_of(shape).joined
-    return tpu.Tiles(decode_pages=shape.block, decode_heads=heads, prefill_pages=shape.block, prefill_queries=16)
+    return tpu.Tiles(
+        decode_pages=shape.block, decode_heads=heads, prefill_pages=shape.block, prefill_queries=16
+    )
 
 
 MIXED = [
@@ -31,7 +46,9 @@ MIXED = [
     Shape(num_heads=6, page_size=32, window=20, block=1),
     Shape(num_heads=3, kv_heads=1, sinks=True, softcap=2.0, statistics=True, dtype="float32"),
     Shape(num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True),
-    Shape(num_heads=4, kv_heads=1, head_dim=64, statistics=True, window=33, block=3, dtype="float32"),
+    Shape(
+        num_heads=4, kv_heads=1, head_dim=64, statistics=True, window=33, block=3, dtype="float32"
+    ),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, dtype="float32", window=1),
     Shape(tables_in_hbm=True, statistics=True),
     Shape(tables_in_hbm=True, window=40, block=1),
@@ -43,8 +60,19 @@ QUANTISED = [
     Shape(num_bits=4, page_size=64, num_heads=3, kv_heads=1, head_dim=64, softcap=2.0, block=1),
     Shape(num_bits=8, page_size=128, kv_heads=1, head_dim=256, statistics=True, tables_in_hbm=True),
     Shape(num_bits=4, page_size=128, num_heads=4, kv_heads=2, head_dim=64, block=3),
-    Shape(num_bits=8, page_size=64, decode_only=True, page_mass=True, num_heads=4, kv_heads=4, heads=2),
-    Shape(num_bits=4, page_size=64, decode_only=True, num_heads=8, kv_heads=4, head_dim=64, heads=1, block=3),
+    Shape(
+        num_bits=8, page_size=64, decode_only=True, page_mass=True, num_heads=4, kv_heads=4, heads=2
+    ),
+    Shape(
+        num_bits=4,
+        page_size=64,
+        decode_only=True,
+        num_heads=8,
+        kv_heads=4,
+        head_dim=64,
+        heads=1,
+        block=3,
+    ),
 ]
 DECODE = [
     Shape(page_mass=True, sinks=True),
@@ -99,11 +127,15 @@ def run(case: Case, interpret: object) -> tuple:
         pages = packed_pages(case)
     else:
         pages = tpu.pack(layout_of(shape), jnp.asarray(case.pages))
-    return step(pages=pages, num_decode=case.num_decode, num_rows=case.num_rows, layer=LAYER, **arrays)
+    return step(
+        pages=pages, num_decode=case.num_decode, num_rows=case.num_rows, layer=LAYER, **arrays
+    )
 
 
 def quantise(x: np.ndarray, num_bits: int) -> tpu.Quantised:
-    """Vectors [..., H], NaN where nobody owns them: any whole numbers there, and NaN for a scale."""
+    """Vectors [..., H], NaN where nobody owns them: any whole numbers there, and NaN for a
+    scale.
+    """
     x = np.asarray(x, np.float32)
     rounded = lambda y: np.asarray(jnp.asarray(y, jnp.bfloat16), np.float32)  # noqa: E731
     if num_bits == 8:
@@ -125,21 +157,30 @@ def dequantise(x: tpu.Quantised, num_bits: int) -> np.ndarray:
 
 def packed_pages(case: Case) -> tpu.Packed:
     num_bits = case.shape.num_bits
-    return tpu.pack_pages(layout_of(case.shape), tpu.Packing(num_bits), quantise(case.pages, num_bits))
+    return tpu.pack_pages(
+        layout_of(case.shape), tpu.Packing(num_bits), quantise(case.pages, num_bits)
+    )
 
 
 def numbers_of(case: Case, packed: tpu.Packed) -> tpu.Quantised:
     packing, layout = tpu.Packing(case.shape.num_bits), layout_of(case.shape)
     values = tpu.unpack(layout, packing.unpack_values(packed.words))
-    return tpu.Quantised(values, *tpu.unpack_scales(packing, packed.scales, case.shape.kv_heads, case.shape.page_size))
+    return tpu.Quantised(
+        values,
+        *tpu.unpack_scales(packing, packed.scales, case.shape.kv_heads, case.shape.page_size),
+    )
 
 
 def assert_packed_right(case: Case, found: tuple) -> None:
-    """Attention is that of the vectors that the numbers stand for, and no bit has changed that no token went into."""
+    """Attention is that of the vectors that the numbers stand for, and no bit has changed that no
+    token went into.
+    """
     shape, real_T, num_bits = case.shape, case.row_T < NUM_ROWS, case.shape.num_bits
     stored = {name: quantise(case.arrays[name], num_bits) for name in ("k_TKH", "v_TKH")}
     arrays = case.arrays | {name: dequantise(x, num_bits) for name, x in stored.items()}
-    stands_for = replace(case, arrays=arrays, pages=dequantise(quantise(case.pages, num_bits), num_bits))
+    stands_for = replace(
+        case, arrays=arrays, pages=dequantise(quantise(case.pages, num_bits), num_bits)
+    )
     want, statistics, want_pages = expected(stands_for)
     out, packed, found_statistics = found
     assert_close(np.asarray(out, np.float64)[real_T], want[real_T], "bfloat16")
@@ -154,25 +195,35 @@ def assert_packed_right(case: Case, found: tuple) -> None:
     kept = kept.reshape(-1, shape.page_size)
     for new, old in zip(after, before, strict=True):
         if new is not None:
-            np.testing.assert_array_equal(np.asarray(new).swapaxes(1, 2)[kept], np.asarray(old).swapaxes(1, 2)[kept])
+            np.testing.assert_array_equal(
+                np.asarray(new).swapaxes(1, 2)[kept], np.asarray(old).swapaxes(1, 2)[kept]
+            )
     if shape.statistics or shape.page_mass:
         assert_statistics_close(found_statistics[:3], statistics[:3], real_T, "bfloat16")
     if shape.page_mass:
         mass_TNW = np.asarray(found_statistics.mass_BNW)
-        np.testing.assert_allclose(mass_TNW[real_T], statistics.mass_TNW[real_T], rtol=2e-2, atol=2e-3)
+        np.testing.assert_allclose(
+            mass_TNW[real_T], statistics.mass_TNW[real_T], rtol=2e-2, atol=2e-3
+        )
 
 
 def assert_right(case: Case, found: tuple) -> None:
     shape, real_T = case.shape, case.row_T < NUM_ROWS
     want, statistics, want_pages = expected(case)
-    out, pages, found_statistics = jax.tree.map(lambda x: np.asarray(x, np.float64), found[0:2]) + found[2:]
+    out, pages, found_statistics = (
+        jax.tree.map(lambda x: np.asarray(x, np.float64), found[0:2]) + found[2:]
+    )
     assert_close(out[real_T], want[real_T], shape.dtype)
     resting = np.flatnonzero(~real_T[: case.num_decode])
     assert not out[resting].any()
 
-    # Pages: held slots have their value, and only tiles that a token went into may have changed anywhere else.
+    # Pages: held slots have their value, and only tiles that a token went into may have changed
+    # anywhere else.
     pages = np.asarray(tpu.unpack(layout_of(shape), jnp.asarray(pages, jnp.float32)))
-    by_slot, want_by_slot = pages.swapaxes(1, 2)[len(case.held) :], want_pages.swapaxes(1, 2)[len(case.held) :]
+    by_slot, want_by_slot = (
+        pages.swapaxes(1, 2)[len(case.held) :],
+        want_pages.swapaxes(1, 2)[len(case.held) :],
+    )
     assert np.isnan(pages[: len(case.held)]).all()
     np.testing.assert_array_equal(by_slot[case.held], want_by_slot[case.held])
     changed = ~np.isnan(by_slot).all(axis=(2, 3)) & ~case.held
@@ -185,7 +236,9 @@ def assert_right(case: Case, found: tuple) -> None:
         assert_statistics_close(found_statistics[:3], statistics[:3], real_T, shape.dtype)
     if shape.page_mass:
         mass_TNW = np.asarray(found_statistics.mass_BNW)
-        np.testing.assert_allclose(mass_TNW[real_T], statistics.mass_TNW[real_T], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            mass_TNW[real_T], statistics.mass_TNW[real_T], rtol=1e-4, atol=1e-5
+        )
         assert not mass_TNW[~real_T].any()
 
 
@@ -235,7 +288,10 @@ def random_shape(rng: np.random.Generator, **given: object) -> Shape:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_options_equal_float64_with_dmas_and_races_modelled(seed, capfd):
     rng = np.random.default_rng(seed)
-    given = {"page_size": int(rng.choice([16, 32, 64, 128])), "dtype": str(rng.choice(["bfloat16", "float32"]))}
+    given = {
+        "page_size": int(rng.choice([16, 32, 64, 128])),
+        "dtype": str(rng.choice(["bfloat16", "float32"])),
+    }
     check_modelling_dmas(seed, random_shape(rng, **given), capfd)
 
 
@@ -265,7 +321,9 @@ def test_a_step_of_resting_rows_writes_nothing_and_gives_zeros(tables_in_hbm):
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 128), (4, 64), (1, 64), (3, 64), (1, 256)])
 def test_packing_keeps_the_bytes_and_can_be_undone(kv_heads, head_dim):
     layout = tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim)
-    pages = jnp.arange(3 * 2 * kv_heads * 16 * head_dim, dtype=jnp.float32).reshape(3, 2 * kv_heads, 16, head_dim)
+    pages = jnp.arange(3 * 2 * kv_heads * 16 * head_dim, dtype=jnp.float32).reshape(
+        3, 2 * kv_heads, 16, head_dim
+    )
     packed = tpu.pack(layout, pages)
     assert packed.size == pages.size
     assert packed.shape[1:] == (layout.rows, 16, layout.width)
@@ -274,7 +332,9 @@ def test_packing_keeps_the_bytes_and_can_be_undone(kv_heads, head_dim):
 
 
 def test_what_the_kernels_do_not_take_is_refused_by_name():
-    with pytest.raises(NotImplementedError, match="head_dim: expected 64 or a multiple of 128, got 80"):
+    with pytest.raises(
+        NotImplementedError, match="head_dim: expected 64 or a multiple of 128, got 80"
+    ):
         tpu.layout_of(kv_heads=2, head_dim=80)
     for change, reason in [
         ({"page_size": 8}, "page_size: expected one of"),

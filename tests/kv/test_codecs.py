@@ -1,4 +1,6 @@
-"""Quantised vectors: how many bytes they take, how far they are off, and that nothing around them changes a bit."""
+"""Quantised vectors: how many bytes they take, how far they are off, and that nothing around them
+changes a bit.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ make = partial(get_codec, platform="cpu", dtype="float32")
 
 
 def vectors(num: int, head_dim: int, seed: int = 0) -> np.ndarray:
-    """[num, 2, H] of very different lengths, with a channel that is an outlier, as keys have them."""
+    """[num, 2, H] of very different lengths, with a channel that is an outlier, as keys have
+    them.
+    """
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(num, 2, head_dim)) * 2.0 ** rng.integers(-20, 20, (num, 2, 1))
     x[..., 3] *= 30
@@ -70,15 +74,22 @@ def test_whole_numbers_are_off_by_half_a_step_of_their_range(name, head_dim):
     seen = x if name == "int8" else np.asarray(rotate(jnp.asarray(x)))
     stored = make(name).encode(jnp.asarray(x))
     values, scale, offset = make(name).elements(stored)
-    back = np.asarray(values * scale[..., None]) + (0 if offset is None else np.asarray(offset)[..., None])
+    back = np.asarray(values * scale[..., None]) + (
+        0 if offset is None else np.asarray(offset)[..., None]
+    )
     steps = 254 if name == "int8" else 15
-    width = 2 * np.abs(seen).max(axis=-1) if name == "int8" else seen.max(axis=-1) - seen.min(axis=-1)
-    # Scale and middle are bfloat16: of the range's half they may be off by 2^-8 of it and of the middle.
+    width = (
+        2 * np.abs(seen).max(axis=-1) if name == "int8" else seen.max(axis=-1) - seen.min(axis=-1)
+    )
+    # Scale and middle are bfloat16: of the range's half they may be off by 2^-8 of it and of the
+    # middle.
     rounding = 2.0**-8 * np.abs(seen).max(axis=-1) * 2
     assert (np.abs(back - seen).max(axis=-1) <= width / steps / 2 + rounding).all()
 
 
-@pytest.mark.parametrize(("name", "mantissa_bits", "smallest"), [("fp8_e4m3", 3, 2.0**-6), ("fp8_e5m2", 2, 2.0**-14)])
+@pytest.mark.parametrize(
+    ("name", "mantissa_bits", "smallest"), [("fp8_e4m3", 3, 2.0**-6), ("fp8_e5m2", 2, 2.0**-14)]
+)
 def test_floats_are_off_by_half_a_unit_of_their_mantissa(name, mantissa_bits, smallest):
     x = vectors(50, 64)
     codec = make(name)
@@ -89,7 +100,9 @@ def test_floats_are_off_by_half_a_unit_of_their_mantissa(name, mantissa_bits, sm
     assert (np.abs(np.asarray(decode(codec, stored)) - x) <= bound).all()
 
 
-@pytest.mark.parametrize(("num_bits", "expected"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
+@pytest.mark.parametrize(
+    ("num_bits", "expected"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)]
+)
 def test_the_centroids_have_the_least_distortion_of_a_normal_number(num_bits, expected):
     """Source of the figures: Max 1960, table I."""
     centroids, borders = (x.astype(np.float64) for x in lloyd_max(num_bits))
@@ -100,7 +113,8 @@ def test_the_centroids_have_the_least_distortion_of_a_normal_number(num_bits, ex
 
 @pytest.mark.parametrize(("name", "distortion"), [("turboquant4", 0.0095), ("turboquant3", 0.0345)])
 def test_rotated_vectors_are_as_far_off_as_normal_numbers_outlier_or_not(name, distortion):
-    # An outlier among 128 channels makes coordinates of two sizes only where it is all there is of the vector.
+    # An outlier among 128 channels makes coordinates of two sizes only where it is all there is of
+    # the vector.
     x = np.random.default_rng(1).normal(size=(4000, 128)).astype(np.float32)
     x[:, 5] *= 8
     assert error(make(name), x).mean() == pytest.approx(distortion, rel=0.08)
@@ -128,7 +142,9 @@ def test_zeros_stay_zeros_and_lengths_are_kept(name):
     if name.startswith("turboquant"):
         x = vectors(200, 64)
         back = np.asarray(decode(codec, codec.encode(jnp.asarray(x))))
-        np.testing.assert_allclose(np.linalg.norm(back, axis=-1), np.linalg.norm(x, axis=-1), rtol=2.0**-8)
+        np.testing.assert_allclose(
+            np.linalg.norm(back, axis=-1), np.linalg.norm(x, axis=-1), rtol=2.0**-8
+        )
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
@@ -157,10 +173,14 @@ def test_packed_bits_come_back(num_bits):
 
 
 def test_what_cannot_be_stored_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"expected auto or one of bfloat16, float32, int8, .*, got 'int3'"):
+    with pytest.raises(
+        ValueError, match=r"expected auto or one of bfloat16, float32, int8, .*, got 'int3'"
+    ):
         make("int3")
     with pytest.raises(ValueError, match="int4 expects an even head_dim, got 5"):
         make("int4").width(5)
-    with pytest.raises(ValueError, match=r"turboquant2\.5 expects a head_dim that is a multiple of 16, got 24"):
+    with pytest.raises(
+        ValueError, match=r"turboquant2\.5 expects a head_dim that is a multiple of 16, got 24"
+    ):
         make("turboquant2.5").width(24)
     assert make("fp8") == make("fp8_e4m3")

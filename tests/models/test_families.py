@@ -1,4 +1,6 @@
-"""Configs of every spelling give one spec, and whatever is wrong with a checkpoint is one CheckpointError naming it."""
+"""Configs of every spelling give one spec, and whatever is wrong with a checkpoint is one
+CheckpointError naming it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def spec_of(variant: str, **changes: object) -> ModelSpec:
     return read(tiny_config(variant, **changes))[0]
 
 
-# What a config means --------------------------------------------------------------------------------------------------
+# What a config means
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_family_has_a_variant_and_every_variant_reads():
@@ -64,7 +67,11 @@ def test_every_family_has_a_variant_and_every_variant_reads():
             {"rope_theta": 1e6, "rope_scaling": YARN | {"rope_type": None, "type": "yarn"}},
             YARN | {"rope_theta": 1e6},
             RopeSpec(
-                kind="yarn", theta=1e6, factor=4.0, original_max_len=64, attention_factor=0.1 * np.log(4.0) + 1.0
+                kind="yarn",
+                theta=1e6,
+                factor=4.0,
+                original_max_len=64,
+                attention_factor=0.1 * np.log(4.0) + 1.0,
             ),
         ),
     ],
@@ -73,7 +80,9 @@ def test_every_family_has_a_variant_and_every_variant_reads():
 def test_rope_parameters_and_rope_scaling_are_two_spellings_of_one_spec(family, old, new, meaning):
     base = BASE | {"model_type": family, "sliding_window": None}
     if "rope_scaling" in old:
-        old = old | {"rope_scaling": {k: v for k, v in old["rope_scaling"].items() if v is not None}}
+        old = old | {
+            "rope_scaling": {k: v for k, v in old["rope_scaling"].items() if v is not None}
+        }
     specs = [read(base | old)[0], read(base | {"rope_parameters": new})[0]]
     assert specs[0] == specs[1]
     assert specs[0].rope == meaning
@@ -100,7 +109,9 @@ def test_windows_put_layers_into_groups():
     assert groups("llama") == {None: (0, 1, 2)}
     assert groups("mistral") == {None: (0, 1, 2)}
     assert groups("mistral-window") == {8: (0, 1, 2)}
-    without_key = {key: value for key, value in tiny_config("mistral").items() if key != "sliding_window"}
+    without_key = {
+        key: value for key, value in tiny_config("mistral").items() if key != "sliding_window"
+    }
     assert [group.window for group in read(without_key)[0].groups] == [4096]
     assert groups("qwen2") == {None: (0, 1, 2)}
     assert groups("qwen2-mixed-windows") == {None: (0,), 8: (1, 2)}
@@ -122,7 +133,9 @@ def test_keys_that_a_config_leaves_out_mean_what_transformers_means(family):
     spec, layout = read(given | {"model_type": family})
     (group,) = spec.groups
     assert spec.max_len == theirs.max_position_embeddings
-    assert spec.head_dim == (getattr(theirs, "head_dim", None) or 128 // given["num_attention_heads"])
+    assert spec.head_dim == (
+        getattr(theirs, "head_dim", None) or 128 // given["num_attention_heads"]
+    )
     assert group.num_kv_heads == theirs.num_key_value_heads
     windowed = getattr(theirs, "use_sliding_window", family == "mistral")
     assert group.window == (theirs.sliding_window if windowed else None)
@@ -133,7 +146,11 @@ def test_keys_that_a_config_leaves_out_mean_what_transformers_means(family):
 
 def test_biases_and_qk_norms_are_leaves_where_the_family_has_them():
     def optional(variant: str) -> set[str]:
-        return {name for name in read(tiny_config(variant))[1].layer if name.endswith(("_bias", "q_norm", "k_norm"))}
+        return {
+            name
+            for name in read(tiny_config(variant))[1].layer
+            if name.endswith(("_bias", "q_norm", "k_norm"))
+        }
 
     qkv, mlp = {"q_bias", "k_bias", "v_bias"}, {"gate_bias", "up_bias", "down_bias"}
     assert optional("llama") == optional("mistral") == set()
@@ -143,14 +160,25 @@ def test_biases_and_qk_norms_are_leaves_where_the_family_has_them():
     assert optional("qwen3-biases") == {"q_norm", "k_norm"} | qkv | {"o_bias"}
 
 
-# What a config must not say -------------------------------------------------------------------------------------------
+# What a config must not say
+# -------------------------------------------------------------------------------------------
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-         "vocab_size", "max_position_embeddings", "head_dim")  # fmt: skip
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "head_dim",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("value", [10**12, 2**64, -1, 0, True, False, "48", 48.0, [48], {"a": 1}], ids=repr)
+@pytest.mark.parametrize(
+    "value", [10**12, 2**64, -1, 0, True, False, "48", 48.0, [48], {"a": 1}], ids=repr
+)
 def test_an_absurd_size_is_refused_by_name(family, value):
     for key in SIZES:
         with pytest.raises(CheckpointError) as caught:
@@ -160,7 +188,13 @@ def test_an_absurd_size_is_refused_by_name(family, value):
 
 
 def test_a_size_that_must_be_there_and_is_not_is_named():
-    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+    for key in (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    ):
         config = {name: value for name, value in tiny_config("llama").items() if name != key}
         with pytest.raises(CheckpointError, match=f"{key}: expected a whole number .* got None"):
             read(config)
@@ -168,7 +202,10 @@ def test_a_size_that_must_be_there_and_is_not_is_named():
 
 ROPE_KEYS = "rope_parameters"
 BAD = {
-    "heads not divisible": ({"num_key_value_heads": 4}, ["num_key_value_heads", "divisor", "6", "got 4"]),
+    "heads not divisible": (
+        {"num_key_value_heads": 4},
+        ["num_key_value_heads", "divisor", "6", "got 4"],
+    ),
     "odd head_dim": ({"head_dim": 7}, ["head_dim", "even", "got 7"]),
     "odd head_dim by division": ({"hidden_size": 54}, ["head_dim", "even"]),
     "unknown activation": ({"hidden_act": "relu7"}, ["hidden_act", "silu", "'relu7'"]),
@@ -177,17 +214,41 @@ BAD = {
     "NaN epsilon": ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "a number from", "nan"]),
     "infinite theta": ({"rope_theta": float("inf")}, ["rope_theta", "a number from", "inf"]),
     "bool theta": ({"rope_theta": True}, ["rope_theta", "True"]),
-    "tied as a number": ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "true or false", "got 1"]),
+    "tied as a number": (
+        {"tie_word_embeddings": 1},
+        ["tie_word_embeddings", "true or false", "got 1"],
+    ),
     "bias as text": ({"attention_bias": "no"}, ["attention_bias", "true or false", "'no'"]),
-    "unknown rope": ({ROPE_KEYS: {"rope_type": "spiral"}}, [ROPE_KEYS, "rope_type", "llama3 or yarn", "'spiral'"]),
-    "unknown old rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "type", "'dynamic'"]),
+    "unknown rope": (
+        {ROPE_KEYS: {"rope_type": "spiral"}},
+        [ROPE_KEYS, "rope_type", "llama3 or yarn", "'spiral'"],
+    ),
+    "unknown old rope": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        ["rope_scaling", "type", "'dynamic'"],
+    ),
     "rope as a list": ({"rope_scaling": [2.0]}, ["rope_scaling", "an object", "[2.0]"]),
-    "linear without a factor": ({"rope_scaling": {"type": "linear"}}, ["rope_scaling", "factor", "None"]),
-    "llama3 without factors": ({ROPE_KEYS: {"rope_type": "llama3", "factor": 8.0}}, ["low_freq_factor", "None"]),
-    "llama3 upside down": ({ROPE_KEYS: LLAMA3 | {"high_freq_factor": 1}}, ["high_freq_factor", "low_freq_factor=1.0"]),
-    "two ropes": ({ROPE_KEYS: LLAMA3, "rope_scaling": YARN}, ["rope_scaling", "none beside a different", "yarn"]),
+    "linear without a factor": (
+        {"rope_scaling": {"type": "linear"}},
+        ["rope_scaling", "factor", "None"],
+    ),
+    "llama3 without factors": (
+        {ROPE_KEYS: {"rope_type": "llama3", "factor": 8.0}},
+        ["low_freq_factor", "None"],
+    ),
+    "llama3 upside down": (
+        {ROPE_KEYS: LLAMA3 | {"high_freq_factor": 1}},
+        ["high_freq_factor", "low_freq_factor=1.0"],
+    ),
+    "two ropes": (
+        {ROPE_KEYS: LLAMA3, "rope_scaling": YARN},
+        ["rope_scaling", "none beside a different", "yarn"],
+    ),
     "partly rotated": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
-    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "none", "gptq"]),
+    "quantised": (
+        {"quantization_config": {"quant_method": "gptq"}},
+        ["quantization_config", "none", "gptq"],
+    ),
     "model type of another kind": ({"model_type": ["llama"]}, ["model_type", "['llama']"]),
     "no model type": ({"model_type": None}, ["model_type", "None"]),
     "unknown model type": ({"model_type": "mamba9"}, ["model_type", "'mamba9'", *FAMILIES]),
@@ -200,7 +261,11 @@ def test_a_bad_config_is_refused_by_name(case):
     changes, fragments = BAD[case]
     with pytest.raises(CheckpointError) as caught:
         read(tiny_config("llama", **changes))
-    missing = [fragment for fragment in [str(PATH), "expected", *fragments] if fragment not in str(caught.value)]
+    missing = [
+        fragment
+        for fragment in [str(PATH), "expected", *fragments]
+        if fragment not in str(caught.value)
+    ]
     assert missing == [], str(caught.value)
 
 
@@ -209,24 +274,41 @@ def test_a_bad_config_is_refused_by_name(case):
     ("changes", "fragments"),
     [
         ({"layer_types": ["full_attention"]}, ["layer_types", "a list of 3"]),
-        ({"layer_types": ["full_attention"] * 2 + ["linear_attention"]}, ["layer_types", "linear_attention"]),
-        ({"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}, ["use_sliding_window"]),
+        (
+            {"layer_types": ["full_attention"] * 2 + ["linear_attention"]},
+            ["layer_types", "linear_attention"],
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False},
+            ["use_sliding_window"],
+        ),
         ({"layer_types": [["full_attention"]] * 3}, ["layer_types"]),
         ({"layer_types": "full_attention"}, ["layer_types"]),
         ({"use_sliding_window": True, "sliding_window": -4}, ["sliding_window", "-4"]),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1}, ["max_window_layers", "-1"]),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1},
+            ["max_window_layers", "-1"],
+        ),
         ({"use_sliding_window": "yes"}, ["use_sliding_window", "'yes'"]),
     ],
 )
 def test_bad_windows_are_refused_by_name(family, changes, fragments):
     with pytest.raises(CheckpointError) as caught:
         read(BASE | {"model_type": family} | changes)
-    assert [fragment for fragment in fragments if fragment not in str(caught.value)] == [], str(caught.value)
+    assert [fragment for fragment in fragments if fragment not in str(caught.value)] == [], str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "fragment"),
-    [(b"{", "JSON"), (b"[1]", "a JSON object"), (b"[" * 100_000, "JSON"), (b"\xff\xfe", "JSON"), (b"", "JSON")],
+    [
+        (b"{", "JSON"),
+        (b"[1]", "a JSON object"),
+        (b"[" * 100_000, "JSON"),
+        (b"\xff\xfe", "JSON"),
+        (b"", "JSON"),
+    ],
 )
 def test_a_config_that_is_no_json_object_is_refused(tmp_path, content, fragment):
     (tmp_path / "config.json").write_bytes(content)
@@ -243,18 +325,25 @@ def test_a_missing_or_huge_config_is_refused(tmp_path):
         read_config(tmp_path)
 
 
-# Tensors --------------------------------------------------------------------------------------------------------------
+# Tensors
+# --------------------------------------------------------------------------------------------------------------
 
 
 def load(directory: Path, **options: object) -> dict:
-    return load_weights(directory, *read_family(read_config(directory)), **{"dtype": "float32"} | options)
+    return load_weights(
+        directory, *read_family(read_config(directory)), **{"dtype": "float32"} | options
+    )
 
 
-def changed(directory: Path, variant: str, change: dict[str, np.ndarray | None], **config: object) -> Path:
+def changed(
+    directory: Path, variant: str, change: dict[str, np.ndarray | None], **config: object
+) -> Path:
     """A tiny checkpoint with some tensors replaced, added or (None) taken away."""
     make_checkpoint(directory, tiny_config(variant, **config))
     tensors = load_file(directory / "model.safetensors") | change
-    save_file({name: x for name, x in tensors.items() if x is not None}, directory / "model.safetensors")
+    save_file(
+        {name: x for name, x in tensors.items() if x is not None}, directory / "model.safetensors"
+    )
     return directory
 
 
@@ -273,7 +362,9 @@ def changed(directory: Path, variant: str, change: dict[str, np.ndarray | None],
     ],
 )
 def test_a_missing_tensor_and_a_tensor_of_another_shape_are_named(tmp_path, name):
-    shape = load_file(make_checkpoint(tmp_path, tiny_config("qwen3")) / "model.safetensors")[name].shape
+    shape = load_file(make_checkpoint(tmp_path, tiny_config("qwen3")) / "model.safetensors")[
+        name
+    ].shape
     with pytest.raises(CheckpointError, match=f"missing tensor {name}") as caught:
         load(changed(tmp_path, "qwen3", {name: None}))
     assert str(tmp_path) in str(caught.value)
@@ -302,14 +393,29 @@ def test_a_tensor_that_nobody_takes_is_refused_by_name(tmp_path, name):
 
 
 def test_derived_tensors_of_old_checkpoints_are_ignored(tmp_path):
-    load(changed(tmp_path, "llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}))
+    load(
+        changed(
+            tmp_path,
+            "llama",
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)},
+        )
+    )
 
 
 def test_integers_are_no_weights_and_every_problem_is_listed(tmp_path):
-    change = {"model.norm.weight": np.zeros(48, np.int8), "lm_head.weight": None, "extra": np.zeros(1, np.float32)}
+    change = {
+        "model.norm.weight": np.zeros(48, np.int8),
+        "lm_head.weight": None,
+        "extra": np.zeros(1, np.float32),
+    }
     with pytest.raises(CheckpointError) as caught:
         load(changed(tmp_path, "llama", change))
-    for fragment in ("model.norm.weight: expected one of float32", "got int8", "missing tensor lm_head", "use: extra"):
+    for fragment in (
+        "model.norm.weight: expected one of float32",
+        "got int8",
+        "missing tensor lm_head",
+        "use: extra",
+    ):
         assert fragment in str(caught.value)
 
 
@@ -339,7 +445,11 @@ def test_weights_are_the_checkpoints_values_stacked_or_by_layer(tmp_path, varian
             for name, leaf in layout.layer.items():
                 layers = weights["layers"]
                 got = layers[layer][name] if isinstance(layers, tuple) else layers[name][layer]
-                want = tensors[leaf.source.format(layer=layer)].astype(np.dtype(dtype)).astype(np.float32)
+                want = (
+                    tensors[leaf.source.format(layer=layer)]
+                    .astype(np.dtype(dtype))
+                    .astype(np.float32)
+                )
                 np.testing.assert_array_equal(value(got), want)
 
 
@@ -368,9 +478,13 @@ def test_an_untied_head_equal_to_the_embedding_stays_a_head(tmp_path):
 def test_a_checkpoint_of_half_or_double_precision_becomes_the_asked_dtype(tmp_path):
     tensors = load_file(make_checkpoint(tmp_path, tiny_config("llama")) / "model.safetensors")
     for stored in (np.float16, np.float64, ml_dtypes.bfloat16):
-        save_file({name: x.astype(stored) for name, x in tensors.items()}, tmp_path / "model.safetensors")
+        save_file(
+            {name: x.astype(stored) for name, x in tensors.items()}, tmp_path / "model.safetensors"
+        )
         got = np.asarray(load(tmp_path)["norm"])
-        np.testing.assert_array_equal(got, tensors["model.norm.weight"].astype(stored).astype(np.float32))
+        np.testing.assert_array_equal(
+            got, tensors["model.norm.weight"].astype(stored).astype(np.float32)
+        )
 
 
 def test_the_spec_of_a_config_file_is_the_spec_of_its_values(tmp_path):

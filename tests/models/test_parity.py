@@ -1,4 +1,6 @@
-"""One checkpoint in transformers (float32, eager attention) and here: equal logits at every position, equal tokens."""
+"""One checkpoint in transformers (float32, eager attention) and here: equal logits at every
+position, equal tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxkv import LLM, SamplingParams
-from jaxkv.aot import empty_batch
 from jaxkv.models import decoder
 from jaxkv.models.families import read_config, read_family
+from jaxkv.programs.inputs import empty_batch
 from jaxkv.weights.load import load_weights
 from poison import poison_kv, poisoned
 from tiny import VARIANTS, make_checkpoint, tiny_config
@@ -51,14 +53,22 @@ def reference_model(torch: Any, directory: Path) -> Any:
     model, loading = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    assert not any(
+        loading[kind]
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    )
     assert model.config._attn_implementation == "eager"
     model.generation_config.eos_token_id = None  # ignore_eos
     return model.eval()
 
 
 def tiny_llm(directory: Path, **options: object) -> LLM:
-    limits = {"max_num_seqs": 4, "max_num_batched_tokens": sum(PROMPT_LENS), "block_size": 8, "lazy_compile": True}
+    limits = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": sum(PROMPT_LENS),
+        "block_size": 8,
+        "lazy_compile": True,
+    }
     return LLM(directory, skip_tokenizer_init=True, **{"dtype": "float32"} | limits | options)
 
 
@@ -69,12 +79,21 @@ def all_logits(weights, kv, batch, *, spec):
 
 
 def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> list[np.ndarray]:
-    """[T, V] of each sequence (one of a single token comes first): all in one packed step, in a pool full of NaN."""
+    """[T, V] of each sequence (one of a single token comes first): all in one packed step, in a
+    pool full of NaN.
+    """
     kv, lengths = poison_kv(llm._engine.kv, []), [len(ids) for ids in sequences]
     num_rows, num_tokens = len(lengths), sum(lengths)
     size, width = kv.groups[0].page_size, -(-max(lengths) // kv.groups[0].page_size)
-    table_BW = np.random.default_rng(0).permutation(kv.groups[0].num_pages)[: num_rows * width].reshape(num_rows, width)
-    first_BW, len_B = np.tile(np.int32(np.arange(width) * size), (num_rows, 1)), np.zeros(num_rows, np.int32)
+    table_BW = (
+        np.random.default_rng(0)
+        .permutation(kv.groups[0].num_pages)[: num_rows * width]
+        .reshape(num_rows, width)
+    )
+    first_BW, len_B = (
+        np.tile(np.int32(np.arange(width) * size), (num_rows, 1)),
+        np.zeros(num_rows, np.int32),
+    )
     arrays = {"table_BW": table_BW.astype(np.int32), "first_BW": first_BW, "len_B": len_B}
     kv = replace(kv, groups=tuple(replace(group, **arrays) for group in kv.groups))
     batch = empty_batch(num_tokens, num_rows)
@@ -84,17 +103,23 @@ def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> l
     batch.count_B[:] = lengths
     batch.start_B[1:] = np.cumsum(lengths)[:-1]
     batch = replace(batch, num_decode=np.int32(lengths[0] == 1), num_rows=np.int32(num_rows))
-    logits_TV = all_logits(llm._model.weights if weights is None else weights, kv, batch, spec=llm._model.spec)
+    logits_TV = all_logits(
+        llm._model.weights if weights is None else weights, kv, batch, spec=llm._model.spec
+    )
     return np.split(np.asarray(logits_TV), np.cumsum(lengths)[:-1])
 
 
 def expected_tokens(torch: Any, model: Any) -> list[list[int]]:
     options = {"do_sample": False, "max_new_tokens": NUM_NEW, "pad_token_id": 0}
-    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts()]
+    return [
+        model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts()
+    ]
 
 
 def assert_logits_equal(torch: Any, model: Any, llm: LLM) -> None:
-    """At every position of every prompt, and of it with its greedy tokens, where each is the likeliest here as well."""
+    """At every position of every prompt, and of it with its greedy tokens, where each is the
+    likeliest here as well.
+    """
     tokens = expected_tokens(torch, model)
     sequences = prompts() + [ids + new for ids, new in zip(prompts(), tokens, strict=True)]
     logits = logits_of(llm, sequences)
@@ -108,7 +133,9 @@ def assert_logits_equal(torch: Any, model: Any, llm: LLM) -> None:
 def assert_generates_equal(torch: Any, model: Any, llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
     with poisoned(llm._engine):
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], params, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts()], params, use_tqdm=False
+        )
     assert [output.outputs[0].token_ids for output in outputs] == expected_tokens(torch, model)
 
 
@@ -119,11 +146,17 @@ def test_logits_and_their_greedy_tokens_equal_transformers(torch, tmp_path, vari
 
 
 QUICK = {"llama-3", "llama-biases", "mistral-window", "qwen2-mixed-windows", "qwen3"}
-"""Compiling an engine's programs takes seconds: one variant of each kind, and llama in the next test; all when slow."""
+"""Compiling an engine's programs takes seconds: one variant of each kind, and llama in the next
+test; all when slow.
+"""
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(variant, marks=[] if variant in QUICK else pytest.mark.slow) for variant in VARIANTS]
+    "variant",
+    [
+        pytest.param(variant, marks=[] if variant in QUICK else pytest.mark.slow)
+        for variant in VARIANTS
+    ],
 )
 def test_generate_equals_transformers_generate(torch, tmp_path, variant):
     make_checkpoint(tmp_path, tiny_config(variant))
@@ -146,18 +179,26 @@ def test_a_tied_head_stored_with_other_values_is_used_as_transformers_uses_it(to
     assert_logits_equal(torch, reference_model(torch, tmp_path), tiny_llm(tmp_path))
 
 
-@pytest.mark.parametrize("variant", ["llama-biases", pytest.param("qwen3-layer-types", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "variant", ["llama-biases", pytest.param("qwen3-layer-types", marks=pytest.mark.slow)]
+)
 def test_bfloat16_weights_kept_as_bits_give_the_logits_of_bfloat16_weights(tmp_path, variant):
-    # A vocabulary of more than one, but no whole number, of the pieces in which the head is multiplied.
+    # A vocabulary of more than one, but no whole number, of the pieces in which the head is
+    # multiplied.
     config = tiny_config(variant, vocab_size=2048 + 100)
     llm = tiny_llm(make_checkpoint(tmp_path, config, dtype="bfloat16"), kv_cache_dtype="float32")
     spec, layout = read_family(read_config(tmp_path))
-    bits, values = (load_weights(tmp_path, spec, layout, dtype="bfloat16", as_bits=flag) for flag in (True, False))
+    bits, values = (
+        load_weights(tmp_path, spec, layout, dtype="bfloat16", as_bits=flag)
+        for flag in (True, False)
+    )
     assert {leaf.dtype.name for leaf in jax.tree.leaves(bits)} == {"uint16"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(values)} == {"bfloat16"}
-    for got, want in zip(*(logits_of(llm, prompts(), weights=weights) for weights in (bits, values)), strict=True):
-        # The same products and roundings; where two sums differ in their last bit, one of 48 inputs may round to the
-        # other bfloat16 neighbour (2^-8 apart), in some layer.
+    for got, want in zip(
+        *(logits_of(llm, prompts(), weights=weights) for weights in (bits, values)), strict=True
+    ):
+        # The same products and roundings; where two sums differ in their last bit, one of 48 inputs
+        # may round to the other bfloat16 neighbour (2^-8 apart), in some layer.
         np.testing.assert_allclose(got, want, rtol=0, atol=2**-8 * want.std())
 
 

@@ -1,4 +1,6 @@
-"""Attention in XLA, and the kernels' oracle, equal float64 numpy while all memory that no row holds is NaN."""
+"""Attention in XLA, and the kernels' oracle, equal float64 numpy while all memory that no row holds
+is NaN.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import NUM_LAYERS, NUM_ROWS, TOLERANCE, Case, Shape, decode_case, random_case, scale_of, step_case
+from cases import (
+    NUM_LAYERS,
+    NUM_ROWS,
+    TOLERANCE,
+    Case,
+    Shape,
+    decode_case,
+    random_case,
+    scale_of,
+    step_case,
+)
 from jaxkv.kv.codecs import decode
 from jaxkv.kv.state import GroupKV
 from jaxkv.ops.attention import Batch, xla
@@ -20,19 +32,30 @@ from poison import nan_of
 from tiers import some
 
 ROUNDING = 2.0**-8
-"""Largest relative error of a bfloat16. Queries are drawn as bfloat16 and scales are powers of two, so that with
-bfloat16 pages only the softmax weights are rounded: an output is off by at most this part of the weighted mean of
-|value|."""
+"""Largest relative error of a bfloat16. Queries are drawn as bfloat16 and scales are powers of two,
+so that with
+bfloat16 pages only the softmax weights are rounded: an output is off by at most this part of the
+weighted mean of
+|value|.
+"""
 
 
 HEADS = itertools.cycle([(6, 2, 16), (4, 4, 16), (4, 1, 64), (3, 1, 16), (4, 2, 64)])
 DTYPES = itertools.cycle(["float32", "bfloat16"])
 SHAPES = [
-    Shape(size, window, *next(HEADS), next(DTYPES)) for size, window in itertools.product((8, 16, 128), (None, 8, 300))
+    Shape(size, window, *next(HEADS), next(DTYPES))
+    for size, window in itertools.product((8, 16, 128), (None, 8, 300))
 ]
-QUANTISED = [Shape(8, None, 4, 2, 16, "fp8_e4m3"), Shape(16, 8, 6, 2, 64, "int8"), Shape(16, None, 4, 1, 64, "int4")]
+QUANTISED = [
+    Shape(8, None, 4, 2, 16, "fp8_e4m3"),
+    Shape(16, 8, 6, 2, 64, "int8"),
+    Shape(16, None, 4, 1, 64, "int4"),
+]
 QUANTISED += [Shape(128, 300, 4, 2, 16, "turboquant2.5")]
-SHAPES += [QUANTISED[2], *(pytest.param(shape, marks=pytest.mark.slow) for shape in QUANTISED[:2] + QUANTISED[3:])]
+SHAPES += [
+    QUANTISED[2],
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in QUANTISED[:2] + QUANTISED[3:]),
+]
 
 STATIC = ("scale", "window")
 ATTEND = {
@@ -43,11 +66,14 @@ ATTEND_ORACLE = jax.jit(reference.ragged_paged_attention, static_argnames=(*STAT
 
 
 def expected(case: Case, *, layer: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs token by token in float64, from nothing but what its row holds, and the same of |value|; zeros for
-    padding."""
+    """Outputs token by token in float64, from nothing but what its row holds, and the same of
+    |value|; zeros for padding.
+    """
     q_TNH, group, batch = case
     decoded = np.asarray(decode(group.codec, group.pages)).astype(np.float64)
-    pages = decoded.reshape(NUM_LAYERS, group.num_pages, *decoded.shape[1:])[layer].swapaxes(1, 2)  # [P, S, 2K, H]
+    pages = decoded.reshape(NUM_LAYERS, group.num_pages, *decoded.shape[1:])[layer].swapaxes(
+        1, 2
+    )  # [P, S, 2K, H]
     out, of_abs = np.zeros(q_TNH.shape), np.zeros(q_TNH.shape)
     for t, row in enumerate(batch.row_T):
         if row == NUM_ROWS:
@@ -59,7 +85,9 @@ def expected(case: Case, *, layer: int, window: int | None) -> tuple[np.ndarray,
         if window is not None:
             seen_J &= position_J > batch.position_T[t] - window
         held = pages[group.table_BW[row, page], slot][seen_J]  # [J, 2K, H]
-        keys, values = np.split(held.repeat(q_TNH.shape[1] // group.num_kv_heads, axis=1), 2, axis=1)
+        keys, values = np.split(
+            held.repeat(q_TNH.shape[1] // group.num_kv_heads, axis=1), 2, axis=1
+        )
         scores = scale_of(case) * np.einsum("nh,jnh->nj", q_TNH[t].astype(np.float64), keys)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
@@ -76,8 +104,15 @@ def only_layer(group: GroupKV, layer: int) -> GroupKV:
 
 def oracle(case: Case, *, layer: int, window: int | None) -> np.ndarray:
     q_TNH, group, batch = case
-    arrays = (decode(group.codec, group.pages), group.table_BW, group.first_BW, group.len_B)  # float pages, not bits
-    call = partial(ATTEND_ORACLE, num_pages=group.num_pages, scale=scale_of(case), layer=layer, window=window)
+    arrays = (
+        decode(group.codec, group.pages),
+        group.table_BW,
+        group.first_BW,
+        group.len_B,
+    )  # float pages, not bits
+    call = partial(
+        ATTEND_ORACLE, num_pages=group.num_pages, scale=scale_of(case), layer=layer, window=window
+    )
     return np.asarray(call(q_TNH, *arrays, batch.row_T, batch.position_T)[0])
 
 
@@ -86,7 +121,9 @@ def run_backend(backend: str, case: Case, *, layer: int, window: int | None) -> 
     return np.asarray(out_TNH)
 
 
-def assert_equal(got: np.ndarray, want: np.ndarray, batch: Batch, *, slack: np.ndarray | float = 0.0) -> None:
+def assert_equal(
+    got: np.ndarray, want: np.ndarray, batch: Batch, *, slack: np.ndarray | float = 0.0
+) -> None:
     real_T = batch.row_T < NUM_ROWS  # outputs of padding tokens are unspecified
     assert np.isfinite(want).all()
     excess = np.abs(got - want) - np.broadcast_to(slack, want.shape)
@@ -94,10 +131,13 @@ def assert_equal(got: np.ndarray, want: np.ndarray, batch: Batch, *, slack: np.n
 
 
 def slack_of(backend: str, case: Case, of_abs: np.ndarray) -> np.ndarray:
-    """What rounded weights may cost: nothing for float32 pages, nor for decode rows on a CPU, unless the backend is to
-    treat them as prefill."""
+    """What rounded weights may cost: nothing for float32 pages, nor for decode rows on a CPU,
+    unless the backend is to treat them as prefill.
+    """
     prefill_T = case.batch.row_T >= int(case.batch.num_decode)
-    rounded_T = (prefill_T | (backend == "xla_deterministic")) & (case.group.codec.name == "bfloat16")
+    rounded_T = (prefill_T | (backend == "xla_deterministic")) & (
+        case.group.codec.name == "bfloat16"
+    )
     return np.where(rounded_T[:, None, None], ROUNDING * of_abs, 0.0)
 
 
@@ -124,16 +164,28 @@ def test_backends_and_oracle_equal_float64_on_decode_rows_with_resting_ones(shap
         case = case._replace(group=only_layer(case.group, layer))
         want, _ = expected(case, layer=layer, window=shape.window)
         for backend in ATTEND:
-            assert_equal(run_backend(backend, case, layer=layer, window=shape.window), want, case.batch)
+            assert_equal(
+                run_backend(backend, case, layer=layer, window=shape.window), want, case.batch
+            )
         assert_equal(oracle(case, layer=layer, window=shape.window), want, case.batch)
 
 
 def test_a_batch_of_resting_rows_gives_no_nan():
     shape = SHAPES[0]
     zeros = np.zeros(NUM_ROWS, int)
-    scalars = {"num_decode": np.int32(NUM_ROWS), "num_rows": np.int32(NUM_ROWS), "decode_only": True}
+    scalars = {
+        "num_decode": np.int32(NUM_ROWS),
+        "num_rows": np.int32(NUM_ROWS),
+        "decode_only": True,
+    }
     case = random_case(
-        np.random.default_rng(0), shape, zeros, zeros, num_tokens=NUM_ROWS, start_B=np.arange(NUM_ROWS), **scalars
+        np.random.default_rng(0),
+        shape,
+        zeros,
+        zeros,
+        num_tokens=NUM_ROWS,
+        start_B=np.arange(NUM_ROWS),
+        **scalars,
     )
     for backend in ATTEND:
         assert not run_backend(backend, case, layer=0, window=shape.window).any()
@@ -144,7 +196,9 @@ def test_a_batch_of_resting_rows_gives_no_nan():
 def test_the_oracle_writes_rounded_values_into_one_layer_and_drops_padding(dtype):
     rng = np.random.default_rng(0)
     num_pages, size, shape = 3, 8, (2, 16)
-    dest_T = np.array([5, 0, 23, num_pages * size, num_pages * size + 7])  # a full pool and two kinds of padding
+    dest_T = np.array(
+        [5, 0, 23, num_pages * size, num_pages * size + 7]
+    )  # a full pool and two kinds of padding
     k_TKH, v_TKH = rng.normal(size=(2, len(dest_T), *shape)).astype(np.float32)
     before = jnp.asarray(rng.normal(size=(NUM_LAYERS * num_pages, 4, size, 16)), dtype)
     after = reference.write_pages(before, k_TKH, v_TKH, dest_T, layer=0, num_pages=num_pages)

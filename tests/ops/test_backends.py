@@ -16,7 +16,9 @@ from tiny import make_checkpoint, tiny_config
 
 HEADS = Heads(num_heads=8, num_kv_heads=2, head_dim=128, window=None)
 ODD = Heads(num_heads=8, num_kv_heads=2, head_dim=80, window=None)
-NEEDS = Needs(page_size=64, num_rows=64, pages_per_row=128, codec=PlainCodec(dtype="bfloat16"), platform="tpu")
+NEEDS = Needs(
+    page_size=64, num_rows=64, pages_per_row=128, codec=PlainCodec(dtype="bfloat16"), platform="tpu"
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3)
 
 
@@ -30,28 +32,45 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprob
             "tpu",
             ODD,
             64,
-            ("xla", "chosen by auto on a tpu: pallas_tpu: head_dim: expected 64 or a multiple of 128, got 80"),
+            (
+                "xla",
+                (
+                    "chosen by auto on a tpu: pallas_tpu: head_dim: expected 64 or a multiple of "
+                    "128, got 80"
+                ),
+            ),
         ),
         (
             "auto",
             "tpu",
             HEADS,
             8,
-            ("xla", "chosen by auto on a tpu: pallas_tpu: page_size: expected one of (16, 32, 64, 128), got 8"),
+            (
+                "xla",
+                (
+                    "chosen by auto on a tpu: pallas_tpu: page_size: expected one of (16, 32, 64, "
+                    "128), got 8"
+                ),
+            ),
         ),
         (
             "auto",
             "gpu",
             HEADS,
             64,
-            ("xla", "chosen by auto on a gpu: mosaic_gpu has not run on a GPU yet, ask for it by name"),
+            (
+                "xla",
+                "chosen by auto on a gpu: mosaic_gpu has not run on a GPU yet, ask for it by name",
+            ),
         ),
         ("mosaic_gpu", "gpu", HEADS, 64, ("mosaic_gpu", "asked for by name")),
         ("xla", "tpu", HEADS, 64, ("xla", "asked for by name")),
         ("pallas_tpu", "tpu", HEADS, 64, ("pallas_tpu", "asked for by name")),
     ],
 )
-def test_auto_takes_the_first_that_can_and_says_why_not_the_others(name, platform, heads, page_size, expected):
+def test_auto_takes_the_first_that_can_and_says_why_not_the_others(
+    name, platform, heads, page_size, expected
+):
     needs = replace(NEEDS, page_size=page_size, platform=platform, compute_capability="9.0")
     assert choose_backend(name, [HEADS, heads], [needs, needs]) == expected
 
@@ -66,17 +85,30 @@ def test_auto_takes_the_first_that_can_and_says_why_not_the_others(name, platfor
 )
 def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, message):
     with pytest.raises(NotImplementedError, match=f"backend='pallas_tpu': {message}"):
-        choose_backend("pallas_tpu", [HEADS, heads], [replace(NEEDS, page_size=page_size, platform=platform)] * 2)
+        choose_backend(
+            "pallas_tpu",
+            [HEADS, heads],
+            [replace(NEEDS, page_size=page_size, platform=platform)] * 2,
+        )
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"compute_capability": "8.0"}, "expected a GPU of compute capability 9.0 .H100, H200., got 8.0"),
+        (
+            {"compute_capability": "8.0"},
+            "expected a GPU of compute capability 9.0 .H100, H200., got 8.0",
+        ),
         ({"compute_capability": None}, "expected a GPU of compute capability 9.0 .*, got None"),
         ({"codec": PlainCodec(dtype="float32")}, "pages: expected bfloat16, got float32"),
-        ({"codec": get_codec("int4", platform="gpu")}, "kv_cache_dtype: expected bfloat16 or int8, got int4"),
-        ({"codec": get_codec("fp8", platform="gpu")}, "kv_cache_dtype: expected bfloat16 or int8, got fp8_e4m3"),
+        (
+            {"codec": get_codec("int4", platform="gpu")},
+            "kv_cache_dtype: expected bfloat16 or int8, got int4",
+        ),
+        (
+            {"codec": get_codec("fp8", platform="gpu")},
+            "kv_cache_dtype: expected bfloat16 or int8, got fp8_e4m3",
+        ),
         (
             {"codec": get_codec("int8", platform="gpu", dtype="float32")},
             "kv_cache_dtype int8: expected a model in bfloat16, got float32",
@@ -95,7 +127,9 @@ def test_the_gpu_kernels_say_what_they_do_not_take(change, reason):
 
 
 def test_the_gpu_kernels_take_int8_pages():
-    needs = replace(NEEDS, platform="gpu", compute_capability="9.0", codec=get_codec("int8", platform="gpu"))
+    needs = replace(
+        NEEDS, platform="gpu", compute_capability="9.0", codec=get_codec("int8", platform="gpu")
+    )
     for head_dim in (64, 128, 256):
         heads = Heads(num_heads=8, num_kv_heads=2, head_dim=head_dim, window=None)
         assert choose_backend("mosaic_gpu", [heads], [needs])[0] == "mosaic_gpu"
@@ -107,7 +141,10 @@ def test_the_gpu_kernels_refuse_heads_that_leave_no_shared_memory():
         heads = Heads(num_heads=2 * per_head, num_kv_heads=2, head_dim=head_dim, window=None)
         assert choose_backend("mosaic_gpu", [heads], [needs])[0] == "mosaic_gpu"
     for heads, reason in (
-        (Heads(num_heads=128, num_kv_heads=2, head_dim=256, window=None), "64 query heads of 256 per KV head leave no"),
+        (
+            Heads(num_heads=128, num_kv_heads=2, head_dim=256, window=None),
+            "64 query heads of 256 per KV head leave no",
+        ),
         (ODD, "head_dim: expected one of .64, 128, 256., got 80"),
     ):
         with pytest.raises(NotImplementedError, match=reason):
@@ -117,10 +154,13 @@ def test_the_gpu_kernels_refuse_heads_that_leave_no_shared_memory():
 def test_only_a_row_too_long_for_scalar_memory_runs_on_xla():
     needs = replace(NEEDS, num_rows=256, pages_per_row=2048)
     assert choose_backend("auto", [HEADS], [needs])[0] == "pallas_tpu"
-    backend, reason = choose_backend("auto", [HEADS], [replace(needs, num_rows=2, pages_per_row=100_000)])
+    backend, reason = choose_backend(
+        "auto", [HEADS], [replace(needs, num_rows=2, pages_per_row=100_000)]
+    )
     assert backend == "xla"
     assert re.fullmatch(
-        r"chosen by auto on a tpu: pallas_tpu: rows of 100000 pages take \d+ bytes of scalar memory, "
+        r"chosen by auto on a tpu: pallas_tpu: rows of 100000 pages take \d+ bytes of scalar "
+        r"memory, "
         r"expected at most 786432",
         reason,
     )
@@ -133,9 +173,18 @@ def test_rows_too_many_for_vector_memory_and_pages_of_another_dtype_run_on_xla()
     for needs, reason in (
         (replace(NEEDS, num_rows=4096, pages_per_row=2), "4096 decode rows: \\d+ bytes do not fit"),
         (replace(NEEDS, codec=bits), "pages: expected bfloat16 or float32, got uint16"),
-        (replace(NEEDS, codec=int4, page_size=32), "page_size: expected one of \\(64, 128\\), got 32"),
-        (replace(NEEDS, codec=fp8), "kv_cache_dtype: expected bfloat16, float32, int8 or int4, got fp8_e4m3"),
-        (replace(NEEDS, codec=of_floats), "kv_cache_dtype int8: expected a model in bfloat16, got float32"),
+        (
+            replace(NEEDS, codec=int4, page_size=32),
+            "page_size: expected one of \\(64, 128\\), got 32",
+        ),
+        (
+            replace(NEEDS, codec=fp8),
+            "kv_cache_dtype: expected bfloat16, float32, int8 or int4, got fp8_e4m3",
+        ),
+        (
+            replace(NEEDS, codec=of_floats),
+            "kv_cache_dtype int8: expected a model in bfloat16, got float32",
+        ),
     ):
         backend, why = choose_backend("auto", [HEADS], [needs])
         assert backend == "xla"
@@ -143,35 +192,60 @@ def test_rows_too_many_for_vector_memory_and_pages_of_another_dtype_run_on_xla()
 
 
 def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> dict:
-    return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+    return {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
 
 
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
         ("llama", shape(4, 2, 64)),  # two heads side by side
-        pytest.param("qwen3", shape(3, 1, 64), marks=pytest.mark.slow),  # key and value side by side
+        pytest.param(
+            "qwen3", shape(3, 1, 64), marks=pytest.mark.slow
+        ),  # key and value side by side
         pytest.param("mistral-window", shape(4, 2, 128), marks=pytest.mark.slow),
         pytest.param("qwen3-layer-types", shape(4, 2, 64), marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_on_the_tpu_kernels_gives_the_tokens_of_xla(monkeypatch, tmp_path, variant, changes):
+def test_an_engine_on_the_tpu_kernels_gives_the_tokens_of_xla(
+    monkeypatch, tmp_path, variant, changes
+):
     """Chunks, mixed steps, decode loops and cached prefixes, in the kernels' plain interpreter."""
     monkeypatch.setitem(BACKENDS, "interpreted", PallasTpu(interpret=True))
     path = make_checkpoint(tmp_path / "model", tiny_config(variant, **changes))
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 16}
+    limits = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+        "block_size": 16,
+    }
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(0, 151, n).tolist()} for n in (3, 40, 17)]
     found = []
     for backend in ("xla", "interpreted"):
-        llm = LLM(path, backend=backend, dtype="float32", skip_tokenizer_init=True, lazy_compile=True, **limits)
-        outputs = [output for _ in range(2) for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        llm = LLM(
+            path,
+            backend=backend,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            lazy_compile=True,
+            **limits,
+        )
+        outputs = [
+            output for _ in range(2) for output in llm.generate(prompts, GREEDY, use_tqdm=False)
+        ]
         assert any(output.num_cached_tokens for output in outputs[3:])
         llm._engine.check()
         found.append([output.outputs[0] for output in outputs])
     xla, kernels = found
     assert [one.token_ids for one in kernels] == [one.token_ids for one in xla]
-    logprobs = [[[one.logprob for entry in out.logprobs for one in entry.values()] for out in side] for side in found]
+    logprobs = [
+        [[one.logprob for entry in out.logprobs for one in entry.values()] for out in side]
+        for side in found
+    ]
     np.testing.assert_allclose(logprobs[1], logprobs[0], rtol=0, atol=1e-4)
 
 
@@ -185,17 +259,28 @@ def test_an_engine_on_the_tpu_kernels_gives_the_tokens_of_xla(monkeypatch, tmp_p
     ],
 )
 @pytest.mark.slow
-def test_an_engine_on_the_tpu_kernels_reads_and_writes_quantised_pages(monkeypatch, tmp_path, codec, heads, page_size):
-    """Prompts in chunks, decode loops and a cached prefix give the logprobs of XLA on the same codec, but for rounding;
-    both are further from those of unquantised pages than from each other."""
+def test_an_engine_on_the_tpu_kernels_reads_and_writes_quantised_pages(
+    monkeypatch, tmp_path, codec, heads, page_size
+):
+    """Prompts in chunks, decode loops and a cached prefix give the logprobs of XLA on the same
+    codec, but for rounding; both are further from those of unquantised pages than from each
+    other.
+    """
     monkeypatch.setitem(BACKENDS, "interpreted", PallasTpu(interpret=True))
     path = make_checkpoint(tmp_path / "model", tiny_config("llama", **heads))
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 256, "block_size": page_size}
+    limits = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 256,
+        "block_size": page_size,
+    }
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 151, page_size).tolist()
     prompts = [{"prompt_token_ids": shared + rng.integers(0, 151, n).tolist()} for n in (3, 21)]
     # One token to choose from: what each is given after its prompt does not depend on rounding.
-    forced = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, allowed_token_ids=[7])
+    forced = SamplingParams(
+        temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, allowed_token_ids=[7]
+    )
     found = []
     for backend, kind in (("xla", codec), ("interpreted", codec), ("xla", "auto")):
         options = {"backend": backend, "kv_cache_dtype": kind, "dtype": "bfloat16"}
@@ -204,7 +289,9 @@ def test_an_engine_on_the_tpu_kernels_reads_and_writes_quantised_pages(monkeypat
         assert outputs[1].num_cached_tokens == page_size
         outputs += llm.generate(prompts, replace(forced, prompt_logprobs=0), use_tqdm=False)
         llm._engine.check()
-        lists = [[*(out.prompt_logprobs or [None])[1:], *out.outputs[0].logprobs] for out in outputs]
+        lists = [
+            [*(out.prompt_logprobs or [None])[1:], *out.outputs[0].logprobs] for out in outputs
+        ]
         entries = [entry for entries in lists for entry in entries]
         found.append(np.array([one.logprob for entry in entries for one in entry.values()]))
         assert (llm._engine.kv.groups[0].scales is not None) == (backend == "interpreted")

@@ -17,27 +17,37 @@ def weight_and_input(num_tokens: int, *, dtype: str) -> tuple[np.ndarray, np.nda
     """A stack of two layers [2, F, D] and x [T, D], both already rounded to `dtype`."""
     rng = np.random.default_rng(0)
     round_to = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
-    return rng.normal(size=(2, *SHAPE)).astype(round_to), rng.normal(size=(num_tokens, SHAPE[1])).astype(round_to)
+    return rng.normal(size=(2, *SHAPE)).astype(round_to), rng.normal(
+        size=(num_tokens, SHAPE[1])
+    ).astype(round_to)
 
 
 def stored(w: np.ndarray, *, as_bits: bool) -> jax.Array:
     return jnp.asarray(w.view(np.uint16) if as_bits else w)
 
 
-@pytest.mark.parametrize(("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)]
+)
 @pytest.mark.parametrize("num_tokens", [2, MANY_TOKENS])
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_of_a_stack_multiplies_as_in_float64(dtype, as_bits, num_tokens, layer):
     w, x = weight_and_input(num_tokens, dtype=dtype)
     assert w[0].nbytes > 2 * PIECE_BYTES
     assert w[0].nbytes % PIECE_BYTES
-    got = jax.jit(linear)(jnp.asarray(x, jnp.float32), Matrix(stored(w, as_bits=as_bits), jnp.int32(layer)))
+    got = jax.jit(linear)(
+        jnp.asarray(x, jnp.float32), Matrix(stored(w, as_bits=as_bits), jnp.int32(layer))
+    )
     assert got.dtype == jnp.float32
     # Products of bfloat16 values are exact in float32: only the sum of D of them rounds.
-    np.testing.assert_allclose(got, x.astype(np.float64) @ w[layer].astype(np.float64).T, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(
+        got, x.astype(np.float64) @ w[layer].astype(np.float64).T, rtol=0, atol=1e-3
+    )
 
 
-@pytest.mark.parametrize(("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)]
+)
 def test_bits_of_a_result_do_not_depend_on_the_number_of_tokens(dtype, as_bits):
     w, x = weight_and_input(MANY_TOKENS + 1, dtype=dtype)
     matrix = Matrix(stored(w, as_bits=as_bits), jnp.int32(1))
@@ -54,24 +64,35 @@ def test_bits_of_a_sum_do_not_depend_on_the_number_of_rows(width):
     np.testing.assert_allclose(many, x.astype(np.float64).sum(axis=-1), rtol=0, atol=1e-3)
     for num_rows in (1, 2, 7, 8, 9, 64):
         np.testing.assert_array_equal(np.asarray(jax.jit(total)(x[:num_rows])), many[:num_rows])
-    np.testing.assert_array_equal(np.asarray(jax.jit(total)(x[:6].reshape(2, 3, width))), many[:6].reshape(2, 3))
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(total)(x[:6].reshape(2, 3, width))), many[:6].reshape(2, 3)
+    )
 
 
 @pytest.mark.parametrize("biases", [(), ("gate_bias", "up_bias")])
 @pytest.mark.parametrize("layer", [None, 1])
-@pytest.mark.parametrize(("width", "size"), [(512, 128), (200, 200)])  # 200 has no part of whole registers
+@pytest.mark.parametrize(
+    ("width", "size"), [(512, 128), (200, 200)]
+)  # 200 has no part of whole registers
 def test_an_mlp_in_pieces_gives_what_it_gives_at_once(monkeypatch, biases, layer, width, size):
     assert layers._piece_of(width, 150) == size
     monkeypatch.setattr(layers, "MLP_BYTES", 4 * 24 * 128)
     rng = np.random.default_rng(0)
     shapes = {"gate": (width, 96), "up": (width, 96), "down": (96, width)}
-    leaves = {name: jnp.asarray(rng.normal(size=(2, *shape)), jnp.bfloat16) for name, shape in shapes.items()}
-    w = {name: Matrix(leaf, jnp.int32(1)) if layer else Matrix(leaf[1]) for name, leaf in leaves.items()}
+    leaves = {
+        name: jnp.asarray(rng.normal(size=(2, *shape)), jnp.bfloat16)
+        for name, shape in shapes.items()
+    }
+    w = {
+        name: Matrix(leaf, jnp.int32(1)) if layer else Matrix(leaf[1])
+        for name, leaf in leaves.items()
+    }
     w |= {name: jnp.asarray(rng.normal(size=width), jnp.bfloat16) for name in biases}
     x = jnp.asarray(rng.normal(size=(24, 96)), jnp.float32)
     at_once, in_pieces = (
         jax.jit(lambda x, w, mlp=mlp: mlp(x, w, activation=jax.nn.silu))(x, w)
         for mlp in (layers._mlp_at_once, layers._mlp_in_pieces)
     )
-    # The sum over `width` is only added up in another order; rounding to bfloat16 between the matmuls is the same.
+    # The sum over `width` is only added up in another order; rounding to bfloat16 between the
+    # matmuls is the same.
     np.testing.assert_allclose(in_pieces, at_once, rtol=0, atol=1e-5 * np.abs(at_once).max())

@@ -1,4 +1,6 @@
-"""Masks, bias and penalties equal numpy references and transformers' processors, in vLLM's order, row by row."""
+"""Masks, bias and penalties equal numpy references and transformers' processors, in vLLM's order,
+row by row.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.aot import empty_sampling
 from jaxkv.ops.logits import NO_TOKEN
 from jaxkv.ops.sampling import NUM_BIASES, NUM_LOGPROBS, Sampling, _process, sample
+from jaxkv.programs.inputs import empty_sampling
 
 B, V, N = 12, 70, 30
 PROCESS = jax.jit(_process)
@@ -29,7 +31,9 @@ def random_logits(seed: int) -> np.ndarray:
 def random_histories(seed: int) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and outputs of up to 15 tokens each, with many duplicates; some are empty."""
     rng = np.random.default_rng(seed)
-    halves = [[rng.integers(V - 12, V, rng.integers(0, 16)).tolist() for _ in range(B)] for _ in range(2)]
+    halves = [
+        [rng.integers(V - 12, V, rng.integers(0, 16)).tolist() for _ in range(B)] for _ in range(2)
+    ]
     halves[1][3] = []
     return halves[0], halves[1]
 
@@ -54,7 +58,12 @@ def random_penalties(seed: int) -> dict[str, np.ndarray]:
 
 
 def penalised(
-    logits_V: np.ndarray, prompt: list[int], output: list[int], repetition: float, frequency: float, presence: float
+    logits_V: np.ndarray,
+    prompt: list[int],
+    output: list[int],
+    repetition: float,
+    frequency: float,
+    presence: float,
 ) -> np.ndarray:
     """vLLM's definition with counts of every token, float64."""
     x_V = logits_V.astype(np.float64)
@@ -64,23 +73,36 @@ def penalised(
     return x_V - frequency * count_V - presence * (count_V > 0)
 
 
-# Penalties ------------------------------------------------------------------------------------------------------------
+# Penalties
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_penalties_equal_the_definition_by_counts(seed):
-    logits_BV, (prompts, outputs), penalties = random_logits(seed), random_histories(seed), random_penalties(seed)
-    got_BV = np.asarray(PROCESS(logits_BV, make_sampling(**penalties, **history_of(prompts, outputs)), None))
+    logits_BV, (prompts, outputs), penalties = (
+        random_logits(seed),
+        random_histories(seed),
+        random_penalties(seed),
+    )
+    got_BV = np.asarray(
+        PROCESS(logits_BV, make_sampling(**penalties, **history_of(prompts, outputs)), None)
+    )
     for row in range(B):
         values = [penalties[name][row] for name in ("repetition_B", "frequency_B", "presence_B")]
         want_V = penalised(logits_BV[row], prompts[row], outputs[row], *values)
-        np.testing.assert_allclose(got_BV[row], want_V, rtol=1e-6, atol=2e-5)  # up to 17 float32 roundings of 30
+        np.testing.assert_allclose(
+            got_BV[row], want_V, rtol=1e-6, atol=2e-5
+        )  # up to 17 float32 roundings of 30
     assert np.abs(got_BV - logits_BV).max() > 1
 
 
 @pytest.mark.parametrize("num_recent", [1, 3, 8])
 def test_tokens_of_the_running_loop_count_as_those_of_the_history_to_the_bit(num_recent):
-    logits_BV, (prompts, outputs), penalties = random_logits(5), random_histories(5), random_penalties(5)
+    logits_BV, (prompts, outputs), penalties = (
+        random_logits(5),
+        random_histories(5),
+        random_penalties(5),
+    )
     whole = PROCESS(logits_BV, make_sampling(**penalties, **history_of(prompts, outputs)), None)
     old = [output[:-num_recent] for output in outputs]
     recent = [output[max(0, len(output) - num_recent) :] for output in outputs]
@@ -99,11 +121,17 @@ def test_the_repetition_penalty_is_transformers_one():
     got_BV = np.asarray(PROCESS(logits_BV, make_sampling(repetition_B=penalty_B, **history), None))
     for row in range(B):
         ids = torch.tensor([prompts[row] + outputs[row]], dtype=torch.int64)
-        scores = RepetitionPenaltyLogitsProcessor(float(penalty_B[row]))(ids, torch.tensor(logits_BV[row : row + 1]))
-        np.testing.assert_allclose(got_BV[row], scores[0].numpy(), rtol=2.5e-7)  # a division rounds once, if not alike
+        scores = RepetitionPenaltyLogitsProcessor(float(penalty_B[row]))(
+            ids, torch.tensor(logits_BV[row : row + 1])
+        )
+        np.testing.assert_allclose(
+            got_BV[row], scores[0].numpy(), rtol=2.5e-7
+        )  # a division rounds once, if not alike
 
 
-@pytest.mark.parametrize("used", ["repetition_B", "frequency_B", "presence_B", "bias_BE", "masked_B", "min_left_B"])
+@pytest.mark.parametrize(
+    "used", ["repetition_B", "frequency_B", "presence_B", "bias_BE", "masked_B", "min_left_B"]
+)
 def test_a_row_that_uses_nothing_keeps_its_logits_to_the_bit_beside_rows_that_do(used):
     logits_BV = random_logits(7)
     logits_BV[0, :4] = [0.0, -0.0, -np.inf, 1e-30]
@@ -139,12 +167,15 @@ def test_a_token_of_the_prompt_alone_pays_for_repetition_only():
 def test_an_impossible_token_stays_impossible_whatever_is_added():
     logits_BV = np.full((B, V), -np.inf, np.float32)
     logits_BV[:, 0] = 0
-    sampling = make_sampling(repetition_B=0.5, frequency_B=-2.0, presence_B=-2.0, **history_of([[5]] * B, [[5]] * B))
+    sampling = make_sampling(
+        repetition_B=0.5, frequency_B=-2.0, presence_B=-2.0, **history_of([[5]] * B, [[5]] * B)
+    )
     sampling.bias_id_BE[:, 0], sampling.bias_BE[:, 0] = 5, 100
     np.testing.assert_array_equal(PROCESS(logits_BV, sampling, None), logits_BV)
 
 
-# Masks and bias -------------------------------------------------------------------------------------------------------
+# Masks and bias
+# -------------------------------------------------------------------------------------------------------
 
 
 def bits(rows: list[list[int]]) -> np.ndarray:
@@ -159,9 +190,13 @@ def bits(rows: list[list[int]]) -> np.ndarray:
 def test_only_allowed_tokens_are_left_in_masked_rows():
     logits_BV = random_logits(9)
     rng = np.random.default_rng(9)
-    allowed = [[0], [31], [32], [V - 1], [63, 64]] + [rng.integers(0, V, 20).tolist() for _ in range(B - 5)]
+    allowed = [[0], [31], [32], [V - 1], [63, 64]] + [
+        rng.integers(0, V, 20).tolist() for _ in range(B - 5)
+    ]
     masked_B = np.arange(B) % 5 != 4
-    got_BV = np.asarray(PROCESS(logits_BV, make_sampling(masked_B=masked_B, allowed_BM=bits(allowed)), None))
+    got_BV = np.asarray(
+        PROCESS(logits_BV, make_sampling(masked_B=masked_B, allowed_BM=bits(allowed)), None)
+    )
     for row in range(B):
         kept = sorted(set(allowed[row])) if masked_B[row] else list(range(V))
         assert np.flatnonzero(np.isfinite(got_BV[row])).tolist() == kept
@@ -173,7 +208,10 @@ def test_a_bias_is_added_to_its_tokens_as_transformers_does():
     from transformers.generation.logits_process import SequenceBiasLogitsProcessor
 
     logits_BV, rng, sampling = random_logits(10), np.random.default_rng(10), make_sampling()
-    biases = [dict(zip(rng.permutation(V)[:n].tolist(), rng.uniform(-9, 9, n).tolist(), strict=True)) for n in range(B)]
+    biases = [
+        dict(zip(rng.permutation(V)[:n].tolist(), rng.uniform(-9, 9, n).tolist(), strict=True))
+        for n in range(B)
+    ]
     for row, bias in enumerate(biases):
         sampling.bias_id_BE[row, : len(bias)] = list(bias)
         sampling.bias_BE[row, : len(bias)] = list(bias.values())
@@ -181,7 +219,9 @@ def test_a_bias_is_added_to_its_tokens_as_transformers_does():
     for row, bias in enumerate(biases):
         scores = torch.tensor(logits_BV[row : row + 1])
         if bias:
-            processor = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+            processor = SequenceBiasLogitsProcessor(
+                [[[token], value] for token, value in bias.items()]
+            )
             scores = processor(torch.tensor([[0]]), scores)
         np.testing.assert_allclose(got_BV[row], scores[0].numpy(), rtol=1e-6, atol=1e-6)
 
@@ -195,11 +235,15 @@ def test_all_slots_of_a_bias_count():
 
 
 def test_the_order_is_masks_then_bias_then_penalties():
-    """A biased logit is what the penalty divides; bias and penalties do not bring back what a mask took."""
+    """A biased logit is what the penalty divides; bias and penalties do not bring back what a mask
+    took.
+    """
     logits_BV = random_logits(11)
     prompts, outputs = random_histories(11)
     history = history_of(prompts, outputs)
-    sampling = make_sampling(masked_B=True, allowed_BM=bits([list(range(20, V))] * B), min_left_B=1, **history)
+    sampling = make_sampling(
+        masked_B=True, allowed_BM=bits([list(range(20, V))] * B), min_left_B=1, **history
+    )
     sampling.stop_BE[:, 0] = 25
     tokens = [3, 25, *range(V - 12, V)]
     sampling.bias_id_BE[:, : len(tokens)], sampling.bias_BE[:, : len(tokens)] = tokens, 4.0
@@ -228,7 +272,9 @@ def test_logprobs_are_of_the_logits_before_all_that():
     assert out.best_BK.tolist() == np.argsort(-want_BV, axis=1)[:, :NUM_LOGPROBS].tolist()
 
 
-@pytest.mark.parametrize("used", [("repetition_B", 1.3), ("frequency_B", 0.5), ("presence_B", 0.5), ("masked_B", True)])
+@pytest.mark.parametrize(
+    "used", [("repetition_B", 1.3), ("frequency_B", 0.5), ("presence_B", 0.5), ("masked_B", True)]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_draws_the_same_beside_neighbours_that_use_something(used, temperature):
     logits_BV = random_logits(13)

@@ -1,4 +1,6 @@
-"""Decoding queries read the pages whose keys could meet them best, and those as all of them are read otherwise."""
+"""Decoding queries read the pages whose keys could meet them best, and those as all of them are
+read otherwise.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ SHAPES = [
 def held_keys(case: Case) -> np.ndarray:
     """[L*P, S, K, H], NaN where no row of the case holds anything."""
     group = case.group
-    keys = np.asarray(decode(group.codec, group.pages))[:, : group.num_kv_heads].swapaxes(1, 2).copy()
+    keys = (
+        np.asarray(decode(group.codec, group.pages))[:, : group.num_kv_heads].swapaxes(1, 2).copy()
+    )
     owned_PS = np.zeros((group.num_pages, group.page_size), bool)
     for row, length in enumerate(group.len_B):
         slots = np.arange(length)
@@ -45,10 +49,16 @@ def choosing(case: Case, num_read: int) -> Case:
 
 
 def wanted(case: Case, num_read: int, layer: int) -> np.ndarray:
-    """Decode rows in float64, each KV head over the pages that a bound on its queries' scores chooses."""
+    """Decode rows in float64, each KV head over the pages that a bound on its queries' scores
+    chooses.
+    """
     q_TNH, group, batch = case
     size, out = group.page_size, np.zeros(case.q_TNH.shape)
-    keys = held_keys(case).astype(np.float64).reshape(NUM_LAYERS, group.num_pages, size, group.num_kv_heads, -1)[layer]
+    keys = (
+        held_keys(case)
+        .astype(np.float64)
+        .reshape(NUM_LAYERS, group.num_pages, size, group.num_kv_heads, -1)[layer]
+    )
     pages = np.asarray(decode(group.codec, group.pages), np.float64).reshape(
         NUM_LAYERS, group.num_pages, -1, size, keys.shape[-1]
     )
@@ -64,7 +74,10 @@ def wanted(case: Case, num_read: int, layer: int) -> np.ndarray:
                 bounds.append(np.inf if w in (0, len(table) - 1) else bound)
             read = np.argsort(bounds)[::-1][:num_read]
             slots = [(table[w], slice(0, min(size, length - w * size))) for w in read]
-            k, v = (np.concatenate([x[page, inside, head] for page, inside in slots]) for x in (keys, values))
+            k, v = (
+                np.concatenate([x[page, inside, head] for page, inside in slots])
+                for x in (keys, values)
+            )
             scores = scale_of(case) * q_GH @ k.T
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             group_out = weights / weights.sum(axis=1, keepdims=True) @ v
@@ -93,7 +106,9 @@ def test_where_every_page_may_be_read_no_bit_changes_and_chunks_read_all_anyway(
     )
     case = step_case(1, SHAPES[0], num_tokens=64)
     chunk_T = (case.batch.row_T < NUM_ROWS) & (case.batch.row_T >= case.batch.num_decode)
-    np.testing.assert_array_equal(*(np.asarray(READ(*one, **options)[0])[chunk_T] for one in (case, choosing(case, 2))))
+    np.testing.assert_array_equal(
+        *(np.asarray(READ(*one, **options)[0])[chunk_T] for one in (case, choosing(case, 2)))
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -117,7 +132,10 @@ def test_extremes_are_those_of_the_keys_that_a_page_holds(dtype):
         dest = page * size + filled[page] + np.arange(count)
         filled[page] += count
         dest = jnp.asarray(np.append(dest, pages * size), jnp.int32)  # and padding
-        k, v = (jnp.asarray(rng.normal(size=(count + 1, heads, head_dim)), jnp.float32) for _ in range(2))
+        k, v = (
+            jnp.asarray(rng.normal(size=(count + 1, heads, head_dim)), jnp.float32)
+            for _ in range(2)
+        )
         group = write(group, k, v, dest_T=dest, layer=1)
     source = int(np.argmax(filled[:-1]))
     (group,) = copy_pages(PagedKV((group,)), jnp.asarray([source]), jnp.asarray([pages - 1])).groups
@@ -125,4 +143,6 @@ def test_extremes_are_those_of_the_keys_that_a_page_holds(dtype):
     keys = np.asarray(decode(codec, group.pages))[:, :heads]
     for page in np.flatnonzero(filled):
         own = keys[pages + page, :, : filled[page]]
-        np.testing.assert_array_equal(group.extremes[pages + page], np.stack([own.min(axis=1), own.max(axis=1)]))
+        np.testing.assert_array_equal(
+            group.extremes[pages + page], np.stack([own.min(axis=1), own.max(axis=1)])
+        )

@@ -1,4 +1,6 @@
-"""Attention over two pools equals attention over one, and what it says of pages is what the oracle says in float64."""
+"""Attention over two pools equals attention over one, and what it says of pages is what the oracle
+says in float64.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,28 @@ CASES = {"step": partial(step_case, num_tokens=96), "decode": decode_case}
 
 
 def divided(case: Case, seed: int) -> tuple[Case, np.ndarray]:
-    """The same tokens with some full pages of every row in `low`, in a pool of the same pages, and where each page of
-    the old table went: its index in the table of the group, or -1 - its index in that of `low`."""
+    """The same tokens with some full pages of every row in `low`, in a pool of the same pages, and
+    where each page of
+    the old table went: its index in the table of the group, or -1 - its index in that of `low`.
+    """
     rng, group, batch = np.random.default_rng(seed), case.group, case.batch
     size, tables = group.page_size, [np.zeros_like(group.table_BW) for _ in range(4)]
-    place_BW, lengths = np.zeros_like(group.table_BW), [np.zeros_like(group.len_B) for _ in range(2)]
+    place_BW, lengths = (
+        np.zeros_like(group.table_BW),
+        [np.zeros_like(group.len_B) for _ in range(2)],
+    )
     for row in range(NUM_ROWS):
         old = int(group.len_B[row]) - int(batch.count_B[row])
-        goes = (rng.random(group.table_BW.shape[1]) < 0.4) & (np.arange(group.table_BW.shape[1]) < old // size)
+        goes = (rng.random(group.table_BW.shape[1]) < 0.4) & (
+            np.arange(group.table_BW.shape[1]) < old // size
+        )
         for is_low, (table, first) in ((False, tables[:2]), (True, tables[2:])):
             chosen = np.flatnonzero(goes == is_low)
             table[row, : len(chosen)] = group.table_BW[row, chosen]
             first[row, : len(chosen)] = group.first_BW[row, chosen]
-            place_BW[row, chosen] = -1 - np.arange(len(chosen)) if is_low else np.arange(len(chosen))
+            place_BW[row, chosen] = (
+                -1 - np.arange(len(chosen)) if is_low else np.arange(len(chosen))
+            )
         lengths[1][row] = goes.sum() * size
         lengths[0][row] = group.len_B[row] - lengths[1][row]
     low = replace(group, table_BW=tables[2], first_BW=tables[3], len_B=lengths[1])
@@ -53,25 +64,45 @@ def with_statistics(group: GroupKV, since_B: np.ndarray, *, focused: bool = Fals
     return replace(group, statistics=statistics)
 
 
-def wanted(case: Case, since_B: np.ndarray, *, layer: int, window: int | None, focused: bool) -> tuple[np.ndarray, ...]:
+def wanted(
+    case: Case, since_B: np.ndarray, *, layer: int, window: int | None, focused: bool
+) -> tuple[np.ndarray, ...]:
     """(out, mass [B, W], entropy [B]) by the float64 oracle, over the tables of one pool."""
     q_TNH, group, batch = case
     with jax.enable_x64(True):
         pages = jnp.asarray(np.asarray(decode(group.codec, group.pages), np.float64))
         out, found = reference.ragged_paged_attention(
-            jnp.asarray(q_TNH, jnp.float64), pages, group.table_BW, group.first_BW, group.len_B,
-            jnp.asarray(batch.row_T), jnp.asarray(batch.position_T),
-            layer=layer, num_pages=group.num_pages, scale=scale_of(case), window=window,
-        )  # fmt: skip
+            jnp.asarray(q_TNH, jnp.float64),
+            pages,
+            group.table_BW,
+            group.first_BW,
+            group.len_B,
+            jnp.asarray(batch.row_T),
+            jnp.asarray(batch.position_T),
+            layer=layer,
+            num_pages=group.num_pages,
+            scale=scale_of(case),
+            window=window,
+        )
         out, found = np.asarray(out), jax.tree.map(np.asarray, found)
-    entropy_TN = np.log(np.maximum(found.sum_TN, 1)) - found.entropy_TN / np.maximum(found.sum_TN, 1)
+    entropy_TN = np.log(np.maximum(found.sum_TN, 1)) - found.entropy_TN / np.maximum(
+        found.sum_TN, 1
+    )
     row_T = np.minimum(batch.row_T, NUM_ROWS - 1)
     slot_J = np.arange(group.table_BW.shape[1] * group.page_size)
-    position_TJ = np.repeat(group.first_BW, group.page_size, axis=1)[row_T] + slot_J % group.page_size
+    position_TJ = (
+        np.repeat(group.first_BW, group.page_size, axis=1)[row_T] + slot_J % group.page_size
+    )
     distance_TJ = batch.position_T[:, None] - position_TJ
-    seen_TJ = (slot_J < group.len_B[row_T][:, None]) & (distance_TJ >= 0) & (distance_TJ < (window or np.inf))
+    seen_TJ = (
+        (slot_J < group.len_B[row_T][:, None])
+        & (distance_TJ >= 0)
+        & (distance_TJ < (window or np.inf))
+    )
     most_T = np.log(np.maximum(seen_TJ.sum(axis=1), 2))
-    weight_TN = np.clip(1 - entropy_TN / most_T[:, None], 0, 1) if focused else np.ones_like(entropy_TN)
+    weight_TN = (
+        np.clip(1 - entropy_TN / most_T[:, None], 0, 1) if focused else np.ones_like(entropy_TN)
+    )
     mass_BW, entropy_B = np.zeros(group.table_BW.shape), np.zeros(NUM_ROWS)
     for t, row in enumerate(batch.row_T):
         if row < NUM_ROWS and batch.position_T[t] >= since_B[row]:
@@ -81,7 +112,9 @@ def wanted(case: Case, since_B: np.ndarray, *, layer: int, window: int | None, f
 
 
 @pytest.mark.parametrize("kind", CASES)
-@pytest.mark.parametrize(("shape", "focused"), list(zip(SHAPES, (True, False, True), strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("shape", "focused"), list(zip(SHAPES, (True, False, True), strict=True)), ids=str
+)
 def test_mass_and_entropy_equal_float64_over_one_pool_and_over_two(kind, shape, focused):
     case = CASES[kind](SHAPES.index(shape), shape)
     rng = np.random.default_rng(5)
@@ -90,17 +123,27 @@ def test_mass_and_entropy_equal_float64_over_one_pool_and_over_two(kind, shape, 
     out, mass_BW, entropy_B = wanted(case, since_B, focused=focused, **options)
     real_T = case.batch.row_T < NUM_ROWS
     two, place_BW = divided(case, 7)
-    for one, place in ((case, np.broadcast_to(np.arange(mass_BW.shape[1]), mass_BW.shape)), (two, place_BW)):
+    for one, place in (
+        (case, np.broadcast_to(np.arange(mass_BW.shape[1]), mass_BW.shape)),
+        (two, place_BW),
+    ):
         asked = one._replace(group=with_statistics(one.group, since_B, focused=focused))
         got, found = READ(*asked, scale=scale_of(case), **options)
         assert np.abs(np.asarray(got) - out)[real_T].max() <= TOLERANCE
-        own, low = np.asarray(found.mass_BW), None if found.low_BW is None else np.asarray(found.low_BW)
+        own, low = (
+            np.asarray(found.mass_BW),
+            None if found.low_BW is None else np.asarray(found.low_BW),
+        )
         gathered = np.take_along_axis(own, np.maximum(place, 0), axis=1)
         if low is not None:
-            gathered = np.where(place < 0, np.take_along_axis(low, np.maximum(-1 - place, 0), axis=1), gathered)
+            gathered = np.where(
+                place < 0, np.take_along_axis(low, np.maximum(-1 - place, 0), axis=1), gathered
+            )
         queries = max(1, int(case.batch.count_B.max())) * shape.num_heads
         np.testing.assert_allclose(gathered, mass_BW, rtol=1e-5, atol=1e-6 * queries)
-        np.testing.assert_allclose(np.asarray(found.entropy_B), entropy_B, rtol=1e-5, atol=1e-6 * queries)
+        np.testing.assert_allclose(
+            np.asarray(found.entropy_B), entropy_B, rtol=1e-5, atol=1e-6 * queries
+        )
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -109,16 +152,27 @@ def test_asking_for_statistics_changes_no_bit_of_the_output(kind):
     asked = case._replace(group=with_statistics(case.group, np.zeros(NUM_ROWS)))
     options = {"scale": scale_of(case), "layer": 1, "window": None}
     real_T = case.batch.row_T < NUM_ROWS
-    np.testing.assert_array_equal(*(np.asarray(READ(*one, **options)[0])[real_T] for one in (case, asked)))
+    np.testing.assert_array_equal(
+        *(np.asarray(READ(*one, **options)[0])[real_T] for one in (case, asked))
+    )
 
 
-@pytest.mark.parametrize(("of", "to"), [("float32", "int8"), ("bfloat16", "int4"), ("int8", "int4")])
+@pytest.mark.parametrize(
+    ("of", "to"), [("float32", "int8"), ("bfloat16", "int4"), ("int8", "int4")]
+)
 def test_a_demoted_page_is_the_codec_of_what_the_page_holds_in_every_layer(of, to):
     own, less = (get_codec(name, platform="cpu", dtype="float32") for name in (of, to))
-    x = np.random.default_rng(0).normal(size=(3 * 5, 4, 8, 64)).astype(np.float32)  # 3 layers of 5 pages
+    x = (
+        np.random.default_rng(0).normal(size=(3 * 5, 4, 8, 64)).astype(np.float32)
+    )  # 3 layers of 5 pages
     none = np.zeros((0, 1), np.int32)
     rows = {"table_BW": none, "first_BW": none, "len_B": none[:, 0]}
-    low = GroupKV(jnp.zeros((3 * 2, 4, 8, less.width(64)), less.storage_dtype), **rows, codec=less, num_layers=3)
+    low = GroupKV(
+        jnp.zeros((3 * 2, 4, 8, less.width(64)), less.storage_dtype),
+        **rows,
+        codec=less,
+        num_layers=3,
+    )
     group = GroupKV(own.encode(jnp.asarray(x)), **rows, codec=own, num_layers=3, low=low)
     (after,) = demote(PagedKV((group,)), jnp.int32(4), jnp.int32(1)).groups
     for layer in range(3):
@@ -127,5 +181,9 @@ def test_a_demoted_page_is_the_codec_of_what_the_page_holds_in_every_layer(of, t
         assert not np.asarray(after.low.pages[layer * 2]).any()
     np.testing.assert_array_equal(after.pages, group.pages)
     keys, values = page_norms(PagedKV((group,)), jnp.asarray([4, 0]))
-    expected = np.linalg.norm(np.asarray(decode(own, group.pages)), axis=-1).reshape(3, 5, 2, 2, 8).mean(axis=(0, 3, 4))
+    expected = (
+        np.linalg.norm(np.asarray(decode(own, group.pages)), axis=-1)
+        .reshape(3, 5, 2, 2, 8)
+        .mean(axis=(0, 3, 4))
+    )
     np.testing.assert_allclose(np.stack([keys, values]), expected[[4, 0]].T, rtol=1e-5)

@@ -1,4 +1,6 @@
-"""Random weights have the shapes of a checkpoint's, and a model made of them needs nothing but a config.json."""
+"""Random weights have the shapes of a checkpoint's, and a model made of them needs nothing but a
+config.json.
+"""
 
 import json
 
@@ -8,7 +10,7 @@ import pytest
 
 from jaxkv import LLM, SamplingParams
 from jaxkv.models.families import read_config, read_family
-from jaxkv.sharding import place
+from jaxkv.placement import place
 from jaxkv.weights.dummy import random_weights, weight_shapes
 from jaxkv.weights.load import load_weights
 from tiny import make_checkpoint, tiny_config
@@ -20,7 +22,9 @@ def described(weights: dict) -> dict:
 
 
 @pytest.mark.parametrize("family", ["llama-3", "qwen3", "qwen2-mixed-windows"])
-@pytest.mark.parametrize(("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(
+    ("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)]
+)
 def test_they_are_like_a_checkpoint_s(tmp_path, family, dtype, as_bits):
     directory = make_checkpoint(tmp_path / "model", tiny_config(family))
     spec, layout = read_family(read_config(directory))
@@ -30,7 +34,9 @@ def test_they_are_like_a_checkpoint_s(tmp_path, family, dtype, as_bits):
     drawn = random_weights(spec, layout, **how, seed=0)
     assert described(drawn) == described(real)
     if not as_bits:
-        assert described(weight_shapes(spec, layout, dtype=dtype, placement=placement)) == described(real)
+        assert described(
+            weight_shapes(spec, layout, dtype=dtype, placement=placement)
+        ) == described(real)
 
 
 def test_a_matrix_keeps_the_variance_of_what_goes_through_it(tmp_path):
@@ -48,9 +54,18 @@ def test_a_matrix_keeps_the_variance_of_what_goes_through_it(tmp_path):
 
 def test_a_config_alone_generates(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama")))
-    options = {"skip_tokenizer_init": True, "max_num_seqs": 2, "max_model_len": 32, "lazy_compile": True}
+    options = {
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 2,
+        "max_model_len": 32,
+        "lazy_compile": True,
+    }
     llm = LLM(tmp_path, load_format="dummy", **options)
-    (output,) = llm.generate({"prompt_token_ids": [3, 4]}, SamplingParams(max_tokens=4, ignore_eos=True))
+    (output,) = llm.generate(
+        {"prompt_token_ids": [3, 4]}, SamplingParams(max_tokens=4, ignore_eos=True)
+    )
     assert len(output.outputs[0].token_ids) == 4
-    with pytest.raises(ValueError, match="load_format: expected one of auto, dummy, got 'safetensors'"):
+    with pytest.raises(
+        ValueError, match="load_format: expected one of auto, dummy, got 'safetensors'"
+    ):
         LLM(tmp_path, load_format="safetensors", **options)

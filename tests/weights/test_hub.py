@@ -1,4 +1,6 @@
-"""Local directories stay as they are, hub ids go to snapshot_download, everything else is refused by name."""
+"""Local directories stay as they are, hub ids go to snapshot_download, everything else is refused
+by name.
+"""
 
 import itertools
 import os
@@ -51,7 +53,9 @@ def test_a_revision_of_a_local_directory_is_refused(downloads, tmp_path):
         resolve_model(tmp_path, revision="v2")
 
 
-@pytest.mark.parametrize("hub_id", ["gpt2", "meta-llama/Llama-3.2-1B", "a/b", "Foo-BAR_foo.bar123", "_x/y_"])
+@pytest.mark.parametrize(
+    "hub_id", ["gpt2", "meta-llama/Llama-3.2-1B", "a/b", "Foo-BAR_foo.bar123", "_x/y_"]
+)
 @pytest.mark.parametrize("revision", [None, "refs/pr/1"])
 def test_a_hub_id_fetches_weights_json_and_templates_only(downloads, tmp_path, hub_id, revision):
     assert resolve_model(hub_id, revision=revision) == tmp_path / "snapshot"
@@ -91,7 +95,17 @@ def test_the_hub_agrees_that_the_accepted_ids_are_ids():
 
 @pytest.mark.parametrize(
     "model",
-    ["./no", "../no", "/no", "~/no", "a/b/c", "a\\b", "C:\\models\\x", Path("org/name"), "file.gguf"],
+    [
+        "./no",
+        "../no",
+        "/no",
+        "~/no",
+        "a/b/c",
+        "a\\b",
+        "C:\\models\\x",
+        Path("org/name"),
+        "file.gguf",
+    ],
 )
 def test_a_path_that_is_no_directory_is_refused_by_name(downloads, tmp_path, model):
     (tmp_path / "file.gguf").touch()
@@ -101,22 +115,34 @@ def test_a_path_that_is_no_directory_is_refused_by_name(downloads, tmp_path, mod
     assert downloads == []
 
 
-@pytest.mark.parametrize("model", ["", "a b", "a/", "a--b", "a..b", "x.git", "-a", "a-", "a\0b", "a\n", "é", "x" * 97])
+@pytest.mark.parametrize(
+    "model", ["", "a b", "a/", "a--b", "a..b", "x.git", "-a", "a-", "a\0b", "a\n", "é", "x" * 97]
+)
 def test_what_is_neither_path_nor_id_is_refused(downloads, model):
-    with pytest.raises(CheckpointError, match="expected a local directory or a hub id such as org/name, got") as caught:
+    with pytest.raises(
+        CheckpointError, match="expected a local directory or a hub id such as org/name, got"
+    ) as caught:
         resolve_model(model)
     assert repr(model) in str(caught.value)
     assert downloads == []
 
 
 def http_error() -> Exception:
-    """As the hub raises for a gated or missing model; httpx2 or httpx, whichever this hub version uses."""
+    """As the hub raises for a gated or missing model; httpx2 or httpx, whichever this hub version
+    uses.
+    """
     http = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]
-    return HfHubHTTPError("401 Client Error", response=http.Response(401, request=http.Request("GET", "https://hub")))
+    return HfHubHTTPError(
+        "401 Client Error", response=http.Response(401, request=http.Request("GET", "https://hub"))
+    )
 
 
-ERRORS = [http_error(), LocalEntryNotFoundError("no snapshot"), OfflineModeIsEnabled("offline"),
-          HfHubHTTPError.__bases__[0]("connection reset")]  # fmt: skip
+ERRORS = [
+    http_error(),
+    LocalEntryNotFoundError("no snapshot"),
+    OfflineModeIsEnabled("offline"),
+    HfHubHTTPError.__bases__[0]("connection reset"),
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

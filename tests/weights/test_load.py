@@ -27,10 +27,18 @@ def loaded(directory: Path, dtype: str = "float32", *, as_bits: bool = False) ->
 
 
 def expected(directory: Path) -> dict[str, np.ndarray]:
-    """Leaf path -> the file's own tensors, stacked where the loader stacks; read by the official package."""
+    """Leaf path -> the file's own tensors, stacked where the loader stacks; read by the official
+    package.
+    """
     spec, layout = read_family(read_config(directory))
-    tensors = {name: x for file in directory.glob("*.safetensors") for name, x in load_file(file).items()}
-    tree = {f"['{name}']": tensors[leaf.source] for name, leaf in layout.top.items() if leaf.source in tensors}
+    tensors = {
+        name: x for file in directory.glob("*.safetensors") for name, x in load_file(file).items()
+    }
+    tree = {
+        f"['{name}']": tensors[leaf.source]
+        for name, leaf in layout.top.items()
+        if leaf.source in tensors
+    }
     for name, leaf in layout.layer.items():
         layers = [tensors[leaf.source.format(layer=layer)] for layer in range(spec.num_layers)]
         if len(spec.groups) == 1:
@@ -41,18 +49,25 @@ def expected(directory: Path) -> dict[str, np.ndarray]:
 
 
 def flat(weights: dict) -> dict[str, np.ndarray]:
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(weights)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(weights)
+    }
 
 
 def rewrite(directory: Path, changes: dict[str, np.ndarray | None]) -> Path:
     file = directory / "model.safetensors"
     tensors = load_file(file) | changes
-    save_file({name: x for name, x in tensors.items() if x is not None}, file, metadata={"format": "pt"})
+    save_file(
+        {name: x for name, x in tensors.items() if x is not None}, file, metadata={"format": "pt"}
+    )
     return directory
 
 
 def align(file: Path) -> None:
-    """Pads the header so that the data starts at a multiple of 64 bytes, from where a CPU device could alias it."""
+    """Pads the header so that the data starts at a multiple of 64 bytes, from where a CPU device
+    could alias it.
+    """
     content = file.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = content[8:end] + b" " * (-end % 64)
@@ -82,17 +97,21 @@ def awkward(dtype: np.dtype) -> np.ndarray:
 
 
 def rounded_to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Bits of the nearest bfloat16, ties to even: written down from the definition, not with ml_dtypes."""
+    """Bits of the nearest bfloat16, ties to even: written down from the definition, not with
+    ml_dtypes.
+    """
     bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(x), (bits >> 16) | 0x40, nearest).astype(np.uint16)
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "variant", ["llama", "llama-3", "qwen2", "qwen3-biases", "mistral-window", "qwen2-mixed-windows"]
+    "variant",
+    ["llama", "llama-3", "qwen2", "qwen3-biases", "mistral-window", "qwen2-mixed-windows"],
 )
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -166,10 +185,14 @@ def test_shards_load_like_a_single_file(tmp_path, variant):
     ("stored", "dtype"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
 )
 def test_loaded_weights_do_not_change_with_the_file(tmp_path, variant, stored, dtype):
-    """A zero-copy view would: the file is overwritten in place, under the mapping that it was read through."""
+    """A zero-copy view would: the file is overwritten in place, under the mapping that it was read
+    through.
+    """
     make_checkpoint(tmp_path, tiny_config(variant), dtype=stored)
     align(tmp_path / "model.safetensors")
-    weights = [loaded(tmp_path, dtype)] + ([loaded(tmp_path, dtype, as_bits=True)] if dtype == "bfloat16" else [])
+    weights = [loaded(tmp_path, dtype)] + (
+        [loaded(tmp_path, dtype, as_bits=True)] if dtype == "bfloat16" else []
+    )
     before = [{path: x.copy() for path, x in flat(tree).items()} for tree in weights]
     file = tmp_path / "model.safetensors"
     with file.open("r+b") as opened:
@@ -179,7 +202,8 @@ def test_loaded_weights_do_not_change_with_the_file(tmp_path, variant, stored, d
             np.testing.assert_array_equal(x, kept[path], err_msg=path)
 
 
-# --- tied heads -------------------------------------------------------------------------------------------------------
+# --- tied heads
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_a_tied_head_is_loaded_only_if_it_says_something_else(tmp_path):
@@ -198,7 +222,8 @@ def test_an_untied_head_may_not_be_missing(tmp_path):
         loaded(rewrite(tmp_path, {"lm_head.weight": None}))
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_wrong_tensor_is_named_before_anything_is_allocated(tmp_path, monkeypatch):
@@ -223,7 +248,11 @@ def test_every_wrong_tensor_is_named_before_anything_is_allocated(tmp_path, monk
         "tensor that llama does not use: model.layers.3.mlp.gate_proj.weight",
         "tensor that llama does not use: model.layers.0.self_attn.q_proj.bias",
         f"{GATE}: expected shape (80, 48) from config.json, got (80, 47)",
-        "model.layers.2.mlp.up_proj.weight: expected one of float32, bfloat16, float16, float64, got int8",
+        (
+            "model.layers.2.mlp.up_proj.weight: expected one of float32, bfloat16, float16, "
+            "float64, "
+            "got int8"
+        ),
     ):
         assert part in message
 
@@ -241,14 +270,23 @@ def test_tensors_that_only_repeat_the_config_are_left_out(tmp_path):
     keys = flat(loaded(tmp_path)).keys()
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     assert flat(loaded(rewrite(tmp_path, {name: np.zeros(4, np.float32)}))).keys() == keys
-    with pytest.raises(CheckpointError, match=r"does not use: model\.layers\.0\.self_attn\.rotary_emb\.inv_freqs"):
+    with pytest.raises(
+        CheckpointError, match=r"does not use: model\.layers\.0\.self_attn\.rotary_emb\.inv_freqs"
+    ):
         loaded(rewrite(tmp_path, {name: None, name + "s": np.zeros(4, np.float32)}))
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory
+# -----------------------------------------------------------------------------------------------------------
 
-LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 8,
-         "num_key_value_heads": 8, "vocab_size": 32000}  # fmt: skip
+LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
 MEASURE = """
 import sys
 from pathlib import Path
@@ -271,13 +309,17 @@ print(memory("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(weights)))
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
-    """About 330 MB of bfloat16 in four shards, written without computing 170 million normal numbers."""
+    """About 330 MB of bfloat16 in four shards, written without computing 170 million normal
+    numbers.
+    """
     directory = tmp_path_factory.mktemp("large")
     (directory / "config.json").write_text(json.dumps(tiny_config("llama", **LARGE)))
     spec, layout = read_family(read_config(directory))
     leaves = [(leaf.source, leaf.info.shape) for leaf in layout.top.values()]
     for layer in range(spec.num_layers):
-        leaves += [(leaf.source.format(layer=layer), leaf.info.shape) for leaf in layout.layer.values()]
+        leaves += [
+            (leaf.source.format(layer=layer), leaf.info.shape) for leaf in layout.layer.values()
+        ]
     weight_map = {}
     for shard in range(4):
         file = f"model-{shard + 1:05d}-of-00004.safetensors"
@@ -288,7 +330,9 @@ def large(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from /proc")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="reads the peak of the resident memory from /proc"
+)
 @pytest.mark.parametrize(("dtype", "form"), [("bfloat16", "bits"), ("float32", "values")])
 def test_peak_memory_stays_near_the_weights_themselves(large, dtype, form):
     arguments = [sys.executable, "-c", MEASURE, str(large), dtype, form]
@@ -297,4 +341,6 @@ def test_peak_memory_stays_near_the_weights_themselves(large, dtype, form):
     peak, num_bytes = map(int, done.stdout.split())
     shard = max(file.stat().st_size for file in large.glob("*.safetensors"))
     assert num_bytes > 300e6
-    assert peak < 1.35 * num_bytes + shard, f"{peak / num_bytes:.2f} times the parameters' {num_bytes / 1e6:.0f} MB"
+    assert peak < 1.35 * num_bytes + shard, (
+        f"{peak / num_bytes:.2f} times the parameters' {num_bytes / 1e6:.0f} MB"
+    )

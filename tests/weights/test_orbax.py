@@ -1,4 +1,6 @@
-"""A converted directory holds the weights that its checkpoint gives, bit by bit, and nothing in it is believed."""
+"""A converted directory holds the weights that its checkpoint gives, bit by bit, and nothing in it
+is believed.
+"""
 
 import json
 import os
@@ -13,16 +15,22 @@ import numpy as np
 import pytest
 
 import jaxkv.weights.orbax
-from jaxkv import LLM, SamplingParams, cli
-from jaxkv.aot import Programs
+from jaxkv import LLM, SamplingParams
+from jaxkv.api import cli
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
+from jaxkv.programs.compiled import Programs
 from jaxkv.weights.load import load_weights
 from jaxkv.weights.orbax import convert, load_converted
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
 
-LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "skip_tokenizer_init": True}
+LIMITS = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+    "skip_tokenizer_init": True,
+}
 
 
 def load(directory: Path, reader=load_converted, **options: object) -> dict:
@@ -31,7 +39,9 @@ def load(directory: Path, reader=load_converted, **options: object) -> dict:
 
 def assert_equal_bits(got: dict, want: dict) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
@@ -61,11 +71,21 @@ def change(converted):
     return change
 
 
-# --- the same weights -------------------------------------------------------------------------------------------------
+# --- the same weights
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "variant", ["llama", "llama-3", "llama-biases", "qwen2", "qwen3-biases", "qwen2-mixed-windows", "qwen3-layer-types"]
+    "variant",
+    [
+        "llama",
+        "llama-3",
+        "llama-biases",
+        "qwen2",
+        "qwen3-biases",
+        "qwen2-mixed-windows",
+        "qwen3-layer-types",
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_tree_is_the_checkpoints_bit_by_bit_and_orbax_reads_it_too(tmp_path, variant, dtype):
@@ -87,7 +107,9 @@ def test_the_tree_is_the_checkpoints_bit_by_bit_and_orbax_reads_it_too(tmp_path,
 def test_another_dtype_than_the_stored_one_is_converted_as_the_loader_would(
     tmp_path, monkeypatch, variant, source_dtype
 ):
-    monkeypatch.setattr(jaxkv.weights.orbax, "PIECE", 100)  # so that the arrays have many, and a shorter last one
+    monkeypatch.setattr(
+        jaxkv.weights.orbax, "PIECE", 100
+    )  # so that the arrays have many, and a shorter last one
     source = make_checkpoint(tmp_path / "in", tiny_config(variant), dtype=source_dtype)
     convert(source, tmp_path / "wide", dtype="float32")
     bits = {"dtype": "bfloat16", "as_bits": True}
@@ -100,7 +122,9 @@ def test_another_dtype_than_the_stored_one_is_converted_as_the_loader_would(
 
 def test_a_head_that_is_stored_although_tied_is_kept_when_it_differs(tmp_path):
     make_checkpoint(tmp_path / "in", tiny_config("llama"))
-    (tmp_path / "in" / "config.json").write_text(json.dumps(tiny_config("llama", tie_word_embeddings=True)))
+    (tmp_path / "in" / "config.json").write_text(
+        json.dumps(tiny_config("llama", tie_word_embeddings=True))
+    )
     convert(tmp_path / "in", tmp_path / "out", dtype="float32")
     weights = load(tmp_path / "out", dtype="float32")
     assert "head" in weights
@@ -116,16 +140,23 @@ def test_a_converted_model_says_the_same(tmp_path, variant):
     # auto is what is stored, also where this CPU would choose bfloat16.
     limits = LIMITS | {"lazy_compile": True, "num_gpu_blocks_override": 8}
     engines = LLM(source, dtype="float32", **limits), LLM(tmp_path / "out", **limits)
-    engines[1]._engine.programs._compiled = engines[0]._engine.programs._compiled  # they differ in nothing
-    want, got = ([o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)] for llm in engines)
+    engines[1]._engine.programs._compiled = engines[
+        0
+    ]._engine.programs._compiled  # they differ in nothing
+    want, got = (
+        [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)] for llm in engines
+    )
     assert [o.token_ids for o in got] == [o.token_ids for o in want]
     assert [o.logprobs for o in got] == [o.logprobs for o in want]
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
+# --- the command
+# ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_takes_along_what_an_engine_needs_and_no_weights_twice(tmp_path, capsys, caplog):
+def test_the_command_takes_along_what_an_engine_needs_and_no_weights_twice(
+    tmp_path, capsys, caplog
+):
     source = make_checkpoint(tmp_path / "in", tiny_config("llama", vocab_size=420), shards=2)
     save_tokenizer(source)
     (source / "generation_config.json").write_text('{"temperature": 0.25}')
@@ -137,14 +168,22 @@ def test_the_command_takes_along_what_an_engine_needs_and_no_weights_twice(tmp_p
     said = capsys.readouterr()
     assert said.out.startswith(f"{out}: 0.4 MB of float32 in ")
     assert (said.err, caplog.records) == ("", [])
-    kept = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    kept = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
     assert {path.name for path in out.iterdir()} == kept | {"jaxkv.json", "orbax"}
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
     shutil.rmtree(source)
     limits = LIMITS | {"skip_tokenizer_init": False, "lazy_compile": True}
     llm = LLM(out, **limits)
     assert llm.get_default_sampling_params().temperature == 0.25
-    assert "<|user|>" in llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert "<|user|>" in llm.get_tokenizer().apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False
+    )
 
 
 def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monkeypatch):
@@ -154,7 +193,9 @@ def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monk
     assert cli.main(["convert", str(source), str(tmp_path / "out")]) == 0
     assert f"model     {tmp_path / 'out'} (llama, 3 layers" in capsys.readouterr().out
     programs = LLM(tmp_path / "out", skip_tokenizer_init=True, lazy_compile=True)._engine.programs
-    wanted = {("step", size) for size in programs.token_buckets} | {("loop", size) for size in programs.row_buckets}
+    wanted = {("step", size) for size in programs.token_buckets} | {
+        ("loop", size) for size in programs.row_buckets
+    }
     assert set(compiled) == wanted | {("copy", programs.config.max_num_seqs)}
 
 
@@ -170,7 +211,9 @@ def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monk
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_the_caller_can_mend_is_status_2_and_leaves_nothing(tmp_path, monkeypatch, capsys, arguments, message):
+def test_what_the_caller_can_mend_is_status_2_and_leaves_nothing(
+    tmp_path, monkeypatch, capsys, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "in", tiny_config("llama"))
     (tmp_path / "empty").mkdir()
@@ -193,7 +236,9 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
             file.write(b"\x01")
 
     monkeypatch.setattr(jaxkv.weights.orbax, "_save", spoil)
-    with pytest.raises(CheckpointError, match=r"layers\.up/0\.0\.0: expected the values that were written"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.up/0\.0\.0: expected the values that were written"
+    ):
         convert(source, tmp_path / "out", dtype="float32")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
@@ -205,14 +250,19 @@ def test_a_killed_conversion_leaves_no_directory_of_that_name(tmp_path):
         "o._compare = lambda *_: os.kill(os.getpid(), 9); "
         "o.convert(Path(sys.argv[1]), Path(sys.argv[2]), dtype='float32')"
     )
-    run = subprocess.run([sys.executable, "-c", code, str(source), str(tmp_path / "out")], timeout=300, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(source), str(tmp_path / "out")], timeout=300, check=False
+    )
     assert run.returncode == -9
     assert not os.path.lexists(tmp_path / "out")
     convert(source, tmp_path / "out", dtype="float32")
-    assert_equal_bits(load(tmp_path / "out", dtype="float32"), load(source, load_weights, dtype="float32"))
+    assert_equal_bits(
+        load(tmp_path / "out", dtype="float32"), load(source, load_weights, dtype="float32")
+    )
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 UP = "orbax/weights/layers.up"
 
@@ -235,17 +285,49 @@ UP = "orbax/weights/layers.up"
             {"spec": {"num_layers": -3}},
             "spec: expected what config.json says, got another activation, .*",
         ),
-        ("config.json", {"rms_norm_eps": 1e-6}, "spec: expected what config.json says, got another norm_eps"),
-        ("config.json", {"num_hidden_layers": -1}, "config.json: num_hidden_layers: expected a whole number"),
-        ("config.json", {"intermediate_size": 2**24}, r"gate: shape: expected \[3, 16777216, 48\], got \[3, 80, 48\]"),
-        ("config.json", {"attention_bias": True}, r"missing array layers\.q_bias; .*and [2-9] more|missing .*k_bias"),
-        (f"{UP}/.zarray", {"shape": [3, -80, 48]}, r"layers\.up: shape: expected \[3, 80, 48\], got \[3, -80, 48\]"),
+        (
+            "config.json",
+            {"rms_norm_eps": 1e-6},
+            "spec: expected what config.json says, got another norm_eps",
+        ),
+        (
+            "config.json",
+            {"num_hidden_layers": -1},
+            "config.json: num_hidden_layers: expected a whole number",
+        ),
+        (
+            "config.json",
+            {"intermediate_size": 2**24},
+            r"gate: shape: expected \[3, 16777216, 48\], got \[3, 80, 48\]",
+        ),
+        (
+            "config.json",
+            {"attention_bias": True},
+            r"missing array layers\.q_bias; .*and [2-9] more|missing .*k_bias",
+        ),
+        (
+            f"{UP}/.zarray",
+            {"shape": [3, -80, 48]},
+            r"layers\.up: shape: expected \[3, 80, 48\], got \[3, -80, 48\]",
+        ),
         (f"{UP}/.zarray", {"shape": [2**60, 2**60]}, r"layers\.up: shape: expected"),
-        (f"{UP}/.zarray", {"chunks": [1, 80, 48]}, r"layers\.up: chunks: expected \[3, 80, 48\], got \[1, 80, 48\]"),
+        (
+            f"{UP}/.zarray",
+            {"chunks": [1, 80, 48]},
+            r"layers\.up: chunks: expected \[3, 80, 48\], got \[1, 80, 48\]",
+        ),
         (f"{UP}/.zarray", {"dtype": "<f8"}, r"layers\.up: dtype: expected bfloat16, got <f8"),
         (f"{UP}/.zarray", {"order": "F"}, r"layers\.up: order: expected C, got F"),
-        (f"{UP}/.zarray", {"compressor": {"id": "zstd"}}, r"layers\.up: compressor: expected None, got"),
-        (f"{UP}/.zarray", {"filters": [{"id": "pickle"}]}, r"layers\.up: filters: expected None, got"),
+        (
+            f"{UP}/.zarray",
+            {"compressor": {"id": "zstd"}},
+            r"layers\.up: compressor: expected None, got",
+        ),
+        (
+            f"{UP}/.zarray",
+            {"filters": [{"id": "pickle"}]},
+            r"layers\.up: filters: expected None, got",
+        ),
     ],
 )
 def test_a_claim_that_does_not_hold_is_named_before_anything_is_read(
@@ -280,7 +362,11 @@ def leave_a_pipe(path: Path) -> None:
         (shutil.rmtree, UP, r"missing array layers\.up"),
         (shutil.rmtree, "orbax/weights/head", "missing array head"),
         (shutil.rmtree, "orbax", "missing array embed; missing array norm; .*and 2 more"),
-        (Path.mkdir, "orbax/weights/layers.q_bias", r"array that llama does not use: layers\.q_bias"),
+        (
+            Path.mkdir,
+            "orbax/weights/layers.q_bias",
+            r"array that llama does not use: layers\.q_bias",
+        ),
         (Path.unlink, "config.json", "config.json: not found"),
         (lambda path: path.write_text("[" * 10**6), "jaxkv.json", "jaxkv.json: expected JSON"),
         (lambda path: path.write_text("1" * 10**5), "jaxkv.json", "jaxkv.json: expected JSON"),
@@ -288,7 +374,9 @@ def leave_a_pipe(path: Path) -> None:
         (lambda path: path.write_text("[]"), "jaxkv.json", "jaxkv.json: expected a JSON object"),
     ],
 )
-def test_a_broken_directory_is_refused_by_name_before_anything_is_read(converted, monkeypatch, harm, name, message):
+def test_a_broken_directory_is_refused_by_name_before_anything_is_read(
+    converted, monkeypatch, harm, name, message
+):
     harm(converted / name)
     monkeypatch.setattr(jaxkv.weights.orbax, "aligned_empty", None)
     with pytest.raises(CheckpointError, match=message):
@@ -297,7 +385,10 @@ def test_a_broken_directory_is_refused_by_name_before_anything_is_read(converted
 
 def test_a_directory_without_the_header_is_not_a_converted_one(converted):
     (converted / "jaxkv.json").unlink()
-    with pytest.raises(CheckpointError, match=r"jaxkv\.json: not found; expected a directory made by `jaxkv convert`"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"jaxkv\.json: not found; expected a directory made by `jaxkv convert`",
+    ):
         load(converted, dtype="bfloat16")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         LLM(converted, **LIMITS)
@@ -312,11 +403,14 @@ def test_a_file_that_shrinks_after_the_check_is_an_error(converted, monkeypatch)
         return found
 
     monkeypatch.setattr(jaxkv.weights.orbax, "_locate", then_shrink)
-    with pytest.raises(CheckpointError, match=r"layers\.up/0\.0\.0: expected 23040 more bytes, got its end"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.up/0\.0\.0: expected 23040 more bytes, got its end"
+    ):
         load(converted, dtype="bfloat16")
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory
+# -----------------------------------------------------------------------------------------------------------
 
 MEASURE = """
 import sys
@@ -337,11 +431,20 @@ print(memory("VmHWM") - before, sum(x.nbytes for x in jax.tree.leaves(weights)))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the resident memory from /proc")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="reads the peak of the resident memory from /proc"
+)
 def test_peak_memory_is_the_weights_themselves(tmp_path):
-    shape = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 16000}
+    shape = {
+        "hidden_size": 512,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 4,
+        "vocab_size": 16000,
+    }
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    source = make_checkpoint(tmp_path / "in", tiny_config("llama", **shape, **heads), dtype="bfloat16")
+    source = make_checkpoint(
+        tmp_path / "in", tiny_config("llama", **shape, **heads), dtype="bfloat16"
+    )
     convert(source, tmp_path / "out", dtype="bfloat16")
     for dtype in ("bfloat16", "float32"):
         arguments = [sys.executable, "-c", MEASURE, str(tmp_path / "out"), dtype]
@@ -349,4 +452,6 @@ def test_peak_memory_is_the_weights_themselves(tmp_path):
         assert done.returncode == 0, done.stderr
         peak, num_bytes = map(int, done.stdout.split())
         assert num_bytes > 90e6
-        assert peak < 1.35 * num_bytes, f"{dtype}: {peak / num_bytes:.2f} times the weights' {num_bytes / 1e6:.0f} MB"
+        assert peak < 1.35 * num_bytes, (
+            f"{dtype}: {peak / num_bytes:.2f} times the weights' {num_bytes / 1e6:.0f} MB"
+        )

@@ -1,4 +1,6 @@
-"""The reader equals the official package on good files and turns every bad one into one clear CheckpointError."""
+"""The reader equals the official package on good files and turns every bad one into one clear
+CheckpointError.
+"""
 
 import json
 import os
@@ -17,17 +19,41 @@ from jaxkv.errors import CheckpointError
 from jaxkv.weights.safetensors import Checkpoint
 
 INDEX = "model.safetensors.index.json"
-SCALARS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.int32, np.int16, np.int8, np.uint64,
-           np.uint32, np.uint16, np.uint8, np.bool_, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2,
-           ml_dtypes.float8_e8m0fnu]  # fmt: skip
+SCALARS = [
+    np.float64,
+    np.float32,
+    np.float16,
+    ml_dtypes.bfloat16,
+    np.int64,
+    np.int32,
+    np.int16,
+    np.int8,
+    np.uint64,
+    np.uint32,
+    np.uint16,
+    np.uint8,
+    np.bool_,
+    ml_dtypes.float8_e4m3fn,
+    ml_dtypes.float8_e5m2,
+    ml_dtypes.float8_e8m0fnu,
+]
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
 def random_tensors(rng: np.random.Generator) -> dict[str, np.ndarray]:
     tensors = {}
     for dtype in map(np.dtype, SCALARS):
-        for shape in [(), (0,), (3, 0, 2), (1,), (5, 3), tuple(rng.integers(1, 4, size=rng.integers(1, 9)))]:
-            raw = rng.integers(0, 2 if dtype.kind == "b" else 256, size=(*shape, dtype.itemsize), dtype=np.uint8)
+        for shape in [
+            (),
+            (0,),
+            (3, 0, 2),
+            (1,),
+            (5, 3),
+            tuple(rng.integers(1, 4, size=rng.integers(1, 9))),
+        ]:
+            raw = rng.integers(
+                0, 2 if dtype.kind == "b" else 256, size=(*shape, dtype.itemsize), dtype=np.uint8
+            )
             tensors[f"{dtype.name}.{shape}"] = np.ascontiguousarray(raw).view(dtype).reshape(shape)
     return tensors
 
@@ -53,7 +79,9 @@ def write_sharded(directory: Path, weight_map: object = None) -> dict[str, np.nd
     for shard, half in zip(SHARDS, halves, strict=True):
         save_file(half, directory / shard)
     weight_map = weight_map or {"a": SHARDS[0], "b": SHARDS[0], "c": SHARDS[1]}
-    (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    (directory / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+    )
     return halves[0] | halves[1]
 
 
@@ -61,7 +89,11 @@ def assert_holds(checkpoint: Checkpoint, tensors: dict[str, np.ndarray]) -> None
     assert set(checkpoint.names) == set(checkpoint.entries) == set(tensors)
     for name, tensor in tensors.items():
         view = checkpoint.read(name)
-        assert (view.dtype, view.shape, view.tobytes()) == (tensor.dtype, tensor.shape, tensor.tobytes())
+        assert (view.dtype, view.shape, view.tobytes()) == (
+            tensor.dtype,
+            tensor.shape,
+            tensor.tobytes(),
+        )
         assert not view.flags.writeable
         assert not view.flags.owndata
 
@@ -74,7 +106,8 @@ def assert_refused(directory: Path, *fragments: object) -> None:
     assert len(str(caught.value)) < 1500
 
 
-# Good files ---------------------------------------------------------------------------------------------------------
+# Good files
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -92,7 +125,9 @@ def test_shards_read_back_through_links_into_a_blob_store(tmp_path):
     tensors = write_sharded(blobs)
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
-    (snapshot / "consolidated.safetensors").write_bytes(b"a second copy that the index does not list")
+    (snapshot / "consolidated.safetensors").write_bytes(
+        b"a second copy that the index does not list"
+    )
     with Checkpoint.open(snapshot) as checkpoint:
         assert_holds(checkpoint, tensors)
         assert checkpoint.entries["c"].file == snapshot / SHARDS[1]
@@ -139,7 +174,8 @@ def test_an_unknown_tensor_is_named(tmp_path):
                 use("lm_head")
 
 
-# Memory -------------------------------------------------------------------------------------------------------------
+# Memory
+# -------------------------------------------------------------------------------------------------------------
 
 
 def rss_bytes() -> int:
@@ -149,9 +185,13 @@ def rss_bytes() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc; release does nothing elsewhere")
 def test_reading_with_release_keeps_resident_memory_flat(tmp_path):
     mib, count = 2**20, 32
-    header = {f"t{i}": entry([8 * mib], [8 * mib * i, 8 * mib * (i + 1)], "U8") for i in range(count)}
+    header = {
+        f"t{i}": entry([8 * mib], [8 * mib * i, 8 * mib * (i + 1)], "U8") for i in range(count)
+    }
     file = write_single(tmp_path, layout(header))
-    os.truncate(file, file.stat().st_size + 8 * mib * count)  # 256 MiB of zeros without writing them
+    os.truncate(
+        file, file.stat().st_size + 8 * mib * count
+    )  # 256 MiB of zeros without writing them
     with Checkpoint.open(tmp_path) as checkpoint:
         before, peak = rss_bytes(), 0
         for name in checkpoint.names:
@@ -164,7 +204,10 @@ def test_reading_with_release_keeps_resident_memory_flat(tmp_path):
 
 
 def test_release_leaves_a_live_view_and_its_neighbours_intact(tmp_path):
-    tensors = {name: np.random.default_rng(7).integers(0, 99, size=n) for name, n in [("a", 3), ("b", 5000), ("c", 0)]}
+    tensors = {
+        name: np.random.default_rng(7).integers(0, 99, size=n)
+        for name, n in [("a", 3), ("b", 5000), ("c", 0)]
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint:
         views = {name: checkpoint.read(name) for name in tensors}
@@ -182,7 +225,9 @@ def test_an_empty_tensor_at_a_page_aligned_end_of_file_reads_and_releases(tmp_pa
     with Checkpoint.open(tmp_path) as checkpoint:
         for name in ("empty", "rest"):
             checkpoint.release(name)
-        assert_holds(checkpoint, {"rest": np.zeros(3840, np.uint8), "empty": np.zeros((2, 0), np.float32)})
+        assert_holds(
+            checkpoint, {"rest": np.zeros(3840, np.uint8), "empty": np.zeros((2, 0), np.float32)}
+        )
 
 
 def test_opening_and_reading_allocate_next_to_nothing(tmp_path):
@@ -196,7 +241,8 @@ def test_opening_and_reading_allocate_next_to_nothing(tmp_path):
     assert peak < 2**20
 
 
-# Bad files: each message names the file, and the tensor where there is one --------------------------------------------
+# Bad files: each message names the file, and the tensor where there is one
+# --------------------------------------------
 
 BAD_FILES = {
     "empty": (b"", ["truncated", "at least 8 bytes", "of 0"]),
@@ -211,8 +257,14 @@ BAD_FILES = {
     "too deep": (layout(b'{"x":' + b"[" * 200_000), ["the header", "recursion"]),
     "long number": (layout(b'{"x":' + b"9" * 9000 + b"}"), ["the header", "digits"]),
     "a list": (layout([entry()]), ["JSON object", "data_offsets"]),
-    "duplicate tensor": (layout(b'{"tw\\u0069n": 1, "twin": 2}'), ["duplicate", "'twin' occurs 2 times"]),
-    "duplicate field": (layout(b'{"x": {"shape": [], "dtype": 1, "shape": [1]}}'), ["'shape' occurs 2 times"]),
+    "duplicate tensor": (
+        layout(b'{"tw\\u0069n": 1, "twin": 2}'),
+        ["duplicate", "'twin' occurs 2 times"],
+    ),
+    "duplicate field": (
+        layout(b'{"x": {"shape": [], "dtype": 1, "shape": [1]}}'),
+        ["'shape' occurs 2 times"],
+    ),
     "metadata": (layout({"__metadata__": {"a": 1}}), ["__metadata__", "{'a': 1}"]),
     "metadata list": (layout({"__metadata__": ["a"]}), ["__metadata__", "['a']"]),
     "trailing": (layout({"x": entry()}, bytes(11)), ["3 trailing bytes"]),
@@ -236,7 +288,10 @@ BAD_TENSORS = {
     "dim of 2**63": (entry([HUGE]), ["non-negative integers"]),
     "dim of 4000 digits": (entry([10**4000, 10**4000]), ["non-negative integers"]),
     "product overflow to 0": (entry([2**32, 2**32], [0, 0], "U8"), ["a shape of at most"]),
-    "product overflow to 8": (entry([2**61 + 1, 2], [0, 8]), ["a shape of at most", str(2**61 + 1)]),
+    "product overflow to 8": (
+        entry([2**61 + 1, 2], [0, 8]),
+        ["a shape of at most", str(2**61 + 1)],
+    ),
     "empty but too large": (entry([0, 2**62, 2**62], [0, 0]), ["a shape of at most"]),
     "negative begin": (entry([4], [-8, 8]), ["data_offsets", "[-8, 8]"]),
     "bool offset": (entry([1], [False, 4]), ["data_offsets", "[False, 4]"]),
@@ -302,11 +357,14 @@ def test_names_of_any_length_and_kind_keep_the_message_short(tmp_path):
     assert_refused(tmp_path, "'xxx", "'yyy")
 
 
-# Bad directories ------------------------------------------------------------------------------------------------------
+# Bad directories
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_directory_without_weights_says_which_names_were_looked_for(tmp_path):
-    assert_refused(tmp_path, tmp_path, INDEX, "model.safetensors or exactly one *.safetensors", "got []")
+    assert_refused(
+        tmp_path, tmp_path, INDEX, "model.safetensors or exactly one *.safetensors", "got []"
+    )
     assert_refused(tmp_path / "nothing", tmp_path / "nothing", "expected a directory")
     (tmp_path / "a.safetensors").touch()
     (tmp_path / "b.safetensors").touch()
@@ -316,7 +374,9 @@ def test_a_directory_without_weights_says_which_names_were_looked_for(tmp_path):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickled_weights_are_refused_with_the_way_out(tmp_path, name):
     (tmp_path / name).touch()
-    assert_refused(tmp_path, tmp_path, name, "pickle is never loaded", "safe_serialization=True", "save_file")
+    assert_refused(
+        tmp_path, tmp_path, name, "pickle is never loaded", "safe_serialization=True", "save_file"
+    )
 
 
 def test_a_broken_link_and_a_directory_in_place_of_a_file_are_refused(tmp_path):
@@ -334,10 +394,28 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(tmp_path):
 
 @pytest.mark.parametrize(
     "shard",
-    ["../x.safetensors", "sub/x.safetensors", "/etc/x.safetensors", "..", ".", "", "x\0.safetensors", "C:x.safetensors",
-     "..\\x.safetensors", "pytorch_model.bin", "x\n.safetensors", "\ud800.safetensors", "x" * 300 + ".safetensors",
-     "x.safetensors\n", "x.safetensors:stream", "x.safetensors/..", 3, None, ["x.safetensors"]],
-)  # fmt: skip
+    [
+        "../x.safetensors",
+        "sub/x.safetensors",
+        "/etc/x.safetensors",
+        "..",
+        ".",
+        "",
+        "x\0.safetensors",
+        "C:x.safetensors",
+        "..\\x.safetensors",
+        "pytorch_model.bin",
+        "x\n.safetensors",
+        "\ud800.safetensors",
+        "x" * 300 + ".safetensors",
+        "x.safetensors\n",
+        "x.safetensors:stream",
+        "x.safetensors/..",
+        3,
+        None,
+        ["x.safetensors"],
+    ],
+)
 def test_a_shard_name_that_is_not_a_plain_file_name_is_refused(tmp_path, shard):
     write_sharded(tmp_path, {"a": SHARDS[0], "evil": shard})
     assert_refused(tmp_path, tmp_path / INDEX, "tensor 'evil'", "plain name of a .safetensors file")
@@ -398,7 +476,8 @@ def test_a_tensor_in_two_shards_is_named(tmp_path):
     assert_refused(tmp_path, tmp_path / SHARDS[1], "tensor 'a'", "no other shard", SHARDS[0])
 
 
-# Fuzz -----------------------------------------------------------------------------------------------------------------
+# Fuzz
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def damage(rng: np.random.Generator, content: bytes, header_end: int) -> bytes:
@@ -420,7 +499,12 @@ def damage(rng: np.random.Generator, content: bytes, header_end: int) -> bytes:
 
 def test_a_damaged_file_either_reads_within_bounds_or_is_a_checkpoint_error(tmp_path):
     rng = np.random.default_rng(20240607)
-    tensors = {"a": np.int16([[1, 2, 3]]), "b": np.asarray(np.float32(2.5)), "e": np.ones((0, 4)), "z": np.ones(60)}
+    tensors = {
+        "a": np.int16([[1, 2, 3]]),
+        "b": np.asarray(np.float32(2.5)),
+        "e": np.ones((0, 4)),
+        "z": np.ones(60),
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     good = (tmp_path / "model.safetensors").read_bytes()
     header_end = 8 + int.from_bytes(good[:8], "little")

@@ -16,7 +16,8 @@ ALIASES = {"bf16": "bfloat16", "f32": "float32", "fp8": "fp8_e4m3"}
 
 
 def get_codec(name: str, *, platform: str, dtype: str = "bfloat16") -> Codec:
-    """The codec called `name`, "auto" being `dtype`, in the form that `platform` (cpu, gpu, tpu) handles well.
+    """The codec called `name`, "auto" being `dtype`, in the form that `platform` (cpu, gpu, tpu)
+    handles well.
 
     dtype: the model's, in which quantised elements meet queries.
 
@@ -34,4 +35,13 @@ def get_codec(name: str, *, platform: str, dtype: str = "bfloat16") -> Codec:
     raise ValueError(f"kv_cache_dtype: expected auto or one of {', '.join(CODECS)}, got {name!r}")
 
 
-__all__ = ["CODECS", "Codec", "Elements", "PlainCodec", "ScaledCodec", "bits_per_value", "decode", "get_codec"]
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Elements",
+    "PlainCodec",
+    "ScaledCodec",
+    "bits_per_value",
+    "decode",
+    "get_codec",
+]

@@ -1,11 +1,13 @@
 """Codecs: how the keys and values of a page are stored.
 
 A codec is a frozen, hashable value (it is static under jit). It promises:
-- encoding is pure per token and head: the same vector gives the same bytes wherever it lands and whatever is beside it,
-  so only elementwise operations, maxima and sums in a fixed order;
-- a stored vector is one piece of `width(H)` elements, its scale included, so that a page is one contiguous piece;
-- `elements` gives attention what it needs without touching every element: a scale of a token and head acts on a column
-  of scores and on a softmax weight, an offset on sums of queries and weights, and a rotation R on queries before and
+- encoding is pure per token and head: the same vector gives the same bytes wherever it lands and
+  whatever is beside it, so only elementwise operations, maxima and sums in a fixed order;
+- a stored vector is one piece of `width(H)` elements, its scale included, so that a page is one
+  contiguous piece;
+- `elements` gives attention what it needs without touching every element: a scale of a token and
+  head acts on a column of scores and on a softmax weight, an offset on sums of queries and weights,
+  and a rotation R on queries before and
   outputs after, once: R is linear, and orthogonal but for a factor.
 """
 
@@ -43,13 +45,16 @@ class Codec(Protocol):
 
     @property
     def fits_keys(self) -> bool:
-        """Whether it gains by keys without their mean and with channels as large as those of the queries that they meet
-        (`steps.fit_keys`). The former changes the scores of a query by a constant, which softmax takes out (not beside
-        sinks or under a softcap)."""
+        """Whether it gains by keys without their mean and with channels as large as those of the
+        queries that they meet (`programs.fit_keys`). The former changes the scores of a query by a
+        constant, which softmax takes out (not beside sinks or under a softcap).
+        """
         ...
 
     def width(self, head_dim: int) -> int:
-        """Stored elements of one token and head. Raises: ValueError for a head_dim that it cannot store."""
+        """Stored elements of one token and head. Raises: ValueError for a head_dim that it cannot
+        store.
+        """
         ...
 
     def encode(self, x: jax.Array) -> jax.Array:
@@ -70,7 +75,9 @@ class Codec(Protocol):
 
 
 def decode(codec: Codec, stored: jax.Array) -> jax.Array:
-    """The vectors [..., H] that a page stands for, float32. For tests and measurements: attention uses `elements`."""
+    """The vectors [..., H] that a page stands for, float32. For tests and measurements: attention
+    uses `elements`.
+    """
     values, scale, offset = codec.elements(stored)
     x = values.astype(jnp.float32)
     x = x if scale is None else x * scale[..., None]

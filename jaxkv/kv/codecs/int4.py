@@ -16,15 +16,18 @@ MIDDLE = 7.5
 """Of the codes 0 to 15."""
 
 COVERED = 0.95
-"""Part of a vector's range that the codes cover: what the few values at its ends lose, the steps between all others
-more than win (5% of the squared error of 64 normal numbers, 7% of 128)."""
+"""Part of a vector's range that the codes cover: what the few values at its ends lose, the steps
+between all others more than win (5% of the squared error of 64 normal numbers, 7% of 128).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int4Codec:
-    """Of each rotated vector: H/2 bytes (value i with value i + H/2), then scale and middle of its range as bfloat16.
+    """Of each rotated vector: H/2 bytes (value i with value i + H/2), then scale and middle of its
+    range as bfloat16.
 
-    dtype: in which matmuls take the codes less their middle, bfloat16 or float32 (both hold them all).
+    dtype: in which matmuls take the codes less their middle, bfloat16 or float32 (both hold them
+    all).
     Source of rotating before: QuaRot, arXiv 2404.00456.
     """
 

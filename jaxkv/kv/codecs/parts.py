@@ -15,7 +15,9 @@ SIGNS_SEED = 20260611
 
 
 def to_bfloat16(x: jax.Array) -> jax.Array:
-    """float32 values rounded to what a bfloat16 holds. XLA drops a pair of conversions, this it keeps."""
+    """float32 values rounded to what a bfloat16 holds. XLA drops a pair of conversions, this it
+    keeps.
+    """
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
@@ -41,7 +43,9 @@ def square_sum(x: jax.Array) -> jax.Array:
 
 
 def pack_bits(codes: jax.Array, num_bits: int) -> jax.Array:
-    """Whole numbers [..., H] below 2**num_bits, H a multiple of 8 -> [..., H * num_bits / 8] bytes, bit after bit."""
+    """Whole numbers [..., H] below 2**num_bits, H a multiple of 8 -> [..., H * num_bits / 8] bytes,
+    bit after bit.
+    """
     eighths = codes.astype(jnp.uint8).reshape(*codes.shape[:-1], 8, -1)
     planes = []
     for bit in range(num_bits):
@@ -64,9 +68,11 @@ def unpack_bits(stored: jax.Array, num_bits: int) -> jax.Array:
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """R x of vectors [..., H]: signs, the Hadamard transform of each power of two, signs; sqrt(2^n) longer than x.
+    """R x of vectors [..., H]: signs, the Hadamard transform of each power of two, signs; sqrt(2^n)
+    longer than x.
 
-    It spreads what one channel has over all. Without the root every factor is exact, and with signs first and last no
+    It spreads what one channel has over all. Without the root every factor is exact, and with signs
+    first and last no
     product is added to anything: one that is may be rounded once or twice, as the compiler likes.
     Source: QuaRot, arXiv 2404.00456, section 3.
     """
@@ -125,8 +131,11 @@ def _signs(x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def lloyd_max(num_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """(centroids, the borders between them) that store a standard normal number in `num_bits` with the least squared
-    error. Source: Lloyd 1982, Max 1960; mean squared errors .3634, .1175, .0345, .0095 at 1 to 4 bits."""
+    """(centroids, the borders between them) that store a standard normal number in `num_bits` with
+    the least squared
+    error. Source: Lloyd 1982, Max 1960; mean squared errors .3634, .1175, .0345, .0095 at 1 to 4
+    bits.
+    """
     grid = np.linspace(-8, 8, 200_001)
     density = np.exp(-grid * grid / 2)
     centroids = np.linspace(-2, 2, 2**num_bits)

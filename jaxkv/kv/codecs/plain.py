@@ -13,7 +13,9 @@ from jaxkv.kv.codecs.base import Elements
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainCodec:
-    """Stores values rounded to `dtype`; `as_bits` keeps bfloat16 as uint16 (see `config.bfloat16_as_bits`)."""
+    """Stores values rounded to `dtype`; `as_bits` keeps bfloat16 as uint16 (see
+    `config.bfloat16_as_bits`).
+    """
 
     dtype: str
     as_bits: bool = False
@@ -38,7 +40,9 @@ class PlainCodec:
         return jax.lax.bitcast_convert_type(x, jnp.uint16) if self.as_bits else x
 
     def elements(self, stored: jax.Array) -> Elements:
-        return Elements(jax.lax.bitcast_convert_type(stored, self.dtype) if self.as_bits else stored)
+        return Elements(
+            jax.lax.bitcast_convert_type(stored, self.dtype) if self.as_bits else stored
+        )
 
     def rotate(self, x: jax.Array) -> jax.Array:
         return x

@@ -17,9 +17,11 @@ STORED = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledCodec:
-    """Of each vector: H values of one byte, and the bfloat16 that the largest of them stands for, divided by `LARGEST`.
+    """Of each vector: H values of one byte, and the bfloat16 that the largest of them stands for,
+    divided by `LARGEST`.
 
-    kind: int8, fp8_e4m3 or fp8_e5m2. dtype: in which matmuls take them, bfloat16 or float32 (both hold them all).
+    kind: int8, fp8_e4m3 or fp8_e5m2. dtype: in which matmuls take them, bfloat16 or float32 (both
+    hold them all).
     """
 
     kind: str
@@ -46,11 +48,15 @@ class ScaledCodec:
         scale = jnp.maximum(to_bfloat16(jnp.max(jnp.abs(x), axis=-1) / largest), SMALLEST)
         # The rounded scale may be a little small for the largest value.
         values = jnp.clip(x / scale[..., None], -largest, largest)
-        return (jnp.round(values) if self.kind == "int8" else values).astype(STORED[self.kind]), scale
+        return (jnp.round(values) if self.kind == "int8" else values).astype(
+            STORED[self.kind]
+        ), scale
 
     def encode(self, x: jax.Array) -> jax.Array:
         values, scale = self.quantise(x)
-        return jnp.concatenate([jax.lax.bitcast_convert_type(values, jnp.uint8), as_bytes(scale)], axis=-1)
+        return jnp.concatenate(
+            [jax.lax.bitcast_convert_type(values, jnp.uint8), as_bytes(scale)], axis=-1
+        )
 
     def elements(self, stored: jax.Array) -> Elements:
         values = jax.lax.bitcast_convert_type(stored[..., :-2], STORED[self.kind])

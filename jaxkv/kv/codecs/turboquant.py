@@ -1,4 +1,6 @@
-"""TurboQuant: rotated vectors by their length and, per coordinate, the nearest of a few fixed numbers."""
+"""TurboQuant: rotated vectors by their length and, per coordinate, the nearest of a few fixed
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,13 @@ from jaxkv.kv.codecs.parts import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurboQuantCodec:
-    """A rotated vector of length r has coordinates of about N(0, r^2 / H), whatever it was: each is stored as the index
-    of the nearest Lloyd-Max centroid, r as a bfloat16, corrected so that what is stored has the length of the vector.
+    """A rotated vector of length r has coordinates of about N(0, r^2 / H), whatever it was: each is
+    stored as the index of the nearest Lloyd-Max centroid, r as a bfloat16, corrected so that what
+    is stored has the length of the vector.
 
-    num_bits per coordinate, each for an equal share of them: (4,), (3,), or (3, 2) for 2.5 bits (after the rotation no
-    channel is an outlier, so any share will do). dtype: in which matmuls take the centroids, bfloat16 or float32.
+    num_bits per coordinate, each for an equal share of them: (4,), (3,), or (3, 2) for 2.5 bits
+    (after the rotation no channel is an outlier, so any share will do). dtype: in which matmuls
+    take the centroids, bfloat16 or float32.
     Source: TurboQuant, arXiv 2504.19874, algorithm 1.
     """
 
@@ -51,7 +55,8 @@ class TurboQuantCodec:
     def width(self, head_dim: int) -> int:
         if head_dim % (8 * len(self.num_bits)):
             raise ValueError(
-                f"kv_cache_dtype: {self.name} expects a head_dim that is a multiple of {8 * len(self.num_bits)}, "
+                f"kv_cache_dtype: {self.name} expects a head_dim that is a multiple of "
+                f"{8 * len(self.num_bits)}, "
                 f"got {head_dim}"
             )
         return head_dim // (8 * len(self.num_bits)) * sum(self.num_bits) + 2
@@ -61,7 +66,9 @@ class TurboQuantCodec:
         length = jnp.sqrt(square_sum(x))
         unit = x * (x.shape[-1] ** 0.5 / jnp.maximum(length, SMALLEST))[..., None]
         packed, found = [], []
-        for part, bits in zip(jnp.split(unit, len(self.num_bits), axis=-1), self.num_bits, strict=True):
+        for part, bits in zip(
+            jnp.split(unit, len(self.num_bits), axis=-1), self.num_bits, strict=True
+        ):
             centroids, borders = lloyd_max(bits)
             codes = jnp.zeros(part.shape, jnp.uint8)
             for border in borders:
@@ -79,7 +86,9 @@ class TurboQuantCodec:
             _chosen(unpack_bits(piece, bits), lloyd_max(bits)[0])
             for piece, bits in zip(pieces, self.num_bits, strict=True)
         ]
-        return Elements(jnp.concatenate(values, axis=-1).astype(self.dtype), of_bytes(stored[..., -2:]))
+        return Elements(
+            jnp.concatenate(values, axis=-1).astype(self.dtype), of_bytes(stored[..., -2:])
+        )
 
     def rotate(self, x: jax.Array) -> jax.Array:
         return parts.rotate_query(x)

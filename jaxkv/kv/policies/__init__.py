@@ -33,7 +33,8 @@ LOW = tuple(name for name in CODECS if name not in PLAIN)
 
 
 def get_policy(name: Any) -> Policy | None:
-    """The policy called `name`, None for "full". "name:codec" has what would go demoted to that codec first.
+    """The policy called `name`, None for "full". "name:codec" has what would go demoted to that
+    codec first.
 
     Raises: ValueError for an unknown name or codec, listing the known ones.
     """
@@ -41,18 +42,26 @@ def get_policy(name: Any) -> Policy | None:
     if name == FULL:
         return None
     if given not in POLICIES:
-        raise ValueError(f"kv_policy: expected {FULL} or one of {', '.join(POLICIES)}, got {name!r}")
+        raise ValueError(
+            f"kv_policy: expected {FULL} or one of {', '.join(POLICIES)}, got {name!r}"
+        )
     if not codec and name == given:
         return POLICIES[given]
     if POLICIES[given].reads_some:
-        raise ValueError(f"kv_policy {given}: expected no codec, since nothing is demoted, got {name!r}")
+        raise ValueError(
+            f"kv_policy {given}: expected no codec, since nothing is demoted, got {name!r}"
+        )
     if codec not in LOW:
-        raise ValueError(f"kv_policy: expected one of {', '.join(LOW)} after the colon, got {name!r}")
+        raise ValueError(
+            f"kv_policy: expected one of {', '.join(LOW)} after the colon, got {name!r}"
+        )
     return replace(POLICIES[given], low=codec)
 
 
 def asks_backend(policy: Policy | None) -> bool:
-    """Whether it wants more of a backend than tables with gaps: sums, lengths, a second pool, part of the pages."""
+    """Whether it wants more of a backend than tables with gaps: sums, lengths, a second pool, part
+    of the pages.
+    """
     if policy is None:
         return False
     return policy.low is not None or policy.needs_norms or policy.observes != 0 or policy.reads_some

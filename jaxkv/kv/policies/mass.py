@@ -1,4 +1,6 @@
-"""Pages that got the most attention: of all queries so far, of the last ones, or of those that look for something."""
+"""Pages that got the most attention: of all queries so far, of the last ones, or of those that look
+for something.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,10 @@ from jaxkv.kv.policies.base import Held, Room, keep_best
 class Mass:
     """By the softmax weights that a page got, over all layers, heads and observed queries.
 
-    As h2o_page all queries count, as snapkv_page the last ones before a decision, as entropy all of them, each query
-    head the less the more evenly it spreads (1 - entropy / log keys): one that attends to everything says nothing about
-    what matters. With a codec `low` the next best pages are demoted.
+    As h2o_page all queries count, as snapkv_page the last ones before a decision, as entropy all of
+    them, each query head the less the more evenly it spreads (1 - entropy / log keys): one that
+    attends to everything says nothing about what matters. With a codec `low` the next best pages
+    are demoted.
 
     Source: H2O, arXiv 2306.14048; SnapKV, arXiv 2404.14469.
     """

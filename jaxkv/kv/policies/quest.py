@@ -11,7 +11,8 @@ from jaxkv.kv.policies.base import KEEP, Held, Room
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quest:
-    """Of each row as many pages as the budget has, chosen anew for every query and KV head (`ops.attention.select`).
+    """Of each row as many pages as the budget has, chosen anew for every query and KV head
+    (`ops.attention.select`).
 
     Source: Quest, arXiv 2406.10774.
     """

@@ -11,10 +11,11 @@ from jaxkv.kv.policies.base import Held, Room, keep_best
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Streaming:
-    """Attention sinks and a window. With a codec `low` what leaves the window is demoted before it is forgotten: recent
-    tokens are where a codec's error counts most (docs/kv-lab.md).
+    """Attention sinks and a window. With a codec `low` what leaves the window is demoted before it
+    is forgotten: recent tokens are where a codec's error counts most (docs/kv-lab.md).
 
-    Source: StreamingLLM, arXiv 2309.17453; the window in full precision as in KIVI, arXiv 2402.02750.
+    Source: StreamingLLM, arXiv 2309.17453; the window in full precision as in KIVI, arXiv
+    2402.02750.
     """
 
     name: str = "streaming"

@@ -14,17 +14,25 @@ from jaxkv.models.families.base import ConfigReader, Layout, Leaf
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
 
-FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"))
+FAMILIES = tuple(
+    sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
+)
 MAX_CONFIG_BYTES = 10_000_000
 
 
 def read_config(directory: Path, name: str = "config.json") -> ConfigReader:
-    """A JSON file of a model directory. Raises: CheckpointError if it is missing, too large or not a JSON object."""
+    """A JSON file of a model directory. Raises: CheckpointError if it is missing, too large or not
+    a JSON object.
+    """
     path = directory / name
     if not path.is_file():
-        raise CheckpointError(f"{path}: not found; expected a Hugging Face model directory with a {name}")
+        raise CheckpointError(
+            f"{path}: not found; expected a Hugging Face model directory with a {name}"
+        )
     if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise CheckpointError(f"{path}: expected at most {MAX_CONFIG_BYTES} bytes, got {path.stat().st_size}")
+        raise CheckpointError(
+            f"{path}: expected at most {MAX_CONFIG_BYTES} bytes, got {path.stat().st_size}"
+        )
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -37,7 +45,8 @@ def read_config(directory: Path, name: str = "config.json") -> ConfigReader:
 def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     """Spec and layout by the config's `model_type`.
 
-    Raises: CheckpointError for an unknown model_type, listing the known, and for rotary parameters that do not compute.
+    Raises: CheckpointError for an unknown model_type, listing the known, and for rotary parameters
+    that do not compute.
     """
     model_type = config.values.get("model_type")
     if model_type not in FAMILIES:
@@ -45,7 +54,9 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = importlib.import_module(f"{__name__}.{model_type}").read(config)
     inv_freq, _ = rope_frequencies(spec)
     if not np.isfinite(inv_freq).all():
-        raise CheckpointError(f"{config.where}: expected finite rotary frequencies, got {inv_freq} from {spec.rope}")
+        raise CheckpointError(
+            f"{config.where}: expected finite rotary frequencies, got {inv_freq} from {spec.rope}"
+        )
     return spec, layout
 
 

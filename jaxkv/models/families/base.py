@@ -1,7 +1,10 @@
-"""What a family file gives: `read(config) -> (ModelSpec, Layout)`, from config.json to spec and expected tensors.
+"""What a family file gives: `read(config) -> (ModelSpec, Layout)`, from config.json to spec and
+expected tensors.
 
-A family is one file here, named after its `model_type`. It promises that the layout lists every tensor that the model
-computes with: the loader refuses a checkpoint with one missing and one with a tensor that nobody takes.
+A family is one file here, named after its `model_type`. It promises that the layout lists every
+tensor that the model
+computes with: the loader refuses a checkpoint with one missing and one with a tensor that nobody
+takes.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of the weight tree: its name in the checkpoint (`{layer}` is filled in) and its description.
+    """One array of the weight tree: its name in the checkpoint (`{layer}` is filled in) and its
+    description.
 
-    `same_as` names a leaf that this one may repeat: absent or equal in the checkpoint, it is left out of the tree.
+    `same_as` names a leaf that this one may repeat: absent or equal in the checkpoint, it is left
+    out of the tree.
     """
 
     source: str
@@ -40,7 +45,9 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Leaves outside the layers, leaves of each layer, and patterns of names that hold nothing of their own."""
+    """Leaves outside the layers, leaves of each layer, and patterns of names that hold nothing of
+    their own.
+    """
 
     top: Mapping[str, Leaf]
     layer: Mapping[str, Leaf]
@@ -48,7 +55,8 @@ class Layout:
 
 
 class ConfigReader:
-    """config.json with checked access: every error says where it is, the key, what was expected and what came.
+    """config.json with checked access: every error says where it is, the key, what was expected and
+    what came.
 
     A key that is null counts as absent: the reader's `default` holds.
     """
@@ -58,7 +66,9 @@ class ConfigReader:
         self.where = where
 
     def fail(self, key: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {key}: expected {expected}, got {reprlib.repr(self.values.get(key))}")
+        return CheckpointError(
+            f"{self.where}: {key}: expected {expected}, got {reprlib.repr(self.values.get(key))}"
+        )
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self.values.get(key)
@@ -71,7 +81,9 @@ class ConfigReader:
             raise self.fail(key, f"a whole number from 1 to {at_most}")
         return value
 
-    def number(self, key: str, default: float | None = None, *, at_least: float = MIN_NUMBER) -> float:
+    def number(
+        self, key: str, default: float | None = None, *, at_least: float = MIN_NUMBER
+    ) -> float:
         """A number from `at_least` to 1e30."""
         value = self.get(key, default)
         if not (is_int(value) or isinstance(value, float)) or not at_least <= value <= MAX_NUMBER:
@@ -93,14 +105,21 @@ class ConfigReader:
 
 
 def read_rope(config: ConfigReader, *, max_len: int) -> RopeSpec:
-    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (older files)."""
+    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling`
+    (older files).
+    """
     rope, older = config.section("rope_parameters"), config.section("rope_scaling")
     if rope.values and older.values and rope.values != older.values:
-        raise config.fail("rope_scaling", "none beside a different rope_parameters: merge them into rope_parameters")
+        raise config.fail(
+            "rope_scaling",
+            "none beside a different rope_parameters: merge them into rope_parameters",
+        )
     rope = rope if rope.values else older
     key = "type" if "rope_type" not in rope.values and "type" in rope.values else "rope_type"
     kind = rope.get(key, "default")
-    theta = rope.number("rope_theta", config.number("rope_theta", 10000.0, at_least=1.001), at_least=1.001)
+    theta = rope.number(
+        "rope_theta", config.number("rope_theta", 10000.0, at_least=1.001), at_least=1.001
+    )
     for reader in (config, rope):
         if reader.get("partial_rotary_factor", 1.0) != 1.0:
             raise reader.fail("partial_rotary_factor", "1 (a partly rotated head is not built yet)")
@@ -138,7 +157,9 @@ def read_rope(config: ConfigReader, *, max_len: int) -> RopeSpec:
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """The factor on cos and sin: given, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4), or DeepSeek's mscale."""
+    """The factor on cos and sin: given, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4), or
+    DeepSeek's mscale.
+    """
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -151,7 +172,9 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
 
 
 def extended_len(rope: RopeSpec, max_len: int) -> int:
-    """Longest context that the scaled embedding is meant for: what vLLM derives from the same keys."""
+    """Longest context that the scaled embedding is meant for: what vLLM derives from the same
+    keys.
+    """
     if rope.kind == "linear":
         return min(int(max_len * rope.factor), MAX_SIZE)
     if rope.kind == "yarn":
@@ -160,12 +183,20 @@ def extended_len(rope: RopeSpec, max_len: int) -> int:
 
 
 def sliding_window(config: ConfigReader) -> int | None:
-    """The window that layers may use. An absent key means 4096, transformers' default; null means none."""
-    return config.size("sliding_window", 4096) if config.values.get("sliding_window", 4096) is not None else None
+    """The window that layers may use. An absent key means 4096, transformers' default; null means
+    none.
+    """
+    return (
+        config.size("sliding_window", 4096)
+        if config.values.get("sliding_window", 4096) is not None
+        else None
+    )
 
 
 def layer_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window in Qwen's spelling: `layer_types`, or `use_sliding_window` from `max_window_layers` on."""
+    """Each layer's window in Qwen's spelling: `layer_types`, or `use_sliding_window` from
+    `max_window_layers` on.
+    """
     window = sliding_window(config) if config.flag("use_sliding_window", False) else None
     first = config.get("max_window_layers", 28)
     if not is_int(first) or first < 0:
@@ -174,7 +205,11 @@ def layer_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ..
     if kinds is None:
         return tuple(window if layer >= first else None for layer in range(num_layers))
     known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in list(known) for kind in kinds):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not all(kind in list(known) for kind in kinds)
+    ):
         raise config.fail("layer_types", f"a list of {num_layers} out of {sorted(known)}")
     if "sliding_attention" in kinds and window is None:
         raise config.fail("use_sliding_window", "true, because layer_types has sliding_attention")
@@ -196,17 +231,21 @@ def read_llama_like(
 ) -> tuple[ModelSpec, Layout]:
     """Spec and layout of the pre-norm, gated-MLP, rotary decoder that most families are.
 
-    `num_kv_heads`, `head_dim` and `max_len` are the family's defaults for configs that leave them out (for the first
-    two: the query heads' number, and D / N). `windows(config, num_layers)` gives each layer's window; without it
-    attention is full everywhere.
+    `num_kv_heads`, `head_dim` and `max_len` are the family's defaults for configs that leave them
+    out (for the first
+    two: the query heads' number, and D / N). `windows(config, num_layers)` gives each layer's
+    window; without it attention is full everywhere.
     """
     if config.get("quantization_config") is not None:
         raise config.fail("quantization_config", "none (quantised checkpoints are not built yet)")
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    # transformers: a null number means one KV head per query head, an absent one the family's default.
+    # transformers: a null number means one KV head per query head, an absent one the family's
+    # default.
     absent = "num_key_value_heads" not in config.values
-    kv_heads = config.size("num_key_value_heads", num_kv_heads if absent and num_kv_heads else num_heads)
+    kv_heads = config.size(
+        "num_key_value_heads", num_kv_heads if absent and num_kv_heads else num_heads
+    )
     head_dim = config.size("head_dim", head_dim or max(1, hidden // num_heads))
     if num_heads % kv_heads:
         raise config.fail("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
@@ -228,7 +267,9 @@ def read_llama_like(
         activation=activation,
         rope=rope,
         groups=group_layers(
-            windows(config, num_layers) if windows else (None,) * num_layers, num_kv_heads=kv_heads, head_dim=head_dim
+            windows(config, num_layers) if windows else (None,) * num_layers,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
         ),
         max_len=extended_len(rope, max_len),
     )
@@ -239,13 +280,24 @@ def read_llama_like(
     top = {
         "embed": _leaf("model.embed_tokens.weight", (spec.vocab_size, hidden), ("vocab", "model")),
         "norm": _leaf("model.norm.weight", (hidden,), ("model",)),
-        "head": _leaf("lm_head.weight", (spec.vocab_size, hidden), ("vocab", "model"), "embed" if tied else None),
+        "head": _leaf(
+            "lm_head.weight",
+            (spec.vocab_size, hidden),
+            ("vocab", "model"),
+            "embed" if tied else None,
+        ),
     }
-    return spec, Layout(top=top, layer=layer, derived=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",))
+    return spec, Layout(
+        top=top, layer=layer, derived=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    )
 
 
-def group_layers(windows: tuple[int | None, ...], *, num_kv_heads: int, head_dim: int) -> tuple[KVGroup, ...]:
-    """Layers of equal window become one KV group, in the order in which the windows first appear."""
+def group_layers(
+    windows: tuple[int | None, ...], *, num_kv_heads: int, head_dim: int
+) -> tuple[KVGroup, ...]:
+    """Layers of equal window become one KV group, in the order in which the windows first
+    appear.
+    """
     return tuple(
         KVGroup(
             layers=tuple(layer for layer, other in enumerate(windows) if other == window),
@@ -257,7 +309,9 @@ def group_layers(windows: tuple[int | None, ...], *, num_kv_heads: int, head_dim
     )
 
 
-def _leaf(source: str, shape: tuple[int, ...], axes: tuple[str | None, ...], same_as: str | None = None) -> Leaf:
+def _leaf(
+    source: str, shape: tuple[int, ...], axes: tuple[str | None, ...], same_as: str | None = None
+) -> Leaf:
     return Leaf(source, ArrayInfo(shape, np.dtype(np.float32), axes), same_as)
 
 
@@ -271,14 +325,26 @@ def _projection(
     return leaves
 
 
-def _attention_leaves(spec: ModelSpec, *, qkv_bias: bool, o_bias: bool, qk_norm: bool) -> dict[str, Leaf]:
+def _attention_leaves(
+    spec: ModelSpec, *, qkv_bias: bool, o_bias: bool, qk_norm: bool
+) -> dict[str, Leaf]:
     hidden, queries = spec.hidden_size, spec.num_heads * spec.head_dim
     keys = spec.groups[0].num_kv_heads * spec.head_dim
-    leaves = {"attn_norm": _leaf("model.layers.{layer}.input_layernorm.weight", (hidden,), ("model",))}
-    leaves |= _projection("q", "self_attn.q_proj", (queries, hidden), ("heads", "model"), bias=qkv_bias)
-    leaves |= _projection("k", "self_attn.k_proj", (keys, hidden), ("kv_heads", "model"), bias=qkv_bias)
-    leaves |= _projection("v", "self_attn.v_proj", (keys, hidden), ("kv_heads", "model"), bias=qkv_bias)
-    leaves |= _projection("o", "self_attn.o_proj", (hidden, queries), ("model", "heads"), bias=o_bias)
+    leaves = {
+        "attn_norm": _leaf("model.layers.{layer}.input_layernorm.weight", (hidden,), ("model",))
+    }
+    leaves |= _projection(
+        "q", "self_attn.q_proj", (queries, hidden), ("heads", "model"), bias=qkv_bias
+    )
+    leaves |= _projection(
+        "k", "self_attn.k_proj", (keys, hidden), ("kv_heads", "model"), bias=qkv_bias
+    )
+    leaves |= _projection(
+        "v", "self_attn.v_proj", (keys, hidden), ("kv_heads", "model"), bias=qkv_bias
+    )
+    leaves |= _projection(
+        "o", "self_attn.o_proj", (hidden, queries), ("model", "heads"), bias=o_bias
+    )
     if qk_norm:
         for name in ("q_norm", "k_norm"):
             source = f"model.layers.{{layer}}.self_attn.{name}.weight"
@@ -287,7 +353,11 @@ def _attention_leaves(spec: ModelSpec, *, qkv_bias: bool, o_bias: bool, qk_norm:
 
 
 def _mlp_leaves(hidden: int, ffn: int, *, bias: bool) -> dict[str, Leaf]:
-    leaves = {"mlp_norm": _leaf("model.layers.{layer}.post_attention_layernorm.weight", (hidden,), ("model",))}
+    leaves = {
+        "mlp_norm": _leaf(
+            "model.layers.{layer}.post_attention_layernorm.weight", (hidden,), ("model",)
+        )
+    }
     leaves |= _projection("gate", "mlp.gate_proj", (ffn, hidden), ("ffn", "model"), bias=bias)
     leaves |= _projection("up", "mlp.up_proj", (ffn, hidden), ("ffn", "model"), bias=bias)
     leaves |= _projection("down", "mlp.down_proj", (hidden, ffn), ("model", "ffn"), bias=bias)

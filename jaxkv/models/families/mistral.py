@@ -7,7 +7,9 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_llama_like(config, family="mistral", windows=_windows, num_kv_heads=8, max_len=4096 * 32)
+    return read_llama_like(
+        config, family="mistral", windows=_windows, num_kv_heads=8, max_len=4096 * 32
+    )
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

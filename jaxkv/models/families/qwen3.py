@@ -1,4 +1,6 @@
-"""Qwen3 (dense): RMS norm on every query and key head, head_dim apart from D / N. Source: arXiv 2505.09388."""
+"""Qwen3 (dense): RMS norm on every query and key head, head_dim apart from D / N. Source: arXiv
+2505.09388.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def check_backend(name: str) -> None:
 def choose_backend(
     name: str, heads: Sequence[Heads], needs: Sequence[Needs], *, deterministic: bool = False
 ) -> tuple[str, str]:
-    """(backend, reason) for what a person asked for, for KV groups with these heads and needs; only "auto" chooses.
+    """(backend, reason) for what a person asked for, for KV groups with these heads and needs; only
+    "auto" chooses.
 
     Raises: as `check_backend`, and NotImplementedError for a named backend that cannot do this.
     """
@@ -47,7 +48,9 @@ def choose_backend(
     for other, reason in reasons.items():
         if reason is None:
             return other, f"chosen by auto on a {platform}"
-    refused = "; ".join(f"{other}: {reason}" for other, reason in reasons.items()) or UNPROVEN.get(platform)
+    refused = "; ".join(f"{other}: {reason}" for other, reason in reasons.items()) or UNPROVEN.get(
+        platform
+    )
     return "xla", f"chosen by auto on a {platform}" + (f": {refused}" if refused else "")
 
 
@@ -60,9 +63,13 @@ def _refusal(name: str, heads: Sequence[Heads], needs: Sequence[Needs]) -> str |
 
 def _choose_deterministic(name: str, platform: str) -> tuple[str, str]:
     if platform != "cpu":
-        raise NotImplementedError(f"deterministic=True: known to hold on a CPU only, not on {platform}")
+        raise NotImplementedError(
+            f"deterministic=True: known to hold on a CPU only, not on {platform}"
+        )
     if name not in ("auto", "xla", "xla_deterministic"):
-        raise NotImplementedError(f"deterministic=True: expected backend 'auto' or 'xla', got {name!r}")
+        raise NotImplementedError(
+            f"deterministic=True: expected backend 'auto' or 'xla', got {name!r}"
+        )
     return "xla_deterministic", "deterministic=True"
 
 

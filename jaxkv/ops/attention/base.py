@@ -1,14 +1,15 @@
 """Paged attention backends: the contract, and the ragged batch that they read.
 
 A backend is one file here. What it promises of `Backend.attend`:
-- every token's key and value are in its slot of the pages afterwards, and of what anybody holds nothing else has
-  changed;
-- query t of row r sees exactly the held slots of r whose position is at most t's own, and, with a window, above
-  position - window, those of the step itself included;
+- every token's key and value are in its slot of the pages afterwards, and of what anybody holds
+  nothing else has changed;
+- query t of row r sees exactly the held slots of r whose position is at most t's own, and, with a
+  window, above position - window, those of the step itself included;
 - memory that a row does not hold never influences its result, whatever it contains (NaN included);
-- rows with one token in this step (decoding, or the last of a prompt) come first in packed order, longer chunks after
-  them; outputs of padding tokens are unspecified;
-- sums are float32; queries and softmax weights may be rounded to the dtype that the pages decode to, once;
+- rows with one token in this step (decoding, or the last of a prompt) come first in packed order,
+  longer chunks after them; outputs of padding tokens are unspecified;
+- sums are float32; queries and softmax weights may be rounded to the dtype that the pages decode
+  to, once;
 - what it cannot do it refuses with NotImplementedError when traced, naming the reason.
 """
 
@@ -37,7 +38,9 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What an engine asks of a backend beside the heads: rows of so many pages, which store values in `codec`."""
+    """What an engine asks of a backend beside the heads: rows of so many pages, which store values
+    in `codec`.
+    """
 
     page_size: int
     num_rows: int
@@ -55,13 +58,18 @@ class Backend(Protocol):
         """Why it cannot do this, None if it can."""
         ...
 
-    def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """How it keeps the 2K heads of one page: [2K, S, X] or as many bytes in another order, and, where it has the
-        scales of `codec` apart, those [1, Z]."""
+    def page_arrays(
+        self, heads: Heads, page_size: int, codec: Codec
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """How it keeps the 2K heads of one page: [2K, S, X] or as many bytes in another order, and,
+        where it has the scales of `codec` apart, those [1, Z].
+        """
         ...
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Any:
-        """Once per step and group, whose lengths are those before the step: what is equal for all layers."""
+        """Once per step and group, whose lengths are those before the step: what is equal for all
+        layers.
+        """
         ...
 
     def attend(
@@ -77,7 +85,8 @@ class Backend(Protocol):
         scale: float,
         out_dtype: np.dtype,
     ) -> tuple[jax.Array, GroupKV]:
-        """(out [T, N, H], the group with the step's keys and values). group.len_B counts the step's tokens.
+        """(out [T, N, H], the group with the step's keys and values). group.len_B counts the step's
+        tokens.
 
         out is float32, or rounded to `out_dtype` already, which is what its caller does with it.
         """
@@ -86,14 +95,17 @@ class Backend(Protocol):
 
 @struct.dataclass
 class Batch:
-    """A ragged step: packed tokens of up to B rows. Row r's tokens are `start_B[r] : start_B[r] + count_B[r]`.
+    """A ragged step: packed tokens of up to B rows. Row r's tokens are `start_B[r] : start_B[r] +
+    count_B[r]`.
 
     token_T, position_T  int32; position counts from the row's first token.
     row_T       int32 in [0, B), or B for a padding token.
-    start_B, count_B     int32; packed offset and number of the row's tokens in this step (0: row not in the step).
+    start_B, count_B     int32; packed offset and number of the row's tokens in this step (0: row
+                         not in the step).
     num_decode  int32 scalar: rows 0..num_decode-1 have one token each, at packed offset = row.
     num_rows    int32 scalar: rows num_decode..num_rows-1 are prefill chunks, packed in this order.
-    target_T    int32: the token that follows in a prompt whose logprobs are wanted, else below 0; None: none is.
+    target_T    int32: the token that follows in a prompt whose logprobs are wanted, else below 0;
+                None: none is.
     decode_only static: every row is a decode row, T = B.
     """
 

@@ -1,4 +1,6 @@
-"""Attention of one sequence that keeps, instead of pages, what its keys and queries are on average."""
+"""Attention of one sequence that keeps, instead of pages, what its keys and queries are on
+average.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,19 @@ from jaxkv.ops.attention.base import Batch, Heads, Needs
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """See `base.Backend`. Only for `steps.fit_keys`, so not among the backends that have names.
+    """See `base.Backend`. Only for `programs.fit_keys`, so not among the backends that have names.
 
-    The "page" of a layer is [K, 3, H] float32: the mean of the keys, their variance, and the mean of the squares of the
-    queries that meet them. All packed tokens are one sequence from position 0 on.
+    The "page" of a layer is [K, 3, H] float32: the mean of the keys, their variance, and the mean
+    of the squares of the queries that meet them. All packed tokens are one sequence from position 0
+    on.
     """
 
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         return None
 
-    def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def page_arrays(
+        self, heads: Heads, page_size: int, codec: Codec
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         return (jax.ShapeDtypeStruct((heads.num_kv_heads, 3, heads.head_dim), jnp.float32),)
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> int | None:

@@ -1,4 +1,6 @@
-"""Paged attention by the Pallas kernels for GPUs of the Hopper generation; XLA writes the step's keys and values."""
+"""Paged attention by the Pallas kernels for GPUs of the Hopper generation; XLA writes the step's
+keys and values.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ PROCESSORS = 132
 
 @dataclass(frozen=True, slots=True)
 class MosaicGpu:
-    """See `base.Backend`. For tests on a CPU: `interpret`, as `plgpu.kernel` takes it, and how many processors."""
+    """See `base.Backend`. For tests on a CPU: `interpret`, as `plgpu.kernel` takes it, and how many
+    processors.
+    """
 
     interpret: Any = None
     num_processors: int | None = None
@@ -36,7 +40,10 @@ class MosaicGpu:
             if needs.platform != "gpu":
                 return f"expected a GPU, got {needs.platform}"
             if needs.compute_capability != HOPPER:
-                return f"expected a GPU of compute capability {HOPPER} (H100, H200), got {needs.compute_capability}"
+                return (
+                    f"expected a GPU of compute capability {HOPPER} (H100, H200), got "
+                    f"{needs.compute_capability}"
+                )
         if not isinstance(needs.codec, PlainCodec) and not _is_int8(needs.codec):
             return f"kv_cache_dtype: expected bfloat16 or int8, got {needs.codec.name}"
         if needs.codec.dtype != "bfloat16" and _is_int8(needs.codec):
@@ -55,12 +62,16 @@ class MosaicGpu:
         group = empty_group(num_layers=1, page_arrays=arrays, num_pages=1, codec=needs.codec)
         group = replace(group, table_BW=table_BW, first_BW=table_BW, len_B=batch)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
-        q_TNH, k_TKH = (jnp.zeros((2, n, heads.head_dim)) for n in (heads.num_heads, heads.num_kv_heads))
+        q_TNH, k_TKH = (
+            jnp.zeros((2, n, heads.head_dim)) for n in (heads.num_heads, heads.num_kv_heads)
+        )
         prepared = self.prepare(group, made, heads)
         options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.dtype}
         return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, **options)[0]
 
-    def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def page_arrays(
+        self, heads: Heads, page_size: int, codec: Codec
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         shape = (2 * heads.num_kv_heads, page_size, heads.head_dim)
         if not _is_int8(codec):
             return (jax.ShapeDtypeStruct(shape, codec.storage_dtype),)
@@ -71,7 +82,15 @@ class MosaicGpu:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
         offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
         len_B = group.len_B + batch.count_B
-        rows = Rows(group.table_BW, group.first_BW, len_B, batch.start_B, batch.count_B, group.page_size, heads.window)
+        rows = Rows(
+            group.table_BW,
+            group.first_BW,
+            len_B,
+            batch.start_B,
+            batch.count_B,
+            group.page_size,
+            heads.window,
+        )
         schedule = make_schedule(
             rows,
             batch.num_decode,
@@ -125,10 +144,16 @@ def _write_int8(
     if not isinstance(codec, ScaledCodec) or scales is None:
         raise TypeError(f"expected pages of int8 numbers and their scales, got {codec.name}")
     page_T, slot_T = dest_T // group.page_size, dest_T % group.page_size
-    row_T = jnp.where(page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0])
+    row_T = jnp.where(
+        page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0]
+    )
     numbers, scale = codec.quantise(jnp.concatenate([k_TKH, v_TKH], axis=1))
     pages = group.pages.at[row_T, :, slot_T].set(numbers, mode="drop")
-    by_head = scales.reshape(*pages.shape[:3]).at[row_T, :, slot_T].set(scale.astype(scales.dtype), mode="drop")
+    by_head = (
+        scales.reshape(*pages.shape[:3])
+        .at[row_T, :, slot_T]
+        .set(scale.astype(scales.dtype), mode="drop")
+    )
     return replace(group, pages=pages, scales=by_head.reshape(scales.shape))
 
 

@@ -1,4 +1,6 @@
-"""Paged attention by the Pallas kernels for TPU, which write the step's keys and values in the same pass."""
+"""Paged attention by the Pallas kernels for TPU, which write the step's keys and values in the same
+pass.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,14 @@ class PallasTpu:
         if needs.platform != "tpu" and not self.interpret:
             return f"expected a TPU, got {needs.platform}"
         if not isinstance(needs.codec, PlainCodec) and _packing(needs.codec) is None:
-            return f"kv_cache_dtype: expected bfloat16, float32, int8 or int4, got {needs.codec.name}"
+            return (
+                f"kv_cache_dtype: expected bfloat16, float32, int8 or int4, got {needs.codec.name}"
+            )
         if needs.codec.dtype != "bfloat16" and _packing(needs.codec) is not None:
-            return f"kv_cache_dtype {needs.codec.name}: expected a model in bfloat16, got {needs.codec.dtype}"
+            return (
+                f"kv_cache_dtype {needs.codec.name}: expected a model in bfloat16, got "
+                f"{needs.codec.dtype}"
+            )
         try:
             jax.eval_shape(partial(self._try, heads, needs))
         except NotImplementedError as error:
@@ -47,7 +54,9 @@ class PallasTpu:
         return None
 
     def _try(self, heads: Heads, needs: Needs) -> jax.Array:
-        """One layer of the smallest step with all rows, to hear from the kernels what they do not take."""
+        """One layer of the smallest step with all rows, to hear from the kernels what they do not
+        take.
+        """
         batch = jnp.zeros(needs.num_rows, jnp.int32)
         table_BW = jnp.zeros((needs.num_rows, needs.pages_per_row), jnp.int32)
         arrays = self.page_arrays(heads, needs.page_size, needs.codec)
@@ -60,12 +69,19 @@ class PallasTpu:
         options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.dtype}
         return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, **options)[0]
 
-    def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def page_arrays(
+        self, heads: Heads, page_size: int, codec: Codec
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         layout = layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
         packing = _packing(codec)
         if packing is None:
-            return (jax.ShapeDtypeStruct((layout.rows, page_size, layout.width), codec.storage_dtype),)
-        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in packing.page_shapes(layout, page_size))
+            return (
+                jax.ShapeDtypeStruct((layout.rows, page_size, layout.width), codec.storage_dtype),
+            )
+        return tuple(
+            jax.ShapeDtypeStruct(shape, jnp.int32)
+            for shape in packing.page_shapes(layout, page_size)
+        )
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Schedule:
         return make_schedule(
@@ -118,7 +134,9 @@ class PallasTpu:
             interpret=self.interpret,
         )
         if isinstance(pages, Packed):
-            return codec.restore(out_TNH).astype(out_dtype), replace(group, pages=pages.words, scales=pages.scales)
+            return codec.restore(out_TNH).astype(out_dtype), replace(
+                group, pages=pages.words, scales=pages.scales
+            )
         return out_TNH, replace(group, pages=pages)
 
     def _page_size(self, group: GroupKV) -> int:
@@ -127,7 +145,9 @@ class PallasTpu:
 
 
 def _packing(codec: Codec) -> Packing | None:
-    """How the kernels pack what the codec stores; None for floats, and for what they do not take."""
+    """How the kernels pack what the codec stores; None for floats, and for what they do not
+    take.
+    """
     if isinstance(codec, ScaledCodec) and codec.kind == "int8":
         return Packing(8)
     return Packing(4) if isinstance(codec, Int4Codec) else None

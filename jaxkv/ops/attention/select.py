@@ -1,7 +1,9 @@
-"""Which pages a decoding query reads, where it does not read all of them: those whose keys could meet it best.
+"""Which pages a decoding query reads, where it does not read all of them: those whose keys could
+meet it best.
 
-Source: Quest, arXiv 2406.10774, section 3.3. With the least and the largest value of each channel over a page's keys no
-score in it is above the sum over channels of max(q min, q max). Each KV head chooses for its own queries.
+Source: Quest, arXiv 2406.10774, section 3.3. With the least and the largest value of each channel
+over a page's keys no score in it is above the sum over channels of max(q min, q max). Each KV head
+chooses for its own queries.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ from jaxkv.ops.attention.softmax import MASKED, Rows
 
 
 def select_pages(q_RKMH: jax.Array, group: GroupKV, rows: Rows, *, layer: int | jax.Array) -> Rows:
-    """`group.num_read` pages of each row and KV head: the first and the last that is held, and the best of the others
-    by the larger bound of the head's M queries.
+    """`group.num_read` pages of each row and KV head: the first and the last that is held, and the
+    best of the others by the larger bound of the head's M queries.
 
     Cost: reads two vectors per page and KV head.
     """
-    if group.extremes is None or group.num_read is None or rows.table_RKW.shape[2] <= group.num_read:
+    if (
+        group.extremes is None
+        or group.num_read is None
+        or rows.table_RKW.shape[2] <= group.num_read
+    ):
         return rows
     page_RW = layer * group.num_pages + rows.table_RKW[:, 0]
     least_RWKH, most_RWKH = (group.extremes.at[page_RW, i].get(mode="clip") for i in (0, 1))

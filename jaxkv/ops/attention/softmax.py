@@ -1,4 +1,5 @@
-"""A softmax in parts: over blocks of keys, over two pools of pages, and what it says about the pages.
+"""A softmax in parts: over blocks of keys, over two pools of pages, and what it says about the
+pages.
 
 Source: arXiv 2205.14135, section 3.1; the entropy by the same recurrence, log sum - entropy / sum.
 """
@@ -14,14 +15,16 @@ import jax.numpy as jnp
 from jaxkv.kv.state import Statistics
 
 MASKED = -1e30
-"""Score of a key that is not seen: finite, so that a block without any seen key does not make NaN."""
+"""Score of a key that is not seen: finite, so that a block without any seen key does not make
+NaN.
+"""
 
 
 class Softmax(NamedTuple):
     """Running softmax over key blocks: max and sum [R, K, M], accumulator [R, K, M, H], float32.
 
-    entropy [R, K, M]: the sum of weight * (score - max), from which the entropy is log sum - entropy / sum; None unless
-    asked for.
+    entropy [R, K, M]: the sum of weight * (score - max), from which the entropy is log sum -
+    entropy / sum; None unless asked for.
     """
 
     max: jax.Array
@@ -32,19 +35,28 @@ class Softmax(NamedTuple):
     @classmethod
     def empty(cls, *shape: int, entropy: bool = False) -> Softmax:
         zeros = jnp.zeros(shape, jnp.float32)
-        return cls(jnp.full(shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros, zeros[..., 0] if entropy else None)
+        return cls(
+            jnp.full(shape[:-1], MASKED, jnp.float32),
+            zeros[..., 0],
+            zeros,
+            zeros[..., 0] if entropy else None,
+        )
 
     def moved(self, top: jax.Array) -> Softmax:
         """The same relative to another max, at least as large."""
         shrink = jnp.exp(self.max - top)
-        entropy = None if self.entropy is None else shrink * (self.entropy + self.sum * (self.max - top))
+        entropy = (
+            None if self.entropy is None else shrink * (self.entropy + self.sum * (self.max - top))
+        )
         return Softmax(top, self.sum * shrink, self.acc * shrink[..., None], entropy)
 
     def merged(self, other: Softmax) -> Softmax:
         """Of the keys of both. Source: arXiv 2205.14135, section 3.1."""
         top = jnp.maximum(self.max, other.max)
         mine, its = self.moved(top), other.moved(top)
-        entropy = None if mine.entropy is None or its.entropy is None else mine.entropy + its.entropy
+        entropy = (
+            None if mine.entropy is None or its.entropy is None else mine.entropy + its.entropy
+        )
         return Softmax(top, mine.sum + its.sum, mine.acc + its.acc, entropy)
 
     def result(self) -> jax.Array:
@@ -53,8 +65,10 @@ class Softmax(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The pages of R rows of a group, alike for all KV heads (K = 1) or chosen for each, with the positions of their
-    first slots and how many of their slots are held; and those of the group's `low`."""
+    """The pages of R rows of a group, alike for all KV heads (K = 1) or chosen for each, with the
+    positions of their first slots and how many of their slots are held; and those of the group's
+    `low`.
+    """
 
     table_RKW: jax.Array
     first_RKW: jax.Array
@@ -63,8 +77,9 @@ class Rows(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """Sums of the weights of each page, [R, n * C] for R rows of n blocks of C pages, kept as sums_nRKMC relative to
-    tops_nRKM, and how many keys a query has seen, [R, M] or [R, 1]."""
+    """Sums of the weights of each page, [R, n * C] for R rows of n blocks of C pages, kept as
+    sums_nRKMC relative to tops_nRKM, and how many keys a query has seen, [R, M] or [R, 1].
+    """
 
     sums_nRKMC: jax.Array
     tops_nRKM: jax.Array
@@ -73,13 +88,23 @@ class Tally(NamedTuple):
     @classmethod
     def empty(cls, shape_nRKMC: tuple[int, ...], position_RM: jax.Array) -> Tally:
         tops = jnp.full(shape_nRKMC[:-1], MASKED, jnp.float32)
-        return cls(jnp.zeros(shape_nRKMC, jnp.float32), tops, jnp.zeros(position_RM.shape, jnp.int32))
+        return cls(
+            jnp.zeros(shape_nRKMC, jnp.float32), tops, jnp.zeros(position_RM.shape, jnp.int32)
+        )
 
-    def with_block(self, i: jax.Array, weight_RKMJ: jax.Array, top_RKM: jax.Array, seen_RMJ: jax.Array) -> Tally:
+    def with_block(
+        self, i: jax.Array, weight_RKMJ: jax.Array, top_RKM: jax.Array, seen_RMJ: jax.Array
+    ) -> Tally:
         """With the weights of block i relative to `top`, and which of its keys were seen."""
         put = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
-        sums = weight_RKMJ.reshape(*weight_RKMJ.shape[:3], self.sums_nRKMC.shape[-1], -1).sum(axis=-1)
-        return Tally(put(self.sums_nRKMC, sums), put(self.tops_nRKM, top_RKM), self.seen_RM + seen_RMJ.sum(axis=-1))
+        sums = weight_RKMJ.reshape(*weight_RKMJ.shape[:3], self.sums_nRKMC.shape[-1], -1).sum(
+            axis=-1
+        )
+        return Tally(
+            put(self.sums_nRKMC, sums),
+            put(self.tops_nRKM, top_RKM),
+            self.seen_RM + seen_RMJ.sum(axis=-1),
+        )
 
     def mass(self, top_RKM: jax.Array, share_RKM: jax.Array) -> jax.Array:
         """[R, W]: added up over queries, each counted `share` times relative to the max `top`."""
@@ -90,7 +115,9 @@ class Tally(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the softmaxes of R rows were like: over all their keys, and by page of the group and of its `low`."""
+    """What the softmaxes of R rows were like: over all their keys, and by page of the group and of
+    its `low`.
+    """
 
     softmax: Softmax
     own: Tally
@@ -102,19 +129,25 @@ class Found(NamedTuple):
         is_one = counts_RM[:, None] & (total > 0)
         total = jnp.where(is_one, total, 1)
         share = jnp.where(is_one, 1 / total, 0)
-        entropy = None if weighted is None else jnp.where(is_one, jnp.log(total) - weighted * share, 0)
+        entropy = (
+            None if weighted is None else jnp.where(is_one, jnp.log(total) - weighted * share, 0)
+        )
         if like.focused:
             if entropy is None:
                 raise TypeError("expected softmaxes with entropies")
             seen_RM = self.own.seen_RM + (0 if self.low is None else self.low.seen_RM)
             share *= jnp.clip(1 - entropy / jnp.log(jnp.maximum(seen_RM, 2))[:, None], 0, 1)
-        of_low = None if self.low is None or like.low_BW is None else self.low.mass(self.softmax.max, share)
+        of_low = (
+            None
+            if self.low is None or like.low_BW is None
+            else self.low.mass(self.softmax.max, share)
+        )
         return Statistics(
             mass_BW=self.own.mass(self.softmax.max, share)[:, : like.mass_BW.shape[1]],
-            low_BW=of_low if of_low is None or like.low_BW is None else of_low[:, : like.low_BW.shape[1]],
+            low_BW=of_low
+            if of_low is None or like.low_BW is None
+            else of_low[:, : like.low_BW.shape[1]],
             entropy_B=None if entropy is None else entropy.sum(axis=(1, 2)),
             since_B=jnp.zeros(counts_RM.shape[0], jnp.int32),
             focused=like.focused,
         )
-
-

@@ -1,9 +1,10 @@
 """Paged attention in plain XLA: runs on every device, fast on a CPU.
 
-Decode rows are attended in tiles of neighbouring rows that sweep over page blocks together, prefill chunks one (row,
-query block) at a time; each gathers its pages once per block and keeps a running softmax (arXiv 2205.14135, algorithm
-1), so that memory does not grow with the context and the trip count is bounded by the longest row of the tile, without
-a recompilation. The scheduler lists decode rows by length, so that rows of a tile are of like length.
+Decode rows are attended in tiles of neighbouring rows that sweep over page blocks together, prefill
+chunks one (row, query block) at a time; each gathers its pages once per block and keeps a running
+softmax (arXiv 2205.14135, algorithm 1), so that memory does not grow with the context and the trip
+count is bounded by the longest row of the tile, without a recompilation. The scheduler lists decode
+rows by length, so that rows of a tile are of like length.
 """
 
 from __future__ import annotations
@@ -24,20 +25,28 @@ from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import total
 
 BLOCK = 128
-"""Keys gathered per row and iteration, for decode rows and prefill chunks alike: both add up in the same order."""
+"""Keys gathered per row and iteration, for decode rows and prefill chunks alike: both add up in the
+same order.
+"""
 
 CPU_TILE_ROWS = 8
-"""Decode rows that sweep together on a CPU: with BLOCK keys of each, what is gathered stays in the cache."""
+"""Decode rows that sweep together on a CPU: with BLOCK keys of each, what is gathered stays in the
+cache.
+"""
 
 CPU_MIN_QUERIES = 2
-"""Per KV head: XLA:CPU adds up the product of a vector and a matrix in another order than that of two matrices."""
+"""Per KV head: XLA:CPU adds up the product of a vector and a matrix in another order than that of
+two matrices.
+"""
 
 FLOAT32_VALUES = 64
-"""Float32 values are padded to a multiple: XLA:CPU adds up the product of a few queries and other widths in another
-order than that of many."""
+"""Float32 values are padded to a multiple: XLA:CPU adds up the product of a few queries and other
+widths in another order than that of many.
+"""
 
 QUERY_BLOCK = 128
 """Queries of one prefill work item."""
+
 
 @dataclass(frozen=True, slots=True)
 class Xla:
@@ -48,7 +57,9 @@ class Xla:
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         return None
 
-    def page_arrays(self, heads: Heads, page_size: int, codec: Codec) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def page_arrays(
+        self, heads: Heads, page_size: int, codec: Codec
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         shape = (2 * heads.num_kv_heads, page_size, codec.width(heads.head_dim))
         return (jax.ShapeDtypeStruct(shape, codec.storage_dtype),)
 
@@ -87,8 +98,8 @@ def read(
     window: int | None,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
-    """Attention over pages that have the step's keys and values, `group.len_B` its tokens, and over those of
-    `group.low`. Returns [T, N, H] float32, and `group.statistics` with this layer's added.
+    """Attention over pages that have the step's keys and values, `group.len_B` its tokens, and over
+    those of `group.low`. Returns [T, N, H] float32, and `group.statistics` with this layer's added.
 
     `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
     """
@@ -102,7 +113,12 @@ def read(
         batch.position_T[:num_rows],
         is_decode_B,
         # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
-        cpu=partial(decode, tile_rows=CPU_TILE_ROWS, min_queries=CPU_MIN_QUERIES, in_float32=not deterministic),
+        cpu=partial(
+            decode,
+            tile_rows=CPU_TILE_ROWS,
+            min_queries=CPU_MIN_QUERIES,
+            in_float32=not deterministic,
+        ),
         default=partial(decode, tile_rows=num_rows, min_queries=1, in_float32=False),
     )
     if batch.decode_only:
@@ -124,7 +140,9 @@ def _decode(
     layer: int | jax.Array,
     window: int | None,
 ) -> tuple[jax.Array, Statistics | None]:
-    """One query per row, `tile_rows` rows side by side, with at least `min_queries` queries per KV head."""
+    """One query per row, `tile_rows` rows side by side, with at least `min_queries` queries per KV
+    head.
+    """
     num_rows, num_heads, head_dim = q_BNH.shape
     heads, size = group.num_kv_heads, min(tile_rows, num_rows)
     per_head = num_heads // heads
@@ -134,7 +152,9 @@ def _decode(
     first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
     first_B = jnp.where(live_B, first_B, jnp.iinfo(jnp.int32).max)
 
-    def tile(i: jax.Array, carry: tuple[jax.Array, Statistics | None]) -> tuple[jax.Array, Statistics | None]:
+    def tile(
+        i: jax.Array, carry: tuple[jax.Array, Statistics | None]
+    ) -> tuple[jax.Array, Statistics | None]:
         # The last tile starts early rather than end late: rows computed twice come out the same.
         out_BNH, statistics = carry
         start = jnp.minimum(i * size, num_rows - size)
@@ -160,9 +180,13 @@ def _decode(
             new = found.counted(counts_R[:, None] & real_M[None], statistics)
             old = jax.tree.map(take, before)
             statistics = jax.tree.map(
-                lambda all_B, old_R, new_R: jax.lax.dynamic_update_slice_in_dim(all_B, old_R + new_R, start, 0),
-                statistics, old, new,
-            )  # fmt: skip
+                lambda all_B, old_R, new_R: jax.lax.dynamic_update_slice_in_dim(
+                    all_B, old_R + new_R, start, 0
+                ),
+                statistics,
+                old,
+                new,
+            )
         out = out[:, :, :per_head].reshape(size, num_heads, head_dim)
         return jax.lax.dynamic_update_slice_in_dim(out_BNH, out, start, 0), statistics
 
@@ -171,25 +195,41 @@ def _decode(
 
 
 def _prefill(
-    q_TNH: jax.Array, out_TNH: jax.Array, group: GroupKV, batch: Batch, *, layer: int | jax.Array, window: int | None
+    q_TNH: jax.Array,
+    out_TNH: jax.Array,
+    group: GroupKV,
+    batch: Batch,
+    *,
+    layer: int | jax.Array,
+    window: int | None,
 ) -> tuple[jax.Array, Statistics | None]:
-    """Every prefill row's chunk, QUERY_BLOCK queries at a time, written over `out` (which holds the decode rows)."""
+    """Every prefill row's chunk, QUERY_BLOCK queries at a time, written over `out` (which holds the
+    decode rows).
+    """
     num_tokens, num_heads, head_dim = q_TNH.shape
     heads, size = group.num_kv_heads, min(QUERY_BLOCK, num_tokens)
     per_head = num_heads // heads
-    # Blocks may run past their row's end, and are then overwritten by the next row, or lie in this extra block.
+    # Blocks may run past their row's end, and are then overwritten by the next row, or lie in this
+    # extra block.
     q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
     position_T = jnp.pad(batch.position_T, (0, size))
     out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
     rows = _rows_of(group, group.len_B)
 
-    def block(row: jax.Array, done: jax.Array, carry: tuple[jax.Array, Statistics | None]) -> tuple[Any, Any]:
+    def block(
+        row: jax.Array, done: jax.Array, carry: tuple[jax.Array, Statistics | None]
+    ) -> tuple[Any, Any]:
         out_TNH, statistics = carry
         start = batch.start_B[row] + done
         q = jax.lax.dynamic_slice_in_dim(q_TNH, start, size)
         position = jax.lax.dynamic_slice_in_dim(position_T, start, size)
-        # [T, K, G, H] -> [1, K, T*G, H]: all queries that share a KV head meet its keys in one matmul.
-        q = q.reshape(size, heads, per_head, head_dim).transpose(1, 0, 2, 3).reshape(1, heads, -1, head_dim)
+        # [T, K, G, H] -> [1, K, T*G, H]: all queries that share a KV head meet its keys in one
+        # matmul.
+        q = (
+            q.reshape(size, heads, per_head, head_dim)
+            .transpose(1, 0, 2, 3)
+            .reshape(1, heads, -1, head_dim)
+        )
         length = group.len_B[row]
         index = length - batch.count_B[row] + done
         low = jnp.int32(0) if window is None else jnp.maximum(index + 1 - window, 0)
@@ -205,10 +245,18 @@ def _prefill(
             window=window,
         )
         if statistics is not None and found is not None:
-            counts_T = (done + jnp.arange(size) < batch.count_B[row]) & (position >= statistics.since_B[row])
+            counts_T = (done + jnp.arange(size) < batch.count_B[row]) & (
+                position >= statistics.since_B[row]
+            )
             new = found.counted(jnp.repeat(counts_T, per_head)[None], statistics)
-            statistics = jax.tree.map(lambda all_B, new_1: all_B.at[row].add(new_1[0]), statistics, new)
-        out = out.reshape(heads, size, per_head, head_dim).transpose(1, 0, 2, 3).reshape(size, num_heads, head_dim)
+            statistics = jax.tree.map(
+                lambda all_B, new_1: all_B.at[row].add(new_1[0]), statistics, new
+            )
+        out = (
+            out.reshape(heads, size, per_head, head_dim)
+            .transpose(1, 0, 2, 3)
+            .reshape(size, num_heads, head_dim)
+        )
         return jax.lax.dynamic_update_slice_in_dim(out_TNH, out, start, 0), statistics
 
     def row_step(row: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -240,13 +288,20 @@ def _attend(
     window: int | None,
 ) -> tuple[jax.Array, Found | None]:
     """`_sweep` over the pages of both pools -> ([R, K, M, H], what `group.statistics` asks for)."""
-    known: Any = {"in_float32": in_float32, "layer": layer, "window": window, "asked": group.statistics}
+    known: Any = {
+        "in_float32": in_float32,
+        "layer": layer,
+        "window": window,
+        "asked": group.statistics,
+    }
     softmax, own = _sweep(q_RKMH, group, rows, position_RM, bounds, **known)
     of_low = None
     if group.low is not None and rows.low is not None:
         # The group's own codec rotates nothing (`kv.policies`).
         codec, all_slots = group.low.codec, (jnp.int32(0), jnp.max(rows.low.held_RKW.sum(axis=2)))
-        found, of_low = _sweep(codec.rotate(q_RKMH), group.low, rows.low, position_RM, all_slots, **known)
+        found, of_low = _sweep(
+            codec.rotate(q_RKMH), group.low, rows.low, position_RM, all_slots, **known
+        )
         softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
     return softmax.result(), None if own is None else Found(softmax, own, of_low)
 
@@ -263,12 +318,12 @@ def _sweep(
     window: int | None,
     asked: Statistics | None,
 ) -> tuple[Softmax, Tally | None]:
-    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables, counted as if all
-    pages were full, BLOCK of them (or one page) at a time.
+    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their
+    tables, counted as if all pages were full, BLOCK of them (or one page) at a time.
 
-    Both matmuls take their inputs in the dtype that the pages decode to, or float32, and add up in float32.
-    Blocks begin at multiples of their size, and one without a seen key changes no bit: what a query gets does not
-    depend on the bounds.
+    Both matmuls take their inputs in the dtype that the pages decode to, or float32, and add up in
+    float32. Blocks begin at multiples of their size, and one without a seen key changes no bit:
+    what a query gets does not depend on the bounds.
 
     position_RM has the position of each query, or [R, 1] where all queries of a row share it.
     """
@@ -285,14 +340,22 @@ def _sweep(
     padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
 
     def fetch(head_page_RKC: jax.Array) -> Elements:
-        """[R, K, C*S, H]: contiguous pieces of S vectors, already in the order that the matmul reads."""
-        stored = by_head.at[head_page_RKC].get(mode="clip").reshape(num_rows, heads, per_block * size, -1)
+        """[R, K, C*S, H]: contiguous pieces of S vectors, already in the order that the matmul
+        reads.
+        """
+        stored = (
+            by_head.at[head_page_RKC]
+            .get(mode="clip")
+            .reshape(num_rows, heads, per_block * size, -1)
+        )
         found = group.codec.elements(stored)
         return found._replace(values=found.values.astype(jnp.float32)) if in_float32 else found
 
     def body(i: jax.Array, carry: tuple[Softmax, Tally | None]) -> tuple[Softmax, Tally | None]:
         state, tally = carry
-        take = partial(jax.lax.dynamic_slice_in_dim, start_index=i * per_block, slice_size=per_block, axis=2)
+        take = partial(
+            jax.lax.dynamic_slice_in_dim, start_index=i * per_block, slice_size=per_block, axis=2
+        )
         page_RKC, first_RKC, in_page_RKC = map(take, padded)
         slot_1J = jnp.tile(slot_S, per_block)[None, None]
         held_RKJ = slot_1J < jnp.repeat(in_page_RKC, size, axis=2)
@@ -303,7 +366,8 @@ def _sweep(
             seen_RKMJ &= distance_RKMJ < window
         index_RKC = layer_base + page_RKC * (2 * heads) + head_K1[None]
         keys, values = fetch(index_RKC), fetch(index_RKC + heads)
-        # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is not enough.
+        # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is
+        # not enough.
         cleared = jnp.where(held_RKJ[..., None], values.values, 0)
         of_slot = (None if x is None else jnp.where(held_RKJ, x, 0.0) for x in values[1:])
         values = Elements(jnp.pad(cleared, ((0, 0), (0, 0), (0, 0), (0, padding))), *of_slot)
@@ -315,21 +379,27 @@ def _sweep(
     low, high = bounds
     block = per_block * size
     num_blocks = padded[0].shape[2] // per_block
-    found = Tally.empty((num_blocks, *q_RKMH.shape[:-1], per_block), position_RM) if asked is not None else None
+    found = (
+        Tally.empty((num_blocks, *q_RKMH.shape[:-1], per_block), position_RM)
+        if asked is not None
+        else None
+    )
     entropy = asked is not None and asked.entropy_B is not None
     empty = Softmax.empty(*q_RKMH.shape[:-1], head_dim + padding, entropy=entropy)
-    state, found = jax.lax.fori_loop(low // block, (high + block - 1) // block, body, (empty, found))
+    state, found = jax.lax.fori_loop(
+        low // block, (high + block - 1) // block, body, (empty, found)
+    )
     return state._replace(acc=state.acc[..., :head_dim]), found
 
 
 def _accumulate(
     state: Softmax, q: jax.Array, keys: Elements, values: Elements, seen: jax.Array
 ) -> tuple[Softmax, jax.Array]:
-    """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H]. Returns the weights
-    [R, K, M, J] too.
+    """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H].
+    Returns the weights [R, K, M, J] too.
 
-    Queries and weights are rounded to the dtype of keys and values. Of quantised ones the scales act on columns of
-    scores and on weights, the offsets on the sums of both.
+    Queries and weights are rounded to the dtype of keys and values. Of quantised ones the scales
+    act on columns of scores and on weights, the offsets on the sums of both.
     """
     dtype = keys.values.dtype
     matmul = partial(
@@ -357,4 +427,6 @@ def _accumulate(
         # What is not seen has weight 0 and a finite score.
         gained_entropy = total(weight * (scores - top[..., None]))
         entropy = shrink * (state.entropy + state.sum * (state.max - top)) + gained_entropy
-    return Softmax(top, state.sum * shrink + total(weight), state.acc * shrink[..., None] + gained, entropy), weight
+    return Softmax(
+        top, state.sum * shrink + total(weight), state.acc * shrink[..., None] + gained, entropy
+    ), weight

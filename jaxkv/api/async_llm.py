@@ -1,0 +1,140 @@
+"""`AsyncLLM`: many users of one model in one asyncio process. vLLM's names."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import partial
+from typing import Any
+
+from jaxkv.api.engine_thread import EngineThread, Stream
+from jaxkv.api.llm import LLM, Conversation
+from jaxkv.config import SamplingParams
+from jaxkv.engine.metrics import Metric
+from jaxkv.requests.intake import Prompt
+from jaxkv.requests.outputs import RequestOutput
+
+
+class AsyncLLM:
+    """An `LLM` for asyncio: requests come and go at any time, from any number of tasks and event
+    loops.
+
+        async with AsyncLLM("path/to/checkpoint") as llm:
+            async for output in llm.generate("def add(a, b):", SamplingParams(max_tokens=64)):
+                print(output.outputs[0].text)
+
+    Takes the arguments of `LLM` and raises what that raises. It is made, with loading and
+    compiling, in the calling thread; from then on the engine belongs to a thread of its own, so
+    that awaiting never blocks an event loop.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        self._llm = LLM(model, **options)
+        self._engine = EngineThread(self._llm)
+        # Who forgets to call `shutdown` gets the memory back, and a clean exit: the thread must not
+        # be in a step when JAX takes its backends down. Python calls what was registered last
+        # first, so this is before JAX's own.
+        at_exit = self._engine.shutdown
+        atexit.register(at_exit)
+        self._forget = weakref.finalize(self, _stop_forgotten, self._engine, at_exit)
+        self._forget.atexit = False
+        self._engine.start()
+
+    async def generate(
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yields everything so far (of all samples) whenever there is more; the last output is
+        `finished`.
+
+        Who reads more slowly than tokens come gets fewer outputs, always the newest. Text comes in
+        whole characters and never with the beginning of a stop string. Ending the iteration early
+        (`aclose`, `break`, a cancelled task) ends the request; after `abort` and `shutdown` the
+        last output has the finish_reason "abort".
+        prompt: as for `LLM.generate`, or a list of chat messages. sampling_params: by default
+        `get_default_sampling_params`. request_id: by default a random one. priority: the lowest
+        first.
+        Raises, each from this iterator only: ValueError for a prompt or parameter that is refused
+        and for a request_id that is in use; what a step of the engine raised that this request was
+        in; EngineDeadError.
+        """
+        if not isinstance(request_id, str | None):
+            raise ValueError(
+                f"request_id: expected a text or None, got {type(request_id).__name__}"
+            )
+        loop = asyncio.get_running_loop()
+        stream = Stream(uuid.uuid4().hex if request_id is None else request_id)
+        try:
+            await self._engine.ask(
+                partial(self._engine.add, stream, loop, prompt, sampling_params, priority)
+            )
+            while not stream.is_ended:
+                yield await stream.get()
+        finally:
+            if not stream.is_ended:
+                self._engine.post(partial(self._engine.close, stream))
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends a request, or several, and returns when all that it held is free; an unknown id is
+        no error.
+        """
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        await self._engine.ask(partial(self._engine.abort, ids))
+
+    async def get_tokenizer(self) -> Any:
+        """A copy of the Hugging Face tokenizer, the same one each time (None with
+        skip_tokenizer_init=True).
+
+        A copy, because a tokenizer is for one thread at a time and the engine's thread uses its
+        own.
+        """
+        return await self._engine.ask(self._engine.copied_tokenizer)
+
+    async def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
+        """As `LLM.get_metrics`."""
+        return await self._engine.ask(partial(self._llm.get_metrics, prefix))
+
+    async def describe(self) -> str:
+        """As `LLM.describe`."""
+        return await self._engine.ask(self._llm.describe)
+
+    async def reset_prefix_cache(self) -> None:
+        """As `LLM.reset_prefix_cache`."""
+        await self._engine.ask(self._llm.reset_prefix_cache)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As `LLM.get_default_sampling_params`."""
+        return self._llm.get_default_sampling_params()
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self._llm.num_kv_tokens
+
+    def shutdown(self) -> None:
+        """Ends every request and the thread; returns when the step that runs is over. Once is
+        enough, twice is fine.
+        """
+        self._forget()
+        self._engine.shutdown()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+
+def _stop_forgotten(engine: EngineThread, at_exit: Callable[[], None]) -> None:
+    # Called by the garbage collector in any thread, maybe the engine's own: so nothing here may
+    # wait.
+    engine.stop()
+    atexit.unregister(at_exit)

@@ -1,0 +1,463 @@
+"""The `jaxkv` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxkv.version import VERSION
+
+KV_POLICIES = (
+    "full (default), streaming, page_norm, h2o_page, snapkv_page, entropy or quest; name:int8 "
+    "demotes first"
+)
+KV_DTYPES = (
+    "bfloat16, float32, int8, fp8_e4m3, fp8_e5m2, int4, turboquant4, turboquant3 or turboquant2.5"
+)
+
+if TYPE_CHECKING:
+    from jaxkv.config import SamplingParams
+    from jaxkv.tools.deployment import Deployment
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit status: 0, 1 for a check that found something, or 2 for
+    what the caller can mend (the message is on stderr).
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"jaxkv: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxkv", description="Language-model inference in JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxkv {VERSION}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_batch(commands)
+    _add_convert(commands)
+    _add_plan(commands)
+    _add_check(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser(
+        "generate", help="complete a prompt", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    generate.set_defaults(run=_generate)
+    generate.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="text to complete; without it, standard input"
+    )
+    _add_model_options(generate)
+    _add_sampling_options(generate)
+    generate.add_argument("--quiet", action="store_true", help="no figures at the end")
+
+
+def _add_batch(commands: Any) -> None:
+    batch = commands.add_parser(
+        "batch",
+        help="complete a file of prompts, and go on where a run was cut off",
+        description='Completes every line of a JSONL file, such as {"id": 1, "prompt": "..."} or '
+        '{"id": "a", "messages": [...], "params": {"max_tokens": 9}}. The same command again does '
+        "what is missing in the output.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    batch.set_defaults(run=_batch)
+    batch.add_argument(
+        "-i", "--input", required=True, metavar="IN.jsonl", help="prompts, one JSON object per line"
+    )
+    batch.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="OUT.jsonl",
+        help="one row per line is appended here",
+    )
+    _add_model_options(batch)
+    batch.add_argument("--max-num-seqs", type=int, help="rows that run at once")
+    batch.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens per step")
+    _add_sampling_options(batch)
+    batch.add_argument(
+        "--quiet", action="store_true", help="no progress bar, no figures at the end"
+    )
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="store a model in the form that starts fastest",
+        description="Makes a directory for LLM(OUT) or --model OUT, and keeps the compiled "
+        "programs of an engine with default limits in this user's cache.",
+    )
+    convert.set_defaults(run=_convert)
+    convert.add_argument("model", metavar="DIR", help="local directory or hub id")
+    convert.add_argument(
+        "out", metavar="OUT", type=Path, help="directory to make; nothing may be there yet"
+    )
+    convert.add_argument("--dtype", default="auto", help="auto (default), bfloat16 or float32")
+    convert.add_argument(
+        "--no-compile", action="store_true", help="leave the compiled programs to the first start"
+    )
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="what a model takes on TPUs, and how much context fits beside it",
+        description="Divides the memory of devices that need not be here between weights, "
+        "programs and KV cache. Needs the model's config.json only. GiB are 2**30 bytes.",
+    )
+    plan.set_defaults(run=_plan)
+    plan.add_argument(
+        "model", metavar="MODEL", help="config.json, a directory that has one, or a hub id"
+    )
+    _add_target_options(plan)
+    plan.add_argument(
+        "--context",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens of a sequence (default: the longest)",
+    )
+    plan.add_argument("--sequences", type=int, default=0, metavar="N", help="whether so many fit")
+    plan.add_argument(
+        "--compile", action="store_true", help="ask the compiler too (minutes; jaxkv[tpu] on Linux)"
+    )
+    plan.add_argument("--svg", type=Path, metavar="FILE", help="a stacked bar for each plan")
+    plan.add_argument("--json", action="store_true", help="JSON, sizes in bytes")
+
+
+def _add_target_options(parser: argparse.ArgumentParser) -> None:
+    chips = "v6e is one chip, v6e:2x4 are eight (default: v5e v6e tpu7x)"
+    parser.add_argument(
+        "--target", nargs="+", metavar="T", default=["v5e", "v6e", "tpu7x"], help=chips
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, help="devices that divide the model (default: all)"
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of the weights: bfloat16 (default) or float32"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", "--kv-dtype", default="auto", help=f"auto (as dtype) or {KV_DTYPES}"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype-skip-layers", nargs="+", metavar="L", help="layers that stay in dtype"
+    )
+    parser.add_argument("--kv-policy", default="full", help=KV_POLICIES)
+    parser.add_argument(
+        "--kv-budget", type=int, metavar="N", help="tokens' bytes that the policy leaves a sequence"
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, help="longest prompt and output together, in tokens"
+    )
+    parser.add_argument("--max-num-seqs", type=int, help="rows that run at once (default: 256)")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=2048, help="tokens per step (default: 2048)"
+    )
+    parser.add_argument("--block-size", type=int, help="tokens per page (default: 64)")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        help="part of the memory (default: 0.9)",
+    )
+    parser.add_argument("--backend", default="auto", help="auto (default), xla or pallas_tpu")
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="compile for TPUs that are not here, and say what is wrong",
+        description="Compiles the attention kernels, and with MODEL the engine's programs, for "
+        "each target; nothing is run. Exit status 1 if anything failed. Needs pip install "
+        '"jaxkv[tpu]" on Linux, but no TPU.',
+    )
+    check.set_defaults(run=_check)
+    check.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="config.json, a directory that has one, or a hub id",
+    )
+    _add_target_options(check)
+    check.add_argument(
+        "--pages",
+        "--num-gpu-blocks-override",
+        type=int,
+        metavar="N",
+        help="instead of as many as fit",
+    )
+    check.add_argument(
+        "--all", action="store_true", help="every program, not only the largest step and loop"
+    )
+    check.add_argument(
+        "--shape",
+        nargs="+",
+        metavar="S",
+        help="kernels at these named shapes (default: all, or MODEL's)",
+    )
+    check.add_argument("--kernel", choices=("decode", "prefill"), help="only this one")
+    check.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens of a row that a kernel attends (default: budgeted)",
+    )
+    check.add_argument("--json", action="store_true", help="JSON instead of the table")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", help="local directory or hub id; without it, the built-in demo model"
+    )
+    parser.add_argument(
+        "--tokenizer", help="directory or hub id of the tokenizer, if not the model's"
+    )
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
+    parser.add_argument(
+        "--kv-cache-dtype", "--kv-dtype", default="auto", help=f"auto (as dtype) or {KV_DTYPES}"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype-skip-layers", nargs="+", metavar="L", help="layers that stay in dtype"
+    )
+    parser.add_argument("--kv-policy", default="full", help=KV_POLICIES)
+    parser.add_argument(
+        "--kv-budget", type=int, metavar="N", help="tokens' bytes that the policy leaves a sequence"
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, help="longest prompt and output together, in tokens"
+    )
+    parser.add_argument("--block-size", type=int, help="tokens per page")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="devices that divide the model"
+    )
+    parser.add_argument("--backend", default="auto", help="auto, xla, pallas_tpu or mosaic_gpu")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate")
+    parser.add_argument("--min-tokens", type=int, default=0, help="tokens before an end is allowed")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0, help="0 is off")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--min-p", type=float, default=0.05, help="0 is off")
+    parser.add_argument("--seed", type=int, help="of the sampling; without it, the same every time")
+    parser.add_argument(
+        "--stop", action="append", help="text that ends the output; may be given several times"
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="go on after the model's end token"
+    )
+
+
+def _model_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = [
+        "model",
+        "tokenizer",
+        "dtype",
+        "kv_cache_dtype",
+        "kv_cache_dtype_skip_layers",
+        "kv_policy",
+        "kv_budget",
+    ]
+    names += ["max_model_len", "block_size", "tensor_parallel_size", "backend"]
+    return {name: getattr(args, name) for name in names}
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    from jaxkv.config import SamplingParams
+
+    names = (
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+        "stop",
+        "ignore_eos",
+    )
+    return SamplingParams(**{name: getattr(args, name) for name in names})
+
+
+def _generate(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    from jaxkv.api.llm import LLM
+
+    params = _sampling_params(args)
+    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    # One prompt needs one row and two or three of the programs: compile those when they are met.
+    llm = LLM(**_model_options(args), max_num_seqs=1, lazy_compile=True)
+    stream = llm.stream(prompt, params)
+    loaded = time.perf_counter()
+    print(prompt, end="", flush=True)
+    # (seconds without compilation, tokens so far) after each piece
+    marks = []
+    num_prompt = num_new = 0
+    for output in stream:
+        num_prompt = len(output.prompt_token_ids)
+        num_new += len(output.outputs[0].token_ids)
+        marks.append((time.perf_counter() - loaded - llm.compile_s, num_new))
+        print(output.outputs[0].text, end="", flush=True)
+    print()
+    if not args.quiet:
+        (first_s, first), (last_s, last) = marks[0], marks[-1]
+        rate = (
+            f"{(last - first) / (last_s - first_s):.1f} tokens/s after it"
+            if last > first
+            else "no tokens after it"
+        )
+        print(
+            f"[{num_prompt} prompt + {num_new} new tokens; time to first token {first_s:.3f} s, "
+            f"{rate}, without the {llm.compile_s:.1f} s of compilation and "
+            f"{loaded - started:.1f} s of loading; KV cache: "
+            f"{num_prompt + num_new - 1} of {llm.num_kv_tokens} tokens]",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _batch(args: argparse.Namespace) -> int:
+    from jaxkv.api.batch_files import open_output, run_batch
+
+    params = _sampling_params(args)
+    # What a system sends before it kills ends the run as Ctrl-C does.
+    on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with open(args.input, "rb") as source, open_output(args.output, source) as rows:
+            # Imports and weights take seconds to minutes: only when the files are known to be good.
+            from jaxkv.api.llm import LLM
+
+            limits = {
+                "max_num_seqs": args.max_num_seqs,
+                "max_num_batched_tokens": args.max_num_batched_tokens,
+            }
+            llm = LLM(**_model_options(args), **limits, lazy_compile=True)
+            counts = run_batch(llm, source, rows, params, use_tqdm=not args.quiet)
+    except KeyboardInterrupt:
+        print("jaxkv: stopped; the same command goes on where this one ended", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, on_term)
+    if not args.quiet:
+        print(
+            f"[{counts.num_written} rows written, {counts.num_skipped} lines skipped that had "
+            f"one, {counts.num_errors} errors in {args.output}; "
+            f"{counts.num_output_tokens / counts.run_s:.1f} tokens/s without the "
+            f"{llm.compile_s:.1f} s of compilation]",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    import jax
+
+    from jaxkv.build.model import auto_dtype
+    from jaxkv.weights.hub import resolve_model
+    from jaxkv.weights.orbax import convert
+
+    dtype = auto_dtype(jax.devices()[0].platform) if args.dtype == "auto" else args.dtype
+    num_bytes = convert(resolve_model(args.model), args.out, dtype=dtype)
+    print(
+        f"{args.out}: {num_bytes / 1e6:.1f} MB of {dtype} in {time.perf_counter() - started:.1f} s",
+        flush=True,
+    )
+    if not args.no_compile:
+        from jaxkv.api.llm import LLM
+
+        print(LLM(args.out, skip_tokenizer_init=True).describe())
+    return 0
+
+
+def _deployments(args: argparse.Namespace) -> list[Deployment]:
+    from jaxkv.tools.chips import ENVIRONMENT, parse_target
+
+    os.environ.update(ENVIRONMENT)
+    from jaxkv.tools.deployment import deploy
+
+    return [
+        deploy(args.model, target, **_engine_options(args))
+        for target in map(parse_target, args.target)
+    ]
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = (
+        "dtype",
+        "kv_cache_dtype",
+        "tensor_parallel_size",
+        "backend",
+        "max_model_len",
+        "max_num_seqs",
+    )
+    others = ("kv_policy", "kv_budget", "max_num_batched_tokens", "block_size")
+    options = {name: getattr(args, name) for name in (*names, *others)}
+    layers = args.kv_cache_dtype_skip_layers and tuple(
+        args.kv_cache_dtype_skip_layers
+    )  # work is known by its options
+    return options | {
+        "kv_cache_dtype_skip_layers": layers,
+        "utilization": args.gpu_memory_utilization,
+    }
+
+
+def _plan(args: argparse.Namespace) -> int:
+    deployments = _deployments(args)
+    from jaxkv.tools import plan
+
+    contexts = args.context or [deployments[0].limits.max_model_len]
+    if min(*contexts, args.sequences + 1) < 1:
+        raise ValueError(
+            "expected --context above 0 and --sequences from 0, "
+            f"got {contexts} and {args.sequences}"
+        )
+    if not args.json:
+        print(
+            plan.describe_model(deployments[0], contexts=contexts, sequences=args.sequences),
+            flush=True,
+        )
+    planned = []
+    for deployment in deployments:
+        planned.append(plan.make_plans(deployment, compile_too=args.compile))
+        if not args.json:
+            print(
+                plan.describe(planned[-1], contexts=contexts, sequences=args.sequences), flush=True
+            )
+    if args.json:
+        print(json.dumps([plan.as_json(one) for one in planned], indent=1))
+    if args.svg:
+        args.svg.write_text(plan.picture(planned))
+    return int(all(one.refusal is not None for one in planned))
+
+
+def _check(args: argparse.Namespace) -> int:
+    from jaxkv.tools.check import run
+
+    return run(
+        args.model,
+        targets=args.target,
+        options=_engine_options(args),
+        pages=args.pages,
+        every=args.all,
+        shapes=args.shape or (),
+        kernels=[args.kernel] if args.kernel else None,
+        context=args.context,
+        as_json=args.json,
+    )

@@ -1,0 +1,83 @@
+"""Where compiled programs are kept between starts: JAX's persistent compilation cache, on by
+default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+MIN_COMPILE_S = 0.1
+"""Compilations that take less are not worth a file."""
+
+
+def use_compile_cache(device: jax.Device) -> str:
+    """Points JAX at the user's cache folder, for the whole process; returns that folder, or why
+    there is none.
+
+    Whoever has set jax_compilation_cache_dir, or switched the cache off, keeps what they chose.
+    Entries hold machine code that JAX trusts, so the folder is never beside a checkpoint, and
+    nobody else may write to it.
+    """
+    config: Any = jax.config  # its flags are not in its type
+    if not config.jax_enable_compilation_cache:
+        return "off: jax_enable_compilation_cache is False"
+    try:
+        folder = _folder(device)
+        chosen = config.jax_compilation_cache_dir
+        if chosen is not None and chosen != str(folder):
+            return f"{chosen or 'off'} (jax_compilation_cache_dir)"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+            return f"off: {folder} can be written by others than this user"
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        return f"off: {error}"
+    config.update("jax_compilation_cache_dir", str(folder))
+    config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
+    return str(folder)
+
+
+def _folder(device: jax.Device) -> Path:
+    """$XDG_CACHE_HOME/jaxkv/<platform>-<hash of what its machine code depends on beyond what JAX's
+    own keys hold>.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # as the XDG specification wants it
+        base = Path("~/.cache").expanduser()
+    name = (
+        _cpu()
+        if device.platform == "cpu"
+        else f"{device.device_kind} {device.client.platform_version}"
+    )
+    return base / "jaxkv" / f"{device.platform}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+def _cpu() -> str:
+    """Model and instruction sets of this CPU: XLA compiles for exactly these."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = (
+        cpuinfo.read_text().split("\n\n")[0].splitlines()
+        if cpuinfo.is_file()
+        else [platform.processor()]
+    )
+    names = (
+        "vendor_id",
+        "cpu family",
+        "model",
+        "model name",
+        "flags",
+        "CPU implementer",
+        "CPU part",
+        "Features",
+    )
+    chosen = [line for line in lines if line.partition(":")[0].strip() in names] or lines
+    return "\n".join([platform.machine(), *chosen])

@@ -1,0 +1,205 @@
+"""What the memory of a device is divided into: weights, the pool, and what compiled programs take
+beside them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxkv.errors import CapacityError
+from jaxkv.programs.compiled import ProgramMemory, Programs
+
+MIB = 2**20
+
+CPU_SHARE = 0.25
+"""Most of the available memory that the pool takes on a CPU unless told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes of one device: what an engine may use of it (None: it does not say), and what of that
+    is in use before the pool comes, mostly weights. `source` says where the limit comes from.
+    `pool_limit`: what the pool may take unless told otherwise; None: all that weights and programs
+    leave.
+    """
+
+    limit: int | None
+    used: int
+    source: str
+    pool_limit: int | None = None
+
+    @property
+    def free(self) -> int:
+        """What is left for pool and programs. Raises: CapacityError if the device does not say what
+        it has.
+        """
+        if self.limit is None:
+            raise CapacityError(
+                f"{self.source}; pass kv_cache_memory_bytes or num_gpu_blocks_override"
+            )
+        return self.limit - self.used
+
+
+def device_memory(device: jax.Device, *, weight_bytes: int, utilization: float) -> Memory:
+    """The memory of `device`, to be asked with the weights loaded: on a CPU what this process (its
+    cgroup) can still get and the weights, elsewhere the part `utilization` of what the device has.
+
+    Raises: ValueError for a utilization out of range.
+    """
+    if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
+        raise ValueError(
+            f"gpu_memory_utilization: expected a number in (0, 1], got {utilization!r}"
+        )
+    if device.platform == "cpu":
+        available = available_memory()
+        # Programs need little here, whatever the pool's size: compiling twice to learn how much is
+        # not worth the wait.
+        return Memory(
+            limit=available + weight_bytes,
+            used=weight_bytes,
+            source="what is available to this process (system, cgroup), and its weights",
+            pool_limit=int(available * min(CPU_SHARE, utilization)),
+        )
+    stats = device.memory_stats()
+    if stats is None:
+        return Memory(
+            limit=None, used=weight_bytes, source=f"{device} does not say how much memory it has"
+        )
+    total = stats["bytes_limit"]
+    source = (
+        f"gpu_memory_utilization={utilization} of {total / MIB:.1f} MiB (memory_stats of {device})"
+    )
+    return Memory(limit=int(total * utilization), used=stats["bytes_in_use"], source=source)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """How one engine's share of its device is spent. `reason` says why the pool has `num_pages`,
+    `advice` what to change should it not fit.
+    """
+
+    memory: Memory
+    num_pages: int
+    page_nbytes: int
+    reason: str
+    advice: str
+    compile_s: float = 0.0
+    """Spent on finding `num_pages`."""
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_pages * self.page_nbytes
+
+    def compile(self, programs: Programs, *, lazy: bool) -> None:
+        """Compiles the whole set, unless `lazy`. Raises: CapacityError if it, or already the pool,
+        does not fit.
+        """
+        self.check(programs)
+        programs.compile_s += self.compile_s
+        if not lazy:
+            programs.compile_all()
+            self.check(programs)
+
+    def check(self, programs: Programs) -> None:
+        """Raises CapacityError if pool and programs, those that are compiled, do not fit beside
+        what was in use.
+        """
+        needed = self.memory.used + self.pool_bytes + _program_bytes(programs)
+        if self.memory.limit is not None and needed > self.memory.limit:
+            lines = "\n".join(self.lines(programs)[1:-1])
+            raise CapacityError(
+                f"{needed} bytes needed, {self.memory.limit} available ({self.memory.source}): "
+                f"{self.advice}\n{lines}"
+            )
+
+    def lines(self, programs: Programs) -> list[str]:
+        """The budget as people read it: the limit, one line for each that takes a part of it, what
+        is left.
+        """
+        memory, compiled = self.memory, programs.memory
+        left = (
+            None
+            if memory.limit is None
+            else memory.limit - memory.used - self.pool_bytes - _program_bytes(programs)
+        )
+        return [
+            _line(memory.limit, f"limit: {memory.source}", label="memory"),
+            _line(
+                memory.used,
+                "in use before the KV cache: weights, and on an accelerator whatever else there is",
+            ),
+            _line(self.pool_bytes, f"KV cache: {self.num_pages} pages, {self.reason}"),
+            _line(
+                _largest(compiled).temp_bytes if compiled else None, _describe_programs(programs)
+            ),
+            _line(
+                _kept_bytes(programs),
+                "kept for all programs: wide sampling parameters, code of what is compiled",
+            ),
+            _line(left, "left"),
+        ]
+
+
+def _line(num_bytes: int | None, what: str, *, label: str = "") -> str:
+    return f"{label:<10}{'?' if num_bytes is None else f'{num_bytes / MIB:.1f}':>8} MiB  {what}"
+
+
+def _describe_programs(programs: Programs) -> str:
+    if not programs.num_compiled:
+        return "temporaries of programs: not known yet (lazy_compile)"
+    some = (
+        f" of the {programs.num_compiled} compiled so far"
+        if programs.num_compiled < programs.num_programs
+        else ""
+    )
+    return (
+        f"temporaries of the largest program{some}, the {_largest(programs.memory).name} (by "
+        f"memory_analysis)"
+    )
+
+
+def _largest(memory: list[ProgramMemory]) -> ProgramMemory:
+    return max(memory, key=lambda program: program.temp_bytes)
+
+
+def _kept_bytes(programs: Programs) -> int:
+    return programs.wide_bytes + sum(program.code_bytes for program in programs.memory)
+
+
+def _program_bytes(programs: Programs) -> int:
+    """Programs run one at a time; their code and the wide sampling parameters stay."""
+    running = _largest(programs.memory).temp_bytes if programs.memory else 0
+    return running + _kept_bytes(programs)
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can still be had: the system's figure, and on Linux the cgroup's where that is
+    lower.
+    """
+    meminfo = root / "proc/meminfo"
+    if not meminfo.is_file():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    available = _fields(meminfo, ":")["MemAvailable"] * 1024
+    v1 = root / "sys/fs/cgroup/memory"
+    for limit, usage, cache in (
+        (v1.parent / "memory.max", v1.parent / "memory.current", "inactive_file"),
+        (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        if limit.is_file() and usage.is_file() and (text := limit.read_text().strip()) != "max":
+            # What files left in the page cache counts as used, but is given back on demand.
+            stat = usage.parent / "memory.stat"
+            reclaimable = _fields(stat, " ").get(cache, 0) if stat.is_file() else 0
+            available = min(available, max(0, int(text) - int(usage.read_text()) + reclaimable))
+    return available
+
+
+def _fields(path: Path, separator: str) -> dict[str, int]:
+    """The `name<separator>number ...` lines of a kernel file."""
+    pairs = (
+        line.split(separator, 1) for line in path.read_text().splitlines() if separator in line
+    )
+    return {name: int(value.split()[0]) for name, value in pairs}

@@ -1,0 +1,59 @@
+"""Loops that take an engine's steps until requests are done."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+from jaxkv.engine.engine import Engine
+from jaxkv.requests.outputs import RequestOutput
+from jaxkv.requests.request import Submission
+
+
+def complete(
+    engine: Engine, arriving: Iterator[tuple[int, Submission | ValueError]]
+) -> Generator[tuple[int, RequestOutput | ValueError]]:
+    """Runs what arrives and yields it as it finishes, a refusal at once."""
+    # As many again as can finish in one step: the scheduler never looks at an empty queue while
+    # more are to come.
+    window = 2 * engine.scheduler.config.max_num_seqs
+    taken: dict[int, Submission] = {}
+    try:
+        while True:
+            while len(taken) < window and (arrived := next(arriving, None)) is not None:
+                index, submission = arrived
+                if isinstance(submission, ValueError):
+                    yield index, submission
+                else:
+                    taken[index] = submission
+                    engine.add(submission)
+            if not taken:
+                return
+            # Asked of the requests, not of `step`: a stream that is read between two results takes
+            # steps too.
+            finished = [index for index, submission in taken.items() if submission.is_finished]
+            for index in finished:
+                yield index, taken.pop(index).output()
+            if not finished:
+                if not engine.has_work:
+                    raise RuntimeError(f"{len(taken)} requests left the engine without a result")
+                engine.step()
+    finally:
+        # After an error, an interrupt or `close` nothing of this call may stay behind.
+        for submission in taken.values():
+            engine.abort(submission)
+
+
+def stream(engine: Engine, submission: Submission) -> Iterator[RequestOutput]:
+    """Yields what is new of the submission as it comes; closing the iterator ends it."""
+    engine.add(submission)
+    try:
+        while True:
+            new = submission.new_output()
+            if new is None:
+                engine.step()
+                continue
+            yield new
+            if new.finished:
+                return
+    finally:
+        engine.abort(submission)

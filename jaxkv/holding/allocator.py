@@ -1,0 +1,262 @@
+"""Who owns which page: reference counts on the host, and immutable handles for what a sequence
+holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxkv.errors import CapacityError
+from jaxkv.holding.prefix import PageKey, PrefixIndex
+
+
+@dataclass(frozen=True, slots=True)
+class KVHandle:
+    """A sequence's hold on the KV state: page ids in order, and how many tokens of them are its
+    own.
+
+    A handle owns one reference on each of its pages. The allocator's operations consume the handle
+    that they are given and return its successor; only `fork` leaves it alive.
+    """
+
+    pages: tuple[int, ...] = ()
+    length: int = 0
+
+
+class PageAllocator:
+    """Hands out pages 0..num_pages-1. Mutable, host only; `check` states its invariants.
+
+    A page without references is empty, or cached: it keeps its tokens and its place in the prefix
+    index until it is needed, the longest unused first. A handle gives back its last page first and
+    holds every page before the one that it holds, so pages leave the index before their parents;
+    where a policy has left gaps, with them at the latest.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._references = [0] * num_pages
+        self._empty = list(range(num_pages - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._index = PrefixIndex(num_pages)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds, cached ones included."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens take."""
+        return -(-num_tokens // self.page_size)
+
+    def reserve(self, handle: KVHandle, num_tokens: int) -> KVHandle:
+        """Extends the handle's pages to room for `num_tokens` tokens in all; its length stays.
+
+        Raises: CapacityError, with nothing changed, if fewer pages are free than needed.
+        """
+        missing = self.pages_for(num_tokens) - len(handle.pages)
+        return (
+            KVHandle((*handle.pages, *self.take(missing)), handle.length) if missing > 0 else handle
+        )
+
+    def take(self, num_pages: int) -> list[int]:
+        """So many free pages, for one handle or several.
+
+        Raises: CapacityError, with nothing changed, if fewer are free.
+        """
+        empty, cached, references = self._empty, self._cached, self._references
+        if num_pages > len(empty) + len(cached):
+            raise CapacityError(
+                f"{num_pages} pages of {self.page_size} tokens needed, {self.num_free} free"
+            )
+        kept = max(0, len(empty) - num_pages)
+        new = empty[kept:]
+        new.reverse()
+        del empty[kept:]
+        evicted = [cached.popitem(last=False)[0] for _ in range(num_pages - len(new))]
+        for page in self._index.remove(evicted):
+            if page in cached:
+                del cached[page]
+                empty.append(page)
+        new += evicted
+        for page in new:
+            references[page] = 1
+        return new
+
+    def take_listed(self, handle: KVHandle, keys: Iterable[PageKey]) -> tuple[KVHandle, int]:
+        """The handle with the pages that continue its own with the tokens of these keys, as far as
+        they are listed, and how many that are.
+
+        The handle's length is a multiple of the page size, and it has no pages past it.
+        """
+        parent, found = handle.pages[-1] if handle.pages else None, []
+        for key in keys:
+            parent = self._index.find(key, parent)
+            if parent is None:
+                break
+            found.append(parent)
+        for page in found:
+            self._share(page)
+        return KVHandle((*handle.pages, *found), handle.length + len(found) * self.page_size), len(
+            found
+        )
+
+    def publish(
+        self, handle: KVHandle, first: int, keys: Iterable[PageKey]
+    ) -> tuple[KVHandle, int]:
+        """Lists the handle's full pages from `first` on for others to find. Returns the handle and
+        how many are listed.
+
+        Where a page with the same tokens is listed already, the handle goes over to that one. It
+        ends at a page whose key is taken by other tokens, and lists nothing if the page before the
+        first is not listed (any more).
+        """
+        pages, parent, num_listed = (
+            list(handle.pages),
+            handle.pages[first - 1] if first else None,
+            0,
+        )
+        if parent is not None and self._index.key_of[parent] is None:
+            return handle, 0
+        add, goes_over = self._index.add, False
+        for index, key in enumerate(keys, start=first):
+            page = pages[index]
+            if not add(key, page, parent):
+                listed = self._index.find(key, parent)
+                if listed is None:
+                    break
+                self._share(listed)
+                self._drop((page,))
+                pages[index] = page = listed
+                goes_over = True
+            parent = page
+            num_listed += 1
+        return KVHandle(tuple(pages), handle.length) if goes_over else handle, num_listed
+
+    def forget(self) -> None:
+        """Empties the prefix index: nothing computed so far is found again."""
+        self._index.clear()
+        self._empty += reversed(self._cached)
+        self._cached.clear()
+
+    def advance(self, handle: KVHandle, length: int) -> KVHandle:
+        """The handle after the device stored its tokens up to `length` in reserved pages."""
+        room = len(handle.pages) * self.page_size
+        if not handle.length <= length <= room:
+            raise ValueError(f"expected a length of {handle.length} to {room} tokens, got {length}")
+        return KVHandle(handle.pages, length)
+
+    def rewind(self, handle: KVHandle, length: int) -> KVHandle:
+        """The handle cut to its first `length` tokens; pages past them are released.
+
+        A page that is now partly filled may still be shared: `own_tail` before writing to it.
+        """
+        if not 0 <= length <= handle.length:
+            raise ValueError(f"expected a length of 0 to {handle.length} tokens, got {length}")
+        kept = self.pages_for(length)
+        self._drop(handle.pages[kept:])
+        return KVHandle(handle.pages[:kept], length)
+
+    def fork(self, handle: KVHandle) -> KVHandle:
+        """A second handle on the same tokens, which shares all of their pages, a partly filled last
+        one too.
+
+        Whoever writes next takes a page of its own for that one first (`own_tail`). `handle` stays
+        valid.
+        """
+        pages = handle.pages[: self.pages_for(handle.length)]
+        for page in pages:
+            self._share(page)
+        return KVHandle(pages, handle.length)
+
+    def own_tail(self, handle: KVHandle) -> tuple[KVHandle, tuple[int, int] | None]:
+        """The handle ready for its next write, and the (source, target) page copy that must come
+        before.
+
+        A partly filled last page that others hold too, or that is listed for them, gives way to a
+        new one; the last
+        holder keeps it. Raises: CapacityError, with nothing changed, if no page is free.
+        """
+        if not self._tail_is_shared(handle):
+            return handle, None
+        index = handle.length // self.page_size
+        source, (target,) = handle.pages[index], self.reserve(KVHandle(), self.page_size).pages
+        self._drop((source,))
+        return KVHandle(
+            (*handle.pages[:index], target, *handle.pages[index + 1 :]), handle.length
+        ), (source, target)
+
+    def _tail_is_shared(self, handle: KVHandle) -> bool:
+        index, rest = divmod(handle.length, self.page_size)
+        if not rest:
+            return False
+        page = handle.pages[index]
+        return self._references[page] > 1 or self._index.key_of[page] is not None
+
+    def release(self, handle: KVHandle) -> None:
+        """Gives the handle's references back; pages without any become free."""
+        self._drop(handle.pages)
+
+    def _share(self, page: int) -> None:
+        self._cached.pop(page, None)
+        self._references[page] += 1
+
+    def _drop(self, pages: tuple[int, ...]) -> None:
+        references, key_of, empty, cached = (
+            self._references,
+            self._index.key_of,
+            self._empty,
+            self._cached,
+        )
+        # Last page first, so that a sequence's first pages stay cached longest.
+        for page in reversed(pages):
+            left = references[page] - 1
+            if left < 0:
+                raise RuntimeError(
+                    f"page {page} released more often than it was taken: a handle was used twice"
+                )
+            references[page] = left
+            if left:
+                continue
+            if key_of[page] is None:
+                empty.append(page)
+            else:
+                cached[page] = None
+
+    def check(self, handles: Iterable[KVHandle]) -> None:
+        """Raises RuntimeError unless `handles`, all live ones, account for every reference and
+        every used page.
+        """
+        handles = list(handles)
+        if over := [
+            handle
+            for handle in handles
+            if not 0 <= handle.length <= len(handle.pages) * self.page_size
+        ]:
+            raise RuntimeError(
+                f"a handle of {over[0].length} tokens has {len(over[0].pages)} pages"
+            )
+        held = Counter(page for handle in handles for page in handle.pages)
+        counted = {page: n for page, n in enumerate(self._references) if n}
+        if held != counted:
+            wrong = {page: (held.get(page, 0), counted.get(page, 0)) for page in {*held, *counted}}
+            wrong = {page: pair for page, pair in wrong.items() if pair[0] != pair[1]}
+            raise RuntimeError(f"page: (references held by handles, references counted) = {wrong}")
+        free = [*self._empty, *self._cached]
+        if len(set(free)) != len(free) or set(free) & set(counted):
+            raise RuntimeError("a page is free twice, or free and used")
+        if len(free) + len(counted) != self.num_pages:
+            raise RuntimeError(
+                f"{len(free)} free + {len(counted)} used pages, expected {self.num_pages} in all"
+            )
+        if any((self._index.key_of[page] is not None) != (page in self._cached) for page in free):
+            raise RuntimeError(
+                "a free page is cached but not listed in the prefix index, or listed but not cached"
+            )
+        self._index.check()

@@ -1,0 +1,156 @@
+"""Which pages hold which tokens: full pages by the hash of everything up to their end, so that they
+are found again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+PageKey = tuple[bytes, bytes]
+"""What a full page is found by: its key, and its tokens (int32) to compare."""
+
+
+@dataclass(slots=True)
+class PageChain:
+    """The keys of a growing sequence's full pages: each is SHA-256 over the key before it and the
+    page's tokens.
+
+    `root` stands for all else that the content depends on (`root_key`). Cost: one hash per page,
+    made once.
+    """
+
+    root: bytes
+    keys: list[bytes] = field(default_factory=list)
+    packed: list[bytes] = field(default_factory=list)
+
+    def copy(self) -> PageChain:
+        """Of a sequence that may go on otherwise."""
+        return PageChain(self.root, list(self.keys), list(self.packed))
+
+    def page(self, index: int, tokens: array[int], page_size: int) -> PageKey:
+        """The key of page `index`, which the first (index + 1) * page_size of `tokens` fill."""
+        if index >= len(self.keys):
+            self._extend(index + 1, tokens, page_size)
+        return self.keys[index], self.packed[index]
+
+    def pages(self, first: int, end: int, tokens: array[int], page_size: int) -> Iterable[PageKey]:
+        """The same of several."""
+        self._extend(end, tokens, page_size)
+        return zip(self.keys[first:end], self.packed[first:end], strict=True)
+
+    def _extend(self, end: int, tokens: array[int], page_size: int) -> None:
+        key = self.keys[-1] if self.keys else self.root
+        for start in range(len(self.keys) * page_size, end * page_size, page_size):
+            packed = tokens[start : start + page_size].tobytes()
+            key = sha256(key + packed).digest()
+            self.keys.append(key)
+            self.packed.append(packed)
+
+
+def root_key(secret: bytes, *parts: str) -> bytes:
+    """What chains of one model, codec and salt begin with. Without `secret` nobody can aim at
+    another's key.
+    """
+    lengths = ",".join(str(len(part)) for part in parts)
+    return sha256(
+        b"\0".join([secret, lengths.encode(), *(part.encode() for part in parts)])
+    ).digest()
+
+
+class PrefixIndex:
+    """Pages by key. The allocator decides what leaves it, and keeps every entry's parent as long as
+    the entry.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        # Of bytes and numbers only: with an object for every page, be it a tuple, Python's garbage
+        # collector takes milliseconds.
+        self._page_of: dict[bytes, int] = {}
+        self.key_of: list[bytes | None] = [None] * num_pages
+        """By page; None of one that has no entry, whose parent and tokens mean nothing."""
+        self._parent_of: list[int | None] = [None] * num_pages
+        self._num_children = [0] * num_pages
+        self._tokens_of = [b""] * num_pages
+
+    def find(self, page_key: PageKey, parent: int | None) -> int | None:
+        """The page of this key if it does hold these tokens after that parent: a collision is a
+        miss.
+        """
+        key, tokens = page_key
+        page = self._page_of.get(key)
+        if page is None or self._parent_of[page] != parent or self._tokens_of[page] != tokens:
+            return None
+        return page
+
+    def add(self, page_key: PageKey, page: int, parent: int | None) -> bool:
+        """Whether the page is listed now; it is not where its key is taken already."""
+        key, tokens = page_key
+        if key in self._page_of:
+            return False
+        self._page_of[key] = page
+        self.key_of[page], self._tokens_of[page], self._parent_of[page] = key, tokens, parent
+        if parent is not None:
+            self._num_children[parent] += 1
+        return True
+
+    def remove(self, pages: Iterable[int]) -> list[int]:
+        """Returns the pages that follow one of them and are not listed any more either: where
+        somebody holds a page without those before it.
+        """
+        lost: list[int] = []
+        for page in pages:
+            if self.key_of[page] is None:
+                if page not in lost:
+                    raise RuntimeError(f"page {page} is not listed")
+                lost.remove(page)
+                continue
+            self._unlist(page)
+            if self._num_children[page]:
+                lost += self._orphans(page)
+        return lost
+
+    def _unlist(self, page: int) -> None:
+        key, parent = self.key_of[page], self._parent_of[page]
+        if key is not None:
+            del self._page_of[key]
+        self.key_of[page] = None
+        if parent is not None:
+            self._num_children[parent] -= 1
+
+    def _orphans(self, page: int) -> list[int]:
+        """What follows the page, which is listed no more. Rare, so searched for."""
+        found = [page]
+        for parent in found:
+            if self._num_children[parent]:
+                children = [
+                    child for child in self._page_of.values() if self._parent_of[child] == parent
+                ]
+                for child in children:
+                    self._unlist(child)
+                found += children
+        return found[1:]
+
+    def clear(self) -> None:
+        self._page_of.clear()
+        for of_page in (self.key_of, self._parent_of):
+            of_page[:] = [None] * len(of_page)
+        self._num_children[:] = [0] * len(self._num_children)
+
+    def check(self) -> None:
+        """Raises RuntimeError if the directions disagree, or an entry outlived its parent."""
+        listed = {page: key for page, key in enumerate(self.key_of) if key is not None}
+        if listed != {page: key for key, page in self._page_of.items()} or len(listed) != len(
+            self._page_of
+        ):
+            raise RuntimeError("prefix index: pages and keys disagree")
+        parents = ((page, self._parent_of[page]) for page in listed)
+        lost = [page for page, parent in parents if parent is not None and parent not in listed]
+        if lost:
+            raise RuntimeError(f"prefix index: pages {lost[:5]} are listed, their parents are not")
+        children = Counter(self._parent_of[page] for page in listed)
+        if any(count != children[page] for page, count in enumerate(self._num_children)):
+            raise RuntimeError("prefix index: the children of a page were not counted right")

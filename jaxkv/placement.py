@@ -1,0 +1,176 @@
+"""Where an engine's arrays live: whole on one device, or divided over several by their logical
+axes.
+
+Tensor parallelism over one mesh axis: each device has some of the attention heads with the pages of
+their KV heads, some of the feed-forward dimension and some of the vocabulary; what goes from layer
+to layer is whole on every device. So a layer adds up across devices twice, after its attention and
+after its MLP. Source: Megatron-LM, arXiv 1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxkv.config import is_int
+from jaxkv.kv.state import GroupKV, PagedKV
+from jaxkv.models.families import Layout
+from jaxkv.models.spec import ModelSpec
+
+TENSOR = "tensor"
+"""The mesh axis."""
+
+MUST_DIVIDE = ("heads", "kv_heads", "ffn")
+"""Logical axes whose parts the devices have. "vocab" is divided too where that leaves no rest."""
+
+WHOLE = PartitionSpec()
+EXTREMES = PartitionSpec(None, None, TENSOR)
+PAGES = PartitionSpec(None, TENSOR)
+"""Pages are divided by heads, in the order in which those are stored: a device has the keys of its
+KV heads, then their values.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The devices, and for more than one the logical axes of each leaf of the weight tree by its
+    name.
+
+    Hashable: a static argument of steps.
+    """
+
+    devices: tuple[jax.Device, ...]
+    axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.devices))
+        return names if self.size == 1 else f"each of {names}"
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    def sharding(self, parts: PartitionSpec = WHOLE) -> jax.sharding.Sharding:
+        """The sharding of an array that is divided so."""
+        return (
+            NamedSharding(self.mesh, parts)
+            if self.size > 1
+            else SingleDeviceSharding(self.devices[0])
+        )
+
+    def abstract(self, shape: tuple[int, ...], dtype: Any, parts: PartitionSpec = WHOLE) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(parts))
+
+    def weight(self, name: str, ndim: int) -> PartitionSpec:
+        """Of a leaf; one of more dimensions than its logical axes is stacked over layers."""
+        axes = dict(self.axes).get(name, ())
+        parts = [TENSOR if axis in (*MUST_DIVIDE, "vocab") else None for axis in axes]
+        return PartitionSpec(*[None] * (ndim - len(parts)), *parts)
+
+    def weights(self, tree: Any) -> Any:
+        """The same of every leaf of a weight tree."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self.weight(path[-1].key, leaf.ndim), tree
+        )
+
+    def kv(self, kv: PagedKV) -> PagedKV:
+        """Of the KV state: pages by heads, tables and lengths whole."""
+        whole: Any = {"table_BW": WHOLE, "first_BW": WHOLE, "len_B": WHOLE}
+        pages: Any = PAGES
+
+        def of(group: GroupKV) -> GroupKV:
+            low = None if group.low is None else of(group.low)
+            extremes: Any = None if group.extremes is None else EXTREMES
+            scales = None if group.scales is None else pages
+            statistics = jax.tree.map(lambda _: WHOLE, group.statistics)
+            parts: Any = {
+                "pages": pages,
+                "scales": scales,
+                "low": low,
+                "extremes": extremes,
+                "statistics": statistics,
+            }
+            return replace(group, **parts, **whole)
+
+        return replace(kv, groups=tuple(map(of, kv.groups)))
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (TENSOR,))
+
+
+def on_every_device(
+    function: Callable[..., tuple], placement: Placement | None, *, num_outputs: int
+) -> Any:
+    """function(weights, kv, *inputs, axis=...) -> (kv, *outputs), run by each device on its parts
+    of weights and pages.
+
+    Inputs and outputs are whole: what the devices return must be the same on all. `axis` is the
+    mesh axis for the function's own collectives, None on one device.
+    """
+    if placement is None or placement.size == 1:
+        return partial(function, axis=None)
+
+    def run(weights: Any, kv: PagedKV, *inputs: Any) -> tuple:
+        parts = placement.kv(kv)
+        divided = jax.shard_map(
+            partial(function, axis=TENSOR),
+            mesh=placement.mesh,
+            in_specs=(placement.weights(weights), parts, *[WHOLE] * len(inputs)),
+            out_specs=(parts, *[WHOLE] * (num_outputs - 1)),
+            check_vma=False,
+        )
+        return divided(weights, kv, *inputs)
+
+    return run
+
+
+def place(
+    spec: ModelSpec, layout: Layout, devices: Sequence[jax.Device], size: Any = 1
+) -> Placement:
+    """The first `size` of the devices, each with its part of the model.
+
+    Raises: ValueError if there are fewer, or the model's heads or feed-forward dimension have no
+    such parts.
+    """
+    if not is_int(size) or not 1 <= size <= len(devices):
+        raise ValueError(
+            f"tensor_parallel_size: expected 1 to {len(devices)}, the devices here, got {size!r}"
+        )
+    if size == 1:
+        return Placement((devices[0],))
+    leaves = [*layout.top.items(), *layout.layer.items()]
+    lengths = {("KV heads", group.num_kv_heads) for group in spec.groups}
+    for _, leaf in leaves:
+        sizes = zip(leaf.info.logical_axes, leaf.info.shape, strict=True)
+        lengths |= {("feed-forward dimension", length) for axis, length in sizes if axis == "ffn"}
+    for what, length in sorted(lengths):
+        if length % size:
+            raise ValueError(
+                f"tensor_parallel_size: expected a divisor of the model's {length} {what}, got "
+                f"{size}"
+            )
+    divided = {*MUST_DIVIDE, "vocab"} if spec.vocab_size % size == 0 else {*MUST_DIVIDE}
+    axes = [
+        (name, tuple(axis if axis in divided else None for axis in leaf.info.logical_axes))
+        for name, leaf in leaves
+    ]
+    return Placement(tuple(devices[:size]), (*axes, ("k_affine", ("kv_heads",))))
+
+
+def bytes_per_device(tree: Any) -> int:
+    """What the arrays of a tree take on one of their devices."""
+
+    def of(x: Any) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(of, jax.tree.leaves(tree)))

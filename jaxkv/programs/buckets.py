@@ -1,0 +1,35 @@
+"""The sizes that steps and loops are compiled for."""
+
+from __future__ import annotations
+
+SMALLEST_STEP = 16
+
+
+def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Packed-token counts T that a step is compiled for: powers of two from 16, and the maximum
+    itself.
+    """
+    sizes = [SMALLEST_STEP]
+    while sizes[-1] * 2 < max_num_batched_tokens:
+        sizes.append(sizes[-1] * 2)
+    return (*sizes, max_num_batched_tokens) if max_num_batched_tokens > sizes[-1] else tuple(sizes)
+
+
+def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Row counts that the decode loop is compiled for: the maximum, half of it and quarters of
+    that, never below 2.
+
+    A matmul of one bfloat16 row is an order slower on XLA:CPU than one of two.
+    """
+    sizes = [max(2, max_num_seqs // 2)]
+    while sizes[0] > 4:
+        sizes.insert(0, max(2, sizes[0] // 4))
+    return (*sizes, max_num_seqs) if max_num_seqs > sizes[-1] else tuple(sizes)
+
+
+def fit_bucket(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest bucket that holds `size`. Raises: ValueError if none does."""
+    for bucket in buckets:
+        if bucket >= size:
+            return bucket
+    raise ValueError(f"expected a size of at most {buckets[-1]}, got {size}")

@@ -1,0 +1,345 @@
+"""Every program of an engine, compiled ahead of time and kept by shape: nothing is compiled by
+surprise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.stages import Compiled
+
+from jaxkv.config import EngineConfig
+from jaxkv.errors import CapacityError
+from jaxkv.kv.policies import get_policy
+from jaxkv.kv.state import GroupKV, PagedKV
+from jaxkv.models.decoder import Weights
+from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.sampling import Sampling
+from jaxkv.placement import Placement, bytes_per_device
+from jaxkv.programs.buckets import row_buckets, token_buckets
+from jaxkv.programs.inputs import (
+    abstract_full,
+    empty_batch,
+    empty_newest,
+    empty_rows,
+    empty_sampling,
+    empty_statistics,
+)
+from jaxkv.programs.loop import decode_loop
+from jaxkv.programs.pages import copy_pages, demote_pages, page_norms
+from jaxkv.programs.step import Newest, step
+
+DEMOTED_AT_ONCE = 64
+"""Pages of one call: more take several."""
+
+COMPILER_OPTIONS = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
+"""By kind of device. TPU7x: XLA would have bfloat16 matrices in tiles of 16 rows, but takes
+arguments in tiles of 8, and so lays out all stacked weights anew in every step (7 GiB for
+Llama-3.1-8B; libtpu 0.0.42.1 and 0.0.50.1).
+"""
+
+
+class ProgramMemory(NamedTuple):
+    """What one program takes on its device beside weights and pool, in bytes, by the compiler's own
+    account.
+
+    temp_bytes while it runs: temporaries, the inputs and outputs that are not weights, pool or
+    sampling parameters (`Programs.wide_bytes`), and what padding adds to those. code_bytes as long
+    as it is kept.
+    """
+
+    name: str
+    temp_bytes: int
+    code_bytes: int
+
+
+class Programs:
+    """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine, and its
+    copy of pages.
+
+    `step(T)`, `loop(R)` and `copy()` give an executable, compiling it on first use; `compile_all`
+    compiles them all.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        kv: PagedKV,
+        *,
+        spec: ModelSpec,
+        config: EngineConfig,
+        backend: str,
+        placement: Placement | None = None,
+    ) -> None:
+        self.config = config
+        self.spec = spec
+        self.backend = backend
+        self.placement = placement
+        self.token_buckets = token_buckets(config.max_num_batched_tokens)
+        self.row_buckets = row_buckets(config.max_num_seqs)
+        self.compile_s = 0.0
+        self._weights = jax.tree.map(_abstract, weights)
+        self._kv = jax.tree.map(_abstract, kv)
+        self._compiled: dict[tuple[str, int], Compiled] = {}
+        self._memory: dict[tuple[str, int], ProgramMemory] = {}
+
+    @property
+    def num_compiled(self) -> int:
+        return len(self._compiled)
+
+    def num_step_rows(self, num_tokens: int) -> int:
+        """Rows of the step program for T packed tokens: a row has at least one token. Never one
+        row, see `linear`.
+        """
+        return min(max(2, self.config.max_num_seqs), num_tokens)
+
+    def step(self, num_tokens: int) -> Compiled:
+        return self._get("step", num_tokens)
+
+    def loop(self, num_rows: int) -> Compiled:
+        return self._get("loop", num_rows)
+
+    def copy(self) -> Compiled:
+        """Of as many pages as there are rows: each has one that is partly filled."""
+        return self._get("copy", self.config.max_num_seqs)
+
+    def demote(self) -> Compiled:
+        """Of up to DEMOTED_AT_ONCE pages."""
+        return self._get("demote", DEMOTED_AT_ONCE)
+
+    def norms(self) -> Compiled:
+        """Of the pages of one row."""
+        return self._get("norms", self.config.table_width)
+
+    @property
+    def num_pages(self) -> int:
+        """Of the pool that they are for."""
+        return self._kv.groups[0].num_pages
+
+    @property
+    def memory(self) -> list[ProgramMemory]:
+        """Of every program that is compiled."""
+        for key in self._compiled.keys() - self._memory.keys():
+            self._memory[key] = self._memory_of(*key)  # 14 ms
+        return [self._memory[key] for key in self._compiled]
+
+    @property
+    def weights(self) -> Weights:
+        """The shapes that they are for."""
+        return self._weights
+
+    @property
+    def groups(self) -> tuple[GroupKV, ...]:
+        """Of the KV state that they are for, as shapes."""
+        return self._kv.groups
+
+    @property
+    def compiled(self) -> dict[str, Compiled]:
+        """Every program that is compiled, by the name that `memory` gives it."""
+        return {_name(*key): program for key, program in self._compiled.items()}
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled or not."""
+        return len(self._every)
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of the sampling parameters that stay on the device for every row count, whatever
+        runs.
+        """
+        counts = {self.num_step_rows(size) for size in self.token_buckets} | set(self.row_buckets)
+        return sum(bytes_per_device(self._sampling_for(count)) for count in counts)
+
+    @property
+    def _every(self) -> list[tuple[str, int]]:
+        steps = [("step", size) for size in self.token_buckets]
+        every = [
+            *steps,
+            *(("loop", size) for size in self.row_buckets),
+            ("copy", self.config.max_num_seqs),
+        ]
+        policy = get_policy(self.config.kv_policy)
+        if policy is not None and policy.low:
+            every.append(("demote", DEMOTED_AT_ONCE))
+        if policy is not None and policy.needs_norms:
+            every.append(("norms", self.config.table_width))
+        return every
+
+    def compile_all(self) -> None:
+        self._compile_each(self._every)
+
+    def compile_largest(self) -> None:
+        """The step and the loop that need the most memory."""
+        self._compile_each([("step", self.token_buckets[-1]), ("loop", self.row_buckets[-1])])
+
+    def _compile_each(self, wanted: Iterable[tuple[str, int]]) -> None:
+        """Compiles what is missing."""
+        started = time.perf_counter()
+        missing = [key for key in wanted if key not in self._compiled]
+        with ThreadPoolExecutor(self._num_at_once) as pool:
+            self._compiled.update(
+                zip(missing, pool.map(lambda key: self._compile(*key), missing), strict=True)
+            )
+        self.compile_s += time.perf_counter() - started
+
+    @property
+    def _device(self) -> jax.Device:
+        """One of those that they are for."""
+        return jax.devices()[0] if self.placement is None else self.placement.devices[0]
+
+    @property
+    def _num_at_once(self) -> int:
+        """Compilations at a time, which run outside Python's lock. libtpu 0.0.42.1 has died of
+        two.
+        """
+        return 1 if self._device.platform == "tpu" else 2
+
+    def _get(self, kind: str, size: int) -> Compiled:
+        key = (kind, size)
+        if key not in self._compiled:
+            started = time.perf_counter()
+            self._compiled[key] = self._compile(*key)
+            self.compile_s += time.perf_counter() - started
+        return self._compiled[key]
+
+    def _compile(self, kind: str, size: int) -> Compiled:
+        lower = {
+            "step": self._lower_step,
+            "loop": self._lower_loop,
+            "copy": self._lower_copy,
+            "demote": self._lower_demote,
+            "norms": self._lower_norms,
+        }[kind]
+        try:
+            return lower(size).compile(COMPILER_OPTIONS.get(self._device.device_kind))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            # A TPU's compiler refuses what its memory cannot hold.
+            what = (
+                f"the compiler finds no room for the {_name(kind, size)} with {self.num_pages} "
+                f"pages of KV cache"
+            )
+            raise CapacityError(f"{what}: {str(error).splitlines()[0]}") from error
+
+    def _memory_of(self, kind: str, size: int) -> ProgramMemory:
+        memory = self._compiled[kind, size].memory_analysis()
+        if memory is None:
+            raise NotImplementedError(
+                "this device's compiler does not say how much memory a program takes"
+            )
+        held = bytes_per_device(self._kv.pools)
+        if kind in ("step", "loop"):
+            rows = self.num_step_rows(size) if kind == "step" else size
+            held += bytes_per_device((self._weights, self._sampling_for(rows)))
+        # An output that takes over an argument's memory (the pool) counts in both sizes, and once
+        # in the alias size.
+        arguments_and_outputs = (
+            memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        )
+        return ProgramMemory(
+            name=_name(kind, size),
+            temp_bytes=memory.temp_size_in_bytes + arguments_and_outputs - held,
+            code_bytes=memory.generated_code_size_in_bytes,
+        )
+
+    def _lower_step(self, num_tokens: int) -> Any:
+        rows = self.num_step_rows(num_tokens)
+        inputs = (self._whole(empty_batch(num_tokens, rows)), self._sampling_for(rows))
+        program = own(step, donate=("kv",), **self._static)
+        return program.lower(self._weights, self._kv_for(rows), self._newest_for(rows), *inputs)
+
+    def _lower_loop(self, num_rows: int) -> Any:
+        rows, n = self._whole((empty_rows(num_rows), np.int32(0)))
+        inputs = (rows, self._sampling_for(num_rows), n)
+        program = own(
+            decode_loop, donate=("kv", "rows"), width=self.config.decode_steps, **self._static
+        )
+        return program.lower(
+            self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs
+        )
+
+    def _lower_copy(self, num_pages: int) -> Any:
+        pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
+        return own(copy_pages, donate=("kv",)).lower(self._kv_for(num_pages), pages_C, pages_C, n)
+
+    def _lower_demote(self, num_pages: int) -> Any:
+        pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
+        return own(demote_pages, donate=("kv",)).lower(self._kv_for(1), pages_C, pages_C, n)
+
+    def _lower_norms(self, num_pages: int) -> Any:
+        num_devices = 1 if self.placement is None else self.placement.size
+        program = own(page_norms, donate=(), num_devices=num_devices)
+        return program.lower(self._kv_for(1), self._whole(np.zeros(num_pages, np.int32)))
+
+    @property
+    def _static(self) -> dict[str, Any]:
+        static = {
+            "spec": self.spec,
+            "backend": self.backend,
+            "num_logprobs": self.config.max_logprobs,
+        }
+        return static | {"placement": self.placement}
+
+    def _newest_for(self, num_rows: int) -> Newest:
+        return self._whole(empty_newest(self.config.max_num_seqs, num_rows))
+
+    def _sampling_for(self, num_rows: int) -> Sampling:
+        sizes = {"vocab_size": self.spec.vocab_size, "max_len": self.config.max_len}
+        return self._whole(empty_sampling(num_rows, **sizes, make=abstract_full))
+
+    def _kv_for(self, num_rows: int) -> PagedKV:
+        def of(group: GroupKV, width: int) -> GroupKV:
+            table, length = self._whole(
+                (abstract_full((num_rows, width), 0), abstract_full((num_rows,), 0))
+            )
+            low = None if group.low is None else of(group.low, self.config.low_row_pages)
+            return replace(group, table_BW=table, first_BW=table, len_B=length, low=low)
+
+        statistics = self._whole(empty_statistics(self.config, num_rows, abstract_full))
+        groups = (of(group, self.config.table_width) for group in self._kv.groups)
+        return replace(
+            self._kv, groups=tuple(replace(group, statistics=statistics) for group in groups)
+        )
+
+    def _whole(self, tree: Any) -> Any:
+        """The shapes of inputs that every device has."""
+        sharding = (
+            self.placement.sharding()
+            if self.placement is not None and self.placement.size > 1
+            else None
+        )
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), tree
+        )
+
+
+def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Any:
+    """A jitted function of a module once more, with these arguments, for one caller: what jax
+    traces and compiles it keeps as long as the function lives, which a module's does for ever.
+    """
+    return jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate)
+
+
+def lower(function: Callable[..., Any], *arguments: Any, donate: int) -> Any:
+    """`function` alone, for the devices that its abstract arguments are on; the argument `donate`
+    is given away.
+    """
+    return jax.jit(function, donate_argnums=donate).lower(*arguments)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+
+def _name(kind: str, size: int) -> str:
+    unit = {"step": "tokens", "loop": "rows"}.get(kind, "pages")
+    return f"{kind} of {size} {unit}"

@@ -1,0 +1,72 @@
+"""Fits the keys of a model to being quantised, once, when it is loaded."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.kv.codecs import PlainCodec
+from jaxkv.kv.state import GroupKV, PagedKV
+from jaxkv.models import decoder
+from jaxkv.models.decoder import Weights
+from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.attention.moments import Moments
+from jaxkv.placement import PAGES, Placement, on_every_device
+
+
+def fit_keys(
+    weights: Weights, token_T: np.ndarray, *, spec: ModelSpec, placement: Placement | None
+) -> list[np.ndarray]:
+    """What suits keys to being quantised, by layer: of each KV head a mean m and factors f, float32
+    [K*2*H].
+
+    As the leaf `k_affine` of the layers' weights it has the key f * (k - m) stored for k, and q / f
+    meet it for q (`decoder`). Scores change by q . m, the same for all keys of a query. The error e
+    of a stored key, alike in all channels after a rotation and in proportion to the key's length,
+    changes them by (q / f) . e: on average least for f^2 = |q| / |k - m| in each channel
+    (Cauchy-Schwarz), taken over a sequence of these T tokens.
+    """
+    where = None if placement is None else placement.sharding(PAGES)
+    none: Any = np.zeros((1, 1), np.int32)
+    groups = []
+    for group in spec.groups:
+        pages = jnp.zeros(
+            (len(group.layers), group.num_kv_heads, 3, group.head_dim), jnp.float32, device=where
+        )
+        rows: Any = {"table_BW": none, "first_BW": none, "len_B": none[0]}
+        groups.append(
+            GroupKV(pages, **rows, codec=PlainCodec(dtype="float32"), num_layers=len(group.layers))
+        )
+    position_T: Any = np.arange(len(token_T), dtype=np.int32)
+    counts: Any = (none[0], none[0] + len(token_T), np.int32(0), np.int32(1))
+    tokens: Any = token_T.astype(np.int32)
+    batch = Batch(tokens, position_T, position_T * 0, *counts)
+    (kv,) = _moments(weights, PagedKV(tuple(groups)), batch, spec=spec, placement=placement)
+    found = [np.asarray(group.pages) for group in kv.groups]
+    return [_affine(found[g][index]) for g, index in map(spec.group_of, range(spec.num_layers))]
+
+
+def _affine(moments_K3H: np.ndarray) -> np.ndarray:
+    mean, variance, of_queries = moments_K3H.transpose(1, 0, 2)
+    known = (variance > 0) & (of_queries > 0)
+    quarter = np.log2(np.where(known, of_queries, 1) / np.where(known, variance, 1)) / 4
+    # A factor that all channels share changes nothing: without it they stay about as large as they
+    # were.
+    quarter -= np.mean(quarter, axis=-1, keepdims=True)
+    factor = np.exp2(np.where(known, quarter, 0))
+    return np.stack([mean, factor], axis=1).astype(np.float32).reshape(-1)
+
+
+@partial(jax.jit, static_argnames=("spec", "placement"))
+def _moments(
+    weights: Weights, kv: PagedKV, batch: Batch, *, spec: ModelSpec, placement: Placement | None
+) -> tuple[PagedKV]:
+    def body(weights: Weights, kv: PagedKV, batch: Batch, *, axis: str | None) -> tuple[PagedKV]:
+        return (decoder.forward(weights, kv, batch, spec=spec, backend=Moments(), axis=axis)[0],)
+
+    return on_every_device(body, placement, num_outputs=1)(weights, kv, batch)

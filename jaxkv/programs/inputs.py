@@ -1,0 +1,104 @@
+"""Inputs of steps and loops that ask for nothing, to fill in or to take shapes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.config import EngineConfig
+from jaxkv.kv.policies import get_policy
+from jaxkv.kv.state import Statistics
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
+from jaxkv.programs.loop import Rows
+from jaxkv.programs.step import Newest
+
+
+def empty_batch(num_tokens: int, num_rows: int) -> Batch:
+    """A batch of padding (numpy), to fill in or to take shapes from."""
+    return Batch(
+        token_T=_full((num_tokens,), 0),
+        position_T=_full((num_tokens,), 0),
+        row_T=_full((num_tokens,), num_rows),
+        start_B=_full((num_rows,), 0),
+        count_B=_full((num_rows,), 0),
+        num_decode=_full((), 0),
+        num_rows=_full((), 0),
+        target_T=_full((num_tokens,), NO_TOKEN),
+    )
+
+
+def empty_sampling(
+    num_rows: int, *, vocab_size: int, max_len: int, make: Callable[..., Any] | None = None
+) -> Sampling:
+    """Greedy parameters for every row; numpy arrays, or what `make(shape, value, dtype=int32)`
+    makes of them.
+    """
+    full = _full if make is None else make
+    return Sampling(
+        temperature_B=full((num_rows,), 0, np.float32),
+        top_k_B=full((num_rows,), np.iinfo(np.int32).max),
+        top_p_B=full((num_rows,), 1, np.float32),
+        min_p_B=full((num_rows,), 0, np.float32),
+        seed_B2=full((num_rows, 2), 0, np.uint32),
+        sample_B=full((num_rows,), 0),
+        stop_BE=full((num_rows, NUM_STOP_TOKENS), NO_TOKEN),
+        ignored_B=full((num_rows,), NO_TOKEN),
+        min_left_B=full((num_rows,), 0),
+        logprobs_B=full((num_rows,), False, np.bool_),
+        masked_B=full((num_rows,), False, np.bool_),
+        allowed_BM=full((num_rows, -(-vocab_size // 32)), 0, np.uint32),
+        bias_id_BE=full((num_rows, NUM_BIASES), NO_TOKEN),
+        bias_BE=full((num_rows, NUM_BIASES), 0, np.float32),
+        repetition_B=full((num_rows,), 1, np.float32),
+        frequency_B=full((num_rows,), 0, np.float32),
+        presence_B=full((num_rows,), 0, np.float32),
+        history_BN=full((num_rows, max_len), NO_TOKEN),
+        prompt_len_B=full((num_rows,), 0),
+    )
+
+
+def empty_rows(num_rows: int) -> Rows:
+    """Resting rows (numpy)."""
+    return Rows(
+        token_B=_full((num_rows,), 0),
+        position_B=_full((num_rows,), 0),
+        budget_B=_full((num_rows,), 0),
+    )
+
+
+def empty_newest(num_engine_rows: int, num_rows: int) -> Newest:
+    """No row has sampled anything, and all of the step's are padding (numpy)."""
+    return Newest(
+        token_R=_full((num_engine_rows,), NO_TOKEN), row_B=_full((num_rows,), num_engine_rows)
+    )
+
+
+def abstract_full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
+    """A numpy array where a type says jax.Array: an input of a compiled program may be either."""
+    return np.full(shape, value, dtype)
+
+
+def empty_statistics(
+    config: EngineConfig, num_rows: int, make: Callable[..., Any] | None = None
+) -> Statistics | None:
+    """What the steps of this policy add up, zeros as `empty_sampling` makes them; None where
+    nothing is observed.
+    """
+    policy, full = get_policy(config.kv_policy), _full if make is None else make
+    if policy is None or policy.observes == 0:
+        return None
+    return Statistics(
+        mass_BW=full((num_rows, config.table_width), 0, np.float32),
+        low_BW=full((num_rows, config.low_row_pages), 0, np.float32) if policy.low else None,
+        entropy_B=full((num_rows,), 0, np.float32) if policy.focused else None,
+        since_B=full((num_rows,), 0),
+        focused=policy.focused,
+    )

@@ -1,0 +1,130 @@
+"""The on-device decode loop: up to n tokens per row without the host in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxkv.kv.state import PagedKV
+from jaxkv.models.decoder import Weights
+from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.sampling import (
+    NO_TOKEN,
+    NUM_LOGPROBS,
+    Sampled,
+    Sampling,
+    empty_sampled,
+    is_stop,
+    sample,
+)
+from jaxkv.placement import Placement, on_every_device
+from jaxkv.programs.step import Newest, last_logits
+
+
+@struct.dataclass
+class Rows:
+    """Rows that decode: token_B (sampled, not yet stored), its position_B, and budget_B, the tokens
+    still allowed.
+
+    All int32. token_B is NO_TOKEN where only `Newest` has it. A row with budget 0, or that has
+    ended, rests: it stores nothing and samples nothing. The pages for `budget` more tokens are the
+    host's promise, so the loop cannot run out of memory half way.
+    """
+
+    token_B: jax.Array
+    position_B: jax.Array
+    budget_B: jax.Array
+
+
+STATIC = ("spec", "backend", "width", "num_logprobs", "placement")
+
+
+@partial(jax.jit, static_argnames=STATIC, donate_argnames=("kv", "rows"))
+def decode_loop(
+    weights: Weights,
+    kv: PagedKV,
+    newest: Newest,
+    rows: Rows,
+    sampling: Sampling,
+    n: jax.Array,
+    *,
+    spec: ModelSpec,
+    backend: str,
+    width: int,
+    num_logprobs: int = NUM_LOGPROBS,
+    placement: Placement | None = None,
+) -> tuple[PagedKV, Newest, Rows, Sampled]:
+    """Up to n tokens for each row, ending early when every row has met a stop token or its budget.
+
+    n is traced (n <= width); `out` arrays are [width, B, ...] with NO_TOKEN where a row rested.
+    Consumes kv and rows. Equals n calls of `step` with one token per row. `placement` as there.
+    """
+    body = partial(_decode_loop, spec=spec, backend=backend, width=width, num_logprobs=num_logprobs)
+    return on_every_device(body, placement, num_outputs=4)(weights, kv, newest, rows, sampling, n)
+
+
+def _decode_loop(
+    weights: Weights,
+    kv: PagedKV,
+    newest: Newest,
+    rows: Rows,
+    sampling: Sampling,
+    n: jax.Array,
+    *,
+    spec: ModelSpec,
+    backend: str,
+    width: int,
+    num_logprobs: int,
+    axis: str | None,
+) -> tuple[PagedKV, Newest, Rows, Sampled]:
+    num_rows = rows.token_B.shape[0]
+    row_B = jnp.arange(num_rows, dtype=jnp.int32)
+    token_B = newest.fill_in(rows.token_B)
+    rows = replace(rows, token_B=token_B, budget_B=jnp.where(token_B == NO_TOKEN, 0, rows.budget_B))
+
+    def advance(carry: tuple) -> tuple:
+        i, kv, rows, min_left_B, out = carry
+        live_B = rows.budget_B > 0
+        batch = Batch(
+            token_T=jnp.maximum(rows.token_B, 0),
+            position_T=rows.position_B,
+            row_T=jnp.where(live_B, row_B, num_rows),
+            start_B=row_B,
+            count_B=live_B.astype(jnp.int32),
+            num_decode=jnp.int32(num_rows),
+            num_rows=jnp.int32(num_rows),
+            decode_only=True,
+        )
+        kv, logits_BV = last_logits(weights, kv, batch, spec=spec, backend=backend, axis=axis)
+        now = replace(sampling, min_left_B=min_left_B)
+        sampled = sample(
+            logits_BV, now, rows.position_B + 1, out.token_B, num_logprobs=num_logprobs
+        )
+        out = jax.tree.map(
+            lambda all_nB, one_B: jax.lax.dynamic_update_index_in_dim(all_nB, one_B, i, 0),
+            out,
+            replace(sampled, token_B=jnp.where(live_B, sampled.token_B, NO_TOKEN)),
+        )
+        budget_B = jnp.where(live_B & ~is_stop(sampled.token_B, now), rows.budget_B - 1, 0)
+        rows = replace(
+            rows,
+            token_B=jnp.where(live_B, sampled.token_B, rows.token_B),
+            position_B=rows.position_B + live_B,
+            budget_B=budget_B,
+        )
+        return i + 1, kv, rows, jnp.maximum(min_left_B - 1, 0), out
+
+    def unfinished(carry: tuple) -> jax.Array:
+        return (carry[0] < n) & jnp.any(carry[2].budget_B > 0)
+
+    out = empty_sampled(width, num_rows, spec.vocab_size, num_logprobs)
+    _, kv, rows, _, out = jax.lax.while_loop(
+        unfinished, advance, (0, kv, rows, sampling.min_left_B, out)
+    )
+    ended_B = is_stop(rows.token_B, sampling) | (rows.token_B == NO_TOKEN)
+    return kv, newest.after(rows.token_B, ended_B), rows, out

@@ -1,0 +1,40 @@
+"""Programs that move whole pages between two steps, or measure them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+
+from jaxkv.kv import state
+from jaxkv.kv.state import PagedKV
+
+
+@partial(jax.jit, donate_argnames=("kv",))
+def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Array) -> PagedKV:
+    """The first n copies of pages, one after the other: a later one may write what an earlier one
+    has read.
+
+    Consumes `kv`. Pair by pair, since all at once reads and writes padding too (measured,
+    docs/architecture.md).
+    """
+
+    def copy(i: jax.Array, kv: PagedKV) -> PagedKV:
+        source_1, target_1 = (
+            jax.lax.dynamic_slice_in_dim(page_C, i, 1) for page_C in (source_C, target_C)
+        )
+        return state.copy_pages(kv, source_1, target_1)
+
+    return jax.lax.fori_loop(0, n, copy, kv)
+
+
+@partial(jax.jit, donate_argnames=("kv",))
+def demote_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Array) -> PagedKV:
+    """The first n pages encoded anew as pages of `low`, one after the other. Consumes `kv`."""
+    return jax.lax.fori_loop(0, n, lambda i, kv: state.demote(kv, source_C[i], target_C[i]), kv)
+
+
+@partial(jax.jit, static_argnames=("num_devices",))
+def page_norms(kv: PagedKV, page_W: jax.Array, *, num_devices: int) -> tuple[jax.Array, jax.Array]:
+    """`state.page_norms` as a program."""
+    return state.page_norms(kv, page_W, num_devices=num_devices)

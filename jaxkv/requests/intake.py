@@ -1,0 +1,451 @@
+"""The front door: from what people write to a `Request`, or one clear ValueError and nothing else
+changed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxkv.build.model import Model
+from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, is_int
+from jaxkv.holding.prefix import PageChain, root_key
+from jaxkv.holding.retention import Retention, check_served, full_pages, protecting
+from jaxkv.kv.policies import get_policy
+from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
+from jaxkv.requests.beam import BeamSearch, num_candidates
+from jaxkv.requests.masks import Word, encode_words
+from jaxkv.requests.request import Request, Submission
+from jaxkv.requests.text import TextStream, longest_token
+
+Prompt = str | Mapping[str, Any]
+"""A text, {"prompt": text} or {"prompt_token_ids": [...]}; a mapping may have a "cache_salt", a
+text: only prompts with the same one share cached prefixes.
+"""
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+class Intake:
+    """Checks prompts and parameters against one model and engine, and numbers the submissions that
+    pass.
+
+    `cache_root` stands for all of the engine that a cached page depends on. Without
+    `share_prefixes` only the samples of one prompt share pages.
+    """
+
+    def __init__(
+        self, model: Model, config: EngineConfig, *, cache_root: bytes, share_prefixes: bool
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._cache_root = cache_root
+        self._share_prefixes = share_prefixes
+        self._longest_token: float | None = None
+        self._num_submitted = 0
+
+    def accept(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int] | None = None,
+    ) -> list[Submission]:
+        """One submission per prompt; lower priorities go first.
+
+        Raises: ValueError naming every bad index, with nothing numbered.
+        """
+        priorities = [0] * len(prompts) if priorities is None else priorities
+        asked = zip(prompts, params, priorities, strict=True)
+        return self._make([partial(self._submission, *one) for one in asked])
+
+    def accept_searches(
+        self, prompts: Sequence[Prompt], params: BeamSearchParams
+    ) -> list[Submission]:
+        """One submission per prompt, whose samples are the beams of its search. Raises: ValueError
+        as `accept` does.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params: expected BeamSearchParams, got {type(params).__name__}")
+        return self._make([partial(self._search, prompt, params) for prompt in prompts])
+
+    def _make(self, makers: Sequence[Callable[[int], Submission]]) -> list[Submission]:
+        made: list[Submission] = []
+        problems = []
+        for index, make in enumerate(makers):
+            try:
+                made.append(make(self._num_submitted + index))
+            except ValueError as error:
+                problems.append(f"prompt {index}: {error}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        self._num_submitted += len(made)
+        return made
+
+    def render(
+        self, conversations: Sequence[Any], extra: Mapping[str, Any] | None = None, **options: Any
+    ) -> list[Prompt]:
+        """Token prompts of conversations by the chat template, which gets `extra` as well as
+        `options`.
+
+        Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
+        """
+        from jinja2 import TemplateError
+
+        extra = {} if extra is None else extra
+        if not isinstance(extra, Mapping):
+            raise ValueError(f"chat_template_kwargs: expected a dict, got {type(extra).__name__}")
+        if taken := sorted(map(str, extra.keys() & {*options, "tokenize"})):
+            raise ValueError(
+                f"chat_template_kwargs: expected no {', '.join(taken)}: chat has arguments for it"
+            )
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            raise ValueError("chat: expected a tokenizer, got skip_tokenizer_init=True")
+        if not tokenizer.chat_template and options.get("chat_template") is None:
+            raise ValueError(
+                "chat: this tokenizer has no chat template; pass chat_template=, or use generate()"
+            )
+        prompts: list[Prompt] = []
+        problems = []
+        for index, messages in enumerate(conversations):
+            listed = isinstance(messages, Sequence) and all(
+                isinstance(message, Mapping) for message in messages
+            )
+            if not listed or not messages:
+                expected = 'a list of {"role": ..., "content": ...} messages'
+                problems.append(f"conversation {index}: expected {expected}, got {messages!r:.80}")
+                continue
+            try:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, **options, **extra)
+                ids = self._encode(text, add_special_tokens=False)
+                prompts.append({"prompt": text, "prompt_token_ids": ids})
+            except (TemplateError, ValueError, TypeError) as error:
+                problems.append(f"conversation {index}: {type(error).__name__}: {error}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return prompts
+
+    def _search(self, prompt: Prompt, params: BeamSearchParams, number: int) -> Submission:
+        config, width = self._config, params.beam_width
+        eos_ids = frozenset() if params.ignore_eos else self._model.eos_ids
+        wanted = min(num_candidates(width, len(eos_ids)), self._model.spec.vocab_size)
+        if wanted > config.max_logprobs:
+            raise ValueError(
+                f"beam_width: {width} beams need the {wanted} likeliest tokens of each, and "
+                f"max_logprobs of LLM is "
+                f"{config.max_logprobs}: raise it (-1: all)"
+            )
+        if width > config.max_num_seqs:
+            raise ValueError(
+                f"beam_width: expected at most max_num_seqs={config.max_num_seqs}, got {width}"
+            )
+        # A beam ends when its search says so, not at an end token.
+        of_beam = SamplingParams(
+            temperature=0.0,
+            max_tokens=params.max_tokens,
+            ignore_eos=True,
+            logprobs=wanted,
+            detokenize=False,
+        )
+        submission = self._submission(prompt, of_beam, 0, number, width)
+        first = submission.samples[0]
+        length = min(first.prompt_len + params.max_tokens, config.max_model_len)
+        held = length if first.retention is None else min(length, first.retention.limit)
+        needed = width * -(-held // config.block_size)
+        if needed > config.num_pages:
+            raise ValueError(
+                f"beam_width: {width} beams of {length} tokens may need {needed} pages, the KV "
+                f"cache has "
+                f"{config.num_pages}: raise kv_cache_memory_bytes or num_gpu_blocks_override"
+            )
+        max_new, penalty = length - first.prompt_len, params.length_penalty
+        link(
+            submission.samples,
+            BeamSearch(width, max_new=max_new, eos_ids=eos_ids, length_penalty=penalty),
+        )
+        return submission
+
+    def _submission(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        number: int,
+        num_samples: int | None = None,
+    ) -> Submission:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling_params: expected SamplingParams, got {type(params).__name__}"
+            )
+        if not is_int(priority):
+            raise ValueError(f"priority: expected a whole number, got {priority!r}")
+        text, ids, salt = self._parse(prompt)
+        self._check_length(len(ids))  # before anything is done for each token: it may be a million
+        tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
+        self._check_ids("prompt", tokens)
+        stop_ids = self._stop_ids(params)
+        self._check_logprobs(params)
+        bad_words = self._processing(params, stop_ids | {self._model.eos_id})
+        retention = self._retention(params, len(tokens))
+        max_len, limit = self._limit(len(tokens), params, retention)
+        salts = ("shared", salt) if self._share_prefixes else (str(number), salt)
+        root = root_key(self._cache_root, *salts)
+        num_samples = params.n if num_samples is None else num_samples
+        samples = tuple(
+            Request(
+                id=str(number) if num_samples == 1 else f"{number}-{sample}",
+                tokens=array("i", tokens),
+                prompt_len=len(tokens),
+                params=params,
+                seed=self._seed(params, number),
+                max_len=max_len,
+                limit=limit,
+                stop_ids=stop_ids,
+                eos_id=None if params.ignore_eos else self._model.eos_id,
+                ignored_eos=self._model.eos_id if params.ignore_eos else None,
+                text=self._text_stream(tokens, params),
+                bad_words=bad_words,
+                logprobs=None if params.logprobs is None else [],
+                prompt_logprobs=None if params.prompt_logprobs is None or sample else [None],
+                chain=PageChain(root),
+                sample=sample,
+                priority=priority,
+                retention=retention,
+            )
+            for sample in range(num_samples)
+        )
+        return Submission(str(number), text, samples)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        own_stops = params.stop_token_ids or ()
+        self._check_ids("stop_token_ids", own_stops)
+        stop_ids = frozenset(own_stops) | (
+            frozenset() if params.ignore_eos else self._model.eos_ids
+        )
+        if len(stop_ids) > NUM_STOP_TOKENS:
+            raise ValueError(
+                f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's own, got "
+                f"{len(stop_ids)}"
+            )
+        if params.stop_strings and self._model.tokenizer is None:
+            raise ValueError(
+                "stop: expected a tokenizer for stop strings, got skip_tokenizer_init=True"
+            )
+        return stop_ids
+
+    def _limit(
+        self, prompt_len: int, params: SamplingParams, retention: Retention | None
+    ) -> tuple[int, str]:
+        """The most tokens of prompt and output together, and the finish_reason of a request that
+        reaches them.
+        """
+        config = self._config
+        wanted = config.max_model_len
+        if params.max_tokens is not None:
+            wanted = min(wanted, prompt_len + params.max_tokens)
+        if retention is not None:
+            return wanted, "length"
+        longest = min(config.num_pages, config.table_width) * config.block_size
+        if prompt_len >= longest:
+            raise ValueError(
+                f"the prompt has {prompt_len} tokens; the KV cache holds {longest} of one "
+                f"request in all "
+                f"({config.num_pages} pages of {config.block_size}, kv_policy "
+                f"{config.kv_policy}): raise "
+                f"kv_cache_memory_bytes or num_gpu_blocks_override, or have a kv_policy"
+            )
+        return min(wanted, longest), "length" if wanted <= longest else "capacity"
+
+    def _retention(self, params: SamplingParams, prompt_len: int) -> Retention | None:
+        """What bounds the request's cache: its own policy or the engine's, in its own budget or the
+        engine's.
+
+        Raises: ValueError for what the engine, as it was made, cannot do.
+        """
+        config = self._config
+        name = config.kv_policy if params.kv_policy is None else params.kv_policy
+        policy, of_engine = get_policy(name), get_policy(config.kv_policy)
+        if policy is None or policy.reads_some:
+            if of_engine is not None and of_engine.reads_some and policy is None:
+                raise ValueError(
+                    f"kv_policy: {config.kv_policy} is the engine's for all requests, got {name}"
+                )
+            if policy is not None:
+                check_served(policy, of_engine)
+            for field in ("kv_budget", "kv_protect"):
+                if getattr(params, field) is not None:
+                    raise ValueError(
+                        f"{field}: expected None with kv_policy {name}, got "
+                        f"{getattr(params, field)!r}"
+                    )
+            return None
+        check_served(policy, of_engine)
+        pages = config.row_pages
+        if params.kv_budget is not None or not pages:
+            pages = full_pages(policy, params.kv_budget, page_size=config.block_size)
+            pages = min(pages, -(-config.max_model_len // config.block_size))
+        most = min(config.table_width, config.num_pages)
+        if pages > most:
+            held = f"{most} pages of {config.block_size} tokens in full precision"
+            raise ValueError(
+                f"kv_budget: expected what a row of this engine may hold ({held}), got {pages} "
+                f"pages"
+            )
+        low_pages = (
+            config.low_row_pages * pages // config.row_pages
+            if policy.low and config.row_pages
+            else 0
+        )
+        retention = Retention(
+            policy=policy, page_size=config.block_size, full_pages=pages, low_pages=low_pages
+        )
+        return protecting(retention, params.kv_protect or (), prompt_len)
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        size, most = self._model.spec.vocab_size, self._config.max_logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and (size if asked == -1 else asked) > most:
+                what = f"-1 (all {size} tokens)" if asked == -1 else asked
+                raise ValueError(
+                    f"{name}: expected at most {most}, got {what}; raise max_logprobs of LLM "
+                    f"(-1: all)"
+                )
+
+    def _processing(self, params: SamplingParams, ends: frozenset[int | None]) -> tuple[Word, ...]:
+        """Checks what changes the logits. Returns the tokens of the bad words. `ends` are out of
+        reach at first where min_tokens is given.
+        """
+        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+        self._check_ids("logit_bias", list(bias))
+        if len(bias) > NUM_BIASES:
+            raise ValueError(f"logit_bias: expected at most {NUM_BIASES} tokens, got {len(bias)}")
+        self._check_ids("allowed_token_ids", allowed or ())
+        if params.bad_words and self._model.tokenizer is None:
+            raise ValueError(
+                "bad_words: expected a tokenizer for bad words, got skip_tokenizer_init=True"
+            )
+        words = encode_words(self._model.tokenizer, params.bad_words or ())
+        self._check_ids("bad_words", [token for word in words for token in word])
+        out_of_reach = {word[-1] for word in words} | (ends if params.min_tokens else set())
+        if allowed is not None and not set(allowed) - out_of_reach:
+            raise ValueError(
+                "allowed_token_ids: expected at least one that ends no bad word and, with "
+                "min_tokens, no request, "
+                f"got {allowed}"
+            )
+        return words
+
+    def _parse(self, prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray, str]:
+        """(text, token ids as they came, cache_salt)"""
+        if isinstance(prompt, str):
+            return prompt, self._encode(prompt), ""
+        if not isinstance(prompt, Mapping):
+            raise ValueError(
+                f'expected a text, {{"prompt": text}} or {{"prompt_token_ids": [...]}}, got '
+                f"{type(prompt).__name__}"
+            )
+        unknown = sorted(map(str, prompt.keys() - _PROMPT_KEYS))
+        if unknown:
+            raise ValueError(f"unknown or unsupported keys in the prompt: {', '.join(unknown)}")
+        salt = prompt.get("cache_salt", "")
+        if not isinstance(salt, str):
+            raise ValueError(f"cache_salt: expected a text, got {type(salt).__name__}")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"prompt: expected a text, got {type(text).__name__}")
+        if ids is None:
+            if text is None:
+                raise ValueError('expected "prompt" or "prompt_token_ids", got neither')
+            return text, self._encode(text), salt
+        is_list = ids.ndim > 0 if isinstance(ids, np.ndarray) else isinstance(ids, Sequence)
+        if not is_list or isinstance(ids, (str, bytes)):
+            raise ValueError(
+                f"prompt_token_ids: expected a list of token ids, got {type(ids).__name__}"
+            )
+        return text, ids, salt
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        if self._model.tokenizer is None:
+            raise ValueError(
+                'expected {"prompt_token_ids": [...]} with skip_tokenizer_init=True, got a text'
+            )
+        if not text:
+            raise ValueError("the prompt is empty; expected at least one token")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the prompt is not valid Unicode: {error}") from error
+        if len(text) > self._config.max_model_len:
+            self._check_characters(len(text))
+        return self._model.tokenizer.encode(text, **options)
+
+    def _check_characters(self, length: int) -> None:
+        """Refuses what is certainly too long, since a tokenizer takes seconds for megabytes."""
+        if self._longest_token is None:
+            self._longest_token = longest_token(self._model.tokenizer)
+        limit = self._config.max_model_len
+        if length > (most := self._longest_token * limit):
+            raise ValueError(
+                f"the prompt has {length} characters, more than {limit} tokens can have "
+                f"({most:.0f}); expected at most "
+                f"{limit - 1} tokens, so that one more fits into max_model_len={limit}"
+            )
+
+    def _check_length(self, length: int) -> None:
+        config = self._config
+        if not length:
+            raise ValueError("the prompt is empty; expected at least one token")
+        if length >= config.max_model_len:
+            raise ValueError(
+                f"the prompt has {length} tokens; expected at most {config.max_model_len - 1}, "
+                f"so that one more "
+                f"fits into max_model_len={config.max_model_len}"
+            )
+
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        # JAX gathers clamp silently, so every id is checked here, before it reaches the device.
+        size = self._model.spec.vocab_size
+        bad = [i for i in ids if not is_int(i) or not 0 <= i < size]
+        if bad:
+            raise ValueError(f"{what}: expected token ids from 0 to {size - 1}, got {bad[:5]!r}")
+
+    def _seed(self, params: SamplingParams, number: int) -> int:
+        """The request's own seed, or one that follows from the engine's and the number of the
+        submission.
+        """
+        if params.seed not in (None, -1):
+            return params.seed % 2**64
+        high, low = np.random.SeedSequence([self._config.seed, number]).generate_state(2)
+        return int(high) << 32 | int(low)
+
+    def _text_stream(self, prompt: Sequence[int], params: SamplingParams) -> TextStream | None:
+        tokenizer = self._model.tokenizer
+        if tokenizer is None or not params.detokenize:
+            return None
+
+        def decode(ids: Sequence[int]) -> str:
+            return tokenizer.decode(
+                ids,
+                skip_special_tokens=params.skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+
+        return TextStream(
+            decode,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            prompt=prompt,
+        )
+
+
+def link(beams: tuple[Request, ...], search: BeamSearch) -> None:
+    """Makes requests with one prompt the beams of one search."""
+    for beam in beams:
+        beam.search, beam.beams = search, beams
+        beam.needs_host = beam.needs_tokens = True
+        beam.is_plain = False

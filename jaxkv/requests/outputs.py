@@ -1,0 +1,99 @@
+"""What people get back; vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural-log probability of a token under the model's own distribution; rank 1 is the
+    likeliest.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion. `finish_reason` is None while running, "stop" or "length" after, "capacity"
+    where the KV cache holds no longer sequence ("abort" in a stream that an error elsewhere ended).
+
+    `stop_reason` is the stop string or stop token id that ended it, None for the model's own end
+    token or "length".
+    `logprobs` has one dict per token: token id -> Logprob. In a stream, text, token_ids and
+    logprobs are what is new.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request: Unix times, `time_in_queue` in seconds. None: it has not
+    happened.
+    """
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    time_in_queue: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with its completions. `prompt` is None when token ids were given.
+
+    `prompt_logprobs`, if asked for, has one entry per prompt token: None for the first, then token
+    id -> Logprob. In a stream the first output has it. `num_cached_tokens` of the prompt (for n >
+    1: the first sample's) came from the
+    prefix cache. `metrics`: its times (for n > 1: the first sample's).
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One of the sequences that a beam search found.
+
+    `tokens` and `text` are prompt and output together, as in vLLM (text: None without a tokenizer).
+    `cum_logprob` is the sum of the output's log-probabilities, not divided by its length.
+    `logprobs` has one dict per output token: the likeliest tokens there. `finish_reason` is "stop"
+    where an end token ended it (`stop_reason` is None for the model's own first one, else its id),
+    else "length".
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The `beam_width` best sequences for one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

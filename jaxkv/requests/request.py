@@ -1,0 +1,269 @@
+"""A request on its way through the engine: host state only."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxkv.config import SamplingParams
+from jaxkv.holding.allocator import KVHandle
+from jaxkv.holding.prefix import PageChain
+from jaxkv.holding.retention import NEVER, Kept, Retention
+from jaxkv.requests.beam import BeamSearch
+from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxkv.requests.text import TextStream
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sample of a prompt: tokens so far (int32), what of them is in the KV state, and the text
+    of the new ones.
+
+    `pages` and `num_stored` are its `handle` in a form that grows in place, as every row's does in
+    every loop.
+
+    `chain` names its full pages for the prefix cache, in which the first `num_published` of its
+    pages are listed, and more of them once it has `publish_len` tokens (0: at once); `is_listed` is
+    False where they are not to be. `max_len` bounds prompt and output together, `limit` is the
+    finish_reason there. `stop_ids` end it: the caller's, and unless ignore_eos the model's own, of
+    which `eos_id` is the one that needs no stop_reason; else it is `ignored_eos`, which comes only
+    after min_tokens too. `row` is its place in the row tables while it runs, which have
+    the first `num_bound` of its pages: whoever changes one of these sets it back.
+    `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the prompt.
+    `arrived_s` is `times.arrival_time` on the monotonic clock, `last_token_s` is on that one too.
+
+    `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read
+    yet. Plans count on
+    those, as if the request would not end before: `num_stored` counts what those steps store.
+
+    Under a `retention` it holds its last tokens and what a policy has left of those before:
+    `num_gone` tokens are not in its pages any more, the policy is asked when `evict_len` are
+    stored, and `kept` is what it holds while it runs.
+
+    A beam's next token comes from its `search`, once that knows the candidates (tokens,
+    log-probabilities) of all its
+    `beams`, this one included: until then the last token computed is the last there is, and nothing
+    is pending.
+    """
+
+    id: str
+    tokens: array[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    max_len: int
+    stop_ids: frozenset[int]
+    eos_id: int | None
+    text: TextStream | None
+    chain: PageChain
+    sample: int = 0
+    priority: int = 0
+    ignored_eos: int | None = None
+    limit: str = "length"
+    arrival: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    pages: list[int] = field(default_factory=list)
+    num_stored: int = 0
+    row: int | None = None
+    num_bound: int = 0
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_given: int = 0
+    is_given: bool = False
+    num_published: int = 0
+    publish_len: int = 0
+    is_listed: bool = True
+    num_cached: int = 0
+    num_preemptions: int = 0
+    times: RequestMetrics = field(default_factory=RequestMetrics)
+    arrived_s: float = 0.0
+    last_token_s: float | None = None
+    search: BeamSearch | None = None
+    beams: tuple[Request, ...] = field(default=(), repr=False)
+    candidates: tuple[np.ndarray, np.ndarray] | None = None
+    retention: Retention | None = None
+    kept: Kept | None = None
+    num_gone: int = 0
+    evict_len: int = NEVER
+    num_tokens: int = field(init=False)
+    needs_host: bool = field(init=False)
+    """Whether what may come next is made on the host from the token before it, so that no loop may
+    run ahead.
+    """
+    is_plain: bool = field(init=False)
+    """Whether its new tokens are all that anybody wants of a step: no text, log-probabilities or
+    beams.
+    """
+    looks_at_each: bool = field(init=False)
+    """Whether each new token has to be looked at, not only the last one."""
+    needs_tokens: bool = field(init=False)
+    """Whether its part in a step is made from all tokens before it, so that those must have been
+    read.
+    """
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.tokens)
+        self.needs_host = any(len(word) > 1 for word in self.bad_words)
+        self.needs_tokens = self.needs_host or self.params.penalises
+        self.looks_at_each = self.logprobs is not None or bool(self.params.stop)
+        self.is_plain = self.text is None and not self.looks_at_each
+
+    @property
+    def handle(self) -> KVHandle:
+        """Its hold on the KV state."""
+        return KVHandle(tuple(self.pages), self.num_stored - self.num_gone)
+
+    @handle.setter
+    def handle(self, handle: KVHandle) -> None:
+        self.pages, self.num_stored = list(handle.pages), handle.length + self.num_gone
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who comes first."""
+        return self.priority, self.arrival
+
+    @property
+    def most_cached(self) -> int:
+        """Its first tokens that may come out of the prefix cache."""
+        return NEVER if self.retention is None else self.retention.cached_len
+
+    @property
+    def reads_cache(self) -> bool:
+        """Log-probabilities of a prompt need its hidden states, which no page holds."""
+        return self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len
+
+    @property
+    def num_new(self) -> int:
+        """Tokens generated and read so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def num_coming(self) -> int:
+        """Tokens that are sampled but not read."""
+        return self.num_tokens - len(self.tokens)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are in the KV state and have been read. The newest one read may be an end
+        that is not stored.
+        """
+        return min(self.num_stored, len(self.tokens) - 1)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are not in the KV state yet: 1 when decoding, more during prefill, 0 of a
+        beam that waits.
+        """
+        return self.num_tokens - self.num_stored
+
+    @property
+    def num_ready(self) -> int:
+        """Pending tokens before the policy is asked again."""
+        return min(self.num_tokens, self.evict_len) - self.num_stored
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still generate, beyond those that are coming."""
+        return self.max_len - self.num_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all the tokens that it may have are here."""
+        return len(self.tokens) >= self.max_len
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it needs no more than what is coming: it has given back its row and pages."""
+        return self.row is None and self.num_left == 0 and self.num_coming > 0
+
+    def metrics(self) -> RequestMetrics:
+        """Its times, up to the newest token."""
+        if self.last_token_s is not None:
+            self.times.last_token_time = (
+                self.times.arrival_time + self.last_token_s - self.arrived_s
+            )
+        return self.times
+
+    def completion(self) -> CompletionOutput:
+        """Everything so far; until it ends without what may turn out to begin a stop string."""
+        if self.text is None:
+            return self._completion("", 0)
+        return self._completion(self.text.text if self.finish_reason else self.text.shown, 0)
+
+    def new_completion(self) -> CompletionOutput:
+        """What is new since the last call."""
+        start, self.num_given = self.num_given, self.num_new
+        return self._completion(self.text.take() if self.text else "", start)
+
+    def _completion(self, text: str, start: int) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.sample,
+            text=text,
+            token_ids=self.tokens[self.prompt_len + start :].tolist(),
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[start:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What a caller asked for: a prompt with its samples, each a request of its own to the
+    engine.
+    """
+
+    id: str
+    prompt: str | None
+    samples: tuple[Request, ...]
+
+    @property
+    def is_finished(self) -> bool:
+        return None not in [request.finish_reason for request in self.samples]
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        return self._output(
+            [request.completion() for request in self.samples], self.samples[0].prompt_logprobs
+        )
+
+    def new_output(self) -> RequestOutput | None:
+        """What is new since the last call, of the samples that have something new; None if there is
+        nothing.
+        """
+        changed = [
+            r
+            for r in self.samples
+            if r.num_new > r.num_given or (r.finish_reason and not r.is_given)
+        ]
+        if not changed:
+            return None
+        first = self.samples[0]
+        prompt_logprobs = (
+            first.prompt_logprobs if first in changed and not first.num_given else None
+        )
+        for request in changed:
+            request.is_given = request.finish_reason is not None
+        return self._output([request.new_completion() for request in changed], prompt_logprobs)
+
+    def _output(
+        self,
+        completions: list[CompletionOutput],
+        prompt_logprobs: list[dict[int, Logprob] | None] | None,
+    ) -> RequestOutput:
+        first = self.samples[0]
+        return RequestOutput(
+            request_id=self.id,
+            prompt=self.prompt,
+            prompt_token_ids=first.tokens[: first.prompt_len].tolist(),
+            outputs=completions,
+            finished=self.is_finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=first.num_cached,
+            metrics=first.metrics(),
+        )

@@ -1,0 +1,295 @@
+"""The TPU attention kernels alone at one shape: compiled for a chip that need not be here, their
+schedule counted.
+
+The ratio is a lower bound on issue cycles (bundles per loop x trips, regions included, the whole
+kernel) over the cycles that the bytes of the pages take at the chip's published bandwidth. Above 1
+a kernel cannot be memory bound; below 1 nothing is proven. It compares kernels under one compiler.
+It is not a speed: latency, stalls and bank conflicts are not in it, and nothing was run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxkv.tools.chips import CHIPS, parse_target
+from jaxkv.tools.schedule import Schedule, read_schedule
+
+KERNELS = ("decode", "prefill")
+SHAPES = {  # query heads, KV heads, head_dim
+    "8b": (32, 8, 128),
+    "70b-tp8": (8, 1, 128),
+    "mha": (32, 32, 128),
+    "mqa": (16, 1, 128),
+    "h64": (32, 8, 64),
+    "h64-tp8": (8, 1, 64),
+    "h256": (8, 4, 256),
+}
+CONTEXT = {"decode": 2048, "prefill": 8192}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One kernel at one shape. heads: query heads, KV heads, head_dim of one device. context:
+    tokens that each of `batch` rows holds; queries: of the one prefill chunk. tiles: instead of the
+    tuned ones. far: a pool of more than 2^31 bytes.
+    """
+
+    kernel: str
+    name: str
+    heads: tuple[int, int, int]
+    chip: str
+    dtype: str = "bfloat16"
+    page_size: int = 64
+    context: int
+    batch: int
+    queries: int = 512
+    tiles: tuple[tuple[str, int], ...] = ()
+    far: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a matmul's input."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def bits(self) -> int:
+        """Of each stored element, its scales apart."""
+        return {"int8": 8, "int4": 4}.get(self.dtype, 8 * self.itemsize)
+
+    def __str__(self) -> str:
+        page = f"pages of {self.page_size}, {self.batch} x {self.context} tokens"
+        return f"{self.kernel} {self.name} {self.chip} {self.dtype}, {page}"
+
+
+def case_of(
+    kernel: str, name: str, chip: str, *, context: int | None = None, **others: Any
+) -> Case:
+    """At a named shape, or with `heads` at any: decode of 64 rows x 2,048 tokens, or 512 queries
+    that end at 8,192.
+    """
+    batch = 64 if kernel == "decode" else 1
+    given = {
+        "heads": SHAPES.get(name),
+        "context": context or CONTEXT[kernel],
+        "batch": batch,
+    } | others
+    return Case(kernel=kernel, name=name, chip=chip, **given)
+
+
+def tiles_of(case: Case) -> Any:
+    """Raises: NotImplementedError for heads that the kernels do not take."""
+    from kernels_pallas import tpu
+
+    num_heads, kv_heads, head_dim = case.heads
+    layout = tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim)
+    sizes = {"page_size": case.page_size, "itemsize": case.itemsize, "num_heads": num_heads}
+    tiles = tpu.choose_tiles(layout=layout, **sizes, packing=packing_of(case))
+    return replace(tiles, **dict(case.tiles))
+
+
+def packing_of(case: Case) -> Any:
+    """None for pages of floats."""
+    from kernels_pallas import tpu
+
+    return tpu.Packing(case.bits) if case.bits < 16 else None
+
+
+def lower_case(case: Case) -> Any:
+    """The kernel's call, lowered for the chip. jax comes late: `chips.ENVIRONMENT` must hold
+    before.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from jaxkv.programs.compiled import lower
+    from kernels_pallas import tpu
+
+    num_heads, kv_heads, head_dim = case.heads
+    layout, tiles, packing = (
+        tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim),
+        tiles_of(case),
+        packing_of(case),
+    )
+    dtype = jnp.dtype(jnp.float32 if case.dtype == "float32" else jnp.bfloat16)
+    decodes = case.kernel == "decode"
+    width = -(-case.context // case.page_size)
+    num_pages = case.batch * width + 1
+    page_shape = (layout.rows, case.page_size, layout.width)
+    num_layers = 1 + (
+        2**33 // (num_pages * math.prod(page_shape) * case.bits // 8) if case.far else 0
+    )
+    num_tokens = case.batch if decodes else case.queries
+    num_decode, num_rows = jnp.int32(case.batch if decodes else 0), jnp.int32(case.batch)
+
+    def step(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, start_B, count_B, layer):  # type: ignore[no-untyped-def]
+        schedule = tpu.make_schedule(
+            table_BW,
+            first_BW,
+            len_B,
+            start_B,
+            count_B,
+            num_decode,
+            num_rows,
+            num_tokens=num_tokens,
+            page_size=case.page_size,
+            window=None,
+            tiles=tiles,
+            packed=packing is not None,
+            decode_only=decodes,
+        )
+        return tpu.ragged_paged_attention(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            pages,
+            schedule,
+            layer=layer,
+            num_pages=num_pages,
+            scale=head_dim**-0.5,
+        )
+
+    sharding = NamedSharding(
+        Mesh(np.array(parse_target(case.chip).devices()[:1]), ("x",)), PartitionSpec()
+    )
+    table, row = ((case.batch, width), jnp.int32), ((case.batch,), jnp.int32)
+    new: Any = ((num_tokens, kv_heads, head_dim), dtype)
+    pages: Any = ((num_layers * num_pages, *page_shape), dtype)
+    if packing is not None:
+        scale: Any = ((num_tokens, kv_heads), jnp.float32)
+        values: Any = (new[0], jnp.int8)
+        new = tpu.Quantised(values, scale, scale if packing.words_per_slot > 1 else None)
+        pools: Any = [
+            ((num_layers * num_pages, *x), jnp.int32)
+            for x in packing.page_shapes(layout, case.page_size)
+        ]
+        pages = tpu.Packed(*pools)
+    shapes: list[Any] = [((num_tokens, num_heads, head_dim), dtype), new, new]
+    shapes += [pages, table, table, row, row, row, ((), jnp.int32)]
+
+    def abstract(shape: Any) -> Any:
+        return jax.ShapeDtypeStruct(*shape, sharding=sharding)
+
+    return lower(
+        step, *jax.tree.map(abstract, shapes, is_leaf=lambda x: type(x) is tuple), donate=3
+    )
+
+
+def count(case: Case, folder: Path) -> dict[str, Any]:
+    """Compiles the case in this process, whose libtpu dumps to `folder`, and counts."""
+    memory = lower_case(case).compile().memory_analysis()
+    if case.far:
+        return {"temporary_bytes": memory.temp_size_in_bytes}
+    tiles, schedule = tiles_of(case), read_schedule(folder, f"paged_{case.kernel}")
+    found = (_decode if case.kernel == "decode" else _prefill)(case, schedule, tiles)
+    dma_bytes = found.pop("read_tokens") * bytes_per_token(case)
+    chip = CHIPS[case.chip]
+    dma = (
+        None
+        if chip.bandwidth is None or chip.clock is None
+        else dma_bytes / chip.bandwidth * chip.clock
+    )
+    main = max(schedule.loops, key=lambda loop: loop.units["MXU"])
+    busy = {
+        name: round(main.units[name] / slots / main.own, 3)
+        for name, slots in schedule.capacity.items()
+    }
+    return found | {
+        "dma_bytes": dma_bytes,
+        "dma_cycles": None if dma is None else round(dma),
+        "ratio": None if dma is None else round(found["issue_cycles"] / dma, 3),
+        "spills": schedule.spills,
+        "loops": [{"depth": loop.depth, "own": loop.own} for loop in schedule.loops],
+        "busy": {name: share for name, share in busy.items() if ":" not in name},
+        "vmem_bytes": schedule.vmem_bytes,
+        "smem_bytes": schedule.smem_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "tiles": asdict(tiles),
+    }
+
+
+def bytes_per_token(case: Case) -> float:
+    """Of the pages, with their scales."""
+    _, kv_heads, head_dim = case.heads
+    packing = packing_of(case)
+    scales = (
+        0.0
+        if packing is None
+        else 4 * packing.scales_width(kv_heads, case.page_size) / case.page_size
+    )
+    return 2 * kv_heads * head_dim * case.bits / 8 + scales
+
+
+def _decode(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
+    """Rounds of one loop; of the loops in it those with matmuls go over heads, the others clear
+    what a block of floats fetches past its row's end.
+    """
+    from kernels_pallas.tpu import layout_of
+    from kernels_pallas.tpu.tiles import SLOTS
+
+    outer = [loop for loop in schedule.loops if loop.depth == 1]
+    (main,) = [
+        loop
+        for loop in outer
+        if loop.units["MXU"] or any(x.units["MXU"] for x in schedule.inner(loop))
+    ]
+    heads = [loop for loop in schedule.inner(main) if loop.units["MXU"]]
+    clears = [loop for loop in schedule.inner(main) if not loop.units["MXU"]]
+    joined = layout_of(kv_heads=case.heads[1], head_dim=case.heads[2]).joined
+    own = main.own + sum(loop.own for loop in heads) * (joined // tiles.decode_heads)
+    block = tiles.decode_pages * case.page_size
+    blocks = -(-case.context // block)
+    cleared = blocks * tiles.decode_pages - case.context // case.page_size
+    rounds = -(-case.batch * blocks // SLOTS)
+    clear = sum(loop.own for loop in clears) / max(1, len(clears))
+    cycles = schedule.outside_loops + rounds * own + case.batch * cleared * clear
+    return {
+        "issue_cycles": round(cycles),
+        "cycles_per_row": round(cycles / case.batch),
+        "bundles": own,
+        "trips": rounds,
+        "read_tokens": case.batch * case.context,
+    }
+
+
+def _prefill(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
+    """A block of keys runs one of two regions: without a mask, or with (blocks that hold the
+    queries themselves).
+    """
+    regions = sorted(
+        (region for region in schedule.regions if region.units["MXU"]),
+        key=lambda region: region.start,
+    )
+    inner = [region for region in regions if not any(region.holds(other) for other in regions)]
+    whole, masked = inner
+    blocks = max(
+        (loop for loop in schedule.loops if loop.holds(whole)), key=lambda loop: loop.depth
+    )
+    size, slots = tiles.prefill_queries, tiles.prefill_pages * case.page_size
+    begins = range(case.context - case.queries, case.context, size)
+    whole_trips = sum((begin + 1) // slots for begin in begins)
+    trips = sum(-(-min(begin + size, case.context) // slots) for begin in begins)
+    around = blocks.own - whole.own - masked.own
+    cycles = (
+        schedule.outside_loops
+        + whole_trips * whole.own
+        + (trips - whole_trips) * masked.own
+        + trips * around
+    )
+    share = whole.units["MXU"] / schedule.capacity["MXU"] / whole.own
+    return {
+        "issue_cycles": round(cycles),
+        "bundles": whole.own + around,
+        "masked_bundles": masked.own + around,
+        "trips": trips,
+        "mxu_share": round(share, 3),
+        "mxu_share_all": round(trips * whole.units["MXU"] / schedule.capacity["MXU"] / cycles, 3),
+        "busy_whole": {
+            n: round(whole.units[n] / c / whole.own, 3) for n, c in schedule.capacity.items()
+        },
+        "read_tokens": sum(min(begin + size, case.context) for begin in begins),
+    }

@@ -1,0 +1,282 @@
+"""`jaxkv plan`: what a model takes on chips, and how much context the KV cache that is left room
+for holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from jaxkv.build.memory import MIB, Budget
+from jaxkv.build.pool import fit_pages, most_pages
+from jaxkv.config import EngineConfig
+from jaxkv.errors import CapacityError
+from jaxkv.kv.state import PagedKV
+from jaxkv.programs.compiled import Programs
+from jaxkv.tools.bars import stacked_bars
+from jaxkv.tools.chips import GIB
+from jaxkv.tools.deployment import Deployment
+
+PARTS = {
+    "weights": "weight_bytes",
+    "KV cache": "pool_bytes",
+    "temporaries": "temp_bytes",
+    "code, inputs": "kept_bytes",
+    "left": "left",
+}
+"""What the memory is divided into: name and attribute of `Plan`."""
+
+CODE_BYTES = 17 * MIB
+"""Of one compiled program, whatever the model, since its layers are a loop
+(docs/benchmarks/plan.md).
+"""
+
+SAMPLING_ROWS = 62
+"""Arrays over the vocabulary beside the logits, counted in rows of them: eight rows are sampled at
+once.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The memory of one device, in bytes: what takes a part of `limit`, and the largest pool that
+    leaves room for it.
+
+    temp_bytes: the hungriest program's, while it runs. kept_bytes: code of all programs and
+    sampling parameters, which
+    stay. source: formula or compiler.
+    """
+
+    source: str
+    limit: int
+    weight_bytes: int
+    temp_bytes: int
+    kept_bytes: int
+    num_pages: int
+    page_nbytes: int
+    page_size: int
+    row_pages: int = 0
+    """The most of a sequence, 0: all."""
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_pages * self.page_nbytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * self.page_size
+
+    @property
+    def left(self) -> int:
+        """The margin, and what is less than a page."""
+        return self.limit - self.weight_bytes - self.temp_bytes - self.kept_bytes - self.pool_bytes
+
+    def num_sequences(self, context: int) -> int:
+        """Sequences of so many tokens that the pool holds, each in pages of its own."""
+        pages = -(-context // self.page_size)
+        return self.num_pages // (min(pages, self.row_pages) if self.row_pages else pages)
+
+
+def plan_by_formula(deployment: Deployment) -> Plan:
+    """Without a compiler. Raises: CapacityError if there is no room for a page."""
+    _check_weights(deployment)
+    fixed, per_page = temporaries(deployment)
+    inputs: Any = {
+        "spec": deployment.spec,
+        "config": _rows(deployment),
+        "backend": deployment.backend,
+    }
+    programs = Programs({}, PagedKV(groups=()), **inputs)
+    kept = programs.wide_bytes + programs.num_programs * CODE_BYTES
+    num_pages = most_pages(deployment.memory, deployment.page_nbytes, kept, [(fixed, per_page)])
+    return _plan(
+        deployment, "formula", num_pages, temp_bytes=fixed + per_page * num_pages, kept_bytes=kept
+    )
+
+
+def plan_by_compiler(deployment: Deployment) -> Plan:
+    """As `LLM` sizes its pool: the largest programs for two pools, then for the one that was
+    chosen.
+
+    Raises: CapacityError if there is no room for a page, RuntimeError if the target's compiler is
+    not installed.
+    """
+    _check_weights(deployment)
+    memory, page_nbytes = deployment.memory, deployment.page_nbytes
+    programs_for = partial(deployment.programs_for, _rows(deployment))
+    num_pages, _ = fit_pages(memory, page_nbytes, memory.free // page_nbytes, programs_for)
+    programs = programs_for(num_pages)
+    programs.compile_largest()
+    reason, advice = "as many as memory allows", "lower max_num_batched_tokens or max_num_seqs"
+    Budget(
+        memory=memory, num_pages=num_pages, page_nbytes=page_nbytes, reason=reason, advice=advice
+    ).check(programs)
+    return _plan(
+        deployment,
+        "compiler",
+        num_pages,
+        temp_bytes=max(one.temp_bytes for one in programs.memory),
+        kept_bytes=programs.wide_bytes
+        + programs.num_programs * max(one.code_bytes for one in programs.memory),
+    )
+
+
+def temporaries(deployment: Deployment) -> tuple[int, int]:
+    """(a, b): temporaries of the hungriest program are about a + b * pages, on each device
+    (docs/benchmarks/plan.md).
+
+    Logits of all rows, whole on each device, and what sampling makes of them; hidden states of the
+    largest step, twice where devices add theirs up. The XLA path makes a copy of the pool.
+    """
+    spec, limits = deployment.spec, deployment.limits
+    logits = 4 * spec.vocab_size * (limits.max_num_seqs + SAMPLING_ROWS)
+    copies = 1 if deployment.tensor_parallel_size == 1 else 2
+    hidden = 4 * limits.max_num_batched_tokens * spec.hidden_size * copies
+    return logits + hidden, 0 if deployment.backend == "pallas_tpu" else deployment.page_nbytes
+
+
+def _check_weights(deployment: Deployment) -> None:
+    memory = deployment.memory
+    if memory.free <= 0:
+        needed, limit = memory.used / GIB, (memory.free + memory.used) / GIB
+        available = f"{limit:.2f} GiB available ({memory.source})"
+        raise CapacityError(
+            f"{needed:.2f} GiB of weights, {available}: take more devices, or larger ones"
+        )
+
+
+def _plan(
+    deployment: Deployment, source: str, num_pages: int, *, temp_bytes: int, kept_bytes: int
+) -> Plan:
+    memory = deployment.memory
+    return Plan(
+        source=source,
+        limit=memory.free + memory.used,
+        weight_bytes=memory.used,
+        temp_bytes=temp_bytes,
+        kept_bytes=kept_bytes,
+        num_pages=num_pages,
+        page_nbytes=deployment.page_nbytes,
+        page_size=deployment.limits.block_size,
+        row_pages=deployment.limits.row_pages,
+    )
+
+
+def _rows(deployment: Deployment) -> EngineConfig:
+    """Limits with the row length that the pool allows at least."""
+    return replace(deployment.limits, num_pages=deployment.limits.pages_per_row)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A deployment with its plans, or with the reason why there is none."""
+
+    deployment: Deployment
+    plans: tuple[Plan, ...] = ()
+    refusal: str | None = None
+
+
+def make_plans(deployment: Deployment, *, compile_too: bool) -> Planned:
+    """Raises: RuntimeError if the target's compiler is to be asked and not installed."""
+    ways = (plan_by_formula, plan_by_compiler)[: 1 + compile_too]
+    try:
+        return Planned(deployment=deployment, plans=tuple(way(deployment) for way in ways))
+    except CapacityError as error:
+        return Planned(deployment=deployment, refusal=str(error).splitlines()[0])
+
+
+def describe(planned: Planned, *, contexts: Sequence[int], sequences: int) -> str:
+    """The plans of one deployment side by side. Units: GiB and KiB are 2**30 and 2**10 bytes."""
+    deployment, plans = planned.deployment, planned.plans
+    backend = f"{deployment.backend} ({deployment.backend_reason})"
+    head = (
+        f"{deployment.target}, tensor_parallel_size {deployment.tensor_parallel_size}, backend "
+        f"{backend}"
+    )
+    if planned.refusal is not None:
+        return f"{head}\n  does not fit: {planned.refusal}"
+    lines = [
+        head,
+        _row("each device, GiB", [plan.source for plan in plans]),
+        _row(f"limit: {deployment.memory.source}", [f"{plan.limit / GIB:.2f}" for plan in plans]),
+    ]
+    for name, attribute in PARTS.items():
+        lines.append(_row(name, [f"{getattr(plan, attribute) / GIB:.2f}" for plan in plans]))
+    lines.append(_row("tokens", [f"{plan.num_tokens:,}" for plan in plans]))
+    for context in contexts:
+        lines.append(
+            _row(
+                f"sequences of {context:,}", [f"{plan.num_sequences(context):,}" for plan in plans]
+            )
+        )
+    if sequences:
+        for context in contexts:
+            fits = ["yes" if plan.num_sequences(context) >= sequences else "no" for plan in plans]
+            lines.append(_row(f"{sequences} sequences of {context:,} fit", fits))
+    return "\n".join([lines[0], *(f"  {line}" for line in lines[1:])])
+
+
+def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences: int) -> str:
+    """What does not depend on the chips: the cache of a token, and of a sequence or several."""
+    spec, token = deployment.spec, deployment.token_nbytes
+    heads = f"{spec.num_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
+    kinds = (
+        f"weights {deployment.dtype}, KV cache {deployment.kv_cache_dtype}, kv_policy "
+        f"{deployment.limits.kv_policy}"
+    )
+    lines = [f"{deployment.name}: {spec.family}, {spec.num_layers} layers, {heads}, {kinds}"]
+    lines.append(_row("KV cache of a token", [f"{token / 2**10:.2f} KiB"]))
+    for context in contexts:
+        nbytes = deployment.sequence_nbytes(context)
+        lines.append(_row(f"of a sequence of {context:,}", [f"{nbytes / GIB:.2f} GiB"]))
+        if sequences:
+            lines.append(_row(f"of {sequences} of them", [f"{sequences * nbytes / GIB:.2f} GiB"]))
+    return "\n".join([lines[0], *(f"  {line}" for line in lines[1:])])
+
+
+def _row(name: str, values: Sequence[str]) -> str:
+    return f"{name:<42}" + "".join(f"{value:>14}" for value in values)
+
+
+def as_json(planned: Planned) -> dict[str, Any]:
+    """Sizes in bytes, of each device unless they are `token_nbytes`."""
+    deployment = planned.deployment
+    return {
+        "model": deployment.name,
+        "target": str(deployment.target),
+        "tensor_parallel_size": deployment.tensor_parallel_size,
+        "backend": deployment.backend,
+        "backend_reason": deployment.backend_reason,
+        "dtype": deployment.dtype,
+        "kv_cache_dtype": deployment.kv_cache_dtype,
+        "token_nbytes": deployment.token_nbytes,
+        "limits": asdict(deployment.limits),
+        "does_not_fit": planned.refusal,
+        "plans": [
+            asdict(plan)
+            | {"pool_bytes": plan.pool_bytes, "left": plan.left, "num_tokens": plan.num_tokens}
+            for plan in planned.plans
+        ],
+    }
+
+
+def picture(planned: Sequence[Planned]) -> str:
+    """A stacked bar for each plan, as SVG. Raises: ValueError if there is none."""
+    bars = [
+        (
+            f"{one.deployment.target}, {plan.source}"
+            if len(one.plans) > 1
+            else str(one.deployment.target),
+            [getattr(plan, attribute) for attribute in PARTS.values()],
+            f"{plan.num_tokens:,} tokens, limit {plan.limit / GIB:.2f} GiB",
+        )
+        for one in planned
+        for plan in one.plans
+    ]
+    if not bars:
+        raise ValueError("expected a target that the model fits on, for a picture of its memory")
+    return stacked_bars(
+        f"{planned[0].deployment.name}: memory of each device in GiB", list(PARTS), bars
+    )

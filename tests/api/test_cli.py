@@ -1,0 +1,182 @@
+"""The command: text on standard output, figures and errors on standard error, and a status that
+scripts can use.
+"""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+import jaxkv
+from jaxkv.api import cli
+from jaxkv.api.llm import LLM
+from jaxkv.config import SamplingParams
+from tiny import make_checkpoint, tiny_config
+from tokenizers_ import save_tokenizer
+
+PROMPT = "Once upon a time"
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("cli") / "model", tiny_config("llama", vocab_size=420)
+    )
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def generate(checkpoint, capsys):
+    """Runs `jaxkv generate` with the tiny model; returns (status, standard output, standard
+    error).
+    """
+
+    def run(*arguments: str, model: Path | str = checkpoint) -> tuple[int, str, str]:
+        common = [
+            "--model",
+            str(model),
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "64",
+            "--ignore-eos",
+        ]
+        status = cli.main(["generate", *common, "--max-tokens", "12", *arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_the_prompt_and_its_continuation_go_to_standard_output(generate, checkpoint):
+    status, out, err = generate(PROMPT, "--temperature", "0")
+    llm = LLM(checkpoint, dtype="float32", max_model_len=64, max_num_seqs=1, lazy_compile=True)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert (status, out) == (0, PROMPT + output.outputs[0].text + "\n")
+    num_prompt = len(output.prompt_token_ids)
+    figures = (
+        rf"\[{num_prompt} prompt \+ 12 new tokens; time to first token [\d.]+ s, [\d.]+ tokens/s "
+        rf"after it, without the "
+        rf"[\d.]+ s of compilation and [\d.]+ s of loading; KV cache: {num_prompt + 11} of 64 "
+        rf"tokens\]\n"
+    )
+    assert re.fullmatch(figures, err)
+
+
+def test_quiet_leaves_standard_error_empty(generate):
+    loud, quiet = generate(PROMPT), generate(PROMPT, "--quiet")
+    assert quiet == (0, loud[1], "")
+
+
+def test_a_single_token_has_no_rate(generate):
+    assert re.search(
+        "1 new tokens; .*, no tokens after it", generate(PROMPT, "--max-tokens", "1")[2]
+    )
+
+
+def test_without_a_prompt_standard_input_is_read(generate, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert generate("--quiet") == generate(PROMPT, "--quiet")
+
+
+def test_a_stop_string_ends_the_output(generate):
+    whole = generate(PROMPT, "--quiet", "--temperature", "0")[1].removeprefix(PROMPT)
+    stop = whole[4:6]
+    stopped = generate(
+        PROMPT, "--quiet", "--temperature", "0", "--stop", "never ever", "--stop", stop
+    )
+    assert stopped == (0, PROMPT + whole[: whole.index(stop)] + "\n", "")
+
+
+def test_a_seed_decides_what_is_drawn(generate):
+    drawn = [generate(PROMPT, "--quiet", "--temperature", "2", "--seed", seed)[1] for seed in "112"]
+    assert drawn[0] == drawn[1] != drawn[2]
+    unseeded = [generate(PROMPT, "--quiet", "--temperature", "2")[1] for _ in range(2)]
+    assert unseeded[0] == unseeded[1]
+    narrow = [
+        generate(PROMPT, "--quiet", "--temperature", "2", *only)[1]
+        for only in (("--top-k", "1"), ("--top-p", "0.000001"), ("--min-p", "1"))
+    ]
+    assert set(narrow) == {generate(PROMPT, "--quiet", "--temperature", "0")[1]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1"], "temperature: expected .*, got -1.0"),
+        (["--temperature", "nan"], "temperature: expected .*, got nan"),
+        (["--top-p", "0"], "top_p: expected .*, got 0.0"),
+        (["--max-tokens", "0"], "max_tokens: expected .*, got 0"),
+        (["--min-tokens", "13"], "min_tokens: expected .*, got 13"),
+        (["--stop", ""], "stop: expected .*, got .*"),
+        (["--dtype", "int8"], "dtype: expected .*, got 'int8'"),
+        (["--kv-cache-dtype", "int2"], "kv_cache_dtype: expected .*, got 'int2'"),
+        (["--block-size", "10"], "block_size: expected .*, got 10"),
+        (["--max-model-len", "1000"], "max_model_len: expected at most 256 .*, got 1000"),
+        (
+            ["--tensor-parallel-size", "2"],
+            "tensor_parallel_size: expected 1 to 1, the devices here, got 2",
+        ),
+        (["--backend", "cuda"], "backend: expected .*, got 'cuda'"),
+        (["--backend", "pallas_tpu"], "backend='pallas_tpu': expected a TPU, got cpu"),
+        (["--model", "/nothing/here"], "/nothing/here: expected a directory .*"),
+        (["--tokenizer", "/nothing/here"], "/nothing/here: expected a directory .*"),
+    ],
+)
+def test_what_the_caller_can_mend_is_status_2_and_one_line(generate, arguments, message):
+    status, out, err = generate(PROMPT, *arguments)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(rf"jaxkv: {message}\n", err), err
+
+
+def test_a_bad_prompt_is_status_2_and_nothing_on_standard_output(generate, monkeypatch):
+    for prompt, message in (
+        ("", "the prompt is empty"),
+        ("x" * 500, "the prompt has 501 tokens"),
+        ("\udcff", "Unicode"),
+    ):
+        status, out, err = generate(prompt)
+        assert (status, out) == (2, "")
+        assert message in err
+        assert err.count("\n") == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert generate()[0] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--temperature", "warm"], ["--max-tokens", "many"], ["--unknown"], ["two", "prompts"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_arguments_that_cannot_be_read_show_the_usage(generate, capsys, arguments):
+    with pytest.raises(SystemExit) as caught:
+        generate(*arguments, PROMPT)
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "usage: jaxkv" in err
+
+
+def test_an_interrupt_is_status_130_without_a_traceback(generate, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", interrupted)
+    assert generate(PROMPT) == (130, "", "")
+
+
+def test_version_and_help(capsys):
+    for arguments, shown in (
+        (["--version"], f"jaxkv {jaxkv.__version__}\n"),
+        (["generate", "--help"], "usage: jaxkv gen"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 0
+        assert capsys.readouterr().out.startswith(shown)
+    with pytest.raises(SystemExit) as caught:
+        cli.main([])
+    assert caught.value.code == 2

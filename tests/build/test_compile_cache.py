@@ -1,0 +1,159 @@
+"""The second start takes its programs from the cache: as many hits as the first one compiled, the
+same tokens.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxkv.build.compile_cache import use_compile_cache
+from jaxkv.engine import compile_cache
+from tiny import make_checkpoint, tiny_config
+
+START = """
+import collections, json, sys, warnings
+import jax
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+from jaxkv import LLM, SamplingParams
+from jaxkv.engine import compile_cache
+compile_cache.MIN_COMPILE_S = 0.0
+warnings.simplefilter("error")
+limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64, "dtype": "float32"}
+llm = LLM(sys.argv[1], skip_tokenizer_init=True, **limits)
+params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1)
+outputs = llm.generate([{"prompt_token_ids": [3, 1, 4]}, {"prompt_token_ids": [9] * 20}], params, use_tqdm=False)
+programs = [llm._engine.programs.step(16), llm._engine.programs.loop(2)]
+print(json.dumps({
+    "said": [str(output.outputs[0]) for output in outputs],
+    "asked": events["compile_requests_use_cache"],
+    "hits": events["cache_hits"],
+    "aliased": [program.memory_analysis().alias_size_in_bytes for program in programs],
+    "pool": llm._budget.pool_bytes,
+    "cache": next(line for line in llm.describe().splitlines() if line.startswith("cache ")),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("cache") / "model", tiny_config("llama"))
+
+
+@pytest.fixture
+def start(checkpoint, tmp_path):
+    """Starts an engine in a fresh process, with a cache folder of its own; nothing may come on
+    standard error.
+    """
+
+    def run() -> dict:
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if name != "JAX_ENABLE_COMPILATION_CACHE"
+        }
+        env["XDG_CACHE_HOME"] = str(tmp_path / "xdg")
+        arguments = [sys.executable, "-c", START, str(checkpoint)]
+        done = subprocess.run(
+            arguments, env=env, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.fixture
+def configured(monkeypatch):
+    """Records what would be configured, beside what is: the cache itself stays off in this
+    process.
+    """
+
+    class Config:
+        jax_enable_compilation_cache = True
+        jax_compilation_cache_dir = None
+
+        def update(self, name: str, value: object) -> None:
+            setattr(self, name, value)
+
+    config = Config()
+    monkeypatch.setattr(compile_cache.jax, "config", config)
+    return config
+
+
+def files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_start_compiles_nothing_and_says_the_same(start, checkpoint, tmp_path):
+    beside = files(checkpoint)
+    first, second = start(), start()
+    assert first["hits"] == 0
+    assert second["hits"] == second["asked"] == first["asked"] >= 2
+    assert second["said"] == first["said"]
+    assert second["aliased"] == first["aliased"]
+    assert min(second["aliased"]) >= second["pool"]
+    folder = Path(second["cache"].rpartition(" ")[2])
+    assert folder.parent == tmp_path / "xdg" / "jaxkv"
+    assert len(files(folder)) >= 2
+    assert files(checkpoint) == beside
+
+
+def test_the_users_own_settings_are_left_alone(configured, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    configured.jax_compilation_cache_dir = "/own"
+    assert use_compile_cache(jax.devices()[0]) == "/own (jax_compilation_cache_dir)"
+    configured.jax_enable_compilation_cache = False
+    assert use_compile_cache(jax.devices()[0]) == "off: jax_enable_compilation_cache is False"
+    assert vars(configured) == {
+        "jax_compilation_cache_dir": "/own",
+        "jax_enable_compilation_cache": False,
+    }
+    assert not (tmp_path / "xdg").exists()
+
+
+def test_a_second_engine_of_a_process_keeps_the_folder(configured, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    where = use_compile_cache(jax.devices()[0])
+    assert where == configured.jax_compilation_cache_dir
+    assert use_compile_cache(jax.devices()[0]) == where
+    assert Path(where).stat().st_mode & 0o777 == 0o700
+
+
+def test_without_an_absolute_xdg_cache_home_it_is_the_home_directorys(
+    configured, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert Path(use_compile_cache(jax.devices()[0])).parent == tmp_path / ".cache" / "jaxkv"
+
+
+def test_another_cpu_has_another_folder(configured, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = []
+    for cpu in ("one", "other", "one"):
+        configured.jax_compilation_cache_dir = None
+        monkeypatch.setattr(compile_cache, "_cpu", lambda cpu=cpu: cpu)
+        names.append(use_compile_cache(jax.devices()[0]))
+    assert names[0] == names[2] != names[1]
+
+
+def test_a_folder_that_cannot_be_used_is_a_reason_and_no_error(configured, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert use_compile_cache(jax.devices()[0]).startswith("off: [Errno 20] Not a directory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = compile_cache._folder(jax.devices()[0])
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert (
+        use_compile_cache(jax.devices()[0])
+        == f"off: {folder} can be written by others than this user"
+    )
+    assert configured.jax_compilation_cache_dir is None

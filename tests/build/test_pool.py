@@ -1,0 +1,318 @@
+"""How many pages there are: what was asked for, else what all rows need, else what memory and
+programs leave.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.build.memory import Budget, Memory, device_memory
+from jaxkv.build.pool import MARGIN, abstract_kv, bytes_per_page, empty_kv, fit_line, plan_pool
+from jaxkv.config import EngineConfig
+from jaxkv.errors import CapacityError
+from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.state import write
+from jaxkv.models.families import ConfigReader, read_family
+from jaxkv.ops.attention import BACKENDS, xla
+from jaxkv.placement import Placement
+from jaxkv.programs.compiled import ProgramMemory, Programs
+from tiny import tiny_config
+
+LIMITS = EngineConfig(
+    max_model_len=100,
+    max_num_seqs=4,
+    max_num_batched_tokens=32,
+    block_size=16,
+    num_pages=1,
+    decode_steps=8,
+    seed=0,
+)
+ALL_ROWS = 4 * 7
+KIB = 1024
+MANY_ROWS = replace(LIMITS, max_num_seqs=32, max_model_len=10**6)
+
+
+class FakePrograms:
+    """A step and a loop whose temporaries are lines over the pool's pages, and a compiler that
+    refuses large pools.
+    """
+
+    wide_bytes, num_programs, code_bytes = 300, 7, 11
+
+    def __init__(
+        self, lines: list[tuple[int, int]], refused: int, config: EngineConfig, num_pages: int
+    ) -> None:
+        self.config, self.num_pages, self.refused, self.compile_s = config, num_pages, refused, 1.0
+        self.memory = [ProgramMemory("", a + b * num_pages, self.code_bytes) for a, b in lines]
+
+    def compile_largest(self) -> None:
+        if self.num_pages >= self.refused:
+            raise CapacityError(f"refused {self.num_pages}")
+
+
+def with_lines(*lines: tuple[int, int], refused: int = 2**31) -> Callable[..., FakePrograms]:
+    return partial(FakePrograms, list(lines), refused)
+
+
+def never(config: EngineConfig, num_pages: int) -> Programs:
+    raise AssertionError("nothing was to be compiled")
+
+
+def pool_of(at_most: int) -> Memory:
+    """A CPU's, where the pool may take so many bytes."""
+    return Memory(limit=2**60, used=0, source="", pool_limit=at_most)
+
+
+def accelerator(limit: int, used: int = 0) -> Memory:
+    return Memory(limit=limit, used=used, source="")
+
+
+def planned(memory: Memory, limits: EngineConfig = LIMITS, **options: object) -> Budget:
+    options = {"memory_bytes": None, "pages_override": None, "programs_for": never} | options
+    return plan_pool(limits, KIB, memory, **options)
+
+
+def chosen(*args: object, **options: object) -> int:
+    return planned(*args, **options).num_pages
+
+
+def test_by_default_every_row_gets_its_full_length():
+    assert chosen(pool_of(10**9)) == ALL_ROWS
+    assert chosen(pool_of(10**9), replace(LIMITS, max_model_len=97)) == ALL_ROWS
+    assert chosen(pool_of(10**9), replace(LIMITS, max_model_len=96)) == 4 * 6
+    assert chosen(accelerator(10**9), programs_for=with_lines((10**6, KIB))) == ALL_ROWS
+    assert planned(pool_of(10**9)).reason == "what max_num_seqs x max_model_len needs"
+
+
+def test_else_as_many_as_the_pool_may_have():
+    assert chosen(pool_of(20 * KIB)) == 20
+    assert chosen(pool_of(20 * KIB - 1)) == 19
+    assert planned(pool_of(20 * KIB)).reason == "as many as memory allows"
+    with pytest.raises(
+        CapacityError, match="1024 bytes needed for one page of KV cache, 1023 free"
+    ):
+        chosen(pool_of(KIB - 1))
+
+
+def test_what_was_asked_for_is_what_there_is_and_nothing_is_compiled_to_learn_that():
+    for memory in (pool_of(0), accelerator(0), Memory(limit=None, used=0, source="silent")):
+        assert chosen(memory, pages_override=3) == 3
+        assert chosen(memory, pages_override=10**6) == 10**6
+        assert chosen(memory, memory_bytes=5 * KIB + 1023) == 5
+    assert planned(pool_of(0), memory_bytes=5 * KIB).reason == "asked for by kv_cache_memory_bytes"
+
+
+def test_a_device_that_does_not_say_what_it_has_must_be_told():
+    silent = SimpleNamespace(platform="tpu", memory_stats=lambda: None)
+    memory = device_memory(silent, weight_bytes=9, utilization=0.9)
+    with pytest.raises(
+        CapacityError,
+        match="does not say how much memory it has; pass kv_cache_memory_bytes or num_gpu",
+    ):
+        chosen(memory)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_bytes": KIB, "pages_override": 1}, "got both"),
+        (
+            {"memory_bytes": 1023},
+            "kv_cache_memory_bytes: expected at least one page, 1024, got 1023",
+        ),
+        ({"memory_bytes": 2048.0}, "kv_cache_memory_bytes: .* got 2048.0"),
+        ({"memory_bytes": True}, "kv_cache_memory_bytes: .* got True"),
+        ({"pages_override": 0}, "num_gpu_blocks_override: expected a number >= 1, got 0"),
+        ({"pages_override": 1.5}, "num_gpu_blocks_override: .* got 1.5"),
+        ({"pages_override": True}, "num_gpu_blocks_override: .* got True"),
+    ],
+)
+def test_a_figure_out_of_range_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(pool_of(10**9), **options)
+
+
+# --- the size that the programs leave
+# ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "line"),
+    [
+        ((10, 1100), (30, 1300), (1000, 10)),
+        ((30, 1300), (10, 1100), (1000, 10)),
+        ((10, 500), (30, 500), (500, 0)),
+        ((10, 600), (30, 500), (600, 0)),  # less for a larger pool: nothing to build on
+        ((10, 100), (13, 110), (60, 4)),  # 3.33 a page, in whole bytes
+        ((10, 100), (20, 900), (-700, 80)),
+    ],
+)
+def test_the_line_through_two_measurements(first, second, line):
+    assert fit_line(first, second) == line
+    for pages, nbytes in (first, second):
+        assert line[0] + line[1] * pages >= nbytes
+
+
+def test_the_pool_is_the_largest_that_fits_beside_the_programs():
+    """Against trying every size, for random memories and pairs of lines."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        lines = [(int(rng.integers(0, 50 * KIB)), int(rng.integers(0, 3 * KIB))) for _ in range(2)]
+        memory = accelerator(
+            int(rng.integers(150, 2000)) * KIB, used=int(rng.integers(0, 50)) * KIB
+        )
+        kept = FakePrograms.wide_bytes + FakePrograms.num_programs * FakePrograms.code_bytes
+        room = memory.limit * (1 - MARGIN) - memory.used - kept
+
+        def fits(pages: int, room: float = room, lines: list = lines) -> bool:
+            return pages * KIB + max(a + b * pages for a, b in lines) <= room + 1
+
+        best = max(pages for pages in range(1, 2001) if fits(pages))
+        budget = planned(memory, MANY_ROWS, programs_for=with_lines(*lines))
+        assert budget.num_pages == best
+        assert (budget.reason, budget.compile_s) == ("as many as memory allows", 2.0)
+
+
+def test_rows_of_programs_that_only_try_the_compiler_are_as_long_as_all_others():
+    seen = []
+
+    def programs_for(config: EngineConfig, num_pages: int) -> FakePrograms:
+        seen.append((config.max_len, num_pages))
+        return with_lines((0, 0))(config, num_pages)
+
+    chosen(accelerator(8 * KIB), replace(LIMITS, max_model_len=4000), programs_for=programs_for)
+    assert seen == [(4000, 3), (4000, 4)]
+
+
+@pytest.mark.parametrize("refused", [400, 200, 100, 20, 3])
+def test_pools_that_the_compiler_refuses_are_tried_smaller(refused):
+    memory = accelerator(1000 * KIB)
+    room = 990 * KIB - 300 - 77
+    assert chosen(
+        memory, MANY_ROWS, programs_for=with_lines((0, 2 * KIB), refused=refused)
+    ) == room // (3 * KIB)
+
+
+def test_no_room_for_a_page_beside_the_programs_is_a_capacity_error():
+    with pytest.raises(CapacityError, match="refused"):
+        chosen(accelerator(1000 * KIB), programs_for=with_lines((0, 0), refused=2))
+    expected = (
+        "51312 bytes needed for one page of KV cache and the programs, 50311 free: lower "
+        "max_num_batched_tokens"
+    )
+    with pytest.raises(CapacityError, match=expected):
+        chosen(accelerator(51200, used=0), programs_for=with_lines((50000, 288)))
+    with pytest.raises(CapacityError, match=r"needed for one page .* -\d+ free"):
+        chosen(accelerator(10 * KIB, used=11 * KIB), programs_for=with_lines((0, 0)))
+
+
+# --- against real programs
+# --------------------------------------------------------------------------------------------
+
+
+class Copying(xla.Xla):
+    """The XLA path behind two copies of the pool, as a compiler makes them that wants another
+    layout.
+    """
+
+    def attend(self, q, k, v, group, batch, prepared, *, layer, scale, out_dtype):
+        dest_T, window = prepared
+        group = write(group, k, v, dest_T=dest_T, layer=layer)
+        pages = jax.lax.optimization_barrier(group.pages[::-1])
+        copied = replace(group, pages=pages[::-1])
+        return xla.read(q, copied, batch, layer=layer, scale=scale, window=window)[0], group
+
+
+@pytest.mark.slow
+def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "copying", Copying())
+    spec, layout = read_family(ConfigReader(tiny_config("llama"), "config.json"))
+    placement, codecs = Placement((jax.devices()[0],)), (get_codec("float32", platform="cpu"),)
+    top = {name: leaf.info for name, leaf in layout.top.items()}
+    layers = {name: (spec.num_layers, *leaf.info.shape) for name, leaf in layout.layer.items()}
+    weights = {name: jax.ShapeDtypeStruct(info.shape, np.float32) for name, info in top.items()}
+    weights["layers"] = {
+        name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in layers.items()
+    }
+    made: list[Programs] = []
+
+    def programs_for(config: EngineConfig, num_pages: int) -> Programs:
+        kv = abstract_kv(
+            spec,
+            replace(config, num_pages=num_pages),
+            codecs,
+            backend="copying",
+            placement=placement,
+        )
+        made.append(Programs(weights, kv, spec=spec, config=config, backend="copying"))
+        return made[-1]
+
+    page_nbytes = bytes_per_page(spec, page_size=16, codecs=codecs, backend="xla")
+    stats = {"bytes_limit": 9 * 2**20, "bytes_in_use": 2**20}
+    fake = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
+    memory = device_memory(fake, weight_bytes=2**20, utilization=0.9)
+    before = len(jax.live_arrays())
+    limits = replace(LIMITS, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=4000)
+    budget = plan_pool(
+        limits,
+        page_nbytes,
+        memory,
+        memory_bytes=None,
+        pages_override=None,
+        programs_for=programs_for,
+    )
+    assert len(jax.live_arrays()) == before
+    (small, large), num_pages = made, budget.num_pages
+    lines = [
+        fit_line((small.num_pages, one.temp_bytes), (large.num_pages, other.temp_bytes))
+        for one, other in zip(small.memory, large.memory, strict=True)
+    ]
+    slopes = [round(b / page_nbytes) for _, b in lines]
+    assert min(slopes) >= 1
+    assert num_pages < memory.free // (page_nbytes * (1 + max(slopes)))
+    programs = programs_for(replace(limits, num_pages=num_pages), num_pages)
+    budget.compile(programs, lazy=False)
+    largest = {one.name: one.temp_bytes for one in programs.memory}
+    predicted = [a + b * num_pages for a, b in lines]
+    assert (
+        np.abs(
+            np.subtract([largest["step of 16 tokens"], largest["loop of 2 rows"]], predicted)
+        ).max()
+        < 256
+    )
+    spent = memory.used + budget.pool_bytes + max(largest.values()) + programs.wide_bytes
+    assert 0.98 * memory.limit < spent <= memory.limit
+    assert programs.compile_s > budget.compile_s > 0
+    with pytest.raises(CapacityError, match=f"available .*: {budget.advice}"):
+        replace(budget, num_pages=num_pages + num_pages // 10).check(programs)
+
+
+# --- the pool itself
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2-mixed-windows"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_page_costs_what_the_pool_allocates_for_it(variant, dtype):
+    spec, _ = read_family(ConfigReader(tiny_config(variant), "config.json"))
+    codecs = (get_codec(dtype, platform="cpu"),) * len(spec.groups)
+    config = replace(LIMITS, num_pages=5)
+    kv = empty_kv(spec, config, codecs, backend="xla")
+    assert kv.nbytes == 5 * bytes_per_page(spec, page_size=16, codecs=codecs, backend="xla")
+    assert [group.num_layers for group in kv.groups] == [len(group.layers) for group in spec.groups]
+    assert {(group.num_pages, group.page_size) for group in kv.groups} == {(5, 16)}
+    assert not any(np.asarray(group.pages).astype(np.float32).any() for group in kv.groups)
+
+
+def test_a_pool_that_int32_cannot_count_is_refused_before_it_is_allocated():
+    spec, _ = read_family(ConfigReader(tiny_config("llama"), "config.json"))
+    codec = get_codec("float32", platform="cpu")
+    with pytest.raises(
+        ValueError, match=r"num_gpu_blocks_override: expected layers x pages x .* < 2\*\*31, got "
+    ):
+        empty_kv(spec, replace(LIMITS, num_pages=2**31 // 12 + 1), (codec,), backend="xla")

@@ -1,0 +1,85 @@
+"""The TPU compiler takes the kernels, and what it issues for decode stays below what their DMAs
+take. Compiles only.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import kernels_pallas
+from jaxkv.tools.apart import compile_apart
+from jaxkv.tools.check import TARGETS, budget_of, judge
+from jaxkv.tools.kernels import SHAPES, Case, case_of, tiles_of
+
+needs_compiler = pytest.mark.skipif(
+    find_spec("libtpu") is None, reason='libtpu is missing: pip install "jaxkv[tpu]"'
+)
+TUNED = Path(kernels_pallas.__file__).parent / "tuned"
+
+
+def budgeted() -> list[tuple[Case, dict]]:
+    """Every committed budget with the case that it is for."""
+    files = [(chip, json.loads((TUNED / f"{chip}.json").read_text())) for chip in TARGETS]
+    return [
+        (
+            Case(
+                name=entry["shape"],
+                chip=chip,
+                **entry["case"] | {"heads": tuple(entry["case"]["heads"])},
+            ),
+            entry,
+        )
+        for chip, content in files
+        for entry in content["kernels"]
+    ]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_decode_has_no_spills_and_fits_its_budget():
+    case = case_of("decode", "70b-tp8", "v6e")
+    found = compile_apart(case)
+    assert found["spills"] == 0
+    assert found["ratio"] <= 0.48
+    assert found["bundles"] * found["trips"] <= found["issue_cycles"]
+    assert budget_of(case)
+    assert judge(case, found).faults == []
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+def test_pages_past_2_to_the_31_bytes_compile_without_a_copy_of_the_pool(kernel):
+    found = compile_apart(
+        case_of(kernel, "70b-tp8", "v6e", context=512, batch=4, queries=64, far=True)
+    )
+    assert found["temporary_bytes"] < 2**24
+
+
+@needs_compiler
+def test_what_the_kernels_do_not_take_is_a_reason_not_a_crash():
+    found = compile_apart(case_of("decode", "odd", "v6e", heads=(8, 1, 80)))
+    assert found["reason"] == "head_dim: expected 64 or a multiple of 128, got 80"
+
+
+def test_the_rule_gives_the_tiles_that_the_sweep_found():
+    for case, entry in budgeted():
+        tiles = tiles_of(case)
+        assert {name: getattr(tiles, name) for name in entry["tiles"]} == entry["tiles"], case
+
+
+def test_every_chip_has_the_same_budgets_and_each_is_found_for_its_case():
+    cases = {
+        chip: {str(entry["case"]) for case, entry in budgeted() if case.chip == chip}
+        for chip in TARGETS
+    }
+    assert len(set(map(frozenset, cases.values()))) == 1
+    for case, entry in budgeted():
+        assert SHAPES[case.name] == case.heads
+        assert budget_of(case) == entry
+        assert entry["measured"] <= entry["ratio"] <= entry["measured"] * 1.031 + 0.001
+    assert budget_of(case_of("decode", "8b", "v6e", context=77)) == {}

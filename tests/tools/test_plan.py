@@ -1,0 +1,275 @@
+"""What a plan counts is what an engine loads and allocates, and what papers and the compiler
+say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jaxkv import LLM
+from jaxkv.api import cli
+from jaxkv.errors import CapacityError
+from jaxkv.placement import TENSOR
+from jaxkv.tools.bars import stacked_bars
+from jaxkv.tools.chips import CHIPS, GIB, Target, parse_target
+from jaxkv.tools.deployment import Deployment, deploy
+from jaxkv.tools.plan import make_plans, plan_by_compiler, plan_by_formula
+from tiny import SMALL, make_checkpoint, tiny_config
+
+LLAMA_3_70B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+LLAMA_3_8B = LLAMA_3_70B | {
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+ROWS = {"max_num_seqs": 64, "max_model_len": 8192}
+V6E = parse_target("v6e")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(config: dict) -> Path:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def plan(capsys):
+    """Runs `jaxkv plan`; returns (status, standard output, standard error)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        status = cli.main(["plan", *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_llama_3_70b_takes_what_is_known_of_it(write, plan):
+    target = ("--target", "v6e:2x4", "--sequences", 32)
+    _, out, _ = plan(write(LLAMA_3_70B), *target, "--context", 131_072, 4096, 8192)
+    assert re.search(r"KV cache of a token +320\.00 KiB\n", out)
+    assert re.search(r"of a sequence of 131,072 +40\.00 GiB\n", out)
+    assert re.search(r"of a sequence of 4,096 +1\.25 GiB\n", out)
+    assert re.search(r"of a sequence of 8,192 +2\.50 GiB\n +of 32 of them +80\.00 GiB\n", out)
+    _, out, _ = plan(write(LLAMA_3_70B | {"num_key_value_heads": 64}), *target, "--context", 4096)
+    assert re.search(r"of a sequence of 4,096 +10\.00 GiB\n", out)
+
+
+def test_a_token_takes_what_each_layer_takes(write, plan):
+    def of_token(*options: object) -> float:
+        _, out, _ = plan(write(LLAMA_3_8B), "--target", "v6e", "--context", 4096, *options)
+        return float(re.search(r"KV cache of a token +([0-9.]+) KiB\n", out)[1])
+
+    plain, small = of_token(), of_token("--kv-dtype", "int8")
+    skipping = of_token("--kv-dtype", "int8", "--kv-cache-dtype-skip-layers", 0, 1, -1)
+    assert skipping == pytest.approx((29 * small + 3 * plain) / 32, abs=0.01)
+    assert small < skipping < plain
+
+
+@pytest.mark.parametrize(
+    "variant", ["llama-3", "llama-biases", "mistral", "qwen2-mixed-windows", "qwen3"]
+)
+def test_weights_and_pages_are_what_an_engine_has(tmp_path, variant):
+    checkpoint = make_checkpoint(tmp_path / "model", tiny_config(variant))
+    deployment = deploy(checkpoint, V6E, dtype="float32", block_size=8)
+    llm = LLM(checkpoint, **SMALL)
+    assert deployment.weight_bytes == llm._model.weight_bytes
+    assert deployment.page_nbytes * 200 == sum(
+        group.pages.nbytes for group in llm._engine.kv.groups
+    )
+    assert deployment.token_nbytes * 8 == deployment.page_nbytes
+
+
+@pytest.mark.parametrize("vocab_size", [152, 151])
+def test_each_device_has_its_part(tmp_path, vocab_size):
+    sizes = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 64,
+        "vocab_size": vocab_size,
+    }
+    path = make_checkpoint(tmp_path / "model", tiny_config("llama-biases") | sizes)
+    whole, part = (deploy(path, parse_target(target)) for target in ("v6e", "v6e:2x2"))
+    mesh = AbstractMesh((4,), (TENSOR,))
+    leaves = [(name, leaf.info.shape) for name, leaf in part._top.items()]
+    leaves += [
+        (name, (part.spec.num_layers, *leaf.info.shape)) for name, leaf in part.layout.layer.items()
+    ]
+    shapes = (
+        NamedSharding(mesh, part._parts.weight(name, len(dims))).shard_shape(dims)
+        for name, dims in leaves
+    )
+    assert (
+        part.weight_bytes
+        == sum(2 * jnp.prod(jnp.array(dims)).item() for dims in shapes)
+        < whole.weight_bytes
+    )
+    assert part.page_nbytes * 4 == whole.page_nbytes
+
+
+def check_parts(deployment: Deployment, plan) -> None:
+    parts = (plan.weight_bytes, plan.temp_bytes, plan.kept_bytes, plan.pool_bytes, plan.left)
+    assert min(parts) > 0
+    assert (
+        sum(parts)
+        == plan.limit
+        == int(deployment.target.chip.memory_gib * GIB * deployment.utilization)
+    )
+    assert plan.left < 0.01 * plan.limit + 3 * plan.page_nbytes
+
+
+@pytest.mark.parametrize("backend", ["pallas_tpu", "xla"])
+def test_the_parts_are_the_whole_and_the_pool_is_the_largest(write, backend):
+    deployment = deploy(write(LLAMA_3_8B), V6E, backend=backend, **ROWS)
+    found = plan_by_formula(deployment)
+    check_parts(deployment, found)
+    assert found.num_tokens == found.num_pages * 64
+    assert found.num_sequences(65) == found.num_pages // 2
+    assert found.num_sequences(64) == found.num_pages
+
+
+def test_what_does_not_fit_is_said_of_each_target(write, plan):
+    status, out, _ = plan(write(LLAMA_3_70B), "--target", "v6e", "v6e:2x4")
+    assert status == 0
+    assert "v6e:1x1" in out
+    assert "does not fit: 131.42 GiB of weights, 28.12 GiB available" in out
+    assert "KV cache  " in out
+    status, out, _ = plan(write(LLAMA_3_70B), "--target", "v6e")
+    assert (status, "KV cache  " in out) == (1, False)
+    with pytest.raises(CapacityError, match=r"weights, .* available"):
+        plan_by_formula(deploy(write(LLAMA_3_70B), V6E))
+    tight = deploy(write(LLAMA_3_8B), V6E, utilization=0.48, **ROWS)
+    assert re.search("bytes needed for one page", make_plans(tight, compile_too=False).refusal)
+
+
+def test_json_and_picture_say_the_same(write, plan, tmp_path):
+    picture = tmp_path / "plan.svg"
+    targets = ("--target", "v6e", "tpu7x", "v6e:2x4")
+    status, out, err = plan(
+        write(LLAMA_3_8B), *targets, "--max-num-seqs", 64, "--json", "--svg", picture
+    )
+    assert (status, err) == (0, "")
+    planned = json.loads(out)
+    assert [one["target"] for one in planned] == ["v6e:1x1", "tpu7x:1x1x1", "v6e:2x4"]
+    assert [one["tensor_parallel_size"] for one in planned] == [1, 2, 8]
+    assert planned[0]["token_nbytes"] == 2 * 32 * 8 * 128 * 2
+    drawn = xml.etree.ElementTree.parse(picture).getroot()
+    boxes = [box for box in drawn.findall(".//{*}rect") if list(box)]
+    widths = [float(box.get("width")) for box in boxes]
+    names = ("weight_bytes", "pool_bytes", "temp_bytes", "kept_bytes", "left")
+    sizes = [one["plans"][0][name] for one in planned for name in names]
+    assert widths == pytest.approx([size * sum(widths) / sum(sizes) for size in sizes], abs=0.1)
+
+
+def test_bars_without_a_size_for_each_part_are_refused():
+    with pytest.raises(ValueError, match="expected bars of 2 parts"):
+        stacked_bars("", ["a", "b"], [("bar", [1], "")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "v9"], "target: expected one of v4, v5e, .*, got 'v9'"),
+        (["--target", "v6e:2"], "target: expected v6e:AxB, got 'v6e:2'"),
+        (["--target", "v4:2x2"], "target: expected v4:AxBxC, got 'v4:2x2'"),
+        (["--target", "v6e:0x1"], "target: expected v6e:AxB"),
+        (
+            ["--target", "v6e:2x4", "--tensor-parallel-size", "3"],
+            "expected a divisor of the model's 8 KV heads, got 3",
+        ),
+        (
+            ["--target", "v6e:2x4", "--tensor-parallel-size", "16"],
+            "tensor_parallel_size: expected 1 to 8",
+        ),
+        (["--dtype", "int3"], "dtype: expected bfloat16 or float32, got 'int3'"),
+        (["--kv-cache-dtype", "int3"], "kv_cache_dtype: expected auto or one of"),
+        (["--context", "0"], "expected --context above 0"),
+        (["--sequences", "-1"], "--sequences from 0"),
+        (
+            ["--gpu-memory-utilization", "1.1"],
+            r"gpu_memory_utilization: expected a number in \(0, 1\], got 1.1",
+        ),
+        (["--block-size", "5"], "block_size: expected one of"),
+        (["--backend", "cuda"], "backend: expected 'auto' or one of"),
+        (["--max-model-len", "200000"], "max_model_len: expected at most 131072"),
+    ],
+)
+def test_what_is_wrong_is_said(write, plan, arguments, message):
+    status, _, err = plan(write(LLAMA_3_8B), *arguments)
+    assert status == 2
+    assert re.search(message, err)
+
+
+def test_a_missing_or_broken_config_is_said(plan, tmp_path):
+    status, _, err = plan(tmp_path / "config.json")
+    assert (status, "not found" in err) == (2, True)
+    (tmp_path / "config.json").write_text("{")
+    status, _, err = plan(tmp_path)
+    assert (status, "expected JSON" in err) == (2, True)
+
+
+def test_of_a_hub_id_only_the_config_is_fetched(write, plan, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def snapshot_download(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> Path:
+        asked.append((hub_id, revision, allow_patterns))
+        return write(LLAMA_3_8B).parent
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert plan("org/name", "--target", "v6e")[0] == 0
+    assert asked == [("org/name", None, ["config.json"])]
+
+
+def test_a_target_without_its_compiler_names_what_to_install(monkeypatch):
+    monkeypatch.setattr("jaxkv.tools.chips.find_spec", lambda name: None)
+    with pytest.raises(
+        RuntimeError, match=re.escape('v6e:1x1: its compiler is missing: pip install "jaxkv[tpu]"')
+    ):
+        V6E.devices()
+
+
+@pytest.mark.skipif(
+    find_spec("libtpu") is None, reason='libtpu is missing: pip install "jaxkv[tpu]"'
+)
+@pytest.mark.parametrize("kind", CHIPS)
+def test_a_target_has_as_many_devices_as_its_compiler_says(kind):
+    for shape in ((1,) * CHIPS[kind].dimensions, (2, 2, 1)[: CHIPS[kind].dimensions]):
+        assert Target(kind, shape).num_devices == len(Target(kind, shape).devices())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("libtpu") is None, reason='libtpu is missing: pip install "jaxkv[tpu]"'
+)
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e"])
+@pytest.mark.parametrize("backend", ["pallas_tpu", "xla"])
+def test_formula_and_compiler_agree_to_2_percent(write, target, backend):
+    deployment = deploy(write(LLAMA_3_8B), parse_target(target), backend=backend, **ROWS)
+    formula, compiled = plan_by_formula(deployment), plan_by_compiler(deployment)
+    check_parts(deployment, formula)
+    assert formula.num_tokens == pytest.approx(compiled.num_tokens, rel=0.02)
+    assert jax.devices()[0].platform == "cpu"
