@@ -27,6 +27,7 @@ from bench_models import SHAPES, make_checkpoint
 
 from jaxkv import LLM, SamplingParams
 from jaxkv.requests.request import Request, Submission
+from jaxkv.testing import engine_of, intake_of
 
 
 class Load:
@@ -43,12 +44,12 @@ class Load:
             max_num_batched_tokens=budget,
             enable_prefix_caching=False,
         )
-        self.engine = self.llm._engine
+        self.engine = engine_of(self.llm)
 
     def add(self, prompt_len: int, output_len: int) -> Submission:
         tokens = self.rng.integers(3, SHAPES[self.options.shape]["vocab_size"], prompt_len).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-        (submission,) = self.llm._intake.accept([{"prompt_token_ids": tokens}], [params])
+        (submission,) = intake_of(self.llm).accept([{"prompt_token_ids": tokens}], [params])
         self.engine.add(submission)
         return submission
 

@@ -37,6 +37,7 @@ from bench_models import SHAPES, make_checkpoint
 
 from jaxkv import LLM, SamplingParams
 from jaxkv.holding.prefix import PageChain, PageKey, PrefixIndex
+from jaxkv.testing import engine_of
 
 LINES = ("lookup", "shared", "distinct")
 SIDES = {"cache": True, "no cache": False}
@@ -77,7 +78,7 @@ class Sides:
         """
         llm, prompts = self.engines[name], self.prompts(num_shared=num_shared, round_id=round_id)
         llm.reset_prefix_cache()
-        scheduler = llm._engine.scheduler
+        scheduler = engine_of(llm).scheduler
         found, compile_s = scheduler.num_found, llm.compile_s
         with timed(scheduler, PREFIX_WORK) as work_s:
             started = time.perf_counter()

@@ -85,7 +85,9 @@ class Bench:
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         token = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head_dim * 2
         embedding = config["vocab_size"] * config["hidden_size"] * 2
-        return self.llm._model.weight_bytes - embedding + batch * context * token
+        from jaxkv.testing import model_of
+
+        return model_of(self.llm).weight_bytes - embedding + batch * context * token
 
     def decode(self, batch: int, context: int) -> dict[str, Any]:
         """Rows that begin with `context` tokens."""
@@ -121,7 +123,9 @@ class HostTime:
     """
 
     def __init__(self, llm: Any) -> None:
-        self._engine = llm._engine
+        from jaxkv.testing import engine_of
+
+        self._engine = engine_of(llm)
         self._step, self._read = self._engine.step, self._engine._read
         self.host_s, self.num_steps = 0.0, 0
 

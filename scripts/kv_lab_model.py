@@ -83,8 +83,8 @@ class Qjl:
 
 @dataclass(frozen=True)
 class Pages:
-    """How keys and values are stored: `fitted` as by `programs.fit_keys`, read by `exact` or, None, by
-    the engine.
+    """How keys and values are stored: `fitted` as by `programs.fit_keys`, read by `exact` or, None,
+    by the engine.
     """
 
     codec: Codec

@@ -44,6 +44,7 @@ from jaxkv import LLM, SamplingParams
 from jaxkv.api.llm import DEMO
 from jaxkv.kv.policies import POLICIES, Held, Room, keep_best
 from jaxkv.kv.policies.streaming import Streaming
+from jaxkv.testing import engine_of
 
 LIKELIEST = 64
 PAGE = 16
@@ -100,7 +101,7 @@ class Runner:
         self._watch()
 
     def _watch(self) -> None:
-        engine = self.llm._engine
+        engine = engine_of(self.llm)
         step, (group,) = engine.step, engine.kv.groups
         low = 0.0 if group.low is None else group.low.pages.nbytes / group.low.num_pages
         ratio = low / (group.pages.nbytes / group.num_pages)

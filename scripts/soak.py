@@ -32,6 +32,7 @@ from bench_start import memory
 
 from jaxkv import LLM, SamplingParams
 from jaxkv.requests.request import Submission
+from jaxkv.testing import engine_of, intake_of
 
 OVERLOAD = 2
 WARM_UP = 0.25
@@ -71,7 +72,7 @@ class Soak:
             block_size=PAGE_SIZE,
             num_gpu_blocks_override=half_the_pages(rows),
         )
-        self.engine = self.llm._engine
+        self.engine = engine_of(self.llm)
         self.live: list[Submission] = []
         self.counts: Counter[str] = Counter()
         self.rss_mib: list[tuple[float, float]] = []
@@ -114,7 +115,7 @@ class Soak:
 
     def _arrival(self) -> Submission:
         prompt, params = self._request()
-        (submission,) = self.llm._intake.accept(
+        (submission,) = intake_of(self.llm).accept(
             [prompt], [params], [self.rng.choice((0, 0, 0, -1, 1))]
         )
         self.counts["arrived"] += 1

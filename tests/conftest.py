@@ -90,8 +90,8 @@ def compile_once(monkeypatch):
 
     def shared(self, kind, size):
         inputs = str((self._weights, self._kv))
-        self._compiled = COMPILED.setdefault(
-            (self.spec, self.config, self.backend, inputs), self._compiled
+        self.executables = COMPILED.setdefault(
+            (self.spec, self.config, self.backend, inputs), self.executables
         )
         return get(self, kind, size)
 

@@ -25,7 +25,7 @@ FLOORS = [
     "holding",
     "build",
 ]
-FLOORS += ["requests", "engine", "api tools functional", "__init__"]
+FLOORS += ["requests", "engine", "api tools functional", "testing __init__"]
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units.split()}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -319,7 +319,7 @@ def low_codecs(config: EngineConfig, codecs: Codecs) -> Codecs | None:
 
 
 def fits_keys(config: EngineConfig, codecs: Codecs) -> bool:
-    """Whether keys are to be fitted to being quantised (`programs.fit_keys`), in some of the pages at
+    """Whether keys are to be fitted to being quantised (`programs.fit_keys`), in some pages at
     least.
     """
     return any(codec.fits_keys for codec in codecs + (low_codecs(config, codecs) or ()))

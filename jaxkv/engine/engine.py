@@ -53,8 +53,9 @@ class Engine:
     """Owns the KV state and everything mutable around it. One thread at a time.
 
     What a step sampled is read when the next one is on its way, so that the device does not wait
-    for the host. The next one begins with tokens that only the device knows (`programs.step.Newest`), as if
-    no request ended with them; what it computes for one that did is dropped.
+    for the host. The next one begins with tokens that only the device knows
+    (`programs.step.Newest`), as if no request ended with them; what it computes for one that did is
+    dropped.
 
     `make_kv` makes an empty KV state again should an interrupt destroy it half way.
     `decode_token` names single tokens in logprobs (None without a tokenizer).

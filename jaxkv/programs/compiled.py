@@ -87,12 +87,12 @@ class Programs:
         self.compile_s = 0.0
         self._weights = jax.tree.map(_abstract, weights)
         self._kv = jax.tree.map(_abstract, kv)
-        self._compiled: dict[tuple[str, int], Compiled] = {}
+        self.executables: dict[tuple[str, int], Compiled] = {}
         self._memory: dict[tuple[str, int], ProgramMemory] = {}
 
     @property
     def num_compiled(self) -> int:
-        return len(self._compiled)
+        return len(self.executables)
 
     def num_step_rows(self, num_tokens: int) -> int:
         """Rows of the step program for T packed tokens: a row has at least one token. Never one
@@ -126,9 +126,9 @@ class Programs:
     @property
     def memory(self) -> list[ProgramMemory]:
         """Of every program that is compiled."""
-        for key in self._compiled.keys() - self._memory.keys():
+        for key in self.executables.keys() - self._memory.keys():
             self._memory[key] = self._memory_of(*key)  # 14 ms
-        return [self._memory[key] for key in self._compiled]
+        return [self._memory[key] for key in self.executables]
 
     @property
     def weights(self) -> Weights:
@@ -143,7 +143,7 @@ class Programs:
     @property
     def compiled(self) -> dict[str, Compiled]:
         """Every program that is compiled, by the name that `memory` gives it."""
-        return {_name(*key): program for key, program in self._compiled.items()}
+        return {_name(*key): program for key, program in self.executables.items()}
 
     @property
     def num_programs(self) -> int:
@@ -183,9 +183,9 @@ class Programs:
     def _compile_each(self, wanted: Iterable[tuple[str, int]]) -> None:
         """Compiles what is missing."""
         started = time.perf_counter()
-        missing = [key for key in wanted if key not in self._compiled]
+        missing = [key for key in wanted if key not in self.executables]
         with ThreadPoolExecutor(self._num_at_once) as pool:
-            self._compiled.update(
+            self.executables.update(
                 zip(missing, pool.map(lambda key: self._compile(*key), missing), strict=True)
             )
         self.compile_s += time.perf_counter() - started
@@ -204,11 +204,11 @@ class Programs:
 
     def _get(self, kind: str, size: int) -> Compiled:
         key = (kind, size)
-        if key not in self._compiled:
+        if key not in self.executables:
             started = time.perf_counter()
-            self._compiled[key] = self._compile(*key)
+            self.executables[key] = self._compile(*key)
             self.compile_s += time.perf_counter() - started
-        return self._compiled[key]
+        return self.executables[key]
 
     def _compile(self, kind: str, size: int) -> Compiled:
         lower = {
@@ -231,7 +231,7 @@ class Programs:
             raise CapacityError(f"{what}: {str(error).splitlines()[0]}") from error
 
     def _memory_of(self, kind: str, size: int) -> ProgramMemory:
-        memory = self._compiled[kind, size].memory_analysis()
+        memory = self.executables[kind, size].memory_analysis()
         if memory is None:
             raise NotImplementedError(
                 "this device's compiler does not say how much memory a program takes"

@@ -29,6 +29,7 @@ from jaxkv.engine.metrics import Metric
 from jaxkv.errors import EngineDeadError
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.request import Request
+from jaxkv.testing import blocking, engine_of, intake_of, thread_of
 from tiers import some
 
 VOCAB, MAX_LEN, PATIENCE_S = 420, 128, 300
@@ -76,8 +77,8 @@ def make(sync, checkpoint) -> Iterator[Callable[[], AsyncLLM]]:
 
     def make() -> AsyncLLM:
         llm = AsyncLLM(checkpoint, **OPTIONS)
-        llm._llm._engine.programs._compiled = sync._engine.programs._compiled
-        llm._llm._engine.step = Pace(llm._llm._engine)
+        engine_of(llm).programs.executables = engine_of(sync).programs.executables
+        engine_of(llm).step = Pace(engine_of(llm))
         made.append(weakref.ref(llm))
         return llm
 
@@ -108,15 +109,15 @@ class Pace:
     def __init__(self, engine: Engine) -> None:
         self.enough: float = math.inf
         self.rest_s = 0.0
-        self._engine = engine
+        self.engine = engine
         self._step = engine.step
 
     def __call__(self) -> list:
         running, num_rows = (
-            self._engine.scheduler.running,
-            self._engine.scheduler.config.max_num_seqs,
+            self.engine.scheduler.running,
+            self.engine.scheduler.config.max_num_seqs,
         )
-        all_run = len(running) == min(len(self._engine._requests), num_rows)
+        all_run = len(running) == min(len(self.engine._requests), num_rows)
         if all_run and all(request.num_new >= self.enough for request in running):
             time.sleep(0.001)
             return []
@@ -127,7 +128,7 @@ class Pace:
 @pytest.fixture
 def pace(llm) -> Iterator[Pace]:
     """Of the shared one."""
-    pace = llm._llm._engine.step
+    pace = engine_of(llm).step
     yield pace
     pace.enough, pace.rest_s = math.inf, 0.0
 
@@ -143,7 +144,7 @@ def run(awaitable: Awaitable[Any]) -> Any:
 
 def assert_free(llm: AsyncLLM) -> None:
     """To be called after something that was awaited, when the thread has nothing to do."""
-    engine, thread = llm._llm._engine, llm._engine
+    engine, thread = engine_of(llm), thread_of(llm)
     engine.check()
     assert not engine.has_work
     assert engine.scheduler.allocator.num_used == 0
@@ -156,9 +157,9 @@ async def assert_soon_empty(llm: AsyncLLM) -> None:
         await asyncio.sleep(0)
     await llm.get_metrics()
     for _ in range(1000):  # the thread looks after its outboxes when it has answered
-        if llm._engine._outboxes:
+        if thread_of(llm)._outboxes:
             await asyncio.sleep(0.001)
-    assert llm._engine._outboxes == {}
+    assert thread_of(llm)._outboxes == {}
     assert_free(llm)
 
 
@@ -257,7 +258,7 @@ def test_outputs_do_not_change_once_they_are_given_out(llm, pace):
             assert given[-1].metrics.finished_time is not None
 
     run(main())
-    (submission,) = llm._llm._intake.accept([PROMPTS[0]], [replace(GREEDY, prompt_logprobs=1)])
+    (submission,) = intake_of(llm).accept([PROMPTS[0]], [replace(GREEDY, prompt_logprobs=1)])
     output = _Live(Stream("r"), submission, None).news()
     submission.samples[0].prompt_logprobs.append({})  # as steps do while the prompt is computed
     assert output.prompt_logprobs == [None]
@@ -374,7 +375,7 @@ def test_abort_frees_before_it_returns(llm, pace):
         pace.enough = 1
         stream = llm.generate(PROMPTS[0], LONG, "r")
         await anext(stream)
-        assert llm._llm._engine.scheduler.allocator.num_used > 0
+        assert engine_of(llm).scheduler.allocator.num_used > 0
         await llm.abort("r")
         assert_free(llm)
         assert (await last(stream)).outputs[0].finish_reason == "abort"
@@ -457,7 +458,7 @@ def test_a_request_that_is_cancelled_before_the_engine_looks_at_it_never_begins(
     async def main() -> None:
         arrived = gauge(await llm.get_metrics(), "prompt_tokens")
         gate = threading.Event()
-        llm._engine.post(gate.wait)
+        thread_of(llm).post(gate.wait)
         task = asyncio.create_task(collect(llm.generate(PROMPTS[0], LONG)))
         await asyncio.sleep(0)
         task.cancel()
@@ -503,7 +504,7 @@ def test_so_does_a_loop_that_is_closed_without_any_care(llm, pace):
     pace.enough = 1
     for stream in streams:
         loop.run_until_complete(asyncio.wait_for(anext(stream), PATIENCE_S))
-    assert len(llm._engine._live) == 2
+    assert len(thread_of(llm)._live) == 2
     loop.close()
     run(assert_soon_empty(llm))
 
@@ -551,7 +552,7 @@ def test_an_id_is_for_one_request_at_a_time(llm, sync, pace):
             ValueError, match="request_id: expected one that is not in use, got 'r'"
         ):
             await last(llm.generate(PROMPTS[1], GREEDY, "r"))
-        assert "r" in llm._engine._live
+        assert "r" in thread_of(llm)._live
         # Now it ends, unread, and the id has another request: closing the old iterator is nothing
         # to that.
         await llm.abort("r")
@@ -586,14 +587,14 @@ def test_a_slow_reader_gets_the_newest_state_only(llm, sync, pace):
 def test_one_delivery_serves_all_streams_and_a_stuck_loop_gets_no_second_one(
     llm, sync, pace, monkeypatch
 ):
-    engine, steps, calls, largest = llm._llm._engine, [], [], []
+    engine, steps, calls, largest = engine_of(llm), [], [], []
     idle = threading.Event()
     step = engine.step
 
     def counted() -> list:
         got = step()
         steps.append(len(got))
-        largest.append(max(len(outbox.changed) for outbox in llm._engine._outboxes.values()))
+        largest.append(max(len(outbox.changed) for outbox in thread_of(llm)._outboxes.values()))
         if not engine.has_work:
             idle.set()
         return got
@@ -632,7 +633,7 @@ def test_one_delivery_serves_all_streams_and_a_stuck_loop_gets_no_second_one(
 
 def break_once(llm: AsyncLLM, error: BaseException, *, donated: bool = False) -> None:
     """The next device call fails; `donated`: with the pool already consumed."""
-    programs = llm._llm._engine.programs
+    programs = engine_of(llm).programs
 
     def broken(size: int) -> Callable:
         patch.undo()
@@ -670,7 +671,7 @@ def test_a_failed_step_is_raised_by_those_that_were_in_it(llm, sync, kind, donat
 
     async def main() -> list[Any]:
         gate = threading.Event()
-        llm._engine.post(gate.wait)
+        thread_of(llm).post(gate.wait)
         tasks = [
             asyncio.create_task(last(llm.generate(PROMPTS[i % 4], GREEDY, f"r{i}")))
             for i in range(6)
@@ -706,7 +707,7 @@ def test_a_failed_step_in_the_middle_leaves_those_that_wait(llm, sync, pace):
         await llm.get_metrics()
         (parts,) = [
             live.submission.samples
-            for live in llm._engine._live.values()
+            for live in thread_of(llm)._live.values()
             if len(live.submission.samples) == 4
         ]
         assert [part.row is None for part in parts] == [False] * 3 + [True]
@@ -728,7 +729,7 @@ def test_a_failed_step_that_concerns_nobody_any_more_ends_nothing(
     """Its request is gone when it is read, because the next one's tokens must be read before
     planning.
     """
-    engine, read, failed = llm._llm._engine, type(llm._llm._engine)._read, []
+    engine, read, failed = engine_of(llm), type(engine_of(llm))._read, []
 
     def fail_once(flight: Any) -> list[Any]:
         if flight is not None and not failed:
@@ -739,13 +740,13 @@ def test_a_failed_step_that_concerns_nobody_any_more_ends_nothing(
     def leave() -> None:
         assert engine._flight is not None
         monkeypatch.setattr(engine, "_read", fail_once)
-        llm._engine.abort(["gone"])
+        thread_of(llm).abort(["gone"])
 
     async def main() -> RequestOutput:
         pace.enough = 1
         stream = llm.generate(PROMPTS[0], replace(LONG, presence_penalty=0.5), "gone")
         await anext(stream)
-        await llm._engine.ask(leave)
+        await thread_of(llm).ask(leave)
         pace.enough = math.inf
         result = await last(llm.generate(PROMPTS[1], GREEDY))
         assert failed
@@ -763,7 +764,7 @@ def test_who_asks_without_end_does_not_stop_the_others(llm, sync):
 
     def ask_again() -> None:
         if is_asking.is_set():
-            llm._engine.post(ask_again)
+            thread_of(llm).post(ask_again)
 
     async def main() -> RequestOutput:
         ask_again()
@@ -776,7 +777,11 @@ def test_who_asks_without_end_does_not_stop_the_others(llm, sync):
 
 
 def test_what_a_failed_step_has_finished_before_it_failed_is_a_result(llm, sync, monkeypatch):
-    error, engine, params = RuntimeError("ours"), llm._llm._engine, replace(GREEDY, max_tokens=1)
+    error, engine, params = (
+        RuntimeError("ours"),
+        engine_of(llm),
+        replace(GREEDY, max_tokens=1),
+    )
     accept, accepted = engine._accept, []
 
     def accept_one(request: Any, *args: Any) -> None:
@@ -787,7 +792,7 @@ def test_what_a_failed_step_has_finished_before_it_failed_is_a_result(llm, sync,
 
     async def main() -> list[Any]:
         gate = threading.Event()
-        llm._engine.post(gate.wait)
+        thread_of(llm).post(gate.wait)
         tasks = [asyncio.create_task(last(llm.generate(PROMPTS[i], params))) for i in range(3)]
         await asyncio.sleep(0)
         with monkeypatch.context() as patch:
@@ -819,7 +824,7 @@ async def everything_raises(llm: AsyncLLM, match: str) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
 def test_the_thread_s_death_reaches_everybody(make, deaths, error):
     llm = make()
-    pace = llm._llm._engine.step
+    pace = engine_of(llm).step
 
     async def main() -> list[Any]:
         pace.enough = 1
@@ -841,7 +846,7 @@ def test_the_thread_s_death_reaches_everybody(make, deaths, error):
 
 def test_death_reaches_the_one_whose_command_it_was_and_those_behind_it(make, monkeypatch, deaths):
     llm = make()
-    pace = llm._llm._engine.step
+    pace = engine_of(llm).step
 
     def accept(*_: object) -> None:
         raise SystemExit
@@ -851,8 +856,8 @@ def test_death_reaches_the_one_whose_command_it_was_and_those_behind_it(make, mo
         running = llm.generate(PROMPTS[0], LONG)
         await anext(running)
         gate = threading.Event()
-        llm._engine.post(gate.wait)
-        monkeypatch.setattr(llm._llm._intake, "accept", accept)
+        thread_of(llm).post(gate.wait)
+        monkeypatch.setattr(intake_of(llm), "accept", accept)
         asked = [last(llm.generate(PROMPTS[0], GREEDY)), llm.abort("r"), llm.get_metrics()]
         tasks = [asyncio.create_task(one) for one in [last(running), *asked]]
         await asyncio.sleep(0)
@@ -868,7 +873,7 @@ def test_an_error_that_concerns_no_request_is_the_end_and_not_an_endless_loop(
     make, monkeypatch, deaths
 ):
     llm, error = make(), ZeroDivisionError()
-    pace = llm._llm._engine.step
+    pace = engine_of(llm).step
 
     def plan(norms: object) -> None:
         raise error
@@ -877,7 +882,7 @@ def test_an_error_that_concerns_no_request_is_the_end_and_not_an_endless_loop(
         pace.enough = 1
         running = llm.generate(PROMPTS[0], LONG)
         await anext(running)
-        monkeypatch.setattr(llm._llm._engine.scheduler, "plan", plan)
+        monkeypatch.setattr(engine_of(llm).scheduler, "plan", plan)
         pace.enough = math.inf
         return await ended(last(running), last(llm.generate(PROMPTS[0], GREEDY)))
 
@@ -891,18 +896,18 @@ def test_an_error_that_concerns_no_request_is_the_end_and_not_an_endless_loop(
 
 def test_a_request_that_the_engine_loses_does_not_hang(make, monkeypatch, deaths):
     llm = make()
-    pace = llm._llm._engine.step
+    pace = engine_of(llm).step
 
     def lose() -> list:
-        for live in llm._engine._live.values():
-            llm._llm._engine.abort(live.submission)
+        for live in thread_of(llm)._live.values():
+            engine_of(llm).abort(live.submission)
         return []
 
     async def main() -> list[Any]:
         pace.enough = 1
         running = llm.generate(PROMPTS[0], LONG)
         await anext(running)
-        monkeypatch.setattr(llm._llm._engine, "step", lose)
+        monkeypatch.setattr(engine_of(llm), "step", lose)
         return await ended(last(running))
 
     (result,) = run(main())
@@ -915,7 +920,7 @@ def test_a_request_that_the_engine_loses_does_not_hang(make, monkeypatch, deaths
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_an_output_that_cannot_be_made_does_not_hang(make, monkeypatch, deaths, at_the_end):
     llm = make()
-    pace = llm._llm._engine.step
+    pace = engine_of(llm).step
     completion = Request.completion
 
     def broken(request: Request) -> Any:
@@ -944,7 +949,7 @@ def test_an_error_in_a_command_is_its_caller_s(llm, monkeypatch):
 
     async def main() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(llm._llm._engine, "metrics", metrics)
+            patch.setattr(engine_of(llm), "metrics", metrics)
             with pytest.raises(OSError, match="no such metric"):
                 await llm.get_metrics()
         await llm.get_metrics()
@@ -958,7 +963,7 @@ def test_an_error_in_a_command_is_its_caller_s(llm, monkeypatch):
 
 def test_shutdown_ends_everything_and_twice_is_fine(make, sync):
     llm = make()
-    pace = llm._llm._engine.step
+    pace = engine_of(llm).step
 
     async def main() -> None:
         async with llm as same:
@@ -969,7 +974,7 @@ def test_shutdown_ends_everything_and_twice_is_fine(make, sync):
             waiting = [asyncio.create_task(last(stream)) for stream in streams[4:]]
             await asyncio.sleep(0)
         assert_free(llm)
-        assert not llm._engine._thread.is_alive()
+        assert not thread_of(llm)._thread.is_alive()
         whole = alone(sync, PROMPTS[0], LONG).outputs[0]
         for output in await asyncio.gather(*map(last, streams[:4]), *waiting):
             (completion,) = output.outputs
@@ -986,14 +991,14 @@ def test_shutdown_ends_everything_and_twice_is_fine(make, sync):
 def test_shutdown_reaches_a_loop_that_is_stuck(make):
     """What it has not seen yet does not keep the last output away."""
     llm = make()
-    pace = llm._llm._engine.step
+    pace = engine_of(llm).step
 
     async def main() -> RequestOutput:
         pace.enough = 1
         stream = llm.generate(PROMPTS[0], LONG)
         await anext(stream)
         pace.enough = 10
-        (live,) = llm._engine._live.values()
+        (live,) = thread_of(llm)._live.values()
         while live.submission.samples[0].num_new < 10 or live.outbox._is_ready:
             time.sleep(0.001)
         llm.shutdown()
@@ -1007,10 +1012,10 @@ def test_requests_behind_the_shutdown_are_refused(make):
 
     async def main() -> list[Any]:
         gate = threading.Event()
-        llm._engine.post(gate.wait)
+        thread_of(llm).post(gate.wait)
         before = asyncio.create_task(last(llm.generate(PROMPTS[0], LONG)))
         await asyncio.sleep(0)
-        llm._engine.stop()
+        thread_of(llm).stop()
         behind = asyncio.create_task(last(llm.generate(PROMPTS[0], LONG)))
         await asyncio.sleep(0)
         gate.set()
@@ -1024,7 +1029,7 @@ def test_requests_behind_the_shutdown_are_refused(make):
 def test_who_is_forgotten_ends_and_gives_its_memory_back(make):
     llm = make()
     run(last(llm.generate(PROMPTS[0], GREEDY)))
-    thread, engine = llm._engine._thread, weakref.ref(llm._llm._engine)
+    thread, engine = thread_of(llm)._thread, weakref.ref(engine_of(llm))
     del llm
     gc.collect()
     thread.join(PATIENCE_S)
@@ -1093,7 +1098,7 @@ def test_what_an_llm_tells_it_tells_too(llm, sync, pace):
         assert {metric.name.split(":")[0] for metric in await llm.get_metrics("vllm:")} == {"vllm"}
         tokenizer = await llm.get_tokenizer()
         assert tokenizer is await llm.get_tokenizer()
-        assert tokenizer is not llm._llm.get_tokenizer()
+        assert tokenizer is not blocking(llm).get_tokenizer()
         assert tokenizer.encode("The end") == sync.get_tokenizer().encode("The end")
 
     run(main())

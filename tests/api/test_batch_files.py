@@ -26,6 +26,7 @@ from jaxkv.api.batch_files import BatchCounts, open_output, run_batch
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.requests.outputs import RequestOutput
+from jaxkv.testing import engine_of
 
 VOCAB = 420
 SMALL = {
@@ -57,9 +58,9 @@ def llm(shared_llm) -> Iterator[LLM]:
 
 
 def assert_empty(llm: LLM) -> None:
-    llm._engine.check()
-    assert not llm._engine.has_work
-    assert llm._engine.scheduler.allocator.num_used == 0
+    engine_of(llm).check()
+    assert not engine_of(llm).has_work
+    assert engine_of(llm).scheduler.allocator.num_used == 0
 
 
 def one(llm: LLM, prompt: object, params: SamplingParams = GREEDY) -> RequestOutput:
@@ -141,9 +142,9 @@ def test_a_refused_request_is_its_own_value_error_and_no_one_else_s(llm):
 def test_no_more_is_taken_than_the_window_and_the_queue_never_runs_dry(llm, monkeypatch):
     """Of an endless source: 8 requests for 4 rows, before every step."""
     num_taken, held = 0, []
-    step = llm._engine.step
+    step = engine_of(llm).step
     monkeypatch.setattr(
-        llm._engine, "step", lambda: held.append(len(llm._engine._requests)) or step()
+        engine_of(llm), "step", lambda: held.append(len(engine_of(llm)._requests)) or step()
     )
 
     def endless() -> Iterator[tuple[str, SamplingParams]]:
@@ -177,7 +178,7 @@ def test_closing_or_a_failing_source_or_step_leaves_nothing_behind(llm, monkeypa
     completed = llm.as_completed(iter(MIXED))
     list(itertools.islice(completed, num_given))
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine, "_launch", _interrupt)
+        patch.setattr(engine_of(llm), "_launch", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             list(completed)
     assert_empty(llm)
@@ -201,7 +202,7 @@ def test_what_an_error_in_another_call_ended_says_abort(llm, monkeypatch):
     completed = llm.as_completed(iter(MIXED))
     got = [next(completed)]
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine, "_launch", _interrupt)
+        patch.setattr(engine_of(llm), "_launch", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             one(llm, "The end")
     got += completed

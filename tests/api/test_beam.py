@@ -14,6 +14,7 @@ import pytest
 
 from jaxkv import LLM, BeamSearchOutput, BeamSearchParams, BeamSearchSequence, SamplingParams
 from jaxkv.engine.beams import beam_output
+from jaxkv.testing import engine_of, intake_of
 from poison import poisoned
 from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -61,7 +62,7 @@ def tokens_of(outputs: list[BeamSearchOutput]) -> list[list[list[int]]]:
 
 
 def assert_empty(llm: LLM) -> None:
-    engine = llm._engine
+    engine = engine_of(llm)
     engine.check()
     assert not engine.has_work
     assert engine.scheduler.allocator.num_used == 0
@@ -216,7 +217,7 @@ def test_nothing_at_the_context_end_is_lost(make):
 
 
 def beams_of(llm: LLM) -> list[Any]:
-    return [request for request in llm._engine.scheduler.running if request.search is not None]
+    return [request for request in engine_of(llm).scheduler.running if request.search is not None]
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -230,7 +231,7 @@ def test_beams_share_all_full_pages_of_their_past_and_copy_only_tails_that_other
     make, monkeypatch
 ):
     llm = make()
-    engine = llm._engine
+    engine = engine_of(llm)
     copied: list[tuple[int, int]] = []
     move_pages = engine._move_pages
 
@@ -253,7 +254,7 @@ def test_beams_share_all_full_pages_of_their_past_and_copy_only_tails_that_other
 
     monkeypatch.setattr(engine, "_move_pages", recorded)
     monkeypatch.setattr(engine.scheduler, "plan", planned)
-    (submission,) = llm._intake.accept_searches(
+    (submission,) = intake_of(llm).accept_searches(
         prompts_of((3 * PAGE + 2,)), BeamSearchParams(beam_width=4, max_tokens=40, ignore_eos=True)
     )
     engine.add(submission)
@@ -285,7 +286,7 @@ def test_searches_are_the_same_alone_together_and_among_other_requests(make):
     prompts = prompts_of(LENGTHS, seed=5)
     params = BeamSearchParams(beam_width=3, max_tokens=17)
     alone = [tokens_of(llm.beam_search(prompt, params))[0] for prompt in prompts]
-    with poisoned(llm._engine):
+    with poisoned(engine_of(llm)):
         assert tokens_of(llm.beam_search(prompts, params)) == alone
     drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True)
     others = prompts_of((5, 17, 40), seed=6)
@@ -293,16 +294,16 @@ def test_searches_are_the_same_alone_together_and_among_other_requests(make):
         output.outputs[0].token_ids for output in llm.generate(others, drawn, use_tqdm=False)
     ]
     llm.reset_prefix_cache()
-    with poisoned(llm._engine):
-        submitted = [llm._intake.accept([other], [drawn])[0] for other in others]
-        llm._engine.add(submitted[0])
-        searches = llm._intake.accept_searches(prompts, params)
+    with poisoned(engine_of(llm)):
+        submitted = [intake_of(llm).accept([other], [drawn])[0] for other in others]
+        engine_of(llm).add(submitted[0])
+        searches = intake_of(llm).accept_searches(prompts, params)
         for number, search in enumerate(searches):
-            llm._engine.add(search)
+            engine_of(llm).add(search)
             if number in (2, 4):
-                llm._engine.add(submitted[number // 2])
-        while llm._engine.has_work:
-            llm._engine.step()
+                engine_of(llm).add(submitted[number // 2])
+        while engine_of(llm).has_work:
+            engine_of(llm).step()
     found = [
         beam_output(search, eos_id=None, include_stop=False, decode=None) for search in searches
     ]
@@ -323,10 +324,10 @@ def test_preempted_searches_end_as_undisturbed_ones(make, rows, caching):
         max_num_seqs=rows, num_gpu_blocks_override=3 * 64 // PAGE, enable_prefix_caching=caching
     )
     expected = [tokens_of(tight.beam_search(prompt, params))[0] for prompt in prompts]
-    assert tight._engine.scheduler.num_preemptions == 0
-    with poisoned(tight._engine):
+    assert engine_of(tight).scheduler.num_preemptions == 0
+    with poisoned(engine_of(tight)):
         assert tokens_of(tight.beam_search(prompts, params)) == expected
-    assert (tight._engine.scheduler.num_preemptions > 0) == (rows > 5)
+    assert (engine_of(tight).scheduler.num_preemptions > 0) == (rows > 5)
     assert_empty(tight)
 
 
@@ -334,16 +335,16 @@ def test_a_search_loses_some_of_its_beams_and_computes_their_candidates_anew(mak
     llm, params = make(), BeamSearchParams(beam_width=4, max_tokens=30, ignore_eos=True)
     prompts = prompts_of((13, 30))
     expected = tokens_of(llm.beam_search(prompts, params))
-    searches = llm._intake.accept_searches(prompts, params)
+    searches = intake_of(llm).accept_searches(prompts, params)
     for search in searches:
-        llm._engine.add(search)
+        engine_of(llm).add(search)
     rng = np.random.default_rng(0)
-    with poisoned(llm._engine):
-        while llm._engine.has_work:
-            llm._engine.step()
+    with poisoned(engine_of(llm)):
+        while engine_of(llm).has_work:
+            engine_of(llm).step()
             running = beams_of(llm)
             if running and rng.random() < 0.3:
-                llm._engine.scheduler._preempt(running[rng.integers(len(running))])
+                engine_of(llm).scheduler._preempt(running[rng.integers(len(running))])
     found = [
         beam_output(search, eos_id=None, include_stop=False, decode=None) for search in searches
     ]
@@ -357,7 +358,7 @@ def test_an_interrupted_search_leaves_nothing_behind(make, monkeypatch, error, w
     llm, params = make(), BeamSearchParams(beam_width=4, max_tokens=12)
     prompts = prompts_of((13, 9, 30))
     expected = tokens_of(llm.beam_search(prompts, params))
-    run, calls = getattr(llm._engine, where), []
+    run, calls = getattr(engine_of(llm), where), []
 
     def interrupted(*args: object) -> object:
         calls.append(args)
@@ -366,7 +367,7 @@ def test_an_interrupted_search_leaves_nothing_behind(make, monkeypatch, error, w
         return run(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._engine, where, interrupted)
+        patch.setattr(engine_of(llm), where, interrupted)
         with pytest.raises(error, match="between two steps"):
             llm.beam_search(prompts, params)
     assert_empty(llm)
@@ -376,17 +377,17 @@ def test_an_interrupted_search_leaves_nothing_behind(make, monkeypatch, error, w
 def test_one_beam_that_is_ended_ends_its_search_alone(make):
     llm, params = make(), BeamSearchParams(beam_width=2, max_tokens=12)
     expected = tokens_of(llm.beam_search(prompts_of((9,)), params))
-    gone, kept = llm._intake.accept_searches(prompts_of((13,)) + prompts_of((9,)), params)
+    gone, kept = intake_of(llm).accept_searches(prompts_of((13,)) + prompts_of((9,)), params)
     for search in (gone, kept):
-        llm._engine.add(search)
+        engine_of(llm).add(search)
     for _ in range(4):
-        llm._engine.step()
-    llm._engine._abort(gone.samples[1])
-    llm._engine.check()
+        engine_of(llm).step()
+    engine_of(llm)._abort(gone.samples[1])
+    engine_of(llm).check()
     assert [beam.finish_reason for beam in gone.samples] == ["abort", "abort"]
     assert not any(beam in gone.samples for beam in beams_of(llm))
-    while llm._engine.has_work:
-        llm._engine.step()
+    while engine_of(llm).has_work:
+        engine_of(llm).step()
     assert tokens_of([beam_output(kept, eos_id=None, include_stop=False, decode=None)]) == expected
     assert_empty(llm)
 
@@ -451,7 +452,7 @@ def test_a_search_that_cannot_run_is_refused_with_every_bad_index(make):
 
 def test_a_search_needs_no_more_logprobs_than_there_are_tokens(make):
     llm = make(max_logprobs=-1, max_num_seqs=40, max_num_batched_tokens=40)
-    (search,) = llm._intake.accept_searches(
+    (search,) = intake_of(llm).accept_searches(
         prompts_of((9,)), BeamSearchParams(beam_width=40, max_tokens=8)
     )
     assert search.samples[0].params.logprobs == VOCAB < search.samples[0].search.num_candidates

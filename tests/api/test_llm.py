@@ -18,6 +18,7 @@ from jaxkv.config import SamplingParams
 from jaxkv.errors import CheckpointError
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.requests.outputs import RequestOutput
+from jaxkv.testing import engine_of, intake_of, model_of
 from poison import poison_kv
 from tokenizers_ import BOS, EOS, save_tokenizer
 
@@ -60,7 +61,7 @@ def make(shared, checkpoint) -> Callable[..., LLM]:
     def make(model: Path = checkpoint, **options: object) -> LLM:
         llm = LLM(model, **SMALL | {"max_model_len": MAX_LEN} | options)
         if not {"num_gpu_blocks_override", "max_model_len", "dtype"} & options.keys():
-            llm._engine.programs._compiled = shared._engine.programs._compiled
+            engine_of(llm).programs.executables = engine_of(shared).programs.executables
         return llm
 
     return make
@@ -82,7 +83,7 @@ def copy_of(
 
 
 def assert_empty(llm: LLM) -> None:
-    engine = llm._engine
+    engine = engine_of(llm)
     engine.check()
     assert not engine.has_work
     assert engine.scheduler.allocator.num_used == 0
@@ -309,14 +310,14 @@ def test_the_model_s_own_end_tokens_stop_unless_ignored(llm, make, checkpoint, t
 
 def test_the_tokenizer_s_end_token_counts_too(make, checkpoint, tmp_path):
     llm = make(copy_of(checkpoint, tmp_path, generation_config={"eos_token_id": 77}))
-    assert (llm._model.eos_ids, llm._model.eos_id) == ({77, EOS}, EOS)
+    assert (model_of(llm).eos_ids, model_of(llm).eos_id) == ({77, EOS}, EOS)
 
 
 def test_end_tokens_that_no_model_of_this_vocabulary_can_draw_are_left_out(
     make, checkpoint, tmp_path
 ):
     llm = make(copy_of(checkpoint, tmp_path, generation_config={"eos_token_id": [VOCAB, 77, -1]}))
-    assert llm._model.eos_ids == {77, EOS}
+    assert model_of(llm).eos_ids == {77, EOS}
 
 
 def test_min_tokens_keeps_every_end_away(llm):
@@ -465,7 +466,7 @@ def test_a_closed_stream_frees_its_pages_and_row(llm):
         for _ in range(num_pieces):
             next(stream)
         if num_pieces:
-            assert llm._engine.scheduler.allocator.num_used > 0
+            assert engine_of(llm).scheduler.allocator.num_used > 0
         stream.close()
         assert_empty(llm)
     list(llm.stream(PROMPTS[0], GREEDY))
@@ -488,7 +489,7 @@ def test_two_streams_in_turn_are_each_what_they_would_be_alone(llm):
         for i in list(live):
             try:
                 pieces[i].append(next(streams[i]))
-                llm._engine.check()
+                engine_of(llm).check()
             except StopIteration:
                 live.remove(i)
     assert [joined(part) for part in pieces] == alone
@@ -501,7 +502,7 @@ def test_a_stream_goes_on_after_generate_ran_in_between(llm):
         stream = llm.stream(PROMPTS[0], params)
         pieces = [next(stream) for _ in range(num_pieces)]
         assert tokens(run(llm, PROMPTS)) == others
-        llm._engine.check()
+        engine_of(llm).check()
         assert joined(pieces + list(stream)) == alone
         assert_empty(llm)
 
@@ -557,7 +558,7 @@ def test_an_error_in_a_step_leaves_nothing_behind(llm, monkeypatch, error, donat
     prompts = PROMPTS + PROMPTS[:2]  # two of them still wait
     before = tokens(run(llm, prompts))
     with monkeypatch.context() as patch:
-        broken_after(llm._engine, patch, num_steps, error, donated=donated)
+        broken_after(engine_of(llm), patch, num_steps, error, donated=donated)
         with pytest.raises(type(error)):
             run(llm, prompts)
     assert_empty(llm)
@@ -586,7 +587,7 @@ class Failed:
 def test_a_step_that_fails_on_the_device_leaves_nothing_behind(llm, monkeypatch, num_steps):
     before, programs, calls, real = (
         tokens(run(llm, PROMPTS)),
-        llm._engine.programs,
+        engine_of(llm).programs,
         iter(range(10**6)),
         [],
     )
@@ -627,7 +628,7 @@ def test_an_error_in_a_stream_leaves_nothing_behind(llm, monkeypatch, donated):
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     with monkeypatch.context() as patch:
-        broken_after(llm._engine, patch, 0, KeyboardInterrupt(), donated=donated)
+        broken_after(engine_of(llm), patch, 0, KeyboardInterrupt(), donated=donated)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     assert_empty(llm)
@@ -642,7 +643,7 @@ def test_an_error_in_a_step_that_a_stream_shared_ends_the_stream_with_abort(
     stream = llm.stream(PROMPTS[0], GREEDY)
     pieces = [next(stream)]
     with monkeypatch.context() as patch:
-        broken_after(llm._engine, patch, 0, KeyboardInterrupt(), donated=donated)
+        broken_after(engine_of(llm), patch, 0, KeyboardInterrupt(), donated=donated)
         with pytest.raises(KeyboardInterrupt):
             run(llm, PROMPTS)
     assert_empty(llm)
@@ -657,9 +658,9 @@ def test_an_error_in_a_step_that_a_stream_shared_ends_the_stream_with_abort(
 def test_a_request_that_was_not_in_the_failed_step_goes_on_even_if_the_pool_was_lost(
     llm, monkeypatch, donated
 ):
-    alone, engine = one(llm), llm._engine
+    alone, engine = one(llm), engine_of(llm)
     prompts = [{"prompt_token_ids": [5] * 100}, PROMPTS[0]]  # the first one's prompt fills a step
-    long, short = llm._intake.accept(prompts, [GREEDY] * 2)
+    long, short = intake_of(llm).accept(prompts, [GREEDY] * 2)
     engine.add(long)
     engine.add(short)
     with monkeypatch.context() as patch:
@@ -676,7 +677,7 @@ def test_a_request_that_was_not_in_the_failed_step_goes_on_even_if_the_pool_was_
 
 
 def test_check_sees_pages_that_the_row_tables_do_not_have(llm):
-    engine, stream = llm._engine, llm.stream(PROMPTS[0], GREEDY)
+    engine, stream = engine_of(llm), llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     engine.check()
     (request,) = engine.scheduler.running
@@ -697,7 +698,7 @@ def test_an_abort_during_a_step_waits_for_its_end(llm, monkeypatch):
     """The garbage collector may close a forgotten stream at any moment, also in the middle of a
     step.
     """
-    alone, engine = one(llm), llm._engine
+    alone, engine = one(llm), engine_of(llm)
     stream, other = (llm.stream(PROMPTS[0], GREEDY) for _ in range(2))
     next(stream)
     pieces = [next(other)]
@@ -725,8 +726,8 @@ def test_generate_names_every_bad_index_before_any_work_starts(llm, make, monkey
     """And later calls give what a fresh engine gives, the seeds of unseeded requests included."""
     engine = make()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._engine, "step", None)
-        patch.setattr(engine._engine, "add", None)
+        patch.setattr(engine_of(engine), "step", None)
+        patch.setattr(engine_of(engine), "add", None)
         bad = [
             "",
             "The end",
@@ -1041,7 +1042,7 @@ def test_describe_says_what_this_engine_is(llm, checkpoint):
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     text = llm.describe()
-    used = llm._engine.scheduler.allocator.num_used
+    used = engine_of(llm).scheduler.allocator.num_used
     for part in (
         str(checkpoint),
         "llama, 3 layers, 6 query heads",
@@ -1071,7 +1072,7 @@ def test_page_table_lists_the_memory_of_each_running_request(llm, kept):
     pieces = [next(stream), next(stream)]
     table, stream_id = llm.page_table(), pieces[0].request_id
     assert table.keys() == {other_id, stream_id}
-    assert sum(map(len, table.values())) == llm._engine.scheduler.allocator.num_used
+    assert sum(map(len, table.values())) == engine_of(llm).scheduler.allocator.num_used
     other.close()
     llm.reset_prefix_cache()  # what it holds is poisoned below
     assert llm.page_table() == {stream_id: table[stream_id]}
@@ -1080,9 +1081,9 @@ def test_page_table_lists_the_memory_of_each_running_request(llm, kept):
     num_read = len(pieces[0].prompt_token_ids) + sum(
         len(piece.outputs[0].token_ids) for piece in pieces
     )
-    (running,) = llm._engine.scheduler.running
+    (running,) = engine_of(llm).scheduler.running
     num_stored = num_read + running.num_coming - 1
-    llm._engine.kv = poison_kv(llm._engine.kv, [KVHandle(table[stream_id], num_stored)])
+    engine_of(llm).kv = poison_kv(engine_of(llm).kv, [KVHandle(table[stream_id], num_stored)])
     assert joined(pieces + list(stream)) == alone
     assert llm.page_table() == {}
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxkv import LLM, SamplingParams, prometheus_text
 from jaxkv.engine.metrics import LATENCY_S, Histogram, Metric, Observations
+from jaxkv.testing import engine_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -65,7 +66,7 @@ def test_counts_are_those_of_what_was_run(make):
     ):
         assert metrics[f"{name}_seconds"].count == (7 if "prefill" in name else 6)
     assert metrics["request_time_per_output_token_seconds"].count == 6
-    assert metrics["programs_compiled"].value == llm._engine.programs.num_compiled
+    assert metrics["programs_compiled"].value == engine_of(llm).programs.num_compiled
     assert 0 < metrics["effective_batch"].value <= 1
     assert 0 < metrics["kv_cache_utilization"].value <= 1
     assert 0 <= metrics["step_padding"].value < 1
@@ -100,7 +101,7 @@ def test_a_single_full_row_wastes_what_can_be_counted(make):
 def test_preemptions_are_counted(make):
     llm = make(num_gpu_blocks_override=18)
     llm.generate(PROMPTS, replace(GREEDY, max_tokens=60), use_tqdm=False)
-    assert value(llm, "num_preemptions") == llm._engine.scheduler.num_preemptions > 0
+    assert value(llm, "num_preemptions") == engine_of(llm).scheduler.num_preemptions > 0
 
 
 def test_a_histogram_counts_up_to_and_with_its_bound():

@@ -11,6 +11,7 @@ import pytest
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.requests.outputs import RequestOutput
+from jaxkv.testing import engine_of, intake_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
 
@@ -42,7 +43,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def assert_empty(llm: LLM) -> None:
-    engine = llm._engine
+    engine = engine_of(llm)
     engine.check()
     assert not engine.has_work
     assert engine.scheduler.allocator.num_used == 0
@@ -56,7 +57,7 @@ def test_a_prefix_that_was_computed_is_found_and_gives_the_same(make):
     ids = [3 + 7 * i % 400 for i in range(60)]
     for length in (PAGE - 1, PAGE, PAGE + 1, 3 * PAGE - 1, 3 * PAGE, 3 * PAGE + 1, 60):
         prompt = {"prompt_token_ids": ids[:length]}
-        with poisoned(llm._engine):
+        with poisoned(engine_of(llm)):
             first, again = (
                 run(llm, [prompt])[0],
                 run(llm, [prompt, {"prompt_token_ids": [*ids[: length - 1], 2]}])[0],
@@ -109,15 +110,15 @@ def test_samples_share_the_pages_of_their_prompt_and_are_each_what_they_are_alon
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20)
     full = 79 // PAGE
     most = []
-    step = llm._engine.step
-    with poisoned(llm._engine):
-        poisoned_step = llm._engine.step
-        llm._engine.step = lambda: (
-            most.append(llm._engine.scheduler.allocator.num_used),
+    step = engine_of(llm).step
+    with poisoned(engine_of(llm)):
+        poisoned_step = engine_of(llm).step
+        engine_of(llm).step = lambda: (
+            most.append(engine_of(llm).scheduler.allocator.num_used),
             poisoned_step(),
         )[1]
         (together,) = run(llm, [{"prompt_token_ids": ids}], params)
-    llm._engine.step = step
+    engine_of(llm).step = step
     assert max(most) <= full + 3 * (-(-100 // PAGE) - full)
     assert [completion.index for completion in together.outputs] == [0, 1, 2]
     assert len({tuple(completion.token_ids) for completion in together.outputs}) == 3
@@ -152,10 +153,10 @@ def test_preempted_requests_end_as_undisturbed_ones(make, params):
     params = replace(params, max_tokens=40, ignore_eos=True)
     roomy, tight = make(), make(num_gpu_blocks_override=2 * 66 // PAGE + 2)
     expected = tokens(run(roomy, prompts, params))
-    assert roomy._engine.scheduler.num_preemptions == 0
-    with poisoned(tight._engine):
+    assert engine_of(roomy).scheduler.num_preemptions == 0
+    with poisoned(engine_of(tight)):
         assert tokens(run(tight, prompts, params)) == expected
-    assert tight._engine.scheduler.num_preemptions > 0
+    assert engine_of(tight).scheduler.num_preemptions > 0
     assert_empty(tight)
 
 
@@ -164,11 +165,11 @@ def test_priority_decides_who_comes_first(make):
     outputs = run(llm, PROMPTS[:3], replace(GREEDY, max_tokens=5), priority=[3, 2, 1])
     assert tokens(outputs) == tokens(run(llm, PROMPTS[:3], replace(GREEDY, max_tokens=5)))
     order = []
-    accepted = llm._intake.accept(PROMPTS[:3], [replace(GREEDY, max_tokens=5)] * 3, [3, 2, 1])
+    accepted = intake_of(llm).accept(PROMPTS[:3], [replace(GREEDY, max_tokens=5)] * 3, [3, 2, 1])
     for submission in accepted:
-        llm._engine.add(submission)
-    while llm._engine.has_work:
-        llm._engine.step()
+        engine_of(llm).add(submission)
+    while engine_of(llm).has_work:
+        engine_of(llm).step()
         order += [
             i for i, submission in enumerate(accepted) if submission.is_finished and i not in order
         ]
@@ -193,9 +194,9 @@ def test_prompt_logprobs_are_complete_however_much_of_the_prompt_is_cached(make)
 
 def test_a_prompt_that_loses_its_pages_before_the_first_token_is_counted_once(make):
     llm = make(max_num_batched_tokens=16)
-    engine, prompt = llm._engine, {"prompt_token_ids": list(range(3, 103))}
+    engine, prompt = engine_of(llm), {"prompt_token_ids": list(range(3, 103))}
     run(llm, prompt)
-    (submission,) = llm._intake.accept([prompt | {"cache_salt": "another"}], [GREEDY])
+    (submission,) = intake_of(llm).accept([prompt | {"cache_salt": "another"}], [GREEDY])
     engine.add(submission)
     engine.step()
     engine.scheduler._preempt(submission.samples[0])  # its first pages are cached now

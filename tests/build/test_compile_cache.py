@@ -22,19 +22,20 @@ events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
 from jaxkv import LLM, SamplingParams
 from jaxkv.engine import compile_cache
+from jaxkv.testing import budget_of, engine_of
 compile_cache.MIN_COMPILE_S = 0.0
 warnings.simplefilter("error")
 limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64, "dtype": "float32"}
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, **limits)
 params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1)
 outputs = llm.generate([{"prompt_token_ids": [3, 1, 4]}, {"prompt_token_ids": [9] * 20}], params, use_tqdm=False)
-programs = [llm._engine.programs.step(16), llm._engine.programs.loop(2)]
+programs = [engine_of(llm).programs.step(16), engine_of(llm).programs.loop(2)]
 print(json.dumps({
     "said": [str(output.outputs[0]) for output in outputs],
     "asked": events["compile_requests_use_cache"],
     "hits": events["cache_hits"],
     "aliased": [program.memory_analysis().alias_size_in_bytes for program in programs],
-    "pool": llm._budget.pool_bytes,
+    "pool": budget_of(llm).pool_bytes,
     "cache": next(line for line in llm.describe().splitlines() if line.startswith("cache ")),
 }))
 """

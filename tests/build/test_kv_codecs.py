@@ -20,6 +20,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.kv.codecs import CODECS, PlainCodec
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.fit_keys import fit_keys
+from jaxkv.testing import engine_of, intake_of, model_of
 from poison import poisoned
 from tiers import some
 from tiny import make_checkpoint, tiny_config
@@ -60,9 +61,9 @@ def prompts(*lengths: int) -> list[dict]:
 
 def generate(llm: LLM, asked: list[dict], params: SamplingParams = GREEDY) -> list:
     """Tokens and the bits of their logprobs, with NaN in all memory that nobody owns."""
-    with poisoned(llm._engine):
+    with poisoned(engine_of(llm)):
         outputs = llm.generate(asked, params, use_tqdm=False)
-    assert llm._engine.scheduler.allocator.num_used == 0
+    assert engine_of(llm).scheduler.allocator.num_used == 0
 
     def bits(step: dict) -> dict[int, float]:
         return {token: one.logprob for token, one in step.items()}
@@ -75,17 +76,17 @@ def generate(llm: LLM, asked: list[dict], params: SamplingParams = GREEDY) -> li
 
 def metrics(llm: LLM) -> dict[str, float]:
     return {
-        metric.name: metric.value for metric in llm._engine.metrics() if hasattr(metric, "value")
+        metric.name: metric.value for metric in engine_of(llm).metrics() if hasattr(metric, "value")
     }
 
 
 def stored(llm: LLM, prompt: dict, chunk: int, number: int = 0) -> np.ndarray:
     """What the pages hold of a prompt that is computed in such chunks: [L, tokens, 2K, X]."""
-    engine, length = llm._engine, len(prompt["prompt_token_ids"])
+    engine, length = engine_of(llm), len(prompt["prompt_token_ids"])
     object.__setattr__(
         engine.scheduler.config, "max_num_batched_tokens", chunk
     )  # fewer than an engine is made for
-    (submission,) = llm._intake.accept([prompt], [replace(GREEDY, max_tokens=40)])
+    (submission,) = intake_of(llm).accept([prompt], [replace(GREEDY, max_tokens=40)])
     (request,) = submission.samples
     engine.add(submission)
     while request.num_stored < length:
@@ -130,7 +131,7 @@ def test_preemption_and_beams_change_nothing(directory, codec):
     asked, long = prompts(30, 31, 29), replace(GREEDY, max_tokens=40)
     roomy, tight = make(directory, codec), make(directory, codec, num_gpu_blocks_override=20)
     assert generate(tight, asked, long) == generate(roomy, asked, long)
-    assert tight._engine.scheduler.num_preemptions > 0
+    assert engine_of(tight).scheduler.num_preemptions > 0
     beams = [
         [
             (sequence.tokens, sequence.cum_logprob)
@@ -212,9 +213,9 @@ def test_fitted_keys_give_the_same_model(tmp_path, variant, monkeypatch):
 def test_keys_are_fitted_to_those_that_are_stored_and_to_their_queries(tmp_path, variant):
     (prompt,) = prompts(64)
     llm = make(make_checkpoint(tmp_path, tiny_config(variant)), "float32")
-    spec, token_T = llm._model.spec, np.array(prompt["prompt_token_ids"])
+    spec, token_T = model_of(llm).spec, np.array(prompt["prompt_token_ids"])
     affine = np.stack(
-        fit_keys(llm._model.weights, token_T, spec=spec, placement=llm._model.placement)
+        fit_keys(model_of(llm).weights, token_T, spec=spec, placement=model_of(llm).placement)
     )
     heads = (spec.num_layers, -1, 2, spec.head_dim)
     for number, group in enumerate(spec.groups):
@@ -228,7 +229,7 @@ def test_channels_that_differ_in_keys_and_queries_are_brought_together(tmp_path)
     by just that.
     """
     path = make_checkpoint(tmp_path, tiny_config("qwen2"))
-    model, token_T = make(path, "float32")._model, np.arange(48)
+    model, token_T = model_of(make(path, "float32")), np.arange(48)
     head_dim, heads, layers = (
         model.spec.head_dim,
         model.spec.groups[0].num_kv_heads,

@@ -13,6 +13,7 @@ from jaxkv.build.memory import Memory, available_memory, device_memory
 from jaxkv.engine import budget
 from jaxkv.errors import CapacityError
 from jaxkv.programs.compiled import ProgramMemory, Programs
+from jaxkv.testing import budget_of, engine_of, model_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
 KIB, MIB = 1024, 2**20
@@ -177,7 +178,7 @@ def pools() -> list[int]:
 
 
 def largest(engine: LLM) -> ProgramMemory:
-    return max(engine._engine.programs.memory, key=lambda program: program.temp_bytes)
+    return max(engine_of(engine).programs.memory, key=lambda program: program.temp_bytes)
 
 
 def test_the_pool_is_sized_and_allocated_once_after_everything_is_compiled(
@@ -186,17 +187,20 @@ def test_the_pool_is_sized_and_allocated_once_after_everything_is_compiled(
     before, limit = len(pools()), 860_000
     device_has(limit)
     engine = make(checkpoint, max_num_seqs=4)
-    pages, programs = engine._budget.num_pages, engine._engine.programs
+    pages, programs = budget_of(engine).num_pages, engine_of(engine).programs
     assert 40 < pages < 2 * ALL_ROWS
     assert [count for _, count, _ in compiled] == [2, 2, programs.num_programs]
     assert compiled[-1][0] == pages
     assert {living for _, _, living in compiled} == {before}
     assert pools().count(pages * PAGE) == len(pools()) - before == 1
     spent = (
-        engine._model.weight_bytes + pages * PAGE + programs.wide_bytes + largest(engine).temp_bytes
+        model_of(engine).weight_bytes
+        + pages * PAGE
+        + programs.wide_bytes
+        + largest(engine).temp_bytes
     )
     assert 0.98 * limit < spent <= limit
-    assert engine.compile_s > engine._budget.compile_s > 0
+    assert engine.compile_s > budget_of(engine).compile_s > 0
     outputs = engine.generate([{"prompt_token_ids": [3, 1, 4]}] * 9, PARAMS, use_tqdm=False)
     assert {len(output.outputs[0].token_ids) for output in outputs} == {20}
     assert pools().count(pages * PAGE) == len(pools()) - before == 1
@@ -208,10 +212,10 @@ def test_a_cpu_compiles_once_and_describe_names_every_part_and_the_program_that_
 ):
     device_has(8 * MIB, pool=4 * MIB)
     engine = make(checkpoint)
-    programs = engine._engine.programs
+    programs = engine_of(engine).programs
     assert [(pages, count) for pages, count, _ in compiled] == [(ALL_ROWS, programs.num_programs)]
     used = (
-        engine._model.weight_bytes,
+        model_of(engine).weight_bytes,
         ALL_ROWS * PAGE,
         largest(engine).temp_bytes,
         programs.wide_bytes,

@@ -13,6 +13,7 @@ from jaxkv import LLM, SamplingParams
 from jaxkv.build.codecs import exact_layers
 from jaxkv.kv.codecs import decode, get_codec
 from jaxkv.models.families import read_config, read_family
+from jaxkv.testing import engine_of
 from jaxkv.weights.orbax import convert
 from poison import poisoned
 from tiny import make_checkpoint, tiny_config
@@ -93,15 +94,15 @@ def test_hits_preemption_and_a_policy_change_no_bit(directory):
     )
 
     def generate(llm: LLM) -> list:
-        with poisoned(llm._engine):
+        with poisoned(engine_of(llm)):
             outputs = llm.generate(asked, params, use_tqdm=False)
-        assert llm._engine.scheduler.allocator.num_used == 0
+        assert engine_of(llm).scheduler.allocator.num_used == 0
         return [(o.outputs[0].token_ids, o.outputs[0].cumulative_logprob) for o in outputs]
 
     miss = generate(roomy)
     assert generate(roomy) == miss
     assert generate(tight) == miss
-    assert tight._engine.scheduler.num_preemptions > 0
+    assert engine_of(tight).scheduler.num_preemptions > 0
     options |= {"kv_policy": "streaming:int4", "kv_budget": 64}
     assert generate(bounded := make(directory, **options)) == generate(bounded)
 

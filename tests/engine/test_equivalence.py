@@ -14,6 +14,7 @@ import pytest
 
 from dense import Dense
 from jaxkv import LLM, RequestOutput, SamplingParams
+from jaxkv.testing import engine_of
 from poison import poison_kv, poisoned
 from tiers import some
 from tiny import make_checkpoint, tiny_config
@@ -101,11 +102,11 @@ def generate(
     llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> list[RequestOutput]:
     """With NaN around; nothing is held afterwards."""
-    with poisoned(llm._engine):
+    with poisoned(engine_of(llm)):
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
         )
-    assert llm._engine.scheduler.allocator.num_used == 0
+    assert engine_of(llm).scheduler.allocator.num_used == 0
     return outputs
 
 
@@ -206,7 +207,7 @@ def test_chunks_of_one_token_behind_longer_ones_equal_dense(models, lengths):
 def test_memory_that_is_read_is_seen_to_be_poisoned(models):
     """The tests above could not pass if a page in use were NaN."""
     llm = models("qwen3", "float32").small_pages()
-    engine = llm._engine
+    engine = engine_of(llm)
     step = engine.step
 
     def step_on_nan() -> list:

@@ -16,6 +16,7 @@ import jaxkv.config
 from dense import Dense
 from jaxkv import LLM, RequestOutput, SamplingParams
 from jaxkv.requests.masks import encode_words
+from jaxkv.testing import engine_of, intake_of
 from poison import poisoned
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
@@ -81,7 +82,7 @@ def new_llm(checkpoint) -> Callable[..., LLM]:
             num_gpu_blocks_override=48,
             **limits | options,
         )
-        programs = llm._engine.programs
+        programs = engine_of(llm).programs
         programs._compiled = compiled.setdefault(
             f"{options} {jaxkv.config.DECODE_STEPS}", programs._compiled
         )
@@ -96,7 +97,7 @@ def dense(checkpoint) -> Dense:
 
 
 def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
-    with poisoned(llm._engine):
+    with poisoned(engine_of(llm)):
         return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
 
 
@@ -205,14 +206,14 @@ def test_loops_of_8_equal_one_token_at_a_time(new_llm, expected, temperature, mo
 
 def loop_sizes(llm: LLM, monkeypatch) -> list[int]:
     """The number of steps of every decode loop to come."""
-    sizes, plan_loop = [], llm._engine.scheduler._plan_loop
+    sizes, plan_loop = [], engine_of(llm).scheduler._plan_loop
 
     def watched(ready):
         plan = plan_loop(ready)
         sizes.append(plan.num_steps)
         return plan
 
-    monkeypatch.setattr(llm._engine.scheduler, "_plan_loop", watched)
+    monkeypatch.setattr(engine_of(llm).scheduler, "_plan_loop", watched)
     return sizes
 
 
@@ -228,11 +229,11 @@ def test_a_word_of_several_tokens_never_comes_and_all_else_does(new_llm, dense, 
             plain, _ = reference(dense, ids, GREEDY, [])
             words = [tuple(plain[0:2]), tuple(plain[7:10]), (plain[3],)]
             want, lead = reference(dense, ids, GREEDY, words)
-        (submission,) = llm._intake.accept([{"prompt_token_ids": ids}], [GREEDY])
+        (submission,) = intake_of(llm).accept([{"prompt_token_ids": ids}], [GREEDY])
         submission = replace(
             submission, samples=(replace(submission.samples[0], bad_words=tuple(words)),)
         )
-        with poisoned(llm._engine):
+        with poisoned(engine_of(llm)):
             (output,) = llm._run([submission], use_tqdm=False)
         got = output.outputs[0].token_ids
         assert got == want

@@ -19,6 +19,7 @@ from dense import Dense
 from jaxkv import LLM, BeamSearchParams, CapacityError, SamplingParams
 from jaxkv.kv.codecs import decode, get_codec
 from jaxkv.kv.policies import DEMOTE, DROP, KEEP, POLICIES, Held, Room
+from jaxkv.testing import budget_of, config_of, engine_of
 from poison import poisoned
 from tiers import some
 from tiny import make_checkpoint, tiny_config
@@ -214,11 +215,11 @@ def new_llm(dense: Dense, policy: str, **options: Any) -> LLM:
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[Any]:
-    with poisoned(llm._engine):
+    with poisoned(engine_of(llm)):
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
         )
-    scheduler = llm._engine.scheduler
+    scheduler = engine_of(llm).scheduler
     assert (scheduler.allocator.num_used, scheduler.trim.low.num_used) == (0, 0)
     return [output.outputs[0] for output in outputs]
 
@@ -236,7 +237,7 @@ def test_a_policy_forgets_what_a_dense_decoder_forgets_by_the_same_rule(dense, p
     """Log-probabilities of all tokens, for prompts in chunks beside each other."""
     scores, demotes = RULES[policy]
     llm = new_llm(dense, policy)
-    config = llm._config
+    config = config_of(llm)
     codec = get_codec("fp8_e4m3", platform="cpu", dtype="float32") if demotes else None
     prompts = prompts_of(LENGTHS)
     for ids, got in zip(prompts, generate(llm, prompts), strict=True):
@@ -248,7 +249,7 @@ def test_a_policy_forgets_what_a_dense_decoder_forgets_by_the_same_rule(dense, p
             assert [entry[token].logprob for token in entry] == pytest.approx(
                 [want[token] for token in entry], abs=2e-3
             )
-    outcomes = llm._engine.scheduler.trim.outcomes
+    outcomes = engine_of(llm).scheduler.trim.outcomes
     assert outcomes["dropped"] + outcomes["demoted_dropped"] > 0  # more came than there is room for
     assert (outcomes["demoted"] > 0) is demotes
 
@@ -264,7 +265,7 @@ def test_tokens_do_not_depend_on_neighbours_chunks_or_preemption(dense, policy):
     chunked = generate(new_llm(dense, policy), prompts, params)
     tight = new_llm(dense, policy, **wide, num_gpu_blocks_override=6 if policy == "entropy" else 12)
     preempted = generate(tight, prompts[::-1], params[::-1])[::-1]
-    assert tight._engine.scheduler.num_preemptions > 0
+    assert engine_of(tight).scheduler.num_preemptions > 0
     alone = [generate(tight, [ids], one)[0] for ids, one in zip(prompts, params, strict=True)]
     assert [[list(one.token_ids) for one in other] for other in (chunked, preempted, alone)] == [
         want
@@ -300,7 +301,7 @@ def test_a_prefix_hit_gives_what_a_miss_gives(dense, policy):
         generate(llm, [long[:25]], full)[0].token_ids
         == generate(plain, [long[:25]], full)[0].token_ids
     )
-    llm._engine.scheduler.check()
+    engine_of(llm).scheduler.check()
 
 
 def test_without_a_policy_nothing_changes_beside_requests_that_have_one(dense):
@@ -332,14 +333,14 @@ def test_a_pool_of_a_quarter_of_the_context_serves_it_to_the_end(dense, policy):
 def test_pages_that_go_are_given_back_while_the_request_runs(dense):
     llm = new_llm(dense, "streaming")
     (prompt,) = prompts_of((200,))
-    most, dropped = 0, llm._engine.scheduler.trim.outcomes["dropped"]
+    most, dropped = 0, engine_of(llm).scheduler.trim.outcomes["dropped"]
     freed = counter(llm, "kv_policy_bytes_freed")
     for _ in llm.stream({"prompt_token_ids": prompt}, GREEDY):
-        most = max(most, llm._engine.scheduler.allocator.num_used)
+        most = max(most, engine_of(llm).scheduler.allocator.num_used)
     assert most <= PAGES
-    dropped = llm._engine.scheduler.trim.outcomes["dropped"] - dropped
+    dropped = engine_of(llm).scheduler.trim.outcomes["dropped"] - dropped
     assert dropped >= (200 - BUDGET) // SIZE
-    assert counter(llm, "kv_policy_bytes_freed") - freed == dropped * llm._budget.page_nbytes
+    assert counter(llm, "kv_policy_bytes_freed") - freed == dropped * budget_of(llm).page_nbytes
 
 
 def test_protected_spans_stay(dense):
@@ -350,7 +351,7 @@ def test_protected_spans_stay(dense):
     seen = []
     stream = llm.stream({"prompt_token_ids": prompt}, params)
     for _ in stream:
-        seen += [list(request.kept.first) for request in llm._engine.scheduler.running]
+        seen += [list(request.kept.first) for request in engine_of(llm).scheduler.running]
     assert seen
     assert all({0, 16, 24} <= set(first) for first in seen)
 
@@ -363,7 +364,7 @@ def test_beams_forget_as_they_would_alone(dense, policy):
     (prompt,) = prompts_of((110,))
     llm = new_llm(dense, policy)
     want = generate(llm, [prompt], replace(GREEDY, logprobs=None))[0].token_ids
-    with poisoned(llm._engine):
+    with poisoned(engine_of(llm)):
         (one,) = llm.beam_search(
             [{"prompt_token_ids": prompt}],
             BeamSearchParams(beam_width=1, max_tokens=NUM_NEW, ignore_eos=True),
@@ -374,7 +375,7 @@ def test_beams_forget_as_they_would_alone(dense, policy):
         )
     assert one.sequences[0].tokens[len(prompt) :] == list(want)
     assert len({tuple(sequence.tokens) for sequence in two.sequences}) == 2
-    scheduler = llm._engine.scheduler
+    scheduler = engine_of(llm).scheduler
     assert (scheduler.allocator.num_used, scheduler.trim.low.num_used) == (0, 0)
 
 
@@ -386,15 +387,15 @@ def test_int8_pages_are_demoted_to_int4(dense):
     assert [one.token_ids for one in generate(llm, prompts)] == [
         one.token_ids for one in want[::-1]
     ]
-    assert llm._engine.scheduler.trim.outcomes["demoted"] > 0
+    assert engine_of(llm).scheduler.trim.outcomes["demoted"] > 0
 
 
 @pytest.mark.parametrize("policy", some(("page_norm", "entropy"), "page_norm"))
 def test_no_program_is_compiled_after_the_start(dense, policy):
     llm = new_llm(dense, policy, lazy_compile=False)
-    before = llm._engine.programs.num_compiled
+    before = engine_of(llm).programs.num_compiled
     generate(llm, prompts_of((150,)))
-    assert llm._engine.programs.num_compiled == before
+    assert engine_of(llm).programs.num_compiled == before
 
 
 @pytest.mark.parametrize(
@@ -462,7 +463,7 @@ def test_quest_reads_less_and_keeps_everything(dense):
     assert got == [
         one.token_ids for one in generate(some, prompts)
     ]  # found again in the cache, tails included
-    with poisoned(some._engine):
+    with poisoned(engine_of(some)):
         (one,) = some.beam_search(
             [{"prompt_token_ids": prompts[2]}], BeamSearchParams(beam_width=2, max_tokens=6)
         )

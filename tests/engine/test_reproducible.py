@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, RequestOutput, SamplingParams
+from jaxkv.testing import engine_of
 from tiers import some
 from tiny import make_checkpoint, tiny_config
 
@@ -134,7 +135,7 @@ def test_what_was_cached_changes_nothing(new_llm, alone):
 def test_preemption_changes_nothing(new_llm, alone):
     llm = new_llm(num_gpu_blocks_override=33, block_size=8, max_model_len=200)
     assert answers(llm, OURS) == alone
-    assert llm._engine.scheduler.num_preemptions > 0
+    assert engine_of(llm).scheduler.num_preemptions > 0
 
 
 def test_a_prompt_that_ends_in_an_answer_is_continued_as_that_answer_was(llm, alone):

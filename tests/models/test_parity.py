@@ -19,6 +19,7 @@ from jaxkv import LLM, SamplingParams
 from jaxkv.models import decoder
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.inputs import empty_batch
+from jaxkv.testing import engine_of, model_of
 from jaxkv.weights.load import load_weights
 from poison import poison_kv, poisoned
 from tiny import VARIANTS, make_checkpoint, tiny_config
@@ -82,7 +83,7 @@ def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> l
     """[T, V] of each sequence (one of a single token comes first): all in one packed step, in a
     pool full of NaN.
     """
-    kv, lengths = poison_kv(llm._engine.kv, []), [len(ids) for ids in sequences]
+    kv, lengths = poison_kv(engine_of(llm).kv, []), [len(ids) for ids in sequences]
     num_rows, num_tokens = len(lengths), sum(lengths)
     size, width = kv.groups[0].page_size, -(-max(lengths) // kv.groups[0].page_size)
     table_BW = (
@@ -104,7 +105,7 @@ def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> l
     batch.start_B[1:] = np.cumsum(lengths)[:-1]
     batch = replace(batch, num_decode=np.int32(lengths[0] == 1), num_rows=np.int32(num_rows))
     logits_TV = all_logits(
-        llm._model.weights if weights is None else weights, kv, batch, spec=llm._model.spec
+        model_of(llm).weights if weights is None else weights, kv, batch, spec=model_of(llm).spec
     )
     return np.split(np.asarray(logits_TV), np.cumsum(lengths)[:-1])
 
@@ -132,7 +133,7 @@ def assert_logits_equal(torch: Any, model: Any, llm: LLM) -> None:
 
 def assert_generates_equal(torch: Any, model: Any, llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
-    with poisoned(llm._engine):
+    with poisoned(engine_of(llm)):
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for ids in prompts()], params, use_tqdm=False
         )
@@ -205,7 +206,7 @@ def test_bfloat16_weights_kept_as_bits_give_the_logits_of_bfloat16_weights(tmp_p
 @pytest.mark.parametrize("variant", ["qwen3-biases", "llama-biases"])
 def test_every_tensor_of_a_tiny_checkpoint_matters_far_more_than_the_tolerance(tmp_path, variant):
     llm = tiny_llm(make_checkpoint(tmp_path, tiny_config(variant)))
-    weights, layers = dict(llm._model.weights), llm._model.weights["layers"]
+    weights, layers = dict(model_of(llm).weights), model_of(llm).weights["layers"]
     want = logits_of(llm, prompts())[2]
     for name, leaf in layers.items():
         neutral = jnp.ones_like(leaf) if "norm" in name else jnp.zeros_like(leaf)

@@ -12,6 +12,7 @@ from jaxkv import LLM, SamplingParams
 from jaxkv.kv.codecs import PlainCodec, get_codec
 from jaxkv.ops.attention import BACKENDS, Heads, Needs, choose_backend
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
+from jaxkv.testing import engine_of
 from tiny import make_checkpoint, tiny_config
 
 HEADS = Heads(num_heads=8, num_kv_heads=2, head_dim=128, window=None)
@@ -238,7 +239,7 @@ def test_an_engine_on_the_tpu_kernels_gives_the_tokens_of_xla(
             output for _ in range(2) for output in llm.generate(prompts, GREEDY, use_tqdm=False)
         ]
         assert any(output.num_cached_tokens for output in outputs[3:])
-        llm._engine.check()
+        engine_of(llm).check()
         found.append([output.outputs[0] for output in outputs])
     xla, kernels = found
     assert [one.token_ids for one in kernels] == [one.token_ids for one in xla]
@@ -288,13 +289,13 @@ def test_an_engine_on_the_tpu_kernels_reads_and_writes_quantised_pages(
         outputs = [llm.generate(prompt, forced, use_tqdm=False)[0] for prompt in prompts]
         assert outputs[1].num_cached_tokens == page_size
         outputs += llm.generate(prompts, replace(forced, prompt_logprobs=0), use_tqdm=False)
-        llm._engine.check()
+        engine_of(llm).check()
         lists = [
             [*(out.prompt_logprobs or [None])[1:], *out.outputs[0].logprobs] for out in outputs
         ]
         entries = [entry for entries in lists for entry in entries]
         found.append(np.array([one.logprob for entry in entries for one in entry.values()]))
-        assert (llm._engine.kv.groups[0].scales is not None) == (backend == "interpreted")
+        assert (engine_of(llm).kv.groups[0].scales is not None) == (backend == "interpreted")
     xla, kernels, exact = found
     assert len(xla) == len(kernels)
     assert np.std(xla[-6:]) > 0

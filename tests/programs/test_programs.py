@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams
-from jaxkv.programs.buckets import fit_bucket, row_buckets, token_buckets
 from jaxkv.programs import compiled
+from jaxkv.programs.buckets import fit_bucket, row_buckets, token_buckets
 from jaxkv.programs.compiled import Programs
+from jaxkv.testing import budget_of, config_of, engine_of, model_of
 from tiers import some
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
@@ -146,7 +147,7 @@ def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilat
     }
     save_tokenizer(checkpoints["with tokenizer"])
     llm = LLM(checkpoints["with tokenizer"], num_gpu_blocks_override=20, **limits)
-    programs = llm._engine.programs
+    programs = engine_of(llm).programs
     assert programs.num_compiled == len(programs.token_buckets) + len(programs.row_buckets) + 1 == 5
     assert len(compilations) >= 5
     compilations.clear()
@@ -178,7 +179,7 @@ def test_an_engine_with_default_limits_has_about_a_dozen_programs(checkpoints, m
     llm = LLM(
         checkpoints["llama"], skip_tokenizer_init=True, max_num_seqs=max_num_seqs, lazy_compile=True
     )
-    programs = llm._engine.programs
+    programs = engine_of(llm).programs
     assert programs.token_buckets[-1] == 2048
     assert programs.row_buckets[-1] == (max_num_seqs or 64)
     assert 8 <= len(programs.token_buckets) + len(programs.row_buckets) <= 13
@@ -214,7 +215,7 @@ def test_programs_update_the_pool_in_place_and_need_no_more_memory_for_a_larger_
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64}
     dtypes = {"dtype": "float32", "kv_cache_dtype": kv_dtype}
     llm = LLM(checkpoints[variant], skip_tokenizer_init=True, lazy_compile=True, **limits, **dtypes)
-    page_nbytes, temporaries = llm._budget.page_nbytes, []
+    page_nbytes, temporaries = budget_of(llm).page_nbytes, []
     for num_pages in PAGES:
         groups = tuple(
             replace(
@@ -223,14 +224,14 @@ def test_programs_update_the_pool_in_place_and_need_no_more_memory_for_a_larger_
                     (g.num_layers * num_pages, *g.pages.shape[1:]), g.pages.dtype
                 ),
             )
-            for g in llm._engine.kv.groups
+            for g in engine_of(llm).kv.groups
         )
         kv, config = (
-            replace(llm._engine.kv, groups=groups),
-            replace(llm._config, num_pages=num_pages),
+            replace(engine_of(llm).kv, groups=groups),
+            replace(config_of(llm), num_pages=num_pages),
         )
         programs = Programs(
-            llm._model.weights, kv, spec=llm._model.spec, config=config, backend="xla"
+            model_of(llm).weights, kv, spec=model_of(llm).spec, config=config, backend="xla"
         )
         memory = [program.memory_analysis() for program in (programs.step(16), programs.loop(4))]
         temporaries.append([one.temp_size_in_bytes for one in memory])

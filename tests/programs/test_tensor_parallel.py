@@ -45,6 +45,7 @@ import jax, numpy as np
 from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.engine import engine
 from jaxkv.programs.fit_keys import fit_keys
+from jaxkv.testing import engine_of, model_of
 
 observed, observe = [], engine.observe
 
@@ -71,12 +72,12 @@ def bounded(size, policy):
     long = [{"prompt_token_ids": rng_of.integers(0, 150, n).tolist()}
             for rng_of in [np.random.default_rng(1)] for n in (70, 50)]
     outputs = llm.generate(long, greedy, use_tqdm=False)
-    llm._engine.check()
+    engine_of(llm).check()
     return {
         "tokens": [output.outputs[0].token_ids for output in outputs],
         "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
         "observed": list(observed),
-        "outcomes": dict(llm._engine.scheduler.trim.outcomes),
+        "outcomes": dict(engine_of(llm).scheduler.trim.outcomes),
     }
 
 def run(size):
@@ -86,21 +87,21 @@ def run(size):
     outputs = llm.generate(prompts, [greedy, drawn, greedy], use_tqdm=False)
     again = llm.generate(prompts, drawn, use_tqdm=False)
     beams = llm.beam_search(prompts[:1], BeamSearchParams(beam_width=2, max_tokens=6))
-    programs, pages = llm._engine.programs, llm._engine.kv.groups[0].pages
-    llm._engine.check()
+    programs, pages = engine_of(llm).programs, engine_of(llm).kv.groups[0].pages
+    engine_of(llm).check()
     return {
         "tokens": [output.outputs[0].token_ids for output in outputs + again],
         "cached": [output.num_cached_tokens for output in again],
         "beams": [beam.tokens for output in beams for beam in output.sequences],
         "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
-        "affine": [x.tolist() for x in fit_keys(llm._model.weights, np.arange(32), spec=llm._model.spec,
-                                                placement=llm._model.placement)],
+        "affine": [x.tolist() for x in fit_keys(model_of(llm).weights, np.arange(32), spec=model_of(llm).spec,
+                                                placement=model_of(llm).placement)],
         "text": programs.loop(2).as_text(),
         "page_bytes": [shard.data.nbytes for shard in pages.addressable_shards],
         "all_page_bytes": pages.nbytes,
         "aliased": programs.loop(2).memory_analysis().alias_size_in_bytes,
-        "weight_bytes": llm._model.weight_bytes,
-        "vocabulary_bytes": sum(x.nbytes for name, x in llm._model.weights.items() if name in ("embed", "head")),
+        "weight_bytes": model_of(llm).weight_bytes,
+        "vocabulary_bytes": sum(x.nbytes for name, x in model_of(llm).weights.items() if name in ("embed", "head")),
         "described": llm.describe(),
         "bounded": {policy: bounded(size, policy) for policy in policies.split(",") if policy},
     }

@@ -19,6 +19,7 @@ from jaxkv import LLM
 from jaxkv.api import cli
 from jaxkv.errors import CapacityError
 from jaxkv.placement import TENSOR
+from jaxkv.testing import engine_of, model_of
 from jaxkv.tools.bars import stacked_bars
 from jaxkv.tools.chips import CHIPS, GIB, Target, parse_target
 from jaxkv.tools.deployment import Deployment, deploy
@@ -95,9 +96,9 @@ def test_weights_and_pages_are_what_an_engine_has(tmp_path, variant):
     checkpoint = make_checkpoint(tmp_path / "model", tiny_config(variant))
     deployment = deploy(checkpoint, V6E, dtype="float32", block_size=8)
     llm = LLM(checkpoint, **SMALL)
-    assert deployment.weight_bytes == llm._model.weight_bytes
+    assert deployment.weight_bytes == model_of(llm).weight_bytes
     assert deployment.page_nbytes * 200 == sum(
-        group.pages.nbytes for group in llm._engine.kv.groups
+        group.pages.nbytes for group in engine_of(llm).kv.groups
     )
     assert deployment.token_nbytes * 8 == deployment.page_nbytes
 

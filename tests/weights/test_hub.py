@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from jaxkv import LLM
 from jaxkv.errors import CheckpointError
+from jaxkv.testing import model_of
 from jaxkv.weights.hub import _HUB_ID, resolve_model
 from tiny import SMALL, make_checkpoint, tiny_config
 
@@ -82,7 +83,7 @@ def test_weights_are_fetched_once_it_is_known_that_the_engine_can_be(monkeypatch
     assert calls == [found]
     llm = LLM("org/name", **SMALL)
     assert calls[1:] == [found, ("org/name", "c0ffee", "*.safetensors", "*.json", "*.jinja")]
-    assert llm._model.directory == tmp_path / "c0ffee"
+    assert model_of(llm).directory == tmp_path / "c0ffee"
 
 
 def test_the_hub_agrees_that_the_accepted_ids_are_ids():

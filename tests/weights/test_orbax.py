@@ -20,6 +20,7 @@ from jaxkv.api import cli
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.compiled import Programs
+from jaxkv.testing import engine_of
 from jaxkv.weights.load import load_weights
 from jaxkv.weights.orbax import convert, load_converted
 from tiny import make_checkpoint, tiny_config
@@ -140,9 +141,9 @@ def test_a_converted_model_says_the_same(tmp_path, variant):
     # auto is what is stored, also where this CPU would choose bfloat16.
     limits = LIMITS | {"lazy_compile": True, "num_gpu_blocks_override": 8}
     engines = LLM(source, dtype="float32", **limits), LLM(tmp_path / "out", **limits)
-    engines[1]._engine.programs._compiled = engines[
-        0
-    ]._engine.programs._compiled  # they differ in nothing
+    engine_of(engines[1]).programs.executables = engine_of(
+        engines[0]
+    ).programs.executables  # they differ in nothing
     want, got = (
         [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)] for llm in engines
     )
@@ -192,7 +193,9 @@ def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monk
     monkeypatch.setattr(Programs, "_compile_each", lambda _, wanted: compiled.extend(wanted))
     assert cli.main(["convert", str(source), str(tmp_path / "out")]) == 0
     assert f"model     {tmp_path / 'out'} (llama, 3 layers" in capsys.readouterr().out
-    programs = LLM(tmp_path / "out", skip_tokenizer_init=True, lazy_compile=True)._engine.programs
+    programs = engine_of(
+        LLM(tmp_path / "out", skip_tokenizer_init=True, lazy_compile=True)
+    ).programs
     wanted = {("step", size) for size in programs.token_buckets} | {
         ("loop", size) for size in programs.row_buckets
     }
