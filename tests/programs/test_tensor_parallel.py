@@ -96,6 +96,7 @@ def run(size):
         "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
         "affine": [x.tolist() for x in fit_keys(model_of(llm).weights, np.arange(32), spec=model_of(llm).spec,
                                                 placement=model_of(llm).placement)],
+        "page_dtype": str(pages.dtype),
         "text": programs.loop(2).as_text(),
         "page_bytes": [shard.data.nbytes for shard in pages.addressable_shards],
         "all_page_bytes": pages.nbytes,
@@ -135,8 +136,9 @@ def test_every_number_of_devices_gives_the_same_tokens(runs):
         assert other["tokens"] == one["tokens"]
         assert other["cached"] == one["cached"]
         assert other["beams"] == one["beams"]
-        # Float32 sums in another order.
-        np.testing.assert_allclose(other["logprobs"], one["logprobs"], rtol=0, atol=1e-4)
+        # Float32 sums in another order; where pages are rounded, a few numbers go the other way.
+        apart = 1e-4 if one["page_dtype"] == "float32" else 0.02
+        np.testing.assert_allclose(other["logprobs"], one["logprobs"], rtol=0, atol=apart)
         np.testing.assert_allclose(other["affine"], one["affine"], rtol=0, atol=1e-5)
     assert any(one["cached"])
     assert np.abs(one["affine"]).max() > 0.01
