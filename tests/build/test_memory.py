@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from jaxkv import LLM, SamplingParams, llm
+from jaxkv.build import memory as device_budget
 from jaxkv.build.memory import Memory, available_memory, device_memory
-from jaxkv.engine import budget
 from jaxkv.errors import CapacityError
 from jaxkv.programs.compiled import ProgramMemory, Programs
 from jaxkv.testing import budget_of, engine_of, model_of
@@ -92,7 +92,7 @@ CPU = SimpleNamespace(platform="cpu")
 def test_on_a_cpu_the_pool_may_take_a_quarter_of_the_available_memory(
     monkeypatch, utilization, pool
 ):
-    monkeypatch.setattr(budget, "available_memory", lambda: 1000)
+    monkeypatch.setattr(device_budget, "available_memory", lambda: 1000)
     memory = device_memory(CPU, weight_bytes=50, utilization=utilization)
     assert (memory.limit, memory.used, memory.free, memory.pool_limit) == (1050, 50, 1000, pool)
 

@@ -154,7 +154,7 @@ def reference(
 @pytest.fixture(scope="module")
 def expected(dense, checkpoint) -> dict[str, tuple[list[int], list[int]]]:
     """A prompt for every case, and its tokens, which no rounding can change."""
-    from jaxkv.requests.text import load_tokenizer
+    from jaxkv.build.tokenizer import load_tokenizer
 
     rng, tokenizer, made = np.random.default_rng(0), load_tokenizer(checkpoint), {}
     for name, params in CASES.items():
