@@ -4,6 +4,7 @@ rewound or cut before, and what it holds follows from itself.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import jax
@@ -140,14 +141,20 @@ def test_a_stop_token_ends_a_row_and_what_it_did_not_need_is_free(model, kv):
     kv, free = jk.decode(model, kv, logits.argmax(axis=-1), n=20)
     stop = int(free[0, 4])
     assert stop not in free[0, :4]
+    again = jax.tree.map(jnp.copy, kept)
     params = [SamplingParams(temperature=0, stop_token_ids=[stop]), jk.GREEDY]
     kv, tokens = jk.decode(model, kept, logits.argmax(axis=-1), n=20, sampling=params)
     assert tokens[0].tolist() == [*free[0, :5].tolist(), *[-1] * 15]
     assert tokens[1].tolist() == free[1].tolist()
     assert kv.lengths[:2] == (21 + 5, 5 + 20)
     check(kv)
+    ending = replace(model, eos_ids=frozenset({stop}))  # the model's own is one as well
+    params = [jk.GREEDY, SamplingParams(temperature=0, ignore_eos=True)]
+    own = jk.decode(ending, again, logits.argmax(axis=-1), n=20, sampling=params)[1]
+    assert own.tolist() == tokens.tolist()
+    params = [SamplingParams(temperature=0, stop_token_ids=[stop])]
     for last in (stop, -1):  # it has ended, so it rests
-        kv, tokens = jk.decode(model, kv, {0: last}, n=2, sampling=params[0])
+        kv, tokens = jk.decode(model, kv, {0: last}, n=2, sampling=params)
         assert tokens.tolist() == [[-1, -1]]
         assert kv.lengths[0] == 21 + 5
 
