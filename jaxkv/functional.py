@@ -11,7 +11,7 @@ next.
 There is no hidden state: who holds which page stands in the `State`, and free is what nobody holds.
 `prefill` and `decode` run the engine's own programs, which write the pages in place. So they
 consume the state that they are given: it and everything forked or rewound from the same arrays is
-dead afterwards, and JAX says so when it is used again. `jax.tree.map(jnp.copy, kv)` keeps one.
+dead afterwards, a RuntimeError when it is used again. `jax.tree.map(jnp.copy, kv)` keeps one.
 `fork` and `rewind` look at tables only, and consume nothing. Whatever is refused (ValueError,
 CapacityError) is refused before anything runs, with the state as it was.
 """
@@ -264,9 +264,15 @@ def _with_rows(kv: State, changed: Mapping[int, KVHandle]) -> State:
 def _with_room(model: Model, kv: State, counts: Mapping[int, int]) -> State:
     """Returns the state with pages for so many more tokens of these rows, which only they write.
 
-    Consumes `kv` where it copies a shared last page. Raises: ValueError, CapacityError.
+    Consumes `kv` where it copies a shared last page.
+    Raises: RuntimeError for a consumed state, ValueError, CapacityError.
     """
     limits = kv.limits
+    if any(pool.is_deleted() for pool in kv.paged.pools):
+        raise RuntimeError(
+            "this state has been consumed by prefill or decode: go on with the one that they "
+            "returned, or keep a copy first"
+        )
     for row, count in counts.items():
         if kv.rows[row].length + count > limits.max_len:
             raise ValueError(

@@ -163,10 +163,10 @@ def test_prefill_and_decode_consume_what_they_are_given_and_fork_does_not(model,
     forked = jk.fork(kv, 0, to=1)
     after, _ = jk.prefill(model, kv, [[5]])
     for dead in (kv, forked):
-        with pytest.raises(RuntimeError, match=r"deleted|donated"):
+        with pytest.raises(RuntimeError, match="state has been consumed"):
             jk.prefill(model, dead, [[5]])
     jk.decode(model, after, [5], n=1)
-    with pytest.raises(RuntimeError, match=r"deleted|donated"):
+    with pytest.raises(RuntimeError, match="state has been consumed"):
         jk.decode(model, jk.rewind(after, 0, 0), [5], n=1)
 
 
