@@ -8,7 +8,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import jax
 from jaxkv.build.codecs import describe_codecs, group_codecs
 from jaxkv.build.compile_cache import use_compile_cache
 from jaxkv.build.memory import device_memory
-from jaxkv.build.model import find_model
+from jaxkv.build.model import DEMO, find_model
 from jaxkv.build.pool import (
     Codecs,
     abstract_kv,
@@ -39,8 +38,6 @@ from jaxkv.programs.compiled import Programs
 from jaxkv.requests.intake import Intake, Prompt
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput
 from jaxkv.requests.request import Submission
-
-DEMO = Path(__file__).parents[1] / "demo"
 
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""

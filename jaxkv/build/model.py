@@ -26,6 +26,9 @@ from jaxkv.weights.hub import WITHOUT_WEIGHTS, resolve_model, with_weights
 from jaxkv.weights.load import load_weights
 from jaxkv.weights.orbax import load_converted, stored_dtype
 
+DEMO = Path(__file__).parents[1] / "demo"
+"""The model that ships with jaxkv."""
+
 GENERATION = "generation_config.json"
 DTYPES = ("auto", "bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")

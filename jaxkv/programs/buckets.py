@@ -27,6 +27,13 @@ def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
     return (*sizes, max_num_seqs) if max_num_seqs > sizes[-1] else tuple(sizes)
 
 
+def num_step_rows(max_num_seqs: int, num_tokens: int) -> int:
+    """Returns the rows of the step program for T packed tokens: a row has at least one token. Never
+    one row, see `linear`.
+    """
+    return min(max(2, max_num_seqs), num_tokens)
+
+
 def fit_bucket(buckets: tuple[int, ...], size: int) -> int:
     """The smallest bucket that holds `size`. Raises: ValueError if none does."""
     for bucket in buckets:

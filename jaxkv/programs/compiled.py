@@ -23,7 +23,7 @@ from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
-from jaxkv.programs.buckets import row_buckets, token_buckets
+from jaxkv.programs.buckets import num_step_rows, row_buckets, token_buckets
 from jaxkv.programs.inputs import (
     abstract_full,
     empty_batch,
@@ -95,10 +95,8 @@ class Programs:
         return len(self.executables)
 
     def num_step_rows(self, num_tokens: int) -> int:
-        """Rows of the step program for T packed tokens: a row has at least one token. Never one
-        row, see `linear`.
-        """
-        return min(max(2, self.config.max_num_seqs), num_tokens)
+        """Rows of the step program for T packed tokens."""
+        return num_step_rows(self.config.max_num_seqs, num_tokens)
 
     def step(self, num_tokens: int) -> Compiled:
         return self._get("step", num_tokens)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from jaxkv.config import EngineConfig
 from jaxkv.kv.policies import get_policy
-from jaxkv.kv.state import Statistics
+from jaxkv.kv.state import GroupKV, PagedKV, Statistics
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
 from jaxkv.programs.loop import Rows
@@ -29,6 +30,67 @@ def empty_batch(num_tokens: int, num_rows: int) -> Batch:
         num_rows=_full((), 0),
         target_T=_full((num_tokens,), NO_TOKEN),
     )
+
+
+def next_chunks(left: Mapping[int, np.ndarray], num_tokens: int) -> dict[int, np.ndarray]:
+    """Returns what a step of at most `num_tokens` takes of each row's tokens, rows with a single
+    one first.
+    """
+    chunks = {}
+    for row, ids in left.items():
+        if num_tokens:
+            chunks[row] = ids[:num_tokens]
+            num_tokens -= len(chunks[row])
+    return dict(sorted(chunks.items(), key=lambda chunk: len(chunk[1]) > 1))
+
+
+def packed_batch(
+    chunks: Sequence[np.ndarray], positions: Sequence[int], num_tokens: int, num_rows: int
+) -> Batch:
+    """Returns a batch of the next tokens of some rows, each from its position on, and of padding.
+
+    Chunks of a single token come first.
+    """
+    batch, start = empty_batch(num_tokens, num_rows), 0
+    for row, (ids, position) in enumerate(zip(chunks, positions, strict=True)):
+        end = start + len(ids)
+        batch.token_T[start:end] = ids
+        batch.position_T[start:end] = np.arange(position, position + len(ids))
+        batch.row_T[start:end] = row
+        batch.start_B[row] = start
+        batch.count_B[row] = len(ids)
+        start = end
+    batch.num_decode[...] = sum(len(ids) == 1 for ids in chunks)
+    batch.num_rows[...] = len(chunks)
+    return batch
+
+
+def bind_tables(
+    kv: PagedKV,
+    pages: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    *,
+    num_rows: int,
+    width: int,
+    page_size: int,
+    sharding: jax.sharding.Sharding | None = None,
+) -> PagedKV:
+    """Returns the state with these rows, and padding up to `num_rows`: the pages of each in order,
+    and its tokens that they hold.
+
+    sharding: where the tables go; numpy arrays without one.
+    """
+    table_BW, len_B = np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32)
+    for row, (own, length) in enumerate(zip(pages, lengths, strict=True)):
+        table_BW[row, : len(own)], len_B[row] = own, length
+    first_BW = np.tile(np.arange(width, dtype=np.int32) * page_size, (num_rows, 1))
+
+    def of(group: GroupKV) -> GroupKV:
+        tables: Any = {"table_BW": table_BW, "first_BW": first_BW, "len_B": len_B}
+        # For each group: they are donated.
+        return replace(group, **(tables if sharding is None else jax.device_put(tables, sharding)))
+
+    return replace(kv, groups=tuple(map(of, kv.groups)))
 
 
 def empty_sampling(

@@ -47,6 +47,23 @@ def last_logits(
     return kv, decoder.logits(weights, x_TD[last_token(batch)], spec=spec, axis=axis)
 
 
+@partial(jax.jit, static_argnames=("spec", "backend", "placement"), donate_argnames=("kv",))
+def logits_step(
+    weights: Weights,
+    kv: PagedKV,
+    batch: Batch,
+    *,
+    spec: ModelSpec,
+    backend: str,
+    placement: Placement | None = None,
+) -> tuple[PagedKV, jax.Array]:
+    """Runs a ragged step and returns the logits of each row's last token, [B, V] float32, instead
+    of sampling from them. Consumes `kv`; otherwise as `step`.
+    """
+    body = partial(last_logits, spec=spec, backend=backend)
+    return on_every_device(body, placement, num_outputs=2)(weights, kv, batch)
+
+
 def last_token(batch: Batch) -> jax.Array:
     """Packed index of each row's last token in the step, [B] int32 (0 for a row without tokens)."""
     return jnp.maximum(batch.start_B + batch.count_B - 1, 0)

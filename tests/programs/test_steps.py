@@ -16,7 +16,14 @@ from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, empty_group
 from jaxkv.models.families import read_config, read_family
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Sampling
-from jaxkv.programs.inputs import empty_batch, empty_newest, empty_rows, empty_sampling
+from jaxkv.programs.inputs import (
+    bind_tables,
+    empty_batch,
+    empty_newest,
+    empty_rows,
+    empty_sampling,
+    packed_batch,
+)
 from jaxkv.programs.loop import Rows, decode_loop
 from jaxkv.programs.pages import copy_pages
 from jaxkv.programs.step import Newest, step
@@ -46,13 +53,9 @@ class Device:
         """The state with these handles as rows; `alive` ones (default: the same) keep what they
         hold.
         """
-        table_BW, len_B = np.zeros((NUM_ROWS, TABLE), np.int32), np.zeros(NUM_ROWS, np.int32)
-        for row, handle in enumerate(handles):
-            table_BW[row, : len(handle.pages)] = handle.pages
-            len_B[row] = handle.length
-        first_BW = np.tile(np.int32(np.arange(TABLE) * SIZE), (NUM_ROWS, 1))
-        rows = {"table_BW": table_BW, "first_BW": first_BW, "len_B": len_B}
-        kv = replace(self.kv, groups=tuple(replace(group, **rows) for group in self.kv.groups))
+        pages, lengths = ([getattr(one, x) for one in handles] for x in ("pages", "length"))
+        sizes = {"num_rows": NUM_ROWS, "width": TABLE, "page_size": SIZE}
+        kv = bind_tables(self.kv, pages, lengths, **sizes)
         return poison_kv(kv, handles if alive is None else alive)
 
     def step(
@@ -61,17 +64,8 @@ class Device:
         """One ragged step of the given next tokens of each row; single tokens first. A row may have
         none.
         """
-        batch, start = empty_batch(NUM_TOKENS, NUM_ROWS), 0
-        for row, (handle, ids) in enumerate(zip(handles, chunks, strict=True)):
-            end = start + len(ids)
-            batch.token_T[start:end] = ids
-            batch.position_T[start:end] = handle.length + np.arange(len(ids))
-            batch.row_T[start:end] = row
-            batch.start_B[row], batch.count_B[row] = start, len(ids)
-            start = end
-        counts = [len(ids) for ids in chunks]
-        num_decode = next((row for row, count in enumerate(counts) if count != 1), len(counts))
-        batch = replace(batch, num_decode=np.int32(num_decode), num_rows=np.int32(len(chunks)))
+        positions = [handle.length for handle in handles]
+        batch = packed_batch(chunks, positions, NUM_TOKENS, NUM_ROWS)
         kv = self.bind(handles, **alive)
         self.kv, _, out, _ = step(
             self.weights, kv, NOBODY, batch, sampling, spec=self.spec, backend="xla"

@@ -1,0 +1,326 @@
+"""The engine without an engine: a model, a KV state that is a value, and functions from one to the
+next.
+
+    model = load()
+    kv = empty(model, num_pages=64, page_size=16, num_rows=4)
+    kv, logits = prefill(model, kv, [prompt])
+    kv, tokens = decode(model, kv, logits.argmax(axis=-1), n=32)
+    kv = fork(kv, 0, to=1)
+    kv = rewind(kv, 1, length=10)
+
+There is no hidden state: who holds which page stands in the `State`, and free is what nobody holds.
+`prefill` and `decode` run the engine's own programs, which write the pages in place. So they
+consume the state that they are given: it and everything forked or rewound from the same arrays is
+dead afterwards, a RuntimeError when it is used again. `jax.tree.map(jnp.copy, kv)` keeps one.
+`fork` and `rewind` look at tables only, and consume nothing. Whatever is refused (ValueError,
+CapacityError) is refused before anything runs, with the state as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxkv.build.codecs import group_codecs
+from jaxkv.build.compile_cache import use_compile_cache
+from jaxkv.build.model import DEMO, find_model
+from jaxkv.build.pool import Codecs, empty_kv, fits_keys
+from jaxkv.config import EngineConfig, SamplingParams, engine_limits, is_int
+from jaxkv.holding.allocator import KVHandle
+from jaxkv.holding.handles import cut, free_pages, reserve
+from jaxkv.kv.state import PagedKV
+from jaxkv.models.decoder import Weights, heads_of
+from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.attention import Needs, check_backend, choose_backend
+from jaxkv.ops.sampling import NO_TOKEN
+from jaxkv.placement import Placement
+from jaxkv.programs.buckets import fit_bucket, num_step_rows, row_buckets, token_buckets
+from jaxkv.programs.inputs import bind_tables, empty_newest, empty_rows, next_chunks, packed_batch
+from jaxkv.programs.loop import decode_loop
+from jaxkv.programs.pages import copy_pages
+from jaxkv.programs.step import logits_step
+from jaxkv.requests.by_row import check_rows, prompts_by_row, sampling_of, tokens_by_row
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """Holds what `load` found. `backend` is what was asked for; tokens in `eos_ids` end a row."""
+
+    spec: ModelSpec
+    weights: Weights
+    placement: Placement
+    codecs: Codecs
+    backend: str
+    eos_ids: frozenset[int]
+    tokenizer: Any | None
+
+
+@struct.dataclass
+class State:
+    """Holds a KV cache: its pages on the device, and on the host what each row has of them.
+
+    A row's pages are those that its tokens take, no more; rows may have the same ones.
+    """
+
+    paged: PagedKV
+    rows: tuple[KVHandle, ...] = struct.field(pytree_node=False)
+    limits: EngineConfig = struct.field(pytree_node=False)
+    backend: str = struct.field(pytree_node=False)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that each row holds."""
+        return tuple(row.length for row in self.rows)
+
+    @property
+    def free_pages(self) -> tuple[int, ...]:
+        """Ids of the pages that no row holds."""
+        return free_pages(self.rows, self.limits.num_pages)
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str = "auto",
+    backend: str = "auto",
+    kv_cache_dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    skip_tokenizer_init: bool = False,
+) -> Model:
+    """Loads a model: a directory, a hub id, or None for the demo model. Arguments as in `LLM`."""
+    check_backend(backend)
+    device = jax.devices()[0]
+    use_compile_cache(device)
+    found = find_model(
+        DEMO if path is None else path,
+        revision=None,
+        tokenizer=None,
+        skip_tokenizer_init=skip_tokenizer_init,
+        dtype=dtype,
+        load_format="auto",
+        tensor_parallel_size=tensor_parallel_size,
+        seed=0,
+    )
+    spec, platform = found.spec, device.platform
+    codecs = group_codecs(spec, kv_cache_dtype, None, platform=platform, dtype=found.dtype)
+    found = found.loaded(fits_keys=fits_keys(engine_limits(platform, spec.max_len), codecs))
+    return Model(
+        spec=spec,
+        weights=found.weights,
+        placement=found.placement,
+        codecs=codecs,
+        backend=backend,
+        eos_ids=found.eos_ids,
+        tokenizer=found.tokenizer,
+    )
+
+
+def empty(
+    model: Model,
+    *,
+    num_pages: int,
+    page_size: int = 16,
+    num_rows: int = 8,
+    max_num_batched_tokens: int = 2048,
+) -> State:
+    """Returns a state of empty rows. A longer prompt than `max_num_batched_tokens` goes through the
+    model in several steps.
+    """
+    spec, placement = model.spec, model.placement
+    device = placement.devices[0]
+    limits = engine_limits(
+        device.platform,
+        spec.max_len,
+        max_num_seqs=num_rows,
+        block_size=page_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    limits = replace(limits, num_pages=num_pages)
+    needs = [
+        Needs(
+            page_size=page_size,
+            num_rows=num_rows,
+            pages_per_row=limits.pages_per_row,
+            codec=codec,
+            platform=device.platform,
+            compute_capability=getattr(device, "compute_capability", None),
+        )
+        for codec in model.codecs
+    ]
+    heads = heads_of(spec, num_devices=placement.size)
+    backend, _ = choose_backend(model.backend, heads, needs)
+    paged = empty_kv(spec, limits, model.codecs, backend=backend, placement=placement)
+    return State(paged, (KVHandle(),) * num_rows, limits, backend)
+
+
+def prefill(model: Model, kv: State, prompts: Any) -> tuple[State, jax.Array]:
+    """Stores the tokens of some rows, after those that they hold already. Consumes `kv`.
+
+    prompts: token ids by row, {row: ids}, or a list of them for the rows from 0 on.
+    Returns the new state and the logits after each row's last token, [B, V] float32, in the order
+    of `prompts`.
+    """
+    asked = prompts_by_row(prompts, len(kv.rows), model.spec.vocab_size)
+    kv = _with_room(model, kv, {row: len(ids) for row, ids in asked.items()})
+    left, logits_of = asked, dict[int, jax.Array]()
+    while left:
+        chunks = next_chunks(left, kv.limits.max_num_batched_tokens)
+        kv, logits_BV = _step(model, kv, chunks)
+        logits_of.update(zip(chunks, logits_BV, strict=False))
+        rests = {row: ids[len(chunks.get(row, ())) :] for row, ids in left.items()}
+        left = {row: ids for row, ids in rests.items() if len(ids)}
+    return kv, jnp.stack([logits_of[row] for row in asked])
+
+
+def decode(
+    model: Model,
+    kv: State,
+    tokens: Any,
+    n: int = 32,
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+) -> tuple[State, np.ndarray]:
+    """Generates up to n tokens for some rows on the device, then waits for them. Consumes `kv`.
+
+    tokens: the next token of each row, not stored yet: {row: token}, or a list or array for the
+    rows from 0 on. sampling: for all of them, or one each. A stop token ends its row; a row that
+    is given one, or -1, has ended already and rests.
+    Returns the new state and the new tokens, [B, n] int32, in the order of `tokens`, -1 after a
+    row's end. A row's last one is not stored yet: give it to the next `decode` or `prefill`.
+    """
+    if not is_int(n) or n < 1:
+        raise ValueError(f"n: expected a number of tokens from 1 on, got {n!r}")
+    newest = tokens_by_row(tokens, len(kv.rows), model.spec.vocab_size)
+    given, padded = len(newest), fit_bucket(row_buckets(len(kv.rows)), len(newest))
+    wanted = sampling_of(
+        list(newest),
+        sampling,
+        eos_ids=model.eos_ids,
+        num_rows=padded,
+        vocab_size=model.spec.vocab_size,
+    )
+    rows = empty_rows(padded)
+    rows.token_B[:] = [*newest.values(), *[NO_TOKEN] * (padded - given)]
+    rows.position_B[:given] = [kv.rows[row].length for row in newest]
+    has_ended_B = (rows.token_B == NO_TOKEN) | (wanted.stop_BE == rows.token_B[:, None]).any(axis=1)
+    rows.budget_B[:] = np.where(has_ended_B, 0, n)
+
+    kv = _with_room(model, kv, dict(zip(newest, rows.budget_B.tolist(), strict=False)))
+    paged, nothing = _bound(model, kv, list(newest), padded), empty_newest(len(kv.rows), padded)
+    rows, wanted = jax.device_put((rows, wanted), model.placement.sharding())
+    width, pieces = kv.limits.decode_steps, []
+    for done in range(0, n, width):
+        paged, _, rows, sampled = decode_loop(
+            model.weights,
+            paged,
+            nothing,
+            rows,
+            wanted,
+            np.int32(min(width, n - done)),
+            spec=model.spec,
+            backend=kv.backend,
+            width=width,
+            placement=model.placement,
+        )
+        pieces.append(sampled.token_B)
+    token_Bn = np.concatenate(pieces)[:n, :given].T
+    counts = (token_Bn != NO_TOKEN).sum(axis=1).tolist()
+    kv = _stored(kv, paged, dict(zip(newest, counts, strict=True)))
+    # A row that has ended early gives back what it did not need.
+    held = {row: cut(kv.rows[row], kv.rows[row].length, kv.limits.block_size) for row in newest}
+    return _with_rows(kv, held), token_Bn
+
+
+def fork(kv: State, row: int, to: int) -> State:
+    """Makes row `to` hold what `row` holds, in the same pages; what it held before is let go.
+
+    Nothing is copied: of those that share a partly filled last page, whoever writes gets a copy.
+    """
+    check_rows((row, to), len(kv.rows))
+    return _with_rows(kv, {to: kv.rows[row]})
+
+
+def rewind(kv: State, row: int, length: int) -> State:
+    """Cuts a row to its first `length` tokens; pages past them are free unless others hold them."""
+    check_rows((row,), len(kv.rows))
+    longest = kv.rows[row].length
+    if not is_int(length) or not 0 <= length <= longest:
+        raise ValueError(f"length: expected 0 to {longest}, which row {row} holds, got {length!r}")
+    return _with_rows(kv, {row: cut(kv.rows[row], length, kv.limits.block_size)})
+
+
+def _with_rows(kv: State, changed: Mapping[int, KVHandle]) -> State:
+    return replace(kv, rows=tuple(changed.get(i, row) for i, row in enumerate(kv.rows)))
+
+
+def _with_room(model: Model, kv: State, counts: Mapping[int, int]) -> State:
+    """Returns the state with pages for so many more tokens of these rows, which only they write.
+
+    Consumes `kv` where it copies a shared last page.
+    Raises: RuntimeError for a consumed state, ValueError, CapacityError.
+    """
+    limits = kv.limits
+    if any(pool.is_deleted() for pool in kv.paged.pools):
+        raise RuntimeError(
+            "this state has been consumed by prefill or decode: go on with the one that they "
+            "returned, or keep a copy first"
+        )
+    for row, count in counts.items():
+        if kv.rows[row].length + count > limits.max_len:
+            raise ValueError(
+                f"row {row}: expected at most {limits.max_len} tokens (what the model or the pool "
+                f"is made for), got {kv.rows[row].length} + {count}"
+            )
+    sizes = {"num_pages": limits.num_pages, "page_size": limits.block_size}
+    rows, copies = reserve(kv.rows, counts, **sizes)
+    if copies:
+        page_2C = np.zeros((2, len(rows)), np.int32)
+        page_2C[:, : len(copies)] = np.transpose(copies)
+        paged = copy_pages(_bound(model, kv, [], len(rows)), *page_2C, np.int32(len(copies)))
+        kv = replace(kv, paged=paged)
+    return replace(kv, rows=rows)
+
+
+def _stored(kv: State, paged: PagedKV, counts: Mapping[int, int]) -> State:
+    """Returns the state after a program has stored so many more tokens of these rows."""
+    lengths = {row: kv.rows[row].length + count for row, count in counts.items()}
+    changed = {row: replace(kv.rows[row], length=length) for row, length in lengths.items()}
+    return _with_rows(replace(kv, paged=paged), changed)
+
+
+def _step(model: Model, kv: State, chunks: Mapping[int, np.ndarray]) -> tuple[State, jax.Array]:
+    """Stores the next tokens of these rows; the logits are in their order."""
+    counts = {row: len(ids) for row, ids in chunks.items()}
+    size = fit_bucket(token_buckets(kv.limits.max_num_batched_tokens), sum(counts.values()))
+    num_rows = num_step_rows(len(kv.rows), size)
+    positions = [kv.rows[row].length for row in chunks]
+    paged, logits_BV = logits_step(
+        model.weights,
+        _bound(model, kv, list(chunks), num_rows),
+        packed_batch(list(chunks.values()), positions, size, num_rows),
+        spec=model.spec,
+        backend=kv.backend,
+        placement=model.placement,
+    )
+    return _stored(kv, paged, counts), logits_BV
+
+
+def _bound(model: Model, kv: State, rows: Sequence[int], num_rows: int) -> PagedKV:
+    """Returns the device's part of the state with the tables of these rows, for one program."""
+    return bind_tables(
+        kv.paged,
+        [kv.rows[row].pages for row in rows],
+        [kv.rows[row].length for row in rows],
+        num_rows=num_rows,
+        width=kv.limits.table_width,
+        page_size=kv.limits.block_size,
+        sharding=model.placement.sharding(),
+    )

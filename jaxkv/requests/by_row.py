@@ -1,0 +1,124 @@
+"""What callers of `jaxkv.functional` ask of the rows of a state, checked: prompts, tokens, sampling
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv.config import SamplingParams, is_int
+from jaxkv.errors import CapacityError
+from jaxkv.ops.sampling import NO_TOKEN, NUM_STOP_TOKENS, Sampling
+from jaxkv.programs.inputs import empty_sampling
+
+TAKEN = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
+"""The fields of `SamplingParams` that need neither a text nor the tokens before the newest one."""
+
+
+def check_rows(rows: Iterable[Any], num_rows: int) -> None:
+    """Raises ValueError for the first that is not a row."""
+    for row in rows:
+        if not is_int(row) or not 0 <= row < num_rows:
+            raise ValueError(f"row: expected 0 to {num_rows - 1}, got {row!r}")
+
+
+def by_row(given: Any, num_rows: int) -> Mapping[int, Any]:
+    """Returns what is given by row; a list or an array begins with row 0.
+
+    Raises: CapacityError for a list that is too long, ValueError for a row that there is not.
+    """
+    if not isinstance(given, Mapping):
+        given = dict(enumerate(np.asarray(given) if isinstance(given, jax.Array) else given))
+        if len(given) > num_rows:
+            raise CapacityError(f"{len(given)} rows needed, {num_rows} there: make a larger state")
+    if not given:
+        raise ValueError("expected at least one row, got none")
+    check_rows(given, num_rows)
+    return given
+
+
+def prompts_by_row(given: Any, num_rows: int, vocab_size: int) -> dict[int, np.ndarray]:
+    """Returns the token ids of each row. Raises: ValueError, CapacityError."""
+    prompts = by_row(given, num_rows)
+    return {row: _checked_ids(f"row {row}", ids, vocab_size) for row, ids in prompts.items()}
+
+
+def tokens_by_row(given: Any, num_rows: int, vocab_size: int) -> dict[int, int]:
+    """Returns one token of each row, or NO_TOKEN. Raises: ValueError, CapacityError."""
+
+    def checked(row: int, token: Any) -> int:
+        if np.ndim(token) == 0 and token == NO_TOKEN:
+            return NO_TOKEN
+        return int(_checked_ids(f"row {row}", [token], vocab_size)[0])
+
+    return {row: checked(row, token) for row, token in by_row(given, num_rows).items()}
+
+
+def _checked_ids(what: str, ids: Any, vocab_size: int) -> np.ndarray:
+    id_T = np.asarray(ids)
+    if id_T.ndim != 1 or not id_T.size or id_T.dtype.kind not in "iu":
+        raise ValueError(f"{what}: expected token ids, got {ids!r:.80}")
+    if len(bad := id_T[(id_T < 0) | (id_T >= vocab_size)]):
+        raise ValueError(
+            f"{what}: expected token ids from 0 to {vocab_size - 1}, got {bad[:5].tolist()}"
+        )
+    return id_T
+
+
+def sampling_of(
+    rows: Sequence[int],
+    asked: SamplingParams | Sequence[SamplingParams],
+    *,
+    eos_ids: frozenset[int],
+    num_rows: int,
+    vocab_size: int,
+) -> Sampling:
+    """Returns the parameters of these rows, one for all or one each, and of padding up to
+    `num_rows` (numpy).
+
+    Rows without a seed draw apart from each other.
+    Raises: ValueError for a field that is not in TAKEN. `max_tokens` says nothing here.
+    """
+    each = [asked] * len(rows) if isinstance(asked, SamplingParams) else list(asked)
+    if len(each) != len(rows):
+        raise ValueError(f"sampling: expected one or {len(rows)}, one per row, got {len(each)}")
+    # Without penalties there is no history.
+    made = empty_sampling(num_rows, vocab_size=vocab_size, max_len=1)
+    for b, (row, params) in enumerate(zip(rows, each, strict=True)):
+        stops = _stop_ids(params, eos_ids, vocab_size)
+        made.stop_BE[b, : len(stops)] = stops
+        made.temperature_B[b] = params.temperature
+        made.top_p_B[b] = params.top_p
+        made.min_p_B[b] = params.min_p
+        if params.top_k > 0:
+            made.top_k_B[b] = params.top_k
+        if params.seed in (None, -1):
+            made.sample_B[b] = row
+        else:
+            made.seed_B2[b] = divmod(params.seed % 2**64, 2**32)
+    return made
+
+
+def _stop_ids(params: Any, eos_ids: frozenset[int], vocab_size: int) -> list[int]:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling: expected SamplingParams, got {type(params).__name__}")
+    changed = [x.name for x in fields(params) if getattr(params, x.name) != x.default]
+    if others := set(changed) - {*TAKEN, "max_tokens"}:
+        raise ValueError(
+            f"sampling: expected only {', '.join(TAKEN)}, got {', '.join(sorted(others))}: use LLM"
+        )
+    own = list(params.stop_token_ids or ())
+    if own:
+        _checked_ids("stop_token_ids", own, vocab_size)
+    stops = {*own, *(() if params.ignore_eos else eos_ids)}
+    if len(stops) > NUM_STOP_TOKENS:
+        raise ValueError(
+            f"stop_token_ids: expected at most {NUM_STOP_TOKENS} with the model's own, got "
+            f"{len(stops)}"
+        )
+    return sorted(stops)

@@ -1,0 +1,30 @@
+"""The blocks of documentation on `jaxkv.functional` run, in order, and print what they say that they
+print.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SAID = re.compile(r"print\(.*\)  # ([^:\n]*)")
+
+
+@pytest.mark.parametrize(
+    ("page", "num_blocks", "num_said"), [("docs/functional.md", 6, 5), ("README.md", 1, 0)]
+)
+def test_the_blocks_of_a_page_run_and_print_what_they_say(page, num_blocks, num_said, capsys):
+    if not (ROOT / page).is_file():
+        pytest.skip(f"{page} is in the checkout only")
+    blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    if page == "README.md":
+        blocks = [block for block in blocks if "jk." in block]
+    names, said = {}, []
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)  # noqa: S102
+        printed = capsys.readouterr().out
+        said += SAID.findall(block)
+        assert all(text.removesuffix(" ...") in printed for text in SAID.findall(block))
+    assert (len(blocks), len(said)) == (num_blocks, num_said)

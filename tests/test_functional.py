@@ -1,0 +1,221 @@
+"""A state that is a value: what it computes is what the engine computes, whatever was forked,
+rewound or cut before, and what it holds follows from itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import LLM, CapacityError, SamplingParams
+from jaxkv import functional as jk
+from jaxkv.programs.loop import decode_loop
+from jaxkv.programs.pages import copy_pages
+from jaxkv.programs.step import logits_step
+from tiny import SMALL, make_checkpoint, tiny_config
+
+VOCAB = 151
+PAGES, SIZE, ROWS, TOKENS = 30, 8, 4, 16
+TOLERANCE = 2e-5
+"""Logits near 1 in float32, computed in batches of another shape."""
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB, length).tolist()
+
+
+PROMPTS = [prompt(1, 21), prompt(2, 5), prompt(3, 40), prompt(4, 1)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("functional"), tiny_config("llama-3"))
+
+
+@pytest.fixture(scope="module")
+def model(directory) -> jk.Model:
+    return jk.load(directory, dtype="float32", skip_tokenizer_init=True)
+
+
+@pytest.fixture
+def kv(model) -> jk.State:
+    return new(model)
+
+
+def new(model: jk.Model, **changes: int) -> jk.State:
+    sizes = {"num_pages": PAGES, "page_size": SIZE, "num_rows": ROWS}
+    return jk.empty(model, **sizes | {"max_num_batched_tokens": TOKENS} | changes)
+
+
+def check(kv: jk.State) -> None:
+    """Every page is free or held, and a row holds no more than its tokens take."""
+    held = set(chain.from_iterable(row.pages for row in kv.rows))
+    assert sorted([*held, *kv.free_pages]) == list(range(PAGES))
+    for row in kv.rows:
+        assert len(row.pages) == -(-row.length // SIZE)
+
+
+def close(got: jax.Array, want: jax.Array) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("codec", ["float32", "int8"])
+def test_tokens_are_those_of_the_engine(directory, codec):
+    """Prompts of one to several steps at once, more tokens than one loop has, greedy and drawn."""
+    loaded = {"dtype": "float32", "kv_cache_dtype": codec, "skip_tokenizer_init": True}
+    model = jk.load(directory, **loaded)
+    drawn = SamplingParams(temperature=1.5, top_p=0.9, top_k=50, seed=7, max_tokens=13)
+    asked = [
+        SamplingParams(temperature=0, max_tokens=13),
+        drawn,
+        drawn,
+        SamplingParams(temperature=0, max_tokens=13),
+    ]
+    llm = LLM(directory, **SMALL | {"kv_cache_dtype": codec, "max_num_batched_tokens": TOKENS})
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = llm.generate(prompts, asked, use_tqdm=False)
+    # So that the first new token is sampled too.
+    longer = {row: ids[:-1] for row, ids in enumerate(PROMPTS) if ids[:-1]}
+    kv, _ = jk.prefill(model, new(model), longer)
+    kv, tokens = jk.decode(model, kv, [ids[-1] for ids in PROMPTS], n=13, sampling=asked)
+    for output, token_n in zip(outputs, tokens, strict=True):
+        want = output.outputs[0].token_ids
+        assert token_n.tolist() == [*want, *[-1] * (13 - len(want))]
+    check(kv)
+    logits = jk.prefill(model, new(model), PROMPTS)[1]
+    assert (logits.shape, logits.dtype) == ((ROWS, VOCAB), jnp.float32)
+    greedy = [0, 3]
+    assert logits.argmax(axis=-1)[np.array(greedy)].tolist() == tokens[greedy, 0].tolist()
+
+
+def test_a_prompt_in_pieces_is_the_whole_and_rows_are_their_own(model, kv):
+    kv, whole = jk.prefill(model, kv, PROMPTS)
+    kv, _ = jk.prefill(model, new(model), {3: PROMPTS[2][:17], 0: PROMPTS[0][:1]})
+    kv, pieces = jk.prefill(model, kv, {0: PROMPTS[0][1:], 3: jnp.array(PROMPTS[2][17:])})
+    close(pieces, whole[np.array([0, 2])])
+    assert kv.lengths == (21, 0, 0, 40)
+    check(kv)
+
+
+def test_a_fork_shares_pages_and_nobody_sees_what_the_other_writes(model, kv):
+    kv, _ = jk.prefill(model, kv, {0: PROMPTS[0]})
+    before = kv
+    kv = jk.fork(jk.fork(kv, 0, to=2), 0, to=3)
+    assert before.paged is kv.paged
+    assert kv.rows[2] == kv.rows[0]
+    assert kv.free_pages == before.free_pages
+    kv, tokens = jk.decode(model, kv, {0: 9, 2: 10, 3: 9}, n=12)
+    check(kv)
+    first = [row.pages[:2] for row in kv.rows if row.length]
+    assert first[0] == first[1] == first[2]  # full pages; 21 tokens are 2 of them and a part
+    assert len(set(chain.from_iterable(row.pages[2:] for row in kv.rows))) == 3 * 3
+    assert tokens[0].tolist() == tokens[2].tolist() != tokens[1].tolist()
+    for row, begin in ((0, 9), (2, 10)):
+        alone, _ = jk.prefill(model, new(model), [PROMPTS[0]])
+        assert jk.decode(model, alone, [begin], n=12)[1].tolist() == [tokens[row // 2].tolist()]
+
+
+def test_a_rewound_row_goes_on_as_if_it_had_never_been_longer(model, kv):
+    kv, _ = jk.prefill(model, kv, {1: PROMPTS[2]})
+    kv = jk.fork(kv, 1, to=0)
+    kv = jk.rewind(kv, 1, 19)  # inside a page that row 0 holds in full
+    check(kv)
+    assert kv.lengths == (40, 19, 0, 0)
+    kv, tokens = jk.decode(model, kv, {1: 5, 0: 6}, n=9)
+    for ids, begin, got in ((PROMPTS[2][:19], 5, tokens[0]), (PROMPTS[2], 6, tokens[1])):
+        alone, _ = jk.prefill(model, new(model), [ids])
+        assert jk.decode(model, alone, [begin], n=9)[1][0].tolist() == got.tolist()
+    for row in range(ROWS):
+        kv = jk.rewind(kv, row, 0)
+    assert len(kv.free_pages) == PAGES
+
+
+def test_a_stop_token_ends_a_row_and_what_it_did_not_need_is_free(model, kv):
+    kv, logits = jk.prefill(model, kv, PROMPTS[:2])
+    kept = jax.tree.map(jnp.copy, kv)
+    kv, free = jk.decode(model, kv, logits.argmax(axis=-1), n=20)
+    stop = int(free[0, 4])
+    assert stop not in free[0, :4]
+    again = jax.tree.map(jnp.copy, kept)
+    params = [SamplingParams(temperature=0, stop_token_ids=[stop]), jk.GREEDY]
+    kv, tokens = jk.decode(model, kept, logits.argmax(axis=-1), n=20, sampling=params)
+    assert tokens[0].tolist() == [*free[0, :5].tolist(), *[-1] * 15]
+    assert tokens[1].tolist() == free[1].tolist()
+    assert kv.lengths[:2] == (21 + 5, 5 + 20)
+    check(kv)
+    ending = replace(model, eos_ids=frozenset({stop}))  # the model's own is one as well
+    params = [jk.GREEDY, SamplingParams(temperature=0, ignore_eos=True)]
+    own = jk.decode(ending, again, logits.argmax(axis=-1), n=20, sampling=params)[1]
+    assert own.tolist() == tokens.tolist()
+    params = [SamplingParams(temperature=0, stop_token_ids=[stop])]
+    for last in (stop, -1):  # it has ended, so it rests
+        kv, tokens = jk.decode(model, kv, {0: last}, n=2, sampling=params)
+        assert tokens.tolist() == [[-1, -1]]
+        assert kv.lengths[0] == 21 + 5
+
+
+def test_prefill_and_decode_consume_what_they_are_given_and_fork_does_not(model, kv):
+    forked = jk.fork(kv, 0, to=1)
+    after, _ = jk.prefill(model, kv, [[5]])
+    for dead in (kv, forked):
+        with pytest.raises(RuntimeError, match="state has been consumed"):
+            jk.prefill(model, dead, [[5]])
+    jk.decode(model, after, [5], n=1)
+    with pytest.raises(RuntimeError, match="state has been consumed"):
+        jk.decode(model, jk.rewind(after, 0, 0), [5], n=1)
+
+
+def test_what_is_refused_leaves_the_state_as_it_was(model, kv):
+    kv, logits = jk.prefill(model, kv, {0: PROMPTS[0], 2: PROMPTS[2]})
+    kv = jk.fork(kv, 0, to=1)
+    greedy = SamplingParams(temperature=0, logprobs=1)
+    refusals = [
+        (ValueError, "token ids from 0 to 150", lambda: jk.prefill(model, kv, [[5, 151]])),
+        (ValueError, "row 1: expected token ids", lambda: jk.prefill(model, kv, [[5], []])),
+        (ValueError, "row 0: expected token ids", lambda: jk.prefill(model, kv, [5, 6])),
+        (ValueError, "expected 0 to 3, got 4", lambda: jk.prefill(model, kv, {4: [5]})),
+        (ValueError, "at least one row", lambda: jk.prefill(model, kv, {})),
+        (CapacityError, "5 rows needed, 4 there", lambda: jk.prefill(model, kv, [[5]] * 5)),
+        (ValueError, r"at most 240 .* 21 \+ 220", lambda: jk.prefill(model, kv, [[5] * 220])),
+        # Two rows share their last page: one more than they would need alone.
+        (
+            CapacityError,
+            "23 pages of 8 tokens needed, 22 free",
+            lambda: jk.prefill(model, kv, [[5] * 91] * 2),
+        ),
+        (CapacityError, "pages of 8 tokens needed", lambda: jk.decode(model, kv, [5, 5, 5], n=80)),
+        (ValueError, "n: expected", lambda: jk.decode(model, kv, [5], n=0)),
+        (ValueError, "token ids", lambda: jk.decode(model, kv, [-2])),
+        (ValueError, "token ids", lambda: jk.decode(model, kv, [[5]])),
+        (ValueError, "got logprobs", lambda: jk.decode(model, kv, [5], sampling=greedy)),
+        (
+            ValueError,
+            "expected one or 1",
+            lambda: jk.decode(model, kv, [5], sampling=[jk.GREEDY] * 2),
+        ),
+        (ValueError, "length: expected 0 to 21", lambda: jk.rewind(kv, 0, 22)),
+        (ValueError, "row: expected 0 to 3", lambda: jk.fork(kv, 0, to=-1)),
+    ]
+    for kind, message, call in refusals:
+        with pytest.raises(kind, match=message):
+            call()
+    check(kv)
+    kv, tokens = jk.decode(model, kv, {2: int(logits[1].argmax())}, n=3)
+    alone, logits = jk.prefill(model, new(model), {2: PROMPTS[2]})
+    assert tokens.tolist() == jk.decode(model, alone, {2: int(logits[0].argmax())}, n=3)[1].tolist()
+
+
+def test_few_programs_are_compiled(model, kv):
+    """One of each shape, whether its inputs come from the host or from the program before."""
+    kv, logits = jk.prefill(model, kv, PROMPTS)
+    kv, tokens = jk.decode(model, kv, logits.argmax(axis=-1), n=3)
+    programs = (logits_step, decode_loop, copy_pages)
+    counts = [program._cache_size() for program in programs]
+    kv, _ = jk.decode(model, kv, tokens[:, -1], n=20)
+    kv, _ = jk.prefill(model, kv, PROMPTS)
+    assert [program._cache_size() for program in programs] == counts
