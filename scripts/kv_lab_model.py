@@ -170,7 +170,7 @@ class Model:
             )
         self.weights["layers"] = layers | {"k_affine": affine(less, np.ones_like(less))}
         token_T = calibration_tokens(self.spec, load_tokenizer(directory))
-        found = np.stack(fit_keys(self.weights, token_T, spec=self.spec, placement=None))
+        found = fit_keys(self.weights, token_T, spec=self.spec, placement=None)
         mean, factor = np.moveaxis(found.reshape(*shape[:2], 2, -1), 2, 0)
         self.fitted = self.weights | {"layers": layers | {"k_affine": affine(less + mean, factor)}}
 

@@ -16,15 +16,15 @@ import numpy as np
 from jaxkv.build.codecs import exact_layers
 from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
-from jaxkv.models.decoder import Weights
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement, bytes_per_device, place
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.dummy import random_weights
 from jaxkv.weights.hub import WITHOUT_WEIGHTS, resolve_model, with_weights
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import load_weights, put
 from jaxkv.weights.orbax import load_converted, stored_dtype
+from jaxkv.weights.tree import Weights, with_layer_leaf
 
 DEMO = Path(__file__).parents[1] / "demo"
 """The model that ships with jaxkv."""
@@ -164,20 +164,14 @@ def calibration_tokens(spec: ModelSpec, tokenizer: Any | None) -> np.ndarray:
 
 def with_fitted_keys(model: Model) -> Model:
     """The same function with keys that lose less by being quantised (`programs.fit_keys`)."""
-    placement, layers = model.placement, model.weights["layers"]
     token_T = calibration_tokens(model.spec, model.tokenizer)
-    affine = fit_keys(model.weights, token_T, spec=model.spec, placement=placement)
-
-    def put(x: np.ndarray) -> Any:
-        return jax.device_put(x, placement.sharding(placement.weight("k_affine", x.ndim)))
-
-    if isinstance(layers, tuple):
-        fitted: Any = tuple(
-            layer | {"k_affine": put(x)} for layer, x in zip(layers, affine, strict=True)
-        )
-    else:
-        fitted = layers | {"k_affine": put(np.stack(affine))}
-    return replace(model, weights={**model.weights, "layers": fitted})
+    affine = fit_keys(model.weights, token_T, spec=model.spec, placement=model.placement)
+    return replace(
+        model,
+        weights=with_layer_leaf(
+            model.weights, "k_affine", put(affine, "k_affine", model.placement)
+        ),
+    )
 
 
 def auto_dtype(platform: str) -> str:

@@ -21,7 +21,6 @@ from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.holding.retention import Kept
 from jaxkv.kv.state import PagedKV, Statistics
-from jaxkv.models.decoder import Weights
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
 from jaxkv.programs.buckets import fit_bucket
@@ -29,6 +28,7 @@ from jaxkv.programs.compiled import Programs
 from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.request import Request, Submission
+from jaxkv.weights.tree import Weights
 
 
 @dataclass(frozen=True, slots=True)

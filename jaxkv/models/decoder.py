@@ -1,15 +1,25 @@
-"""The one decoder: every family is a `ModelSpec` and a weight tree, and runs through these
-functions.
+"""Runs every family: a model is a `ModelSpec` and a weight tree (`weights.tree`).
+
+A layer is a mixer, where tokens meet (attention over the pages of the layer's KV group), and a
+feed-forward, where each token is alone (a gated MLP): `mix` and `feed_forward` in `forward`. One
+body, compiled once, runs all layers. Layers in different KV groups part only where they read and
+write their pages, by a branch on the layer's `Place`.
+
+How to add a layer of another kind: its family lists its tensors in `Layout.layer`, and `mix` or
+`feed_forward` picks it by the tensors that `w` has, as `_project` does for qk-norm; it takes the
+normed [T, D] and returns what joins the stream. Layers of several kinds in one model need a stack
+for each kind in `weights.tree` and a branch on the kind, made as `_in_its_group` makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models.rope import rope_frequencies
@@ -25,13 +35,20 @@ from jaxkv.ops.layers import (
     rope_tables,
     values,
 )
+from jaxkv.weights.tree import Weights, layer_weights
 
-Weights = Mapping[str, Any]
-"""{"embed": [V, D], "layers": stacked tree or tuple of trees, "norm": [D], "head": [V, D] only if
-untied}.
+Groups = tuple[GroupKV, ...]
+Held = tuple[dict[str, Any], ...]
+"""What layers change, by group (`_changing`): the rest of a group stays outside of loops."""
 
-A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`).
-"""
+
+class Place(NamedTuple):
+    """Says where a layer keeps its keys and values: the number of its KV group (None where there is
+    only one), and its own number in that group. Both are traced int32.
+    """
+
+    group: jax.Array | None
+    number: jax.Array
 
 
 def forward(
@@ -62,18 +79,34 @@ def forward(
     )
     rope = rope_tables(batch.position_T, *rope_frequencies(spec))
 
-    def block(
-        x_TD: jax.Array, group: GroupKV, w: Weights, g: int, index: int | jax.Array
-    ) -> tuple[jax.Array, GroupKV]:
-        q, k, v = _project(rms_norm(x_TD, w["attn_norm"], eps=spec.norm_eps), w, rope, spec)
-        options: Any = {"scale": spec.head_dim**-0.5, "out_dtype": w["o"].dtype}
-        out, group = attention.attend(q, k, v, group, batch, prepared_G[g], layer=index, **options)
-        x_TD = x_TD + linear_over(out.reshape(out.shape[0], -1), w["o"], w.get("o_bias"), axis=axis)
+    def mix(h_TD: jax.Array, w: Weights, groups: Groups, place: Place) -> tuple[jax.Array, Groups]:
+        q, k, v = _project(h_TD, w, rope, spec)
+
+        def attend(
+            g: int, group: GroupKV, number: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, GroupKV]:
+            options: Any = {"scale": spec.head_dim**-0.5, "out_dtype": w["o"].dtype}
+            return attention.attend(q, k, v, group, batch, prepared_G[g], layer=number, **options)
+
+        out, groups = _in_its_group(attend, groups, place, q, k, v)
+        out_TF = out.reshape(out.shape[0], -1)
+        return linear_over(out_TF, w["o"], w.get("o_bias"), axis=axis), groups
+
+    def feed_forward(h_TD: jax.Array, w: Weights) -> jax.Array:
+        return gated_mlp(h_TD, w, activation=spec.activation, axis=axis)
+
+    def layer(
+        x_TD: jax.Array, w: Weights, groups: Groups, place: Place
+    ) -> tuple[jax.Array, Groups]:
+        h_TD = rms_norm(x_TD, w["attn_norm"], eps=spec.norm_eps)
+        mixed_TD, groups = mix(h_TD, w, groups, place)
+        x_TD = x_TD + mixed_TD
         h_TD = rms_norm(x_TD, w["mlp_norm"], eps=spec.norm_eps)
-        return x_TD + gated_mlp(h_TD, w, activation=spec.activation, axis=axis), group
+        return x_TD + feed_forward(h_TD, w), groups
 
     x_TD = _embed(weights["embed"], batch.token_T, spec, axis)
-    new, x_TD = _loop_layers(block, x_TD, kv, weights["layers"], spec)
+    groups, x_TD = _loop_layers(layer, x_TD, kv.groups, weights, spec)
+    new = replace(kv, groups=groups)
     return new if axis is None else _with_statistics_of_all(new, kv, axis), x_TD
 
 
@@ -153,46 +186,65 @@ def _with_statistics_of_all(kv: PagedKV, before: PagedKV, axis: str) -> PagedKV:
     return replace(kv, groups=tuple(map(of, kv.groups, before.groups)))
 
 
-def _loop_layers(
-    block: Callable[..., tuple[jax.Array, GroupKV]],
-    x_TD: jax.Array,
-    kv: PagedKV,
-    layers: Any,
-    spec: ModelSpec,
-) -> tuple[PagedKV, jax.Array]:
-    """Threads x and the pool through the layers: a Python loop over a tuple of trees, one on the
-    device over a stack.
-
-    The pool is carried whole with the layer's index passed down: as scan xs/ys it would be copied
-    (7.25 GiB against 0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e). A stacked tree
-    needs all layers in one group.
+def _in_its_group(
+    attend: Callable[..., tuple[jax.Array, GroupKV]],
+    groups: Groups,
+    place: Place,
+    *inputs: jax.Array,
+) -> tuple[jax.Array, Groups]:
+    """Returns attend(g, group, number, *inputs) for the group g that `place` names, and all groups
+    after it. The others pass through untouched, without a copy.
     """
-    if isinstance(layers, tuple):
-        groups = list(kv.groups)
-        for number, leaves in enumerate(layers):
-            g, index = spec.group_of(number)
-            w = {
-                name: values(leaf) if leaf.ndim == 1 else Matrix(leaf)
-                for name, leaf in leaves.items()
-            }
-            x_TD, groups[g] = block(x_TD, groups[g], w, g, index)
-        return replace(kv, groups=tuple(groups)), x_TD
-    (group,) = kv.groups
 
-    def changing(group: GroupKV) -> dict[str, Any]:
-        return {
-            name: getattr(group, name) for name in ("pages", "scales", "statistics", "extremes")
-        }
+    def branch(g: int) -> Callable[..., tuple[jax.Array, tuple[Any, ...]]]:
+        def run(held: Held, *inputs: jax.Array) -> tuple[jax.Array, Held]:
+            out, group = attend(g, replace(groups[g], **held[g]), *inputs)
+            return out, (*held[:g], _changing(group), *held[g + 1 :])
 
-    def step(index: jax.Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        return run
+
+    branches, held = [branch(g) for g in range(len(groups))], tuple(map(_changing, groups))
+    if place.group is None:
+        out, held = branches[0](held, place.number, *inputs)
+    else:
+        out, held = jax.lax.switch(place.group, branches, held, place.number, *inputs)
+    return out, _with(groups, held)
+
+
+def _changing(group: GroupKV) -> dict[str, Any]:
+    """Returns what a layer changes of its group."""
+    return {name: getattr(group, name) for name in ("pages", "scales", "statistics", "extremes")}
+
+
+def _with(groups: Groups, held: Held) -> Groups:
+    return tuple(replace(group, **one) for group, one in zip(groups, held, strict=True))
+
+
+def _loop_layers(
+    layer: Callable[..., tuple[jax.Array, Groups]],
+    x_TD: jax.Array,
+    groups: Groups,
+    weights: Weights,
+    spec: ModelSpec,
+) -> tuple[Groups, jax.Array]:
+    """Threads x and the pools through the layers in one loop on the device.
+
+    The pools are carried whole with the layer's index passed down: as scan xs/ys they would be
+    copied (7.25 GiB against 0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e).
+    """
+    places_L2 = np.array([spec.group_of(number) for number in range(spec.num_layers)], np.int32)
+
+    def step(number: jax.Array, carry: tuple[jax.Array, Held]) -> tuple[jax.Array, Held]:
         x_TD, held = carry
-        w = {
-            name: values(leaf[index]) if leaf.ndim == 2 else Matrix(leaf, index)
-            for name, leaf in layers.items()
-        }
-        x_TD, new = block(x_TD, replace(group, **held), w, 0, index)
-        return x_TD, changing(new)
+        if len(groups) == 1:
+            place = Place(None, number)
+        else:
+            place = Place(*jnp.asarray(places_L2)[number])
+        w = layer_weights(weights, number)
+        x_TD, new = layer(x_TD, w, _with(groups, held), place)
+        return x_TD, tuple(map(_changing, new))
 
     with jax.named_scope("layers"):  # by which `jaxkv check` knows the loop in a compiled program
-        x_TD, held = jax.lax.fori_loop(0, spec.num_layers, step, (x_TD, changing(group)))
-    return replace(kv, groups=(replace(group, **held),)), x_TD
+        carry = (x_TD, tuple(map(_changing, groups)))
+        x_TD, held = jax.lax.fori_loop(0, spec.num_layers, step, carry)
+    return _with(groups, held), x_TD

@@ -19,7 +19,6 @@ from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import GroupKV, PagedKV
-from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
@@ -35,6 +34,7 @@ from jaxkv.programs.inputs import (
 from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages, demote_pages, page_norms
 from jaxkv.programs.step import Newest, step
+from jaxkv.weights.tree import Weights
 
 DEMOTED_AT_ONCE = 64
 """Pages of one call: more take several."""

@@ -12,18 +12,18 @@ import numpy as np
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models import decoder
-from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.attention.moments import Moments
 from jaxkv.placement import PAGES, Placement, on_every_device
+from jaxkv.weights.tree import Weights
 
 
 def fit_keys(
     weights: Weights, token_T: np.ndarray, *, spec: ModelSpec, placement: Placement | None
-) -> list[np.ndarray]:
-    """What suits keys to being quantised, by layer: of each KV head a mean m and factors f, float32
-    [K*2*H].
+) -> np.ndarray:
+    """Returns what suits keys to being quantised, [L, K*2*H] float32: by layer, of each KV head a
+    mean m and factors f.
 
     As the leaf `k_affine` of the layers' weights it has the key f * (k - m) stored for k, and q / f
     meet it for q (`decoder`). Scores change by q . m, the same for all keys of a query. The error e
@@ -48,7 +48,8 @@ def fit_keys(
     batch = Batch(tokens, position_T, position_T * 0, *counts)
     (kv,) = _moments(weights, PagedKV(tuple(groups)), batch, spec=spec, placement=placement)
     found = [np.asarray(group.pages) for group in kv.groups]
-    return [_affine(found[g][index]) for g, index in map(spec.group_of, range(spec.num_layers))]
+    places = map(spec.group_of, range(spec.num_layers))
+    return np.stack([_affine(found[g][index]) for g, index in places])
 
 
 def _affine(moments_K3H: np.ndarray) -> np.ndarray:

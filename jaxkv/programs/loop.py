@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxkv.kv.state import PagedKV
-from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import (
@@ -24,6 +23,7 @@ from jaxkv.ops.sampling import (
 )
 from jaxkv.placement import Placement, on_every_device
 from jaxkv.programs.step import Newest, last_logits
+from jaxkv.weights.tree import Weights
 
 
 @struct.dataclass

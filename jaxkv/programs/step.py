@@ -13,7 +13,6 @@ from flax import struct
 
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
-from jaxkv.models.decoder import Weights
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import (
@@ -28,6 +27,7 @@ from jaxkv.ops.sampling import (
     score,
 )
 from jaxkv.placement import Placement, on_every_device
+from jaxkv.weights.tree import Weights
 
 SCORED_TOKENS = 64
 """Prompt tokens whose logits exist at once when prompt logprobs are wanted."""

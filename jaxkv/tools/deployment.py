@@ -25,7 +25,7 @@ from jaxkv.build.pool import (
 )
 from jaxkv.config import EngineConfig, engine_limits
 from jaxkv.kv.policies import asks_backend, get_policy
-from jaxkv.models.decoder import Weights, heads_of
+from jaxkv.models.decoder import heads_of
 from jaxkv.models.families import ConfigReader, Layout, Leaf, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Needs, choose_backend
@@ -34,6 +34,7 @@ from jaxkv.programs.compiled import Programs
 from jaxkv.tools.chips import GIB, Target
 from jaxkv.weights.dummy import weight_shapes
 from jaxkv.weights.hub import resolve_model
+from jaxkv.weights.tree import Weights, with_layer_leaf
 
 
 def find_config(model: str | os.PathLike[str]) -> ConfigReader:
@@ -140,20 +141,11 @@ class Deployment:
 
     def _with_affine(self, weights: Weights, placement: Placement) -> dict[str, Any]:
         """With the leaf that an engine of this codec adds (`programs.fit_keys`)."""
-        layers, spec = weights["layers"], self.spec
-        groups = [spec.groups[spec.group_of(layer)[0]] for layer in range(spec.num_layers)]
-        sizes = [group.num_kv_heads * 2 * group.head_dim for group in groups]
-
-        def leaf(*shape: int) -> Any:
-            return placement.abstract(shape, jnp.float32, placement.weight("k_affine", len(shape)))
-
-        if isinstance(layers, tuple):
-            of_layers: Any = tuple(
-                layer | {"k_affine": leaf(size)} for layer, size in zip(layers, sizes, strict=True)
-            )
-        else:
-            of_layers = layers | {"k_affine": leaf(spec.num_layers, sizes[0])}
-        return {**weights, "layers": of_layers}
+        (group, *_), num_layers = self.spec.groups, self.spec.num_layers
+        shape = (num_layers, group.num_kv_heads * 2 * group.head_dim)
+        parts = placement.weight("k_affine", len(shape))
+        leaf = placement.abstract(shape, jnp.float32, parts)
+        return with_layer_leaf(weights, "k_affine", leaf)
 
 
 def _counted(target: Target) -> Any:

@@ -79,18 +79,19 @@ def large_sizes(programs: Any) -> dict[str, int]:
     """
     from jax.tree_util import keystr, tree_leaves_with_path
 
+    from jaxkv.weights.tree import is_stacked
+
     def elements(leaf: Any) -> int:
         return prod(leaf.sharding.shard_shape(leaf.shape))
 
     weights, groups = programs.weights, programs.groups
-    is_stacked = isinstance(weights["layers"], dict)
     sizes = {}
     for i, group in enumerate(groups):
         for name, pool in zip(("pages", "scales"), group.pools, strict=False):
             sizes[f"kv.groups[{i}].{name}"] = elements(pool) // group.num_layers
     for path, leaf in tree_leaves_with_path(weights):
-        num_layers = leaf.shape[0] if is_stacked and path[0].key == "layers" else 1
-        if leaf.ndim > (2 if num_layers > 1 else 1):
+        num_layers = leaf.shape[0] if is_stacked(path) else 1
+        if leaf.ndim - is_stacked(path) == 2:
             sizes[f"weights{keystr(path)}"] = elements(leaf) // num_layers
     return sizes
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
+from jaxkv.weights.tree import TreeLeaf, is_stacked, make_tree, tree_leaves
 
 
 def weight_shapes(
@@ -21,20 +22,12 @@ def weight_shapes(
     tied is.
     """
 
-    def shape_of(name: str, *dims: int) -> jax.ShapeDtypeStruct:
-        return placement.abstract(dims, jnp.dtype(dtype), placement.weight(name, len(dims)))
+    def abstract(leaf: TreeLeaf) -> jax.ShapeDtypeStruct:
+        parts = placement.weight(leaf.name, len(leaf.shape))
+        return placement.abstract(leaf.shape, jnp.dtype(dtype), parts)
 
-    layer, count = layout.layer, spec.num_layers
-    top = {name: leaf for name, leaf in layout.top.items() if leaf.same_as is None}
-    weights: dict[str, Any] = {name: shape_of(name, *leaf.info.shape) for name, leaf in top.items()}
-    if len(spec.groups) == 1:
-        weights["layers"] = {
-            name: shape_of(name, count, *leaf.info.shape) for name, leaf in layer.items()
-        }
-    else:
-        one = {name: shape_of(name, *leaf.info.shape) for name, leaf in layer.items()}
-        weights["layers"] = tuple(dict(one) for _ in range(count))
-    return weights
+    leaves = [leaf for leaf in tree_leaves(spec, layout) if leaf.one.same_as is None]
+    return make_tree((leaf, abstract(leaf)) for leaf in leaves)
 
 
 def random_weights(
@@ -46,10 +39,9 @@ def random_weights(
     Vectors are 1; matrices are uniform with variance 1 / (their last dimension), which keeps
     activations near 1.
     """
-    stacked = 1 if len(spec.groups) == 1 else 0
 
     def draw(number: int, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if len(leaf.shape) - (stacked if path[0].key == "layers" else 0) == 1:
+        if len(leaf.shape) - is_stacked(path) == 1:
             x = jnp.ones(leaf.shape, leaf.dtype)
         else:
             key, bound = (

@@ -15,10 +15,11 @@ import numpy as np
 
 from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
-from jaxkv.models.families import Layout, Leaf
+from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
 from jaxkv.weights.safetensors import Checkpoint
+from jaxkv.weights.tree import TreeLeaf, make_tree, tree_leaves
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -32,41 +33,23 @@ def load_weights(
     as_bits: bool = False,
     placement: Placement | None = None,
 ) -> dict[str, Any]:
-    """The weight tree of `models.decoder`, every tensor as `dtype`, with bfloat16 as raw uint16
+    """Returns the weight tree (`weights.tree`) with every tensor as `dtype`, bfloat16 as raw uint16
     bits if `as_bits`.
 
-    Layers are stacked, or a tuple of trees where they belong to several KV groups. Tensors go one
-    by one from the mapped file to the device and their file pages are dropped at once.
+    Tensors go one by one from the mapped file to the device and their file pages are dropped at
+    once.
     Raises: CheckpointError naming every missing, unexpected or misshapen tensor, before anything is
     allocated.
     """
     with Checkpoint.open(directory) as checkpoint:
-        top = _present(checkpoint, layout)
-        _check(checkpoint, spec, layout, top)
+        leaves = _present(checkpoint, spec, layout)
+        _check(checkpoint, spec, layout, leaves)
 
-        def load(name: str, *sources: str, shape: tuple[int, ...]) -> Array:
-            host = _stack(checkpoint, sources, shape, jnp.dtype(dtype))
-            return put(host.view(np.uint16) if as_bits else host, name, placement)
+        def load(leaf: TreeLeaf) -> Array:
+            host = _stack(checkpoint, leaf.sources, leaf.shape, jnp.dtype(dtype))
+            return put(host.view(np.uint16) if as_bits else host, leaf.name, placement)
 
-        def one_layer(i: int) -> dict[str, Array]:
-            return {
-                name: load(name, leaf.source.format(layer=i), shape=leaf.info.shape)
-                for name, leaf in layers.items()
-            }
-
-        def all_layers(name: str, leaf: Leaf) -> Array:
-            sources = [leaf.source.format(layer=i) for i in range(spec.num_layers)]
-            return load(name, *sources, shape=(spec.num_layers, *leaf.info.shape))
-
-        layers = layout.layer
-        weights: dict[str, Any] = {
-            name: load(name, leaf.source, shape=leaf.info.shape) for name, leaf in top.items()
-        }
-        if len(spec.groups) == 1:
-            weights["layers"] = {name: all_layers(name, leaf) for name, leaf in layers.items()}
-        else:
-            weights["layers"] = tuple(one_layer(i) for i in range(spec.num_layers))
-        return weights
+        return make_tree((leaf, load(leaf)) for leaf in leaves)
 
 
 def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
@@ -75,18 +58,18 @@ def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
     return jax.device_put(host, where).block_until_ready()
 
 
-def _present(checkpoint: Checkpoint, layout: Layout) -> dict[str, Leaf]:
-    """The top leaves without those that repeat another one (a tied head: absent, or stored twice
-    with equal values).
+def _present(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
+    """Returns the leaves without those that repeat another one (a tied head: absent, or stored
+    twice with equal values).
     """
-    top = dict(layout.top)
-    for name, leaf in layout.top.items():
-        if leaf.same_as is None:
-            continue
-        original = layout.top[leaf.same_as].source
-        if leaf.source not in checkpoint.entries or _equal(checkpoint, leaf.source, original):
-            del top[name]
-    return top
+
+    def repeats(leaf: TreeLeaf) -> bool:
+        if leaf.one.same_as is None:
+            return False
+        source, original = leaf.one.source, layout.top[leaf.one.same_as].source
+        return source not in checkpoint.entries or _equal(checkpoint, source, original)
+
+    return [leaf for leaf in tree_leaves(spec, layout) if not repeats(leaf)]
 
 
 def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
@@ -103,12 +86,8 @@ def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     return same
 
 
-def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, top: dict[str, Leaf]) -> None:
-    expected = {leaf.source: leaf.info.shape for leaf in top.values()}
-    for layer in range(spec.num_layers):
-        expected |= {
-            leaf.source.format(layer=layer): leaf.info.shape for leaf in layout.layer.values()
-        }
+def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, leaves: list[TreeLeaf]) -> None:
+    expected = {source: leaf.one.info.shape for leaf in leaves for source in leaf.sources}
     repeated = {leaf.source for leaf in layout.top.values()} - set(expected)
     entries = checkpoint.entries
     unknown = [

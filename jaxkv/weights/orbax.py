@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from jaxkv.models.families import Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
 from jaxkv.weights.load import aligned_empty, load_weights, put
+from jaxkv.weights.tree import TreeLeaf, make_tree, tree_leaves
 
 FORMAT = 1
 """To be raised with every change of the weight tree or of ModelSpec."""
@@ -60,10 +61,8 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
             f"{out}: expected nothing there yet; choose another name or remove it"
         )
     spec, layout = read_family(read_config(directory))
-    # Layers of one group are loaded stacked, which is what is stored whatever the groups are.
-    stacked = replace(spec, groups=spec.groups[:1])
     weights = load_weights(
-        directory, stacked, layout, dtype=dtype, placement=Placement((jax.devices("cpu")[0],))
+        directory, spec, layout, dtype=dtype, placement=Placement((jax.devices("cpu")[0],))
     )
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         unfinished = Path(folder) / out.name
@@ -125,25 +124,12 @@ def load_converted(
     """
     stored, arrays = _locate(directory, spec, layout)
 
-    def load(name: str, stream: BufferedReader, shape: tuple[int, ...]) -> Array:
-        host = _read(stream, shape, stored, jnp.dtype(dtype))
-        return put(host.view(np.uint16) if as_bits else host, name, placement)
-
-    stacked = len(spec.groups) == 1
-    weights: dict[str, Any] = {}
-    layers: dict[str, Any] = {}
-    for path, (file, shape) in arrays.items():
-        name = path.removeprefix("layers.")
+    def load(leaf: TreeLeaf, file: Path) -> Array:
         with file.open("rb") as stream:
-            if path in layout.top:
-                weights[name] = load(name, stream, shape)
-            elif stacked:
-                layers[name] = load(name, stream, shape)
-            else:
-                layers[name] = [load(name, stream, shape[1:]) for _ in range(spec.num_layers)]
-    by_layer = ({name: parts[i] for name, parts in layers.items()} for i in range(spec.num_layers))
-    weights["layers"] = layers if stacked else tuple(by_layer)
-    return weights
+            host = _read(stream, leaf.shape, stored, jnp.dtype(dtype))
+        return put(host.view(np.uint16) if as_bits else host, leaf.name, placement)
+
+    return make_tree((leaf, load(leaf, file)) for leaf, file in arrays)
 
 
 def _as_json(spec: ModelSpec) -> dict[str, Any]:
@@ -179,45 +165,46 @@ def _compare(directory: Path, spec: ModelSpec, layout: Layout, weights: dict[str
         ".".join(key.key for key in path): x
         for path, x in jax.tree_util.tree_leaves_with_path(weights)
     }
-    if arrays.keys() != written.keys():
+    found = {leaf.path for leaf, _ in arrays}
+    if found != written.keys():
         raise CheckpointError(
-            f"{directory}: expected the arrays {sorted(written)}, got {sorted(arrays)}"
+            f"{directory}: expected the arrays {sorted(written)}, got {sorted(found)}"
         )
-    for name, (file, shape) in arrays.items():
+    for leaf, file in arrays:
         with file.open("rb") as stream:
-            got = _read(stream, shape, stored, stored)
+            got = _read(stream, leaf.shape, stored, stored)
         bits = np.dtype(f"u{stored.itemsize}")
-        if not np.array_equal(got.view(bits), written[name].view(bits)):
+        if not np.array_equal(got.view(bits), written[leaf.path].view(bits)):
             raise CheckpointError(f"{file}: expected the values that were written, got others")
 
 
 def _locate(
     directory: Path, spec: ModelSpec, layout: Layout
-) -> tuple[np.dtype, dict[str, tuple[Path, tuple[int, ...]]]]:
-    """The stored dtype, and each array's file and shape by name (`embed`, `layers.q`), all
-    checked.
-    """
+) -> tuple[np.dtype, list[tuple[TreeLeaf, Path]]]:
+    """Returns the stored dtype, and each leaf that is there with its file, all checked."""
     dtype = stored_dtype(directory, spec)
     if dtype is None:
         raise CheckpointError(
             f"{directory / HEADER}: not found; expected a directory made by `jaxkv convert`"
         )
-    shapes = {name: leaf.info.shape for name, leaf in layout.top.items()}
-    shapes |= {
-        f"layers.{name}": (spec.num_layers, *leaf.info.shape) for name, leaf in layout.layer.items()
-    }
-    optional = {name for name, leaf in layout.top.items() if leaf.same_as is not None}
+    leaves = tree_leaves(spec, layout)
     folder = directory.joinpath(*ARRAYS)
     found = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
-    problems = [f"missing array {name}" for name in shapes if name not in found | optional]
-    problems += [
-        f"array that {spec.family} does not use: {name}" for name in sorted(found - shapes.keys())
+    problems = [
+        f"missing array {leaf.path}"
+        for leaf in leaves
+        if leaf.path not in found and leaf.one.same_as is None
     ]
-    arrays = {}
-    for name, shape in shapes.items():
-        if name in found:
-            arrays[name] = (folder / name / ".".join("0" * len(shape)), shape)
-            problems += _problems(*arrays[name], dtype)
+    problems += [
+        f"array that {spec.family} does not use: {name}"
+        for name in sorted(found - {leaf.path for leaf in leaves})
+    ]
+    arrays = []
+    for leaf in leaves:
+        if leaf.path in found:
+            file = folder / leaf.path / ".".join("0" * len(leaf.shape))
+            arrays.append((leaf, file))
+            problems += _problems(file, leaf.shape, dtype)
     if problems:
         shown = "; ".join(problems[:10]) + (
             f"; and {len(problems) - 10} more" if len(problems) > 10 else ""

@@ -214,9 +214,7 @@ def test_keys_are_fitted_to_those_that_are_stored_and_to_their_queries(tmp_path,
     (prompt,) = prompts(64)
     llm = make(make_checkpoint(tmp_path, tiny_config(variant)), "float32")
     spec, token_T = model_of(llm).spec, np.array(prompt["prompt_token_ids"])
-    affine = np.stack(
-        fit_keys(model_of(llm).weights, token_T, spec=spec, placement=model_of(llm).placement)
-    )
+    affine = fit_keys(model_of(llm).weights, token_T, spec=spec, placement=model_of(llm).placement)
     heads = (spec.num_layers, -1, 2, spec.head_dim)
     for number, group in enumerate(spec.groups):
         keys = stored(llm, prompt, 128, number)[:, :, : group.num_kv_heads]

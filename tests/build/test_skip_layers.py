@@ -146,7 +146,7 @@ def test_a_page_takes_what_its_layers_take(directory):
     assert num_tokens == 10**6 // (8 * of_token) * 8
 
 
-def test_layers_that_are_stored_stacked_come_apart(directory, tmp_path):
+def test_a_converted_checkpoint_gives_the_same_tokens(directory, tmp_path):
     convert(directory, tmp_path / "converted", dtype="float32")
     asked = prompts(20)
     outputs = [

@@ -426,13 +426,12 @@ def test_many_problems_keep_the_message_short(tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2-mixed-windows"])
-def test_weights_are_the_checkpoints_values_stacked_or_by_layer(tmp_path, variant):
+def test_weights_are_the_checkpoints_values_stacked_by_layer(tmp_path, variant):
     make_checkpoint(tmp_path, tiny_config(variant), shards=3)
     tensors = {k: v for file in tmp_path.glob("*.safetensors") for k, v in load_file(file).items()}
     spec, layout = read_family(read_config(tmp_path))
     for dtype, as_bits in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         weights = load(tmp_path, dtype=dtype, as_bits=as_bits)
-        assert isinstance(weights["layers"], tuple) == (len(spec.groups) > 1)
 
         def value(leaf: np.ndarray, as_bits: bool = as_bits) -> np.ndarray:
             leaf = np.asarray(leaf)
@@ -443,8 +442,7 @@ def test_weights_are_the_checkpoints_values_stacked_or_by_layer(tmp_path, varian
             np.testing.assert_array_equal(value(weights[name]), want)
         for layer in range(spec.num_layers):
             for name, leaf in layout.layer.items():
-                layers = weights["layers"]
-                got = layers[layer][name] if isinstance(layers, tuple) else layers[name][layer]
+                got = weights["layers"][name][layer]
                 want = (
                     tensors[leaf.source.format(layer=layer)]
                     .astype(np.dtype(dtype))

@@ -27,9 +27,7 @@ def loaded(directory: Path, dtype: str = "float32", *, as_bits: bool = False) ->
 
 
 def expected(directory: Path) -> dict[str, np.ndarray]:
-    """Leaf path -> the file's own tensors, stacked where the loader stacks; read by the official
-    package.
-    """
+    """Leaf path -> the file's own tensors, those of layers stacked; read by the official package."""
     spec, layout = read_family(read_config(directory))
     tensors = {
         name: x for file in directory.glob("*.safetensors") for name, x in load_file(file).items()
@@ -41,10 +39,7 @@ def expected(directory: Path) -> dict[str, np.ndarray]:
     }
     for name, leaf in layout.layer.items():
         layers = [tensors[leaf.source.format(layer=layer)] for layer in range(spec.num_layers)]
-        if len(spec.groups) == 1:
-            tree[f"['layers']['{name}']"] = np.stack(layers)
-        else:
-            tree |= {f"['layers'][{layer}]['{name}']": x for layer, x in enumerate(layers)}
+        tree[f"['layers']['{name}']"] = np.stack(layers)
     return tree
 
 
@@ -124,15 +119,14 @@ def test_every_leaf_holds_its_tensor(tmp_path, variant, stored, dtype):
         np.testing.assert_array_equal(x, want[path].astype(dtype), err_msg=path)
 
 
-def test_layers_are_stacked_in_one_group_and_a_tuple_in_several(tmp_path):
-    make_checkpoint(tmp_path / "one", tiny_config("llama"))
-    stacked = loaded(tmp_path / "one")["layers"]
-    assert stacked["gate"].shape == (3, 80, 48)
-    make_checkpoint(tmp_path / "two", tiny_config("qwen2-mixed-windows"))
-    layers = loaded(tmp_path / "two")["layers"]
-    assert isinstance(layers, tuple)
-    assert [layer["gate"].shape for layer in layers] == [(80, 48)] * 3
-    assert "q_bias" in layers[0]
+@pytest.mark.parametrize(("variant", "num_groups"), [("llama", 1), ("qwen2-mixed-windows", 2)])
+def test_layers_are_stacked_whatever_their_kv_groups(tmp_path, variant, num_groups):
+    make_checkpoint(tmp_path, tiny_config(variant))
+    spec, _ = read_family(read_config(tmp_path))
+    assert len(spec.groups) == num_groups
+    layers = loaded(tmp_path)["layers"]
+    assert layers["gate"].shape == (3, 80, 48)
+    assert {len(leaf) for leaf in layers.values()} == {3}
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2-mixed-windows"])
@@ -145,8 +139,7 @@ def test_every_conversion_is_rounded_to_nearest_even(tmp_path, stored, variant):
     rewrite(tmp_path, {GATE: x, "lm_head.weight": np.resize(x, (151, 48))})
 
     def pick(weights: dict) -> list[np.ndarray]:
-        layers = weights["layers"]
-        gate = layers["gate"][1] if variant == "llama" else layers[1]["gate"]
+        gate = weights["layers"]["gate"][1]
         return [np.asarray(gate), np.asarray(weights["head"])[:80]]
 
     for got in pick(loaded(tmp_path, "float32")):

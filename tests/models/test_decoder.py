@@ -1,0 +1,59 @@
+"""Layers of unlike KV groups run through one body, which costs little more to compile than that of
+layers all alike.
+"""
+
+import re
+
+import pytest
+
+from jaxkv import LLM
+from jaxkv.testing import engine_of
+from tiny import SMALL, make_checkpoint, tiny_config
+
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
+LAYER_LOOPS = re.compile(r" while\(.*layers/while\"")
+FULL = ["full_attention"]
+MIXED = ["sliding_attention", "sliding_attention", *FULL]
+TYPES = {"one group": FULL * 6, "two groups": MIXED * 2, "two groups, twice the layers": MIXED * 4}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The text of the largest step and of the largest decode loop of each model."""
+    made = {}
+    for name, types in TYPES.items():
+        config = tiny_config("qwen3-layer-types", num_hidden_layers=len(types), layer_types=types)
+        directory = make_checkpoint(tmp_path_factory.mktemp("decoder"), config)
+        engine = engine_of(LLM(directory, **SMALL))
+        assert len(engine.kv.groups) == len(set(types))
+        made[name] = [
+            engine.programs.step(SMALL["max_num_batched_tokens"]).as_text(),
+            engine.programs.loop(SMALL["max_num_seqs"]).as_text(),
+        ]
+    return made
+
+
+def num_instructions(text: str) -> int:
+    return len(INSTRUCTION.findall(text))
+
+
+def test_layers_of_two_kv_groups_are_one_loop(programs):
+    for text in programs["two groups"]:
+        assert len(LAYER_LOOPS.findall(text)) == 1
+
+
+def test_programs_do_not_grow_with_the_layers(programs):
+    more, fewer = programs["two groups, twice the layers"], programs["two groups"]
+    assert list(map(num_instructions, more)) == list(map(num_instructions, fewer))
+
+
+def test_a_second_kv_group_adds_its_attention_and_nothing_else(programs):
+    """Only what reads and writes pages is there once for each group: in a step that is attention of
+    decode rows and of prompts, in a decode loop of decode rows.
+    """
+    step, loop = (
+        num_instructions(two) / num_instructions(one)
+        for one, two in zip(programs["one group"], programs["two groups"], strict=True)
+    )
+    assert loop < 1.2
+    assert step < 1.3
