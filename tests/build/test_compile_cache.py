@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxkv.build import compile_cache
 from jaxkv.build.compile_cache import use_compile_cache
-from jaxkv.engine import compile_cache
 from tiny import make_checkpoint, tiny_config
 
 START = """
@@ -21,7 +21,7 @@ import jax
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
 from jaxkv import LLM, SamplingParams
-from jaxkv.engine import compile_cache
+from jaxkv.build import compile_cache
 from jaxkv.testing import budget_of, engine_of
 compile_cache.MIN_COMPILE_S = 0.0
 warnings.simplefilter("error")
