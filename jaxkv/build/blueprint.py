@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxkv.build.codecs import Codecs, describe_codecs, exact_layers, group_codecs
 from jaxkv.build.memory import Budget, Memory
-from jaxkv.build.options import EngineOptions
+from jaxkv.build.options import ABOUT, EngineOptions
 from jaxkv.build.pool import plan_pool
 from jaxkv.config import DECODE_STEPS, EngineConfig
 from jaxkv.holding.retention import full_pages
@@ -27,7 +27,7 @@ from jaxkv.kv.state import GroupKV, PagedKV, choosing, empty_group
 from jaxkv.models.decoder import Weights, heads_of
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import KVGroup, ModelSpec
-from jaxkv.ops.attention import BACKENDS, Heads, Needs, choose_backend
+from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
 from jaxkv.placement import EXTREMES, PAGES, TENSOR, Placement, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.weights.dummy import weight_shapes
@@ -60,6 +60,13 @@ class Blueprint:
     @property
     def num_devices(self) -> int:
         return self.placement.size
+
+    @property
+    def attention(self) -> Backend:
+        """Returns the backend with those of its fields that are options of the engine."""
+        backend: Any = BACKENDS[self.backend]
+        given = [one.name for one in fields(backend) if one.name in ABOUT]
+        return replace(backend, **{name: getattr(self.options, name) for name in given})
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -117,7 +124,7 @@ class Blueprint:
         """Counts one page over all layers, stored in these codecs."""
         nbytes = 0
         for group, heads, codec in zip(self.spec.groups, self._heads, codecs, strict=True):
-            arrays = BACKENDS[self.backend].page_arrays(heads, self.limits.block_size, codec)
+            arrays = self.attention.page_arrays(heads, self.limits.block_size, codec)
             of_layer = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
             nbytes += len(group.layers) * of_layer
         return nbytes
@@ -179,7 +186,7 @@ class Blueprint:
             sized.abstract_kv(),
             spec=self.spec,
             config=self.limits,
-            backend=self.backend,
+            backend=self.attention,
             placement=self.placement,
         )
 
@@ -245,7 +252,7 @@ class Blueprint:
             return None if placement is None else placement.sharding(parts)
 
         def empty(group: KVGroup, heads: Heads, codec: Codec, num_pages: int) -> GroupKV:
-            arrays = BACKENDS[self.backend].page_arrays(heads, limits.block_size, codec)
+            arrays = self.attention.page_arrays(heads, limits.block_size, codec)
             of_all = (
                 jax.ShapeDtypeStruct((x.shape[0] * num_devices, *x.shape[1:]), x.dtype)
                 for x in arrays

@@ -1,6 +1,7 @@
 """What an engine would be is known before there are weights, and is the same wherever it is asked."""
 
 import json
+from dataclasses import dataclass
 
 import jax
 import pytest
@@ -9,6 +10,8 @@ from jaxkv import LLM
 from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.options import EngineOptions
 from jaxkv.models.families import ConfigReader, read_family
+from jaxkv.ops.attention import BACKENDS
+from jaxkv.ops.attention.xla import Xla
 from jaxkv.programs.compiled import Programs
 from jaxkv.testing import blueprint_of, engine_of, model_of
 from jaxkv.tools.chips import CountedDevice, parse_target
@@ -64,6 +67,20 @@ def test_an_engine_and_a_plan_of_the_same_model_agree(tmp_path, options):
     here = planned.with_pages(built.limits.num_pages).on(jax.devices())
     assert names(here.programs(here.abstract_weights())) == names(engine_of(llm).programs)
     assert shapes(here.abstract_weights()) == shapes(model_of(llm).weights)
+
+
+def test_a_field_of_a_backend_that_is_an_option_has_its_value(monkeypatch):
+    @dataclass(frozen=True)
+    class Seeded(Xla):
+        seed: int = 0
+
+    monkeypatch.setitem(BACKENDS, "seeded", Seeded())
+    blueprint = blueprint_for("llama", jax.devices(), backend="seeded", seed=7)
+    assert blueprint.attention == Seeded(seed=7)
+    programs = blueprint.programs(blueprint.abstract_weights())
+    assert programs.backend == blueprint.attention
+    exact = blueprint_for("llama", jax.devices(), deterministic=True)
+    assert exact.attention == Xla(deterministic=True)
 
 
 def test_a_blueprint_needs_neither_weights_nor_devices(tmp_path):
