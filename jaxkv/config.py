@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -134,67 +133,8 @@ DECODE_STEPS = 8
 """Tokens per row between two looks of the host."""
 
 
-def engine_limits(
-    platform: str,
-    longest: int,
-    *,
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int = 2048,
-    block_size: int | None = None,
-    seed: int = 0,
-    max_logprobs: int = 20,
-) -> EngineConfig:
-    """What `LLM` takes where nothing is given, for a checkpoint of `longest` tokens. The pool, one
-    page, comes later.
-
-    Raises: ValueError for a figure out of range.
-    """
-    on_cpu = platform == "cpu"
-    limits = EngineConfig(
-        max_model_len=longest if max_model_len is None else max_model_len,
-        max_num_seqs=(64 if on_cpu else 256) if max_num_seqs is None else max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=(16 if on_cpu else 64) if block_size is None else block_size,
-        num_pages=1,
-        decode_steps=DECODE_STEPS,
-        seed=seed,
-        max_logprobs=max_logprobs,
-    )
-    _expect(
-        limits.max_model_len <= longest,
-        "max_model_len",
-        f"at most {longest} (the checkpoint's)",
-        max_model_len,
-    )
-    return limits
-
-
 MAX_SAMPLES = 1024
 """Samples of one prompt: each has its own copy of the prompt on the host from the start."""
-
-ONLY = {
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-    "trust_remote_code": False,
-    "quantization": None,
-    "enable_lora": False,
-}
-"""Arguments of vLLM's `LLM` that have one possible value so far."""
-
-
-def check_others(given: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the arguments of `LLM` that are unknown or have another value than
-    `ONLY`.
-    """
-    if unknown := sorted(given.keys() - ONLY.keys()):
-        raise ValueError(f"LLM: unknown or not yet supported: {', '.join(unknown)}")
-    for name, value in given.items():
-        if value != ONLY[name] or type(value) is not type(ONLY[name]):
-            raise ValueError(
-                f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}"
-            )
-
 
 _NOT_BUILT = {
     "spaces_between_special_tokens": True,

@@ -28,17 +28,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxkv.build.codecs import group_codecs
+from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.compile_cache import use_compile_cache
-from jaxkv.build.model import DEMO, find_model
-from jaxkv.build.pool import Codecs, empty_kv, fits_keys
-from jaxkv.config import EngineConfig, SamplingParams, engine_limits, is_int
+from jaxkv.build.model import find_model
+from jaxkv.build.options import EngineOptions
+from jaxkv.config import EngineConfig, SamplingParams, is_int
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.holding.handles import cut, free_pages, reserve
 from jaxkv.kv.state import PagedKV
-from jaxkv.models.decoder import Weights, heads_of
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Needs, check_backend, choose_backend
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.placement import Placement
 from jaxkv.programs.buckets import fit_bucket, num_step_rows, row_buckets, token_buckets
@@ -47,21 +45,29 @@ from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages
 from jaxkv.programs.step import logits_step
 from jaxkv.requests.by_row import check_rows, prompts_by_row, sampling_of, tokens_by_row
+from jaxkv.weights.tree import Weights
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """Holds what `load` found. `backend` is what was asked for; tokens in `eos_ids` end a row."""
+    """Holds what `load` found: weights on their devices, and the blueprint of what runs them.
+    Tokens in `eos_ids` end a row.
+    """
 
-    spec: ModelSpec
+    blueprint: Blueprint
     weights: Weights
-    placement: Placement
-    codecs: Codecs
-    backend: str
     eos_ids: frozenset[int]
     tokenizer: Any | None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.blueprint.spec
+
+    @property
+    def placement(self) -> Placement:
+        return self.blueprint.placement
 
 
 @struct.dataclass
@@ -97,28 +103,24 @@ def load(
     skip_tokenizer_init: bool = False,
 ) -> Model:
     """Loads a model: a directory, a hub id, or None for the demo model. Arguments as in `LLM`."""
-    check_backend(backend)
-    device = jax.devices()[0]
-    use_compile_cache(device)
-    found = find_model(
-        DEMO if path is None else path,
-        revision=None,
-        tokenizer=None,
-        skip_tokenizer_init=skip_tokenizer_init,
+    options = EngineOptions(
+        path,
         dtype=dtype,
-        load_format="auto",
-        tensor_parallel_size=tensor_parallel_size,
-        seed=0,
-    )
-    spec, platform = found.spec, device.platform
-    codecs = group_codecs(spec, kv_cache_dtype, None, platform=platform, dtype=found.dtype)
-    found = found.loaded(fits_keys=fits_keys(engine_limits(platform, spec.max_len), codecs))
-    return Model(
-        spec=spec,
-        weights=found.weights,
-        placement=found.placement,
-        codecs=codecs,
         backend=backend,
+        kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        skip_tokenizer_init=skip_tokenizer_init,
+    )
+    devices = jax.devices()
+    use_compile_cache(devices[0])
+    found = find_model(options)
+    blueprint = make_blueprint(
+        options, found.spec, found.layout, devices, stored_dtype=found.stored_dtype
+    )
+    found = found.loaded(blueprint)
+    return Model(
+        blueprint=blueprint,
+        weights=found.weights,
         eos_ids=found.eos_ids,
         tokenizer=found.tokenizer,
     )
@@ -135,31 +137,17 @@ def empty(
     """Returns a state of empty rows. A longer prompt than `max_num_batched_tokens` goes through the
     model in several steps.
     """
-    spec, placement = model.spec, model.placement
-    device = placement.devices[0]
-    limits = engine_limits(
-        device.platform,
-        spec.max_len,
-        max_num_seqs=num_rows,
+    before = model.blueprint
+    options = replace(
+        before.options,
         block_size=page_size,
+        max_num_seqs=num_rows,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    limits = replace(limits, num_pages=num_pages)
-    needs = [
-        Needs(
-            page_size=page_size,
-            num_rows=num_rows,
-            pages_per_row=limits.pages_per_row,
-            codec=codec,
-            platform=device.platform,
-            compute_capability=getattr(device, "compute_capability", None),
-        )
-        for codec in model.codecs
-    ]
-    heads = heads_of(spec, num_devices=placement.size)
-    backend, _ = choose_backend(model.backend, heads, needs)
-    paged = empty_kv(spec, limits, model.codecs, backend=backend, placement=placement)
-    return State(paged, (KVHandle(),) * num_rows, limits, backend)
+    sized = make_blueprint(
+        options, before.spec, before.layout, before.placement.devices, stored_dtype=before.dtype
+    ).with_pages(num_pages)
+    return State(sized.empty_kv(), (KVHandle(),) * num_rows, sized.limits, sized.backend)
 
 
 def prefill(model: Model, kv: State, prompts: Any) -> tuple[State, jax.Array]:

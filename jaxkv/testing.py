@@ -8,6 +8,7 @@ from __future__ import annotations
 from jaxkv.api.async_llm import AsyncLLM
 from jaxkv.api.engine_thread import EngineThread
 from jaxkv.api.llm import LLM
+from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.memory import Budget
 from jaxkv.build.model import Model
 from jaxkv.config import EngineConfig
@@ -27,7 +28,12 @@ def model_of(llm: LLM) -> Model:
 
 def config_of(llm: LLM) -> EngineConfig:
     """Returns the limits that the engine was made for, the size of its pool included."""
-    return llm._config
+    return llm._blueprint.limits
+
+
+def blueprint_of(llm: LLM) -> Blueprint:
+    """Returns what the engine was built from."""
+    return llm._blueprint
 
 
 def budget_of(llm: LLM) -> Budget:

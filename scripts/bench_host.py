@@ -32,8 +32,7 @@ import jax
 import numpy as np
 from bench_generate import environment
 
-from jaxkv.api.llm import DEMO
-from jaxkv.build.model import Model
+from jaxkv.build.model import DEMO, Model
 from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.config import DECODE_STEPS, EngineConfig, SamplingParams
 from jaxkv.engine.engine import Engine
@@ -44,7 +43,6 @@ from jaxkv.kv.state import PagedKV, empty_group
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
-from jaxkv.placement import Placement
 from jaxkv.programs.buckets import row_buckets, token_buckets
 from jaxkv.programs.step import Newest
 from jaxkv.requests.intake import Intake
@@ -253,14 +251,13 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 def demo_model() -> Model:
     """The demo model's vocabulary and tokenizer; its weights are not needed."""
-    spec, _ = read_family(read_config(DEMO))
+    spec, layout = read_family(read_config(DEMO))
     return Model(
         directory=DEMO,
         spec=spec,
+        layout=layout,
+        stored_dtype=None,
         weights={},
-        load=dict,
-        placement=Placement((jax.devices()[0],)),
-        dtype="float32",
         tokenizer=load_tokenizer(DEMO),
         generation={},
         eos_ids=frozenset({1}),

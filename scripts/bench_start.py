@@ -83,8 +83,9 @@ def make_checkpoint(directory: Path, shape: dict[str, Any]) -> Path:
 
 def start_here(directory: str) -> None:
     """In a fresh process: makes the engine and prints its figures as JSON."""
-    from jaxkv.api.llm import DEMO, LLM
+    from jaxkv.api.llm import LLM
     from jaxkv.build import model
+    from jaxkv.build.model import DEMO
 
     measured: dict[str, Any] = {}
 

@@ -124,38 +124,24 @@ def compile_engine_here(config: str, kv_cache_dtype: str) -> dict[str, Any]:
     """The largest step and loop of an engine with default limits, but a pool of ENGINE_PAGES, in
     this process.
     """
-    import jax.numpy as jnp
-
-    from jaxkv.build.pool import abstract_kv
-    from jaxkv.config import engine_limits
-    from jaxkv.kv.codecs import get_codec
+    from jaxkv.build.blueprint import make_blueprint
+    from jaxkv.build.options import EngineOptions
     from jaxkv.models.families import read_family
-    from jaxkv.placement import bytes_per_device, place
-    from jaxkv.programs.compiled import Programs
+    from jaxkv.placement import bytes_per_device
+    from jaxkv.tools.chips import CountedDevice
     from jaxkv.tools.deployment import find_config
 
     spec, layout = read_family(find_config(config))
+    options = EngineOptions(
+        config, dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, backend="mosaic_gpu"
+    )
+    counted: Any = CountedDevice(0, platform="gpu", compute_capability="9.0")
+    blueprint = make_blueprint(options, spec, layout, [counted]).with_pages(ENGINE_PAGES)
     with h200() as device:
-        placement = place(spec, layout, [device])
-        limits = replace(engine_limits("gpu", spec.max_len), num_pages=ENGINE_PAGES)
-        codec = get_codec(kv_cache_dtype, platform="gpu")
-        kv = abstract_kv(spec, limits, (codec,), backend="mosaic_gpu", placement=placement)
-
-        def weights(leaves: Any, *lead: int) -> dict[str, Any]:
-            shapes = {
-                name: leaf.info.shape for name, leaf in leaves.items() if leaf.same_as is None
-            }
-            return {
-                name: placement.abstract((*lead, *shape), jnp.bfloat16)
-                for name, shape in shapes.items()
-            }
-
-        tree = weights(layout.top) | {"layers": weights(layout.layer, spec.num_layers)}
-        programs = Programs(
-            tree, kv, spec=spec, config=limits, backend="mosaic_gpu", placement=placement
-        )
+        blueprint = blueprint.on([device])
+        programs = blueprint.programs(blueprint.abstract_weights())
         programs.compile_largest()
-        pool = {"pool_bytes": bytes_per_device(kv.pools)}
+        pool = {"pool_bytes": bytes_per_device(blueprint.abstract_kv().pools)}
         return {name: _memory(program) | pool for name, program in programs.compiled.items()}
 
 

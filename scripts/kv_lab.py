@@ -44,7 +44,7 @@ from demo_data import BOS, Corpus, build_corpus, recall_trial
 from kv_lab_model import EXCEPTIONS, LENGTH, QJL, Model, Pages, pages_of
 from tokenizers import Tokenizer
 
-from jaxkv.api.llm import DEMO
+from jaxkv.build.model import DEMO
 from jaxkv.kv.codecs import CODECS, bits_per_value
 
 WINDOW = 1024

@@ -13,17 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.api.llm import DEMO
-from jaxkv.build.model import calibration_tokens
-from jaxkv.build.pool import empty_kv
+from jaxkv.build.model import DEMO, calibration_tokens
 from jaxkv.build.tokenizer import load_tokenizer
-from jaxkv.config import EngineConfig
 from jaxkv.kv.codecs import Codec, PlainCodec, decode, get_codec
-from jaxkv.kv.state import GroupKV, PagedKV
-from jaxkv.models.decoder import forward, logits
+from jaxkv.kv.state import GroupKV, PagedKV, empty_group
+from jaxkv.models.decoder import forward, heads_of, logits
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Batch
+from jaxkv.ops.attention import BACKENDS, Batch
 from jaxkv.ops.attention.moments import Moments
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.load import load_weights
@@ -255,20 +252,16 @@ def program(spec: ModelSpec, codec: Codec) -> Any:
 
     @jax.jit
     def run(weights: Any, token_T: jax.Array, length: jax.Array) -> jax.Array:
-        config = EngineConfig(
-            max_model_len=LENGTH,
-            max_num_seqs=1,
-            max_num_batched_tokens=LENGTH,
-            block_size=PAGE,
+        (heads,) = heads_of(spec)
+        group = empty_group(
+            num_layers=spec.num_layers,
+            page_arrays=BACKENDS["xla"].page_arrays(heads, PAGE, codec),
             num_pages=LENGTH // PAGE,
-            decode_steps=8,
-            seed=0,
+            codec=codec,
         )
-        kv = empty_kv(spec, config, (codec,), backend="xla")
         table_BW = jnp.arange(LENGTH // PAGE, dtype=jnp.int32)[None]
-        (group,) = kv.groups
         rows = {"table_BW": table_BW, "first_BW": table_BW * PAGE, "len_B": jnp.zeros(1, jnp.int32)}
-        kv = kv.replace(groups=(group.replace(**rows),))
+        kv = PagedKV(groups=(group.replace(**rows),))
         position_T = jnp.arange(LENGTH, dtype=jnp.int32)
         row_T = jnp.where(position_T < length, 0, 1)
         counts: Any = (jnp.zeros(1, jnp.int32), length[None], jnp.int32(0), jnp.int32(1))

@@ -36,7 +36,7 @@ from kv_lab import DISTANCES, WINDOW, interval, log_softmax, windows
 from kv_lab_model import LENGTH, PAGE, Model, dense
 from tokenizers import Tokenizer
 
-from jaxkv.api.llm import DEMO
+from jaxkv.build.model import DEMO
 from jaxkv.kv.state import GroupKV
 from jaxkv.models.decoder import logits
 from jaxkv.models.spec import ModelSpec

@@ -41,7 +41,7 @@ from kv_lab import DISTANCES, WINDOW, interval, windows
 from tokenizers import Tokenizer
 
 from jaxkv import LLM, SamplingParams
-from jaxkv.api.llm import DEMO
+from jaxkv.build.model import DEMO
 from jaxkv.kv.policies import POLICIES, Held, Room, keep_best
 from jaxkv.kv.policies.streaming import Streaming
 from jaxkv.testing import engine_of

@@ -12,15 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxkv.build.options import flags
 from jaxkv.version import VERSION
-
-KV_POLICIES = (
-    "full (default), streaming, page_norm, h2o_page, snapkv_page, entropy or quest; name:int8 "
-    "demotes first"
-)
-KV_DTYPES = (
-    "bfloat16, float32, int8, fp8_e4m3, fp8_e5m2, int4, turboquant4, turboquant3 or turboquant2.5"
-)
 
 if TYPE_CHECKING:
     from jaxkv.config import SamplingParams
@@ -61,7 +54,7 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="text to complete; without it, standard input"
     )
-    _add_model_options(generate)
+    _add_engine_options(generate, "generate")
     _add_sampling_options(generate)
     generate.add_argument("--quiet", action="store_true", help="no figures at the end")
 
@@ -86,9 +79,7 @@ def _add_batch(commands: Any) -> None:
         metavar="OUT.jsonl",
         help="one row per line is appended here",
     )
-    _add_model_options(batch)
-    batch.add_argument("--max-num-seqs", type=int, help="rows that run at once")
-    batch.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens per step")
+    _add_engine_options(batch, "batch")
     _add_sampling_options(batch)
     batch.add_argument(
         "--quiet", action="store_true", help="no progress bar, no figures at the end"
@@ -124,7 +115,7 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument(
         "model", metavar="MODEL", help="config.json, a directory that has one, or a hub id"
     )
-    _add_target_options(plan)
+    _add_target_options(plan, "plan")
     plan.add_argument(
         "--context",
         type=int,
@@ -140,42 +131,26 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--json", action="store_true", help="JSON, sizes in bytes")
 
 
-def _add_target_options(parser: argparse.ArgumentParser) -> None:
+def _add_engine_options(parser: argparse.ArgumentParser, command: str, **help_texts: str) -> None:
+    """Adds a flag for each option of the engine that the command takes. help_texts: of options
+    that mean something else there.
+    """
+    for name, (names, settings) in flags(command).items():
+        text = help_texts.get(name, settings.pop("help"))
+        parser.add_argument(*names, default=argparse.SUPPRESS, help=text, **settings)
+
+
+def _add_target_options(parser: argparse.ArgumentParser, command: str) -> None:
     chips = "v6e is one chip, v6e:2x4 are eight (default: v5e v6e tpu7x)"
     parser.add_argument(
         "--target", nargs="+", metavar="T", default=["v5e", "v6e", "tpu7x"], help=chips
     )
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, help="devices that divide the model (default: all)"
+    _add_engine_options(
+        parser,
+        command,
+        dtype="of the weights: bfloat16 (default) or float32",
+        tensor_parallel_size="devices that divide the model (default: all)",
     )
-    parser.add_argument(
-        "--dtype", default="bfloat16", help="of the weights: bfloat16 (default) or float32"
-    )
-    parser.add_argument(
-        "--kv-cache-dtype", "--kv-dtype", default="auto", help=f"auto (as dtype) or {KV_DTYPES}"
-    )
-    parser.add_argument(
-        "--kv-cache-dtype-skip-layers", nargs="+", metavar="L", help="layers that stay in dtype"
-    )
-    parser.add_argument("--kv-policy", default="full", help=KV_POLICIES)
-    parser.add_argument(
-        "--kv-budget", type=int, metavar="N", help="tokens' bytes that the policy leaves a sequence"
-    )
-    parser.add_argument(
-        "--max-model-len", type=int, help="longest prompt and output together, in tokens"
-    )
-    parser.add_argument("--max-num-seqs", type=int, help="rows that run at once (default: 256)")
-    parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=2048, help="tokens per step (default: 2048)"
-    )
-    parser.add_argument("--block-size", type=int, help="tokens per page (default: 64)")
-    parser.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        default=0.9,
-        help="part of the memory (default: 0.9)",
-    )
-    parser.add_argument("--backend", default="auto", help="auto (default), xla or pallas_tpu")
 
 
 def _add_check(commands: Any) -> None:
@@ -193,14 +168,7 @@ def _add_check(commands: Any) -> None:
         metavar="MODEL",
         help="config.json, a directory that has one, or a hub id",
     )
-    _add_target_options(check)
-    check.add_argument(
-        "--pages",
-        "--num-gpu-blocks-override",
-        type=int,
-        metavar="N",
-        help="instead of as many as fit",
-    )
+    _add_target_options(check, "check")
     check.add_argument(
         "--all", action="store_true", help="every program, not only the largest step and loop"
     )
@@ -220,34 +188,6 @@ def _add_check(commands: Any) -> None:
     check.add_argument("--json", action="store_true", help="JSON instead of the table")
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", help="local directory or hub id; without it, the built-in demo model"
-    )
-    parser.add_argument(
-        "--tokenizer", help="directory or hub id of the tokenizer, if not the model's"
-    )
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
-    parser.add_argument(
-        "--kv-cache-dtype", "--kv-dtype", default="auto", help=f"auto (as dtype) or {KV_DTYPES}"
-    )
-    parser.add_argument(
-        "--kv-cache-dtype-skip-layers", nargs="+", metavar="L", help="layers that stay in dtype"
-    )
-    parser.add_argument("--kv-policy", default="full", help=KV_POLICIES)
-    parser.add_argument(
-        "--kv-budget", type=int, metavar="N", help="tokens' bytes that the policy leaves a sequence"
-    )
-    parser.add_argument(
-        "--max-model-len", type=int, help="longest prompt and output together, in tokens"
-    )
-    parser.add_argument("--block-size", type=int, help="tokens per page")
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, help="devices that divide the model"
-    )
-    parser.add_argument("--backend", default="auto", help="auto, xla, pallas_tpu or mosaic_gpu")
-
-
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate")
     parser.add_argument("--min-tokens", type=int, default=0, help="tokens before an end is allowed")
@@ -264,18 +204,12 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _model_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = [
-        "model",
-        "tokenizer",
-        "dtype",
-        "kv_cache_dtype",
-        "kv_cache_dtype_skip_layers",
-        "kv_policy",
-        "kv_budget",
-    ]
-    names += ["max_model_len", "block_size", "tensor_parallel_size", "backend"]
-    return {name: getattr(args, name) for name in names}
+def _engine_options(args: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Returns the options of the engine that were given; lists as tuples, since `check` knows its
+    work by its options.
+    """
+    given = {name: value for name, value in vars(args).items() if name in flags(command)}
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -302,7 +236,7 @@ def _generate(args: argparse.Namespace) -> int:
     params = _sampling_params(args)
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
     # One prompt needs one row and two or three of the programs: compile those when they are met.
-    llm = LLM(**_model_options(args), max_num_seqs=1, lazy_compile=True)
+    llm = LLM(**_engine_options(args, "generate"), max_num_seqs=1, lazy_compile=True)
     stream = llm.stream(prompt, params)
     loaded = time.perf_counter()
     print(prompt, end="", flush=True)
@@ -343,11 +277,7 @@ def _batch(args: argparse.Namespace) -> int:
             # Imports and weights take seconds to minutes: only when the files are known to be good.
             from jaxkv.api.llm import LLM
 
-            limits = {
-                "max_num_seqs": args.max_num_seqs,
-                "max_num_batched_tokens": args.max_num_batched_tokens,
-            }
-            llm = LLM(**_model_options(args), **limits, lazy_compile=True)
+            llm = LLM(**_engine_options(args, "batch"), lazy_compile=True)
             counts = run_batch(llm, source, rows, params, use_tqdm=not args.quiet)
     except KeyboardInterrupt:
         print("jaxkv: stopped; the same command goes on where this one ended", file=sys.stderr)
@@ -369,7 +299,7 @@ def _convert(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     import jax
 
-    from jaxkv.build.model import auto_dtype
+    from jaxkv.build.blueprint import auto_dtype
     from jaxkv.weights.hub import resolve_model
     from jaxkv.weights.orbax import convert
 
@@ -393,36 +323,16 @@ def _deployments(args: argparse.Namespace) -> list[Deployment]:
     from jaxkv.tools.deployment import deploy
 
     return [
-        deploy(args.model, target, **_engine_options(args))
+        deploy(args.model, target, **_engine_options(args, "plan"))
         for target in map(parse_target, args.target)
     ]
-
-
-def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    names = (
-        "dtype",
-        "kv_cache_dtype",
-        "tensor_parallel_size",
-        "backend",
-        "max_model_len",
-        "max_num_seqs",
-    )
-    others = ("kv_policy", "kv_budget", "max_num_batched_tokens", "block_size")
-    options = {name: getattr(args, name) for name in (*names, *others)}
-    layers = args.kv_cache_dtype_skip_layers and tuple(
-        args.kv_cache_dtype_skip_layers
-    )  # work is known by its options
-    return options | {
-        "kv_cache_dtype_skip_layers": layers,
-        "utilization": args.gpu_memory_utilization,
-    }
 
 
 def _plan(args: argparse.Namespace) -> int:
     deployments = _deployments(args)
     from jaxkv.tools import plan
 
-    contexts = args.context or [deployments[0].limits.max_model_len]
+    contexts = args.context or [deployments[0].blueprint.limits.max_model_len]
     if min(*contexts, args.sequences + 1) < 1:
         raise ValueError(
             "expected --context above 0 and --sequences from 0, "
@@ -453,8 +363,7 @@ def _check(args: argparse.Namespace) -> int:
     return run(
         args.model,
         targets=args.target,
-        options=_engine_options(args),
-        pages=args.pages,
+        options=_engine_options(args, "check"),
         every=args.all,
         shapes=args.shape or (),
         kernels=[args.kernel] if args.kernel else None,

@@ -10,6 +10,9 @@ from jaxkv.models.spec import ModelSpec
 
 WINDOWED = "sliding_window"
 
+Codecs = tuple[Codec, ...]
+"""One for each KV group."""
+
 
 def exact_layers(spec: ModelSpec, asked: Any) -> frozenset[int]:
     """The layers that `kv_cache_dtype_skip_layers` names: numbers, as such or as text, below 0 from
@@ -41,7 +44,7 @@ def exact_layers(spec: ModelSpec, asked: Any) -> frozenset[int]:
 
 def group_codecs(
     spec: ModelSpec, name: str, skip_layers: Any, *, platform: str, dtype: str
-) -> tuple[Codec, ...]:
+) -> Codecs:
     """A codec for each KV group of a model whose `skip_layers` are apart: the model's own `dtype`
     for those layers, the codec called `name` for the rest.
 
@@ -58,7 +61,7 @@ def group_codecs(
     return tuple(plain if exact.issuperset(group.layers) else codec for group in spec.groups)
 
 
-def describe_codecs(spec: ModelSpec, codecs: tuple[Codec, ...]) -> str:
+def describe_codecs(spec: ModelSpec, codecs: Codecs) -> str:
     """For people: "int8", or "int8, layers 0, 3 in bfloat16"."""
     layers: dict[str, list[int]] = {}
     for group, codec in zip(spec.groups, codecs, strict=True):

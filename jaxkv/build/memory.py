@@ -47,13 +47,7 @@ class Memory:
 def device_memory(device: jax.Device, *, weight_bytes: int, utilization: float) -> Memory:
     """The memory of `device`, to be asked with the weights loaded: on a CPU what this process (its
     cgroup) can still get and the weights, elsewhere the part `utilization` of what the device has.
-
-    Raises: ValueError for a utilization out of range.
     """
-    if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
-        raise ValueError(
-            f"gpu_memory_utilization: expected a number in (0, 1], got {utilization!r}"
-        )
     if device.platform == "cpu":
         available = available_memory()
         # Programs need little here, whatever the pool's size: compiling twice to learn how much is

@@ -5,20 +5,20 @@ about ending.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxkv.build.codecs import exact_layers
+from jaxkv.build.blueprint import Blueprint
+from jaxkv.build.options import EngineOptions
 from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
-from jaxkv.models.families import ConfigReader, read_config, read_family
+from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
-from jaxkv.placement import Placement, bytes_per_device, place
+from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.dummy import random_weights
 from jaxkv.weights.hub import WITHOUT_WEIGHTS, resolve_model, with_weights
@@ -26,12 +26,10 @@ from jaxkv.weights.load import load_weights, put
 from jaxkv.weights.orbax import load_converted, stored_dtype
 from jaxkv.weights.tree import Weights, with_layer_leaf
 
+GENERATION = "generation_config.json"
 DEMO = Path(__file__).parents[1] / "demo"
 """The model that ships with jaxkv."""
 
-GENERATION = "generation_config.json"
-DTYPES = ("auto", "bfloat16", "float32")
-LOAD_FORMATS = ("auto", "dummy")
 FIT_TOKENS = 1024
 """At most, of the text that keys are fitted to."""
 
@@ -41,24 +39,27 @@ CALIBRATION = Path(__file__).with_name("calibration.txt")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """`generation` is generation_config.json, {} without one. `eos_ids` end a request unless it
-    ignores them; `eos_id` is the main one, whose end needs no stop_reason. `weights` is {} until it
-    is `loaded`, by `load`.
+    """Holds what a model's files say, and its weights once it is `loaded`, {} before.
+
+    `spec` is the family's, and once loaded the blueprint's. `generation` is generation_config.json,
+    {} without one. `eos_ids` end a request unless it ignores them; `eos_id` is the main one, whose
+    end needs no stop_reason. `stored_dtype` is that of weights which `jaxkv convert` has stored.
     """
 
     directory: Path
     spec: ModelSpec
-    weights: Weights
-    load: Callable[[], Weights]
-    placement: Placement
-    dtype: str
+    layout: Layout
+    stored_dtype: str | None
     tokenizer: Any | None
     generation: Mapping[str, Any]
     eos_ids: frozenset[int]
     eos_id: int | None
+    weights: Weights
 
     def default_params(self) -> SamplingParams:
-        """What generation_config.json asks for. Raises: ValueError if that is out of range."""
+        """Returns what generation_config.json asks for. Raises: ValueError if that is out of
+        range.
+        """
         names = {"max_new_tokens": "max_tokens"}
         keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
         given = {names.get(k, k): v for k in keys if (v := self.generation.get(k)) is not None}
@@ -69,85 +70,81 @@ class Model:
                 f"generation_config.json: {error}; pass sampling_params to set your own"
             ) from error
 
-    def loaded(self, *, fits_keys: bool) -> Model:
-        """With its weights on the device; `fits_keys`: as `with_fitted_keys`. Raises:
-        CheckpointError, OSError.
+    def loaded(self, blueprint: Blueprint) -> Model:
+        """Returns the model with its weights on the blueprint's devices. Raises: CheckpointError,
+        OSError.
         """
-        model = replace(self, weights=self.load())
-        return with_fitted_keys(model) if fits_keys else model
+        weights = self._load(blueprint)
+        if blueprint.fits_keys:
+            tokens = calibration_tokens(blueprint.spec, self.tokenizer)
+            weights = with_fitted_keys(weights, tokens, blueprint.spec, blueprint.placement)
+        return replace(self, spec=blueprint.spec, weights=weights)
+
+    def _load(self, blueprint: Blueprint) -> Weights:
+        options, spec, dtype = blueprint.options, blueprint.spec, blueprint.dtype
+        as_bits = dtype == "bfloat16" and bfloat16_as_bits(blueprint.platform)
+        if options.load_format == "dummy":
+            return random_weights(
+                spec,
+                self.layout,
+                dtype=dtype,
+                as_bits=as_bits,
+                placement=blueprint.placement,
+                seed=options.seed,
+            )
+        from_files = load_weights if self.stored_dtype is None else load_converted
+        directory = with_weights(_given(options), self.directory)
+        return from_files(
+            directory,
+            spec,
+            self.layout,
+            dtype=dtype,
+            as_bits=as_bits,
+            placement=blueprint.placement,
+        )
 
     @property
     def weight_bytes(self) -> int:
-        """On each device."""
+        """Counts the weights on each device."""
         return bytes_per_device(self.weights)
 
 
-def find_model(
-    model: str | os.PathLike[str],
-    *,
-    revision: str | None,
-    tokenizer: str | os.PathLike[str] | None,
-    skip_tokenizer_init: bool,
-    dtype: str,
-    load_format: str,
-    tensor_parallel_size: int,
-    seed: int,
-    skip_layers: Any = None,
-) -> Model:
-    """What a model directory (or hub id) holds, but for its weights; the tokenizer may come from
-    another one.
+def find_model(options: EngineOptions) -> Model:
+    """Reads what a model directory (or hub id) holds, but for its weights; the tokenizer may come
+    from another one.
 
-    Weights are neither read nor fetched before they are `loaded`: by then an engine has checked
-    what it was asked for.
-    The directory may be one that `jaxkv convert` made: dtype auto is then what it stores. With
-    load_format "dummy" the weights are random, of `seed`, and none are read.
-    Raises: ValueError for an unknown dtype, CheckpointError for anything wrong with the files.
+    Weights are neither read nor fetched before the model is `loaded`: by then a blueprint has been
+    made, and so everything checked that was asked for.
+    Raises: CheckpointError for anything wrong with the files.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    if load_format not in LOAD_FORMATS:
-        raise ValueError(
-            f"load_format: expected one of {', '.join(LOAD_FORMATS)}, got {load_format!r}"
-        )
-    is_dummy = load_format == "dummy"
-    directory = resolve_model(model, revision=revision, only=WITHOUT_WEIGHTS)
+    directory = resolve_model(_given(options), revision=options.revision, only=WITHOUT_WEIGHTS)
     config = read_config(directory)
     spec, layout = read_family(config)
-    loaded = None
-    if not skip_tokenizer_init:
-        loaded = load_tokenizer(
-            directory if tokenizer is None else resolve_model(tokenizer, only=WITHOUT_WEIGHTS)
+    tokenizer = None
+    if not options.skip_tokenizer_init:
+        other = options.tokenizer
+        tokenizer = load_tokenizer(
+            directory if other is None else resolve_model(other, only=WITHOUT_WEIGHTS)
         )
     found = (directory / GENERATION).is_file()
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
-    eos_ids = _eos_ids(config, generation, loaded, spec.vocab_size)
-    stored = None if is_dummy else stored_dtype(directory, spec)
-    spec = spec.apart(exact_layers(spec, skip_layers))
-    placement = place(spec, layout, jax.devices(), tensor_parallel_size)
-    platform = placement.devices[0].platform
-    if dtype == "auto":
-        dtype = stored or auto_dtype(platform)
-    as_bits = dtype == "bfloat16" and bfloat16_as_bits(platform)
-    made: Any = {"dtype": dtype, "as_bits": as_bits, "placement": placement}
-
-    def load() -> Weights:
-        if is_dummy:
-            return random_weights(spec, layout, seed=seed, **made)
-        from_files = load_weights if stored is None else load_converted
-        return from_files(with_weights(model, directory), spec, layout, **made)
-
+    eos_ids = _eos_ids(config, generation, tokenizer, spec.vocab_size)
+    is_dummy = options.load_format == "dummy"
     return Model(
         directory=directory,
         spec=spec,
-        weights={},
-        load=load,
-        placement=placement,
-        dtype=dtype,
-        tokenizer=loaded,
+        layout=layout,
+        stored_dtype=None if is_dummy else stored_dtype(directory, spec),
+        tokenizer=tokenizer,
         generation=generation.values,
         eos_ids=frozenset(eos_ids),
         eos_id=eos_ids[0] if eos_ids else None,
+        weights={},
     )
+
+
+def _given(options: EngineOptions) -> str | os.PathLike[str]:
+    return DEMO if options.model is None else options.model
 
 
 def calibration_tokens(spec: ModelSpec, tokenizer: Any | None) -> np.ndarray:
@@ -162,25 +159,14 @@ def calibration_tokens(spec: ModelSpec, tokenizer: Any | None) -> np.ndarray:
     return np.random.default_rng(0).integers(0, spec.vocab_size, num_tokens, np.int32)
 
 
-def with_fitted_keys(model: Model) -> Model:
-    """The same function with keys that lose less by being quantised (`programs.fit_keys`)."""
-    token_T = calibration_tokens(model.spec, model.tokenizer)
-    affine = fit_keys(model.weights, token_T, spec=model.spec, placement=model.placement)
-    return replace(
-        model,
-        weights=with_layer_leaf(
-            model.weights, "k_affine", put(affine, "k_affine", model.placement)
-        ),
-    )
-
-
-def auto_dtype(platform: str) -> str:
-    """bfloat16, except on a CPU without instructions for it, where float32 is faster."""
-    if platform != "cpu":
-        return "bfloat16"
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+def with_fitted_keys(
+    weights: Weights, token_T: np.ndarray, spec: ModelSpec, placement: Placement
+) -> Weights:
+    """Returns weights of the same function with keys that lose less by being quantised
+    (`programs.fit_keys`).
+    """
+    affine = fit_keys(weights, token_T, spec=spec, placement=placement)
+    return with_layer_leaf(weights, "k_affine", put(affine, "k_affine", placement))
 
 
 def _eos_ids(

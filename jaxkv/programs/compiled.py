@@ -20,6 +20,7 @@ from jaxkv.errors import CapacityError
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.buckets import num_step_rows, row_buckets, token_buckets
@@ -75,7 +76,7 @@ class Programs:
         *,
         spec: ModelSpec,
         config: EngineConfig,
-        backend: str,
+        backend: str | Backend,
         placement: Placement | None = None,
     ) -> None:
         self.config = config

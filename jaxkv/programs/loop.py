@@ -11,7 +11,7 @@ from flax import struct
 
 from jaxkv.kv.state import PagedKV
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Batch
+from jaxkv.ops.attention import Backend, Batch
 from jaxkv.ops.sampling import (
     NO_TOKEN,
     NUM_LOGPROBS,
@@ -54,7 +54,7 @@ def decode_loop(
     n: jax.Array,
     *,
     spec: ModelSpec,
-    backend: str,
+    backend: str | Backend,
     width: int,
     num_logprobs: int = NUM_LOGPROBS,
     placement: Placement | None = None,
@@ -77,7 +77,7 @@ def _decode_loop(
     n: jax.Array,
     *,
     spec: ModelSpec,
-    backend: str,
+    backend: str | Backend,
     width: int,
     num_logprobs: int,
     axis: str | None,

@@ -14,7 +14,7 @@ from flax import struct
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Batch
+from jaxkv.ops.attention import Backend, Batch
 from jaxkv.ops.sampling import (
     NO_TOKEN,
     NUM_LOGPROBS,
@@ -39,7 +39,7 @@ def last_logits(
     batch: Batch,
     *,
     spec: ModelSpec,
-    backend: str,
+    backend: str | Backend,
     axis: str | None = None,
 ) -> tuple[PagedKV, jax.Array]:
     """(new state, logits [B, V] float32 at the last token of each row)."""
@@ -147,7 +147,7 @@ def step(
     sampling: Sampling,
     *,
     spec: ModelSpec,
-    backend: str,
+    backend: str | Backend,
     num_logprobs: int = NUM_LOGPROBS,
     placement: Placement | None = None,
 ) -> tuple[PagedKV, Newest, Sampled, Scores]:
@@ -171,7 +171,7 @@ def _step(
     sampling: Sampling,
     *,
     spec: ModelSpec,
-    backend: str,
+    backend: str | Backend,
     num_logprobs: int,
     axis: str | None,
 ) -> tuple[PagedKV, Newest, Sampled, Scores]:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.tools.chips import ENVIRONMENT
-from jaxkv.tools.engine import Engine, compile_engine
+from jaxkv.tools.engine_job import EngineJob, compile_engine
 from jaxkv.tools.kernels import Case, count
 
 DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true"
-JOBS: dict[str, Any] = {"Case": Case, "Engine": Engine}
+JOBS: dict[str, Any] = {"Case": Case, "EngineJob": EngineJob}
 
 
-def compile_apart(job: Case | Engine) -> dict[str, Any]:
+def compile_apart(job: Case | EngineJob) -> dict[str, Any]:
     """What `count` or `compile_engine` found and `compile_s`; where the compiler or the kernels
     refuse, `reason` only.
 
@@ -44,7 +44,7 @@ def compile_apart(job: Case | Engine) -> dict[str, Any]:
             command, input=given, env=environment, capture_output=True, text=True, check=False
         )
     found = _read(done)
-    if isinstance(job, Engine) and "refused" in found:
+    if isinstance(job, EngineJob) and "refused" in found:
         raise ValueError(f"{job.target}: {found['refused']}")
     return found | {"compile_s": round(time.perf_counter() - started, 1)}
 

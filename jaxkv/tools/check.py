@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata, resources
 from importlib.util import find_spec
 from typing import Any
 
 from jaxkv.tools.apart import compile_apart
 from jaxkv.tools.chips import parse_target
-from jaxkv.tools.engine import Engine
+from jaxkv.tools.engine_job import EngineJob
 from jaxkv.tools.kernels import KERNELS, SHAPES, Case, case_of
 
 TARGETS = ("v5e", "v6e", "tpu7x")
@@ -28,7 +29,7 @@ QUANTISED = ("int8", "int4")
 OTHERS = tuple(("8b", dtype) for dtype in ("float32", *QUANTISED))
 """Shapes and dtypes that are also checked where nothing is said."""
 
-Job = Case | Engine
+Job = Case | EngineJob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +63,7 @@ def named_cases(
 
 
 def check(
-    cases: Sequence[Case], engines: Sequence[Engine], *, say: Callable[[str], None]
+    cases: Sequence[Case], engines: Sequence[EngineJob], *, say: Callable[[str], None]
 ) -> list[Verdict]:
     """Compiles all of them, without cases the kernels at the engines' own shapes too, each in a
     process of its own; `say` is told of each.
@@ -79,7 +80,7 @@ def check(
     own = (
         case
         for verdict in verdicts
-        if isinstance(verdict.job, Engine)
+        if isinstance(verdict.job, EngineJob)
         for case in _own_cases(verdict)
     )
     return verdicts if cases else verdicts + _run(list(dict.fromkeys(own)), say)
@@ -153,7 +154,7 @@ def budget_of(case: Case) -> dict[str, Any]:
 def _own_cases(verdict: Verdict) -> list[Case]:
     """The kernels at the engine's own shape, if it takes them."""
     found, engine = verdict.found, verdict.job
-    if found.get("backend") != "pallas_tpu" or not isinstance(engine, Engine):
+    if found.get("backend") != "pallas_tpu" or not isinstance(engine, EngineJob):
         return []
     num_heads, kv_heads, head_dim = found["heads"]
     heads = {
@@ -171,7 +172,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     engines = [
         line
         for verdict in verdicts
-        if isinstance(verdict.job, Engine)
+        if isinstance(verdict.job, EngineJob)
         for line in _engine_lines(verdict)
     ]
     rows = [_kernel_row(verdict) for verdict in verdicts if isinstance(verdict.job, Case)]
@@ -275,7 +276,6 @@ def run(
     *,
     targets: Sequence[str],
     options: dict[str, Any],
-    pages: int | None = None,
     every: bool = False,
     shapes: Sequence[str] = (),
     kernels: Sequence[str] | None = None,
@@ -285,22 +285,21 @@ def run(
     """The command: a table or JSON, progress on standard error. Returns 1 if something failed, else
     0.
 
-    options: of `deploy`; without a model their dtype, kv_cache_dtype and block_size are those of
-    the kernels.
+    options: those of `deploy` that were given; without a model their dtype, kv_cache_dtype and
+    block_size are those of the kernels.
     """
     targets = [str(parse_target(target)) for target in targets]
     names = shapes or (() if model else tuple(SHAPES))
-    dtype = (
-        options["kv_cache_dtype"] if options["kv_cache_dtype"] in QUANTISED else options["dtype"]
-    )
-    size = {"page_size": options["block_size"] or 64, "context": context}
-    cases = named_cases(targets, names, kernels or KERNELS, dtype=dtype, **size)
+    dtype = options.get("kv_cache_dtype")
+    if dtype not in QUANTISED:
+        dtype = options.get("dtype", "bfloat16")
+    cases_of = partial(named_cases, page_size=options.get("block_size", 64), context=context)
+    cases = cases_of(targets, names, kernels or KERNELS, dtype=dtype)
     if not model and not shapes and dtype == "bfloat16":
         for name, other in OTHERS:
-            cases += named_cases(targets, [name], kernels or KERNELS, dtype=other, **size)
-    given = tuple((name, value) for name, value in options.items() if value is not None)
+            cases += cases_of(targets, [name], kernels or KERNELS, dtype=other)
     engines = [
-        Engine(model=model, target=to, options=given, pages=pages, every=every)
+        EngineJob(model=model, target=to, options=tuple(options.items()), every=every)
         for to in targets
         if model
     ]

@@ -50,6 +50,15 @@ CHIPS = {
 
 
 @dataclass(frozen=True, slots=True)
+class CountedDevice:
+    """Stands for a device of which only the kind and the number are known."""
+
+    id: int
+    platform: str = "tpu"
+    compute_capability: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """Chips of one kind in a topology: v6e:2x4 is 8 chips of v6e."""
 
@@ -67,8 +76,13 @@ class Target:
     def num_devices(self) -> int:
         return math.prod(self.shape) * self.chip.per_chip
 
+    def counted_devices(self) -> list[Any]:
+        """Returns what stands for the devices where nothing is compiled."""
+        return [CountedDevice(number) for number in range(self.num_devices)]
+
     def devices(self) -> list[Any]:
-        """What the compiler takes for them; `ENVIRONMENT` must hold before JAX looks for devices.
+        """Returns what the compiler takes for them; `ENVIRONMENT` must hold before JAX looks for
+        devices.
 
         Raises: RuntimeError naming what to install, and for a topology that the compiler does not
         know.

@@ -5,13 +5,13 @@ for holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.memory import MIB, Budget
 from jaxkv.build.pool import fit_pages, most_pages
-from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError
 from jaxkv.kv.state import PagedKV
 from jaxkv.programs.compiled import Programs
@@ -83,14 +83,12 @@ def plan_by_formula(deployment: Deployment) -> Plan:
     """Without a compiler. Raises: CapacityError if there is no room for a page."""
     _check_weights(deployment)
     fixed, per_page = temporaries(deployment)
-    inputs: Any = {
-        "spec": deployment.spec,
-        "config": _rows(deployment),
-        "backend": deployment.backend,
-    }
-    programs = Programs({}, PagedKV(groups=()), **inputs)
+    rows = _with_rows(deployment.blueprint)
+    programs = Programs(
+        {}, PagedKV(groups=()), spec=rows.spec, config=rows.limits, backend=rows.backend
+    )
     kept = programs.wide_bytes + programs.num_programs * CODE_BYTES
-    num_pages = most_pages(deployment.memory, deployment.page_nbytes, kept, [(fixed, per_page)])
+    num_pages = most_pages(deployment.memory, rows.page_nbytes, kept, [(fixed, per_page)])
     return _plan(
         deployment, "formula", num_pages, temp_bytes=fixed + per_page * num_pages, kept_bytes=kept
     )
@@ -104,8 +102,8 @@ def plan_by_compiler(deployment: Deployment) -> Plan:
     not installed.
     """
     _check_weights(deployment)
-    memory, page_nbytes = deployment.memory, deployment.page_nbytes
-    programs_for = partial(deployment.programs_for, _rows(deployment))
+    memory, rows = deployment.memory, _with_rows(deployment.compilable)
+    page_nbytes, programs_for = rows.page_nbytes, partial(rows.programs, rows.abstract_weights())
     num_pages, _ = fit_pages(memory, page_nbytes, memory.free // page_nbytes, programs_for)
     programs = programs_for(num_pages)
     programs.compile_largest()
@@ -130,11 +128,12 @@ def temporaries(deployment: Deployment) -> tuple[int, int]:
     Logits of all rows, whole on each device, and what sampling makes of them; hidden states of the
     largest step, twice where devices add theirs up. The XLA path makes a copy of the pool.
     """
-    spec, limits = deployment.spec, deployment.limits
+    blueprint = deployment.blueprint
+    spec, limits = blueprint.spec, blueprint.limits
     logits = 4 * spec.vocab_size * (limits.max_num_seqs + SAMPLING_ROWS)
-    copies = 1 if deployment.tensor_parallel_size == 1 else 2
+    copies = 1 if blueprint.num_devices == 1 else 2
     hidden = 4 * limits.max_num_batched_tokens * spec.hidden_size * copies
-    return logits + hidden, 0 if deployment.backend == "pallas_tpu" else deployment.page_nbytes
+    return logits + hidden, 0 if blueprint.backend == "pallas_tpu" else blueprint.page_nbytes
 
 
 def _check_weights(deployment: Deployment) -> None:
@@ -158,15 +157,15 @@ def _plan(
         temp_bytes=temp_bytes,
         kept_bytes=kept_bytes,
         num_pages=num_pages,
-        page_nbytes=deployment.page_nbytes,
-        page_size=deployment.limits.block_size,
-        row_pages=deployment.limits.row_pages,
+        page_nbytes=deployment.blueprint.page_nbytes,
+        page_size=deployment.blueprint.limits.block_size,
+        row_pages=deployment.blueprint.limits.row_pages,
     )
 
 
-def _rows(deployment: Deployment) -> EngineConfig:
-    """Limits with the row length that the pool allows at least."""
-    return replace(deployment.limits, num_pages=deployment.limits.pages_per_row)
+def _with_rows(blueprint: Blueprint) -> Blueprint:
+    """Returns the blueprint with the row length that the pool allows at least."""
+    return blueprint.with_pages(blueprint.limits.pages_per_row)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,10 +189,10 @@ def make_plans(deployment: Deployment, *, compile_too: bool) -> Planned:
 def describe(planned: Planned, *, contexts: Sequence[int], sequences: int) -> str:
     """The plans of one deployment side by side. Units: GiB and KiB are 2**30 and 2**10 bytes."""
     deployment, plans = planned.deployment, planned.plans
-    backend = f"{deployment.backend} ({deployment.backend_reason})"
+    blueprint = deployment.blueprint
     head = (
-        f"{deployment.target}, tensor_parallel_size {deployment.tensor_parallel_size}, backend "
-        f"{backend}"
+        f"{deployment.target}, tensor_parallel_size {blueprint.num_devices}, backend "
+        f"{blueprint.backend} ({blueprint.backend_reason})"
     )
     if planned.refusal is not None:
         return f"{head}\n  does not fit: {planned.refusal}"
@@ -220,16 +219,17 @@ def describe(planned: Planned, *, contexts: Sequence[int], sequences: int) -> st
 
 def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences: int) -> str:
     """What does not depend on the chips: the cache of a token, and of a sequence or several."""
-    spec, token = deployment.spec, deployment.token_nbytes
+    blueprint = deployment.blueprint
+    spec, token = blueprint.spec, blueprint.token_nbytes
     heads = f"{spec.num_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
     kinds = (
-        f"weights {deployment.dtype}, KV cache {deployment.kv_cache_dtype}, kv_policy "
-        f"{deployment.limits.kv_policy}"
+        f"weights {blueprint.dtype}, KV cache {blueprint.kv_cache_dtype}, kv_policy "
+        f"{blueprint.limits.kv_policy}"
     )
     lines = [f"{deployment.name}: {spec.family}, {spec.num_layers} layers, {heads}, {kinds}"]
     lines.append(_row("KV cache of a token", [f"{token / 2**10:.2f} KiB"]))
     for context in contexts:
-        nbytes = deployment.sequence_nbytes(context)
+        nbytes = blueprint.sequence_nbytes(context)
         lines.append(_row(f"of a sequence of {context:,}", [f"{nbytes / GIB:.2f} GiB"]))
         if sequences:
             lines.append(_row(f"of {sequences} of them", [f"{sequences * nbytes / GIB:.2f} GiB"]))
@@ -242,17 +242,17 @@ def _row(name: str, values: Sequence[str]) -> str:
 
 def as_json(planned: Planned) -> dict[str, Any]:
     """Sizes in bytes, of each device unless they are `token_nbytes`."""
-    deployment = planned.deployment
+    blueprint = planned.deployment.blueprint
     return {
-        "model": deployment.name,
-        "target": str(deployment.target),
-        "tensor_parallel_size": deployment.tensor_parallel_size,
-        "backend": deployment.backend,
-        "backend_reason": deployment.backend_reason,
-        "dtype": deployment.dtype,
-        "kv_cache_dtype": deployment.kv_cache_dtype,
-        "token_nbytes": deployment.token_nbytes,
-        "limits": asdict(deployment.limits),
+        "model": planned.deployment.name,
+        "target": str(planned.deployment.target),
+        "tensor_parallel_size": blueprint.num_devices,
+        "backend": blueprint.backend,
+        "backend_reason": blueprint.backend_reason,
+        "dtype": blueprint.dtype,
+        "kv_cache_dtype": blueprint.kv_cache_dtype,
+        "token_nbytes": blueprint.token_nbytes,
+        "limits": asdict(blueprint.limits),
         "does_not_fit": planned.refusal,
         "plans": [
             asdict(plan)

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, BeamSearchParams, SamplingParams
-from jaxkv.api.llm import DEMO
-from jaxkv.build.model import CALIBRATION, FIT_TOKENS, calibration_tokens
+from jaxkv.build.model import CALIBRATION, DEMO, FIT_TOKENS, calibration_tokens
 from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.errors import CheckpointError
 from jaxkv.kv.codecs import CODECS, PlainCodec
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.fit_keys import fit_keys
-from jaxkv.testing import engine_of, intake_of, model_of
+from jaxkv.testing import blueprint_of, engine_of, intake_of, model_of
 from poison import poisoned
 from tiers import some
 from tiny import make_checkpoint, tiny_config
@@ -214,7 +213,8 @@ def test_keys_are_fitted_to_those_that_are_stored_and_to_their_queries(tmp_path,
     (prompt,) = prompts(64)
     llm = make(make_checkpoint(tmp_path, tiny_config(variant)), "float32")
     spec, token_T = model_of(llm).spec, np.array(prompt["prompt_token_ids"])
-    affine = fit_keys(model_of(llm).weights, token_T, spec=spec, placement=model_of(llm).placement)
+    placement = blueprint_of(llm).placement
+    affine = fit_keys(model_of(llm).weights, token_T, spec=spec, placement=placement)
     heads = (spec.num_layers, -1, 2, spec.head_dim)
     for number, group in enumerate(spec.groups):
         keys = stored(llm, prompt, 128, number)[:, :, : group.num_kv_heads]

@@ -11,15 +11,15 @@ import jax
 import numpy as np
 import pytest
 
+from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.memory import Budget, Memory, device_memory
-from jaxkv.build.pool import MARGIN, abstract_kv, bytes_per_page, empty_kv, fit_line, plan_pool
+from jaxkv.build.options import EngineOptions
+from jaxkv.build.pool import MARGIN, fit_line, plan_pool
 from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError
-from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import write
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.ops.attention import BACKENDS, xla
-from jaxkv.placement import Placement
 from jaxkv.programs.compiled import ProgramMemory, Programs
 from tiny import tiny_config
 
@@ -215,6 +215,12 @@ def test_no_room_for_a_page_beside_the_programs_is_a_capacity_error():
 # --------------------------------------------------------------------------------------------
 
 
+def blueprint_of(variant: str, **options: object) -> Blueprint:
+    spec, layout = read_family(ConfigReader(tiny_config(variant), "config.json"))
+    asked = EngineOptions(block_size=16, **{"dtype": "float32"} | options)
+    return make_blueprint(asked, spec, layout, jax.devices())
+
+
 class Copying(xla.Xla):
     """The XLA path behind two copies of the pool, as a compiler makes them that wants another
     layout.
@@ -231,28 +237,14 @@ class Copying(xla.Xla):
 @pytest.mark.slow
 def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
     monkeypatch.setitem(BACKENDS, "copying", Copying())
-    spec, layout = read_family(ConfigReader(tiny_config("llama"), "config.json"))
-    placement, codecs = Placement((jax.devices()[0],)), (get_codec("float32", platform="cpu"),)
-    top = {name: leaf.info for name, leaf in layout.top.items()}
-    layers = {name: (spec.num_layers, *leaf.info.shape) for name, leaf in layout.layer.items()}
-    weights = {name: jax.ShapeDtypeStruct(info.shape, np.float32) for name, info in top.items()}
-    weights["layers"] = {
-        name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in layers.items()
-    }
+    blueprint = blueprint_of("llama", backend="copying")
+    weights, page_nbytes = blueprint.abstract_weights(), blueprint.page_nbytes
     made: list[Programs] = []
 
-    def programs_for(config: EngineConfig, num_pages: int) -> Programs:
-        kv = abstract_kv(
-            spec,
-            replace(config, num_pages=num_pages),
-            codecs,
-            backend="copying",
-            placement=placement,
-        )
-        made.append(Programs(weights, kv, spec=spec, config=config, backend="copying"))
+    def programs_for(limits: EngineConfig, num_pages: int) -> Programs:
+        made.append(replace(blueprint, limits=limits).programs(weights, num_pages))
         return made[-1]
 
-    page_nbytes = bytes_per_page(spec, page_size=16, codecs=codecs, backend="xla")
     stats = {"bytes_limit": 9 * 2**20, "bytes_in_use": 2**20}
     fake = SimpleNamespace(platform="tpu", memory_stats=lambda: stats)
     memory = device_memory(fake, weight_bytes=2**20, utilization=0.9)
@@ -299,20 +291,18 @@ def test_temporaries_are_as_predicted_and_the_sum_fits(monkeypatch):
 @pytest.mark.parametrize("variant", ["llama", "qwen2-mixed-windows"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_page_costs_what_the_pool_allocates_for_it(variant, dtype):
-    spec, _ = read_family(ConfigReader(tiny_config(variant), "config.json"))
-    codecs = (get_codec(dtype, platform="cpu"),) * len(spec.groups)
-    config = replace(LIMITS, num_pages=5)
-    kv = empty_kv(spec, config, codecs, backend="xla")
-    assert kv.nbytes == 5 * bytes_per_page(spec, page_size=16, codecs=codecs, backend="xla")
-    assert [group.num_layers for group in kv.groups] == [len(group.layers) for group in spec.groups]
+    blueprint = blueprint_of(variant, kv_cache_dtype=dtype).with_pages(5)
+    kv = blueprint.empty_kv()
+    assert kv.nbytes == 5 * blueprint.page_nbytes
+    layers = [len(group.layers) for group in blueprint.spec.groups]
+    assert [group.num_layers for group in kv.groups] == layers
     assert {(group.num_pages, group.page_size) for group in kv.groups} == {(5, 16)}
     assert not any(np.asarray(group.pages).astype(np.float32).any() for group in kv.groups)
 
 
 def test_a_pool_that_int32_cannot_count_is_refused_before_it_is_allocated():
-    spec, _ = read_family(ConfigReader(tiny_config("llama"), "config.json"))
-    codec = get_codec("float32", platform="cpu")
+    blueprint = blueprint_of("llama").with_pages(2**31 // 12 + 1)
     with pytest.raises(
         ValueError, match=r"num_gpu_blocks_override: expected layers x pages x .* < 2\*\*31, got "
     ):
-        empty_kv(spec, replace(LIMITS, num_pages=2**31 // 12 + 1), (codec,), backend="xla")
+        blueprint.empty_kv()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jaxkv.config
+import jaxkv.build.blueprint
 from dense import Dense
 from jaxkv import LLM, RequestOutput, SamplingParams
 from jaxkv.requests.masks import encode_words
@@ -84,7 +84,7 @@ def new_llm(checkpoint) -> Callable[..., LLM]:
         )
         programs = engine_of(llm).programs
         programs._compiled = compiled.setdefault(
-            f"{options} {jaxkv.config.DECODE_STEPS}", programs._compiled
+            f"{options} {jaxkv.build.blueprint.DECODE_STEPS}", programs._compiled
         )
         return llm
 
@@ -200,7 +200,7 @@ def test_loops_of_8_equal_one_token_at_a_time(new_llm, expected, temperature, mo
     sizes = loop_sizes(llm, monkeypatch)
     assert tokens_of(run(llm, [[5], *prompts], [watched, *params]))[1:] == whole
     assert set(sizes) == {1}
-    monkeypatch.setattr(jaxkv.config, "DECODE_STEPS", 1)
+    monkeypatch.setattr(jaxkv.build.blueprint, "DECODE_STEPS", 1)
     assert tokens_of(run(new_llm(), prompts, params)) == whole
 
 

@@ -152,6 +152,20 @@ def test_the_gpu_kernels_refuse_heads_that_leave_no_shared_memory():
             choose_backend("mosaic_gpu", [heads], [needs])
 
 
+def test_what_deterministic_asks_for_has_no_name_of_its_own():
+    """Also with `deterministic=True`, which takes it."""
+    needs = replace(NEEDS, platform="cpu")
+    for deterministic in (False, True):
+        with pytest.raises(
+            ValueError,
+            match=r"backend: expected 'auto' or one of \['mosaic_gpu', 'pallas_tpu', 'xla'\], got "
+            "'xla_deterministic'",
+        ):
+            choose_backend("xla_deterministic", [HEADS], [needs], deterministic=deterministic)
+    chosen = choose_backend("auto", [HEADS], [needs], deterministic=True)
+    assert chosen == ("xla_deterministic", "deterministic=True")
+
+
 def test_only_a_row_too_long_for_scalar_memory_runs_on_xla():
     needs = replace(NEEDS, num_rows=256, pages_per_row=2048)
     assert choose_backend("auto", [HEADS], [needs])[0] == "pallas_tpu"

@@ -45,7 +45,7 @@ import jax, numpy as np
 from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.engine import engine
 from jaxkv.programs.fit_keys import fit_keys
-from jaxkv.testing import engine_of, model_of
+from jaxkv.testing import blueprint_of, engine_of, model_of
 
 observed, observe = [], engine.observe
 
@@ -95,7 +95,7 @@ def run(size):
         "beams": [beam.tokens for output in beams for beam in output.sequences],
         "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
         "affine": [x.tolist() for x in fit_keys(model_of(llm).weights, np.arange(32), spec=model_of(llm).spec,
-                                                placement=model_of(llm).placement)],
+                                                placement=blueprint_of(llm).placement)],
         "page_dtype": str(pages.dtype),
         "text": programs.loop(2).as_text(),
         "page_bytes": [shard.data.nbytes for shard in pages.addressable_shards],

@@ -5,10 +5,10 @@ nothing else changed.
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
-from jaxkv.placement import Placement
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.masks import encode_words
 from jaxkv.requests.request import Request, Submission
@@ -52,14 +51,13 @@ def intake_with(
     seed: int = 0,
     share_prefixes: bool = True,
 ) -> Intake:
-    spec, _ = read_family(ConfigReader(tiny_config("llama", vocab_size=VOCAB), "config.json"))
+    spec, layout = read_family(ConfigReader(tiny_config("llama", vocab_size=VOCAB), "config.json"))
     model = Model(
         directory=Path(),
         spec=spec,
+        layout=layout,
+        stored_dtype=None,
         weights={},
-        load=dict,
-        placement=Placement(tuple(jax.devices()[:1])),
-        dtype="float32",
         tokenizer=tokenizer,
         generation={},
         eos_ids=frozenset(eos_ids),
@@ -462,17 +460,8 @@ def test_without_a_tokenizer_texts_and_stop_strings_are_refused():
 
 
 def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_caught(intake):
-    intake._model = Model(
-        directory=Path(),
-        spec=intake._model.spec,
-        weights={},
-        load=dict,
-        placement=Placement(tuple(jax.devices()[:1])),
-        dtype="float32",
-        tokenizer=SimpleNamespace(encode=lambda text: [1, VOCAB + 3]),
-        generation={},
-        eos_ids=frozenset(),
-        eos_id=None,
+    intake._model = replace(
+        intake._model, tokenizer=SimpleNamespace(encode=lambda text: [1, VOCAB + 3])
     )
     with pytest.raises(
         ValueError, match=rf"prompt: expected token ids from 0 to {VOCAB - 1}, got \[{VOCAB + 3}\]"

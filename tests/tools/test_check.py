@@ -16,7 +16,7 @@ from jaxkv.api import cli
 from jaxkv.tools import apart
 from jaxkv.tools import check as report
 from jaxkv.tools.chips import GIB
-from jaxkv.tools.engine import Engine
+from jaxkv.tools.engine_job import EngineJob
 from jaxkv.tools.kernels import Case, case_of
 
 needs_compiler = pytest.mark.skipif(
@@ -47,7 +47,7 @@ ENGINE |= {"programs": [PROGRAM], "heads": [32, 8, 128], "kv_dtype": "bfloat16",
 @pytest.fixture
 def compiler(monkeypatch):
     """In place of the real one; tells which jobs it was given."""
-    answers: dict[type, dict] = {Case: KERNEL, Engine: ENGINE}
+    answers: dict[type, dict] = {Case: KERNEL, EngineJob: ENGINE}
     jobs: list = []
 
     def compile_apart(job):
@@ -113,8 +113,9 @@ def test_a_model_is_checked_with_the_kernels_at_its_own_shape(compiler, check):
     status, out, _ = check("some/model", "--target", "v6e", "--pages", "7", "--json")
     _, jobs = compiler
     assert status == 0
-    assert [type(job) for job in jobs] == [Engine, Case, Case]
-    assert (jobs[0].pages, jobs[0].target) == (7, "v6e:1x1")
+    assert [type(job) for job in jobs] == [EngineJob, Case, Case]
+    assert jobs[0].options == (("num_gpu_blocks_override", 7),)
+    assert jobs[0].target == "v6e:1x1"
     assert [job.heads for job in jobs[1:]] == [(32, 8, 128)] * 2
     found = json.loads(out)
     assert [one["ok"] for one in found["checked"]] == [True] * 3
@@ -122,7 +123,7 @@ def test_a_model_is_checked_with_the_kernels_at_its_own_shape(compiler, check):
 
 
 def test_a_large_copy_fails_and_is_named(compiler, check):
-    compiler[0][Engine] = ENGINE | {"backend": "xla", "programs": [PROGRAM | {"copies": [COPY]}]}
+    compiler[0][EngineJob] = ENGINE | {"backend": "xla", "programs": [PROGRAM | {"copies": [COPY]}]}
     status, out, _ = check("some/model", "--target", "v5e")
     assert status == 1
     assert (
@@ -180,7 +181,9 @@ def test_an_engine_that_cannot_be_is_refused_before_it_is_compiled(check, argume
 def test_the_engines_programs_copy_neither_weights_nor_pool_and_add_up_twice_per_layer(target):
     options = (("tensor_parallel_size", 2), ("max_num_seqs", 16), ("max_num_batched_tokens", 256))
     found = apart.compile_apart(
-        Engine(model=str(SMALL), target=target, options=options, pages=8000)
+        EngineJob(
+            model=str(SMALL), target=target, options=(*options, ("num_gpu_blocks_override", 8000))
+        )
     )
     assert found["backend"] == "pallas_tpu"
     step, loop, copy = found["programs"]
@@ -202,7 +205,8 @@ def test_the_engines_programs_copy_neither_weights_nor_pool_and_add_up_twice_per
 @needs_compiler
 def test_the_xla_backend_is_seen_to_copy_the_pool():
     options = (("backend", "xla"), ("max_num_seqs", 16), ("max_num_batched_tokens", 256))
-    job = Engine(model=str(SMALL), target="v5e", options=options, pages=8000)
+    pages = ("num_gpu_blocks_override", 8000)
+    job = EngineJob(model=str(SMALL), target="v5e", options=(*options, pages))
     verdict = report.judge(job, apart.compile_apart(job))
     assert any("copies kv.groups[0].pages" in fault for fault in verdict.faults)
 
@@ -211,10 +215,9 @@ def test_the_xla_backend_is_seen_to_copy_the_pool():
 @needs_compiler
 def test_a_pool_slightly_larger_than_what_fits_is_refused_with_needed_and_available():
     memory, page_bytes = 15.75 * GIB * 0.9, 2 * 4 * 2 * 64 * 64 * 2
-    options = (("max_num_seqs", 16), ("max_num_batched_tokens", 256))
-    job = Engine(
-        model=str(SMALL), target="v5e", options=options, pages=int(memory * 1.02 / page_bytes)
-    )
+    pages = ("num_gpu_blocks_override", int(memory * 1.02 / page_bytes))
+    options = (("max_num_seqs", 16), ("max_num_batched_tokens", 256), pages)
+    job = EngineJob(model=str(SMALL), target="v5e", options=options)
     found = apart.compile_apart(job)
     assert "bytes needed" in found["reason"]
     assert "lower num_gpu_blocks_override" in found["reason"]

@@ -94,13 +94,13 @@ def test_a_token_takes_what_each_layer_takes(write, plan):
 )
 def test_weights_and_pages_are_what_an_engine_has(tmp_path, variant):
     checkpoint = make_checkpoint(tmp_path / "model", tiny_config(variant))
-    deployment = deploy(checkpoint, V6E, dtype="float32", block_size=8)
+    blueprint = deploy(checkpoint, V6E, dtype="float32", block_size=8).blueprint
     llm = LLM(checkpoint, **SMALL)
-    assert deployment.weight_bytes == model_of(llm).weight_bytes
-    assert deployment.page_nbytes * 200 == sum(
+    assert blueprint.weight_bytes == model_of(llm).weight_bytes
+    assert blueprint.page_nbytes * 200 == sum(
         group.pages.nbytes for group in engine_of(llm).kv.groups
     )
-    assert deployment.token_nbytes * 8 == deployment.page_nbytes
+    assert blueprint.token_nbytes * 8 == blueprint.page_nbytes
 
 
 @pytest.mark.parametrize("vocab_size", [152, 151])
@@ -112,14 +112,15 @@ def test_each_device_has_its_part(tmp_path, vocab_size):
         "vocab_size": vocab_size,
     }
     path = make_checkpoint(tmp_path / "model", tiny_config("llama-biases") | sizes)
-    whole, part = (deploy(path, parse_target(target)) for target in ("v6e", "v6e:2x2"))
+    whole, part = (deploy(path, parse_target(to)).blueprint for to in ("v6e", "v6e:2x2"))
     mesh = AbstractMesh((4,), (TENSOR,))
-    leaves = [(name, leaf.info.shape) for name, leaf in part._top.items()]
+    top = {name: leaf for name, leaf in part.layout.top.items() if leaf.same_as is None}
+    leaves = [(name, leaf.info.shape) for name, leaf in top.items()]
     leaves += [
         (name, (part.spec.num_layers, *leaf.info.shape)) for name, leaf in part.layout.layer.items()
     ]
     shapes = (
-        NamedSharding(mesh, part._parts.weight(name, len(dims))).shard_shape(dims)
+        NamedSharding(mesh, part.placement.weight(name, len(dims))).shard_shape(dims)
         for name, dims in leaves
     )
     assert (
@@ -136,7 +137,11 @@ def check_parts(deployment: Deployment, plan) -> None:
     assert (
         sum(parts)
         == plan.limit
-        == int(deployment.target.chip.memory_gib * GIB * deployment.utilization)
+        == int(
+            deployment.target.chip.memory_gib
+            * GIB
+            * deployment.blueprint.options.gpu_memory_utilization
+        )
     )
     assert plan.left < 0.01 * plan.limit + 3 * plan.page_nbytes
 
@@ -161,7 +166,7 @@ def test_what_does_not_fit_is_said_of_each_target(write, plan):
     assert (status, "KV cache  " in out) == (1, False)
     with pytest.raises(CapacityError, match=r"weights, .* available"):
         plan_by_formula(deploy(write(LLAMA_3_70B), V6E))
-    tight = deploy(write(LLAMA_3_8B), V6E, utilization=0.48, **ROWS)
+    tight = deploy(write(LLAMA_3_8B), V6E, gpu_memory_utilization=0.48, **ROWS)
     assert re.search("bytes needed for one page", make_plans(tight, compile_too=False).refusal)
 
 

@@ -23,9 +23,10 @@ UNPROVEN = {"gpu": "mosaic_gpu has not run on a GPU yet, ask for it by name"}
 
 
 def check_backend(name: str) -> None:
-    """Raises: ValueError for an unknown name."""
-    if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"backend: expected 'auto' or one of {sorted(BACKENDS)}, got {name!r}")
+    """Raises: ValueError for an unknown name, and for the one that `deterministic=True` takes."""
+    names = sorted(BACKENDS.keys() - {"xla_deterministic"})
+    if name != "auto" and name not in names:
+        raise ValueError(f"backend: expected 'auto' or one of {names}, got {name!r}")
 
 
 def choose_backend(
@@ -66,7 +67,7 @@ def _choose_deterministic(name: str, platform: str) -> tuple[str, str]:
         raise NotImplementedError(
             f"deterministic=True: known to hold on a CPU only, not on {platform}"
         )
-    if name not in ("auto", "xla", "xla_deterministic"):
+    if name not in ("auto", "xla"):
         raise NotImplementedError(
             f"deterministic=True: expected backend 'auto' or 'xla', got {name!r}"
         )

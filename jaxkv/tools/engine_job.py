@@ -4,7 +4,7 @@ collectives.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -12,52 +12,45 @@ from jaxkv.tools.chips import parse_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
-    """What `deploy` takes. pages: instead of as many as fit; every: all programs, not only the
-    largest step and loop and the copy of pages.
+class EngineJob:
+    """Names an engine whose programs are to be compiled. options: any of `deploy`'s; every: all
+    programs, not only the largest step and loop and the copy of pages.
     """
 
     model: str
     target: str
     options: tuple[tuple[str, Any], ...] = ()
-    pages: int | None = None
     every: bool = False
 
     def __str__(self) -> str:
         return f"{self.model} on {self.target}"
 
 
-def compile_engine(engine: Engine) -> dict[str, Any]:
-    """Compiles in this process and reads what came out; `chips.ENVIRONMENT` must hold before jax
-    looks for devices.
+def compile_engine(job: EngineJob) -> dict[str, Any]:
+    """Compiles one engine in this process and reads what came out; `chips.ENVIRONMENT` must hold
+    before jax looks for devices.
 
-    Raises: as `deploy` and `plan_pool`, CapacityError too where the compiler finds no room.
+    Raises: as `deploy` and `Blueprint.budget`, CapacityError too where the compiler finds no room.
     """
-    from jaxkv.build.pool import plan_pool
     from jaxkv.models.decoder import heads_of
     from jaxkv.tools.deployment import deploy
 
-    made = deploy(engine.model, parse_target(engine.target), **dict(engine.options))
-    budget = plan_pool(
-        made.limits,
-        made.page_nbytes,
-        made.memory,
-        memory_bytes=None,
-        pages_override=engine.pages,
-        programs_for=made.programs_for,
-    )
-    programs = made.programs_for(replace(made.limits, num_pages=budget.num_pages), budget.num_pages)
-    if engine.every:
+    deployment = deploy(job.model, parse_target(job.target), **dict(job.options))
+    made = deployment.compilable
+    weights = made.abstract_weights()
+    budget = made.budget(deployment.memory, weights)
+    programs = made.with_pages(budget.num_pages).programs(weights)
+    if job.every:
         programs.compile_all()
     else:
         programs.compile_largest()
         programs.copy()
     budget.check(programs)
     slices = large_sizes(programs)
-    (heads, *_) = heads_of(made.spec, num_devices=made.tensor_parallel_size)
+    (heads, *_) = heads_of(made.spec, num_devices=made.num_devices)
     return {
-        "model": made.name,
-        "num_devices": made.tensor_parallel_size,
+        "model": deployment.name,
+        "num_devices": made.num_devices,
         "backend": made.backend,
         "backend_reason": made.backend_reason,
         "num_pages": budget.num_pages,

@@ -1,0 +1,413 @@
+"""An engine that could be: all that follows from what was asked for, from a model's config and from
+the kind of its devices, before there are weights or pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxkv.build.codecs import Codecs, describe_codecs, exact_layers, group_codecs
+from jaxkv.build.memory import Budget, Memory
+from jaxkv.build.options import ABOUT, EngineOptions
+from jaxkv.build.pool import plan_pool
+from jaxkv.config import DECODE_STEPS, EngineConfig
+from jaxkv.holding.retention import full_pages
+from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
+from jaxkv.kv.policies import asks_backend, get_policy
+from jaxkv.kv.state import GroupKV, PagedKV, choosing, empty_group
+from jaxkv.models.decoder import heads_of
+from jaxkv.models.families import Layout
+from jaxkv.models.spec import KVGroup, ModelSpec
+from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
+from jaxkv.placement import EXTREMES, PAGES, TENSOR, Placement, place
+from jaxkv.programs.compiled import Programs
+from jaxkv.weights.dummy import weight_shapes
+from jaxkv.weights.tree import Weights, with_layer_leaf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """Holds what an engine is built from, and says what it takes. Making one reads no weights and
+    allocates nothing, and the devices may be stand-ins of which only `platform` is known.
+
+    spec: the model's, with the layers that have a codec of their own apart. dtype: of the weights,
+    never "auto". codecs: one for each KV group. limits: with a pool of one page until
+    `with_pages` says how many there are. backend_reason: why it is this one.
+    """
+
+    options: EngineOptions
+    spec: ModelSpec
+    layout: Layout
+    dtype: str
+    placement: Placement
+    codecs: Codecs
+    limits: EngineConfig
+    backend: str
+    backend_reason: str
+
+    @property
+    def platform(self) -> str:
+        return self.placement.devices[0].platform
+
+    @property
+    def num_devices(self) -> int:
+        return self.placement.size
+
+    @property
+    def attention(self) -> Backend:
+        """Returns the backend with those of its fields that are options of the engine."""
+        backend: Any = BACKENDS[self.backend]
+        given = [one.name for one in fields(backend) if one.name in ABOUT]
+        return replace(backend, **{name: getattr(self.options, name) for name in given})
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """Says for people how the cache is stored: "int8", or "int8, layers 0, 3 in bfloat16"."""
+        return describe_codecs(self.spec, self.codecs)
+
+    @property
+    def low_codecs(self) -> Codecs | None:
+        """Returns the codecs of the pages that the policy demotes; None if it demotes none."""
+        policy = get_policy(self.limits.kv_policy)
+        if policy is None or policy.low is None:
+            return None
+        # None of those that pages are demoted to has another form elsewhere.
+        return tuple(
+            get_codec(policy.low, platform="cpu", dtype=codec.dtype) for codec in self.codecs
+        )
+
+    @property
+    def fits_keys(self) -> bool:
+        """Says whether keys are to be fitted to being quantised (`programs.fit_keys`), in some
+        pages at least.
+        """
+        return any(codec.fits_keys for codec in self.codecs + (self.low_codecs or ()))
+
+    # --- other blueprints
+
+    def with_pages(self, num_pages: int) -> Blueprint:
+        """Returns the same engine with a pool of so many pages."""
+        return replace(self, limits=replace(self.limits, num_pages=num_pages))
+
+    def on(self, devices: Sequence[jax.Device]) -> Blueprint:
+        """Returns the same engine on other devices of the same platform."""
+        placement = place(self.spec, self.layout, devices, self.num_devices)
+        return replace(self, placement=placement)
+
+    # --- what it takes, in bytes of one device
+
+    @cached_property
+    def page_nbytes(self) -> int:
+        """Counts one page over all layers, with what a policy has beside each: part of a demoted
+        page, or the extremes of its keys.
+        """
+        limits, nbytes, low = self.limits, self._page_nbytes(self.codecs), self.low_codecs
+        if limits.read_pages:
+            wide = [group for group in self.spec.groups if group.window is None]
+            nbytes += sum(
+                len(one.layers) * 2 * one.num_kv_heads // self.num_devices * one.head_dim * 4
+                for one in wide
+            )
+        if low is None:
+            return nbytes
+        return nbytes + -(-self._page_nbytes(low) * limits.low_row_pages // limits.row_pages)
+
+    def _page_nbytes(self, codecs: Codecs) -> int:
+        """Counts one page over all layers, stored in these codecs."""
+        nbytes = 0
+        for group, heads, codec in zip(self.spec.groups, self._heads, codecs, strict=True):
+            arrays = self.attention.page_arrays(heads, self.limits.block_size, codec)
+            of_layer = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+            nbytes += len(group.layers) * of_layer
+        return nbytes
+
+    @property
+    def token_nbytes(self) -> int:
+        """Counts one token of the KV cache, on all devices together."""
+        nbytes = self._page_nbytes(self.codecs)
+        return nbytes * self.num_devices // self.limits.block_size
+
+    def sequence_nbytes(self, context: int) -> int:
+        """Counts the KV cache of so many tokens, or of what its policy leaves, on all devices
+        together.
+        """
+        row = self.limits.row_pages * self.limits.block_size
+        if not row or context <= row:
+            return context * self.token_nbytes
+        return self.limits.row_pages * self.page_nbytes * self.num_devices
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Counts the weights; a head that may be tied is."""
+        top = {name: leaf for name, leaf in self.layout.top.items() if leaf.same_as is None}
+        total = 0
+        for leaves, count in ((top, 1), (self.layout.layer, self.spec.num_layers)):
+            for name, leaf in leaves.items():
+                shape = leaf.info.shape
+                is_divided = TENSOR in self.placement.weight(name, len(shape))
+                nbytes = count * math.prod(shape) * jnp.dtype(self.dtype).itemsize
+                total += nbytes // (self.num_devices if is_divided else 1)
+        return total
+
+    # --- what is built from it
+
+    def budget(self, memory: Memory, weights: Weights) -> Budget:
+        """Returns the pages that the pool gets and why; see `plan_pool`. `weights` may be
+        shapes.
+        """
+        return plan_pool(
+            self.limits,
+            self.page_nbytes,
+            memory,
+            memory_bytes=self.options.kv_cache_memory_bytes,
+            pages_override=self.options.num_gpu_blocks_override,
+            programs_for=lambda limits, num_pages: replace(self, limits=limits).programs(
+                weights, num_pages
+            ),
+        )
+
+    def programs(self, weights: Weights, num_pages: int | None = None) -> Programs:
+        """Returns the programs of this engine, not compiled. `weights` may be shapes.
+
+        num_pages: pages of the pool, by default those of the limits, which bound the length of
+        rows all the same.
+        """
+        sized = self if num_pages is None else self.with_pages(num_pages)
+        return Programs(
+            weights,
+            sized.abstract_kv(),
+            spec=self.spec,
+            config=self.limits,
+            backend=self.attention,
+            placement=self.placement,
+        )
+
+    def abstract_weights(self) -> Weights:
+        """Returns the shapes of the loaded weights on their devices, which may be those of a
+        topology.
+        """
+        spec, placement = self.spec, self.placement
+        weights = weight_shapes(spec, self.layout, dtype=self.dtype, placement=placement)
+        if not self.fits_keys:
+            return weights
+        # The leaf that `programs.fit_keys` adds.
+        shape = (spec.num_layers, spec.groups[0].num_kv_heads * 2 * spec.groups[0].head_dim)
+        parts = placement.weight("k_affine", len(shape))
+        return with_layer_leaf(weights, "k_affine", placement.abstract(shape, jnp.float32, parts))
+
+    def empty_kv(self) -> PagedKV:
+        """Returns the engine's zeroed KV state as the backend keeps it, on its devices.
+
+        Raises: ValueError if the pool has more heads x pages than int32 can count.
+        """
+        for group in self.spec.groups:
+            count = len(group.layers) * self.limits.num_pages * 2 * group.num_kv_heads
+            if count >= 2**31:
+                raise ValueError(
+                    f"num_gpu_blocks_override: expected layers x pages x 2 KV heads < 2**31, got "
+                    f"{count}"
+                )
+        return self._groups(self.placement)
+
+    def abstract_kv(self) -> PagedKV:
+        """Returns the shapes of `empty_kv` on devices that may be those of a topology. Allocates
+        nothing.
+        """
+        kv = jax.eval_shape(partial(self._groups, None))
+        return jax.tree.map(
+            lambda x, parts: self.placement.abstract(x.shape, x.dtype, parts),
+            kv,
+            self.placement.kv(kv),
+        )
+
+    @property
+    def _heads(self) -> tuple[Heads, ...]:
+        return heads_of(self.spec, num_devices=self.num_devices)
+
+    def _groups(self, placement: Placement | None) -> PagedKV:
+        """placement: where they are allocated; without one the default device, whatever they are
+        divided over.
+        """
+        limits, num_devices = self.limits, self.num_devices
+
+        def where(parts: PartitionSpec) -> jax.sharding.Sharding | None:
+            return None if placement is None else placement.sharding(parts)
+
+        def empty(group: KVGroup, heads: Heads, codec: Codec, num_pages: int) -> GroupKV:
+            arrays = self.attention.page_arrays(heads, limits.block_size, codec)
+            of_all = (
+                jax.ShapeDtypeStruct((x.shape[0] * num_devices, *x.shape[1:]), x.dtype)
+                for x in arrays
+            )
+            made = empty_group(
+                num_layers=len(group.layers),
+                num_pages=num_pages,
+                page_arrays=tuple(of_all),
+                codec=codec,
+                device=where(PAGES),
+            )
+            if not limits.read_pages or group.window is not None:
+                return made
+            return choosing(
+                made,
+                group.num_kv_heads,
+                group.head_dim,
+                num_read=limits.read_pages,
+                device=where(EXTREMES),
+            )
+
+        groups = list(zip(self.spec.groups, self._heads, strict=True))
+        made = [
+            empty(*pair, codec, limits.num_pages)
+            for pair, codec in zip(groups, self.codecs, strict=True)
+        ]
+        if (low := self.low_codecs) is not None:
+            of_low = (
+                empty(*pair, codec, limits.num_low_pages)
+                for pair, codec in zip(groups, low, strict=True)
+            )
+            made = [replace(group, low=of) for group, of in zip(made, of_low, strict=True)]
+        return PagedKV(groups=tuple(made))
+
+
+def make_blueprint(
+    options: EngineOptions,
+    spec: ModelSpec,
+    layout: Layout,
+    devices: Sequence[jax.Device],
+    *,
+    stored_dtype: str | None = None,
+) -> Blueprint:
+    """Derives all that an engine is built from.
+
+    devices: the first `tensor_parallel_size` of them are used. stored_dtype: what "auto" takes for
+    the dtype of weights that have been converted.
+    Raises: ValueError for an option that this model or platform has no room for,
+    NotImplementedError for a backend or policy that cannot do what was asked for.
+    """
+    skipped = options.kv_cache_dtype_skip_layers
+    spec = spec.apart(exact_layers(spec, skipped))
+    placement = place(spec, layout, devices, options.tensor_parallel_size)
+    platform = placement.devices[0].platform
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = stored_dtype or auto_dtype(platform)
+    codecs = group_codecs(spec, options.kv_cache_dtype, skipped, platform=platform, dtype=dtype)
+    limits = make_limits(options, spec, platform)
+    backend, reason = _choose_backend(options, spec, placement, codecs, limits)
+    everything = Blueprint(
+        options=options,
+        spec=spec,
+        layout=layout,
+        dtype=dtype,
+        placement=placement,
+        codecs=codecs,
+        limits=limits,
+        backend=backend,
+        backend_reason=reason,
+    )
+    return _under_policy(everything)
+
+
+def auto_dtype(platform: str) -> str:
+    """Returns bfloat16, except on a CPU without instructions for it, where float32 is faster."""
+    if platform != "cpu":
+        return "bfloat16"
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+
+
+def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> EngineConfig:
+    """Returns the limits of an engine on a platform; the pool, one page, comes later.
+
+    Raises: ValueError for a figure out of range.
+    """
+    on_cpu, asked = platform == "cpu", options
+    limits = EngineConfig(
+        max_model_len=spec.max_len if asked.max_model_len is None else asked.max_model_len,
+        max_num_seqs=(64 if on_cpu else 256) if asked.max_num_seqs is None else asked.max_num_seqs,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        block_size=(16 if on_cpu else 64) if asked.block_size is None else asked.block_size,
+        num_pages=1,
+        decode_steps=DECODE_STEPS,
+        seed=asked.seed,
+        max_logprobs=spec.vocab_size if asked.max_logprobs == -1 else asked.max_logprobs,
+    )
+    if limits.max_model_len > spec.max_len:
+        raise ValueError(
+            f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got "
+            f"{asked.max_model_len!r}"
+        )
+    return limits
+
+
+def _choose_backend(
+    options: EngineOptions,
+    spec: ModelSpec,
+    placement: Placement,
+    codecs: Codecs,
+    limits: EngineConfig,
+) -> tuple[str, str]:
+    """Returns the backend and why it is this one."""
+    device, policy = placement.devices[0], options.kv_policy
+    needs = [
+        Needs(
+            page_size=limits.block_size,
+            num_rows=limits.max_num_seqs,
+            pages_per_row=limits.pages_per_row,
+            codec=codec,
+            platform=device.platform,
+            compute_capability=getattr(device, "compute_capability", None),
+            kv_policy=policy if asks_backend(get_policy(policy)) else None,
+        )
+        for codec in codecs
+    ]
+    heads = heads_of(spec, num_devices=placement.size)
+    return choose_backend(options.backend, heads, needs, deterministic=options.deterministic)
+
+
+def _under_policy(everything: Blueprint) -> Blueprint:
+    """Returns the blueprint with what its policy leaves of each row under a budget, in tokens.
+
+    Raises: ValueError for an unknown policy or a budget that is too small, NotImplementedError for
+    a codec of the pages that cannot be demoted from.
+    """
+    limits, codecs = everything.limits, everything.codecs
+    name, budget = everything.options.kv_policy, everything.options.kv_budget
+    policy = get_policy(name)
+    if policy is None:
+        if budget is not None:
+            raise ValueError(f"kv_budget: expected None with kv_policy {name}, got {budget!r}")
+        return everything
+    limits = replace(limits, kv_policy=name)
+    low = replace(everything, limits=limits).low_codecs
+    rotating = [codec.name for codec in codecs if not isinstance(codec, (PlainCodec, ScaledCodec))]
+    if (low is not None or policy.reads_some) and rotating:
+        raise NotImplementedError(
+            f"kv_policy {name}: expected a kv_cache_dtype without a rotation, got {rotating[0]}"
+        )
+    ratio = 1.0
+    if low is not None:
+        ratio = everything._page_nbytes(low) / everything._page_nbytes(codecs)
+        if ratio >= 1:
+            raise ValueError(
+                f"kv_policy {name}: expected a kv_cache_dtype larger than {low[0].name}, got "
+                f"{codecs[0].name}"
+            )
+    most = full_pages(policy, budget, page_size=limits.block_size)
+    if policy.reads_some:
+        return replace(everything, limits=replace(limits, read_pages=most))
+    full, demoted = min(most, limits.pages_per_row), 0
+    if low is not None and budget is not None:
+        demoted = int((budget / limits.block_size - full) / ratio)
+    return replace(everything, limits=replace(limits, row_pages=full, low_row_pages=demoted))

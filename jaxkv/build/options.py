@@ -1,0 +1,311 @@
+"""Every keyword of `LLM`, once: its default, its sentence of documentation and its check.
+
+`LLM`'s signature and documentation and the engine flags of the `jaxkv` command are made from
+`EngineOptions`, so that a new keyword is one field here and the code that reads it. Nothing here
+imports JAX: the command answers `--help` at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+ENGINES = ("generate", "batch")
+TARGETS = ("plan", "check")
+"""Commands of `jaxkv`: those that run an engine, and those that ask about chips elsewhere."""
+
+ONLY = {
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "trust_remote_code": False,
+    "quantization": None,
+    "enable_lora": False,
+}
+"""Arguments of vLLM's `LLM` that have one possible value so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """Says of one value whether it is possible, and in words what is. `is_secret`: an error names
+    the type of a value that is not, instead of the value.
+    """
+
+    expected: str
+    holds: Callable[[Any], bool]
+    is_secret: bool = False
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises ValueError naming the option unless the value is possible."""
+        if not self.holds(value):
+            got = type(value).__name__ if self.is_secret else repr(value)
+            raise ValueError(f"{name}: expected {self.expected}, got {got}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """Holds what is known of an option beside its default: its sentence, its check, the commands
+    that have a flag of its name, and other names of that flag.
+    """
+
+    doc: str
+    check: Check | None
+    commands: tuple[str, ...]
+    aliases: tuple[str, ...]
+
+
+def option(
+    default: T,
+    doc: str,
+    *,
+    check: Check | None = None,
+    commands: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+) -> T:
+    """Returns a dataclass field of `EngineOptions`."""
+    about = About(doc=doc, check=check, commands=commands, aliases=aliases)
+    return field(default=default, metadata={"about": about})
+
+
+def one_of(*values: str) -> Check:
+    """Returns the check of an option that has a few possible values."""
+    return Check(expected=f"one of {', '.join(values)}", holds=lambda value: value in values)
+
+
+IS_BOOL = Check(expected="True or False", holds=lambda value: isinstance(value, bool))
+IS_SECRET = Check(
+    expected="bytes or None", holds=lambda value: isinstance(value, bytes | None), is_secret=True
+)
+IS_PART = Check(
+    expected="a number in (0, 1]",
+    holds=lambda value: isinstance(value, (int, float)) and 0 < value <= 1,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Holds what a caller of `LLM` asked for, each value checked as far as it can be without the
+    model: what depends on model or device is checked where a `Blueprint` is made.
+
+    Raises: ValueError naming the option for a value that is never possible.
+    """
+
+    model: str | os.PathLike[str] | None = option(
+        None,
+        "a local Hugging Face directory or a hub id (default: the small demo model that ships "
+        "with jaxkv)",
+        commands=ENGINES,
+    )
+    _: KW_ONLY
+    tokenizer: str | os.PathLike[str] | None = option(
+        None, "directory or hub id of the tokenizer, if not the model's", commands=ENGINES
+    )
+    skip_tokenizer_init: bool = option(
+        False, "work without a tokenizer: prompts and outputs are token ids"
+    )
+    revision: str | None = option(None, "branch, tag or commit of a hub id")
+    dtype: str = option(
+        "auto",
+        "auto, bfloat16 or float32; auto is bfloat16 unless this CPU has no instructions for it, "
+        "and in a directory made by `jaxkv convert` what that stores",
+        check=one_of("auto", "bfloat16", "float32"),
+        commands=ENGINES + TARGETS,
+    )
+    load_format: str = option(
+        "auto",
+        "auto, or dummy for random weights of a model whose config.json is all there is, to "
+        "measure its speed and memory",
+        check=one_of("auto", "dummy"),
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "devices that divide the model and its KV cache between them by heads",
+        commands=ENGINES + TARGETS,
+    )
+    max_model_len: int | None = option(
+        None,
+        "longest prompt and output together, in tokens (default: what the checkpoint declares)",
+        commands=ENGINES + TARGETS,
+    )
+    max_num_seqs: int | None = option(
+        None,
+        "rows that run at once (default: 64 on a CPU, 256 elsewhere)",
+        commands=("batch", *TARGETS),
+    )
+    max_num_batched_tokens: int = option(2048, "tokens per step", commands=("batch", *TARGETS))
+    block_size: int | None = option(
+        None,
+        "tokens per page, 8 to 128 (default: 16 on a CPU, 64 elsewhere)",
+        commands=ENGINES + TARGETS,
+    )
+    backend: str = option(
+        "auto",
+        "what runs attention: auto, xla, pallas_tpu or mosaic_gpu",
+        commands=ENGINES + TARGETS,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "auto (as dtype), bfloat16 or float32, or smaller (docs/kv-codecs.md): int8, fp8_e4m3, "
+        "fp8_e5m2, int4, turboquant4, turboquant3, turboquant2.5",
+        commands=ENGINES + TARGETS,
+        aliases=("--kv-dtype",),
+    )
+    kv_cache_dtype_skip_layers: Sequence[int | str] | None = option(
+        None,
+        "layers whose cache stays in dtype all the same, by number (-1 is the last), or "
+        '"sliding_window" for all that have one',
+        commands=ENGINES + TARGETS,
+    )
+    kv_policy: str = option(
+        "full",
+        "what stays of a request's cache when it takes more than kv_budget "
+        "(docs/kv-policies.md): full (everything), streaming, page_norm, h2o_page, snapkv_page, "
+        'entropy; "streaming:int8" first demotes to int8; with quest everything stays, and the '
+        "budget is what a new token reads",
+        commands=ENGINES + TARGETS,
+    )
+    kv_budget: int | None = option(
+        None,
+        "tokens whose bytes kv_policy leaves a request",
+        commands=ENGINES + TARGETS,
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        "size of the cache in bytes (default: what max_num_seqs rows of max_model_len take, "
+        "within gpu_memory_utilization)",
+    )
+    num_gpu_blocks_override: int | None = option(
+        None,
+        "size of the cache in pages, instead of as many as fit",
+        commands=("check",),
+        aliases=("--pages",),
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "part of the device's memory that is used (on a CPU of the available memory, and at most "
+        "a quarter of it for the cache)",
+        check=IS_PART,
+        commands=TARGETS,
+    )
+    enable_prefix_caching: bool = option(
+        True,
+        "full pages of prompts and outputs stay in the cache until their room is needed, and "
+        "requests that begin with the same tokens take them over",
+        check=IS_BOOL,
+    )
+    prefix_cache_secret: bytes | None = option(
+        None,
+        "what the keys of cached pages are derived from, by default random for each engine",
+        check=IS_SECRET,
+    )
+    seed: int = option(0, "seed of requests that bring none")
+    max_logprobs: int = option(
+        20,
+        "the most that a request may ask for; steps have room for as many per token (-1: the "
+        "vocabulary)",
+    )
+    deterministic: bool = option(
+        False,
+        "on a CPU, the same tokens and logprobs to the last bit, however a prompt was cut, cached "
+        "or preempted (default: whatever runs beside it; what it costs is in "
+        "docs/architecture.md)",
+    )
+    lazy_compile: bool = option(False, "compile each step on first use instead of all at once")
+
+    def __post_init__(self) -> None:
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ValueError(
+                f"tokenizer: expected None with skip_tokenizer_init=True, got {self.tokenizer!r}"
+            )
+        for name, about in ABOUT.items():
+            if about.check is not None:
+                about.check(name, getattr(self, name))
+
+
+ABOUT: dict[str, About] = {one.name: one.metadata["about"] for one in fields(EngineOptions)}
+DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(EngineOptions)}
+
+
+def check_others(given: Mapping[str, Any]) -> None:
+    """Raises ValueError naming the arguments of `LLM` that are unknown or have another value than
+    `ONLY`.
+    """
+    if unknown := sorted(given.keys() - ONLY.keys()):
+        raise ValueError(f"LLM: unknown or not yet supported: {', '.join(unknown)}")
+    for name, value in given.items():
+        if value != ONLY[name] or type(value) is not type(ONLY[name]):
+            raise ValueError(
+                f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}"
+            )
+
+
+def takes(
+    options: Callable[P, EngineOptions],
+) -> Callable[[Callable[[S, EngineOptions], None]], Callable[Concatenate[S, P], None]]:
+    """Makes an `__init__` that is written for `EngineOptions` take their keywords, for type
+    checkers and `inspect.signature` too; it takes the names in `ONLY` as well.
+    """
+    ours = inspect.signature(options).parameters.values()
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD, annotation="Any")
+
+    def decorate(init: Callable[[S, EngineOptions], None]) -> Callable[Concatenate[S, P], None]:
+        @wraps(init)
+        def from_keywords(self: S, *args: P.args, **keywords: P.kwargs) -> None:
+            check_others({name: keywords.pop(name) for name in keywords.keys() - ABOUT.keys()})
+            init(self, options(*args, **keywords))
+
+        signature = inspect.Signature([this, *ours, others], return_annotation="None")
+        setattr(from_keywords, "__signature__", signature)  # noqa: B010
+        return from_keywords
+
+    return decorate
+
+
+def describe_options(indent: str) -> str:
+    """Returns a line for each option, as the documentation of `LLM` has them."""
+    lines = (
+        textwrap.fill(
+            f"{name}: {about.doc}.",
+            width=100,
+            initial_indent=indent,
+            subsequent_indent=indent + "    ",
+            break_on_hyphens=False,
+        )
+        for name, about in ABOUT.items()
+    )
+    return "\n".join(lines).lstrip()
+
+
+def flags(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """Returns, by option, the names and the settings that `argparse` takes for each flag of a
+    command. A flag that is not given is left out of what is parsed: defaults are `EngineOptions`'.
+    """
+    hints = get_type_hints(EngineOptions)
+    found = {}
+    for name, about in ABOUT.items():
+        if command in about.commands:
+            names = [f"--{name.replace('_', '-')}", *about.aliases]
+            found[name] = (names, flag_settings(hints[name], about.doc, DEFAULTS[name]))
+    return found
+
+
+def flag_settings(hint: Any, doc: str, default: Any) -> dict[str, Any]:
+    """Returns what `argparse` takes for an option of this type."""
+    kinds = set(get_args(hint)) or {hint}
+    settings: dict[str, Any] = {"help": doc if default is None else f"{doc} (default: {default})"}
+    if any(get_origin(kind) is Sequence for kind in kinds):
+        return settings | {"nargs": "+", "metavar": "L"}
+    if bool in kinds:
+        return settings | {"action": argparse.BooleanOptionalAction}
+    number = next((kind for kind in (int, float) if kind in kinds), None)
+    return settings if number is None else settings | {"type": number, "metavar": "N"}
