@@ -19,7 +19,7 @@ from jaxkv.engine.pages import freed_nbytes, is_computed, move_pages, observe, p
 from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.holding.retention import Kept
+from jaxkv.holding.hold import Kept
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.decoder import Weights
 from jaxkv.ops.attention import Batch
@@ -141,7 +141,7 @@ class Engine:
                 if not self._watching.isdisjoint(self._flying + self.scheduler.running):
                     got, self._flight = self._read(self._flight), None
                 self._watching &= self._requests
-            if self.scheduler.trim.rows and self.scheduler.trim.needs_statistics:
+            if self.scheduler.needs_results:
                 got, self._flight = got + self._read(self._flight), None
             plan, before = self.scheduler.plan(self._page_norms), self._flight
             if plan is None:
@@ -197,12 +197,12 @@ class Engine:
                     count,
                     labels={"outcome": outcome},
                 )
-                for outcome, count in scheduler.trim.outcomes.items()
+                for outcome, count in scheduler.eviction.outcomes.items()
             ),
             Counter(
                 "kv_policy_bytes_freed",
                 "Bytes of pages that policies gave back.",
-                freed_nbytes(self.kv, scheduler.trim.outcomes),
+                freed_nbytes(self.kv, scheduler.eviction.outcomes),
             ),
             Counter("programs_compiled", "Programs compiled.", programs.num_compiled),
             Counter("compile_seconds", "Time that took.", programs.compile_s),
@@ -245,8 +245,8 @@ class Engine:
         size = fit_bucket(self.programs.token_buckets, num_tokens)
         num_rows = self.programs.num_step_rows(size)
         program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
-        len_B = self._rows.lengths(requests, num_rows)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, len_B)
+        position_B = self._rows.positions(requests, num_rows)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
         self.kv, newest, sampled, scores = program(self.weights, kv, newest, batch, sampling)
         self._newest_R = newest.token_R
         self._recorder.step(num_tokens, size)
@@ -257,9 +257,10 @@ class Engine:
 
     def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
         num_rows = fit_bucket(self.programs.row_buckets, len(requests))
-        program, len_B = self.programs.loop(num_rows), self._rows.lengths(requests, num_rows)
-        rows = self._rows.decode_rows(plan.work, len_B)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, len_B)
+        program = self.programs.loop(num_rows)
+        position_B = self._rows.positions(requests, num_rows)
+        rows = self._rows.decode_rows(plan.work, position_B)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
         self.kv, newest, _, sampled = program(
             self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps)
         )
@@ -271,7 +272,7 @@ class Engine:
         """What policies will want of the step that was just launched."""
         found = tuple(group.statistics for group in self.kv.groups if group.statistics is not None)
         return (
-            {"kept": tuple(request.kept for request in requests), "statistics": found}
+            {"kept": tuple(request.hold.kept for request in requests), "statistics": found}
             if found
             else {}
         )
@@ -362,7 +363,7 @@ class Engine:
             np.array(out.best_logprob_BK[0, row, best]),
         )
         request.num_tokens = len(request.tokens)  # what was sampled is none of its tokens
-        if not search_on(search, request.beams, self.scheduler.allocator, self.scheduler.trim.low):
+        if not search_on(search, request.beams):
             return
         for beam in request.beams:
             self._recorder.generated([(beam, 1)], now)

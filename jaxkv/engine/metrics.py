@@ -113,9 +113,7 @@ class Recorder:
         # A page that is being filled is never shared, so what is allocated and not held is each
         # request's own.
         allocated = allocator.num_used * allocator.page_size
-        free = [
-            len(request.pages) * allocator.page_size - request.num_stored for request in running
-        ]
+        free = [request.hold.room_len - request.hold.num_stored for request in running]
         self.allocated_slots += allocated
         self.held_slots += allocated - sum(free)
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from jaxkv.engine.plan import Pairs
 from jaxkv.engine.rows import RowTables
-from jaxkv.holding.retention import Kept
+from jaxkv.holding.hold import Kept, Pairs
 from jaxkv.kv.state import GroupKV, PagedKV, Statistics
 from jaxkv.programs.compiled import DEMOTED_AT_ONCE, Programs
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxkv.holding.hold import Pairs
 from jaxkv.requests.request import Request
-
-Pairs = tuple[tuple[int, int], ...]
-"""(source, target) pages."""
 
 
 @dataclass(frozen=True, slots=True)

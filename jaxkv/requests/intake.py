@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxkv.build.model import Model
 from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, is_int
+from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.holding.retention import Retention, check_served, full_pages, protecting
 from jaxkv.kv.policies import get_policy
@@ -154,7 +155,8 @@ class Intake:
         submission = self._submission(prompt, of_beam, 0, number, width)
         first = submission.samples[0]
         length = min(first.prompt_len + params.max_tokens, config.max_model_len)
-        held = length if first.retention is None else min(length, first.retention.limit)
+        retention = first.hold.retention
+        held = length if retention is None else min(length, retention.limit)
         needed = width * -(-held // config.block_size)
         if needed > config.num_pages:
             raise ValueError(
@@ -211,10 +213,9 @@ class Intake:
                 bad_words=bad_words,
                 logprobs=None if params.logprobs is None else [],
                 prompt_logprobs=None if params.prompt_logprobs is None or sample else [None],
-                chain=PageChain(root),
+                hold=Hold(PageChain(root), len(tokens), retention),
                 sample=sample,
                 priority=priority,
-                retention=retention,
             )
             for sample in range(num_samples)
         )

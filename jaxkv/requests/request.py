@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxkv.config import SamplingParams
-from jaxkv.holding.allocator import KVHandle
-from jaxkv.holding.prefix import PageChain
-from jaxkv.holding.retention import NEVER, Kept, Retention
+from jaxkv.holding.hold import Hold
 from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.requests.text import TextStream
@@ -18,29 +16,19 @@ from jaxkv.requests.text import TextStream
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sample of a prompt: tokens so far (int32), what of them is in the KV state, and the text
-    of the new ones.
+    """One sample of a prompt: tokens so far (int32), what its sequence holds of the KV state (its
+    `hold`), and the text of the new tokens.
 
-    `pages` and `num_stored` are its `handle` in a form that grows in place, as every row's does in
-    every loop.
-
-    `chain` names its full pages for the prefix cache, in which the first `num_published` of its
-    pages are listed, and more of them once it has `publish_len` tokens (0: at once); `is_listed` is
-    False where they are not to be. `max_len` bounds prompt and output together, `limit` is the
+    `max_len` bounds prompt and output together, `limit` is the
     finish_reason there. `stop_ids` end it: the caller's, and unless ignore_eos the model's own, of
     which `eos_id` is the one that needs no stop_reason; else it is `ignored_eos`, which comes only
-    after min_tokens too. `row` is its place in the row tables while it runs, which have
-    the first `num_bound` of its pages: whoever changes one of these sets it back.
+    after min_tokens too. `row` is its place in the row tables while it runs.
     `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the prompt.
     `arrived_s` is `times.arrival_time` on the monotonic clock, `last_token_s` is on that one too.
 
     `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read
     yet. Plans count on
-    those, as if the request would not end before: `num_stored` counts what those steps store.
-
-    Under a `retention` it holds its last tokens and what a policy has left of those before:
-    `num_gone` tokens are not in its pages any more, the policy is asked when `evict_len` are
-    stored, and `kept` is what it holds while it runs.
+    those, as if the request would not end before: its hold counts what those steps store.
 
     A beam's next token comes from its `search`, once that knows the candidates (tokens,
     log-probabilities) of all its
@@ -57,17 +45,14 @@ class Request:
     stop_ids: frozenset[int]
     eos_id: int | None
     text: TextStream | None
-    chain: PageChain
+    hold: Hold
     sample: int = 0
     priority: int = 0
     ignored_eos: int | None = None
     limit: str = "length"
     arrival: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
-    pages: list[int] = field(default_factory=list)
-    num_stored: int = 0
     row: int | None = None
-    num_bound: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cumulative_logprob: float = 0.0
@@ -75,9 +60,6 @@ class Request:
     stop_reason: int | str | None = None
     num_given: int = 0
     is_given: bool = False
-    num_published: int = 0
-    publish_len: int = 0
-    is_listed: bool = True
     num_cached: int = 0
     num_preemptions: int = 0
     times: RequestMetrics = field(default_factory=RequestMetrics)
@@ -86,10 +68,6 @@ class Request:
     search: BeamSearch | None = None
     beams: tuple[Request, ...] = field(default=(), repr=False)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
-    retention: Retention | None = None
-    kept: Kept | None = None
-    num_gone: int = 0
-    evict_len: int = NEVER
     num_tokens: int = field(init=False)
     needs_host: bool = field(init=False)
     """Whether what may come next is made on the host from the token before it, so that no loop may
@@ -114,23 +92,9 @@ class Request:
         self.is_plain = self.text is None and not self.looks_at_each
 
     @property
-    def handle(self) -> KVHandle:
-        """Its hold on the KV state."""
-        return KVHandle(tuple(self.pages), self.num_stored - self.num_gone)
-
-    @handle.setter
-    def handle(self, handle: KVHandle) -> None:
-        self.pages, self.num_stored = list(handle.pages), handle.length + self.num_gone
-
-    @property
     def order(self) -> tuple[int, int]:
         """Who comes first."""
         return self.priority, self.arrival
-
-    @property
-    def most_cached(self) -> int:
-        """Its first tokens that may come out of the prefix cache."""
-        return NEVER if self.retention is None else self.retention.cached_len
 
     @property
     def reads_cache(self) -> bool:
@@ -152,19 +116,26 @@ class Request:
         """Tokens that are in the KV state and have been read. The newest one read may be an end
         that is not stored.
         """
-        return min(self.num_stored, len(self.tokens) - 1)
+        return min(self.hold.num_stored, len(self.tokens) - 1)
 
     @property
     def num_pending(self) -> int:
         """Tokens that are not in the KV state yet: 1 when decoding, more during prefill, 0 of a
         beam that waits.
         """
-        return self.num_tokens - self.num_stored
+        return self.num_tokens - self.hold.num_stored
 
     @property
     def num_ready(self) -> int:
         """Pending tokens before the policy is asked again."""
-        return min(self.num_tokens, self.evict_len) - self.num_stored
+        return min(self.num_tokens, self.hold.evict_len) - self.hold.num_stored
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its policy is to be asked; not where only its last token is to come, which is
+        never stored.
+        """
+        return self.hold.is_due and self.hold.num_stored < self.max_len - 1
 
     @property
     def num_left(self) -> int:

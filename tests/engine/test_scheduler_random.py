@@ -18,6 +18,7 @@ from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.beams import search_on
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
 from jaxkv.holding.allocator import KVHandle
+from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain
 from jaxkv.holding.retention import Retention
 from jaxkv.kv.policies import Held, Room, keep_best
@@ -57,7 +58,7 @@ def is_end(state: int, seed: int) -> bool:
 def alone(request: Request) -> list[int]:
     """The tokens of a request that nobody disturbs."""
     tokens = request.tokens[: request.prompt_len].tolist()
-    state = states_of(request.chain.root, tokens)[-1]
+    state = states_of(request.hold.chain.root, tokens)[-1]
     while True:
         tokens.append(sampled(state, request.seed))
         if len(tokens) == request.max_len or is_end(state, request.seed):
@@ -85,7 +86,7 @@ def found(search: BeamSearch) -> list[list[int]]:
 def alone_beams(first: Request) -> list[list[int]]:
     """What a search finds that nobody disturbs."""
     search = new_search(len(first.beams), first.num_left)
-    states = [states_of(first.chain.root, first.tokens)[-1]] * search.width
+    states = [states_of(first.hold.chain.root, first.tokens)[-1]] * search.width
     while not search.is_over:
         tokens, logprobs = zip(*(candidates(state, first.seed) for state in states), strict=True)
         chosen = search.advance(np.stack(tokens), np.stack(logprobs))
@@ -207,10 +208,9 @@ class Traffic:
                 stop_ids=frozenset(),
                 eos_id=None,
                 text=None,
-                chain=PageChain(root),
+                hold=Hold(PageChain(root), len(prompt), retention),
                 sample=sample,
                 priority=priority,
-                retention=retention,
             )
             for sample in range(width)
         ]
@@ -276,14 +276,16 @@ class Traffic:
 
     def work_of(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
         if isinstance(plan, LoopPlan):
-            lengths = [request.handle.length for request in plan.requests]
+            lengths = [request.hold.handle().length for request in plan.requests]
             assert lengths == sorted(lengths), "rows of like length are neighbours"
             assert 1 <= plan.num_steps <= self.config.decode_steps
             assert set(plan.requests) == {
                 request for request in self.scheduler.running if request.num_pending
             }
             assert plan.num_steps == 1 or not any(request.search for request in plan.requests)
-            rooms = [min(one.num_left, one.evict_len - one.num_stored) for one in plan.requests]
+            rooms = [
+                min(one.num_left, one.hold.evict_len - one.hold.num_stored) for one in plan.requests
+            ]
             assert plan.work == list(
                 zip(plan.requests, [min(plan.num_steps, room) for room in rooms], strict=True)
             )
@@ -302,7 +304,7 @@ class Traffic:
         """What the device does with the plan, in order: store, look at everything before, sample,
         rest after an end.
         """
-        starts = [(request, request.handle, count) for request, count in work]
+        starts = [(request, request.hold.handle(), count) for request, count in work]
         for (request, coming), (planned, handle, count) in zip(
             self.scheduler.launched(plan), starts, strict=True
         ):
@@ -312,14 +314,16 @@ class Traffic:
             state = self.advance(request, handle, count)
             self.flight.append(Part(request, coming, self.sequences[request].tokens[known:], state))
         for request in self.scheduler.running:
-            self.check_sees_itself(request, request.handle)  # nobody wrote over it
+            self.check_sees_itself(request, request.hold.handle())  # nobody wrote over it
 
     def bind(self, request: Request, handle: KVHandle) -> None:
         """As the row tables do: only the pages that they do not have yet."""
         before = self.tables.get(request.row, ())
-        self.tables[request.row] = before[: request.num_bound] + handle.pages[request.num_bound :]
+        new = (request.hold.room_len - request.hold.bound_len) // self.config.block_size
+        first = max(0, len(handle.pages) - new)
+        self.tables[request.row] = before[:first] + handle.pages[first:]
         assert self.tables[request.row] == handle.pages
-        request.num_bound = len(handle.pages)
+        request.hold.bound_len = request.hold.room_len
 
     def advance(self, request: Request, handle: KVHandle, count: int) -> int | None:
         """The last state that it stores."""
@@ -333,7 +337,10 @@ class Traffic:
                 )
                 continue
             state = self.store(request, handle, at)
-            if at + request.num_gone + 1 == len(sequence.tokens) and request.search is None:
+            if (
+                at + request.hold.parts[0].num_gone + 1 == len(sequence.tokens)
+                and request.search is None
+            ):
                 sequence.tokens.append(sampled(state, request.seed))
                 sequence.has_ended = is_end(state, request.seed)
         return state
@@ -344,9 +351,9 @@ class Traffic:
         before = (
             self.slots[handle.pages[(at - 1) // size]][(at - 1) % size]
             if at
-            else hash(request.chain.root)
+            else hash(request.hold.chain.root)
         )
-        state = after(before, sequence.tokens[at + request.num_gone])
+        state = after(before, sequence.tokens[at + request.hold.parts[0].num_gone])
         self.slots[handle.pages[at // size]][at % size] = state
         if (at + 1) % size == 0 and at + 1 < request.prompt_len:
             self.computed[state] += 1
@@ -377,9 +384,7 @@ class Traffic:
     def read_candidates(self, request: Request, state: int) -> None:
         request.candidates = candidates(state, request.seed)
         request.num_tokens = len(request.tokens)
-        if search_on(
-            request.search, request.beams, self.scheduler.allocator, self.scheduler.trim.low
-        ):
+        if search_on(request.search, request.beams):
             for beam in request.beams:
                 self.sequences[beam] = Sequence(list(beam.tokens))
                 beam.finish_reason = "stop" if request.search.is_over else None
@@ -388,11 +393,11 @@ class Traffic:
         assert (
             found(request.search) if request.search else request.tokens.tolist()
         ) == self.expected.pop(request)
-        fresh = PageChain(request.chain.root)
+        fresh = PageChain(request.hold.chain.root)
         assert [
             fresh.page(i, request.tokens, self.config.block_size)[0]
-            for i in range(len(request.chain.keys))
-        ] == (request.chain.keys)
+            for i in range(len(request.hold.chain.keys))
+        ] == (request.hold.chain.keys)
         del self.sequences[request]
         self.finished.append(request)
         self.scheduler.remove(request)
@@ -417,21 +422,18 @@ class Traffic:
             return
         sequence, size = self.sequences[request], self.config.block_size
         length, states = (
-            min(handle.length + request.num_gone, len(sequence.tokens) - 1),
+            min(handle.length + request.hold.parts[0].num_gone, len(sequence.tokens) - 1),
             sequence.states,
         )
         while len(states) < length:
             states.append(
                 after(
-                    states[-1] if states else hash(request.chain.root), sequence.tokens[len(states)]
+                    states[-1] if states else hash(request.hold.chain.root),
+                    sequence.tokens[len(states)],
                 )
             )
-        kept = request.kept
-        firsts = (
-            range(0, length, size)
-            if kept is None
-            else kept.firsts(len(handle.pages), request.num_gone, size)
-        )
+        kept, (part,) = request.hold.kept, request.hold.parts
+        firsts = part.firsts(len(handle.pages))
         for first, page in zip(firsts, handle.pages, strict=False):
             own = states[first : min(length, first + size)]
             assert self.slots[page][: len(own)] == own
@@ -483,9 +485,9 @@ def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(config, sea
     """
     traffic = Traffic(config, seed=6, searches=searches, budgets=0.6)
     check(traffic, num_steps=1500)
-    trim = traffic.scheduler.trim
-    assert (trim.low.num_used, trim.rows, dict(trim.undone)) == (0, set(), {})
-    assert trim.outcomes["dropped"] > 100
+    one = traffic.scheduler
+    assert (one.allocators.low.num_used, one.bounded, one.eviction.undone) == (0, set(), {})
+    assert one.eviction.outcomes["dropped"] > 100
     assert bool(traffic.num_demoted) is bool(config.low_row_pages)
 
 
