@@ -38,7 +38,6 @@ from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.config import DECODE_STEPS, EngineConfig, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.plan import LoopPlan, StepPlan
-from jaxkv.holding.eviction import Norms
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, empty_group
 from jaxkv.models.families import read_config, read_family
@@ -280,8 +279,8 @@ def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
     engine = Engine({}, kv, programs, config, make_kv=lambda: kv, decode_token=None)
     plan = engine.scheduler.plan
 
-    def planned(norms: Norms | None = None) -> LoopPlan | StepPlan | None:
-        clock.plan = plan(norms)
+    def planned() -> LoopPlan | StepPlan | None:
+        clock.plan = plan()
         clock.planned = time.perf_counter()
         return clock.plan
 

@@ -32,21 +32,40 @@ from jaxkv.requests.request import Request, Submission
 
 
 @dataclass(frozen=True, slots=True)
+class Observed:
+    """Holds what policies want of a step that is on its way.
+
+    `statistics` of each KV group are for what the step's rows had in `kept` when it was launched;
+    `norms` were measured behind the step for one hold each.
+    """
+
+    kept: tuple[Kept | None, ...]
+    statistics: tuple[Statistics, ...]
+    norms: list[tuple[Kept, tuple[jax.Array, jax.Array]]]
+
+    def note(self) -> None:
+        """Waits for it, and gives every hold its part."""
+        for statistics in self.statistics:
+            observe(self.kept, statistics)
+        for kept, (keys_W, values_W) in self.norms:
+            kept.norms = np.asarray(keys_W), np.asarray(values_W)
+
+
+@dataclass(frozen=True, slots=True)
 class Flight:
     """A step or loop on its way: its requests, each with the tokens that come to it, and what the
     device will return.
 
-    `batch` and `scores` are those of a step. `statistics` of each KV group are for what the rows in
-    `kept` held when it was launched. A request that has ended meanwhile takes nothing from it.
+    `batch` and `scores` are those of a step. A request that has ended meanwhile takes nothing from
+    it.
     """
 
     rows: list[tuple[Request, int]]
     sampled: Sampled
     num_padded_rows: int
+    observed: Observed | None
     batch: Batch | None = None
     scores: Scores | None = None
-    kept: tuple[Kept | None, ...] = ()
-    statistics: tuple[Statistics, ...] = ()
 
 
 class Engine:
@@ -143,7 +162,7 @@ class Engine:
                 self._watching &= self._requests
             if self.scheduler.needs_results:
                 got, self._flight = got + self._read(self._flight), None
-            plan, before = self.scheduler.plan(self._page_norms), self._flight
+            plan, before = self.scheduler.plan(), self._flight
             if plan is None:
                 self._flight = None
             else:
@@ -237,9 +256,6 @@ class Engine:
     def _move_pages(self, copies: Pairs, demotions: Pairs) -> None:
         self.kv = move_pages(self.programs, self.kv, self._rows, copies=copies, demotions=demotions)
 
-    def _page_norms(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        return page_norms(self.programs, self._rows.without_rows(self.kv, 1), pages)
-
     def _launch_step(self, plan: StepPlan, requests: list[Request]) -> Flight:
         num_tokens = sum(count for _, count in plan.work)
         size = fit_bucket(self.programs.token_buckets, num_tokens)
@@ -253,7 +269,7 @@ class Engine:
         rows = self.scheduler.launched(plan)
         # What a chunk fills is held, what a loop may fill is not yet.
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
-        return Flight(rows, sampled, num_rows, batch, scores, **self._observed(requests))
+        return Flight(rows, sampled, num_rows, self._observed(plan, requests), batch, scores)
 
     def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
         num_rows = fit_bucket(self.programs.row_buckets, len(requests))
@@ -266,23 +282,28 @@ class Engine:
         )
         self._newest_R = newest.token_R
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
-        return Flight(self.scheduler.launched(plan), sampled, num_rows, **self._observed(requests))
+        coming = self.scheduler.launched(plan)
+        return Flight(coming, sampled, num_rows, self._observed(plan, requests))
 
-    def _observed(self, requests: list[Request]) -> dict[str, Any]:
-        """What policies will want of the step that was just launched."""
+    def _observed(self, plan: StepPlan | LoopPlan, requests: list[Request]) -> Observed | None:
+        """Takes along what policies will want of the step that was just launched, and launches
+        behind it what measures pages.
+        """
         found = tuple(group.statistics for group in self.kv.groups if group.statistics is not None)
-        return (
-            {"kept": tuple(request.hold.kept for request in requests), "statistics": found}
-            if found
-            else {}
-        )
+        norms = [
+            (kept, page_norms(self.programs, self._rows.without_rows(self.kv, 1), pages))
+            for kept, pages in plan.measures
+        ]
+        if not found and not norms:
+            return None
+        return Observed(tuple(request.hold.kept for request in requests), found, norms)
 
     def _read(self, flight: Flight | None) -> list[Request]:
         """Waits for what the device returns and gives every request its part."""
         if flight is None:
             return []
-        for statistics in flight.statistics:
-            observe(flight.kept, statistics)
+        if flight.observed is not None:
+            flight.observed.note()
         token_Bn = np.atleast_2d(flight.sampled.token_B).T.copy()
         # A row that rests does so from then on.
         num_B = np.count_nonzero(token_Bn != NO_TOKEN, axis=1)

@@ -37,12 +37,11 @@ def _padded(pairs: Pairs, size: int) -> np.ndarray:
     return page_2C
 
 
-def page_norms(programs: Programs, kv: PagedKV, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """`state.page_norms` of these pages, once the device has come there."""
+def page_norms(programs: Programs, kv: PagedKV, pages: list[int]) -> tuple[jax.Array, jax.Array]:
+    """Launches `state.page_norms` of these pages; those of others follow."""
     page_W = np.zeros(programs.config.table_width, np.int32)
     page_W[: len(pages)] = pages
-    keys_W, values_W = programs.norms()(kv, page_W)
-    return np.asarray(keys_W)[: len(pages)], np.asarray(values_W)[: len(pages)]
+    return programs.norms()(kv, page_W)
 
 
 def observe(kept: tuple[Kept | None, ...], statistics: Statistics) -> None:

@@ -12,8 +12,8 @@ from jaxkv.config import EngineConfig
 from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.errors import CapacityError
 from jaxkv.holding.allocator import PageAllocator
-from jaxkv.holding.eviction import Eviction, Norms
-from jaxkv.holding.hold import Allocators, Pairs
+from jaxkv.holding.eviction import Eviction
+from jaxkv.holding.hold import Allocators, Measures, Pairs
 from jaxkv.holding.prefix import PageKey
 from jaxkv.programs.buckets import fit_bucket, token_buckets
 from jaxkv.requests.request import Request
@@ -64,9 +64,9 @@ class Scheduler:
 
     @property
     def needs_results(self) -> bool:
-        """Whether a policy is asked next that decides by what steps so far have observed."""
+        """Whether a policy is asked next that decides by what the steps so far return."""
         due = (request.hold.retention for request in self.bounded if request.is_due)
-        return any(one is not None and one.policy.observes != 0 for one in due)
+        return any(one is not None and one.needs_results for one in due)
 
     @property
     def num_waiting(self) -> int:
@@ -82,16 +82,16 @@ class Scheduler:
         self._num_added += 1
         heapq.heappush(self._waiting, (request.order, request))
 
-    def plan(self, norms: Norms | None = None) -> StepPlan | LoopPlan | None:
+    def plan(self) -> StepPlan | LoopPlan | None:
         """The next thing to run with its pages reserved, or None if there is nothing to do.
 
-        `norms` measures pages for the policies that want it.
+        Where it `needs_results`, what steps have returned must have been read before.
         """
         if self._copies or self.eviction.undone:
             self._drop_undone()
         self._publish_and_let_go()
         if self.bounded:
-            self._trim(norms)
+            self._trim()
         while True:
             self._admit()
             if not self.running:
@@ -238,7 +238,7 @@ class Scheduler:
         work = self._reserve_all(wanted)
         if not work:
             return None
-        return LoopPlan(self._by_length(work), num_steps, *self._before())
+        return LoopPlan(self._by_length(work), num_steps, *self._beside(work))
 
     def _by_length(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Decode rows are listed by what they hold: attention sweeps neighbouring rows together, as
@@ -246,10 +246,19 @@ class Scheduler:
         """
         return sorted(work, key=_num_held if self.bounded else _num_stored)
 
-    def _before(self) -> tuple[Pairs, Pairs]:
-        """Copies and demotions that come before the next step."""
+    def _beside(self, work: list[tuple[Request, int]]) -> tuple[Pairs, Pairs, Measures]:
+        """Copies and demotions that come before a step of this work, and what is measured behind
+        it: pages of those whose policy is asked next.
+        """
         copies = tuple(pair for pairs in self._copies.values() for pair in pairs)
-        return copies, self.eviction.demotions
+        if not self.bounded:
+            return copies, (), ()
+        asked = [
+            request.hold
+            for request, count in work
+            if request.hold.evict_len <= request.hold.num_stored + count < request.max_len - 1
+        ]
+        return copies, self.eviction.demotions, self.eviction.measures(asked)
 
     def _plan_step(self) -> StepPlan | None:
         decoding = [request for request in self.running if request.num_pending == 1]
@@ -268,7 +277,7 @@ class Scheduler:
             return None
         # A prompt's last token alone is a decode row too.
         decode = self._by_length([item for item in work if item[1] == 1])
-        return StepPlan(decode + [item for item in work if item[1] > 1], *self._before())
+        return StepPlan(decode + [item for item in work if item[1] > 1], *self._beside(work))
 
     def _step_tokens(self, num_decoding: int) -> int:
         """Most tokens of the next step: what is pending, or as many as fill the next smaller
@@ -331,13 +340,13 @@ class Scheduler:
         request.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request))
 
-    def _trim(self, norms: Norms | None) -> None:
+    def _trim(self) -> None:
         """Asks the policies of requests whose budget is reached, in order, which pages stay."""
         for request in [request for request in self.running if request.is_due]:
             self._publish(request)
             while request.is_due:  # until it is done, or preempted
                 try:
-                    self.eviction.ask(request.hold, norms)
+                    self.eviction.ask(request.hold)
                 except CapacityError:
                     self._preempt(self.running[-1])
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jaxkv.holding.allocator import KVHandle
-from jaxkv.holding.hold import Allocators, Hold, Kept, Pairs
+from jaxkv.holding.hold import Allocators, Hold, Kept, Measures, Pairs
 from jaxkv.holding.retention import Retention
 from jaxkv.kv.policies import DEMOTE, DROP, KEEP, Held, Room
-
-Norms = Callable[[list[int]], tuple[np.ndarray, np.ndarray]]
-"""Lengths of the keys and of the values of these pages, by `kv.state.page_norms`."""
 
 
 class Eviction:
@@ -49,7 +46,16 @@ class Eviction:
         """Drops the demotions of a hold that is released."""
         self._demotions.pop(hold, None)
 
-    def ask(self, hold: Hold, norms: Norms | None) -> None:
+    def measures(self, holds: list[Hold]) -> Measures:
+        """Returns what the policies of these holds, which are asked next, want measured."""
+        wanted: list[tuple[Kept, list[int]]] = []
+        for hold in holds:
+            kept, retention = hold.kept, hold.retention
+            if kept is not None and retention is not None and retention.policy.needs_norms:
+                wanted.append((kept, hold.parts[0].pages[: retention.full_pages]))
+        return tuple(wanted)
+
+    def ask(self, hold: Hold) -> None:
         """Lets go of the pages that the policy of the hold does not keep.
 
         Raises: CapacityError if there are too few pages for what is to be demoted. Demoted pages
@@ -59,16 +65,13 @@ class Eviction:
         if retention is None or kept is None:
             raise RuntimeError("expected a hold under a budget, got one without")
         num_pages, pages = retention.full_pages, hold.parts[0].pages
-        measured = None
-        if retention.policy.needs_norms:
-            if norms is None:
-                raise RuntimeError(f"kv_policy {retention.policy.name}: nobody measures its pages")
-            measured = norms(pages[:num_pages])
+        if retention.policy.needs_norms and kept.norms is None:
+            raise RuntimeError(f"kv_policy {retention.policy.name}: nobody measured its pages")
         firsts_W = hold.parts[0].firsts(num_pages)
-        decision = decide(retention, kept, firsts_W, measured)
+        decision = decide(retention, kept, firsts_W)
         while lost := [i for i in range(len(kept.low)) if i not in decision.low]:
             self._drop_low(kept, lost)
-            decision = decide(retention, kept, firsts_W, measured)
+            decision = decide(retention, kept, firsts_W)
         new = self.low.take(len(decision.demoted))
         if new:
             demoted = (pages[i] for i in decision.demoted)
@@ -104,7 +107,7 @@ def _go_on(
     mass = kept.mass[decision.full]
     kept.low = [pages_of_low[i] for i in decision.low]
     kept.low_first = [firsts_of_low[i] for i in decision.low]
-    kept.mass[:], kept.low_mass[:] = 0, 0
+    kept.mass[:], kept.low_mass[:], kept.norms = 0, 0, None
     if retention.policy.observes is None:
         kept.mass[: len(mass)] = mass
         kept.low_mass[: len(decision.low)] = masses_of_low[decision.low]
@@ -123,12 +126,7 @@ class Decision:
     low: list[int]
 
 
-def decide(
-    retention: Retention,
-    kept: Kept,
-    firsts_W: np.ndarray,
-    norms: tuple[np.ndarray, np.ndarray] | None = None,
-) -> Decision:
+def decide(retention: Retention, kept: Kept, firsts_W: np.ndarray) -> Decision:
     """Returns what the policy says of a sequence with `full_pages` full pages, whose first slots
     have these positions.
 
@@ -144,9 +142,9 @@ def decide(
     order = np.argsort(first_W)
 
     def in_order(x: np.ndarray | None) -> Any:
-        return None if x is None else np.concatenate([x, np.zeros(num_low)])[order]
+        return None if x is None else np.concatenate([x[:num_pages], np.zeros(num_low)])[order]
 
-    key_W, value_W = (None, None) if norms is None else norms
+    key_W, value_W = (None, None) if kept.norms is None else kept.norms
     held = Held(
         first_W=first_W[order],
         is_low_W=is_low_W[order],

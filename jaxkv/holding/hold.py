@@ -22,6 +22,9 @@ at the end would be felt by the step that they fall on.
 Pairs = tuple[tuple[int, int], ...]
 """(source, target) pages."""
 
+Measures = tuple[tuple["Kept", list[int]], ...]
+"""Pages to measure, and what the result is for."""
+
 
 class Allocators:
     """Owns the pages of all KV groups, and the demoted ones.
@@ -96,7 +99,8 @@ class Kept:
     """Holds what a policy has demoted of a sequence, and what it will decide by.
 
     low, low_first: demoted pages and their positions. mass, low_mass: softmax weights that the
-    pages and the demoted pages got, as wide as the page tables of a row.
+    pages and the demoted pages got, as wide as the page tables of a row. norms: lengths of the
+    keys and of the values of its first pages, where they were measured since the last decision.
     """
 
     allocator: PageAllocator
@@ -104,6 +108,7 @@ class Kept:
     low_mass: np.ndarray
     low: list[int] = field(default_factory=list)
     low_first: list[int] = field(default_factory=list)
+    norms: tuple[np.ndarray, np.ndarray] | None = None
 
     @classmethod
     def nothing(cls, allocators: Allocators) -> Kept:

@@ -54,6 +54,13 @@ class Retention:
         return max(1, self.full_pages // 4)
 
     @property
+    def needs_results(self) -> bool:
+        """Whether the policy decides by what steps have observed, or what was measured behind
+        them.
+        """
+        return self.policy.observes != 0 or self.policy.needs_norms
+
+    @property
     def cached_len(self) -> int:
         """The first tokens, which may come out of the prefix cache: nothing that the policy decides
         by is missed, and something is left to compute before it is asked.

@@ -241,7 +241,7 @@ def test_beams_share_all_full_pages_of_their_past_and_copy_only_tails_that_other
 
     plan, before = engine.scheduler.plan, []
 
-    def planned(norms: object) -> Any:
+    def planned() -> Any:
         beams = beams_of(llm)
         tails = [
             beam.hold.handle().pages[-1]
@@ -254,7 +254,7 @@ def test_beams_share_all_full_pages_of_their_past_and_copy_only_tails_that_other
             for page in beam.hold.handle().pages[: beam.hold.handle().length // PAGE]
         }
         before[:] = len(tails) - len(set(tails)), full  # the last holder writes in place
-        return plan(norms)
+        return plan()
 
     monkeypatch.setattr(engine, "_move_pages", recorded)
     monkeypatch.setattr(engine.scheduler, "plan", planned)

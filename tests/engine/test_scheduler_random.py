@@ -18,7 +18,7 @@ from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.beams import search_on
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
 from jaxkv.holding.allocator import KVHandle
-from jaxkv.holding.hold import Hold
+from jaxkv.holding.hold import Hold, Kept
 from jaxkv.holding.prefix import PageChain
 from jaxkv.holding.retention import Retention
 from jaxkv.kv.policies import Held, Room, keep_best
@@ -119,15 +119,19 @@ class Part:
 
 @dataclass(frozen=True)
 class ByLot:
-    """A policy that keeps, demotes and drops at random, as far as it may."""
+    """A policy that keeps, demotes and drops at random, as far as it may. What is measured of a
+    page is the position of its first token.
+    """
 
     name: str = "by_lot"
     observes: int | None = 0
     focused: bool = False
-    needs_norms: bool = False
+    needs_norms: bool = True
     low: str | None = "int4"
 
     def select(self, held: Held, room: Room) -> np.ndarray:
+        measured = np.stack([held.key_norm_W, held.value_norm_W])[:, ~held.is_low_W]
+        assert (measured == held.first_W[~held.is_low_W]).all()
         rng = np.random.default_rng(held.first_W.tolist())
         fewer = Room(room.full, int(rng.integers(0, room.low + 1)))
         return keep_best(rng.random(len(held.first_W)), held, fewer)
@@ -152,6 +156,7 @@ class Traffic:
     computed: Counter = field(default_factory=Counter)
     sequences: dict[Request, Sequence] = field(default_factory=dict)
     flight: list[Part] = field(default_factory=list)
+    measured: list[tuple[Kept, np.ndarray]] = field(default_factory=list)
     tables: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -160,6 +165,7 @@ class Traffic:
         self.slots: list[list[int | None]] = [
             [None] * self.config.block_size for _ in range(self.config.num_pages)
         ]
+        self.position_of = [-1] * self.config.num_pages
         self.low_slots: list[list[int | None]] = [
             [None] * self.config.block_size
         ] * self.config.num_low_pages
@@ -234,9 +240,10 @@ class Traffic:
                 self.read()
             plan = self.scheduler.plan()
             self.scheduler.check()
-            before, self.flight = self.flight, []
+            before, self.flight = (self.flight, self.measured), []
+            self.measured = []
             if plan is None:
-                assert before or not self.expected
+                assert before[0] or not self.expected
             else:
                 work = self.work_of(plan)
                 first = min(self.scheduler.running, key=lambda request: request.order)
@@ -246,11 +253,12 @@ class Traffic:
                 self.demote(plan.demotions)
                 self.copy(plan.copies)
                 self.launch(plan, work)
-            self.read(before)
+            self.read(*before)
             self.scheduler.check()
 
     def must_read(self) -> bool:
-        return any(request.needs_tokens for request in self.scheduler.running)
+        one = self.scheduler
+        return one.needs_results or any(request.needs_tokens for request in one.running)
 
     def disturb(self, arrivals: float) -> None:
         # A queue that only grew would cost more and test no more.
@@ -313,6 +321,8 @@ class Traffic:
             known = len(self.sequences[request].tokens)
             state = self.advance(request, handle, count)
             self.flight.append(Part(request, coming, self.sequences[request].tokens[known:], state))
+        for kept, pages in plan.measures:
+            self.measured.append((kept, np.array([self.position_of[page] for page in pages])))
         for request in self.scheduler.running:
             self.check_sees_itself(request, request.hold.handle())  # nobody wrote over it
 
@@ -355,14 +365,23 @@ class Traffic:
         )
         state = after(before, sequence.tokens[at + request.hold.parts[0].num_gone])
         self.slots[handle.pages[at // size]][at % size] = state
+        if at % size == 0:
+            self.position_of[handle.pages[at // size]] = at + request.hold.parts[0].num_gone
         if (at + 1) % size == 0 and at + 1 < request.prompt_len:
             self.computed[state] += 1
         return state
 
-    def read(self, flight: list[Part] | None = None) -> None:
-        """The host learns what was sampled (by default in the newest flight)."""
+    def read(
+        self,
+        flight: list[Part] | None = None,
+        measured: list[tuple[Kept, np.ndarray]] | None = None,
+    ) -> None:
+        """The host learns what was sampled and measured (by default in the newest flight)."""
         if flight is None:
             flight, self.flight = self.flight, []
+            measured, self.measured = self.measured, []
+        for kept, position_W in measured:
+            kept.norms = position_W, position_W
         for part in flight:
             request = part.request
             assert len(part.tokens) <= part.coming
@@ -413,6 +432,7 @@ class Traffic:
         """As the device does: one after the other."""
         for source, target in copies:
             self.slots[target] = list(self.slots[source])
+            self.position_of[target] = self.position_of[source]
         self.num_copies += len(copies)
         self.scheduler.copied()
 
