@@ -95,17 +95,17 @@ class Recorder:
         self.held_slots = self.allocated_slots = 0
 
     def added(self, request: Request) -> None:
-        request.times.arrival_time = time.time()
-        request.arrived_s = time.monotonic()
+        request.record.times.arrival_time = time.time()
+        request.record.arrived_s = time.monotonic()
 
     def begun(self, requests: Iterable[Request]) -> None:
         """Before a step of these requests."""
         now = time.monotonic()
-        for request in [one for one in requests if one.last_token_s is None]:
-            if request.times.time_in_queue is None:
-                request.times.time_in_queue = now - request.arrived_s
-                request.times.first_scheduled_time = (
-                    request.times.arrival_time + request.times.time_in_queue
+        for request in [one for one in requests if one.record.last_token_s is None]:
+            if request.record.times.time_in_queue is None:
+                request.record.times.time_in_queue = now - request.record.arrived_s
+                request.record.times.first_scheduled_time = (
+                    request.record.times.arrival_time + request.record.times.time_in_queue
                 )
 
     def pages(self, running: Iterable[Request], allocator: PageAllocator) -> None:
@@ -137,7 +137,7 @@ class Recorder:
         """
         since, num_gaps, num_rows = now, 0, 0
         for request, num_tokens in got:
-            before, request.last_token_s = request.last_token_s, now
+            before, request.record.last_token_s = request.record.last_token_s, now
             self.generation_tokens += num_tokens
             if before is None:
                 self._begins(request, now)
@@ -150,19 +150,19 @@ class Recorder:
         self._count_gaps(now - since, num_gaps, num_rows)
 
     def _begins(self, request: Request, now: float) -> None:
-        times = request.times
-        times.first_token_time = times.arrival_time + now - request.arrived_s
+        times = request.record.times
+        times.first_token_time = times.arrival_time + now - request.record.arrived_s
         self.prompt_tokens += request.prompt_len
-        self.ttft.add(now - request.arrived_s)
-        self.prefill.add(now - request.arrived_s - (times.time_in_queue or 0.0))
+        self.ttft.add(now - request.record.arrived_s)
+        self.prefill.add(now - request.record.arrived_s - (times.time_in_queue or 0.0))
 
     def _count_gaps(self, time_s: float, num_gaps: int, num_rows: int) -> None:
         if num_gaps:
             self.itl.add(time_s / num_gaps, num_gaps * num_rows)
 
     def ended(self, request: Request) -> None:
-        times = request.times
-        times.finished_time = times.arrival_time + time.monotonic() - request.arrived_s
+        times = request.record.times
+        times.finished_time = times.arrival_time + time.monotonic() - request.record.arrived_s
         self.finished[request.finish_reason or "abort"] += 1
         if times.first_token_time is None or request.finish_reason == "abort":
             return

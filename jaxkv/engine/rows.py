@@ -137,11 +137,13 @@ class RowTables:
         table.top_k_B[row] = params.top_k if params.top_k > 0 else np.iinfo(np.int32).max
         table.top_p_B[row] = params.top_p
         table.min_p_B[row] = params.min_p
-        table.seed_B2[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
-        table.sample_B[row] = request.sample
+        table.seed_B2[row] = request.draw.seed >> 32, request.draw.seed & 0xFFFFFFFF
+        table.sample_B[row] = request.draw.sample
         table.stop_BE[row] = NO_TOKEN
-        table.stop_BE[row, : len(request.stop_ids)] = sorted(request.stop_ids)
-        table.ignored_B[row] = NO_TOKEN if request.ignored_eos is None else request.ignored_eos
+        table.stop_BE[row, : len(request.ends.stop_ids)] = sorted(request.ends.stop_ids)
+        table.ignored_B[row] = (
+            NO_TOKEN if request.ends.ignored_eos is None else request.ends.ignored_eos
+        )
         table.logprobs_B[row] = params.logprobs is not None
         self._min_len_R[row] = request.prompt_len + params.min_tokens if params.min_tokens else 0
         self._penalises_R[row] = params.penalises
@@ -188,11 +190,11 @@ class RowTables:
         """The prompt tokens that follow those of a chunk, from the first that has no logprobs
         yet.
         """
-        if request.prompt_logprobs is None:
+        if request.output.prompt_logprobs is None:
             return
         done = request.hold.num_stored
         first, end = (
-            max(len(request.prompt_logprobs), done + 1),
+            max(len(request.output.prompt_logprobs), done + 1),
             min(request.prompt_len, done + 1 + len(target_T)),
         )
         if first < end:

@@ -200,7 +200,7 @@ class Scheduler:
             request.row = self._free_rows.pop()
             if request.hold.retention is not None:
                 self.bounded.add(request)
-            if not request.num_preemptions:
+            if not request.record.num_preemptions:
                 self.num_looked_up += request.prompt_len
             self._count_found(request, found)
             insort(self.running, request, key=_order)
@@ -337,7 +337,7 @@ class Scheduler:
         self._publish(request)
         self._release(request)
         self.num_preemptions += 1
-        request.num_preemptions += 1
+        request.record.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request))
 
     def _trim(self) -> None:
@@ -384,9 +384,9 @@ class Scheduler:
 
     def _count_found(self, request: Request, num_tokens: int) -> None:
         # Not of a preempted request: its own pages would count as hits.
-        if not request.num_preemptions:
+        if not request.record.num_preemptions:
             self.num_found += num_tokens
-            request.num_cached += num_tokens
+            request.record.num_cached += num_tokens
 
     def _expect(self, request: Request, count: int, coming: set[PageKey]) -> None:
         """Adds the pages that the next `count` tokens fill."""

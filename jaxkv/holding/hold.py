@@ -249,6 +249,10 @@ class Hold:
         Raises: CapacityError, with nothing changed, if no page is free.
         """
         copies = []
+        handles = [self.handle(group) for group in range(len(self.parts))]
+        for part, handle in zip(self.parts, handles, strict=True):
+            if part.allocator.tail_is_shared(handle) and not part.allocator.num_free:
+                raise CapacityError("no page is free for a copy of a shared one")
         for group, part in enumerate(self.parts):
             handle, copy = part.allocator.own_tail(self.handle(group))
             if copy is not None:

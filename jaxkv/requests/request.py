@@ -14,57 +14,94 @@ from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestMetrics, Re
 from jaxkv.requests.text import TextStream
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """Says which random numbers a request draws by: its seed, and which sample of a prompt it
+    is.
+    """
+
+    seed: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """Says what ends a request beside `max_len`, where its finish_reason is `at_max_len`.
+
+    stop_ids: the caller's, and unless ignore_eos the model's own, of which `eos_id` is the one that
+    needs no stop_reason; else it is `ignored_eos`, which comes only after min_tokens too.
+    """
+
+    stop_ids: frozenset[int] = frozenset()
+    eos_id: int | None = None
+    ignored_eos: int | None = None
+    at_max_len: str = "length"
+
+
+@dataclass(slots=True, kw_only=True)
+class Output:
+    """Collects what a request gives out beside its tokens, and how much its caller has got.
+
+    `prompt_logprobs` grows with the prompt. The first `num_given` tokens have been given to a
+    stream, and the end too if `is_given`.
+    """
+
+    text: TextStream | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    cumulative_logprob: float = 0.0
+    stop_reason: int | str | None = None
+    num_given: int = 0
+    is_given: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """Notes what happened to a request: when, what came out of the prefix cache, how often it gave
+    its pages back.
+
+    `arrived_s` is `times.arrival_time` on the monotonic clock, `last_token_s` is on that one too.
+    """
+
+    times: RequestMetrics = field(default_factory=RequestMetrics)
+    arrived_s: float = 0.0
+    last_token_s: float | None = None
+    num_cached: int = 0
+    num_preemptions: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sample of a prompt: tokens so far (int32), what its sequence holds of the KV state (its
-    `hold`), and the text of the new tokens.
+    """Carries one sample of a prompt through the engine: what its caller asked for and what came of
+    it, and what its sequence holds of the KV state (its `hold`).
 
-    `max_len` bounds prompt and output together, `limit` is the
-    finish_reason there. `stop_ids` end it: the caller's, and unless ignore_eos the model's own, of
-    which `eos_id` is the one that needs no stop_reason; else it is `ignored_eos`, which comes only
-    after min_tokens too. `row` is its place in the row tables while it runs.
-    `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the prompt.
-    `arrived_s` is `times.arrival_time` on the monotonic clock, `last_token_s` is on that one too.
+    `max_len` bounds prompt and output together. `bad_words` are token ids of what must not come.
+    `row` is its place in the row tables while it runs.
 
     `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read
-    yet. Plans count on
-    those, as if the request would not end before: its hold counts what those steps store.
+    yet. Plans count on those, as if the request would not end before: its hold counts what those
+    steps store.
 
     A beam's next token comes from its `search`, once that knows the candidates (tokens,
-    log-probabilities) of all its
-    `beams`, this one included: until then the last token computed is the last there is, and nothing
-    is pending.
+    log-probabilities) of all its `beams`, this one included: until then the last token computed is
+    the last there is, and nothing is pending.
     """
 
     id: str
     tokens: array[int]
     prompt_len: int
     params: SamplingParams
-    seed: int
-    max_len: int
-    stop_ids: frozenset[int]
-    eos_id: int | None
-    text: TextStream | None
     hold: Hold
-    sample: int = 0
-    priority: int = 0
-    ignored_eos: int | None = None
-    limit: str = "length"
-    arrival: int = 0
+    max_len: int
+    draw: Draw = Draw()
+    ends: Ends = Ends()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    arrival: int = 0
     row: int | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    cumulative_logprob: float = 0.0
+    output: Output = field(default_factory=Output)
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    num_given: int = 0
-    is_given: bool = False
-    num_cached: int = 0
-    num_preemptions: int = 0
-    times: RequestMetrics = field(default_factory=RequestMetrics)
-    arrived_s: float = 0.0
-    last_token_s: float | None = None
+    record: Record = field(default_factory=Record)
     search: BeamSearch | None = None
     beams: tuple[Request, ...] = field(default=(), repr=False)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
@@ -77,19 +114,23 @@ class Request:
     """Whether its new tokens are all that anybody wants of a step: no text, log-probabilities or
     beams.
     """
-    looks_at_each: bool = field(init=False)
-    """Whether each new token has to be looked at, not only the last one."""
-    needs_tokens: bool = field(init=False)
-    """Whether its part in a step is made from all tokens before it, so that those must have been
-    read.
-    """
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
         self.needs_host = any(len(word) > 1 for word in self.bad_words)
-        self.needs_tokens = self.needs_host or self.params.penalises
-        self.looks_at_each = self.logprobs is not None or bool(self.params.stop)
-        self.is_plain = self.text is None and not self.looks_at_each
+        self.is_plain = self.output.text is None and not self.looks_at_each
+
+    @property
+    def looks_at_each(self) -> bool:
+        """Whether each new token has to be looked at, not only the last one."""
+        return self.output.logprobs is not None or bool(self.params.stop)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether its part in a step is made from all tokens before it, so that those must have
+        been read.
+        """
+        return self.needs_host or self.params.penalises
 
     @property
     def order(self) -> tuple[int, int]:
@@ -99,7 +140,10 @@ class Request:
     @property
     def reads_cache(self) -> bool:
         """Log-probabilities of a prompt need its hidden states, which no page holds."""
-        return self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len
+        return (
+            self.output.prompt_logprobs is None
+            or len(self.output.prompt_logprobs) == self.prompt_len
+        )
 
     @property
     def num_new(self) -> int:
@@ -154,32 +198,35 @@ class Request:
 
     def metrics(self) -> RequestMetrics:
         """Its times, up to the newest token."""
-        if self.last_token_s is not None:
-            self.times.last_token_time = (
-                self.times.arrival_time + self.last_token_s - self.arrived_s
-            )
-        return self.times
+        record, times = self.record, self.record.times
+        if record.last_token_s is not None:
+            times.last_token_time = times.arrival_time + record.last_token_s - record.arrived_s
+        return times
 
     def completion(self) -> CompletionOutput:
         """Everything so far; until it ends without what may turn out to begin a stop string."""
-        if self.text is None:
+        text = self.output.text
+        if text is None:
             return self._completion("", 0)
-        return self._completion(self.text.text if self.finish_reason else self.text.shown, 0)
+        return self._completion(text.text if self.finish_reason else text.shown, 0)
 
     def new_completion(self) -> CompletionOutput:
         """What is new since the last call."""
-        start, self.num_given = self.num_given, self.num_new
-        return self._completion(self.text.take() if self.text else "", start)
+        output = self.output
+        start, output.num_given = output.num_given, self.num_new
+        return self._completion(output.text.take() if output.text else "", start)
 
     def _completion(self, text: str, start: int) -> CompletionOutput:
+        output = self.output
+        wants = output.logprobs is not None
         return CompletionOutput(
-            index=self.sample,
+            index=self.draw.sample,
             text=text,
             token_ids=self.tokens[self.prompt_len + start :].tolist(),
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[start:],
+            cumulative_logprob=output.cumulative_logprob if wants else None,
+            logprobs=None if output.logprobs is None else output.logprobs[start:],
             finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            stop_reason=output.stop_reason,
         )
 
 
@@ -199,9 +246,8 @@ class Submission:
 
     def output(self) -> RequestOutput:
         """Everything so far."""
-        return self._output(
-            [request.completion() for request in self.samples], self.samples[0].prompt_logprobs
-        )
+        completions = [request.completion() for request in self.samples]
+        return self._output(completions, self.samples[0].output.prompt_logprobs)
 
     def new_output(self) -> RequestOutput | None:
         """What is new since the last call, of the samples that have something new; None if there is
@@ -210,16 +256,15 @@ class Submission:
         changed = [
             r
             for r in self.samples
-            if r.num_new > r.num_given or (r.finish_reason and not r.is_given)
+            if r.num_new > r.output.num_given or (r.finish_reason and not r.output.is_given)
         ]
         if not changed:
             return None
         first = self.samples[0]
-        prompt_logprobs = (
-            first.prompt_logprobs if first in changed and not first.num_given else None
-        )
+        begins = first in changed and not first.output.num_given
+        prompt_logprobs = first.output.prompt_logprobs if begins else None
         for request in changed:
-            request.is_given = request.finish_reason is not None
+            request.output.is_given = request.finish_reason is not None
         return self._output([request.new_completion() for request in changed], prompt_logprobs)
 
     def _output(
@@ -235,6 +280,6 @@ class Submission:
             outputs=completions,
             finished=self.is_finished,
             prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=first.num_cached,
+            num_cached_tokens=first.record.num_cached,
             metrics=first.metrics(),
         )

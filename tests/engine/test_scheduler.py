@@ -24,11 +24,7 @@ def request(prompt_len: int, num_new: int, name: str = "") -> Request:
         tokens=array("i", range(prompt_len)),
         prompt_len=prompt_len,
         params=PARAMS,
-        seed=0,
         max_len=prompt_len + num_new,
-        stop_ids=frozenset(),
-        eos_id=None,
-        text=None,
         hold=Hold(PageChain(name.encode()), prompt_len),  # nobody else's pages
     )
 

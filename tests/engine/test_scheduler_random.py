@@ -24,7 +24,7 @@ from jaxkv.holding.retention import Retention
 from jaxkv.kv.policies import Held, Room, keep_best
 from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.intake import link
-from jaxkv.requests.request import Request
+from jaxkv.requests.request import Draw, Request
 from tiny import ENGINE
 
 PARAMS = SamplingParams()
@@ -60,8 +60,8 @@ def alone(request: Request) -> list[int]:
     tokens = request.tokens[: request.prompt_len].tolist()
     state = states_of(request.hold.chain.root, tokens)[-1]
     while True:
-        tokens.append(sampled(state, request.seed))
-        if len(tokens) == request.max_len or is_end(state, request.seed):
+        tokens.append(sampled(state, request.draw.seed))
+        if len(tokens) == request.max_len or is_end(state, request.draw.seed):
             return tokens
         state = after(state, tokens[-1])
 
@@ -88,7 +88,9 @@ def alone_beams(first: Request) -> list[list[int]]:
     search = new_search(len(first.beams), first.num_left)
     states = [states_of(first.hold.chain.root, first.tokens)[-1]] * search.width
     while not search.is_over:
-        tokens, logprobs = zip(*(candidates(state, first.seed) for state in states), strict=True)
+        tokens, logprobs = zip(
+            *(candidates(state, first.draw.seed) for state in states), strict=True
+        )
         chosen = search.advance(np.stack(tokens), np.stack(logprobs))
         states = [after(states[parent], token) for parent, token in chosen]
     return found(search)
@@ -209,13 +211,9 @@ class Traffic:
                 tokens=array("i", prompt),
                 prompt_len=len(prompt),
                 params=PARAMS,
-                seed=seed if is_search else seed + sample,
                 max_len=max_len,
-                stop_ids=frozenset(),
-                eos_id=None,
-                text=None,
+                draw=Draw(seed=seed if is_search else seed + sample, sample=sample),
                 hold=Hold(PageChain(root), len(prompt), retention),
-                sample=sample,
                 priority=priority,
             )
             for sample in range(width)
@@ -351,8 +349,8 @@ class Traffic:
                 at + request.hold.parts[0].num_gone + 1 == len(sequence.tokens)
                 and request.search is None
             ):
-                sequence.tokens.append(sampled(state, request.seed))
-                sequence.has_ended = is_end(state, request.seed)
+                sequence.tokens.append(sampled(state, request.draw.seed))
+                sequence.has_ended = is_end(state, request.draw.seed)
         return state
 
     def store(self, request: Request, handle: KVHandle, at: int) -> int:
@@ -401,7 +399,7 @@ class Traffic:
                     self.finish(one)
 
     def read_candidates(self, request: Request, state: int) -> None:
-        request.candidates = candidates(state, request.seed)
+        request.candidates = candidates(state, request.draw.seed)
         request.num_tokens = len(request.tokens)
         if search_on(request.search, request.beams):
             for beam in request.beams:
@@ -554,4 +552,4 @@ def test_a_page_of_a_prompt_is_computed_once_however_many_have_it():
     traffic.run(200, arrivals=1.0)
     assert len(traffic.computed) > 20
     assert set(traffic.computed.values()) == {1}
-    assert sum(request.num_cached > 0 for request in traffic.finished) > 50
+    assert sum(request.record.num_cached > 0 for request in traffic.finished) > 50
