@@ -137,7 +137,8 @@ class Recorder:
         """
         since, num_gaps, num_rows = now, 0, 0
         for request, num_tokens in got:
-            before, request.record.last_token_s = request.record.last_token_s, now
+            record = request.record
+            before, record.last_token_s = record.last_token_s, now
             self.generation_tokens += num_tokens
             if before is None:
                 self._begins(request, now)
