@@ -37,7 +37,6 @@ from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.config import DECODE_STEPS, EngineConfig, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.plan import LoopPlan, StepPlan
-from jaxkv.engine.trim import Norms
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, empty_group
 from jaxkv.models.families import read_config, read_family
@@ -232,7 +231,7 @@ class Load:
         figures.total_us.append((ended - started - clock.stub_s) * scale)
         figures.num_rows.append(len(clock.plan.work))
         figures.live_len.append(
-            float(np.mean([request.handle.length for request in clock.plan.requests]))
+            float(np.mean([request.hold.handle().length for request in clock.plan.requests]))
         )
 
 
@@ -277,8 +276,8 @@ def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
     engine = Engine({}, kv, programs, config, make_kv=lambda: kv, decode_token=None)
     plan = engine.scheduler.plan
 
-    def planned(norms: Norms | None = None) -> LoopPlan | StepPlan | None:
-        clock.plan = plan(norms)
+    def planned() -> LoopPlan | StepPlan | None:
+        clock.plan = plan()
         clock.planned = time.perf_counter()
         return clock.plan
 

@@ -126,7 +126,7 @@ class HostTime:
         from jaxkv.testing import engine_of
 
         self._engine = engine_of(llm)
-        self._step, self._read = self._engine.step, self._engine._read
+        self._step, self._read = self._engine.step, self._engine.results.read
         self.host_s, self.num_steps = 0.0, 0
 
     @property
@@ -152,11 +152,11 @@ class HostTime:
             finally:
                 self.host_s += time.perf_counter() - began
 
-        self._engine.step, self._engine._read = step, read
+        self._engine.step, self._engine.results.read = step, read
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._engine.step, self._engine._read = self._step, self._read
+        self._engine.step, self._engine.results.read = self._step, self._read
 
 
 BENCH: list[Bench] = []

@@ -109,10 +109,11 @@ class Runner:
         def watched() -> Any:
             got = step()
             for request in engine.scheduler.running:
-                if request.num_stored >= request.prompt_len - 1 > WINDOW // 2:
-                    num_low = 0 if request.kept is None else len(request.kept.low)
-                    pages = request.num_stored - request.num_gone + num_low * PAGE * ratio
-                    self.shares.append(pages / request.num_stored)
+                hold = request.hold
+                if hold.num_stored >= request.prompt_len - 1 > WINDOW // 2:
+                    num_low = 0 if hold.kept is None else len(hold.kept.low)
+                    pages = hold.handle().length + num_low * PAGE * ratio
+                    self.shares.append(pages / hold.num_stored)
             return got
 
         engine.step = watched  # type: ignore[method-assign]

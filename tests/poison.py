@@ -60,12 +60,8 @@ def poison(engine: Engine) -> None:
     allocator = engine.scheduler.allocator
     cached = [KVHandle((page,), allocator.page_size) for page in allocator._cached]
     running = engine.scheduler.running
-    kv = poison_kv(engine.kv, [request.handle for request in running] + cached)
-    kept = [
-        KVHandle(tuple(one.kept.low), len(one.kept.low) * allocator.page_size)
-        for one in running
-        if one.kept
-    ]
+    kv = poison_kv(engine.kv, [request.hold.handle() for request in running] + cached)
+    kept = [one.hold.kept.handle for one in running if one.hold.kept]
     engine.kv = replace(kv, groups=tuple(poison_low(group, kept) for group in kv.groups))
 
 

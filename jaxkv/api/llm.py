@@ -214,7 +214,8 @@ class LLM:
         Pages taken for its next tokens are listed too; what waits or needs no more steps holds none
         and is not listed.
         """
-        return {request.id: tuple(request.pages) for request in self._engine.scheduler.running}
+        running = self._engine.scheduler.running
+        return {request.id: request.hold.handle().pages for request in running}
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now

@@ -1,5 +1,5 @@
-"""Beams as requests: each has a row and a handle of its own, and takes another's sequence over by
-its page table.
+"""Beams as requests: each has a row and a hold of its own, and takes another's sequence over by a
+fork of its hold.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxkv.holding.allocator import KVHandle, PageAllocator
-from jaxkv.holding.retention import Kept
 from jaxkv.requests.beam import Beam, BeamSearch
 from jaxkv.requests.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
 from jaxkv.requests.request import Request, Submission
@@ -18,13 +16,9 @@ from jaxkv.requests.request import Request, Submission
 Decode = Callable[[Sequence[int]], str]
 
 
-def search_on(
-    search: BeamSearch, beams: tuple[Request, ...], allocator: PageAllocator, low: PageAllocator
-) -> bool:
+def search_on(search: BeamSearch, beams: tuple[Request, ...]) -> bool:
     """Gives every beam its next token, and the sequence before it, once the candidates of all are
     known.
-
-    `low`: the allocator of demoted pages.
 
     Returns whether they were. Where the search is over then, the beams stay as they are.
     """
@@ -35,44 +29,26 @@ def search_on(
     )
     chosen = search.advance(np.stack(tokens), np.stack(logprobs))
     if chosen:
-        _take_over(beams, chosen, allocator, low)
+        _take_over(beams, chosen)
     return True
 
 
-def _take_over(
-    beams: tuple[Request, ...],
-    chosen: list[tuple[int, int]],
-    allocator: PageAllocator,
-    low: PageAllocator,
-) -> None:
+def _take_over(beams: tuple[Request, ...], chosen: list[tuple[int, int]]) -> None:
     """Forks before it releases, so that a page which anyone goes on with never is free in
     between.
     """
-    parents = [
-        (beam.tokens, beam.handle, beam.chain, beam.num_published, beam.publish_len)
-        for beam in beams
+    parents = [beams[parent] for parent, _ in chosen]
+    forks = [parent.hold.fork() for parent in parents]
+    tokens = [
+        parent.tokens + array("i", [token])
+        for parent, (_, token) in zip(parents, chosen, strict=True)
     ]
-    remained = [(beam.kept, beam.num_gone, beam.evict_len) for beam in beams]
-    for beam, (parent, token) in zip(beams, chosen, strict=True):
-        tokens, handle, chain, beam.num_published, beam.publish_len = parents[parent]
-        kept, beam.num_gone, beam.evict_len = remained[parent]
-        beam.tokens = tokens + array("i", [token])
-        beam.num_tokens = len(beam.tokens)
-        beam.handle, beam.num_bound = allocator.fork(handle), 0
-        beam.chain = chain.copy()
+    for beam in beams:
+        beam.hold.release()
+    for beam, hold, known in zip(beams, forks, tokens, strict=True):
+        beam.hold, beam.tokens = hold, known
+        beam.num_tokens = len(known)
         beam.candidates = None
-        if kept is not None:
-            beam.kept = kept.copy()
-            low.fork(_demoted(kept, low))
-    for _, handle, *_ in parents:
-        allocator.release(handle)
-    for kept, *_ in remained:
-        if kept is not None:
-            low.release(_demoted(kept, low))
-
-
-def _demoted(kept: Kept, low: PageAllocator) -> KVHandle:
-    return KVHandle(tuple(kept.low), len(kept.low) * low.page_size)
 
 
 def beam_output(

@@ -1,52 +1,25 @@
-"""The engine: schedules requests, runs the compiled steps, and turns what they return into tokens
-and text.
-"""
+"""The engine: schedules requests, runs the compiled steps, and has their results read."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxkv.config import EngineConfig
-from jaxkv.engine.beams import search_on
 from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
-from jaxkv.engine.pages import freed_nbytes, is_computed, move_pages, observe, page_norms
+from jaxkv.engine.pages import freed_nbytes, is_computed, move_pages, page_norms
 from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
+from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.holding.retention import Kept
-from jaxkv.kv.state import PagedKV, Statistics
-from jaxkv.ops.attention import Batch
-from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
+from jaxkv.kv.state import PagedKV
+from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
-from jaxkv.requests.beam import BeamSearch
-from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.request import Request, Submission
 from jaxkv.weights.tree import Weights
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step or loop on its way: its requests, each with the tokens that come to it, and what the
-    device will return.
-
-    `batch` and `scores` are those of a step. `statistics` of each KV group are for what the rows in
-    `kept` held when it was launched. A request that has ended meanwhile takes nothing from it.
-    """
-
-    rows: list[tuple[Request, int]]
-    sampled: Sampled
-    num_padded_rows: int
-    batch: Batch | None = None
-    scores: Scores | None = None
-    kept: tuple[Kept | None, ...] = ()
-    statistics: tuple[Statistics, ...] = ()
 
 
 class Engine:
@@ -84,8 +57,10 @@ class Engine:
         """Requests that need all tokens before the next is sampled; some may be gone since the last
         step.
         """
-        self._decode_token = decode_token
         self._recorder = Recorder()
+        self.results = Results(
+            self.scheduler, self._requests, self._recorder, decode_token=decode_token
+        )
         self._stepping = False
         self._failed = False
         self._aborted: list[Request] = []
@@ -139,17 +114,17 @@ class Engine:
             got = []
             if self._watching:
                 if not self._watching.isdisjoint(self._flying + self.scheduler.running):
-                    got, self._flight = self._read(self._flight), None
+                    got, self._flight = self.results.read(self._flight), None
                 self._watching &= self._requests
-            if self.scheduler.trim.rows and self.scheduler.trim.needs_statistics:
-                got, self._flight = got + self._read(self._flight), None
-            plan, before = self.scheduler.plan(self._page_norms), self._flight
+            if self.scheduler.needs_results:
+                got, self._flight = got + self.results.read(self._flight), None
+            plan, before = self.scheduler.plan(), self._flight
             if plan is None:
                 self._flight = None
             else:
                 requests = plan.requests
                 self._flight = self._launch(plan, requests)
-            got += self._read(before)
+            got += self.results.read(before)
             is_done = True
             return got
         finally:
@@ -197,12 +172,12 @@ class Engine:
                     count,
                     labels={"outcome": outcome},
                 )
-                for outcome, count in scheduler.trim.outcomes.items()
+                for outcome, count in scheduler.eviction.outcomes.items()
             ),
             Counter(
                 "kv_policy_bytes_freed",
                 "Bytes of pages that policies gave back.",
-                freed_nbytes(self.kv, scheduler.trim.outcomes),
+                freed_nbytes(self.kv, scheduler.eviction.outcomes),
             ),
             Counter("programs_compiled", "Programs compiled.", programs.num_compiled),
             Counter("compile_seconds", "Time that took.", programs.compile_s),
@@ -237,224 +212,47 @@ class Engine:
     def _move_pages(self, copies: Pairs, demotions: Pairs) -> None:
         self.kv = move_pages(self.programs, self.kv, self._rows, copies=copies, demotions=demotions)
 
-    def _page_norms(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        return page_norms(self.programs, self._rows.without_rows(self.kv, 1), pages)
-
     def _launch_step(self, plan: StepPlan, requests: list[Request]) -> Flight:
         num_tokens = sum(count for _, count in plan.work)
         size = fit_bucket(self.programs.token_buckets, num_tokens)
         num_rows = self.programs.num_step_rows(size)
         program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
-        len_B = self._rows.lengths(requests, num_rows)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, len_B)
+        position_B = self._rows.positions(requests, num_rows)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
         self.kv, newest, sampled, scores = program(self.weights, kv, newest, batch, sampling)
         self._newest_R = newest.token_R
         self._recorder.step(num_tokens, size)
         rows = self.scheduler.launched(plan)
         # What a chunk fills is held, what a loop may fill is not yet.
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
-        return Flight(rows, sampled, num_rows, batch, scores, **self._observed(requests))
+        return Flight(rows, sampled, num_rows, self._observed(plan, requests), batch, scores)
 
     def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
         num_rows = fit_bucket(self.programs.row_buckets, len(requests))
-        program, len_B = self.programs.loop(num_rows), self._rows.lengths(requests, num_rows)
-        rows = self._rows.decode_rows(plan.work, len_B)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, len_B)
+        program = self.programs.loop(num_rows)
+        position_B = self._rows.positions(requests, num_rows)
+        rows = self._rows.decode_rows(plan.work, position_B)
+        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
         self.kv, newest, _, sampled = program(
             self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps)
         )
         self._newest_R = newest.token_R
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
-        return Flight(self.scheduler.launched(plan), sampled, num_rows, **self._observed(requests))
+        coming = self.scheduler.launched(plan)
+        return Flight(coming, sampled, num_rows, self._observed(plan, requests))
 
-    def _observed(self, requests: list[Request]) -> dict[str, Any]:
-        """What policies will want of the step that was just launched."""
-        found = tuple(group.statistics for group in self.kv.groups if group.statistics is not None)
-        return (
-            {"kept": tuple(request.kept for request in requests), "statistics": found}
-            if found
-            else {}
-        )
-
-    def _read(self, flight: Flight | None) -> list[Request]:
-        """Waits for what the device returns and gives every request its part."""
-        if flight is None:
-            return []
-        for statistics in flight.statistics:
-            observe(flight.kept, statistics)
-        token_Bn = np.atleast_2d(flight.sampled.token_B).T.copy()
-        # A row that rests does so from then on.
-        num_B = np.count_nonzero(token_Bn != NO_TOKEN, axis=1)
-        out = flight.sampled
-        if any(request.logprobs is not None for request, _ in flight.rows):
-            out = jax.tree.map(np.asarray, out)
-            out = out if flight.batch is None else jax.tree.map(lambda x: x[None], out)
-        if flight.batch is None:
-            self._count_loop(num_B, flight.num_padded_rows)
-        else:
-            self._take_prompt_logprobs(flight)
-        got, going_on, now = [], [], time.monotonic()
-        # Of a hundred rows hardly one needs more than its tokens added, so those stay bytes. Only
-        # the last one can be a
-        # stop token: the device draws none after it.
-        packed, width = token_Bn.tobytes(), token_Bn[0].nbytes
-        last_B = token_Bn[np.arange(len(num_B)), num_B - 1].tolist()
-        rows = zip(flight.rows, num_B.tolist(), last_B, range(0, len(packed), width), strict=False)
-        for one, num_tokens, last, start in rows:
-            request, num_coming = one
-            if not num_coming or request.finish_reason is not None:
-                continue
-            got.append(request)
-            is_whole = num_tokens == num_coming and last not in request.stop_ids
-            if is_whole and request.is_plain and len(request.tokens) + num_coming < request.max_len:
-                request.tokens.frombytes(packed[start : start + num_tokens * token_Bn.itemsize])
-                going_on.append(one)
-            else:
-                row = start // width
-                self._accept(
-                    request, token_Bn[row, :num_tokens].tolist(), num_coming, out, row, now
-                )
-        self._recorder.generated(going_on, now)
-        return got
-
-    def _count_loop(self, num_B: np.ndarray, num_padded_rows: int) -> None:
-        num_steps, possible = int(num_B.max()), self.scheduler.config.max_num_seqs
-        self._recorder.loop(int(num_B.sum()), num_steps * num_padded_rows, num_steps * possible)
-
-    def _accept(
-        self,
-        request: Request,
-        tokens: list[int],
-        num_coming: int,
-        out: Sampled,
-        row: int,
-        now: float,
-    ) -> None:
-        """Adds the row's new tokens up to the first that ends the request, and their text."""
-        if len(tokens) != num_coming and (not tokens or tokens[-1] not in request.stop_ids):
-            raise RuntimeError(
-                f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}"
-            )
-        if request.search is not None:
-            self._accept_candidates(request, request.search, out, row, now)
-            return
-        start = len(request.tokens)
-        if request.looks_at_each or tokens[-1] in request.stop_ids:
-            self._accept_one_by_one(request, tokens, out, row)
-        else:
-            request.tokens.extend(tokens)
-            if len(request.tokens) >= request.max_len:
-                request.finish_reason = request.limit
-        # Text can wait for the end of the chunk unless a stop string may end it in the middle.
-        if request.text is not None and not request.params.stop:
-            new = request.tokens[start:]
-            request.text.push(new[:-1] if self._hides(request, new[-1]) else new)
-        self._recorder.generated([(request, len(request.tokens) - start)], now)
-        if request.finish_reason is not None:
-            self._finish(request)
-
-    def _accept_candidates(
-        self, request: Request, search: BeamSearch, out: Sampled, row: int, now: float
-    ) -> None:
-        best = slice(search.num_candidates)
-        request.candidates = (
-            np.array(out.best_BK[0, row, best]),
-            np.array(out.best_logprob_BK[0, row, best]),
-        )
-        request.num_tokens = len(request.tokens)  # what was sampled is none of its tokens
-        if not search_on(search, request.beams, self.scheduler.allocator, self.scheduler.trim.low):
-            return
-        for beam in request.beams:
-            self._recorder.generated([(beam, 1)], now)
-            if search.is_over:
-                beam.finish_reason = "stop"
-                self._finish(beam)
-
-    def _accept_one_by_one(
-        self, request: Request, tokens: list[int], out: Sampled, row: int
-    ) -> None:
-        for i, token in enumerate(tokens):
-            request.tokens.append(token)
-            if request.logprobs is not None:
-                request.logprobs.append(self._logprobs(request, out, i, row, token))
-                request.cumulative_logprob += request.logprobs[-1][token].logprob
-            if self._ends(request, token):
-                return
-
-    def _ends(self, request: Request, token: int) -> bool:
-        enough = request.num_new > request.params.min_tokens
-        if token in request.stop_ids and enough:
-            request.finish_reason = "stop"
-            request.stop_reason = None if token == request.eos_id else token
-        if (
-            request.text is not None
-            and request.params.stop_strings
-            and not self._hides(request, token)
-        ):
-            found = request.text.push([token], search=enough)
-            if found is not None and request.finish_reason is None:
-                request.finish_reason, request.stop_reason = "stop", found
-        if request.finish_reason is None and request.is_full:
-            request.finish_reason = request.limit
-        return request.finish_reason is not None
-
-    def _hides(self, request: Request, token: int) -> bool:
-        """Whether this is the stop token that ended the request, whose text is given out only on
-        demand.
+    def _observed(self, plan: StepPlan | LoopPlan, requests: list[Request]) -> Observed | None:
+        """Takes along what policies will want of the step that was just launched, and launches
+        behind it what measures pages.
         """
-        ended = request.finish_reason == "stop" and token in request.stop_ids
-        return ended and not request.params.include_stop_str_in_output
-
-    def _finish(self, request: Request) -> None:
-        if request.text is not None:
-            request.text.end()
-        self._recorder.ended(request)
-        self._requests.remove(request)
-        self.scheduler.remove(request)
-
-    def _logprobs(
-        self, request: Request, out: Sampled, i: int, row: int, token: int
-    ) -> dict[int, Logprob]:
-        one = Scores(
-            out.logprob_B[i, row],
-            out.rank_B[i, row],
-            out.best_BK[i, row],
-            out.best_logprob_BK[i, row],
-        )
-        return self._entry(token, one, request.params.logprobs or 0)
-
-    def _take_prompt_logprobs(self, flight: Flight) -> None:
-        """Entries of the prompt tokens that this step has scored, in order."""
-        batch, requests = flight.batch, [request for request, _ in flight.rows]
-        if batch is None or all(request.prompt_logprobs is None for request in requests):
-            return
-        scores, targets = jax.tree.map(np.asarray, flight.scores), np.asarray(batch.target_T)
-        for request, start, count in zip(requests, batch.start_B, batch.count_B, strict=False):
-            entries = [] if request.prompt_logprobs is None else request.prompt_logprobs
-            for t in start + np.flatnonzero(targets[start : start + count] != NO_TOKEN):
-                one = Scores(
-                    scores.logprob_T[t],
-                    scores.rank_T[t],
-                    scores.best_TK[t],
-                    scores.best_logprob_TK[t],
-                )
-                entry = self._entry(int(targets[t]), one, request.params.prompt_logprobs or 0)
-                entries.append(entry)
-
-    def _entry(self, token: int, scores: Scores, count: int) -> dict[int, Logprob]:
-        """The token's own logprob first, then the `count` likeliest ones (-1: all)."""
-
-        def named(token: int, logprob: float, rank: int) -> Logprob:
-            return Logprob(logprob, rank, self._decode_token(token) if self._decode_token else None)
-
-        entry = {token: named(token, float(scores.logprob_T), int(scores.rank_T))}
-        best = slice(None if count < 0 else count)
-        others = zip(
-            scores.best_TK[best].tolist(), scores.best_logprob_TK[best].tolist(), strict=True
-        )
-        for rank, (other, logprob) in enumerate(others, start=1):
-            entry.setdefault(other, named(other, logprob, rank))
-        return entry
+        found = tuple(group.statistics for group in self.kv.groups if group.statistics is not None)
+        norms = [
+            (kept, page_norms(self.programs, self._rows.without_rows(self.kv, 1), pages))
+            for kept, pages in plan.measures
+        ]
+        if not found and not norms:
+            return None
+        return Observed(tuple(request.hold.kept for request in requests), found, norms)
 
     def _restore_lost_kv(self) -> None:
         """A new empty pool where a step that failed took the contents of the old one."""

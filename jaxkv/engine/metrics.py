@@ -95,17 +95,17 @@ class Recorder:
         self.held_slots = self.allocated_slots = 0
 
     def added(self, request: Request) -> None:
-        request.times.arrival_time = time.time()
-        request.arrived_s = time.monotonic()
+        request.record.times.arrival_time = time.time()
+        request.record.arrived_s = time.monotonic()
 
     def begun(self, requests: Iterable[Request]) -> None:
         """Before a step of these requests."""
         now = time.monotonic()
-        for request in [one for one in requests if one.last_token_s is None]:
-            if request.times.time_in_queue is None:
-                request.times.time_in_queue = now - request.arrived_s
-                request.times.first_scheduled_time = (
-                    request.times.arrival_time + request.times.time_in_queue
+        for request in [one for one in requests if one.record.last_token_s is None]:
+            if request.record.times.time_in_queue is None:
+                request.record.times.time_in_queue = now - request.record.arrived_s
+                request.record.times.first_scheduled_time = (
+                    request.record.times.arrival_time + request.record.times.time_in_queue
                 )
 
     def pages(self, running: Iterable[Request], allocator: PageAllocator) -> None:
@@ -113,9 +113,7 @@ class Recorder:
         # A page that is being filled is never shared, so what is allocated and not held is each
         # request's own.
         allocated = allocator.num_used * allocator.page_size
-        free = [
-            len(request.pages) * allocator.page_size - request.num_stored for request in running
-        ]
+        free = [request.hold.room_len - request.hold.num_stored for request in running]
         self.allocated_slots += allocated
         self.held_slots += allocated - sum(free)
 
@@ -139,7 +137,8 @@ class Recorder:
         """
         since, num_gaps, num_rows = now, 0, 0
         for request, num_tokens in got:
-            before, request.last_token_s = request.last_token_s, now
+            record = request.record
+            before, record.last_token_s = record.last_token_s, now
             self.generation_tokens += num_tokens
             if before is None:
                 self._begins(request, now)
@@ -152,19 +151,19 @@ class Recorder:
         self._count_gaps(now - since, num_gaps, num_rows)
 
     def _begins(self, request: Request, now: float) -> None:
-        times = request.times
-        times.first_token_time = times.arrival_time + now - request.arrived_s
+        times = request.record.times
+        times.first_token_time = times.arrival_time + now - request.record.arrived_s
         self.prompt_tokens += request.prompt_len
-        self.ttft.add(now - request.arrived_s)
-        self.prefill.add(now - request.arrived_s - (times.time_in_queue or 0.0))
+        self.ttft.add(now - request.record.arrived_s)
+        self.prefill.add(now - request.record.arrived_s - (times.time_in_queue or 0.0))
 
     def _count_gaps(self, time_s: float, num_gaps: int, num_rows: int) -> None:
         if num_gaps:
             self.itl.add(time_s / num_gaps, num_gaps * num_rows)
 
     def ended(self, request: Request) -> None:
-        times = request.times
-        times.finished_time = times.arrival_time + time.monotonic() - request.arrived_s
+        times = request.record.times
+        times.finished_time = times.arrival_time + time.monotonic() - request.record.arrived_s
         self.finished[request.finish_reason or "abort"] += 1
         if times.first_token_time is None or request.finish_reason == "abort":
             return

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from jaxkv.engine.plan import Pairs
 from jaxkv.engine.rows import RowTables
-from jaxkv.holding.retention import Kept
+from jaxkv.holding.hold import Kept, Pairs
 from jaxkv.kv.state import GroupKV, PagedKV, Statistics
 from jaxkv.programs.compiled import DEMOTED_AT_ONCE, Programs
 
@@ -38,12 +37,11 @@ def _padded(pairs: Pairs, size: int) -> np.ndarray:
     return page_2C
 
 
-def page_norms(programs: Programs, kv: PagedKV, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """`state.page_norms` of these pages, once the device has come there."""
+def page_norms(programs: Programs, kv: PagedKV, pages: list[int]) -> tuple[jax.Array, jax.Array]:
+    """Launches `state.page_norms` of these pages; those of others follow."""
     page_W = np.zeros(programs.config.table_width, np.int32)
     page_W[: len(pages)] = pages
-    keys_W, values_W = programs.norms()(kv, page_W)
-    return np.asarray(keys_W)[: len(pages)], np.asarray(values_W)[: len(pages)]
+    return programs.norms()(kv, page_W)
 
 
 def observe(kept: tuple[Kept | None, ...], statistics: Statistics) -> None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxkv.holding.hold import Measures, Pairs
 from jaxkv.requests.request import Request
-
-Pairs = tuple[tuple[int, int], ...]
-"""(source, target) pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One ragged step: (request, number of its pending tokens to compute), those with one token in
     this step first, shortest first. `copies` of pages, (source, target), come before it, in this
-    order, and before those `demotions`.
+    order, and before those `demotions`. `measures`: pages of which policies want to know something
+    once the step has filled them.
     """
 
     work: list[tuple[Request, int]]
     copies: Pairs = ()
     demotions: Pairs = ()
+    measures: Measures = ()
 
     @property
     def requests(self) -> list[Request]:
@@ -29,13 +29,14 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
     """Up to `num_steps` decode steps on the device: (request, tokens that it may get), shortest
-    first; their pages are reserved. `copies` and `demotions` as in `StepPlan`.
+    first; their pages are reserved. `copies`, `demotions` and `measures` as in `StepPlan`.
     """
 
     work: list[tuple[Request, int]]
     num_steps: int
     copies: Pairs = ()
     demotions: Pairs = ()
+    measures: Measures = ()
 
     @property
     def requests(self) -> list[Request]:

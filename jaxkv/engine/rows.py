@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxkv.config import MAX_INT32, EngineConfig
+from jaxkv.holding.hold import Hold
 from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
@@ -54,6 +55,7 @@ class RowTables:
         self._low_first_RW = np.zeros_like(self._low_RW)
         self._low_len_R = np.zeros(self.num_rows + 1, np.int32)
         self._since_R = np.full(self.num_rows + 1, MAX_INT32, np.int32)
+        self._num_gone_R = np.zeros(self.num_rows + 1, np.int32)
         self.vocab_size = vocab_size
         self._whole = None if placement is None else placement.sharding()
         self.max_len = config.max_len
@@ -67,14 +69,15 @@ class RowTables:
         self._owner_R: list[Request | None] = [None] * self.num_rows
 
     def bind(
-        self, kv: PagedKV, newest_R: jax.Array, requests: list[Request], len_B: np.ndarray
+        self, kv: PagedKV, newest_R: jax.Array, requests: list[Request], position_B: np.ndarray
     ) -> tuple[PagedKV, Newest, Sampling]:
-        """What a step of these running requests, so ordered and of these lengths, has of them
+        """What a step of these running requests, so ordered and at these positions, has of them
         beside their tokens.
         """
         rows = self._select(requests)
-        row_B: Any = np.full(len(len_B), self.num_rows, np.int32)
+        row_B: Any = np.full(len(position_B), self.num_rows, np.int32)
         row_B[: len(rows)] = rows
+        len_B = position_B - self._num_gone_R.take(row_B) if self._gaps_R.any() else position_B
         state = self._state(kv, row_B, len_B)
         return state, Newest(newest_R, row_B), self._sampling_for(requests, row_B)
 
@@ -91,37 +94,42 @@ class RowTables:
                 owner_R[row] = request
                 self._set_sampling(row, request)
                 self._same = None
-            if request.num_bound != len(request.pages):
-                self._set_pages(row, request)
+            hold = request.hold
+            if hold.bound_len != hold.room_len:
+                self._set_pages(row, hold)
             rows.append(row)
         return rows
 
-    def _set_pages(self, row: int, request: Request) -> None:
-        pages, first = request.pages, request.num_bound
-        if not first and (request.kept is not None or self._gaps_R[row]):
-            self._set_kept(row, request)
-        if len(pages) == first + 1:  # nearly always, and a slice costs several times as much
-            self.table_RW[row, first] = pages[first]
+    def _set_pages(self, row: int, hold: Hold) -> None:
+        pages = hold.parts[0].pages
+        if not hold.bound_len and (hold.kept is not None or self._gaps_R[row]):
+            self._set_kept(row, hold)
+        # All of them where none is known: those that have gone have no place in the table.
+        new = (hold.room_len - hold.bound_len) // self._config.block_size
+        if new == 1:  # nearly always, and a slice costs several times as much
+            self.table_RW[row, len(pages) - 1] = pages[-1]
         else:
+            first = max(0, len(pages) - new)
             self.table_RW[row, first : len(pages)] = pages[first:]
-        request.num_bound = len(pages)
+        hold.bound_len = hold.room_len
 
-    def _set_kept(self, row: int, request: Request) -> None:
-        """What a policy has left of the request, or nothing of the one that had the row before."""
-        kept, size = request.kept, self._config.block_size
+    def _set_kept(self, row: int, hold: Hold) -> None:
+        """What a policy has left of the sequence, or nothing of the one that had the row before."""
+        kept, part = hold.kept, hold.parts[0]
         self._gaps_R[row] = kept is not None
-        if kept is None or request.retention is None:
+        self._num_gone_R[row] = part.num_gone
+        if kept is None or hold.retention is None:
             self.first_RW[row], self._low_len_R[row], self._since_R[row] = (
                 self.first_W,
                 0,
                 MAX_INT32,
             )
             return
-        self.first_RW[row] = kept.firsts(len(self.first_W), request.num_gone, size)
+        self.first_RW[row] = part.firsts(len(self.first_W))
         num_low = len(kept.low)
         self._low_RW[row, :num_low], self._low_first_RW[row, :num_low] = kept.low, kept.low_first
-        self._low_len_R[row] = num_low * size
-        self._since_R[row] = request.retention.since(request.evict_len)
+        self._low_len_R[row] = num_low * self._config.block_size
+        self._since_R[row] = hold.retention.since(hold.evict_len)
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
@@ -129,11 +137,13 @@ class RowTables:
         table.top_k_B[row] = params.top_k if params.top_k > 0 else np.iinfo(np.int32).max
         table.top_p_B[row] = params.top_p
         table.min_p_B[row] = params.min_p
-        table.seed_B2[row] = request.seed >> 32, request.seed & 0xFFFFFFFF
-        table.sample_B[row] = request.sample
+        table.seed_B2[row] = request.draw.seed >> 32, request.draw.seed & 0xFFFFFFFF
+        table.sample_B[row] = request.draw.sample
         table.stop_BE[row] = NO_TOKEN
-        table.stop_BE[row, : len(request.stop_ids)] = sorted(request.stop_ids)
-        table.ignored_B[row] = NO_TOKEN if request.ignored_eos is None else request.ignored_eos
+        table.stop_BE[row, : len(request.ends.stop_ids)] = sorted(request.ends.stop_ids)
+        table.ignored_B[row] = (
+            NO_TOKEN if request.ends.ignored_eos is None else request.ends.ignored_eos
+        )
         table.logprobs_B[row] = params.logprobs is not None
         self._min_len_R[row] = request.prompt_len + params.min_tokens if params.min_tokens else 0
         self._penalises_R[row] = params.penalises
@@ -162,7 +172,7 @@ class RowTables:
         target_T: Any = batch.target_T
         start = 0
         for row, (request, count) in enumerate(work):
-            done, end = request.num_stored, start + count
+            done, end = request.hold.num_stored, start + count
             batch.token_T[start:end] = (
                 NO_TOKEN if request.num_coming else request.tokens[done : done + count]
             )
@@ -180,34 +190,32 @@ class RowTables:
         """The prompt tokens that follow those of a chunk, from the first that has no logprobs
         yet.
         """
-        if request.prompt_logprobs is None:
+        if request.output.prompt_logprobs is None:
             return
-        done = request.num_stored
+        done = request.hold.num_stored
         first, end = (
-            max(len(request.prompt_logprobs), done + 1),
+            max(len(request.output.prompt_logprobs), done + 1),
             min(request.prompt_len, done + 1 + len(target_T)),
         )
         if first < end:
             target_T[first - done - 1 : end - done - 1] = request.tokens[first:end]
 
     @staticmethod
-    def lengths(requests: list[Request], num_rows: int) -> np.ndarray:
-        """Tokens of each that are in the KV state; 0 of padding rows."""
-        len_B = np.zeros(num_rows, np.int32)
-        len_B[: len(requests)] = [request.num_stored - request.num_gone for request in requests]
-        return len_B
+    def positions(requests: list[Request], num_rows: int) -> np.ndarray:
+        """Returns the position of each one's next token; 0 of padding rows."""
+        position_B = np.zeros(num_rows, np.int32)
+        position_B[: len(requests)] = [request.hold.num_stored for request in requests]
+        return position_B
 
-    def decode_rows(self, work: list[tuple[Request, int]], len_B: np.ndarray) -> Rows:
-        """Rows of these lengths that may get so many tokens; their newest one is on the device only
-        where steps are under way.
+    def decode_rows(self, work: list[tuple[Request, int]], position_B: np.ndarray) -> Rows:
+        """Rows at these positions that may get so many tokens; their newest one is on the device
+        only where steps are under way.
         """
-        rows, count = empty_rows(len(len_B)), len(work)
+        rows, count = empty_rows(len(position_B)), len(work)
         rows.token_B[:count] = [
             r.tokens[-1] if r.num_tokens == len(r.tokens) else NO_TOKEN for r, _ in work
         ]
-        rows.position_B[:] = len_B
-        if self._gaps_R.any():
-            rows.position_B[:count] += np.array([r.num_gone for r, _ in work], np.int32)
+        rows.position_B[:] = position_B
         rows.budget_B[:count] = [num_tokens for _, num_tokens in work]
         return rows
 
@@ -265,14 +273,13 @@ class RowTables:
         has.
         """
         for request in running:
-            bound = request.pages[: request.num_bound]
-            if (
-                len(bound) < request.num_bound
-                or self.table_RW[request.row, : len(bound)].tolist() != bound
-            ):
+            hold = request.hold
+            unknown = (hold.room_len - hold.bound_len) // self._config.block_size
+            pages = hold.parts[0].pages
+            bound = pages[: max(0, len(pages) - unknown)]
+            if unknown < 0 or self.table_RW[request.row, : len(bound)].tolist() != bound:
                 raise RuntimeError(
-                    f"request {request.id}: the tables have other pages than its "
-                    f"{request.num_bound}"
+                    f"request {request.id}: the tables have other pages than its {len(bound)}"
                 )
 
     def without_rows(self, kv: PagedKV, num_rows: int) -> PagedKV:

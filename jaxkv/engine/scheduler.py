@@ -9,12 +9,12 @@ from bisect import bisect_left, insort
 from itertools import compress
 
 from jaxkv.config import EngineConfig
-from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
-from jaxkv.engine.trim import Norms, Trim
+from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.errors import CapacityError
-from jaxkv.holding.allocator import KVHandle, PageAllocator
+from jaxkv.holding.allocator import PageAllocator
+from jaxkv.holding.eviction import Eviction
+from jaxkv.holding.hold import Allocators, Measures, Pairs
 from jaxkv.holding.prefix import PageKey
-from jaxkv.holding.retention import NEVER
 from jaxkv.programs.buckets import fit_bucket, token_buckets
 from jaxkv.requests.request import Request
 
@@ -26,11 +26,6 @@ CPU).
 WATERMARK = 0.02
 """Part of the pool that admission leaves for running rows to grow into, beside one page for each of
 them.
-"""
-
-PAGES_AT_ONCE = 8
-"""Pages of an output that are listed together: one at a time costs the host half as much again, all
-at the end would be felt by the step that they fall on.
 """
 
 
@@ -49,16 +44,29 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.allocator = PageAllocator(config.num_pages, config.block_size)
-        self.trim = Trim(config)
+        self.allocators = Allocators(config)
+        self.eviction = Eviction(self.allocators)
         self.running: list[Request] = []
+        self.bounded: set[Request] = set()
+        """Running requests that have a policy."""
         self.num_preemptions = 0
         self.num_looked_up = 0
         self.num_found = 0
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_added = 0
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._copies: dict[Request, tuple[int, int]] = {}
+        self._copies: dict[Request, Pairs] = {}
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """Hands out the pages of the first KV group."""
+        return self.allocators.groups[0]
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether a policy is asked next that decides by what the steps so far return."""
+        due = (request.hold.retention for request in self.bounded if request.is_due)
+        return any(one is not None and one.needs_results for one in due)
 
     @property
     def num_waiting(self) -> int:
@@ -74,24 +82,21 @@ class Scheduler:
         self._num_added += 1
         heapq.heappush(self._waiting, (request.order, request))
 
-    def plan(self, norms: Norms | None = None) -> StepPlan | LoopPlan | None:
+    def plan(self) -> StepPlan | LoopPlan | None:
         """The next thing to run with its pages reserved, or None if there is nothing to do.
 
-        `norms` measures pages for the policies that want it.
+        Where it `needs_results`, what steps have returned must have been read before.
         """
-        for request in {
-            **self._copies,
-            **self.trim.undone,
-        }:  # an interrupt came before: these pages hold nothing
-            self._preempt(request)
+        if self._copies or self.eviction.undone:
+            self._drop_undone()
         self._publish_and_let_go()
-        if self.trim.rows:
-            self._trim(norms)
+        if self.bounded:
+            self._trim()
         while True:
             self._admit()
             if not self.running:
                 return None
-            pending = [request.num_tokens - request.num_stored for request in self.running]
+            pending = [request.num_tokens - request.hold.num_stored for request in self.running]
             most = max(pending)
             if not most:
                 raise RuntimeError(
@@ -110,7 +115,16 @@ class Scheduler:
     def copied(self) -> None:
         """The demotions and copies of the last plan are made."""
         self._copies.clear()
-        self.trim.done()
+        self.eviction.done()
+
+    def _drop_undone(self) -> None:
+        """Preempts requests whose copies or demotions an interrupt kept from being made: these
+        pages hold nothing.
+        """
+        undone = self.eviction.undone
+        for request in list(self.running):
+            if request in self._copies or request.hold in undone:
+                self._preempt(request)
 
     def launched(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
         """Counts what the plan stores and samples as done from now on, before anybody has read it.
@@ -119,12 +133,12 @@ class Scheduler:
         """
         if isinstance(plan, LoopPlan):
             for request, count in plan.work:
-                request.num_stored += count
+                request.hold.num_stored += count
                 request.num_tokens += count
             return plan.work
         rows = []
         for request, count in plan.work:
-            request.handle = self.allocator.advance(request.handle, request.handle.length + count)
+            request.hold.advance(count)
             coming = int(request.num_pending == 0)
             request.num_tokens += coming
             rows.append((request, coming))
@@ -146,7 +160,9 @@ class Scheduler:
         The device works in order: what takes their place is written after their last step.
         """
         due = [
-            r for r in self.running if len(r.tokens) >= r.publish_len or r.num_tokens == r.max_len
+            r
+            for r in self.running
+            if len(r.tokens) >= r.hold.publish_len or r.num_tokens == r.max_len
         ]
         for request in due:
             self._publish(request)
@@ -159,15 +175,10 @@ class Scheduler:
         del self.running[bisect_left(self.running, request.order, key=_order)]
         self._free_rows.append(request.row)
         self._copies.pop(request, None)
-        self.allocator.release(request.handle)
-        self.trim.end(request)
-        request.row, request.num_bound, request.handle, request.is_listed = (
-            None,
-            0,
-            KVHandle(),
-            True,
-        )
-        self._set_published(request, 0)
+        self.bounded.discard(request)
+        self.eviction.forget(request.hold)
+        request.hold.release()
+        request.row = None
 
     def _admit(self) -> None:
         if self._waiting and not self._free_rows and not self._is_ready():
@@ -179,18 +190,17 @@ class Scheduler:
             _, request = self._waiting[0]
             if request.num_coming:
                 return  # it was preempted, and all its tokens are computed anew
+            request.hold.begin(self.allocators)
             found = self._take_cached(request)
             needed = self._pages_to_come(request)
             if self._is_ready() and needed > self.allocator.num_free - owed:
-                self.allocator.release(request.handle)
-                request.handle = KVHandle()
-                self._set_published(request, 0)
+                request.hold.release()
                 return
             heapq.heappop(self._waiting)
             request.row = self._free_rows.pop()
-            self._set_published(request, request.num_published)
-            self.trim.begin(request)
-            if not request.num_preemptions:
+            if request.hold.retention is not None:
+                self.bounded.add(request)
+            if not request.record.num_preemptions:
                 self.num_looked_up += request.prompt_len
             self._count_found(request, found)
             insort(self.running, request, key=_order)
@@ -208,10 +218,9 @@ class Scheduler:
         return owed + len(self.running) + int(WATERMARK * self.config.num_pages)
 
     def _pages_to_come(self, request: Request) -> int:
-        num_held = request.num_tokens - request.num_gone
-        if request.retention is not None:
-            num_held = min(num_held, request.retention.limit)
-        return max(0, self.allocator.pages_for(num_held) - len(request.pages))
+        hold = request.hold
+        missing = min(request.num_tokens, hold.evict_len) - hold.room_len
+        return max(0, self.allocator.pages_for(missing))
 
     def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
         left = [request.max_len - request.num_tokens for request in ready]
@@ -221,21 +230,35 @@ class Scheduler:
             num_steps = 1
         pairs = zip(ready, left, strict=True)
         wanted = [(request, num if num < num_steps else num_steps) for request, num in pairs]
-        if self.trim.rows:
+        if self.bounded:
             wanted = [
-                (request, min(num, request.evict_len - request.num_stored))
+                (request, min(num, request.hold.evict_len - request.hold.num_stored))
                 for request, num in wanted
             ]
         work = self._reserve_all(wanted)
-        return (
-            LoopPlan(sorted(work, key=_length_of_work), num_steps, *self._before())
-            if work
-            else None
-        )
+        if not work:
+            return None
+        return LoopPlan(self._by_length(work), num_steps, *self._beside(work))
 
-    def _before(self) -> tuple[Pairs, Pairs]:
-        """Copies and demotions that come before the next step."""
-        return tuple(self._copies.values()), self.trim.demotions
+    def _by_length(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Decode rows are listed by what they hold: attention sweeps neighbouring rows together, as
+        far as the longest one goes.
+        """
+        return sorted(work, key=_num_held if self.bounded else _num_stored)
+
+    def _beside(self, work: list[tuple[Request, int]]) -> tuple[Pairs, Pairs, Measures]:
+        """Copies and demotions that come before a step of this work, and what is measured behind
+        it: pages of those whose policy is asked next.
+        """
+        copies = tuple(pair for pairs in self._copies.values() for pair in pairs)
+        if not self.bounded:
+            return copies, (), ()
+        asked = [
+            request.hold
+            for request, count in work
+            if request.hold.evict_len <= request.hold.num_stored + count < request.max_len - 1
+        ]
+        return copies, self.eviction.demotions, self.eviction.measures(asked)
 
     def _plan_step(self) -> StepPlan | None:
         decoding = [request for request in self.running if request.num_pending == 1]
@@ -253,8 +276,8 @@ class Scheduler:
         if not work:
             return None
         # A prompt's last token alone is a decode row too.
-        decode = sorted((item for item in work if item[1] == 1), key=_length_of_work)
-        return StepPlan(decode + [item for item in work if item[1] > 1], *self._before())
+        decode = self._by_length([item for item in work if item[1] == 1])
+        return StepPlan(decode + [item for item in work if item[1] > 1], *self._beside(work))
 
     def _step_tokens(self, num_decoding: int) -> int:
         """Most tokens of the next step: what is pending, or as many as fill the next smaller
@@ -276,38 +299,36 @@ class Scheduler:
         work is left: where no pages are free, the last running ones give theirs back, maybe some of
         these.
         """
-        size, short, is_search = self.config.block_size, [], False
-        for request, count in work:
-            missing = request.num_stored - request.num_gone + count - len(request.pages) * size
-            if missing > 0 or request.beams:
-                short.append((request, missing))
+        short, is_search = [], False
+        for item in work:
+            request, count = item
+            hold = request.hold
+            if hold.num_stored + count > hold.room_len or request.beams:
+                short.append(item)
                 is_search = is_search or bool(request.beams)
         if not is_search and self._reserve_at_once(short):
             return work
-        for request, missing in short:
-            self._reserve(request, len(request.pages) * size + missing)
+        for request, count in short:
+            self._reserve(request, request.hold.num_stored + count)
         return [item for item in work if item[0].row is not None]
 
     def _reserve_at_once(self, short: list[tuple[Request, int]]) -> bool:
-        """Whether there are pages for so many tokens more of all of these."""
-        needed = [self.allocator.pages_for(missing) for _, missing in short]
+        """Whether there are pages for so many more tokens of all of these."""
+        holds = [(request.hold, count) for request, count in short]
         try:
-            new, end = self.allocator.take(sum(needed)), 0
+            self.allocators.extend(holds)
         except CapacityError:
             return False
-        for (request, _), num_pages in zip(short, needed, strict=True):
-            start, end = end, end + num_pages
-            request.pages += new[start:end]
         return True
 
-    def _reserve(self, request: Request, num_tokens: int) -> None:
+    def _reserve(self, request: Request, length: int) -> None:
         while request.row is not None:
             try:
                 if request.beams:  # only they share the page that they write to
-                    request.handle, copy = self.allocator.own_tail(request.handle)
-                    if copy is not None:
-                        self._copies[request], request.num_bound = copy, 0
-                request.handle = self.allocator.reserve(request.handle, num_tokens)
+                    copies = request.hold.own_tail()
+                    if copies:
+                        self._copies[request] = copies
+                request.hold.extend(length)
                 return
             except CapacityError:
                 self._preempt(self.running[-1])
@@ -316,119 +337,71 @@ class Scheduler:
         self._publish(request)
         self._release(request)
         self.num_preemptions += 1
-        request.num_preemptions += 1
+        request.record.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request))
 
-    def _trim(self, norms: Norms | None) -> None:
+    def _trim(self) -> None:
         """Asks the policies of requests whose budget is reached, in order, which pages stay."""
-        for request in self.trim.due(self.running):
+        for request in [request for request in self.running if request.is_due]:
             self._publish(request)
-            while self.trim.is_due(request):  # until it is done, or preempted
+            while request.is_due:  # until it is done, or preempted
                 try:
-                    self.trim.ask(request, self.allocator, norms)
+                    self.eviction.ask(request.hold)
                 except CapacityError:
                     self._preempt(self.running[-1])
 
     def forget(self) -> None:
         """Nothing computed so far is found again, nor what running requests list later of it."""
-        self.allocator.forget()
+        self.allocators.forget()
         for request in self.running:
-            request.is_listed = False
+            request.hold.is_listed = False
 
     def start_over(self) -> None:
         """Preempts every request and forgets what was cached: the pages' contents are lost."""
         for request in list(self.running):
             self._preempt(request)
-        self.allocator.forget()
+        self.allocators.forget()
 
     # --- the prefix cache
 
     def _take_cached(self, request: Request) -> int:
-        """Extends what the request holds by the cached pages that follow; returns their tokens.
-
-        The last token is always computed: what comes after it is not in the cache.
-        """
-        if (first := self._next_page(request)) is None:
-            return 0
-        size = self.config.block_size
-        # Page after page, up to the one that has the last token.
-        end = min(len(request.tokens) - 1, request.most_cached) // size
-        keys = (self._key(request, index) for index in range(first, end))
-        request.handle, num_found = self.allocator.take_listed(request.handle, keys)
-        if num_found:
-            self._set_published(request, first + num_found)
-        return num_found * size
-
-    def _next_page(self, request: Request) -> int | None:
-        """Which page of the request could be one that is cached; None if what comes next is less
-        than a page.
-        """
-        index, rest = divmod(request.num_stored, self.config.block_size)
-        end = request.num_stored + self.config.block_size
-        whole = not rest and end < len(request.tokens) and end <= request.most_cached
-        return index if whole and request.reads_cache else None
+        """Extends what the request holds by the cached pages that follow; returns their tokens."""
+        return request.hold.take_cached(request.tokens) if request.reads_cache else 0
 
     def _publish(self, request: Request) -> None:
         """Lists the request's full pages for others."""
-        size, first = self.config.block_size, request.num_published
-        end = request.num_known // size
-        if first < end and request.is_listed and not request.num_gone:
-            keys = request.chain.pages(first, end, request.tokens, size)
-            before = request.handle
-            handle, num_listed = self.allocator.publish(before, first, keys)
-            if handle is not before:  # it has gone over to pages of others
-                request.handle, request.num_bound = handle, 0
-            self._set_published(request, first + num_listed)
-
-    def _set_published(self, request: Request, num_pages: int) -> None:
-        request.num_published, request.publish_len = (
-            num_pages,
-            self._publish_len(request, num_pages),
-        )
-
-    def _publish_len(self, request: Request, num_published: int) -> int:
-        """With how many tokens it has pages to list: those of a prompt at once, those of an output
-        together, none once
-        some have gone: what comes later is computed without them.
-        """
-        if request.num_gone:
-            return NEVER
-        size = self.config.block_size
-        return (
-            0
-            if num_published < request.prompt_len // size
-            else (num_published + PAGES_AT_ONCE) * size + 1
-        )
+        request.hold.publish(request.tokens, request.num_known)
 
     def _is_next(self, request: Request, coming: set[PageKey]) -> bool:
         """Whether to compute the request's next page now, and not take it over from another one
         after this step.
         """
         self._count_found(request, self._take_cached(request))
-        index = self._next_page(request)
-        return index is None or self._key(request, index) not in coming
+        if not request.reads_cache:
+            return True
+        index = request.hold.next_page(len(request.tokens))
+        return index is None or request.hold.key(index, request.tokens) not in coming
 
     def _count_found(self, request: Request, num_tokens: int) -> None:
         # Not of a preempted request: its own pages would count as hits.
-        if not request.num_preemptions:
+        if not request.record.num_preemptions:
             self.num_found += num_tokens
-            request.num_cached += num_tokens
+            request.record.num_cached += num_tokens
 
     def _expect(self, request: Request, count: int, coming: set[PageKey]) -> None:
         """Adds the pages that the next `count` tokens fill."""
-        if request.num_gone:
-            return
-        size = self.config.block_size
-        first, end = request.num_stored // size, (request.num_stored + count) // size
-        coming.update(self._key(request, index) for index in range(first, end))
-
-    def _key(self, request: Request, index: int) -> PageKey:
-        return request.chain.page(index, request.tokens, self.config.block_size)
+        hold, size = request.hold, self.config.block_size
+        if hold.is_whole:
+            first, end = hold.num_stored // size, (hold.num_stored + count) // size
+            coming.update(hold.key(index, request.tokens) for index in range(first, end))
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows or order do not add up."""
-        self.allocator.check(request.handle for request in self.running)
-        self.trim.check(self.running)
+        self.allocators.check([request.hold for request in self.running])
+        if self.bounded != {one for one in self.running if one.hold.retention is not None}:
+            raise RuntimeError("requests with a policy are not the running ones that have one")
+        if not self.eviction.undone.keys() <= {request.hold for request in self.bounded}:
+            raise RuntimeError("a page is to be demoted for a hold that nobody has any more")
         rows = [request.row for request in self.running] + self._free_rows
         if sorted(rows, key=str) != sorted(range(self.config.max_num_seqs), key=str):
             raise RuntimeError(
@@ -438,14 +411,7 @@ class Scheduler:
             request.order for request in self.running
         ):
             raise RuntimeError("running requests are out of order")
-        if any(
-            one.publish_len != self._publish_len(one, one.num_published) for one in self.running
-        ):
-            raise RuntimeError("a running request would list its pages too late or too early")
-        if any(
-            r.row is not None or r.num_bound or r.pages or r.kept or r.num_gone
-            for _, r in self._waiting
-        ):
+        if any(one.row is not None or not one.hold.is_empty for _, one in self._waiting):
             raise RuntimeError("a waiting request holds a row or pages")
 
 
@@ -457,8 +423,10 @@ def _order_of_work(item: tuple[Request, int]) -> tuple[int, int]:
     return item[0].order
 
 
-def _length_of_work(item: tuple[Request, int]) -> int:
-    """Decode rows are listed by length: attention sweeps neighbouring rows together, as far as the
-    longest one goes.
-    """
-    return item[0].num_stored - item[0].num_gone
+def _num_stored(item: tuple[Request, int]) -> int:
+    return item[0].hold.num_stored
+
+
+def _num_held(item: tuple[Request, int]) -> int:
+    hold = item[0].hold
+    return hold.num_stored - hold.parts[0].num_gone

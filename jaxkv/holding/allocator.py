@@ -183,7 +183,7 @@ class PageAllocator:
         new one; the last
         holder keeps it. Raises: CapacityError, with nothing changed, if no page is free.
         """
-        if not self._tail_is_shared(handle):
+        if not self.tail_is_shared(handle):
             return handle, None
         index = handle.length // self.page_size
         source, (target,) = handle.pages[index], self.reserve(KVHandle(), self.page_size).pages
@@ -192,7 +192,8 @@ class PageAllocator:
             (*handle.pages[:index], target, *handle.pages[index + 1 :]), handle.length
         ), (source, target)
 
-    def _tail_is_shared(self, handle: KVHandle) -> bool:
+    def tail_is_shared(self, handle: KVHandle) -> bool:
+        """Whether a partly filled last page has other holders too, or is listed for them."""
         index, rest = divmod(handle.length, self.page_size)
         if not rest:
             return False

@@ -42,6 +42,10 @@ class PageChain:
         self._extend(end, tokens, page_size)
         return zip(self.keys[first:end], self.packed[first:end], strict=True)
 
+    def cut(self, num_pages: int) -> None:
+        """Forgets the keys past those of the first pages: other tokens may come there."""
+        del self.keys[num_pages:], self.packed[num_pages:]
+
     def _extend(self, end: int, tokens: array[int], page_size: int) -> None:
         key = self.keys[-1] if self.keys else self.root
         for start in range(len(self.keys) * page_size, end * page_size, page_size):

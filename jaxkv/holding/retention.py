@@ -1,17 +1,15 @@
-"""What a request keeps of its cache: how many pages a budget allows, and which ones it holds once
-some have gone.
-"""
+"""How one sequence's cache is bounded, and how many pages a budget allows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jaxkv.config import EngineConfig, is_int
-from jaxkv.kv.policies import DEMOTE, DROP, KEEP, Held, Policy, Room
+from jaxkv.config import is_int
+from jaxkv.kv.policies import Policy
 
 FULL_SHARE = 0.5
 """Part of a budget that pages in full precision take where a policy demotes others."""
@@ -20,7 +18,7 @@ FEWEST_PAGES = 4
 """In full precision: the first of a sequence, a recent one, one to choose, and one that goes."""
 
 NEVER = 1 << 62
-"""A number of tokens that no request reaches."""
+"""A number of tokens that no sequence reaches."""
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -56,6 +54,13 @@ class Retention:
         return max(1, self.full_pages // 4)
 
     @property
+    def needs_results(self) -> bool:
+        """Whether the policy decides by what steps have observed, or what was measured behind
+        them.
+        """
+        return self.policy.observes != 0 or self.policy.needs_norms
+
+    @property
     def cached_len(self) -> int:
         """The first tokens, which may come out of the prefix cache: nothing that the policy decides
         by is missed, and something is left to compute before it is asked.
@@ -80,113 +85,6 @@ class Retention:
         """
         observes = self.policy.observes
         return 0 if observes is None else max(0, evict_len - observes)
-
-
-@dataclass(slots=True)
-class Kept:
-    """What a running request holds of its sequence: pages that are no longer consecutive, and
-    demoted ones.
-
-    first: positions of its first pages; those past them follow each other. low, low_first: demoted
-    pages and their
-    positions. mass, low_mass: softmax weights that the pages of both tables got, as wide as those.
-    """
-
-    mass: np.ndarray
-    low_mass: np.ndarray
-    first: list[int] = field(default_factory=list)
-    low: list[int] = field(default_factory=list)
-    low_first: list[int] = field(default_factory=list)
-
-    @classmethod
-    def whole(cls, config: EngineConfig) -> Kept:
-        """Nothing has gone."""
-        return cls(np.zeros(config.table_width), np.zeros(config.low_row_pages))
-
-    def copy(self) -> Kept:
-        """Of a sequence that may go on otherwise."""
-        lists: Any = {name: list(getattr(self, name)) for name in ("first", "low", "low_first")}
-        return replace(self, mass=self.mass.copy(), low_mass=self.low_mass.copy(), **lists)
-
-    def firsts(self, num_pages: int, num_gone: int, page_size: int) -> np.ndarray:
-        """Positions of the first slots of so many pages, where so many tokens before the last ones
-        have gone.
-        """
-        follow = num_gone + np.arange(len(self.first), num_pages) * page_size
-        return np.concatenate([np.array(self.first, np.int64), follow])
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Which pages stay, by their indices in the two tables; demoted: pages of the first that go
-    into the second. `low` has the second table in order, numbers from len(old table) on standing
-    for the demoted ones.
-    """
-
-    full: list[int]
-    demoted: list[int]
-    low: list[int]
-
-
-def decide(
-    retention: Retention,
-    kept: Kept,
-    num_gone: int,
-    norms: tuple[np.ndarray, np.ndarray] | None = None,
-) -> Decision:
-    """What the policy says of a request whose `full_pages` pages are full, and of which so many
-    tokens have gone.
-
-    Raises: RuntimeError if it breaks its word.
-    """
-    num_low, num_pages, size = len(kept.low), retention.full_pages, retention.page_size
-    first_W = np.concatenate(
-        [kept.firsts(num_pages, num_gone, size), np.array(kept.low_first, np.int64)]
-    )
-    is_low_W = np.arange(num_pages + num_low) >= num_pages
-    protected_W = np.concatenate(
-        [retention.is_protected(first_W[:num_pages]), np.zeros(num_low, bool)]
-    )
-    mass_W = np.concatenate([kept.mass[:num_pages], kept.low_mass[:num_low]])
-    order = np.argsort(first_W)
-
-    def in_order(x: np.ndarray | None) -> Any:
-        return None if x is None else np.concatenate([x, np.zeros(num_low)])[order]
-
-    key_W, value_W = (None, None) if norms is None else norms
-    held = Held(
-        first_W=first_W[order],
-        is_low_W=is_low_W[order],
-        is_protected_W=protected_W[order],
-        mass_W=mass_W[order],
-        key_norm_W=in_order(key_W),
-        value_norm_W=in_order(value_W),
-    )
-    room = Room(num_pages - retention.step, retention.low_pages)
-    chosen = np.empty(len(order), np.int8)
-    chosen[order] = retention.policy.select(held, room)
-    full = np.flatnonzero((chosen == KEEP) & ~is_low_W)
-    demoted = np.flatnonzero((chosen == DEMOTE) & ~is_low_W)
-    low = np.flatnonzero(((chosen == KEEP) & is_low_W) | ((chosen == DEMOTE) & ~is_low_W))
-    lost = np.any(chosen[protected_W] != KEEP) or np.any(chosen[is_low_W] == DEMOTE)
-    if (
-        lost
-        or len(full) > room.full
-        or len(low) > room.low
-        or not np.isin(chosen, (KEEP, DEMOTE, DROP)).all()
-    ):
-        name, given = retention.policy.name, f"{len(full)} full and {len(low)} demoted pages"
-        raise RuntimeError(
-            f"kv_policy {name}: expected protected pages and at most {room} to stay, got {given}"
-        )
-    low = low[np.argsort(first_W[low])]
-    # In the table of demoted pages: those of `full` that go there come as numbers from its length
-    # on.
-    places = [
-        int(page) - num_pages if is_low_W[page] else num_low + demoted.tolist().index(int(page))
-        for page in low
-    ]
-    return Decision(full.tolist(), demoted.tolist(), places)
 
 
 def full_pages(policy: Policy, budget: Any, *, page_size: int) -> int:

@@ -13,13 +13,14 @@ import numpy as np
 
 from jaxkv.build.model import Model
 from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, is_int
+from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.holding.retention import Retention, check_served, full_pages, protecting
 from jaxkv.kv.policies import get_policy
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.beam import BeamSearch, num_candidates
 from jaxkv.requests.masks import Word, encode_words
-from jaxkv.requests.request import Request, Submission
+from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
 
 Prompt = str | Mapping[str, Any]
@@ -154,7 +155,8 @@ class Intake:
         submission = self._submission(prompt, of_beam, 0, number, width)
         first = submission.samples[0]
         length = min(first.prompt_len + params.max_tokens, config.max_model_len)
-        held = length if first.retention is None else min(length, first.retention.limit)
+        retention = first.hold.retention
+        held = length if retention is None else min(length, retention.limit)
         needed = width * -(-held // config.block_size)
         if needed > config.num_pages:
             raise ValueError(
@@ -191,30 +193,34 @@ class Intake:
         self._check_logprobs(params)
         bad_words = self._processing(params, stop_ids | {self._model.eos_id})
         retention = self._retention(params, len(tokens))
-        max_len, limit = self._limit(len(tokens), params, retention)
+        max_len, at_max_len = self._limit(len(tokens), params, retention)
         salts = ("shared", salt) if self._share_prefixes else (str(number), salt)
         root = root_key(self._cache_root, *salts)
         num_samples = params.n if num_samples is None else num_samples
+        seed = self._seed(params, number)
+        ends = Ends(
+            stop_ids=stop_ids,
+            eos_id=None if params.ignore_eos else self._model.eos_id,
+            ignored_eos=self._model.eos_id if params.ignore_eos else None,
+            at_max_len=at_max_len,
+        )
         samples = tuple(
             Request(
                 id=str(number) if num_samples == 1 else f"{number}-{sample}",
                 tokens=array("i", tokens),
                 prompt_len=len(tokens),
                 params=params,
-                seed=self._seed(params, number),
                 max_len=max_len,
-                limit=limit,
-                stop_ids=stop_ids,
-                eos_id=None if params.ignore_eos else self._model.eos_id,
-                ignored_eos=self._model.eos_id if params.ignore_eos else None,
-                text=self._text_stream(tokens, params),
+                draw=Draw(seed=seed, sample=sample),
+                ends=ends,
+                output=Output(
+                    text=self._text_stream(tokens, params),
+                    logprobs=None if params.logprobs is None else [],
+                    prompt_logprobs=None if params.prompt_logprobs is None or sample else [None],
+                ),
                 bad_words=bad_words,
-                logprobs=None if params.logprobs is None else [],
-                prompt_logprobs=None if params.prompt_logprobs is None or sample else [None],
-                chain=PageChain(root),
-                sample=sample,
+                hold=Hold(PageChain(root), len(tokens), retention),
                 priority=priority,
-                retention=retention,
             )
             for sample in range(num_samples)
         )
@@ -447,5 +453,5 @@ def link(beams: tuple[Request, ...], search: BeamSearch) -> None:
     """Makes requests with one prompt the beams of one search."""
     for beam in beams:
         beam.search, beam.beams = search, beams
-        beam.needs_host = beam.needs_tokens = True
+        beam.needs_host = True
         beam.is_plain = False

@@ -8,88 +8,103 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxkv.config import SamplingParams
-from jaxkv.holding.allocator import KVHandle
-from jaxkv.holding.prefix import PageChain
-from jaxkv.holding.retention import NEVER, Kept, Retention
+from jaxkv.holding.hold import Hold
 from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.requests.text import TextStream
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """Says which random numbers a request draws by: its seed, and which sample of a prompt it
+    is.
+    """
+
+    seed: int = 0
+    sample: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """Says what ends a request beside `max_len`, where its finish_reason is `at_max_len`.
+
+    stop_ids: the caller's, and unless ignore_eos the model's own, of which `eos_id` is the one that
+    needs no stop_reason; else it is `ignored_eos`, which comes only after min_tokens too.
+    """
+
+    stop_ids: frozenset[int] = frozenset()
+    eos_id: int | None = None
+    ignored_eos: int | None = None
+    at_max_len: str = "length"
+
+
+@dataclass(slots=True, kw_only=True)
+class Output:
+    """Collects what a request gives out beside its tokens, and how much its caller has got.
+
+    `prompt_logprobs` grows with the prompt. The first `num_given` tokens have been given to a
+    stream, and the end too if `is_given`.
+    """
+
+    text: TextStream | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    cumulative_logprob: float = 0.0
+    stop_reason: int | str | None = None
+    num_given: int = 0
+    is_given: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """Notes what happened to a request: when, what came out of the prefix cache, how often it gave
+    its pages back.
+
+    `arrived_s` is `times.arrival_time` on the monotonic clock, `last_token_s` is on that one too.
+    """
+
+    times: RequestMetrics = field(default_factory=RequestMetrics)
+    arrived_s: float = 0.0
+    last_token_s: float | None = None
+    num_cached: int = 0
+    num_preemptions: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sample of a prompt: tokens so far (int32), what of them is in the KV state, and the text
-    of the new ones.
+    """Carries one sample of a prompt through the engine: what its caller asked for and what came of
+    it, and what its sequence holds of the KV state (its `hold`).
 
-    `pages` and `num_stored` are its `handle` in a form that grows in place, as every row's does in
-    every loop.
-
-    `chain` names its full pages for the prefix cache, in which the first `num_published` of its
-    pages are listed, and more of them once it has `publish_len` tokens (0: at once); `is_listed` is
-    False where they are not to be. `max_len` bounds prompt and output together, `limit` is the
-    finish_reason there. `stop_ids` end it: the caller's, and unless ignore_eos the model's own, of
-    which `eos_id` is the one that needs no stop_reason; else it is `ignored_eos`, which comes only
-    after min_tokens too. `row` is its place in the row tables while it runs, which have
-    the first `num_bound` of its pages: whoever changes one of these sets it back.
-    `bad_words` are token ids of what must not come. `prompt_logprobs` grows with the prompt.
-    `arrived_s` is `times.arrival_time` on the monotonic clock, `last_token_s` is on that one too.
+    `max_len` bounds prompt and output together. `bad_words` are token ids of what must not come.
+    `row` is its place in the row tables while it runs.
 
     `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read
-    yet. Plans count on
-    those, as if the request would not end before: `num_stored` counts what those steps store.
-
-    Under a `retention` it holds its last tokens and what a policy has left of those before:
-    `num_gone` tokens are not in its pages any more, the policy is asked when `evict_len` are
-    stored, and `kept` is what it holds while it runs.
+    yet. Plans count on those, as if the request would not end before: its hold counts what those
+    steps store.
 
     A beam's next token comes from its `search`, once that knows the candidates (tokens,
-    log-probabilities) of all its
-    `beams`, this one included: until then the last token computed is the last there is, and nothing
-    is pending.
+    log-probabilities) of all its `beams`, this one included: until then the last token computed is
+    the last there is, and nothing is pending.
     """
 
     id: str
     tokens: array[int]
     prompt_len: int
     params: SamplingParams
-    seed: int
+    hold: Hold
     max_len: int
-    stop_ids: frozenset[int]
-    eos_id: int | None
-    text: TextStream | None
-    chain: PageChain
-    sample: int = 0
-    priority: int = 0
-    ignored_eos: int | None = None
-    limit: str = "length"
-    arrival: int = 0
+    draw: Draw = Draw()
+    ends: Ends = Ends()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    pages: list[int] = field(default_factory=list)
-    num_stored: int = 0
+    priority: int = 0
+    arrival: int = 0
     row: int | None = None
-    num_bound: int = 0
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    cumulative_logprob: float = 0.0
+    output: Output = field(default_factory=Output)
     finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    num_given: int = 0
-    is_given: bool = False
-    num_published: int = 0
-    publish_len: int = 0
-    is_listed: bool = True
-    num_cached: int = 0
-    num_preemptions: int = 0
-    times: RequestMetrics = field(default_factory=RequestMetrics)
-    arrived_s: float = 0.0
-    last_token_s: float | None = None
+    record: Record = field(default_factory=Record)
     search: BeamSearch | None = None
     beams: tuple[Request, ...] = field(default=(), repr=False)
     candidates: tuple[np.ndarray, np.ndarray] | None = None
-    retention: Retention | None = None
-    kept: Kept | None = None
-    num_gone: int = 0
-    evict_len: int = NEVER
     num_tokens: int = field(init=False)
     needs_host: bool = field(init=False)
     """Whether what may come next is made on the host from the token before it, so that no loop may
@@ -99,28 +114,23 @@ class Request:
     """Whether its new tokens are all that anybody wants of a step: no text, log-probabilities or
     beams.
     """
-    looks_at_each: bool = field(init=False)
-    """Whether each new token has to be looked at, not only the last one."""
-    needs_tokens: bool = field(init=False)
-    """Whether its part in a step is made from all tokens before it, so that those must have been
-    read.
-    """
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
         self.needs_host = any(len(word) > 1 for word in self.bad_words)
-        self.needs_tokens = self.needs_host or self.params.penalises
-        self.looks_at_each = self.logprobs is not None or bool(self.params.stop)
-        self.is_plain = self.text is None and not self.looks_at_each
+        self.is_plain = self.output.text is None and not self.looks_at_each
 
     @property
-    def handle(self) -> KVHandle:
-        """Its hold on the KV state."""
-        return KVHandle(tuple(self.pages), self.num_stored - self.num_gone)
+    def looks_at_each(self) -> bool:
+        """Whether each new token has to be looked at, not only the last one."""
+        return self.output.logprobs is not None or bool(self.params.stop)
 
-    @handle.setter
-    def handle(self, handle: KVHandle) -> None:
-        self.pages, self.num_stored = list(handle.pages), handle.length + self.num_gone
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether its part in a step is made from all tokens before it, so that those must have
+        been read.
+        """
+        return self.needs_host or self.params.penalises
 
     @property
     def order(self) -> tuple[int, int]:
@@ -128,14 +138,12 @@ class Request:
         return self.priority, self.arrival
 
     @property
-    def most_cached(self) -> int:
-        """Its first tokens that may come out of the prefix cache."""
-        return NEVER if self.retention is None else self.retention.cached_len
-
-    @property
     def reads_cache(self) -> bool:
         """Log-probabilities of a prompt need its hidden states, which no page holds."""
-        return self.prompt_logprobs is None or len(self.prompt_logprobs) == self.prompt_len
+        return (
+            self.output.prompt_logprobs is None
+            or len(self.output.prompt_logprobs) == self.prompt_len
+        )
 
     @property
     def num_new(self) -> int:
@@ -152,19 +160,26 @@ class Request:
         """Tokens that are in the KV state and have been read. The newest one read may be an end
         that is not stored.
         """
-        return min(self.num_stored, len(self.tokens) - 1)
+        return min(self.hold.num_stored, len(self.tokens) - 1)
 
     @property
     def num_pending(self) -> int:
         """Tokens that are not in the KV state yet: 1 when decoding, more during prefill, 0 of a
         beam that waits.
         """
-        return self.num_tokens - self.num_stored
+        return self.num_tokens - self.hold.num_stored
 
     @property
     def num_ready(self) -> int:
         """Pending tokens before the policy is asked again."""
-        return min(self.num_tokens, self.evict_len) - self.num_stored
+        return min(self.num_tokens, self.hold.evict_len) - self.hold.num_stored
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its policy is to be asked; not where only its last token is to come, which is
+        never stored.
+        """
+        return self.hold.is_due and self.hold.num_stored < self.max_len - 1
 
     @property
     def num_left(self) -> int:
@@ -183,32 +198,35 @@ class Request:
 
     def metrics(self) -> RequestMetrics:
         """Its times, up to the newest token."""
-        if self.last_token_s is not None:
-            self.times.last_token_time = (
-                self.times.arrival_time + self.last_token_s - self.arrived_s
-            )
-        return self.times
+        record, times = self.record, self.record.times
+        if record.last_token_s is not None:
+            times.last_token_time = times.arrival_time + record.last_token_s - record.arrived_s
+        return times
 
     def completion(self) -> CompletionOutput:
         """Everything so far; until it ends without what may turn out to begin a stop string."""
-        if self.text is None:
+        text = self.output.text
+        if text is None:
             return self._completion("", 0)
-        return self._completion(self.text.text if self.finish_reason else self.text.shown, 0)
+        return self._completion(text.text if self.finish_reason else text.shown, 0)
 
     def new_completion(self) -> CompletionOutput:
         """What is new since the last call."""
-        start, self.num_given = self.num_given, self.num_new
-        return self._completion(self.text.take() if self.text else "", start)
+        output = self.output
+        start, output.num_given = output.num_given, self.num_new
+        return self._completion(output.text.take() if output.text else "", start)
 
     def _completion(self, text: str, start: int) -> CompletionOutput:
+        output = self.output
+        wants = output.logprobs is not None
         return CompletionOutput(
-            index=self.sample,
+            index=self.draw.sample,
             text=text,
             token_ids=self.tokens[self.prompt_len + start :].tolist(),
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[start:],
+            cumulative_logprob=output.cumulative_logprob if wants else None,
+            logprobs=None if output.logprobs is None else output.logprobs[start:],
             finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            stop_reason=output.stop_reason,
         )
 
 
@@ -228,9 +246,8 @@ class Submission:
 
     def output(self) -> RequestOutput:
         """Everything so far."""
-        return self._output(
-            [request.completion() for request in self.samples], self.samples[0].prompt_logprobs
-        )
+        completions = [request.completion() for request in self.samples]
+        return self._output(completions, self.samples[0].output.prompt_logprobs)
 
     def new_output(self) -> RequestOutput | None:
         """What is new since the last call, of the samples that have something new; None if there is
@@ -239,16 +256,15 @@ class Submission:
         changed = [
             r
             for r in self.samples
-            if r.num_new > r.num_given or (r.finish_reason and not r.is_given)
+            if r.num_new > r.output.num_given or (r.finish_reason and not r.output.is_given)
         ]
         if not changed:
             return None
         first = self.samples[0]
-        prompt_logprobs = (
-            first.prompt_logprobs if first in changed and not first.num_given else None
-        )
+        begins = first in changed and not first.output.num_given
+        prompt_logprobs = first.output.prompt_logprobs if begins else None
         for request in changed:
-            request.is_given = request.finish_reason is not None
+            request.output.is_given = request.finish_reason is not None
         return self._output([request.new_completion() for request in changed], prompt_logprobs)
 
     def _output(
@@ -264,6 +280,6 @@ class Submission:
             outputs=completions,
             finished=self.is_finished,
             prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=first.num_cached,
+            num_cached_tokens=first.record.num_cached,
             metrics=first.metrics(),
         )

@@ -260,7 +260,9 @@ def test_outputs_do_not_change_once_they_are_given_out(llm, pace):
     run(main())
     (submission,) = intake_of(llm).accept([PROMPTS[0]], [replace(GREEDY, prompt_logprobs=1)])
     output = _Live(Stream("r"), submission, None).news()
-    submission.samples[0].prompt_logprobs.append({})  # as steps do while the prompt is computed
+    submission.samples[0].output.prompt_logprobs.append(
+        {}
+    )  # as steps do while the prompt is computed
     assert output.prompt_logprobs == [None]
 
 
@@ -782,7 +784,7 @@ def test_what_a_failed_step_has_finished_before_it_failed_is_a_result(llm, sync,
         engine_of(llm),
         replace(GREEDY, max_tokens=1),
     )
-    accept, accepted = engine._accept, []
+    accept, accepted = engine.results._accept, []
 
     def accept_one(request: Any, *args: Any) -> None:
         if accepted:
@@ -796,7 +798,7 @@ def test_what_a_failed_step_has_finished_before_it_failed_is_a_result(llm, sync,
         tasks = [asyncio.create_task(last(llm.generate(PROMPTS[i], params))) for i in range(3)]
         await asyncio.sleep(0)
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_accept", accept_one)
+            patch.setattr(engine.results, "_accept", accept_one)
             gate.set()
             return await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -241,16 +241,20 @@ def test_beams_share_all_full_pages_of_their_past_and_copy_only_tails_that_other
 
     plan, before = engine.scheduler.plan, []
 
-    def planned(norms: object) -> Any:
+    def planned() -> Any:
         beams = beams_of(llm)
         tails = [
-            beam.handle.pages[-1]
+            beam.hold.handle().pages[-1]
             for beam in beams
-            if beam.handle.length % PAGE and beam.num_pending
+            if beam.hold.handle().length % PAGE and beam.num_pending
         ]
-        full = {page for beam in beams for page in beam.handle.pages[: beam.handle.length // PAGE]}
+        full = {
+            page
+            for beam in beams
+            for page in beam.hold.handle().pages[: beam.hold.handle().length // PAGE]
+        }
         before[:] = len(tails) - len(set(tails)), full  # the last holder writes in place
-        return plan(norms)
+        return plan()
 
     monkeypatch.setattr(engine, "_move_pages", recorded)
     monkeypatch.setattr(engine.scheduler, "plan", planned)
@@ -268,8 +272,8 @@ def test_beams_share_all_full_pages_of_their_past_and_copy_only_tails_that_other
         num_shared_tails += expected
         for a, b in combinations(beams_of(llm), 2):
             if a.num_new and b.num_new:
-                alike = min(common(a.tokens, b.tokens), a.handle.length) // PAGE
-                assert a.handle.pages[:alike] == b.handle.pages[:alike]
+                alike = min(common(a.tokens, b.tokens), a.hold.handle().length) // PAGE
+                assert a.hold.handle().pages[:alike] == b.hold.handle().pages[:alike]
     assert num_shared_tails > 40
     assert_empty(llm)
 

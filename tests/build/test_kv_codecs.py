@@ -88,13 +88,13 @@ def stored(llm: LLM, prompt: dict, chunk: int, number: int = 0) -> np.ndarray:
     (submission,) = intake_of(llm).accept([prompt], [replace(GREEDY, max_tokens=40)])
     (request,) = submission.samples
     engine.add(submission)
-    while request.num_stored < length:
+    while request.hold.num_stored < length:
         engine.step()
     group = engine.kv.groups[number]
     pages = np.asarray(jax.device_get(group.pages)).reshape(
         group.num_layers, group.num_pages, *group.pages.shape[1:]
     )
-    held = pages[:, request.pages].swapaxes(2, 3)
+    held = pages[:, list(request.hold.handle().pages)].swapaxes(2, 3)
     engine.abort(submission)
     return held.reshape(group.num_layers, -1, *held.shape[3:])[:, :length]
 

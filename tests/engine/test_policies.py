@@ -221,7 +221,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[A
             [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
         )
     scheduler = engine_of(llm).scheduler
-    assert (scheduler.allocator.num_used, scheduler.trim.low.num_used) == (0, 0)
+    assert (scheduler.allocator.num_used, scheduler.allocators.low.num_used) == (0, 0)
     return [output.outputs[0] for output in outputs]
 
 
@@ -263,7 +263,7 @@ def test_a_policy_forgets_what_a_dense_decoder_forgets_by_the_same_rule(dense, p
                 [want[token] for token in entry], abs=room
             )
     assert least < 1e-2  # far less than what the demoted pages change
-    outcomes = engine_of(llm).scheduler.trim.outcomes
+    outcomes = engine_of(llm).scheduler.eviction.outcomes
     assert outcomes["dropped"] + outcomes["demoted_dropped"] > 0  # more came than there is room for
     assert (outcomes["demoted"] > 0) is demotes
 
@@ -347,12 +347,12 @@ def test_a_pool_of_a_quarter_of_the_context_serves_it_to_the_end(dense, policy):
 def test_pages_that_go_are_given_back_while_the_request_runs(dense):
     llm = new_llm(dense, "streaming")
     (prompt,) = prompts_of((200,))
-    most, dropped = 0, engine_of(llm).scheduler.trim.outcomes["dropped"]
+    most, dropped = 0, engine_of(llm).scheduler.eviction.outcomes["dropped"]
     freed = counter(llm, "kv_policy_bytes_freed")
     for _ in llm.stream({"prompt_token_ids": prompt}, GREEDY):
         most = max(most, engine_of(llm).scheduler.allocator.num_used)
     assert most <= PAGES
-    dropped = engine_of(llm).scheduler.trim.outcomes["dropped"] - dropped
+    dropped = engine_of(llm).scheduler.eviction.outcomes["dropped"] - dropped
     assert dropped >= (200 - BUDGET) // SIZE
     assert counter(llm, "kv_policy_bytes_freed") - freed == dropped * budget_of(llm).page_nbytes
 
@@ -365,7 +365,7 @@ def test_protected_spans_stay(dense):
     seen = []
     stream = llm.stream({"prompt_token_ids": prompt}, params)
     for _ in stream:
-        seen += [list(request.kept.first) for request in engine_of(llm).scheduler.running]
+        seen += [list(request.hold.parts[0].first) for request in engine_of(llm).scheduler.running]
     assert seen
     assert all({0, 16, 24} <= set(first) for first in seen)
 
@@ -390,7 +390,7 @@ def test_beams_forget_as_they_would_alone(dense, policy):
     assert one.sequences[0].tokens[len(prompt) :] == list(want)
     assert len({tuple(sequence.tokens) for sequence in two.sequences}) == 2
     scheduler = engine_of(llm).scheduler
-    assert (scheduler.allocator.num_used, scheduler.trim.low.num_used) == (0, 0)
+    assert (scheduler.allocator.num_used, scheduler.allocators.low.num_used) == (0, 0)
 
 
 @pytest.mark.slow
@@ -401,7 +401,7 @@ def test_int8_pages_are_demoted_to_int4(dense):
     assert [one.token_ids for one in generate(llm, prompts)] == [
         one.token_ids for one in want[::-1]
     ]
-    assert engine_of(llm).scheduler.trim.outcomes["demoted"] > 0
+    assert engine_of(llm).scheduler.eviction.outcomes["demoted"] > 0
 
 
 @pytest.mark.parametrize("policy", some(("page_norm", "entropy"), "page_norm"))

@@ -8,6 +8,7 @@ import pytest
 from jaxkv.config import SamplingParams
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
 from jaxkv.holding.allocator import KVHandle
+from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain
 from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.intake import link
@@ -23,12 +24,8 @@ def request(prompt_len: int, num_new: int, name: str = "") -> Request:
         tokens=array("i", range(prompt_len)),
         prompt_len=prompt_len,
         params=PARAMS,
-        seed=0,
         max_len=prompt_len + num_new,
-        stop_ids=frozenset(),
-        eos_id=None,
-        text=None,
-        chain=PageChain(name.encode()),  # nobody else's pages
+        hold=Hold(PageChain(name.encode()), prompt_len),  # nobody else's pages
     )
 
 
@@ -107,7 +104,7 @@ def test_the_last_in_order_gives_its_pages_back_when_others_need_them_and_comes_
         carry_out(one, one.plan())
         one.check()
     assert (one.running, one.waiting) == ([first], [second])
-    assert (second.row, second.handle) == (None, KVHandle())
+    assert (second.row, second.hold.handle()) == (None, KVHandle())
     assert second.num_new > 0  # what it generated stays
     known = second.tokens[:]
     while one.running == [first]:
@@ -217,7 +214,7 @@ def test_a_prompt_of_one_token_goes_straight_to_the_decode_loop():
     plan = one.plan()
     assert isinstance(plan, LoopPlan)
     assert plan.num_steps == 3
-    assert len(only.handle.pages) == 1
+    assert len(only.hold.handle().pages) == 1
 
 
 def test_the_loop_runs_as_long_as_the_longest_unless_somebody_waits():
@@ -238,7 +235,7 @@ def test_the_loop_reserves_the_pages_of_all_its_steps_and_no_more():
     one.plan()
     # 7 stored; the loop stores tokens 8..11 of the first, and the last one of the second, whose
     # successor is the end.
-    assert [len(r.handle.pages) for r in (first, second)] == [2, 1]
+    assert [len(r.hold.handle().pages) for r in (first, second)] == [2, 1]
 
 
 # --- plans before the results of the last one are read
@@ -252,9 +249,9 @@ def test_a_plan_counts_on_what_the_last_one_samples():
         one.launched(one.plan()),
         one.launched(one.plan()),
     ]  # the prompt with one token, and four more
-    assert (first.num_tokens, first.num_new, first.handle.length) == (13, 0, 12)
+    assert (first.num_tokens, first.num_new, first.hold.handle().length) == (13, 0, 12)
     plan = one.plan()
-    assert (plan.work, len(first.handle.pages)) == ([(first, 4)], 2)
+    assert (plan.work, len(first.hold.handle().pages)) == ([(first, 4)], 2)
     for rows in unread:
         read(one, rows)
     assert (first.num_new, first.num_coming, first.row) == (5, 0, 0)
@@ -267,7 +264,12 @@ def test_a_request_whose_last_tokens_are_coming_makes_room_at_once():
     carry_out(one, one.plan())
     rows = one.launched(one.plan())
     assert work_of(one.plan()) == [("1", 8)]
-    assert (first.row, first.handle, first.is_leaving, second.row) == (None, KVHandle(), True, 0)
+    assert (first.row, first.hold.handle(), first.is_leaving, second.row) == (
+        None,
+        KVHandle(),
+        True,
+        0,
+    )
     read(one, rows)
     assert first.is_full
     one.check()
@@ -311,16 +313,16 @@ def test_remove_frees_rows_and_pages_at_any_moment(num_steps):
 
 
 CORRUPTIONS = {
-    "a page": lambda one: one.allocator.reserve(one.running[0].handle, 20),
+    "a page": lambda one: one.allocator.reserve(one.running[0].hold.handle(), 20),
     "a row twice": lambda one: one._free_rows.append(one.running[0].row),
     "a row lost": lambda one: one._free_rows.pop(),
     "a row of two": lambda one: setattr(one.running[1], "row", one.running[0].row),
     "a waiting row": lambda one: setattr(one.waiting[0], "row", 3),
     "a lost request": lambda one: one.running.pop(),
     "the order": lambda one: one.running.reverse(),
-    "when to list pages": lambda one: setattr(one.running[0], "publish_len", 9),
-    "a waiting page in the tables": lambda one: setattr(one.waiting[0], "num_bound", 1),
-    "a waiting page": lambda one: setattr(one.waiting[0], "handle", one.running[0].handle),
+    "when to list pages": lambda one: setattr(one.running[0].hold, "publish_len", 9),
+    "a waiting page in the tables": lambda one: setattr(one.waiting[0].hold, "bound_len", 8),
+    "a waiting page": lambda one: setattr(one.waiting[0], "hold", one.running[0].hold),
 }
 
 
@@ -347,8 +349,8 @@ def beams_with_one_tail(one: Scheduler, *, num_beams: int) -> list[Request]:
         for beam, _ in one.launched(one.plan()):
             beam.num_tokens = len(beam.tokens)
     for beam in beams[1:]:
-        one.allocator.release(beam.handle)
-        beam.handle = one.allocator.fork(beams[0].handle)
+        beam.hold.release()
+        beam.hold = beams[0].hold.fork()
     for beam in beams:
         beam.tokens.append(-1)
         beam.num_tokens += 1
@@ -358,17 +360,17 @@ def beams_with_one_tail(one: Scheduler, *, num_beams: int) -> list[Request]:
 def test_all_but_the_last_writer_of_a_shared_tail_get_a_copy():
     one = scheduler()
     beams = beams_with_one_tail(one, num_beams=3)
-    (shared,) = {beam.handle.pages for beam in beams}
+    (shared,) = {beam.hold.handle().pages for beam in beams}
     for beam in beams:
-        beam.num_bound = 1
+        beam.hold.bound_len = ENGINE.block_size
     plan = one.plan()
     assert plan.requests == beams
-    assert plan.copies == tuple((shared[0], beam.handle.pages[0]) for beam in beams[:2])
-    assert beams[2].handle.pages == shared
-    assert [beam.num_bound for beam in beams] == [0, 0, 1], (
+    assert plan.copies == tuple((shared[0], beam.hold.handle().pages[0]) for beam in beams[:2])
+    assert beams[2].hold.handle().pages == shared
+    assert [beam.hold.bound_len for beam in beams] == [0, 0, ENGINE.block_size], (
         "the tables have to take the copies over"
     )
-    assert len({beam.handle.pages for beam in beams}) == 3
+    assert len({beam.hold.handle().pages for beam in beams}) == 3
     one.check()
     one.copied()
     assert one.plan().copies == ()

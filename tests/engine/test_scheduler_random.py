@@ -18,12 +18,13 @@ from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.beams import search_on
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
 from jaxkv.holding.allocator import KVHandle
+from jaxkv.holding.hold import Hold, Kept
 from jaxkv.holding.prefix import PageChain
 from jaxkv.holding.retention import Retention
 from jaxkv.kv.policies import Held, Room, keep_best
 from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.intake import link
-from jaxkv.requests.request import Request
+from jaxkv.requests.request import Draw, Request
 from tiny import ENGINE
 
 PARAMS = SamplingParams()
@@ -57,10 +58,10 @@ def is_end(state: int, seed: int) -> bool:
 def alone(request: Request) -> list[int]:
     """The tokens of a request that nobody disturbs."""
     tokens = request.tokens[: request.prompt_len].tolist()
-    state = states_of(request.chain.root, tokens)[-1]
+    state = states_of(request.hold.chain.root, tokens)[-1]
     while True:
-        tokens.append(sampled(state, request.seed))
-        if len(tokens) == request.max_len or is_end(state, request.seed):
+        tokens.append(sampled(state, request.draw.seed))
+        if len(tokens) == request.max_len or is_end(state, request.draw.seed):
             return tokens
         state = after(state, tokens[-1])
 
@@ -85,9 +86,11 @@ def found(search: BeamSearch) -> list[list[int]]:
 def alone_beams(first: Request) -> list[list[int]]:
     """What a search finds that nobody disturbs."""
     search = new_search(len(first.beams), first.num_left)
-    states = [states_of(first.chain.root, first.tokens)[-1]] * search.width
+    states = [states_of(first.hold.chain.root, first.tokens)[-1]] * search.width
     while not search.is_over:
-        tokens, logprobs = zip(*(candidates(state, first.seed) for state in states), strict=True)
+        tokens, logprobs = zip(
+            *(candidates(state, first.draw.seed) for state in states), strict=True
+        )
         chosen = search.advance(np.stack(tokens), np.stack(logprobs))
         states = [after(states[parent], token) for parent, token in chosen]
     return found(search)
@@ -118,15 +121,19 @@ class Part:
 
 @dataclass(frozen=True)
 class ByLot:
-    """A policy that keeps, demotes and drops at random, as far as it may."""
+    """A policy that keeps, demotes and drops at random, as far as it may. What is measured of a
+    page is the position of its first token.
+    """
 
     name: str = "by_lot"
     observes: int | None = 0
     focused: bool = False
-    needs_norms: bool = False
+    needs_norms: bool = True
     low: str | None = "int4"
 
     def select(self, held: Held, room: Room) -> np.ndarray:
+        measured = np.stack([held.key_norm_W, held.value_norm_W])[:, ~held.is_low_W]
+        assert (measured == held.first_W[~held.is_low_W]).all()
         rng = np.random.default_rng(held.first_W.tolist())
         fewer = Room(room.full, int(rng.integers(0, room.low + 1)))
         return keep_best(rng.random(len(held.first_W)), held, fewer)
@@ -151,6 +158,7 @@ class Traffic:
     computed: Counter = field(default_factory=Counter)
     sequences: dict[Request, Sequence] = field(default_factory=dict)
     flight: list[Part] = field(default_factory=list)
+    measured: list[tuple[Kept, np.ndarray]] = field(default_factory=list)
     tables: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -159,6 +167,7 @@ class Traffic:
         self.slots: list[list[int | None]] = [
             [None] * self.config.block_size for _ in range(self.config.num_pages)
         ]
+        self.position_of = [-1] * self.config.num_pages
         self.low_slots: list[list[int | None]] = [
             [None] * self.config.block_size
         ] * self.config.num_low_pages
@@ -202,15 +211,10 @@ class Traffic:
                 tokens=array("i", prompt),
                 prompt_len=len(prompt),
                 params=PARAMS,
-                seed=seed if is_search else seed + sample,
                 max_len=max_len,
-                stop_ids=frozenset(),
-                eos_id=None,
-                text=None,
-                chain=PageChain(root),
-                sample=sample,
+                draw=Draw(seed=seed if is_search else seed + sample, sample=sample),
+                hold=Hold(PageChain(root), len(prompt), retention),
                 priority=priority,
-                retention=retention,
             )
             for sample in range(width)
         ]
@@ -234,9 +238,10 @@ class Traffic:
                 self.read()
             plan = self.scheduler.plan()
             self.scheduler.check()
-            before, self.flight = self.flight, []
+            before, self.flight = (self.flight, self.measured), []
+            self.measured = []
             if plan is None:
-                assert before or not self.expected
+                assert before[0] or not self.expected
             else:
                 work = self.work_of(plan)
                 first = min(self.scheduler.running, key=lambda request: request.order)
@@ -246,11 +251,12 @@ class Traffic:
                 self.demote(plan.demotions)
                 self.copy(plan.copies)
                 self.launch(plan, work)
-            self.read(before)
+            self.read(*before)
             self.scheduler.check()
 
     def must_read(self) -> bool:
-        return any(request.needs_tokens for request in self.scheduler.running)
+        one = self.scheduler
+        return one.needs_results or any(request.needs_tokens for request in one.running)
 
     def disturb(self, arrivals: float) -> None:
         # A queue that only grew would cost more and test no more.
@@ -276,14 +282,16 @@ class Traffic:
 
     def work_of(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
         if isinstance(plan, LoopPlan):
-            lengths = [request.handle.length for request in plan.requests]
+            lengths = [request.hold.handle().length for request in plan.requests]
             assert lengths == sorted(lengths), "rows of like length are neighbours"
             assert 1 <= plan.num_steps <= self.config.decode_steps
             assert set(plan.requests) == {
                 request for request in self.scheduler.running if request.num_pending
             }
             assert plan.num_steps == 1 or not any(request.search for request in plan.requests)
-            rooms = [min(one.num_left, one.evict_len - one.num_stored) for one in plan.requests]
+            rooms = [
+                min(one.num_left, one.hold.evict_len - one.hold.num_stored) for one in plan.requests
+            ]
             assert plan.work == list(
                 zip(plan.requests, [min(plan.num_steps, room) for room in rooms], strict=True)
             )
@@ -302,7 +310,7 @@ class Traffic:
         """What the device does with the plan, in order: store, look at everything before, sample,
         rest after an end.
         """
-        starts = [(request, request.handle, count) for request, count in work]
+        starts = [(request, request.hold.handle(), count) for request, count in work]
         for (request, coming), (planned, handle, count) in zip(
             self.scheduler.launched(plan), starts, strict=True
         ):
@@ -311,15 +319,19 @@ class Traffic:
             known = len(self.sequences[request].tokens)
             state = self.advance(request, handle, count)
             self.flight.append(Part(request, coming, self.sequences[request].tokens[known:], state))
+        for kept, pages in plan.measures:
+            self.measured.append((kept, np.array([self.position_of[page] for page in pages])))
         for request in self.scheduler.running:
-            self.check_sees_itself(request, request.handle)  # nobody wrote over it
+            self.check_sees_itself(request, request.hold.handle())  # nobody wrote over it
 
     def bind(self, request: Request, handle: KVHandle) -> None:
         """As the row tables do: only the pages that they do not have yet."""
         before = self.tables.get(request.row, ())
-        self.tables[request.row] = before[: request.num_bound] + handle.pages[request.num_bound :]
+        new = (request.hold.room_len - request.hold.bound_len) // self.config.block_size
+        first = max(0, len(handle.pages) - new)
+        self.tables[request.row] = before[:first] + handle.pages[first:]
         assert self.tables[request.row] == handle.pages
-        request.num_bound = len(handle.pages)
+        request.hold.bound_len = request.hold.room_len
 
     def advance(self, request: Request, handle: KVHandle, count: int) -> int | None:
         """The last state that it stores."""
@@ -333,9 +345,12 @@ class Traffic:
                 )
                 continue
             state = self.store(request, handle, at)
-            if at + request.num_gone + 1 == len(sequence.tokens) and request.search is None:
-                sequence.tokens.append(sampled(state, request.seed))
-                sequence.has_ended = is_end(state, request.seed)
+            if (
+                at + request.hold.parts[0].num_gone + 1 == len(sequence.tokens)
+                and request.search is None
+            ):
+                sequence.tokens.append(sampled(state, request.draw.seed))
+                sequence.has_ended = is_end(state, request.draw.seed)
         return state
 
     def store(self, request: Request, handle: KVHandle, at: int) -> int:
@@ -344,18 +359,27 @@ class Traffic:
         before = (
             self.slots[handle.pages[(at - 1) // size]][(at - 1) % size]
             if at
-            else hash(request.chain.root)
+            else hash(request.hold.chain.root)
         )
-        state = after(before, sequence.tokens[at + request.num_gone])
+        state = after(before, sequence.tokens[at + request.hold.parts[0].num_gone])
         self.slots[handle.pages[at // size]][at % size] = state
+        if at % size == 0:
+            self.position_of[handle.pages[at // size]] = at + request.hold.parts[0].num_gone
         if (at + 1) % size == 0 and at + 1 < request.prompt_len:
             self.computed[state] += 1
         return state
 
-    def read(self, flight: list[Part] | None = None) -> None:
-        """The host learns what was sampled (by default in the newest flight)."""
+    def read(
+        self,
+        flight: list[Part] | None = None,
+        measured: list[tuple[Kept, np.ndarray]] | None = None,
+    ) -> None:
+        """The host learns what was sampled and measured (by default in the newest flight)."""
         if flight is None:
             flight, self.flight = self.flight, []
+            measured, self.measured = self.measured, []
+        for kept, position_W in measured:
+            kept.norms = position_W, position_W
         for part in flight:
             request = part.request
             assert len(part.tokens) <= part.coming
@@ -375,11 +399,9 @@ class Traffic:
                     self.finish(one)
 
     def read_candidates(self, request: Request, state: int) -> None:
-        request.candidates = candidates(state, request.seed)
+        request.candidates = candidates(state, request.draw.seed)
         request.num_tokens = len(request.tokens)
-        if search_on(
-            request.search, request.beams, self.scheduler.allocator, self.scheduler.trim.low
-        ):
+        if search_on(request.search, request.beams):
             for beam in request.beams:
                 self.sequences[beam] = Sequence(list(beam.tokens))
                 beam.finish_reason = "stop" if request.search.is_over else None
@@ -388,11 +410,11 @@ class Traffic:
         assert (
             found(request.search) if request.search else request.tokens.tolist()
         ) == self.expected.pop(request)
-        fresh = PageChain(request.chain.root)
+        fresh = PageChain(request.hold.chain.root)
         assert [
             fresh.page(i, request.tokens, self.config.block_size)[0]
-            for i in range(len(request.chain.keys))
-        ] == (request.chain.keys)
+            for i in range(len(request.hold.chain.keys))
+        ] == (request.hold.chain.keys)
         del self.sequences[request]
         self.finished.append(request)
         self.scheduler.remove(request)
@@ -408,6 +430,7 @@ class Traffic:
         """As the device does: one after the other."""
         for source, target in copies:
             self.slots[target] = list(self.slots[source])
+            self.position_of[target] = self.position_of[source]
         self.num_copies += len(copies)
         self.scheduler.copied()
 
@@ -417,21 +440,18 @@ class Traffic:
             return
         sequence, size = self.sequences[request], self.config.block_size
         length, states = (
-            min(handle.length + request.num_gone, len(sequence.tokens) - 1),
+            min(handle.length + request.hold.parts[0].num_gone, len(sequence.tokens) - 1),
             sequence.states,
         )
         while len(states) < length:
             states.append(
                 after(
-                    states[-1] if states else hash(request.chain.root), sequence.tokens[len(states)]
+                    states[-1] if states else hash(request.hold.chain.root),
+                    sequence.tokens[len(states)],
                 )
             )
-        kept = request.kept
-        firsts = (
-            range(0, length, size)
-            if kept is None
-            else kept.firsts(len(handle.pages), request.num_gone, size)
-        )
+        kept, (part,) = request.hold.kept, request.hold.parts
+        firsts = part.firsts(len(handle.pages))
         for first, page in zip(firsts, handle.pages, strict=False):
             own = states[first : min(length, first + size)]
             assert self.slots[page][: len(own)] == own
@@ -483,9 +503,9 @@ def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(config, sea
     """
     traffic = Traffic(config, seed=6, searches=searches, budgets=0.6)
     check(traffic, num_steps=1500)
-    trim = traffic.scheduler.trim
-    assert (trim.low.num_used, trim.rows, dict(trim.undone)) == (0, set(), {})
-    assert trim.outcomes["dropped"] > 100
+    one = traffic.scheduler
+    assert (one.allocators.low.num_used, one.bounded, one.eviction.undone) == (0, set(), {})
+    assert one.eviction.outcomes["dropped"] > 100
     assert bool(traffic.num_demoted) is bool(config.low_row_pages)
 
 
@@ -532,4 +552,4 @@ def test_a_page_of_a_prompt_is_computed_once_however_many_have_it():
     traffic.run(200, arrivals=1.0)
     assert len(traffic.computed) > 20
     assert set(traffic.computed.values()) == {1}
-    assert sum(request.num_cached > 0 for request in traffic.finished) > 50
+    assert sum(request.record.num_cached > 0 for request in traffic.finished) > 50

@@ -77,7 +77,7 @@ def bounded(size, policy):
         "tokens": [output.outputs[0].token_ids for output in outputs],
         "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
         "observed": list(observed),
-        "outcomes": dict(engine_of(llm).scheduler.trim.outcomes),
+        "outcomes": dict(engine_of(llm).scheduler.eviction.outcomes),
     }
 
 def run(size):

@@ -142,7 +142,7 @@ def test_the_edges_of_the_vocabulary_and_the_length_are_inside(intake):
     assert (request.max_len, request.num_left) == (MAX_LEN, 1)
     assert one(
         intake, {"prompt_token_ids": [3]}, SamplingParams(stop_token_ids=[0, VOCAB - 1])
-    ).stop_ids >= {
+    ).ends.stop_ids >= {
         0,
         VOCAB - 1,
     }
@@ -168,19 +168,23 @@ def test_a_small_pool_bounds_the_length_too(tokenizer):
 def test_the_model_s_end_tokens_are_among_the_stop_tokens_unless_ignored(tokenizer):
     intake = intake_with(tokenizer, eos_ids=(2, 9))
     request = one(intake, "The end", SamplingParams(stop_token_ids=[5, 9, 5]))
-    assert (request.stop_ids, request.eos_id) == ({2, 5, 9}, 2)
+    assert (request.ends.stop_ids, request.ends.eos_id) == ({2, 5, 9}, 2)
     request = one(intake, "The end", SamplingParams(stop_token_ids=[5], ignore_eos=True))
-    assert (request.stop_ids, request.eos_id) == ({5}, None)
+    assert (request.ends.stop_ids, request.ends.eos_id) == ({5}, None)
 
 
 def test_stop_tokens_may_be_as_many_as_the_device_knows(intake):
     own = list(range(10, 10 + NUM_STOP_TOKENS))
     assert (
-        len(one(intake, "The end", SamplingParams(stop_token_ids=own[1:])).stop_ids)
+        len(one(intake, "The end", SamplingParams(stop_token_ids=own[1:])).ends.stop_ids)
         == NUM_STOP_TOKENS
     )
     assert (
-        len(one(intake, "The end", SamplingParams(stop_token_ids=own, ignore_eos=True)).stop_ids)
+        len(
+            one(
+                intake, "The end", SamplingParams(stop_token_ids=own, ignore_eos=True)
+            ).ends.stop_ids
+        )
         == NUM_STOP_TOKENS
     )
     assert "stop_token_ids: expected at most 64 with the model's own, got 65" in refused(
@@ -189,10 +193,10 @@ def test_stop_tokens_may_be_as_many_as_the_device_knows(intake):
 
 
 def test_text_is_made_unless_nobody_wants_it(intake):
-    assert one(intake, "The end").text is not None
-    assert one(intake, "The end", SamplingParams(detokenize=False)).text is None
-    assert one(intake, "The end").logprobs is None
-    assert one(intake, "The end", SamplingParams(logprobs=0)).logprobs == []
+    assert one(intake, "The end").output.text is not None
+    assert one(intake, "The end", SamplingParams(detokenize=False)).output.text is None
+    assert one(intake, "The end").output.logprobs is None
+    assert one(intake, "The end", SamplingParams(logprobs=0)).output.logprobs == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,16 +205,16 @@ def test_the_text_goes_on_where_the_prompt_ends(tmp_path, kind):
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode("The end of the story")
     request = one(intake_with(tokenizer), {"prompt_token_ids": ids[:-3]})
-    request.text.push(ids[-3:])
+    request.output.text.push(ids[-3:])
     before = tokenizer.decode(ids[:-3], skip_special_tokens=True)
-    assert before + request.text.text == "The end of the story"
+    assert before + request.output.text.text == "The end of the story"
 
 
 def test_special_tokens_are_skipped_in_the_text_unless_wanted(intake):
     for skip, shown in ((True, ""), (False, "</s>")):
         request = one(intake, "The end", SamplingParams(skip_special_tokens=skip))
-        request.text.push([EOS])
-        assert request.text.text == shown
+        request.output.text.push([EOS])
+        assert request.output.text.text == shown
 
 
 # --- seeds and numbers
@@ -219,7 +223,7 @@ def test_special_tokens_are_skipped_in_the_text_unless_wanted(intake):
 
 def test_a_request_s_own_seed_is_used_and_negative_ones_wrap(intake):
     seeds = [
-        one(intake, "The end", SamplingParams(seed=seed)).seed
+        one(intake, "The end", SamplingParams(seed=seed)).draw.seed
         for seed in (0, 7, 2**64 - 1, -2, -(2**63))
     ]
     assert seeds == [0, 7, 2**64 - 1, 2**64 - 2, 2**63]
@@ -229,7 +233,7 @@ def test_without_a_seed_engine_and_submission_number_give_one(tokenizer):
     def seeds(engine_seed: int, count: int, params: SamplingParams = PARAMS) -> list[int]:
         intake = intake_with(tokenizer, seed=engine_seed)
         return [
-            submission.samples[0].seed
+            submission.samples[0].draw.seed
             for submission in intake.accept(["The end"] * count, [params] * count)
         ]
 
@@ -456,7 +460,7 @@ def test_without_a_tokenizer_texts_and_stop_strings_are_refused():
     ):
         one(intake, {"prompt_token_ids": [3]}, SamplingParams(stop="x"))
     request = one(intake, {"prompt_token_ids": [3]})
-    assert (request.id, request.text) == ("0", None)
+    assert (request.id, request.output.text) == ("0", None)
 
 
 def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_caught(intake):

@@ -1,0 +1,262 @@
+"""What steps return, and how it becomes tokens, text and log-probabilities of requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxkv.engine.beams import search_on
+from jaxkv.engine.metrics import Recorder
+from jaxkv.engine.pages import observe
+from jaxkv.engine.scheduler import Scheduler
+from jaxkv.holding.hold import Kept
+from jaxkv.kv.state import Statistics
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
+from jaxkv.requests.beam import BeamSearch
+from jaxkv.requests.outputs import Logprob
+from jaxkv.requests.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Holds what policies want of a step that is on its way.
+
+    `statistics` of each KV group are for what the step's rows had in `kept` when it was launched;
+    `norms` were measured behind the step for one hold each.
+    """
+
+    kept: tuple[Kept | None, ...]
+    statistics: tuple[Statistics, ...]
+    norms: list[tuple[Kept, tuple[jax.Array, jax.Array]]]
+
+    def note(self) -> None:
+        """Waits for it, and gives every hold its part."""
+        for statistics in self.statistics:
+            observe(self.kept, statistics)
+        for kept, (keys_W, values_W) in self.norms:
+            kept.norms = np.asarray(keys_W), np.asarray(values_W)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step or loop on its way: its requests, each with the tokens that come to it, and what the
+    device will return.
+
+    `batch` and `scores` are those of a step. A request that has ended meanwhile takes nothing from
+    it.
+    """
+
+    rows: list[tuple[Request, int]]
+    sampled: Sampled
+    num_padded_rows: int
+    observed: Observed | None
+    batch: Batch | None = None
+    scores: Scores | None = None
+
+
+class Results:
+    """Reads flights: gives every request its tokens, and takes those that end with them out of the
+    scheduler and of `requests`.
+
+    `decode_token` names single tokens in logprobs (None without a tokenizer).
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        requests: set[Request],
+        recorder: Recorder,
+        *,
+        decode_token: Callable[[int], str] | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._requests = requests
+        self._recorder = recorder
+        self._decode_token = decode_token
+
+    def read(self, flight: Flight | None) -> list[Request]:
+        """Waits for what the device returns and gives every request its part."""
+        if flight is None:
+            return []
+        if flight.observed is not None:
+            flight.observed.note()
+        token_Bn = np.atleast_2d(flight.sampled.token_B).T.copy()
+        # A row that rests does so from then on.
+        num_B = np.count_nonzero(token_Bn != NO_TOKEN, axis=1)
+        out = flight.sampled
+        # Rows are mostly plain, and a list of flags costs half of what the others' question does.
+        special = False in [request.is_plain for request, _ in flight.rows]
+        if special and any(request.output.logprobs is not None for request, _ in flight.rows):
+            out = jax.tree.map(np.asarray, out)
+            out = out if flight.batch is None else jax.tree.map(lambda x: x[None], out)
+        if flight.batch is None:
+            num_steps = int(num_B.max())
+            padded, possible = flight.num_padded_rows, self._scheduler.config.max_num_seqs
+            self._recorder.loop(int(num_B.sum()), num_steps * padded, num_steps * possible)
+        else:
+            self._take_prompt_logprobs(flight)
+        got, going_on, now = [], [], time.monotonic()
+        # Of a hundred rows hardly one needs more than its tokens added, so those stay bytes. Only
+        # the last one can be a
+        # stop token: the device draws none after it.
+        packed, width = token_Bn.tobytes(), token_Bn[0].nbytes
+        last_B = token_Bn[np.arange(len(num_B)), num_B - 1].tolist()
+        rows = zip(flight.rows, num_B.tolist(), last_B, range(0, len(packed), width), strict=False)
+        for one, num_tokens, last, start in rows:
+            request, num_coming = one
+            if not num_coming or request.finish_reason is not None:
+                continue
+            got.append(request)
+            is_whole = num_tokens == num_coming and last not in request.ends.stop_ids
+            if is_whole and request.is_plain and len(request.tokens) + num_coming < request.max_len:
+                request.tokens.frombytes(packed[start : start + num_tokens * token_Bn.itemsize])
+                going_on.append(one)
+            else:
+                row = start // width
+                self._accept(
+                    request, token_Bn[row, :num_tokens].tolist(), num_coming, out, row, now
+                )
+        self._recorder.generated(going_on, now)
+        return got
+
+    def _accept(
+        self,
+        request: Request,
+        tokens: list[int],
+        num_coming: int,
+        out: Sampled,
+        row: int,
+        now: float,
+    ) -> None:
+        """Adds the row's new tokens up to the first that ends the request, and their text."""
+        if len(tokens) != num_coming and (not tokens or tokens[-1] not in request.ends.stop_ids):
+            raise RuntimeError(
+                f"request {request.id}: {num_coming} tokens to come, got {len(tokens)}"
+            )
+        if request.search is not None:
+            self._accept_candidates(request, request.search, out, row, now)
+            return
+        start = len(request.tokens)
+        if request.looks_at_each or tokens[-1] in request.ends.stop_ids:
+            self._accept_one_by_one(request, tokens, out, row)
+        else:
+            request.tokens.extend(tokens)
+            if len(request.tokens) >= request.max_len:
+                request.finish_reason = request.ends.at_max_len
+        # Text can wait for the end of the chunk unless a stop string may end it in the middle.
+        if request.output.text is not None and not request.params.stop:
+            new = request.tokens[start:]
+            request.output.text.push(new[:-1] if self._hides(request, new[-1]) else new)
+        self._recorder.generated([(request, len(request.tokens) - start)], now)
+        if request.finish_reason is not None:
+            self._end(request)
+
+    def _accept_candidates(
+        self, request: Request, search: BeamSearch, out: Sampled, row: int, now: float
+    ) -> None:
+        best = slice(search.num_candidates)
+        request.candidates = (
+            np.array(out.best_BK[0, row, best]),
+            np.array(out.best_logprob_BK[0, row, best]),
+        )
+        request.num_tokens = len(request.tokens)  # what was sampled is none of its tokens
+        if not search_on(search, request.beams):
+            return
+        for beam in request.beams:
+            self._recorder.generated([(beam, 1)], now)
+            if search.is_over:
+                beam.finish_reason = "stop"
+                self._end(beam)
+
+    def _accept_one_by_one(
+        self, request: Request, tokens: list[int], out: Sampled, row: int
+    ) -> None:
+        for i, token in enumerate(tokens):
+            request.tokens.append(token)
+            if request.output.logprobs is not None:
+                request.output.logprobs.append(self._logprobs(request, out, i, row, token))
+                request.output.cumulative_logprob += request.output.logprobs[-1][token].logprob
+            if self._ends(request, token):
+                return
+
+    def _ends(self, request: Request, token: int) -> bool:
+        enough = request.num_new > request.params.min_tokens
+        if token in request.ends.stop_ids and enough:
+            request.finish_reason = "stop"
+            request.output.stop_reason = None if token == request.ends.eos_id else token
+        if (
+            request.output.text is not None
+            and request.params.stop_strings
+            and not self._hides(request, token)
+        ):
+            found = request.output.text.push([token], search=enough)
+            if found is not None and request.finish_reason is None:
+                request.finish_reason, request.output.stop_reason = "stop", found
+        if request.finish_reason is None and request.is_full:
+            request.finish_reason = request.ends.at_max_len
+        return request.finish_reason is not None
+
+    def _hides(self, request: Request, token: int) -> bool:
+        """Whether this is the stop token that ended the request, whose text is given out only on
+        demand.
+        """
+        ended = request.finish_reason == "stop" and token in request.ends.stop_ids
+        return ended and not request.params.include_stop_str_in_output
+
+    def _end(self, request: Request) -> None:
+        if request.output.text is not None:
+            request.output.text.end()
+        self._recorder.ended(request)
+        self._requests.remove(request)
+        self._scheduler.remove(request)
+
+    def _logprobs(
+        self, request: Request, out: Sampled, i: int, row: int, token: int
+    ) -> dict[int, Logprob]:
+        one = Scores(
+            out.logprob_B[i, row],
+            out.rank_B[i, row],
+            out.best_BK[i, row],
+            out.best_logprob_BK[i, row],
+        )
+        return self._entry(token, one, request.params.logprobs or 0)
+
+    def _take_prompt_logprobs(self, flight: Flight) -> None:
+        """Entries of the prompt tokens that this step has scored, in order."""
+        batch, requests = flight.batch, [request for request, _ in flight.rows]
+        if batch is None or all(request.output.prompt_logprobs is None for request in requests):
+            return
+        scores, targets = jax.tree.map(np.asarray, flight.scores), np.asarray(batch.target_T)
+        for request, start, count in zip(requests, batch.start_B, batch.count_B, strict=False):
+            entries = (
+                [] if request.output.prompt_logprobs is None else request.output.prompt_logprobs
+            )
+            for t in start + np.flatnonzero(targets[start : start + count] != NO_TOKEN):
+                one = Scores(
+                    scores.logprob_T[t],
+                    scores.rank_T[t],
+                    scores.best_TK[t],
+                    scores.best_logprob_TK[t],
+                )
+                entry = self._entry(int(targets[t]), one, request.params.prompt_logprobs or 0)
+                entries.append(entry)
+
+    def _entry(self, token: int, scores: Scores, count: int) -> dict[int, Logprob]:
+        """The token's own logprob first, then the `count` likeliest ones (-1: all)."""
+
+        def named(token: int, logprob: float, rank: int) -> Logprob:
+            return Logprob(logprob, rank, self._decode_token(token) if self._decode_token else None)
+
+        entry = {token: named(token, float(scores.logprob_T), int(scores.rank_T))}
+        best = slice(None if count < 0 else count)
+        others = zip(
+            scores.best_TK[best].tolist(), scores.best_logprob_TK[best].tolist(), strict=True
+        )
+        for rank, (other, logprob) in enumerate(others, start=1):
+            entry.setdefault(other, named(other, logprob, rank))
+        return entry

@@ -1,0 +1,397 @@
+"""What sequences hold of the KV state: the noun that scheduler, policies and beams speak of."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxkv.config import EngineConfig
+from jaxkv.errors import CapacityError
+from jaxkv.holding.allocator import KVHandle, PageAllocator
+from jaxkv.holding.prefix import PageChain, PageKey
+from jaxkv.holding.retention import NEVER, Retention
+
+PAGES_AT_ONCE = 8
+"""Pages of an output that are listed together: one at a time costs the host half as much again, all
+at the end would be felt by the step that they fall on.
+"""
+
+Pairs = tuple[tuple[int, int], ...]
+"""(source, target) pages."""
+
+Measures = tuple[tuple["Kept", list[int]], ...]
+"""Pages to measure, and what the result is for."""
+
+
+class Allocators:
+    """Owns the pages of all KV groups, and the demoted ones.
+
+    For now the KV groups share one page table, so `groups` has one allocator for all of them.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.page_size = config.block_size
+        self.groups = (PageAllocator(config.num_pages, config.block_size),)
+        self.low = PageAllocator(config.num_low_pages, config.block_size)
+
+    def extend(self, short: Sequence[tuple[Hold, int]]) -> None:
+        """Reserves pages for so many more tokens of each hold, none of which has room for all of
+        them.
+
+        Raises: CapacityError, with nothing changed, if there are too few for all holds.
+        """
+        size = self.page_size
+        needed = [-((hold.room_len - hold.num_stored - count) // size) for hold, count in short]
+        total = sum(needed)
+        for allocator in self.groups:
+            if total > allocator.num_free:
+                raise CapacityError(f"{total} pages needed, {allocator.num_free} free")
+        for group, allocator in enumerate(self.groups):
+            new, end = allocator.take(total), 0
+            for (hold, _), num_pages in zip(short, needed, strict=True):
+                start, end = end, end + num_pages
+                hold.parts[group].pages += new[start:end]
+        for (hold, _), num_pages in zip(short, needed, strict=True):
+            hold.room_len += num_pages * size
+
+    def forget(self) -> None:
+        """Empties the prefix indices: nothing computed so far is found again."""
+        for allocator in self.groups:
+            allocator.forget()
+
+    def check(self, holds: Sequence[Hold]) -> None:
+        """Raises RuntimeError unless `holds`, all live ones, agree with themselves and account for
+        every page.
+        """
+        for hold in holds:
+            hold.check()
+        for group, allocator in enumerate(self.groups):
+            allocator.check(hold.handle(group) for hold in holds)
+        self.low.check(hold.kept.handle for hold in holds if hold.kept is not None)
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Holds pages of one KV group for one sequence.
+
+    `num_gone` tokens are not in its pages any more. `first` has the positions of slot 0 of its
+    first pages; those past them follow each other.
+    """
+
+    allocator: PageAllocator
+    pages: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    num_gone: int = 0
+
+    def firsts(self, num_pages: int) -> np.ndarray:
+        """Returns the positions of slot 0 of so many pages, those to come included."""
+        steps = np.arange(len(self.first), num_pages)
+        follow = self.num_gone + steps * self.allocator.page_size
+        return np.concatenate([np.array(self.first, np.int64), follow])
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """Holds what a policy has demoted of a sequence, and what it will decide by.
+
+    low, low_first: demoted pages and their positions. mass, low_mass: softmax weights that the
+    pages and the demoted pages got, as wide as the page tables of a row. norms: lengths of the
+    keys and of the values of its first pages, where they were measured since the last decision.
+    """
+
+    allocator: PageAllocator
+    mass: np.ndarray
+    low_mass: np.ndarray
+    low: list[int] = field(default_factory=list)
+    low_first: list[int] = field(default_factory=list)
+    norms: tuple[np.ndarray, np.ndarray] | None = None
+
+    @classmethod
+    def nothing(cls, allocators: Allocators) -> Kept:
+        """Returns that of a sequence that a policy has never been asked about."""
+        config = allocators.config
+        return cls(allocators.low, np.zeros(config.table_width), np.zeros(config.low_row_pages))
+
+    @property
+    def handle(self) -> KVHandle:
+        """The demoted pages, all of them full."""
+        return KVHandle(tuple(self.low), len(self.low) * self.allocator.page_size)
+
+    def fork(self) -> Kept:
+        """Returns a second one, which shares the demoted pages."""
+        self.allocator.fork(self.handle)
+        return replace(
+            self,
+            mass=self.mass.copy(),
+            low_mass=self.low_mass.copy(),
+            low=list(self.low),
+            low_first=list(self.low_first),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """Holds one sequence in every KV group: which pages, how many tokens, under which keys.
+
+    It is empty until `begin` and after `release`. Attributes ending in `_len` are numbers of tokens
+    from the sequence's beginning on, the same for all groups:
+    `num_stored` are in the KV state, counting what steps store that are under way;
+    `room_len` have a place in the pages, or had one in pages that have gone;
+    `bound_len` of these the row tables know (0: whoever changes earlier pages sets it back);
+    `publish_len` is when pages are listed next (0: at once), after the first `num_published`, and
+    `evict_len` when the policy of its `retention` is asked next.
+
+    `chain` names its full pages for the prefix index. `is_listed` is False where no more of them
+    are to be listed. `kept` is there while it holds anything under a retention.
+    """
+
+    chain: PageChain
+    prompt_len: int
+    retention: Retention | None = None
+    parts: tuple[Part, ...] = ()
+    num_stored: int = 0
+    room_len: int = 0
+    bound_len: int = 0
+    num_published: int = 0
+    publish_len: int = 0
+    is_listed: bool = True
+    kept: Kept | None = None
+    evict_len: int = NEVER
+
+    @property
+    def page_size(self) -> int:
+        return self.parts[0].allocator.page_size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no token has gone that was stored."""
+        return not any(part.num_gone for part in self.parts)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it has come to where its policy is asked."""
+        return self.num_stored >= self.evict_len
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.parts or self.num_stored or self.room_len or self.bound_len or self.kept)
+
+    def handle(self, group: int = 0) -> KVHandle:
+        """Returns its pages of a group and how many of its tokens they have."""
+        if not self.parts:
+            return KVHandle()
+        part = self.parts[group]
+        return KVHandle(tuple(part.pages), self.num_stored - part.num_gone)
+
+    def begin(self, allocators: Allocators) -> None:
+        """Makes it ready to take pages from these."""
+        self.parts = tuple(Part(allocator) for allocator in allocators.groups)
+        if self.retention is not None:
+            self.kept, self.evict_len = Kept.nothing(allocators), self.retention.limit
+        self._set_published(0)
+
+    def release(self) -> None:
+        """Gives everything back. The keys of its pages stay: it may begin again."""
+        for group, part in enumerate(self.parts):
+            part.allocator.release(self.handle(group))
+        if self.kept is not None:
+            self.kept.allocator.release(self.kept.handle)
+        self.parts, self.kept, self.evict_len = (), None, NEVER
+        self.num_stored = self.room_len = self.bound_len = 0
+        self.num_published, self.publish_len, self.is_listed = 0, 0, True
+
+    def fork(self) -> Hold:
+        """Returns a second hold on the same tokens, which shares all of their pages, a partly
+        filled last one too.
+
+        Whoever writes next takes a page of its own for that one first (`own_tail`).
+        """
+        handles = [part.allocator.fork(self.handle(g)) for g, part in enumerate(self.parts)]
+        parts = [
+            replace(part, pages=list(handle.pages), first=list(part.first))
+            for part, handle in zip(self.parts, handles, strict=True)
+        ]
+        pages_len = len(parts[0].pages) * self.page_size if parts else 0
+        return replace(
+            self,
+            chain=self.chain.copy(),
+            parts=tuple(parts),
+            kept=None if self.kept is None else self.kept.fork(),
+            room_len=parts[0].num_gone + pages_len if parts else 0,
+            bound_len=0,
+        )
+
+    def extend(self, length: int) -> None:
+        """Reserves pages for the sequence's first `length` tokens.
+
+        Raises: CapacityError, with nothing changed, if there are too few.
+        """
+        missing = length - self.room_len
+        if missing <= 0:
+            return
+        num_pages = -(-missing // self.page_size)
+        for part in self.parts:
+            if num_pages > part.allocator.num_free:
+                raise CapacityError(f"{num_pages} pages needed, {part.allocator.num_free} free")
+        for part in self.parts:
+            part.pages += part.allocator.take(num_pages)
+        self.room_len += num_pages * self.page_size
+
+    def own_tail(self) -> Pairs:
+        """Makes the last page ready for the next write; returns the page copies to make before,
+        at most one of each part.
+
+        A partly filled page that others hold too gives way to a new one; the last holder keeps it.
+        Raises: CapacityError, with nothing changed, if no page is free.
+        """
+        copies = []
+        handles = [self.handle(group) for group in range(len(self.parts))]
+        for part, handle in zip(self.parts, handles, strict=True):
+            if part.allocator.tail_is_shared(handle) and not part.allocator.num_free:
+                raise CapacityError("no page is free for a copy of a shared one")
+        for group, part in enumerate(self.parts):
+            handle, copy = part.allocator.own_tail(self.handle(group))
+            if copy is not None:
+                part.pages, self.bound_len = list(handle.pages), 0
+                copies.append(copy)
+        return tuple(copies)
+
+    def advance(self, count: int) -> None:
+        """Counts so many more tokens as stored, in reserved pages."""
+        if not 0 <= count <= self.room_len - self.num_stored:
+            free = self.room_len - self.num_stored
+            raise ValueError(f"expected 0 to {free} more tokens, got {count}")
+        self.num_stored += count
+
+    def rewind(self, length: int) -> None:
+        """Goes back to the first `length` tokens, and gives back the pages past them.
+
+        The keys of later pages are dropped, since other tokens may follow now. A page that is now
+        partly filled may be shared: `own_tail` before writing to it.
+        """
+        least = max(part.num_gone + len(part.first) * self.page_size for part in self.parts)
+        if not least <= length <= self.num_stored:
+            raise ValueError(f"expected a length of {least} to {self.num_stored}, got {length}")
+        for group, part in enumerate(self.parts):
+            handle = part.allocator.rewind(self.handle(group), length - part.num_gone)
+            part.pages = list(handle.pages)
+        self.num_stored = length
+        self.room_len = -(-length // self.page_size) * self.page_size
+        self.bound_len = min(self.bound_len, self.room_len)
+        self.chain.cut(length // self.page_size)
+        self._set_published(min(self.num_published, length // self.page_size))
+
+    def trim(self, gone: Collection[int]) -> None:
+        """Gives back the full pages of these indices; those past them move up.
+
+        Others that share the pages keep them, and they stay in the prefix cache. What comes later
+        is computed without them, and so is listed no more.
+        """
+        size = self.page_size
+        for part in self.parts:
+            num_full = (self.num_stored - part.num_gone) // size
+            firsts = part.firsts(num_full).tolist()
+            part.allocator.release(KVHandle(tuple(part.pages[i] for i in sorted(gone))))
+            part.first = [first for i, first in enumerate(firsts) if i not in gone]
+            part.pages = [page for i, page in enumerate(part.pages) if i not in gone]
+            part.num_gone += len(gone) * size
+        if self.retention is not None:
+            self.evict_len = self.parts[0].num_gone + self.retention.limit
+        self.bound_len = 0
+        self._set_published(self.num_published)
+
+    def take_cached(self, tokens: array[int]) -> int:
+        """Takes listed pages that continue what it holds with these tokens; returns how many
+        tokens they have.
+
+        The last token is always computed: what comes after it is not in the cache.
+        """
+        if (first := self.next_page(len(tokens))) is None:
+            return 0
+        size = self.page_size
+        # Page after page, up to the one that has the last token.
+        end = min(len(tokens) - 1, self._most_cached) // size
+        (part,) = self.parts
+        keys = (self.key(index, tokens) for index in range(first, end))
+        handle, num_found = part.allocator.take_listed(self.handle(), keys)
+        if num_found:
+            part.pages = list(handle.pages)
+            self.num_stored = handle.length
+            self.room_len = len(part.pages) * size
+            self._set_published(first + num_found)
+        return num_found * size
+
+    @property
+    def _most_cached(self) -> int:
+        """The first tokens, which may come out of the prefix cache."""
+        return NEVER if self.retention is None else self.retention.cached_len
+
+    def next_page(self, num_tokens: int) -> int | None:
+        """Returns which page of a sequence of so many tokens could be a cached one next; None if
+        what comes next is less than a page.
+        """
+        index, rest = divmod(self.num_stored, self.page_size)
+        end = self.num_stored + self.page_size
+        return index if not rest and end < num_tokens and end <= self._most_cached else None
+
+    def key(self, index: int, tokens: array[int]) -> PageKey:
+        """Returns what page `index` of these tokens, which it holds or is to hold, is found by."""
+        return self.chain.page(index, tokens, self.page_size)
+
+    def publish(self, tokens: array[int], num_known: int) -> None:
+        """Lists the full pages of its first `num_known` tokens for others to find.
+
+        Where the same tokens are listed already, it goes over to those pages.
+        """
+        first, end = self.num_published, num_known // self.page_size
+        if first >= end or not self.is_listed or not self.is_whole:
+            return
+        (part,) = self.parts
+        before = self.handle()
+        keys = self.chain.pages(first, end, tokens, self.page_size)
+        handle, num_listed = part.allocator.publish(before, first, keys)
+        if handle is not before:
+            part.pages, self.bound_len = list(handle.pages), 0
+        self._set_published(first + num_listed)
+
+    def _set_published(self, num_pages: int) -> None:
+        self.num_published, self.publish_len = num_pages, self._publish_len(num_pages)
+
+    def _publish_len(self, num_published: int) -> int:
+        """Returns with how many tokens there are pages to list: those of a prompt at once, those of
+        an output together, none once some have gone: what comes later is computed without them.
+        """
+        if not self.is_whole:
+            return NEVER
+        if num_published < self.prompt_len // self.page_size:
+            return 0
+        return (num_published + PAGES_AT_ONCE) * self.page_size + 1
+
+    def check(self) -> None:
+        """Raises RuntimeError unless its figures agree with each other."""
+        size = self.page_size
+        for part in self.parts:
+            if part.num_gone + len(part.pages) * size != self.room_len:
+                raise RuntimeError(
+                    f"{len(part.pages)} pages and {part.num_gone} tokens that have gone, expected "
+                    f"{self.room_len} tokens in all"
+                )
+            if len(part.first) > len(part.pages):
+                raise RuntimeError(f"{len(part.first)} positions of {len(part.pages)} pages")
+        if self.bound_len > self.room_len or self.bound_len % size:
+            raise RuntimeError(f"the row tables know {self.bound_len} of {self.room_len} tokens")
+        if self.publish_len != self._publish_len(self.num_published):
+            raise RuntimeError("it would list its pages too late or too early")
+        if (self.kept is None) != (self.retention is None):
+            raise RuntimeError("what it kept and its retention: expected both or none")
+        if self.retention is not None:
+            expected = self.parts[0].num_gone + self.retention.limit
+            if not self.num_stored <= self.evict_len == expected:
+                raise RuntimeError(
+                    f"with {self.num_stored} tokens its policy is asked at {self.evict_len}, "
+                    f"expected {expected}"
+                )

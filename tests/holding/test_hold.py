@@ -1,0 +1,222 @@
+"""Holds: every operation keeps tokens, pages and positions together, in each KV group."""
+
+from array import array
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from jaxkv.errors import CapacityError
+from jaxkv.holding.allocator import KVHandle, PageAllocator
+from jaxkv.holding.hold import Allocators, Hold
+from jaxkv.holding.prefix import PageChain
+from jaxkv.holding.retention import Retention
+from jaxkv.kv.policies import get_policy
+from tiny import ENGINE
+
+SIZE = ENGINE.block_size
+TOKENS = array("i", range(100))
+
+
+def allocators(**changes: int) -> Allocators:
+    return Allocators(replace(ENGINE, **changes))
+
+
+def begun(pages: Allocators, length: int = 0, *, room: int = 0, prompt_len: int = 100) -> Hold:
+    """A hold with so many tokens stored, and pages for `room`."""
+    hold = Hold(PageChain(b"root"), prompt_len)
+    hold.begin(pages)
+    hold.extend(max(length, room))
+    hold.advance(length)
+    return hold
+
+
+def bounded(pages: Allocators, length: int) -> Hold:
+    """A hold under a policy that is asked at four pages."""
+    policy = get_policy("entropy:int8")
+    retention = Retention(policy=policy, page_size=SIZE, full_pages=4, low_pages=2)
+    hold = Hold(PageChain(b"root"), 0, retention)
+    hold.begin(pages)
+    hold.extend(length)
+    hold.advance(length)
+    return hold
+
+
+def test_an_empty_hold_has_nothing_and_a_released_one_gave_all_back():
+    pages = allocators()
+    hold = Hold(PageChain(b"root"), 9)
+    assert hold.is_empty
+    assert hold.handle() == KVHandle()
+    hold.begin(pages)
+    hold.extend(20)
+    hold.advance(17)
+    pages.check([hold])
+    assert (hold.room_len, hold.handle().length, pages.groups[0].num_used) == (24, 17, 3)
+    hold.release()
+    assert hold.is_empty
+    fresh = Hold(hold.chain, 9)
+    assert all(getattr(hold, one.name) == getattr(fresh, one.name) for one in fields(Hold))
+    pages.check([])
+
+
+def test_holds_that_are_extended_together_get_pages_or_none_of_them_does():
+    pages = allocators(num_pages=4)
+    one, two = begun(pages, 8), begun(pages, 3)
+    pages.extend([(one, 1), (two, 6)])
+    assert (one.room_len, two.room_len) == (16, 16)
+    pages.check([one, two])
+    with pytest.raises(CapacityError):
+        pages.extend([(one, 9), (two, 14)])
+    with pytest.raises(CapacityError):
+        one.extend(17)
+    assert (one.room_len, two.room_len) == (16, 16)
+    pages.check([one, two])
+
+
+@pytest.mark.parametrize("count", [-1, 8])
+def test_advance_stays_within_the_reserved_pages(count):
+    hold = begun(allocators(), 9)
+    with pytest.raises(ValueError, match="0 to 7 more tokens"):
+        hold.advance(count)
+
+
+def test_a_fork_shares_pages_and_nothing_that_can_be_changed():
+    pages = Allocators(replace(ENGINE, row_pages=4, low_row_pages=4))
+    hold = bounded(pages, 32)
+    hold.kept.low, hold.kept.low_first = pages.low.take(2), [8, 16]
+    hold.trim({1, 2})
+    hold.extend(38)
+    hold.advance(5)
+    hold.chain.page(0, TOKENS, SIZE)
+    twin = hold.fork()
+    pages.check([hold, twin])
+    assert twin.handle() == KVHandle(hold.handle().pages, 21)
+    before = twin.handle(), list(twin.parts[0].first), list(twin.kept.low), len(twin.chain.keys)
+    hold.parts[0].first[0] = 99
+    hold.chain.page(1, TOKENS, SIZE)
+    hold.kept.mass += 1
+    hold.kept.low_mass += 1
+    assert not twin.kept.mass.any()
+    assert not twin.kept.low_mass.any()
+    hold.release()
+    after = twin.handle(), list(twin.parts[0].first), list(twin.kept.low), len(twin.chain.keys)
+    assert before == after
+    pages.check([twin])
+
+
+def test_no_field_of_a_fork_is_forgotten():
+    """All that is not made anew for a fork is what it was, be it added tomorrow."""
+    hold = begun(allocators(), 19, room=40)
+    hold.publish(TOKENS, 19)
+    hold.is_listed = False
+    twin = hold.fork()
+    made = {"chain", "parts", "kept", "room_len", "bound_len"}
+    for one in fields(Hold):
+        if one.name not in made:
+            assert getattr(twin, one.name) == getattr(hold, one.name), one.name
+    assert (twin.room_len, twin.bound_len) == (24, 0)  # without what was only reserved
+
+
+def test_whoever_writes_a_shared_tail_first_takes_a_copy():
+    pages = allocators()
+    hold = begun(pages, 13)
+    twin = hold.fork()
+    hold.bound_len = 16
+    ((source, target),) = hold.own_tail()
+    assert (source, target) == (twin.handle().pages[1], hold.handle().pages[1])
+    assert hold.bound_len == 0
+    assert twin.own_tail() == ()
+    pages.check([hold, twin])
+
+
+def test_a_rewound_hold_goes_on_as_another_sequence():
+    pages = allocators()
+    hold = begun(pages, 30, room=40)
+    hold.publish(TOKENS, 30)
+    hold.bound_len = 40
+    hold.rewind(13)
+    pages.check([hold])
+    assert (hold.room_len, hold.bound_len, hold.num_published) == (16, 16, 1)
+    other = array("i", [*TOKENS[:13], *range(500, 530)])
+    assert hold.own_tail() != ()  # the second page is listed with the old tokens
+    hold.extend(24)
+    hold.advance(11)
+    hold.publish(other, 24)
+    later = begun(pages)
+    assert later.take_cached(array("i", [*other[:24], 1])) == 24
+    assert later.handle().pages == hold.handle().pages
+    pages.check([hold, later])
+
+
+def test_nothing_is_rewound_to_where_tokens_have_gone():
+    hold = bounded(Allocators(replace(ENGINE, row_pages=4)), 32)
+    hold.trim({1})
+    with pytest.raises(ValueError, match="length of 32 to 32"):
+        hold.rewind(31)
+
+
+def test_what_goes_is_given_back_and_positions_say_what_stayed():
+    pages = Allocators(replace(ENGINE, row_pages=4))
+    hold = bounded(pages, 32)
+    first, _, third, _ = hold.handle().pages
+    hold.bound_len = 32
+    hold.trim({1, 3})
+    assert hold.handle() == KVHandle((first, third), 16)
+    assert (hold.room_len, hold.bound_len, hold.evict_len) == (32, 0, 48)
+    hold.extend(40)
+    pages.check([hold])
+    np.testing.assert_array_equal(hold.parts[0].firsts(4), [0, 16, 32, 40])
+    hold.publish(TOKENS, 32)
+    assert pages.groups[0]._index.key_of.count(None) == ENGINE.num_pages  # none of it is listed
+
+
+def test_a_hit_ends_before_the_last_token_and_where_a_policy_must_see_the_rest():
+    pages = allocators()
+    hold = begun(pages, 40)
+    hold.publish(TOKENS, 40)
+    for num_tokens, expected in [(40, 32), (41, 40), (8, 0)]:
+        assert begun(pages).take_cached(TOKENS[:num_tokens]) == expected
+    policy = get_policy("streaming")
+    some = Hold(
+        PageChain(b"root"), 0, Retention(policy=policy, page_size=SIZE, full_pages=4, low_pages=0)
+    )
+    some.begin(pages)
+    assert some.take_cached(TOKENS) == 24
+
+
+CORRUPTIONS = {
+    "room": ("room_len", 32),
+    "the tables": ("bound_len", 48),
+    "part of a page": ("bound_len", 3),
+    "when to list": ("publish_len", 7),
+    "what was listed": ("num_published", 13),
+    "when to ask": ("evict_len", 24),
+    "too many tokens": ("num_stored", 33),
+    "no policy": ("retention", None),
+}
+
+
+@pytest.mark.parametrize(("name", "wrong"), CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_check_sees_a_corruption(name, wrong):
+    pages = Allocators(replace(ENGINE, row_pages=4))
+    hold = bounded(pages, 24)
+    pages.check([hold])
+    setattr(hold, name, wrong)
+    with pytest.raises(RuntimeError):
+        pages.check([hold])
+
+
+def test_two_groups_have_pages_of_their_own():
+    """As unlike KV groups will: each part takes from its own allocator, all reach equally far."""
+    pages = allocators()
+    pages.groups = (*pages.groups, PageAllocator(3, SIZE))
+    hold, other = begun(pages, 9), begun(pages, 1)
+    assert [len(part.pages) for part in hold.parts] == [2, 2]
+    with pytest.raises(CapacityError):
+        other.extend(17)
+    assert [len(part.pages) for part in other.parts] == [1, 1]
+    pages.check([hold, other])
+    hold.release()
+    twin = other.fork()
+    assert len(other.own_tail()) == 2
+    pages.check([other, twin])
