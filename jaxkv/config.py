@@ -53,7 +53,8 @@ class EngineConfig:
 
     Under a `kv_policy` a row holds at most `row_pages` pages and `low_row_pages` demoted ones;
     row_pages 0: as many as its length takes. A decoding query reads at most `read_pages` of each
-    row; 0: all.
+    row; 0: all. Where every layer has a window, `window` is the longest, and a row gives back pages
+    that no later query sees; 0: some layer sees everything, or a policy says what stays.
     """
 
     max_model_len: int
@@ -68,9 +69,10 @@ class EngineConfig:
     row_pages: int = 0
     low_row_pages: int = 0
     read_pages: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
-        may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages")
+        may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages", "window")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "kv_policy":
@@ -116,15 +118,28 @@ class EngineConfig:
         """Pages of one row of max_model_len tokens, or as many as its policy leaves."""
         return self._within_budget(-(-self.max_model_len // self.block_size))
 
+    @property
+    def window_pages(self) -> int:
+        """Most pages that a row holds where no layer sees past `window` tokens; 0 without one. A
+        step writes up to max_num_batched_tokens behind the window, which may begin anywhere in its
+        first page.
+        """
+        if not self.window:
+            return 0
+        step = max(self.max_num_batched_tokens, self.decode_steps)
+        return -(-(self.window - 1 + self.block_size - 1 + step) // self.block_size)
+
     def _within_budget(self, num_pages: int) -> int:
-        return min(num_pages, self.row_pages) if self.row_pages else num_pages
+        most = self.row_pages or self.window_pages
+        return min(num_pages, most) if most else num_pages
 
     @property
     def max_len(self) -> int:
-        """Longest prompt and output together that fit into the limit and the pool, in tokens. Under
-        a policy a row that has as many pages as it may gets no longer.
+        """Longest prompt and output together that fit into the limit and the pool, in tokens. A row
+        that has as many pages as a policy or the window leaves gets no longer.
         """
-        if self.row_pages and self.row_pages <= self.num_pages:
+        most = self.row_pages or self.window_pages
+        if most and most <= self.num_pages:
             return self.max_model_len
         return min(self.max_model_len, self.num_pages * self.block_size)
 

@@ -147,7 +147,9 @@ def empty(
     sized = make_blueprint(
         options, before.spec, before.layout, before.placement.devices, stored_dtype=before.dtype
     ).with_pages(num_pages)
-    return State(sized.empty_kv(), (KVHandle(),) * num_rows, sized.limits, sized.backend)
+    # A row can be rewound to any length, so it keeps what is behind the windows too.
+    limits = replace(sized.limits, window=0)
+    return State(sized.empty_kv(), (KVHandle(),) * num_rows, limits, sized.backend)
 
 
 def prefill(model: Model, kv: State, prompts: Any) -> tuple[State, jax.Array]:

@@ -247,7 +247,7 @@ class LLM:
                 ),
                 f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of "
                 f"{config.block_size}, "
-                f"{blueprint.kv_cache_dtype}, {used} pages in use{self._describe_policy()}",
+                f"{blueprint.kv_cache_dtype}, {used} pages in use{self._describe_row()}",
                 f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
                 f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode "
                 f"steps per loop",
@@ -260,13 +260,16 @@ class LLM:
             )
         )
 
-    def _describe_policy(self) -> str:
+    def _describe_row(self) -> str:
+        """Says what bounds the pages of a row, if anything but its length does."""
         config, demoted = self._blueprint.limits, self._blueprint.low_codecs
         if config.read_pages:
             return (
                 f"; kv_policy {config.kv_policy}: {config.read_pages} pages of a row are read "
                 f"for a new token"
             )
+        if config.window and config.window_pages < -(-config.max_model_len // config.block_size):
+            return f"; window {config.window}: {config.window_pages} pages per row"
         if not config.row_pages:
             return ""
         low = "" if demoted is None else f" and {config.low_row_pages} in {demoted[0].name}"

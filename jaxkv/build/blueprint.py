@@ -140,10 +140,10 @@ class Blueprint:
         """Counts the KV cache of so many tokens, or of what its policy leaves, on all devices
         together.
         """
-        row = self.limits.row_pages * self.limits.block_size
-        if not row or context <= row:
+        most = self.limits.row_pages or self.limits.window_pages
+        if not most or context <= most * self.limits.block_size:
             return context * self.token_nbytes
-        return self.limits.row_pages * self.page_nbytes * self.num_devices
+        return most * self.page_nbytes * self.num_devices
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -342,6 +342,8 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         decode_steps=DECODE_STEPS,
         seed=asked.seed,
         max_logprobs=spec.vocab_size if asked.max_logprobs == -1 else asked.max_logprobs,
+        # A policy says itself what stays.
+        window=0 if get_policy(asked.kv_policy) else spec.longest_window or 0,
     )
     if limits.max_model_len > spec.max_len:
         raise ValueError(

@@ -102,7 +102,7 @@ class RowTables:
 
     def _set_pages(self, row: int, hold: Hold) -> None:
         pages = hold.parts[0].pages
-        if not hold.bound_len and (hold.kept is not None or self._gaps_R[row]):
+        if not hold.bound_len and (hold.parts[0].num_gone or hold.kept or self._gaps_R[row]):
             self._set_kept(row, hold)
         # All of them where none is known: those that have gone have no place in the table.
         new = (hold.room_len - hold.bound_len) // self._config.block_size
@@ -116,16 +116,12 @@ class RowTables:
     def _set_kept(self, row: int, hold: Hold) -> None:
         """What a policy has left of the sequence, or nothing of the one that had the row before."""
         kept, part = hold.kept, hold.parts[0]
-        self._gaps_R[row] = kept is not None
+        self._gaps_R[row] = kept is not None or part.num_gone > 0
         self._num_gone_R[row] = part.num_gone
-        if kept is None or hold.retention is None:
-            self.first_RW[row], self._low_len_R[row], self._since_R[row] = (
-                self.first_W,
-                0,
-                MAX_INT32,
-            )
-            return
         self.first_RW[row] = part.firsts(len(self.first_W))
+        if kept is None or hold.retention is None:
+            self._low_len_R[row], self._since_R[row] = 0, MAX_INT32
+            return
         num_low = len(kept.low)
         self._low_RW[row, :num_low], self._low_first_RW[row, :num_low] = kept.low, kept.low_first
         self._low_len_R[row] = num_low * self._config.block_size

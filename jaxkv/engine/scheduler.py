@@ -92,6 +92,8 @@ class Scheduler:
         self._publish_and_let_go()
         if self.bounded:
             self._trim()
+        if self.config.window:
+            self._drop_unseen()
         while True:
             self._admit()
             if not self.running:
@@ -169,6 +171,13 @@ class Scheduler:
             if request.num_tokens == request.max_len:
                 self._release(request)
 
+    def _drop_unseen(self) -> None:
+        """Gives back pages that are behind every window, after listing them."""
+        for request in self.running:
+            if request.hold.unlisted_unseen:
+                self._publish(request)
+            request.hold.drop_unseen()
+
     def _release(self, request: Request) -> None:
         if request.row is None:
             raise RuntimeError(f"request {request.id} is not running")
@@ -220,7 +229,10 @@ class Scheduler:
     def _pages_to_come(self, request: Request) -> int:
         hold = request.hold
         missing = min(request.num_tokens, hold.evict_len) - hold.room_len
-        return max(0, self.allocator.pages_for(missing))
+        num_pages = self.allocator.pages_for(missing)
+        if self.config.window:
+            num_pages = min(num_pages, self.config.table_width - len(hold.parts[0].pages))
+        return max(0, num_pages)
 
     def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
         left = [request.max_len - request.num_tokens for request in ready]
@@ -244,7 +256,8 @@ class Scheduler:
         """Decode rows are listed by what they hold: attention sweeps neighbouring rows together, as
         far as the longest one goes.
         """
-        return sorted(work, key=_num_held if self.bounded else _num_stored)
+        are_whole = not self.bounded and not self.config.window
+        return sorted(work, key=_num_stored if are_whole else _num_held)
 
     def _beside(self, work: list[tuple[Request, int]]) -> tuple[Pairs, Pairs, Measures]:
         """Copies and demotions that come before a step of this work, and what is measured behind

@@ -5,7 +5,7 @@ holds.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxkv.errors import CapacityError
@@ -32,11 +32,15 @@ class PageAllocator:
     index until it is needed, the longest unused first. A handle gives back its last page first and
     holds every page before the one that it holds, so pages leave the index before their parents;
     where a policy has left gaps, with them at the latest.
+
+    Not `linked`: a sequence goes on without its first pages, so a page is listed and found whether
+    or not the one before it is. Then a sequence's last pages stay cached longest.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, linked: bool = True) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.linked = linked
         self._references = [0] * num_pages
         self._empty = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -107,6 +111,22 @@ class PageAllocator:
             found
         )
 
+    def find_last(self, keys: Sequence[PageKey], needed: Sequence[int]) -> tuple[int, list[int]]:
+        """Returns the largest n for which the last `needed[n - 1]` of the first n keys are listed,
+        and those pages, shared; (0, []) if there is none. For what is not `linked`.
+        """
+        pages = [self._index.find(key, None) for key in keys]
+        best = run = 0
+        for n, page in enumerate(pages, start=1):
+            run = 0 if page is None else run + 1
+            if run >= needed[n - 1]:
+                best = n
+        start = best - needed[best - 1] if best else 0
+        found = [page for page in pages[start:best] if page is not None]
+        for page in found:
+            self._share(page)
+        return best, found
+
     def publish(
         self, handle: KVHandle, first: int, keys: Iterable[PageKey]
     ) -> tuple[KVHandle, int]:
@@ -117,11 +137,8 @@ class PageAllocator:
         ends at a page whose key is taken by other tokens, and lists nothing if the page before the
         first is not listed (any more).
         """
-        pages, parent, num_listed = (
-            list(handle.pages),
-            handle.pages[first - 1] if first else None,
-            0,
-        )
+        pages, num_listed = list(handle.pages), 0
+        parent = pages[first - 1] if first and self.linked else None
         if parent is not None and self._index.key_of[parent] is None:
             return handle, 0
         add, goes_over = self._index.add, False
@@ -135,7 +152,7 @@ class PageAllocator:
                 self._drop((page,))
                 pages[index] = page = listed
                 goes_over = True
-            parent = page
+            parent = page if self.linked else None
             num_listed += 1
         return KVHandle(tuple(pages), handle.length) if goes_over else handle, num_listed
 
@@ -216,7 +233,7 @@ class PageAllocator:
             self._cached,
         )
         # Last page first, so that a sequence's first pages stay cached longest.
-        for page in reversed(pages):
+        for page in reversed(pages) if self.linked else pages:
             left = references[page] - 1
             if left < 0:
                 raise RuntimeError(

@@ -29,13 +29,15 @@ Measures = tuple[tuple["Kept", list[int]], ...]
 class Allocators:
     """Owns the pages of all KV groups, and the demoted ones.
 
-    For now the KV groups share one page table, so `groups` has one allocator for all of them.
+    For now the KV groups share one page table, so `groups` has one allocator for all of them, and
+    pages that no later query sees go only where every group has a window.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.page_size = config.block_size
-        self.groups = (PageAllocator(config.num_pages, config.block_size),)
+        linked = not config.window
+        self.groups = (PageAllocator(config.num_pages, config.block_size, linked=linked),)
         self.low = PageAllocator(config.num_low_pages, config.block_size)
 
     def extend(self, short: Sequence[tuple[Hold, int]]) -> None:
@@ -79,13 +81,23 @@ class Part:
     """Holds pages of one KV group for one sequence.
 
     `num_gone` tokens are not in its pages any more. `first` has the positions of slot 0 of its
-    first pages; those past them follow each other.
+    first pages; those past them follow each other. `window`: how many tokens a query sees, itself
+    included; 0: all.
     """
 
     allocator: PageAllocator
+    window: int = 0
     pages: list[int] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     num_gone: int = 0
+
+    def num_unseen(self, num_stored: int) -> int:
+        """Returns the first pages of a sequence, gone ones included, that no query sees which comes
+        after so many tokens.
+        """
+        if not self.window:
+            return 0
+        return max(0, num_stored - self.window + 1) // self.allocator.page_size
 
     def firsts(self, num_pages: int) -> np.ndarray:
         """Returns the positions of slot 0 of so many pages, those to come included."""
@@ -168,8 +180,8 @@ class Hold:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no token has gone that was stored."""
-        return not any(part.num_gone for part in self.parts)
+        """Whether no token has gone that a later query could have seen."""
+        return self.retention is None or not any(part.num_gone for part in self.parts)
 
     @property
     def is_due(self) -> bool:
@@ -189,7 +201,9 @@ class Hold:
 
     def begin(self, allocators: Allocators) -> None:
         """Makes it ready to take pages from these."""
-        self.parts = tuple(Part(allocator) for allocator in allocators.groups)
+        # Under a policy of its own it says which pages stay.
+        window = allocators.config.window if self.retention is None else 0
+        self.parts = tuple(Part(allocator, window) for allocator in allocators.groups)
         if self.retention is not None:
             self.kept, self.evict_len = Kept.nothing(allocators), self.retention.limit
         self._set_published(0)
@@ -304,6 +318,23 @@ class Hold:
         self.bound_len = 0
         self._set_published(self.num_published)
 
+    def drop_unseen(self) -> bool:
+        """Gives back pages that no later query sees; returns whether there were any."""
+        has_dropped = False
+        for part in self.parts:
+            count = part.num_unseen(self.num_stored) - part.num_gone // self.page_size
+            if count > 0:
+                part.allocator.release(KVHandle(tuple(part.pages[:count])))
+                del part.pages[:count]
+                part.num_gone += count * self.page_size
+                has_dropped, self.bound_len = True, 0
+        return has_dropped
+
+    @property
+    def unlisted_unseen(self) -> bool:
+        """Whether pages are about to go that should be listed before."""
+        return any(part.num_unseen(self.num_stored) > self.num_published for part in self.parts)
+
     def take_cached(self, tokens: array[int]) -> int:
         """Takes listed pages that continue what it holds with these tokens; returns how many
         tokens they have.
@@ -316,6 +347,8 @@ class Hold:
         # Page after page, up to the one that has the last token.
         end = min(len(tokens) - 1, self._most_cached) // size
         (part,) = self.parts
+        if part.window:
+            return self._take_last(part, first, end, tokens) * size
         keys = (self.key(index, tokens) for index in range(first, end))
         handle, num_found = part.allocator.take_listed(self.handle(), keys)
         if num_found:
@@ -324,6 +357,29 @@ class Hold:
             self.room_len = len(part.pages) * size
             self._set_published(first + num_found)
         return num_found * size
+
+    def _take_last(self, part: Part, first: int, end: int, tokens: array[int]) -> int:
+        """Goes on to the last page before `end` from which on the window's pages are listed, and
+        takes those; returns how many pages further that is.
+        """
+        size = self.page_size
+        keys = [self.key(index, tokens) for index in range(first, end)]
+        needed = [
+            index + 1 - max(first, part.num_unseen((index + 1) * size))
+            for index in range(first, end)
+        ]
+        num_further, found = part.allocator.find_last(keys, needed)
+        if not num_further:
+            return 0
+        self.num_stored = self.room_len = (first + num_further) * size
+        if len(found) < num_further:  # nothing of what it held is seen any more
+            part.allocator.release(KVHandle(tuple(part.pages)))
+            part.pages, part.num_gone = [], self.num_stored - len(found) * size
+        part.pages += found
+        self.bound_len = 0
+        self._set_published(first + num_further)
+        self.drop_unseen()
+        return num_further
 
     @property
     def _most_cached(self) -> int:
@@ -351,9 +407,11 @@ class Hold:
         if first >= end or not self.is_listed or not self.is_whole:
             return
         (part,) = self.parts
+        num_gone = part.num_gone // self.page_size
+        first = max(first, num_gone)
         before = self.handle()
         keys = self.chain.pages(first, end, tokens, self.page_size)
-        handle, num_listed = part.allocator.publish(before, first, keys)
+        handle, num_listed = part.allocator.publish(before, first - num_gone, keys)
         if handle is not before:
             part.pages, self.bound_len = list(handle.pages), 0
         self._set_published(first + num_listed)

@@ -66,6 +66,16 @@ class ModelSpec:
                 return g, group.layers.index(layer)
         raise ValueError(f"expected a layer below {self.num_layers}, got {layer}")
 
+    @property
+    def longest_window(self) -> int | None:
+        """The tokens that a query sees at most in any layer; None if some layer sees everything."""
+        windows = [group.window for group in self.groups]
+        return (
+            max((w for w in windows if w is not None), default=None)
+            if None not in windows
+            else None
+        )
+
     def apart(self, layers: frozenset[int]) -> ModelSpec:
         """The same model, these layers in KV groups of their own."""
         groups = []

@@ -157,7 +157,8 @@ class Intake:
         length = min(first.prompt_len + params.max_tokens, config.max_model_len)
         retention = first.hold.retention
         held = length if retention is None else min(length, retention.limit)
-        needed = width * -(-held // config.block_size)
+        of_one = -(-held // config.block_size)
+        needed = width * (min(of_one, config.table_width) if config.window else of_one)
         if needed > config.num_pages:
             raise ValueError(
                 f"beam_width: {width} beams of {length} tokens may need {needed} pages, the KV "
@@ -256,6 +257,8 @@ class Intake:
         if retention is not None:
             return wanted, "length"
         longest = min(config.num_pages, config.table_width) * config.block_size
+        if config.window:
+            longest = config.max_len
         if prompt_len >= longest:
             raise ValueError(
                 f"the prompt has {prompt_len} tokens; the KV cache holds {longest} of one "

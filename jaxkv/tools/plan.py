@@ -159,7 +159,7 @@ def _plan(
         num_pages=num_pages,
         page_nbytes=deployment.blueprint.page_nbytes,
         page_size=deployment.blueprint.limits.block_size,
-        row_pages=deployment.blueprint.limits.row_pages,
+        row_pages=deployment.blueprint.limits.row_pages or deployment.blueprint.limits.window_pages,
     )
 
 

@@ -452,6 +452,9 @@ class Traffic:
             )
         kept, (part,) = request.hold.kept, request.hold.parts
         firsts = part.firsts(len(handle.pages))
+        if part.window:  # all that the next query sees is there, and not more than a row may have
+            assert part.num_gone <= max(0, request.hold.num_stored - part.window + 1)
+            assert len(handle.pages) <= self.config.table_width
         for first, page in zip(firsts, handle.pages, strict=False):
             own = states[first : min(length, first + size)]
             assert self.slots[page][: len(own)] == own
@@ -507,6 +510,32 @@ def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(config, sea
     assert (one.allocators.low.num_used, one.bounded, one.eviction.undone) == (0, set(), {})
     assert one.eviction.outcomes["dropped"] > 100
     assert bool(traffic.num_demoted) is bool(config.low_row_pages)
+
+
+WINDOWED = {
+    "plain": replace(ENGINE, max_model_len=200, window=20, num_pages=24),
+    "tight pool": replace(ENGINE, max_model_len=150, window=9, num_pages=7),
+    "many rows": replace(ENGINE, max_model_len=120, window=33, max_num_seqs=12, num_pages=40),
+    "smaller than a row": replace(ENGINE, max_model_len=120, window=40, num_pages=6),
+}
+
+
+@pytest.mark.parametrize("config", WINDOWED.values(), ids=WINDOWED)
+@pytest.mark.parametrize("searches", [0.0, 0.3])
+def test_pages_behind_the_window_go_and_nobody_misses_them(config, searches):
+    traffic = Traffic(config, seed=8, searches=searches)
+    check(traffic, num_steps=1500)
+    if config.max_len > config.table_width * config.block_size:
+        longest = max(len(request.tokens) for request in traffic.finished)
+        assert longest > config.table_width * config.block_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", WINDOWED.values(), ids=WINDOWED)
+@pytest.mark.parametrize("searches", [0.0, 0.3, 1.0])
+def test_a_hundred_thousand_steps_behind_windows(config, searches):
+    for seed in range(3):
+        check(Traffic(config, seed=seed, searches=searches), num_steps=10_000)
 
 
 @pytest.mark.slow
