@@ -731,17 +731,18 @@ def test_a_failed_step_that_concerns_nobody_any_more_ends_nothing(
     """Its request is gone when it is read, because the next one's tokens must be read before
     planning.
     """
-    engine, read, failed = engine_of(llm), type(engine_of(llm))._read, []
+    engine, failed = engine_of(llm), []
+    read = engine.results.read
 
     def fail_once(flight: Any) -> list[Any]:
         if flight is not None and not failed:
             failed.append(flight)
             raise RuntimeError("device")
-        return read(engine, flight)
+        return read(flight)
 
     def leave() -> None:
         assert engine._flight is not None
-        monkeypatch.setattr(engine, "_read", fail_once)
+        monkeypatch.setattr(engine.results, "read", fail_once)
         thread_of(llm).abort(["gone"])
 
     async def main() -> RequestOutput:
@@ -877,7 +878,7 @@ def test_an_error_that_concerns_no_request_is_the_end_and_not_an_endless_loop(
     llm, error = make(), ZeroDivisionError()
     pace = engine_of(llm).step
 
-    def plan(norms: object) -> None:
+    def plan() -> None:
         raise error
 
     async def main() -> list[Any]:

@@ -83,8 +83,8 @@ def new_llm(checkpoint) -> Callable[..., LLM]:
             **limits | options,
         )
         programs = engine_of(llm).programs
-        programs._compiled = compiled.setdefault(
-            f"{options} {jaxkv.build.blueprint.DECODE_STEPS}", programs._compiled
+        programs.executables = compiled.setdefault(
+            f"{options} {jaxkv.build.blueprint.DECODE_STEPS}", programs.executables
         )
         return llm
 

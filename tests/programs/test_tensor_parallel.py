@@ -43,17 +43,17 @@ RUN = """
 import json, sys
 import jax, numpy as np
 from jaxkv import LLM, BeamSearchParams, SamplingParams
-from jaxkv.engine import engine
+from jaxkv.engine import results
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.testing import blueprint_of, engine_of, model_of
 
-observed, observe = [], engine.observe
+observed, observe = [], results.observe
 
 def observing(kept, statistics):
     observed.extend(np.asarray(statistics.mass_BW).ravel().tolist())
     observe(kept, statistics)
 
-engine.observe = observing
+results.observe = observing
 path, dtype, kv_dtype, policies, *sizes = sys.argv[1:]
 greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=2)
 drawn = SamplingParams(seed=3, top_p=0.9, presence_penalty=0.3, max_tokens=12, ignore_eos=True)
