@@ -1,4 +1,4 @@
-"""What people set: engine limits and sampling parameters. Frozen, checked once when made."""
+"""Holds what people set: engine limits and sampling parameters. Frozen, checked once when made."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def _expect(ok: bool, name: str, expected: str, got: Any) -> None:
 
 
 def bfloat16_as_bits(platform: str) -> bool:
-    """Whether arrays of bfloat16 are kept as uint16 bits on `platform`: on a CPU with jaxlib 0.10.
+    """Tells whether arrays of bfloat16 are kept as uint16 bits on `platform`: on a CPU with jaxlib
+    0.10.
 
     That XLA:CPU converts the whole operand of a bfloat16 gather, scatter or slice to float32 (37 ms
     against 12 for one decode attention over 32 rows x 1,024 tokens, 85 against 10 for a scan over
@@ -38,12 +39,14 @@ def bfloat16_as_bits(platform: str) -> bool:
 
 
 def is_int(value: Any) -> bool:
-    """An int that is not a bool (Python counts True as 1; no caller means that)."""
+    """Tells whether it is an int that is not a bool (Python counts True as 1; no caller means
+    that).
+    """
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    """A finite number as the device knows it: float32."""
+    """Tells whether it is a finite number as the device knows it: float32."""
     return (is_int(value) or isinstance(value, float)) and abs(value) <= MAX_FLOAT32
 
 
@@ -101,7 +104,7 @@ class EngineConfig:
 
     @property
     def num_low_pages(self) -> int:
-        """Demoted pages of the pool: as many for each other page as a row has."""
+        """Counts the demoted pages of the pool: as many for each other page as a row has."""
         return (
             -(-self.num_pages * self.low_row_pages // self.row_pages) if self.low_row_pages else 0
         )
@@ -120,9 +123,9 @@ class EngineConfig:
 
     @property
     def window_pages(self) -> int:
-        """Most pages that a row holds where no layer sees past `window` tokens; 0 without one. A
-        step writes up to max_num_batched_tokens behind the window, which may begin anywhere in its
-        first page.
+        """Returns the most pages that a row holds where no layer sees past `window` tokens; 0
+        without one. A step writes up to max_num_batched_tokens behind the window, which may begin
+        anywhere in its first page.
         """
         if not self.window:
             return 0
@@ -135,8 +138,8 @@ class EngineConfig:
 
     @property
     def max_len(self) -> int:
-        """Longest prompt and output together that fit into the limit and the pool, in tokens. A row
-        that has as many pages as a policy or the window leaves gets no longer.
+        """Returns the longest prompt and output together that fit into the limit and the pool, in
+        tokens. A row that has as many pages as a policy or the window leaves gets no longer.
         """
         most = self.row_pages or self.window_pages
         if most and most <= self.num_pages:
@@ -161,7 +164,7 @@ _NOT_BUILT = {
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
-    """Whether it is None, or a list or tuple of what is of this kind (a bool is no int)."""
+    """Tells whether it is None, or a list or tuple of what is of this kind (a bool is no int)."""
     listed = isinstance(value, (list, tuple))
     return value is None or (
         listed and all(isinstance(x, kind) and not isinstance(x, bool) for x in value)
@@ -169,8 +172,8 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _checked_bias(given: Any) -> dict[int, float]:
-    """As vLLM takes it: ids through int(), since JSON has string keys, and values held within
-    [-100, 100].
+    """Reads a bias as vLLM takes it: ids through int(), since JSON has string keys, and values held
+    within [-100, 100].
     """
     _expect(isinstance(given, dict), "logit_bias", "a dict of token id -> number", given)
     bias = {}
@@ -185,7 +188,7 @@ def _checked_bias(given: Any) -> dict[int, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one request samples: vLLM's field names, defaults and meaning.
+    """Says how one request samples: vLLM's field names, defaults and meaning.
 
     A temperature below 1e-5 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `seed`
     None or -1: it follows from the engine's. `max_tokens=None`: as many as the context allows. `n`
@@ -356,13 +359,13 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether a token's logit depends on the tokens before it."""
+        """Tells whether a token's logit depends on the tokens before it."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeamSearchParams:
-    """How `LLM.beam_search` searches: vLLM's field names and defaults, transformers' algorithm
+    """Says how `LLM.beam_search` searches: vLLM's field names and defaults, transformers' algorithm
     (early_stopping=False).
 
     The `beam_width` best sequences of up to `max_tokens` tokens, by their sum of log-probabilities

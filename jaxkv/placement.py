@@ -1,5 +1,5 @@
-"""Where an engine's arrays live: whole on one device, or divided over several by their logical
-axes.
+"""Decides where an engine's arrays live: whole on one device, or divided over several by their
+logical axes.
 
 Tensor parallelism over one mesh axis: each device has some of the attention heads with the pages of
 their KV heads, some of the feed-forward dimension and some of the vocabulary; what goes from layer
@@ -58,7 +58,7 @@ class Placement:
         return len(self.devices)
 
     def sharding(self, parts: PartitionSpec = WHOLE) -> jax.sharding.Sharding:
-        """The sharding of an array that is divided so."""
+        """Returns the sharding of an array that is divided so."""
         return (
             NamedSharding(self.mesh, parts)
             if self.size > 1
@@ -69,19 +69,21 @@ class Placement:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(parts))
 
     def weight(self, name: str, ndim: int) -> PartitionSpec:
-        """Of a leaf; one of more dimensions than its logical axes is stacked over layers."""
+        """Returns the sharding of a leaf; one of more dimensions than its logical axes is stacked
+        over layers.
+        """
         axes = dict(self.axes).get(name, ())
         parts = [TENSOR if axis in (*MUST_DIVIDE, "vocab") else None for axis in axes]
         return PartitionSpec(*[None] * (ndim - len(parts)), *parts)
 
     def weights(self, tree: Any) -> Any:
-        """The same of every leaf of a weight tree."""
+        """Returns the sharding of every leaf of a weight tree."""
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: self.weight(path[-1].key, leaf.ndim), tree
         )
 
     def kv(self, kv: PagedKV) -> PagedKV:
-        """Of the KV state: pages by heads, tables and lengths whole."""
+        """Returns the sharding of the KV state: pages by heads, tables and lengths whole."""
         whole: Any = {"table_BW": WHOLE, "first_BW": WHOLE, "len_B": WHOLE}
         pages: Any = PAGES
 
@@ -135,7 +137,7 @@ def on_every_device(
 def place(
     spec: ModelSpec, layout: Layout, devices: Sequence[jax.Device], size: Any = 1
 ) -> Placement:
-    """The first `size` of the devices, each with its part of the model.
+    """Takes the first `size` of the devices, each with its part of the model.
 
     Raises: ValueError if there are fewer, or the model's heads or feed-forward dimension have no
     such parts.
@@ -166,7 +168,7 @@ def place(
 
 
 def bytes_per_device(tree: Any) -> int:
-    """What the arrays of a tree take on one of their devices."""
+    """Counts what the arrays of a tree take on one of their devices."""
 
     def of(x: Any) -> int:
         sharding = getattr(x, "sharding", None)

@@ -1,4 +1,4 @@
-"""One door to what an `LLM` is made of, for tests and benchmarks.
+"""Opens the one door to what an `LLM` is made of, for tests and benchmarks.
 
 What comes through it may change with any version: programs that use jaxkv have no business here.
 """

@@ -111,7 +111,7 @@ class AsyncLLM:
         await self._engine.ask(self._llm.reset_prefix_cache)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """As `LLM.get_default_sampling_params`."""
+        """Answers as `LLM.get_default_sampling_params` does."""
         return self._llm.get_default_sampling_params()
 
     @property

@@ -72,8 +72,8 @@ _ROW_START = b'{"id": '
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchCounts:
-    """What one run did: rows it wrote, lines it skipped because they had one, error rows in the
-    whole output, tokens it generated, and seconds that took without compilation.
+    """Counts what one run did: rows it wrote, lines it skipped because they had one, error rows in
+    the whole output, tokens it generated, and seconds that took without compilation.
     """
 
     num_written: int
@@ -154,8 +154,8 @@ class RowFile:
 
 @contextmanager
 def open_output(path: str | os.PathLike[str], source: BinaryIO) -> Iterator[RowFile]:
-    """The output file for the lines of `source`, made if missing, locked against other processes
-    and synced at the end.
+    """Opens the output file for the lines of `source`, made if missing, locked against other
+    processes and synced at the end.
 
     Raises: ValueError if it is no regular file, is `source` itself or in use, and as `RowFile`
     does; OSError.
@@ -319,8 +319,8 @@ class _Requests:
 
 
 def _numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """The lines with their ends, numbered from 1; None for one of more than `max_bytes`, of which
-    no more is held.
+    """Yields the lines with their ends, numbered from 1; None for one of more than `max_bytes`, of
+    which no more is held.
     """
     for number in itertools.count(1):
         line = file.readline(max_bytes + 1)
@@ -339,7 +339,7 @@ def _is_blank(raw: bytes | None) -> bool:
 
 
 def _parse(raw: bytes | None, max_bytes: int) -> dict[str, Any]:
-    """The object that a line holds. Raises: ValueError for everything else, however odd."""
+    """Reads the object that a line holds. Raises: ValueError for everything else, however odd."""
     if raw is None:
         raise ValueError(f"expected at most {max_bytes} bytes in a line")
     try:
@@ -388,8 +388,8 @@ def _usable_id(line: dict[str, Any]) -> str | int:
 
 
 def _seed_for(run_seed: int, line_id: str | int) -> int:
-    """64 bits for one line. Of a hash that is the same in every process, which Python's own for
-    texts is not.
+    """Draws 64 bits for one line, of a hash that is the same in every process, which Python's own
+    for texts is not.
     """
     digest = hashlib.blake2b(json.dumps(line_id).encode(), digest_size=8).digest()
     return int(

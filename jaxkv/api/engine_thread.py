@@ -73,7 +73,7 @@ class _Call:
 
 
 def _dead(cause: BaseException | None) -> EngineDeadError:
-    """What to raise once the thread has ended: by this exception, or None if it was told to."""
+    """Makes what to raise once the thread has ended by this exception; None: it was told to end."""
     reason = (
         "was shut down"
         if cause is None
@@ -130,7 +130,7 @@ class _Live:
         return any(request.finish_reason == "abort" for request in self.submission.samples)
 
     def news(self) -> RequestOutput | Exception:
-        """A state that the engine does not change any more: another thread will read it."""
+        """Returns a state that the engine does not change any more: another thread will read it."""
         if self.error is not None:
             return self.error
         output = self.submission.output()
@@ -141,7 +141,7 @@ class _Live:
 
 
 class _Outbox:
-    """What has changed for the streams of one event loop.
+    """Collects what has changed for the streams of one event loop.
 
     One delivery at a time is on its way there, for all streams together; what changes until it has
     arrived is merged into the next. So a loop that is slow or stuck costs neither memory nor work.
@@ -169,7 +169,7 @@ class _Outbox:
             self._is_ready = False
 
     def _deliver(self, news: list[tuple[Stream, RequestOutput | Exception]]) -> None:
-        """In the event loop's thread."""
+        """Runs in the event loop's thread."""
         for stream, newest in news:
             stream.put(newest)
         self._post(self._arrived)
@@ -243,7 +243,7 @@ class EngineThread:
         params: SamplingParams | None,
         priority: int,
     ) -> None:
-        """Raises: ValueError if the request is refused."""
+        """Adds a request. Raises: ValueError if it is refused."""
         if self._is_stopping:
             raise _dead(None)
         if stream.id in self._live:
@@ -341,7 +341,7 @@ class EngineThread:
             self._note(live)
 
     def _note(self, live: _Live) -> None:
-        """There is something new to send."""
+        """Notes that there is something new to send."""
         live.outbox.changed[live] = None
         if live.error is not None or live.submission.is_finished:
             self._forget(live)

@@ -131,8 +131,8 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best sequences for every prompt, as transformers' beam search finds
-        them; in input order.
+        """Finds the `beam_width` best sequences for every prompt, as transformers' beam search
+        finds them; in input order.
 
         prompts: as in `generate`. Each beam takes a row, and while one runs, loops of all rows have
         one step.
@@ -185,7 +185,8 @@ class LLM:
         return stream(self._engine, submission)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json asks for, vLLM's defaults where it says nothing.
+        """Returns what the model's generation_config.json asks for, vLLM's defaults where it says
+        nothing.
 
         Raises: ValueError if it asks for something that is out of range.
         """
@@ -203,11 +204,12 @@ class LLM:
         return self._engine.programs.compile_s
 
     def get_tokenizer(self) -> Any:
-        """The Hugging Face tokenizer, None with skip_tokenizer_init=True."""
+        """Returns the Hugging Face tokenizer, None with skip_tokenizer_init=True."""
         return self._model.tokenizer
 
     def page_table(self) -> dict[str, tuple[int, ...]]:
-        """The page ids that every running request holds now, by request_id: a copy, to look at.
+        """Returns the page ids that every running request holds now, by request_id: a copy, to look
+        at.
 
         Ids are 0 to num_kv_tokens / block_size - 1; a request's i-th page is for its tokens from i
         * block_size on, but for what a kv_policy has let go.
@@ -231,7 +233,7 @@ class LLM:
         return [replace(metric, name=prefix + metric.name) for metric in self._engine.metrics()]
 
     def describe(self) -> str:
-        """What this engine is and has: model, memory, programs, backend and why."""
+        """Describes what this engine is and has: model, memory, programs, backend and why."""
         model, blueprint, programs = self._model, self._blueprint, self._engine.programs
         spec, config = blueprint.spec, blueprint.limits
         used = self._engine.scheduler.allocator.num_used

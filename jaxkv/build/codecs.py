@@ -15,8 +15,8 @@ Codecs = tuple[Codec, ...]
 
 
 def exact_layers(spec: ModelSpec, asked: Any) -> frozenset[int]:
-    """The layers that `kv_cache_dtype_skip_layers` names: numbers, as such or as text, below 0 from
-    the end; or "sliding_window" for all that have one.
+    """Returns the layers that `kv_cache_dtype_skip_layers` names: numbers, as such or as text,
+    below 0 from the end; or "sliding_window" for all that have one.
 
     Raises: ValueError for anything else.
     """
@@ -45,8 +45,8 @@ def exact_layers(spec: ModelSpec, asked: Any) -> frozenset[int]:
 def group_codecs(
     spec: ModelSpec, name: str, skip_layers: Any, *, platform: str, dtype: str
 ) -> Codecs:
-    """A codec for each KV group of a model whose `skip_layers` are apart: the model's own `dtype`
-    for those layers, the codec called `name` for the rest.
+    """Returns a codec for each KV group of a model whose `skip_layers` are apart: the model's own
+    `dtype` for those layers, the codec called `name` for the rest.
 
     Raises: ValueError as `get_codec` and `exact_layers` do, and if that codec does not quantise and
     layers are named.
@@ -62,7 +62,7 @@ def group_codecs(
 
 
 def describe_codecs(spec: ModelSpec, codecs: Codecs) -> str:
-    """For people: "int8", or "int8, layers 0, 3 in bfloat16"."""
+    """Names the codecs for people: "int8", or "int8, layers 0, 3 in bfloat16"."""
     layers: dict[str, list[int]] = {}
     for group, codec in zip(spec.groups, codecs, strict=True):
         layers.setdefault(codec.name, []).extend(group.layers)

@@ -1,6 +1,4 @@
-"""Where compiled programs are kept between starts: JAX's persistent compilation cache, on by
-default.
-"""
+"""Keeps compiled programs between starts: JAX's persistent compilation cache, on by default."""
 
 from __future__ import annotations
 
@@ -47,8 +45,8 @@ def use_compile_cache(device: jax.Device) -> str:
 
 
 def _folder(device: jax.Device) -> Path:
-    """$XDG_CACHE_HOME/jaxkv/<platform>-<hash of what its machine code depends on beyond what JAX's
-    own keys hold>.
+    """Names $XDG_CACHE_HOME/jaxkv/<platform>-<hash of what its machine code depends on beyond what
+    JAX's own keys hold>.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():  # as the XDG specification wants it
@@ -62,7 +60,7 @@ def _folder(device: jax.Device) -> Path:
 
 
 def _cpu() -> str:
-    """Model and instruction sets of this CPU: XLA compiles for exactly these."""
+    """Names model and instruction sets of this CPU: XLA compiles for exactly these."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = (
         cpuinfo.read_text().split("\n\n")[0].splitlines()

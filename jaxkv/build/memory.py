@@ -1,4 +1,4 @@
-"""What the memory of a device is divided into: weights, the pool, and what compiled programs take
+"""Divides the memory of a device into its parts: weights, the pool, and what compiled programs take
 beside them.
 """
 
@@ -34,8 +34,8 @@ class Memory:
 
     @property
     def free(self) -> int:
-        """What is left for pool and programs. Raises: CapacityError if the device does not say what
-        it has.
+        """Returns what is left for pool and programs. Raises: CapacityError if the device does not
+        say what it has.
         """
         if self.limit is None:
             raise CapacityError(
@@ -45,8 +45,9 @@ class Memory:
 
 
 def device_memory(device: jax.Device, *, weight_bytes: int, utilization: float) -> Memory:
-    """The memory of `device`, to be asked with the weights loaded: on a CPU what this process (its
-    cgroup) can still get and the weights, elsewhere the part `utilization` of what the device has.
+    """Returns the memory of `device`, to be asked with the weights loaded: on a CPU what this
+    process (its cgroup) can still get and the weights, elsewhere the part `utilization` of what the
+    device has.
     """
     if device.platform == "cpu":
         available = available_memory()
@@ -72,8 +73,8 @@ def device_memory(device: jax.Device, *, weight_bytes: int, utilization: float) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """How one engine's share of its device is spent. `reason` says why the pool has `num_pages`,
-    `advice` what to change should it not fit.
+    """Says how one engine's share of its device is spent. `reason` says why the pool has
+    `num_pages`, `advice` what to change should it not fit.
     """
 
     memory: Memory
@@ -111,8 +112,8 @@ class Budget:
             )
 
     def lines(self, programs: Programs) -> list[str]:
-        """The budget as people read it: the limit, one line for each that takes a part of it, what
-        is left.
+        """Formats the budget as people read it: the limit, one line for each that takes a part of
+        it, what is left.
         """
         memory, compiled = self.memory, programs.memory
         left = (
@@ -192,7 +193,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _fields(path: Path, separator: str) -> dict[str, int]:
-    """The `name<separator>number ...` lines of a kernel file."""
+    """Reads the `name<separator>number ...` lines of a kernel file."""
     pairs = (
         line.split(separator, 1) for line in path.read_text().splitlines() if separator in line
     )

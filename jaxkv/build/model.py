@@ -148,8 +148,8 @@ def _given(options: EngineOptions) -> str | os.PathLike[str]:
 
 
 def calibration_tokens(spec: ModelSpec, tokenizer: Any | None) -> np.ndarray:
-    """The text that keys are fitted to, [T] int32; random tokens where no tokenizer makes any of
-    it.
+    """Returns the text that keys are fitted to, [T] int32; random tokens where no tokenizer makes
+    any of it.
     """
     num_tokens = min(FIT_TOKENS, spec.max_len)
     if tokenizer is not None:
@@ -172,7 +172,7 @@ def with_fitted_keys(
 def _eos_ids(
     config: ConfigReader, generation: ConfigReader, tokenizer: Any, vocab_size: int
 ) -> list[int]:
-    """The tokenizer's end token first, then generation_config.json's, else config.json's.
+    """Returns the tokenizer's end token first, then generation_config.json's, else config.json's.
 
     One outside the vocabulary is left out: it cannot be sampled.
     """

@@ -1,4 +1,4 @@
-"""Every keyword of `LLM`, once: its default, its sentence of documentation and its check.
+"""Holds every keyword of `LLM` once: its default, its sentence of documentation and its check.
 
 `LLM`'s signature and documentation and the engine flags of the `jaxkv` command are made from
 `EngineOptions`, so that a new keyword is one field here and the code that reads it. Nothing here

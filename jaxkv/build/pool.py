@@ -1,4 +1,4 @@
-"""How many pages the pool gets."""
+"""Decides how many pages the pool gets."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def plan_pool(
     pages_override: int | None,
     programs_for: ProgramsFor,
 ) -> Budget:
-    """The pages that were asked for, else as many as every row at full length takes and memory
-    allows.
+    """Returns the pages that were asked for, else as many as every row at full length takes and
+    memory allows.
 
     `limits` gives rows, length and page size; `page_nbytes` is `Blueprint.page_nbytes`. Where the
     memory sets no limit for the pool, the largest of `programs_for` are compiled to learn what they
@@ -107,8 +107,8 @@ def _asked_pages(
 def fit_pages(
     memory: Memory, page_nbytes: int, at_most: int, programs_for: Callable[[int], Programs]
 ) -> tuple[int, float]:
-    """(most pages that fit beside the programs, seconds spent compiling), learned from pools below
-    `at_most` pages.
+    """Returns (most pages that fit beside the programs, seconds spent compiling), learned from
+    pools below `at_most` pages.
 
     Raises: CapacityError if not even one page fits.
     """
@@ -146,8 +146,8 @@ def most_pages(
 def _compile_two(
     at_most: int, programs_for: Callable[[int], Programs]
 ) -> tuple[Programs, Programs]:
-    """The largest step and loop for two pools, of which the larger has half of what would fit
-    without programs.
+    """Compiles the largest step and loop for two pools, of which the larger has half of what would
+    fit without programs.
 
     As large as that because a compiler that has memory to spare may spend it: for a small pool it
     has made three copies where it made one for a large one (docs/benchmarks/memory.md). Half of it
@@ -166,8 +166,8 @@ def _compile_two(
 
 
 def fit_line(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
-    """(a, b), whole bytes, of the line a + b * pages with b >= 0 that is nowhere below two points
-    (pages, bytes).
+    """Returns (a, b), whole bytes, of the line a + b * pages with b >= 0 that is nowhere below two
+    points (pages, bytes).
     """
     (pages, nbytes), (more_pages, more_nbytes) = sorted((first, second))
     per_page = max(0, -(-(more_nbytes - nbytes) // (more_pages - pages)))

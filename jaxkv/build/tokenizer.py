@@ -12,8 +12,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The directory's Hugging Face tokenizer. transformers is imported here, on first use; remote
-    code is never run.
+    """Loads the directory's Hugging Face tokenizer. transformers is imported here, on first use;
+    remote code is never run.
     """
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(

@@ -54,8 +54,8 @@ def _take_over(beams: tuple[Request, ...], chosen: list[tuple[int, int]]) -> Non
 def beam_output(
     submission: Submission, *, eos_id: int | None, include_stop: bool, decode: Decode | None
 ) -> BeamSearchOutput:
-    """What the finished search of these beams has found. `eos_id`: the end token that needs no
-    stop_reason.
+    """Returns what the finished search of these beams has found. `eos_id`: the end token that needs
+    no stop_reason.
     """
     first = submission.samples[0]
     if first.search is None:

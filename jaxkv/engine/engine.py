@@ -142,7 +142,7 @@ class Engine:
         return _requests_of(self._flight)
 
     def metrics(self) -> list[Metric]:
-        """What there is to watch now, under vLLM's names without its prefix."""
+        """Returns what there is to watch now, under vLLM's names without its prefix."""
         scheduler, allocator, programs = self.scheduler, self.scheduler.allocator, self.programs
         return [
             Gauge(
@@ -255,7 +255,7 @@ class Engine:
         return Observed(tuple(request.hold.kept for request in requests), found, norms)
 
     def _restore_lost_kv(self) -> None:
-        """A new empty pool where a step that failed took the contents of the old one."""
+        """Makes a new empty pool where a step that failed took the contents of the old one."""
         if self._failed and not is_computed(self.kv.pools):
             self.scheduler.start_over()
             for pool in self.kv.pools:

@@ -1,5 +1,5 @@
-"""What an operator watches: counters, gauges and histograms under vLLM's names, and each request's
-own times.
+"""Counts what an operator watches: counters, gauges and histograms under vLLM's names, and each
+request's own times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LATENCY_S = (
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One value. `labels` as Prometheus has them."""
+    """Holds one value. `labels` are as Prometheus has them."""
 
     name: str
     help: str
@@ -99,7 +99,7 @@ class Recorder:
         request.record.arrived_s = time.monotonic()
 
     def begun(self, requests: Iterable[Request]) -> None:
-        """Before a step of these requests."""
+        """Notes that a step of these requests begins."""
         now = time.monotonic()
         for request in [one for one in requests if one.record.last_token_s is None]:
             if request.record.times.time_in_queue is None:
@@ -109,7 +109,7 @@ class Recorder:
                 )
 
     def pages(self, running: Iterable[Request], allocator: PageAllocator) -> None:
-        """Once per step."""
+        """Counts the pages in use. Called once per step."""
         # A page that is being filled is never shared, so what is allocated and not held is each
         # request's own.
         allocated = allocator.num_used * allocator.page_size
@@ -118,7 +118,7 @@ class Recorder:
         self.held_slots += allocated - sum(free)
 
     def bytes_per_token(self, pool_nbytes: int, allocator: PageAllocator) -> float:
-        """Of a pool of so many bytes; 0.0 before the first step."""
+        """Divides the bytes of a pool by the tokens stored; 0.0 before the first step."""
         slot_nbytes = pool_nbytes / (allocator.num_pages * allocator.page_size)
         return slot_nbytes * _share(self.allocated_slots, self.held_slots)
 
@@ -132,7 +132,7 @@ class Recorder:
         self.num_possible_row_steps += possible_row_steps
 
     def generated(self, got: Iterable[tuple[Request, int]], now: float) -> None:
-        """After so many more tokens of each, at `now` on the monotonic clock; those of one loop
+        """Notes so many more tokens of each, at `now` on the monotonic clock; those of one loop
         came at once and share its time evenly.
         """
         since, num_gaps, num_rows = now, 0, 0
@@ -237,7 +237,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def prometheus_text(metrics: Iterable[Metric]) -> str:
-    """The metrics in Prometheus' text format 0.0.4."""
+    """Formats the metrics in Prometheus' text format 0.0.4."""
     lines: list[str] = []
     described = set()
     for metric in metrics:

@@ -1,4 +1,4 @@
-"""What happens to whole pages between two steps, and what steps have said about them."""
+"""Moves and measures whole pages between two steps, and notes what steps have said about them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxkv.programs.compiled import DEMOTED_AT_ONCE, Programs
 def move_pages(
     programs: Programs, kv: PagedKV, rows: RowTables, *, copies: Pairs, demotions: Pairs
 ) -> PagedKV:
-    """The state with pages encoded anew, and then copied. Consumes `kv`."""
+    """Returns the state with pages encoded anew, and then copied. Consumes `kv`."""
     for first in range(0, len(demotions), DEMOTED_AT_ONCE):
         some = demotions[first : first + DEMOTED_AT_ONCE]
         kv = programs.demote()(
@@ -69,8 +69,8 @@ def freed_nbytes(kv: PagedKV, outcomes: Mapping[str, int]) -> int:
 
 
 def is_computed(arrays: list[jax.Array]) -> bool:
-    """Whether the arrays hold what they should: not where an interrupt came between donating one
-    and receiving its successor, nor where the device failed while it computed one.
+    """Tells whether the arrays hold what they should: not where an interrupt came between donating
+    one and receiving its successor, nor where the device failed while it computed one.
     """
     if any(array.is_deleted() for array in arrays):
         return False

@@ -1,4 +1,4 @@
-"""What runs next, as the scheduler decides it."""
+"""Names what runs next, as the scheduler decides it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxkv.requests.request import Request
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One ragged step: (request, number of its pending tokens to compute), those with one token in
-    this step first, shortest first. `copies` of pages, (source, target), come before it, in this
-    order, and before those `demotions`. `measures`: pages of which policies want to know something
-    once the step has filled them.
+    """Plans one ragged step: (request, number of its pending tokens to compute), those with one
+    token in this step first, shortest first. `copies` of pages, (source, target), come before it,
+    in this order, and before those `demotions`. `measures`: pages of which policies want to know
+    something once the step has filled them.
     """
 
     work: list[tuple[Request, int]]
@@ -28,8 +28,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """Up to `num_steps` decode steps on the device: (request, tokens that it may get), shortest
-    first; their pages are reserved. `copies`, `demotions` and `measures` as in `StepPlan`.
+    """Plans up to `num_steps` decode steps on the device: (request, tokens that it may get),
+    shortest first; their pages are reserved. `copies`, `demotions` and `measures` as in `StepPlan`.
     """
 
     work: list[tuple[Request, int]]

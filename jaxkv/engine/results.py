@@ -1,4 +1,4 @@
-"""What steps return, and how it becomes tokens, text and log-probabilities of requests."""
+"""Turns what steps return into tokens, text and log-probabilities of requests."""
 
 from __future__ import annotations
 
@@ -202,8 +202,8 @@ class Results:
         return request.finish_reason is not None
 
     def _hides(self, request: Request, token: int) -> bool:
-        """Whether this is the stop token that ended the request, whose text is given out only on
-        demand.
+        """Tells whether this is the stop token that ended the request, whose text is given out only
+        on demand.
         """
         ended = request.finish_reason == "stop" and token in request.ends.stop_ids
         return ended and not request.params.include_stop_str_in_output
@@ -247,7 +247,7 @@ class Results:
                 entries.append(entry)
 
     def _entry(self, token: int, scores: Scores, count: int) -> dict[int, Logprob]:
-        """The token's own logprob first, then the `count` likeliest ones (-1: all)."""
+        """Returns the token's own logprob first, then the `count` likeliest ones (-1: all)."""
 
         def named(token: int, logprob: float, rank: int) -> Logprob:
             return Logprob(logprob, rank, self._decode_token(token) if self._decode_token else None)

@@ -71,8 +71,8 @@ class RowTables:
     def bind(
         self, kv: PagedKV, newest_R: jax.Array, requests: list[Request], position_B: np.ndarray
     ) -> tuple[PagedKV, Newest, Sampling]:
-        """What a step of these running requests, so ordered and at these positions, has of them
-        beside their tokens.
+        """Returns what a step of these running requests, so ordered and at these positions, has of
+        them beside their tokens.
         """
         rows = self._select(requests)
         row_B: Any = np.full(len(position_B), self.num_rows, np.int32)
@@ -82,8 +82,8 @@ class RowTables:
         return state, Newest(newest_R, row_B), self._sampling_for(requests, row_B)
 
     def _select(self, requests: list[Request]) -> list[int]:
-        """The requests' rows. Takes over who is new in its row, and the pages of who has got others
-        since.
+        """Returns the requests' rows. Takes over who is new in its row, and the pages of who has
+        got others since.
         """
         owner_R, rows = self._owner_R, []
         for request in requests:
@@ -114,7 +114,9 @@ class RowTables:
         hold.bound_len = hold.room_len
 
     def _set_kept(self, row: int, hold: Hold) -> None:
-        """What a policy has left of the sequence, or nothing of the one that had the row before."""
+        """Sets what a policy has left of the sequence, or nothing of the one that had the row
+        before.
+        """
         kept, part = hold.kept, hold.parts[0]
         self._gaps_R[row] = kept is not None or part.num_gone > 0
         self._num_gone_R[row] = part.num_gone
@@ -183,7 +185,7 @@ class RowTables:
         return batch
 
     def _set_targets(self, target_T: Any, request: Request) -> None:
-        """The prompt tokens that follow those of a chunk, from the first that has no logprobs
+        """Sets the prompt tokens that follow those of a chunk, from the first that has no logprobs
         yet.
         """
         if request.output.prompt_logprobs is None:
@@ -216,7 +218,9 @@ class RowTables:
         return rows
 
     def _sampling_for(self, requests: list[Request], row_B: np.ndarray) -> Sampling:
-        """The requests' parameters in this order; rows past them are greedy and want nothing."""
+        """Returns the requests' parameters in this order; rows past them are greedy and want
+        nothing.
+        """
         sampling, num_rows, rows = self._parameters(row_B), len(row_B), row_B[: len(requests)]
         changed: dict[str, Any] = {}
         if self._min_len_R[rows].any():
@@ -232,7 +236,7 @@ class RowTables:
         return replace(sampling, **changed) if changed else sampling
 
     def _parameters(self, row_B: np.ndarray) -> Sampling:
-        """What the tables hold of these rows. Decode loops of the same ones make it once."""
+        """Returns what the tables hold of these rows. Decode loops of the same make it once."""
         key = row_B.tobytes()
         if self._same is None or self._same[0] != key:
             table, rows = (
@@ -279,13 +283,13 @@ class RowTables:
                 )
 
     def without_rows(self, kv: PagedKV, num_rows: int) -> PagedKV:
-        """The state for a program that looks at pages only."""
+        """Returns the state for a program that looks at pages only."""
         return self._state(
             kv, np.full(num_rows, self.num_rows, np.int32), np.zeros(num_rows, np.int32)
         )
 
     def _state(self, kv: PagedKV, row_B: np.ndarray, len_B: Any) -> PagedKV:
-        """The state with the tables of these rows. All groups share one table for now."""
+        """Returns the state with the tables of these rows. All groups share one table for now."""
         # Copies: the tables change while the device may still read what it was given.
         table_BW: Any = self.table_RW.take(row_B, axis=0)
         if not self._gaps_R.any():

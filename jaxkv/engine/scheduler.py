@@ -1,5 +1,5 @@
-"""Which requests run next, and how many of their tokens: decode rows first, prefill chunks fill the
-token budget.
+"""Decides which requests run next, and how many of their tokens: decode rows first, prefill chunks
+fill the token budget.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ them.
 
 
 class Scheduler:
-    """By priority, then first come first served. Mutable, host only; `check` states its invariants.
+    """Schedules by priority, then first come first served. Mutable, host only; `check` states its
+    invariants.
 
     Pages are taken as tokens come. Where they run out, the request that is last in that order gives
     all of its own back and waits again (it is preempted); its tokens are kept and computed anew.
@@ -64,7 +65,7 @@ class Scheduler:
 
     @property
     def needs_results(self) -> bool:
-        """Whether a policy is asked next that decides by what the steps so far return."""
+        """Tells whether a policy is asked next that decides by what the steps so far return."""
         due = (request.hold.retention for request in self.bounded if request.is_due)
         return any(one is not None and one.needs_results for one in due)
 
@@ -74,7 +75,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """In the order in which they will be admitted."""
+        """Lists those that wait, in the order in which they will be admitted."""
         return [request for _, request in sorted(self._waiting)]
 
     def add(self, request: Request) -> None:
@@ -83,7 +84,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.order, request))
 
     def plan(self) -> StepPlan | LoopPlan | None:
-        """The next thing to run with its pages reserved, or None if there is nothing to do.
+        """Plans the next thing to run with its pages reserved, or None if there is nothing to do.
 
         Where it `needs_results`, what steps have returned must have been read before.
         """
@@ -115,7 +116,7 @@ class Scheduler:
                 return plan
 
     def copied(self) -> None:
-        """The demotions and copies of the last plan are made."""
+        """Notes that the demotions and copies of the last plan are made."""
         self._copies.clear()
         self.eviction.done()
 
@@ -216,12 +217,12 @@ class Scheduler:
             owed += needed + 1
 
     def _is_ready(self) -> bool:
-        """Whether anything that runs has something to compute."""
+        """Tells whether anything that runs has something to compute."""
         return any(request.num_pending for request in self.running)
 
     def _owed_pages(self) -> int:
-        """What running requests still need for the tokens that they have, and are likely to need
-        soon.
+        """Counts the pages that running requests still need for the tokens that they have, and are
+        likely to need soon.
         """
         owed = sum(self._pages_to_come(request) for request in self.running)
         return owed + len(self.running) + int(WATERMARK * self.config.num_pages)
@@ -253,8 +254,8 @@ class Scheduler:
         return LoopPlan(self._by_length(work), num_steps, *self._beside(work))
 
     def _by_length(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Decode rows are listed by what they hold: attention sweeps neighbouring rows together, as
-        far as the longest one goes.
+        """Lists decode rows by what they hold: attention sweeps neighbouring rows together, as far
+        as the longest one goes.
         """
         are_whole = not self.bounded and not self.config.window
         return sorted(work, key=_num_stored if are_whole else _num_held)
@@ -293,9 +294,9 @@ class Scheduler:
         return StepPlan(decode + [item for item in work if item[1] > 1], *self._beside(work))
 
     def _step_tokens(self, num_decoding: int) -> int:
-        """Most tokens of the next step: what is pending, or as many as fill the next smaller
-        program exactly where two steps, the second one with what is left, cost less than one that
-        is mostly padding.
+        """Returns the most tokens of the next step: what is pending, or as many as fill the next
+        smaller program exactly where two steps, the second one with what is left, cost less than
+        one that is mostly padding.
         """
         wanted = min(
             self.config.max_num_batched_tokens, sum(request.num_ready for request in self.running)
@@ -326,7 +327,7 @@ class Scheduler:
         return [item for item in work if item[0].row is not None]
 
     def _reserve_at_once(self, short: list[tuple[Request, int]]) -> bool:
-        """Whether there are pages for so many more tokens of all of these."""
+        """Reserves pages for so many more tokens of all of these, if there are."""
         holds = [(request.hold, count) for request, count in short]
         try:
             self.allocators.extend(holds)
@@ -364,7 +365,9 @@ class Scheduler:
                     self._preempt(self.running[-1])
 
     def forget(self) -> None:
-        """Nothing computed so far is found again, nor what running requests list later of it."""
+        """Makes nothing that is computed so far be found again, nor what running requests list
+        later of it.
+        """
         self.allocators.forget()
         for request in self.running:
             request.hold.is_listed = False
@@ -386,8 +389,8 @@ class Scheduler:
         request.hold.publish(request.tokens, request.num_known)
 
     def _is_next(self, request: Request, coming: set[PageKey]) -> bool:
-        """Whether to compute the request's next page now, and not take it over from another one
-        after this step.
+        """Tells whether to compute the request's next page now, and not take it over from another
+        one after this step.
         """
         self._count_found(request, self._take_cached(request))
         if not request.reads_cache:

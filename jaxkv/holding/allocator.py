@@ -70,7 +70,7 @@ class PageAllocator:
         )
 
     def take(self, num_pages: int) -> list[int]:
-        """So many free pages, for one handle or several.
+        """Takes so many free pages, for one handle or several.
 
         Raises: CapacityError, with nothing changed, if fewer are free.
         """
@@ -94,8 +94,8 @@ class PageAllocator:
         return new
 
     def take_listed(self, handle: KVHandle, keys: Iterable[PageKey]) -> tuple[KVHandle, int]:
-        """The handle with the pages that continue its own with the tokens of these keys, as far as
-        they are listed, and how many that are.
+        """Returns the handle with the pages that continue its own with the tokens of these keys, as
+        far as they are listed, and how many that are.
 
         The handle's length is a multiple of the page size, and it has no pages past it.
         """
@@ -163,14 +163,14 @@ class PageAllocator:
         self._cached.clear()
 
     def advance(self, handle: KVHandle, length: int) -> KVHandle:
-        """The handle after the device stored its tokens up to `length` in reserved pages."""
+        """Returns the handle after the device stored tokens up to `length` in reserved pages."""
         room = len(handle.pages) * self.page_size
         if not handle.length <= length <= room:
             raise ValueError(f"expected a length of {handle.length} to {room} tokens, got {length}")
         return KVHandle(handle.pages, length)
 
     def rewind(self, handle: KVHandle, length: int) -> KVHandle:
-        """The handle cut to its first `length` tokens; pages past them are released.
+        """Returns the handle cut to its first `length` tokens; pages past them are released.
 
         A page that is now partly filled may still be shared: `own_tail` before writing to it.
         """
@@ -181,8 +181,8 @@ class PageAllocator:
         return KVHandle(handle.pages[:kept], length)
 
     def fork(self, handle: KVHandle) -> KVHandle:
-        """A second handle on the same tokens, which shares all of their pages, a partly filled last
-        one too.
+        """Returns a second handle on the same tokens, which shares all of their pages, a partly
+        filled last one too.
 
         Whoever writes next takes a page of its own for that one first (`own_tail`). `handle` stays
         valid.
@@ -193,8 +193,8 @@ class PageAllocator:
         return KVHandle(pages, handle.length)
 
     def own_tail(self, handle: KVHandle) -> tuple[KVHandle, tuple[int, int] | None]:
-        """The handle ready for its next write, and the (source, target) page copy that must come
-        before.
+        """Returns the handle ready for its next write, and the (source, target) page copy that must
+        come before.
 
         A partly filled last page that others hold too, or that is listed for them, gives way to a
         new one; the last
@@ -210,7 +210,7 @@ class PageAllocator:
         ), (source, target)
 
     def tail_is_shared(self, handle: KVHandle) -> bool:
-        """Whether a partly filled last page has other holders too, or is listed for them."""
+        """Tells whether a partly filled last page has other holders too, or is listed for them."""
         index, rest = divmod(handle.length, self.page_size)
         if not rest:
             return False

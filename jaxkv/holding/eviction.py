@@ -1,4 +1,4 @@
-"""Which pages stay when a policy is asked: holds under a budget let go of the others."""
+"""Decides which pages stay when a policy is asked: holds under a budget let go of the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Eviction:
 
     @property
     def demotions(self) -> Pairs:
-        """What is to be encoded anew before the next step, in this order."""
+        """Lists what is to be encoded anew before the next step, in this order."""
         return tuple(pair for pairs in self._demotions.values() for pair in pairs)
 
     @property

@@ -1,4 +1,4 @@
-"""What sequences hold of the KV state: the noun that scheduler, policies and beams speak of."""
+"""Keeps what sequences hold of the KV state: the noun of scheduler, policies and beams."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Kept:
 
     @property
     def handle(self) -> KVHandle:
-        """The demoted pages, all of them full."""
+        """Returns the demoted pages, all of them full."""
         return KVHandle(tuple(self.low), len(self.low) * self.allocator.page_size)
 
     def fork(self) -> Kept:
@@ -180,12 +180,12 @@ class Hold:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no token has gone that a later query could have seen."""
+        """Tells whether no token has gone that a later query could have seen."""
         return self.retention is None or not any(part.num_gone for part in self.parts)
 
     @property
     def is_due(self) -> bool:
-        """Whether it has come to where its policy is asked."""
+        """Tells whether it has come to where its policy is asked."""
         return self.num_stored >= self.evict_len
 
     @property
@@ -332,7 +332,7 @@ class Hold:
 
     @property
     def unlisted_unseen(self) -> bool:
-        """Whether pages are about to go that should be listed before."""
+        """Tells whether pages are about to go that should be listed before."""
         return any(part.num_unseen(self.num_stored) > self.num_published for part in self.parts)
 
     def take_cached(self, tokens: array[int]) -> int:
@@ -383,7 +383,7 @@ class Hold:
 
     @property
     def _most_cached(self) -> int:
-        """The first tokens, which may come out of the prefix cache."""
+        """Returns the first tokens, which may come out of the prefix cache."""
         return NEVER if self.retention is None else self.retention.cached_len
 
     def next_page(self, num_tokens: int) -> int | None:

@@ -1,5 +1,5 @@
-"""Which pages hold which tokens: full pages by the hash of everything up to their end, so that they
-are found again.
+"""Finds which pages hold which tokens: full pages by the hash of everything up to their end, so
+that they are found again.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ class PageChain:
     packed: list[bytes] = field(default_factory=list)
 
     def copy(self) -> PageChain:
-        """Of a sequence that may go on otherwise."""
+        """Copies the chain for a sequence that may go on otherwise."""
         return PageChain(self.root, list(self.keys), list(self.packed))
 
     def page(self, index: int, tokens: array[int], page_size: int) -> PageKey:
-        """The key of page `index`, which the first (index + 1) * page_size of `tokens` fill."""
+        """Returns the key of page `index`, which the first (index + 1) * page_size of `tokens`
+        fill.
+        """
         if index >= len(self.keys):
             self._extend(index + 1, tokens, page_size)
         return self.keys[index], self.packed[index]
 
     def pages(self, first: int, end: int, tokens: array[int], page_size: int) -> Iterable[PageKey]:
-        """The same of several."""
+        """Returns the keys of several pages, as `page` does of one."""
         self._extend(end, tokens, page_size)
         return zip(self.keys[first:end], self.packed[first:end], strict=True)
 
@@ -56,7 +58,7 @@ class PageChain:
 
 
 def root_key(secret: bytes, *parts: str) -> bytes:
-    """What chains of one model, codec and salt begin with. Without `secret` nobody can aim at
+    """Makes what chains of one model, codec and salt begin with. Without `secret` nobody can aim at
     another's key.
     """
     lengths = ",".join(str(len(part)) for part in parts)
@@ -81,8 +83,8 @@ class PrefixIndex:
         self._tokens_of = [b""] * num_pages
 
     def find(self, page_key: PageKey, parent: int | None) -> int | None:
-        """The page of this key if it does hold these tokens after that parent: a collision is a
-        miss.
+        """Finds the page of this key if it does hold these tokens after that parent: a collision is
+        a miss.
         """
         key, tokens = page_key
         page = self._page_of.get(key)
@@ -91,7 +93,9 @@ class PrefixIndex:
         return page
 
     def add(self, page_key: PageKey, page: int, parent: int | None) -> bool:
-        """Whether the page is listed now; it is not where its key is taken already."""
+        """Lists a page and tells whether it is listed now; it is not where its key is taken
+        already.
+        """
         key, tokens = page_key
         if key in self._page_of:
             return False
@@ -126,7 +130,7 @@ class PrefixIndex:
             self._num_children[parent] -= 1
 
     def _orphans(self, page: int) -> list[int]:
-        """What follows the page, which is listed no more. Rare, so searched for."""
+        """Finds what follows the page, which is listed no more. Rare, so searched for."""
         found = [page]
         for parent in found:
             if self._num_children[parent]:

@@ -1,4 +1,4 @@
-"""How one sequence's cache is bounded, and how many pages a budget allows."""
+"""Bounds the cache of one sequence, and counts the pages that a budget allows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """How one request's cache is bounded. When `full_pages` pages are full, `policy` says which of
-    them stay, some `step` fewer; at most `low_pages` are held demoted. `protected`: token
+    """Says how one request's cache is bounded. When `full_pages` pages are full, `policy` says
+    which of them stay, some `step` fewer; at most `low_pages` are held demoted. `protected`: token
     positions, begin and end of each span.
     """
 
@@ -50,27 +50,27 @@ class Retention:
 
     @property
     def recent(self) -> int:
-        """The last pages, which stay."""
+        """Returns the last pages, which stay."""
         return max(1, self.full_pages // 4)
 
     @property
     def needs_results(self) -> bool:
-        """Whether the policy decides by what steps have observed, or what was measured behind
+        """Tells whether the policy decides by what steps have observed, or what was measured behind
         them.
         """
         return self.policy.observes != 0 or self.policy.needs_norms
 
     @property
     def cached_len(self) -> int:
-        """The first tokens, which may come out of the prefix cache: nothing that the policy decides
-        by is missed, and something is left to compute before it is asked.
+        """Returns the first tokens, which may come out of the prefix cache: nothing that the policy
+        decides by is missed, and something is left to compute before it is asked.
         """
         observes = self.policy.observes
         return 0 if observes is None else max(0, self.limit - max(observes, self.page_size))
 
     def is_protected(self, first_W: np.ndarray) -> np.ndarray:
-        """Of the full pages with these first positions, in order, and more in full precision than
-        are demoted.
+        """Tells which of the full pages with these first positions, in order, and more in full
+        precision than are demoted.
         """
         protected_W = np.zeros(len(first_W), bool)
         for begin, end in self.protected:
@@ -80,8 +80,8 @@ class Retention:
         return protected_W
 
     def since(self, evict_len: int) -> int:
-        """The position from which on queries are observed before the policy is asked at that
-        length.
+        """Returns the position from which on queries are observed before the policy is asked at
+        that length.
         """
         observes = self.policy.observes
         return 0 if observes is None else max(0, evict_len - observes)
@@ -131,8 +131,8 @@ def check_served(policy: Policy, of_engine: Policy | None) -> None:
 
 
 def protecting(retention: Retention, spans: Any, length: int) -> Retention:
-    """With pages that stay: those of these (begin, end) token positions, within a prompt of so
-    many.
+    """Returns it with pages that stay: those of these (begin, end) token positions, within a prompt
+    of so many.
 
     Raises: ValueError for anything else, or if they leave nothing to choose from.
     """

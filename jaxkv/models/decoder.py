@@ -126,7 +126,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
 def logits(
     weights: Weights, x_TD: jax.Array, *, spec: ModelSpec, axis: str | None = None
 ) -> jax.Array:
-    """Final norm and head: [T, D] -> [T, V] float32."""
+    """Applies the final norm and the head: [T, D] -> [T, V] float32."""
     x_TD = rms_norm(x_TD, values(weights["norm"]), eps=spec.norm_eps)
     head_VD = weights.get("head", weights["embed"])
     part_TV = linear(x_TD, Matrix(head_VD))
@@ -136,7 +136,7 @@ def logits(
 
 
 def _embed(embed_VD: jax.Array, token_T: jax.Array, spec: ModelSpec, axis: str | None) -> jax.Array:
-    """The tokens' embeddings [T, D] float32, of which a device may have some of the rows."""
+    """Looks up the tokens' embeddings [T, D] float32, of which a device may have some rows."""
     num_rows = embed_VD.shape[0]
     if axis is None or num_rows == spec.vocab_size:
         return values(embed_VD.at[token_T].get(mode="clip")).astype(jnp.float32)
@@ -148,8 +148,8 @@ def _embed(embed_VD: jax.Array, token_T: jax.Array, spec: ModelSpec, axis: str |
 def _project(
     x_TD: jax.Array, w: Weights, rope: tuple[jax.Array, jax.Array], spec: ModelSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H]; with qk-norm where the
-    weights have it.
+    """Computes rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H]; with qk-norm
+    where the weights have it.
 
     Keys and queries are suited to being quantised where the weights say how (`programs.fit_keys`).
     """

@@ -9,7 +9,7 @@ from jaxkv.ops.layers import default_inv_freq, llama3_inv_freq, yarn_inv_freq
 
 
 def rope_frequencies(spec: ModelSpec) -> tuple[np.ndarray, float]:
-    """(inverse frequencies [H/2] float32, factor on cos and sin).
+    """Computes (inverse frequencies [H/2] float32, factor on cos and sin).
 
     Raises: ValueError for a rope kind that is not known.
     """

@@ -1,4 +1,4 @@
-"""What a model is, apart from what its weights already show."""
+"""Describes what a model is, apart from what its weights already show."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ModelSpec:
     """Longest context the checkpoint declares, in tokens."""
 
     def group_of(self, layer: int) -> tuple[int, int]:
-        """(group, index of the layer within that group)."""
+        """Returns (group, index of the layer within that group)."""
         for g, group in enumerate(self.groups):
             if layer in group.layers:
                 return g, group.layers.index(layer)
@@ -68,7 +68,9 @@ class ModelSpec:
 
     @property
     def longest_window(self) -> int | None:
-        """The tokens that a query sees at most in any layer; None if some layer sees everything."""
+        """Returns the tokens that a query sees at most in any layer; None if some layer sees
+        everything.
+        """
         windows = [group.window for group in self.groups]
         return (
             max((w for w in windows if w is not None), default=None)
@@ -77,7 +79,7 @@ class ModelSpec:
         )
 
     def apart(self, layers: frozenset[int]) -> ModelSpec:
-        """The same model, these layers in KV groups of their own."""
+        """Returns this model with these layers in KV groups of their own."""
         groups = []
         for group in self.groups:
             for named in (False, True):
@@ -86,7 +88,7 @@ class ModelSpec:
         return replace(self, groups=tuple(groups))
 
     def joined(self) -> ModelSpec:
-        """The model that `apart` was asked for."""
+        """Returns the model that `apart` was asked for."""
         layers: dict[KVGroup, list[int]] = {}
         for group in self.groups:
             layers.setdefault(replace(group, layers=()), []).extend(group.layers)

@@ -76,12 +76,12 @@ class Matrix(NamedTuple):
 
 
 def values(leaf: Array) -> Array:
-    """The leaf's values where it holds bits."""
+    """Returns the leaf's values where it holds bits."""
     return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf
 
 
 def linear(x_TD: Array, w: Matrix, bias_F: Array | None = None) -> Array:
-    """x @ w.T + bias with a float32 result.
+    """Computes x @ w.T + bias with a float32 result.
 
     The weight keeps the checkpoint's [out, in] layout. Asking for a float32 result is what makes
     bfloat16 fast on XLA:CPU (1.3 ms against 18 ms for 8 rows of a 2048 x 5632 matmul on jaxlib
@@ -97,8 +97,8 @@ def linear(x_TD: Array, w: Matrix, bias_F: Array | None = None) -> Array:
 
 
 def linear_over(x_TD: Array, w: Matrix, bias_F: Array | None = None, *, axis: str | None) -> Array:
-    """`linear` where each device along the mesh axis has some columns of x and w: their products
-    are added up.
+    """Computes `linear` where each device along the mesh axis has some columns of x and w: their
+    products are added up.
     """
     return _add_up(linear(x_TD, w), bias_F, axis)
 
@@ -114,7 +114,7 @@ def _linear_at_once(x_TD: Array, w: Matrix) -> Array:
 
 
 def _linear_in_pieces(x_TD: Array, w: Matrix) -> Array:
-    """The matmul piece by piece of w: XLA:CPU writes out what is sliced or bitcast for a matmul,
+    """Multiplies piece by piece of w: XLA:CPU writes out what is sliced or bitcast for a matmul,
     here into the cache.
 
     A decode step of a 1.1B model spends half of its time on that copy otherwise
@@ -150,7 +150,7 @@ def _dot(x_TD: Array, w_FD: Array) -> Array:
 
 
 def total(x: Array) -> Array:
-    """Sum over the last axis, on a CPU added up in the same order whatever the other axes are.
+    """Sums over the last axis, on a CPU added up in the same order whatever the other axes are.
     Float32.
     """
     return jax.lax.platform_dependent(x, cpu=_total_by_tiles, default=partial(jnp.sum, axis=-1))
@@ -170,8 +170,8 @@ def _total_by_tiles(x: Array) -> Array:
 
 
 def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
-    """Root-mean-square norm over the last axis, float32 in and out. Source: arXiv 1910.07467,
-    equation 4.
+    """Normalises by the root mean square over the last axis, float32 in and out. Source: arXiv
+    1910.07467, equation 4.
     """
     x = x.astype(jnp.float32)
     scale = jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
@@ -179,8 +179,8 @@ def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
 
 
 def by_pieces(function: Callable[..., Any], *rows: Any, size: int) -> Any:
-    """function(*rows) with `size` rows of all arrays at a time: what it computes in between is that
-    much smaller.
+    """Computes function(*rows) with `size` rows of all arrays at a time: what it computes in
+    between is that much smaller.
 
     Rows must not depend on each other. The last piece starts early rather than end late.
     """
@@ -203,7 +203,8 @@ def by_pieces(function: Callable[..., Any], *rows: Any, size: int) -> Any:
 def gated_mlp(
     x_TD: Array, w: Mapping[str, Any], *, activation: str, axis: str | None = None
 ) -> Array:
-    """down(act(gate(x)) * up(x)), each with its bias where `w` has one; `axis` as in `linear_over`.
+    """Computes down(act(gate(x)) * up(x)), each with its bias where `w` has one; `axis` as in
+    `linear_over`.
 
     Source: arXiv 2002.05202, section 2.
     """
@@ -227,8 +228,8 @@ def _mlp_at_once(
 def _mlp_in_pieces(
     x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[Array], Array]
 ) -> Array:
-    """Some of F after the other, so that its float32 values never exist together: 112 MiB for 2,048
-    tokens of 14,336.
+    """Takes some of F after the other, so that its float32 values never exist together: 112 MiB for
+    2,048 tokens of 14,336.
 
     Reads each weight once, whatever the number of pieces.
     """
@@ -254,8 +255,8 @@ def _mlp_in_pieces(
 
 
 def _piece_of(width: int, most: int) -> int:
-    """The largest part of `width` of at most `most`, in whole registers; `width` where there is
-    none.
+    """Returns the largest part of `width` of at most `most`, in whole registers; `width` where
+    there is none.
     """
     sizes = (width // n for n in range(1, width // LANES + 1) if width % (n * LANES) == 0)
     return next((size for size in sizes if size <= most), width)
@@ -278,7 +279,7 @@ def apply_rope(x_TNH: Array, cos: Array, sin: Array) -> Array:
 
 
 def default_inv_freq(theta: float, head_dim: int) -> np.ndarray:
-    """theta^(-2i/H) for i in [0, H/2), float32."""
+    """Computes theta^(-2i/H) for i in [0, H/2), float32."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     return (1.0 / np.float32(theta) ** exponent).astype(np.float32)
 
@@ -319,7 +320,7 @@ def yarn_inv_freq(
     """NTK-by-parts interpolation. Source: YaRN, arXiv 2309.00071, section 3.2."""
 
     def dim_of(rotations: float) -> float:
-        """The (fractional) dimension pair that makes this many rotations over the original
+        """Returns the (fractional) dimension pair that makes this many rotations over the original
         context.
         """
         return (

@@ -1,4 +1,4 @@
-"""What changes logits before a token is drawn: allowed tokens, stop tokens out of reach, bias,
+"""Changes logits before a token is drawn: allowed tokens, stop tokens out of reach, bias,
 penalties; all per row.
 
 Each function is [B, V] float32 -> [B, V]. Token ids that are NO_TOKEN (below 0) stand for nothing.
@@ -15,7 +15,7 @@ NO_TOKEN = -1
 
 
 def allow(logits_BV: jax.Array, masked_B: jax.Array, allowed_BM: jax.Array) -> jax.Array:
-    """-inf, in masked rows, for every token whose bit (token % 32 of word token // 32) is not
+    """Sets -inf, in masked rows, for every token whose bit (token % 32 of word token // 32) is not
     set.
     """
     vocab_size = logits_BV.shape[1]
@@ -26,7 +26,7 @@ def allow(logits_BV: jax.Array, masked_B: jax.Array, allowed_BM: jax.Array) -> j
 
 
 def forbid(logits_BV: jax.Array, token_BE: jax.Array) -> jax.Array:
-    """-inf for the given tokens."""
+    """Sets -inf for the given tokens."""
     return logits_BV.at[_places(token_BE, logits_BV)].set(-jnp.inf, mode="drop")
 
 
@@ -44,8 +44,8 @@ def penalise(
     frequency_B: jax.Array,
     presence_B: jax.Array,
 ) -> jax.Array:
-    """Repetition over the `seen` tokens (prompt and output), then frequency and presence over the
-    `generated` ones.
+    """Penalises repetition over the `seen` tokens (prompt and output), then frequency and presence
+    over the `generated` ones.
 
     Both are lists of [B, any] int32. A token that comes often is divided, multiplied or marked
     once, because every occurrence writes the same value; frequency is subtracted for each.
@@ -69,7 +69,9 @@ def penalise(
 
 
 def _places(token_BN: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Row and column of each token; NO_TOKEN lies past the end, since -1 would be the last one."""
+    """Returns row and column of each token; NO_TOKEN lies past the end, since -1 would be the last
+    one.
+    """
     row_B1 = jnp.arange(token_BN.shape[0])[:, None]
     return row_B1, jnp.where(token_BN < 0, logits_BV.shape[1], token_BN)
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: masks, bias and penalties, greedy or temperature, min-p, top-k, top-p,
+"""Turns logits into tokens: masks, bias and penalties, greedy or temperature, min-p, top-k, top-p,
 logprobs; all per row.
 
 Every parameter is an array over rows, so a new value never compiles. A row's token depends on its
@@ -94,7 +94,7 @@ class Sampled:
 
 @struct.dataclass
 class Scores:
-    """What `Sampled` says of its tokens, of T given ones: logprob_T, rank_T, best_TK,
+    """Says of T given tokens what `Sampled` says of its own: logprob_T, rank_T, best_TK,
     best_logprob_TK.
     """
 
@@ -107,7 +107,7 @@ class Scores:
 def empty_sampled(
     num_steps: int, num_rows: int, vocab_size: int, num_logprobs: int = NUM_LOGPROBS
 ) -> Sampled:
-    """Room for `num_steps` results of `sample` over `num_rows` rows, stacked on a new first
+    """Makes room for `num_steps` results of `sample` over `num_rows` rows, stacked on a new first
     axis.
     """
     scores = empty_scores((num_steps, num_rows), vocab_size, num_logprobs)
@@ -171,7 +171,7 @@ def _sample(
 
 
 def score(logits_TV: jax.Array, token_T: jax.Array, *, num_logprobs: int) -> Scores:
-    """Log-probability and rank of the given token of each row, and the likeliest ones."""
+    """Computes log-probability and rank of the given token of each row, and the likeliest ones."""
     logprob_TV = _log_softmax(logits_TV)
     chosen_T = jnp.take_along_axis(logprob_TV, token_T[:, None], axis=-1)[:, 0]
     rank_T = jnp.sum(logprob_TV >= chosen_T[:, None], axis=-1, dtype=jnp.int32)
@@ -185,12 +185,12 @@ def _log_softmax(x_TV: jax.Array) -> jax.Array:
 
 
 def is_stop(token_B: jax.Array, sampling: Sampling) -> jax.Array:
-    """Whether each row's token is one of its stop tokens. [B] bool."""
+    """Tells whether each row's token is one of its stop tokens. [B] bool."""
     return jnp.any(token_B[:, None] == sampling.stop_BE, axis=-1)
 
 
 def _process(logits_BV: jax.Array, sampling: Sampling, recent_Bn: jax.Array | None) -> jax.Array:
-    """In vLLM's order: allowed tokens, stop tokens before min_tokens, bias, penalties.
+    """Applies in vLLM's order: allowed tokens, stop tokens before min_tokens, bias, penalties.
 
     All behind one cond: each one costs a copy of the logits, whichever branch it takes.
     """
@@ -238,7 +238,9 @@ def _penalise(logits_BV: jax.Array, sampling: Sampling, recent_Bn: jax.Array | N
 def _draw(
     logits_BV: jax.Array, sampling: Sampling, position_B: jax.Array, greedy_B: jax.Array
 ) -> jax.Array:
-    """Temperature, min-p, top-k, top-p (in vLLM's order), then one Gumbel-max draw per row."""
+    """Applies temperature, min-p, top-k, top-p (in vLLM's order), then makes one Gumbel-max draw
+    per row.
+    """
     scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, sampling.temperature_B)[:, None]
     floor_B = scaled_BV.max(axis=-1) + jnp.log(sampling.min_p_B)
     scaled_BV = jnp.where(scaled_BV < floor_B[:, None], -jnp.inf, scaled_BV)
@@ -258,7 +260,8 @@ def _draw(
 
 
 def _argmax(x_BV: jax.Array) -> jax.Array:
-    """Index of the first largest value of each row, [B] int32; the last index if there is a NaN.
+    """Returns the index of the first largest value of each row, [B] int32; the last index if there
+    is a NaN.
 
     Two plain reductions are vectorised where argmax's pair of value and index is not: 0.2 to 0.4 ms
     against 2.4 for 32
@@ -285,16 +288,16 @@ def _top_k_top_p(x_BV: jax.Array, top_k_B: jax.Array, top_p_B: jax.Array) -> jax
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """float32 -> uint32 that sorts the same way (IEEE 754: flip all bits of negatives, the sign bit
-    of the others).
+    """Turns float32 into uint32 that sorts the same way (IEEE 754: flip all bits of negatives, the
+    sign bit of the others).
     """
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 ties with 0
     return bits ^ jnp.where(bits >> 31 == 1, jnp.uint32(0xFFFFFFFF), jnp.uint32(0x80000000))
 
 
 def _cutoff(order_BV: jax.Array, weight_BV: jax.Array, needed_B: jax.Array) -> jax.Array:
-    """The largest value whose upper set {order >= value} weighs `needed` or more: exact, 32 passes,
-    no sort.
+    """Finds the largest value whose upper set {order >= value} weighs `needed` or more: exact, 32
+    passes, no sort.
     """
 
     def settle_bit(i: jax.Array, cutoff_B: jax.Array) -> jax.Array:

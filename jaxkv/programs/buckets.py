@@ -6,8 +6,8 @@ SMALLEST_STEP = 16
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Packed-token counts T that a step is compiled for: powers of two from 16, and the maximum
-    itself.
+    """Lists the packed-token counts T that a step is compiled for: powers of two from 16, and the
+    maximum itself.
     """
     sizes = [SMALLEST_STEP]
     while sizes[-1] * 2 < max_num_batched_tokens:
@@ -16,8 +16,8 @@ def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
 
 
 def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Row counts that the decode loop is compiled for: the maximum, half of it and quarters of
-    that, never below 2.
+    """Lists the row counts that the decode loop is compiled for: the maximum, half of it and
+    quarters of that, never below 2.
 
     A matmul of one bfloat16 row is an order slower on XLA:CPU than one of two.
     """
@@ -35,7 +35,7 @@ def num_step_rows(max_num_seqs: int, num_tokens: int) -> int:
 
 
 def fit_bucket(buckets: tuple[int, ...], size: int) -> int:
-    """The smallest bucket that holds `size`. Raises: ValueError if none does."""
+    """Returns the smallest bucket that holds `size`. Raises: ValueError if none does."""
     for bucket in buckets:
         if bucket >= size:
             return bucket

@@ -1,4 +1,4 @@
-"""Every program of an engine, compiled ahead of time and kept by shape: nothing is compiled by
+"""Compiles every program of an engine ahead of time and keeps it by shape: nothing is compiled by
 surprise.
 """
 
@@ -48,8 +48,8 @@ Llama-3.1-8B; libtpu 0.0.42.1 and 0.0.50.1).
 
 
 class ProgramMemory(NamedTuple):
-    """What one program takes on its device beside weights and pool, in bytes, by the compiler's own
-    account.
+    """Counts what one program takes on its device beside weights and pool, in bytes, by the
+    compiler's own account.
 
     temp_bytes while it runs: temporaries, the inputs and outputs that are not weights, pool or
     sampling parameters (`Programs.wide_bytes`), and what padding adds to those. code_bytes as long
@@ -106,47 +106,49 @@ class Programs:
         return self._get("loop", num_rows)
 
     def copy(self) -> Compiled:
-        """Of as many pages as there are rows: each has one that is partly filled."""
+        """Returns the program that copies as many pages as there are rows: each has one that is
+        partly filled.
+        """
         return self._get("copy", self.config.max_num_seqs)
 
     def demote(self) -> Compiled:
-        """Of up to DEMOTED_AT_ONCE pages."""
+        """Returns the program that demotes up to DEMOTED_AT_ONCE pages."""
         return self._get("demote", DEMOTED_AT_ONCE)
 
     def norms(self) -> Compiled:
-        """Of the pages of one row."""
+        """Returns the program that measures the pages of one row."""
         return self._get("norms", self.config.table_width)
 
     @property
     def num_pages(self) -> int:
-        """Of the pool that they are for."""
+        """Returns the pages of the pool that they are for."""
         return self._kv.groups[0].num_pages
 
     @property
     def memory(self) -> list[ProgramMemory]:
-        """Of every program that is compiled."""
+        """Returns the memory of every program that is compiled."""
         for key in self.executables.keys() - self._memory.keys():
             self._memory[key] = self._memory_of(*key)  # 14 ms
         return [self._memory[key] for key in self.executables]
 
     @property
     def weights(self) -> Weights:
-        """The shapes that they are for."""
+        """Returns the shapes that they are for."""
         return self._weights
 
     @property
     def groups(self) -> tuple[GroupKV, ...]:
-        """Of the KV state that they are for, as shapes."""
+        """Returns the groups of the KV state that they are for, as shapes."""
         return self._kv.groups
 
     @property
     def compiled(self) -> dict[str, Compiled]:
-        """Every program that is compiled, by the name that `memory` gives it."""
+        """Returns every program that is compiled, by the name that `memory` gives it."""
         return {_name(*key): program for key, program in self.executables.items()}
 
     @property
     def num_programs(self) -> int:
-        """Compiled or not."""
+        """Counts the programs, compiled or not."""
         return len(self._every)
 
     @property
@@ -176,7 +178,7 @@ class Programs:
         self._compile_each(self._every)
 
     def compile_largest(self) -> None:
-        """The step and the loop that need the most memory."""
+        """Compiles the step and the loop that need the most memory."""
         self._compile_each([("step", self.token_buckets[-1]), ("loop", self.row_buckets[-1])])
 
     def _compile_each(self, wanted: Iterable[tuple[str, int]]) -> None:
@@ -191,7 +193,7 @@ class Programs:
 
     @property
     def _device(self) -> jax.Device:
-        """One of those that they are for."""
+        """Returns one of the devices that they are for."""
         return jax.devices()[0] if self.placement is None else self.placement.devices[0]
 
     @property
@@ -310,7 +312,7 @@ class Programs:
         )
 
     def _whole(self, tree: Any) -> Any:
-        """The shapes of inputs that every device has."""
+        """Returns the shapes of inputs that every device has."""
         sharding = (
             self.placement.sharding()
             if self.placement is not None and self.placement.size > 1
@@ -322,15 +324,15 @@ class Programs:
 
 
 def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Any:
-    """A jitted function of a module once more, with these arguments, for one caller: what jax
-    traces and compiles it keeps as long as the function lives, which a module's does for ever.
+    """Jits a function of a module once more, with these arguments, for one caller: what jax traces
+    and compiles it keeps as long as the function lives, which a module's does for ever.
     """
     return jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate)
 
 
 def lower(function: Callable[..., Any], *arguments: Any, donate: int) -> Any:
-    """`function` alone, for the devices that its abstract arguments are on; the argument `donate`
-    is given away.
+    """Lowers `function` alone, for the devices that its abstract arguments are on; the argument
+    `donate` is given away.
     """
     return jax.jit(function, donate_argnums=donate).lower(*arguments)
 

@@ -19,7 +19,7 @@ from jaxkv.programs.step import Newest
 
 
 def empty_batch(num_tokens: int, num_rows: int) -> Batch:
-    """A batch of padding (numpy), to fill in or to take shapes from."""
+    """Makes a batch of padding (numpy), to fill in or to take shapes from."""
     return Batch(
         token_T=_full((num_tokens,), 0),
         position_T=_full((num_tokens,), 0),
@@ -96,8 +96,8 @@ def bind_tables(
 def empty_sampling(
     num_rows: int, *, vocab_size: int, max_len: int, make: Callable[..., Any] | None = None
 ) -> Sampling:
-    """Greedy parameters for every row; numpy arrays, or what `make(shape, value, dtype=int32)`
-    makes of them.
+    """Makes greedy parameters for every row; numpy arrays, or what `make(shape, value,
+    dtype=int32)` makes of them.
     """
     full = _full if make is None else make
     return Sampling(
@@ -124,7 +124,7 @@ def empty_sampling(
 
 
 def empty_rows(num_rows: int) -> Rows:
-    """Resting rows (numpy)."""
+    """Makes resting rows (numpy)."""
     return Rows(
         token_B=_full((num_rows,), 0),
         position_B=_full((num_rows,), 0),
@@ -133,7 +133,7 @@ def empty_rows(num_rows: int) -> Rows:
 
 
 def empty_newest(num_engine_rows: int, num_rows: int) -> Newest:
-    """No row has sampled anything, and all of the step's are padding (numpy)."""
+    """Says that no row has sampled anything, and that all of the step's are padding (numpy)."""
     return Newest(
         token_R=_full((num_engine_rows,), NO_TOKEN), row_B=_full((num_rows,), num_engine_rows)
     )
@@ -144,7 +144,9 @@ def abstract_full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> 
 
 
 def _full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
-    """A numpy array where a type says jax.Array: an input of a compiled program may be either."""
+    """Makes a numpy array where a type says jax.Array: an input of a compiled program may be
+    either.
+    """
     return np.full(shape, value, dtype)
 
 

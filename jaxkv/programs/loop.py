@@ -59,7 +59,8 @@ def decode_loop(
     num_logprobs: int = NUM_LOGPROBS,
     placement: Placement | None = None,
 ) -> tuple[PagedKV, Newest, Rows, Sampled]:
-    """Up to n tokens for each row, ending early when every row has met a stop token or its budget.
+    """Generates up to n tokens for each row, ending early when every row has met a stop token or
+    its budget.
 
     n is traced (n <= width); `out` arrays are [width, B, ...] with NO_TOKEN where a row rested.
     Consumes kv and rows. Equals n calls of `step` with one token per row. `placement` as there.

@@ -12,8 +12,8 @@ from jaxkv.kv.state import PagedKV
 
 @partial(jax.jit, donate_argnames=("kv",))
 def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Array) -> PagedKV:
-    """The first n copies of pages, one after the other: a later one may write what an earlier one
-    has read.
+    """Makes the first n copies of pages, one after the other: a later one may write what an earlier
+    one has read.
 
     Consumes `kv`. Pair by pair, since all at once reads and writes padding too (measured,
     docs/architecture.md).
@@ -30,7 +30,7 @@ def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Arr
 
 @partial(jax.jit, donate_argnames=("kv",))
 def demote_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Array) -> PagedKV:
-    """The first n pages encoded anew as pages of `low`, one after the other. Consumes `kv`."""
+    """Encodes the first n pages anew as pages of `low`, one after the other. Consumes `kv`."""
     return jax.lax.fori_loop(0, n, lambda i, kv: state.demote(kv, source_C[i], target_C[i]), kv)
 
 

@@ -42,7 +42,7 @@ def last_logits(
     backend: str | Backend,
     axis: str | None = None,
 ) -> tuple[PagedKV, jax.Array]:
-    """(new state, logits [B, V] float32 at the last token of each row)."""
+    """Returns (new state, logits [B, V] float32 at the last token of each row)."""
     kv, x_TD = decoder.forward(weights, kv, batch, spec=spec, backend=backend, axis=axis)
     return kv, decoder.logits(weights, x_TD[last_token(batch)], spec=spec, axis=axis)
 
@@ -65,7 +65,9 @@ def logits_step(
 
 
 def last_token(batch: Batch) -> jax.Array:
-    """Packed index of each row's last token in the step, [B] int32 (0 for a row without tokens)."""
+    """Returns the packed index of each row's last token in the step, [B] int32 (0 for a row without
+    tokens).
+    """
     return jnp.maximum(batch.start_B + batch.count_B - 1, 0)
 
 
@@ -78,8 +80,8 @@ def prompt_scores(
     num_logprobs: int,
     axis: str | None = None,
 ) -> Scores:
-    """`score` of the next token of each packed one, where it is wanted (target_T >= 0), else
-    anything.
+    """Computes `score` of the next token of each packed one, where it is wanted (target_T >= 0),
+    else anything.
 
     Goes over pieces from the first to the last wanted token: with none wanted there is nothing to
     do, and the logits of all tokens never exist together.
@@ -109,8 +111,8 @@ def prompt_scores(
 
 @struct.dataclass
 class Newest:
-    """What every row of the engine sampled last, which the next step begins with before the host
-    has seen it.
+    """Holds what every row of the engine sampled last, which the next step begins with before the
+    host has seen it.
 
     token_R  int32, NO_TOKEN where it ended the row.
     row_B    int32: which of them each row of this step is, past the last one for padding.
@@ -120,14 +122,14 @@ class Newest:
     row_B: jax.Array
 
     def fill_in(self, token_B: jax.Array) -> jax.Array:
-        """token_B with the newest token where it is NO_TOKEN, which stays where the row has
+        """Returns token_B with the newest token where it is NO_TOKEN, which stays where the row has
         ended.
         """
         newest_B = self.token_R.at[self.row_B].get(mode="fill", fill_value=NO_TOKEN)
         return jnp.where(token_B == NO_TOKEN, newest_B, token_B)
 
     def after(self, token_B: jax.Array, ended_B: jax.Array) -> Newest:
-        """With what the rows sampled now."""
+        """Returns it with what the rows sampled now."""
         token_R = self.token_R.at[self.row_B].set(
             jnp.where(ended_B, NO_TOKEN, token_B), mode="drop"
         )
@@ -151,8 +153,8 @@ def step(
     num_logprobs: int = NUM_LOGPROBS,
     placement: Placement | None = None,
 ) -> tuple[PagedKV, Newest, Sampled, Scores]:
-    """One ragged step: prefill chunks and decode tokens together, one sampled token per row, and
-    the prompt tokens' own scores where batch.target_T asks for them.
+    """Runs one ragged step: prefill chunks and decode tokens together, one sampled token per row,
+    and the prompt tokens' own scores where batch.target_T asks for them.
 
     NO_TOKEN in batch.token_T is the row's newest token, its only one in this step; what a row that
     has ended by then samples means nothing.

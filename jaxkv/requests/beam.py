@@ -33,7 +33,7 @@ class Beam:
     logprob_K: np.ndarray
 
     def path(self) -> list[Beam]:
-        """The beams that this one is the end of, itself included, the first token's first."""
+        """Returns the beams that end in this one, itself included, from the first token on."""
         beam: Beam | None = self
         path = []
         while beam is not None:
@@ -104,8 +104,8 @@ class BeamSearch:
         return [(int(parent_C[c]), int(token_C[c])) for c in going]
 
     def _best(self, logprob_WK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of all continuations (flat indices) are the best, and their sums. Ties: the first
-        one.
+        """Finds which of all continuations (flat indices) are the best, and their sums. Ties: the
+        first one.
         """
         sums = (logprob_WK + self._sum_W[:, None]).reshape(-1)
         order_C = np.argsort(-sums, kind="stable")[: self.num_candidates]
@@ -123,7 +123,7 @@ class BeamSearch:
 
 
 def num_candidates(width: int, num_eos: int) -> int:
-    """Of so many continuations at least `width` do not end: no beam has more than `num_eos` that
-    do.
+    """Returns of how many continuations at least `width` do not end: no beam has more than
+    `num_eos` that do.
     """
     return max(2, 1 + num_eos) * width

@@ -1,4 +1,4 @@
-"""What callers of `jaxkv.functional` ask of the rows of a state, checked: prompts, tokens, sampling
+"""Checks what callers of `jaxkv.functional` ask of the rows of a state: prompts, tokens, sampling
 parameters.
 """
 

@@ -55,7 +55,7 @@ class Intake:
         params: Sequence[SamplingParams],
         priorities: Sequence[int] | None = None,
     ) -> list[Submission]:
-        """One submission per prompt; lower priorities go first.
+        """Makes one submission per prompt; lower priorities go first.
 
         Raises: ValueError naming every bad index, with nothing numbered.
         """
@@ -66,8 +66,8 @@ class Intake:
     def accept_searches(
         self, prompts: Sequence[Prompt], params: BeamSearchParams
     ) -> list[Submission]:
-        """One submission per prompt, whose samples are the beams of its search. Raises: ValueError
-        as `accept` does.
+        """Makes one submission per prompt, whose samples are the beams of its search. Raises:
+        ValueError as `accept` does.
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params: expected BeamSearchParams, got {type(params).__name__}")
@@ -89,8 +89,8 @@ class Intake:
     def render(
         self, conversations: Sequence[Any], extra: Mapping[str, Any] | None = None, **options: Any
     ) -> list[Prompt]:
-        """Token prompts of conversations by the chat template, which gets `extra` as well as
-        `options`.
+        """Renders token prompts of conversations by the chat template, which gets `extra` as well
+        as `options`.
 
         Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
         """
@@ -247,8 +247,8 @@ class Intake:
     def _limit(
         self, prompt_len: int, params: SamplingParams, retention: Retention | None
     ) -> tuple[int, str]:
-        """The most tokens of prompt and output together, and the finish_reason of a request that
-        reaches them.
+        """Returns the most tokens of prompt and output together, and the finish_reason of a request
+        that reaches them.
         """
         config = self._config
         wanted = config.max_model_len
@@ -270,8 +270,8 @@ class Intake:
         return min(wanted, longest), "length" if wanted <= longest else "capacity"
 
     def _retention(self, params: SamplingParams, prompt_len: int) -> Retention | None:
-        """What bounds the request's cache: its own policy or the engine's, in its own budget or the
-        engine's.
+        """Returns what bounds the request's cache: its own policy or the engine's, in its own
+        budget or the engine's.
 
         Raises: ValueError for what the engine, as it was made, cannot do.
         """
@@ -350,7 +350,7 @@ class Intake:
         return words
 
     def _parse(self, prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray, str]:
-        """(text, token ids as they came, cache_salt)"""
+        """Returns (text, token ids as they came, cache_salt)"""
         if isinstance(prompt, str):
             return prompt, self._encode(prompt), ""
         if not isinstance(prompt, Mapping):
@@ -424,8 +424,8 @@ class Intake:
             raise ValueError(f"{what}: expected token ids from 0 to {size - 1}, got {bad[:5]!r}")
 
     def _seed(self, params: SamplingParams, number: int) -> int:
-        """The request's own seed, or one that follows from the engine's and the number of the
-        submission.
+        """Returns the request's own seed, or one that follows from the engine's and the number of
+        the submission.
         """
         if params.seed not in (None, -1):
             return params.seed % 2**64

@@ -12,9 +12,8 @@ Word = tuple[int, ...]
 
 
 def encode_words(tokenizer: Any, words: Sequence[str]) -> tuple[Word, ...]:
-    """The tokens of each word as a text begins with it, and as it follows a space where that is
-    another first token
-    and no more of them: what vLLM forbids.
+    """Encodes the tokens of each word as a text begins with it, and as it follows a space where
+    that is another first token and no more of them: what vLLM forbids.
     """
     found: list[Word] = []
     for word in words:
@@ -42,8 +41,8 @@ def ends_of(words: Iterable[Word], generated: Sequence[int]) -> set[int]:
 def token_mask(
     vocab_size: int, allowed: Iterable[int] | None, forbidden: Iterable[int]
 ) -> np.ndarray:
-    """uint32 [ceil(V/32)]: bit t % 32 of word t // 32 is set for every allowed token (None: all)
-    but the forbidden.
+    """Packs uint32 [ceil(V/32)]: bit t % 32 of word t // 32 is set for every allowed token (None:
+    all) but the forbidden.
     """
     bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     bits[slice(vocab_size) if allowed is None else np.array([*allowed])] = True

@@ -1,4 +1,4 @@
-"""What people get back; vLLM's names."""
+"""Holds what people get back, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. `finish_reason` is None while running, "stop" or "length" after, "capacity"
-    where the KV cache holds no longer sequence ("abort" in a stream that an error elsewhere ended).
+    """Holds one completion. `finish_reason` is None while running, "stop" or "length" after,
+    "capacity" where the KV cache holds no longer sequence ("abort" in a stream that an error
+    elsewhere ended).
 
     `stop_reason` is the stop string or stop token id that ended it, None for the model's own end
     token or "length".
@@ -41,8 +42,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request: Unix times, `time_in_queue` in seconds. None: it has not
-    happened.
+    """Tells when things happened to a request: Unix times, `time_in_queue` in seconds. None: it has
+    not happened.
     """
 
     arrival_time: float = 0.0
@@ -75,7 +76,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One of the sequences that a beam search found.
+    """Holds one of the sequences that a beam search found.
 
     `tokens` and `text` are prompt and output together, as in vLLM (text: None without a tokenizer).
     `cum_logprob` is the sum of the output's log-probabilities, not divided by its length.

@@ -122,19 +122,19 @@ class Request:
 
     @property
     def looks_at_each(self) -> bool:
-        """Whether each new token has to be looked at, not only the last one."""
+        """Tells whether each new token has to be looked at, not only the last one."""
         return self.output.logprobs is not None or bool(self.params.stop)
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether its part in a step is made from all tokens before it, so that those must have
-        been read.
+        """Tells whether its part in a step is made from all tokens before it, so that those must
+        have been read.
         """
         return self.needs_host or self.params.penalises
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who comes first."""
+        """Orders requests: who comes first."""
         return self.priority, self.arrival
 
     @property
@@ -171,13 +171,13 @@ class Request:
 
     @property
     def num_ready(self) -> int:
-        """Pending tokens before the policy is asked again."""
+        """Counts the pending tokens before the policy is asked again."""
         return min(self.num_tokens, self.hold.evict_len) - self.hold.num_stored
 
     @property
     def is_due(self) -> bool:
-        """Whether its policy is to be asked; not where only its last token is to come, which is
-        never stored.
+        """Tells whether its policy is to be asked; not where only its last token is to come, which
+        is never stored.
         """
         return self.hold.is_due and self.hold.num_stored < self.max_len - 1
 
@@ -188,30 +188,32 @@ class Request:
 
     @property
     def is_full(self) -> bool:
-        """Whether all the tokens that it may have are here."""
+        """Tells whether all the tokens that it may have are here."""
         return len(self.tokens) >= self.max_len
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it needs no more than what is coming: it has given back its row and pages."""
+        """Tells whether all that it needs is coming: it has given back its row and pages."""
         return self.row is None and self.num_left == 0 and self.num_coming > 0
 
     def metrics(self) -> RequestMetrics:
-        """Its times, up to the newest token."""
+        """Returns its times, up to the newest token."""
         record, times = self.record, self.record.times
         if record.last_token_s is not None:
             times.last_token_time = times.arrival_time + record.last_token_s - record.arrived_s
         return times
 
     def completion(self) -> CompletionOutput:
-        """Everything so far; until it ends without what may turn out to begin a stop string."""
+        """Returns everything so far; until it ends without what may turn out to begin a stop
+        string.
+        """
         text = self.output.text
         if text is None:
             return self._completion("", 0)
         return self._completion(text.text if self.finish_reason else text.shown, 0)
 
     def new_completion(self) -> CompletionOutput:
-        """What is new since the last call."""
+        """Returns what is new since the last call."""
         output = self.output
         start, output.num_given = output.num_given, self.num_new
         return self._completion(output.text.take() if output.text else "", start)
@@ -232,7 +234,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What a caller asked for: a prompt with its samples, each a request of its own to the
+    """Holds what a caller asked for: a prompt with its samples, each a request of its own to the
     engine.
     """
 
@@ -245,13 +247,13 @@ class Submission:
         return None not in [request.finish_reason for request in self.samples]
 
     def output(self) -> RequestOutput:
-        """Everything so far."""
+        """Returns everything so far."""
         completions = [request.completion() for request in self.samples]
         return self._output(completions, self.samples[0].output.prompt_logprobs)
 
     def new_output(self) -> RequestOutput | None:
-        """What is new since the last call, of the samples that have something new; None if there is
-        nothing.
+        """Returns what is new since the last call, of the samples that have something new; None if
+        there is nothing.
         """
         changed = [
             r

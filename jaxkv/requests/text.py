@@ -21,8 +21,8 @@ several spaces).
 
 
 def longest_token(tokenizer: Any) -> float:
-    """The most characters of a text that one token may stand for: infinite where any unknown word
-    is one.
+    """Returns the most characters of a text that one token may stand for: infinite where any
+    unknown word is one.
     """
     vocabulary = tokenizer.get_vocab()
     if tokenizer.unk_token is not None and "<0x00>" not in vocabulary:
@@ -31,8 +31,8 @@ def longest_token(tokenizer: Any) -> float:
 
 
 def whole_suffix(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[int]:
-    """The fewest last tokens that show text of whole characters, [] if none do: the left neighbours
-    of what follows.
+    """Returns the fewest last tokens that show text of whole characters, [] if none do: the left
+    neighbours of what follows.
     """
     for count in range(1, 1 + min(len(tokens), MAX_PENDING)):
         text = decode(tokens[-count:])
@@ -113,11 +113,11 @@ class TextStream:
 
     @property
     def shown(self) -> str:
-        """The text without an ending that may turn out to begin a stop string."""
+        """Returns the text without an ending that may turn out to begin a stop string."""
         return self.text[: max(0, len(self.text) - self._holdback)]
 
     def take(self) -> str:
-        """What is new in `shown` since the last call."""
+        """Returns what is new in `shown` since the last call."""
         end = max(self._given, len(self.text) - self._holdback)
         new, self._given = self.text[self._given : end], end
         return new
@@ -132,8 +132,8 @@ class TextStream:
         self._context = len(self._window)
 
     def _find_stop(self) -> str | None:
-        """The earliest stop string that the text since the last search has completed; cuts the text
-        there.
+        """Finds the earliest stop string that the text since the last search has completed; cuts
+        the text there.
         """
         found = [
             (self.text.find(stop, max(0, self._searched - len(stop) + 1)), stop)

@@ -1,4 +1,4 @@
-"""One compilation in a process of its own: libtpu reads once where to dump, and may die of what it
+"""Compiles in a process of its own: libtpu reads once where to dump, and may die of what it
 compiles.
 """
 
@@ -23,8 +23,8 @@ JOBS: dict[str, Any] = {"Case": Case, "EngineJob": EngineJob}
 
 
 def compile_apart(job: Case | EngineJob) -> dict[str, Any]:
-    """What `count` or `compile_engine` found and `compile_s`; where the compiler or the kernels
-    refuse, `reason` only.
+    """Returns what `count` or `compile_engine` found and `compile_s`; where the compiler or the
+    kernels refuse, `reason` only.
 
     Raises: ValueError with the message of one that the caller can mend.
     """
@@ -59,7 +59,7 @@ def _read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The other side of `compile_apart`."""
+    """Runs the other side of `compile_apart`."""
     name, given, folder = json.load(sys.stdin)
     job = JOBS[name](**{key: _as_tuple(value) for key, value in given.items()})
     from jax.errors import JaxRuntimeError

@@ -14,7 +14,7 @@ COLOURS = ("#4c6a92", "#5aa469", "#d9a441", "#a86b9d", "#d8d8d8")
 def stacked_bars(
     title: str, parts: Sequence[str], bars: Sequence[tuple[str, Sequence[int], str]]
 ) -> str:
-    """SVG of bars, each (label, bytes of each part, what its end says), on one scale in GiB.
+    """Draws SVG of bars, each (label, bytes of each part, what its end says), on one scale in GiB.
 
     parts: their names, at most as many as there are colours. Raises: ValueError if a bar has not
     one size per part.

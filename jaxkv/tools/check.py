@@ -34,7 +34,7 @@ Job = Case | EngineJob
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What was found about one job, and what of it must not be."""
+    """Holds what was found about one job, and what of it must not be."""
 
     job: Job
     found: dict[str, Any]
@@ -47,8 +47,8 @@ class Verdict:
 def named_cases(
     targets: Sequence[str], names: Iterable[str], kernels: Iterable[str], **others: Any
 ) -> list[Case]:
-    """Of the named shapes on each chip of the targets. Raises: ValueError for a name that is not
-    known.
+    """Makes the cases of the named shapes on each chip of the targets. Raises: ValueError for a
+    name that is not known.
     """
     for name in names:
         if name not in SHAPES:
@@ -121,7 +121,7 @@ def judge(job: Job, found: dict[str, Any]) -> Verdict:
 
 
 def _kernel_faults(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
-    """Without a budget what was counted is only shown."""
+    """Lists what is past the kernel's budget; without one what was counted is only shown."""
     if not budget:
         return []
     faults = []
@@ -137,8 +137,8 @@ def _kernel_faults(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
 
 
 def budget_of(case: Case) -> dict[str, Any]:
-    """The committed entry of kernels_pallas/tuned for this very case; nothing if there is none, or
-    with other tiles.
+    """Returns the committed entry of kernels_pallas/tuned for this very case; nothing if there is
+    none, or with other tiles.
     """
     path = resources.files("kernels_pallas") / "tuned" / f"{case.chip}.json"
     if case.tiles or not path.is_file():
@@ -152,7 +152,7 @@ def budget_of(case: Case) -> dict[str, Any]:
 
 
 def _own_cases(verdict: Verdict) -> list[Case]:
-    """The kernels at the engine's own shape, if it takes them."""
+    """Returns the kernels at the engine's own shape, if it takes them."""
     found, engine = verdict.found, verdict.job
     if found.get("backend") != "pallas_tpu" or not isinstance(engine, EngineJob):
         return []
@@ -168,7 +168,7 @@ def _own_cases(verdict: Verdict) -> list[Case]:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """What people read: engines first, then kernels, then one line for each fault."""
+    """Formats what people read: engines first, then kernels, then one line for each fault."""
     engines = [
         line
         for verdict in verdicts
@@ -282,8 +282,8 @@ def run(
     context: int | None = None,
     as_json: bool = False,
 ) -> int:
-    """The command: a table or JSON, progress on standard error. Returns 1 if something failed, else
-    0.
+    """Runs the command: a table or JSON, progress on standard error. Returns 1 if something failed,
+    else 0.
 
     options: those of `deploy` that were given; without a model their dtype, kv_cache_dtype and
     block_size are those of the kernels.

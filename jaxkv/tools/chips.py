@@ -25,7 +25,7 @@ no lock file.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chip:
-    """What one device has, of `per_chip` on a chip.
+    """Describes what one device has, of `per_chip` on a chip.
 
     memory_gib: what a program may use, as the compiler says when one does not fit. dimensions: of
     its topologies.
@@ -98,7 +98,9 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Target of "v6e:2x4"; of "v6e", one chip. Raises: ValueError saying what is expected."""
+    """Reads the target of "v6e:2x4"; of "v6e", one chip. Raises: ValueError saying what is
+    expected.
+    """
     kind, _, shape = text.partition(":")
     if kind not in CHIPS:
         known = ", ".join(CHIPS)

@@ -66,9 +66,9 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
 
 
 def large_sizes(programs: Any) -> dict[str, int]:
-    """By the name of each argument that is pages or a matrix of weights: the elements of one
-    layer's part of it, as a device has them. What is as large as that and written once more is a
-    copy that should not be.
+    """Returns, by the name of each argument that is pages or a matrix of weights: the elements of
+    one layer's part of it, as a device has them. What is as large as that and written once more is
+    a copy that should not be.
     """
     from jax.tree_util import keystr, tree_leaves_with_path
 
@@ -90,7 +90,7 @@ def large_sizes(programs: Any) -> dict[str, int]:
 
 
 def describe_program(name: str, program: Any, slices: dict[str, int]) -> dict[str, Any]:
-    """Of a compiled program; slices: see `read_program`."""
+    """Describes a compiled program; slices: see `read_program`."""
     from jaxkv.tools.hlo import read_program
 
     memory = program.memory_analysis()

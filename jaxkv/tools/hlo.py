@@ -105,7 +105,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value comes from: an argument's name, and whether it was moved on the way."""
+    """Says where a value comes from: an argument's name, and whether it was moved on the way."""
 
     argument: str
     moved: bool = False
@@ -150,8 +150,8 @@ class _Walk:
     def run(
         self, name: str, given: tuple[Source, ...], loops: tuple[str, ...], *, record: bool
     ) -> Source:
-        """The source of the computation's result, of the sources of its parameters. `record`: not
-        inside a fusion.
+        """Finds the source of the computation's result, of the sources of its parameters. `record`:
+        not inside a fusion.
         """
         sources: dict[str, Source] = {}
         source: Source = None
@@ -240,7 +240,7 @@ class _Walk:
 
 
 def _moved(each: Instruction, source: Source) -> Iterator[tuple[Origin, Array]]:
-    """What the instruction itself has moved, with where to."""
+    """Returns what the instruction itself has moved, with where to."""
     if each.opcode in ("parameter", "tuple", "get-tuple-element", "while", "conditional", "call"):
         return
     if each.opcode.endswith("-start"):
@@ -265,7 +265,9 @@ def _moved(each: Instruction, source: Source) -> Iterator[tuple[Origin, Array]]:
 
 
 def _aliased(call: Instruction, operands: tuple[Source, ...]) -> Source:
-    """A kernel's results are its own, but for those that take over an operand's memory."""
+    """Says which operands a kernel's results alias: they are its own, but for those that take over
+    an operand's memory.
+    """
     start = call.text.find("output_to_operand_aliasing=")
     found = (
         {m[1]: operands[int(m[2])] for m in ALIAS.finditer(call.text, start)} if start >= 0 else {}
@@ -274,7 +276,7 @@ def _aliased(call: Instruction, operands: tuple[Source, ...]) -> Source:
 
 
 def _settled(source: Source) -> Source:
-    """Once recorded, a copy counts no more: only what is moved again."""
+    """Forgets the moves of a copy that is recorded; only what is moved again counts."""
     if isinstance(source, tuple):
         return tuple(map(_settled, source))
     return source and Origin(source.argument)
@@ -306,7 +308,7 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis closes that opens at `start`."""
+    """Finds where the parenthesis closes that opens at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1

@@ -56,7 +56,7 @@ class Case:
 
     @property
     def bits(self) -> int:
-        """Of each stored element, its scales apart."""
+        """Returns the bits of each stored element, its scales apart."""
         return {"int8": 8, "int4": 4}.get(self.dtype, 8 * self.itemsize)
 
     def __str__(self) -> str:
@@ -67,8 +67,8 @@ class Case:
 def case_of(
     kernel: str, name: str, chip: str, *, context: int | None = None, **others: Any
 ) -> Case:
-    """At a named shape, or with `heads` at any: decode of 64 rows x 2,048 tokens, or 512 queries
-    that end at 8,192.
+    """Makes the case at a named shape, or with `heads` at any: decode of 64 rows x 2,048 tokens, or
+    512 queries that end at 8,192.
     """
     batch = 64 if kernel == "decode" else 1
     given = {
@@ -80,7 +80,7 @@ def case_of(
 
 
 def tiles_of(case: Case) -> Any:
-    """Raises: NotImplementedError for heads that the kernels do not take."""
+    """Chooses the tiles. Raises: NotImplementedError for heads that the kernels do not take."""
     from kernels_pallas import tpu
 
     num_heads, kv_heads, head_dim = case.heads
@@ -91,16 +91,14 @@ def tiles_of(case: Case) -> Any:
 
 
 def packing_of(case: Case) -> Any:
-    """None for pages of floats."""
+    """Returns how the pages are packed, None for pages of floats."""
     from kernels_pallas import tpu
 
     return tpu.Packing(case.bits) if case.bits < 16 else None
 
 
 def lower_case(case: Case) -> Any:
-    """The kernel's call, lowered for the chip. jax comes late: `chips.ENVIRONMENT` must hold
-    before.
-    """
+    """Lowers the kernel's call for the chip. jax comes late: `chips.ENVIRONMENT` comes before."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -213,7 +211,7 @@ def count(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def bytes_per_token(case: Case) -> float:
-    """Of the pages, with their scales."""
+    """Counts the bytes of the pages, with their scales."""
     _, kv_heads, head_dim = case.heads
     packing = packing_of(case)
     scales = (

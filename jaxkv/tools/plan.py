@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def left(self) -> int:
-        """The margin, and what is less than a page."""
+        """Returns the margin, and what is less than a page."""
         return self.limit - self.weight_bytes - self.temp_bytes - self.kept_bytes - self.pool_bytes
 
     def num_sequences(self, context: int) -> int:
@@ -80,7 +80,7 @@ class Plan:
 
 
 def plan_by_formula(deployment: Deployment) -> Plan:
-    """Without a compiler. Raises: CapacityError if there is no room for a page."""
+    """Plans without a compiler. Raises: CapacityError if there is no room for a page."""
     _check_weights(deployment)
     fixed, per_page = temporaries(deployment)
     rows = _with_rows(deployment.blueprint)
@@ -95,7 +95,7 @@ def plan_by_formula(deployment: Deployment) -> Plan:
 
 
 def plan_by_compiler(deployment: Deployment) -> Plan:
-    """As `LLM` sizes its pool: the largest programs for two pools, then for the one that was
+    """Sizes the pool as `LLM` does: the largest programs for two pools, then for the one that was
     chosen.
 
     Raises: CapacityError if there is no room for a page, RuntimeError if the target's compiler is
@@ -122,7 +122,7 @@ def plan_by_compiler(deployment: Deployment) -> Plan:
 
 
 def temporaries(deployment: Deployment) -> tuple[int, int]:
-    """(a, b): temporaries of the hungriest program are about a + b * pages, on each device
+    """Returns (a, b): temporaries of the hungriest program are about a + b * pages, on each device
     (docs/benchmarks/plan.md).
 
     Logits of all rows, whole on each device, and what sampling makes of them; hidden states of the
@@ -178,7 +178,9 @@ class Planned:
 
 
 def make_plans(deployment: Deployment, *, compile_too: bool) -> Planned:
-    """Raises: RuntimeError if the target's compiler is to be asked and not installed."""
+    """Makes a plan for each target. Raises: RuntimeError if the target's compiler is to be asked
+    and not installed.
+    """
     ways = (plan_by_formula, plan_by_compiler)[: 1 + compile_too]
     try:
         return Planned(deployment=deployment, plans=tuple(way(deployment) for way in ways))
@@ -187,7 +189,7 @@ def make_plans(deployment: Deployment, *, compile_too: bool) -> Planned:
 
 
 def describe(planned: Planned, *, contexts: Sequence[int], sequences: int) -> str:
-    """The plans of one deployment side by side. Units: GiB and KiB are 2**30 and 2**10 bytes."""
+    """Shows one deployment's plans side by side. Units: GiB and KiB are 2**30 and 2**10 bytes."""
     deployment, plans = planned.deployment, planned.plans
     blueprint = deployment.blueprint
     head = (
@@ -218,7 +220,9 @@ def describe(planned: Planned, *, contexts: Sequence[int], sequences: int) -> st
 
 
 def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences: int) -> str:
-    """What does not depend on the chips: the cache of a token, and of a sequence or several."""
+    """Describes what does not depend on the chips: the cache of a token, and of a sequence or
+    several.
+    """
     blueprint = deployment.blueprint
     spec, token = blueprint.spec, blueprint.token_nbytes
     heads = f"{spec.num_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
@@ -263,7 +267,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def picture(planned: Sequence[Planned]) -> str:
-    """A stacked bar for each plan, as SVG. Raises: ValueError if there is none."""
+    """Draws a stacked bar for each plan, as SVG. Raises: ValueError if there is none."""
     bars = [
         (
             f"{one.deployment.target}, {plan.source}"

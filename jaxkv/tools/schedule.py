@@ -60,8 +60,8 @@ class Schedule:
 
 
 def read_schedule(folder: Path, kernel: str) -> Schedule:
-    """The schedule of the one kernel whose name contains `kernel`. Raises: ValueError unless there
-    is exactly one.
+    """Reads the schedule of the one kernel whose name contains `kernel`. Raises: ValueError unless
+    there is exactly one.
     """
     found = [
         path

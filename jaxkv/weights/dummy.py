@@ -18,8 +18,8 @@ from jaxkv.weights.tree import TreeLeaf, is_stacked, make_tree, tree_leaves
 def weight_shapes(
     spec: ModelSpec, layout: Layout, *, dtype: str, placement: Placement
 ) -> dict[str, Any]:
-    """The weight tree that `load_weights` makes, as shapes with their shardings; a head that may be
-    tied is.
+    """Returns the weight tree that `load_weights` makes, as shapes with their shardings; a head
+    that may be tied is.
     """
 
     def abstract(leaf: TreeLeaf) -> jax.ShapeDtypeStruct:
@@ -33,7 +33,7 @@ def weight_shapes(
 def random_weights(
     spec: ModelSpec, layout: Layout, *, dtype: str, as_bits: bool, placement: Placement, seed: int
 ) -> dict[str, Any]:
-    """The weight tree of `load_weights`, drawn on the first device, so that it takes seconds at any
+    """Draws the weight tree of `load_weights` on the first device, so that it takes seconds at any
     size.
 
     Vectors are 1; matrices are uniform with variance 1 / (their last dimension), which keeps

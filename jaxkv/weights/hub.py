@@ -22,7 +22,7 @@ def resolve_model(
     revision: str | None = None,
     only: tuple[str, ...] = ALLOW_PATTERNS,
 ) -> Path:
-    """The local directory of a model: `model` itself if it is one, else the hub's snapshot of
+    """Finds the local directory of a model: `model` itself if it is one, else the hub's snapshot of
     `org/name` or `name`.
 
     Fetches `only` files of these names, by default weights, JSON and chat templates: never code,
@@ -50,8 +50,8 @@ def resolve_model(
 
 
 def with_weights(model: str | os.PathLike[str], directory: Path) -> Path:
-    """`directory`, which `resolve_model` has found without weights, with them: a snapshot stays of
-    the same commit.
+    """Returns `directory`, which `resolve_model` has found without weights, with them: a snapshot
+    stays of the same commit.
     """
     text = os.path.expanduser(os.fspath(model))
     return directory if os.path.isdir(text) else _fetch(text, directory.name, ALLOW_PATTERNS)

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to the weight tree on the device, without holding the checkpoint
+"""Brings a checkpoint's tensors to the weight tree on the device, without holding the checkpoint
 twice.
 """
 
@@ -53,7 +53,7 @@ def load_weights(
 
 
 def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
-    """A leaf of the weight tree on its devices, on the default one without a placement."""
+    """Puts a leaf of the weight tree on its devices, on the default one without a placement."""
     where = None if placement is None else placement.sharding(placement.weight(name, host.ndim))
     return jax.device_put(host, where).block_until_ready()
 
@@ -115,7 +115,7 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, leaves: list
 def _stack(
     checkpoint: Checkpoint, sources: tuple[str, ...], shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
-    """The named tensors in one host array of `shape`, converted as they are copied from the
+    """Stacks the named tensors in one host array of `shape`, converted as they are copied from the
     file.
     """
     host = aligned_empty(shape, dtype)
@@ -126,8 +126,8 @@ def _stack(
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Host memory that a CPU device takes over instead of copying, because it starts at a multiple
-    of 64 bytes.
+    """Allocates host memory that a CPU device takes over instead of copying, because it starts at a
+    multiple of 64 bytes.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + 64, np.uint8)

@@ -82,7 +82,7 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
 
 
 def stored_dtype(directory: Path, spec: ModelSpec) -> str | None:
-    """The dtype of a converted directory's weights; None for any other directory.
+    """Returns the dtype of a converted directory's weights; None for any other directory.
 
     Raises: CheckpointError for a header of another format, or one that disagrees with `spec`, read
     from config.json.
@@ -116,8 +116,8 @@ def load_converted(
     as_bits: bool = False,
     placement: Placement | None = None,
 ) -> dict[str, Any]:
-    """What `load_weights` gives, from a converted directory; a dtype other than the stored one is
-    converted.
+    """Loads from a converted directory what `load_weights` gives; a dtype other than the stored one
+    is converted.
 
     Raises: CheckpointError naming every missing, unexpected or misshapen array, before anything is
     allocated.
@@ -133,8 +133,8 @@ def load_converted(
 
 
 def _as_json(spec: ModelSpec) -> dict[str, Any]:
-    """The spec as JSON gives it back: tuples are lists. What is stored depends on no codec of a KV
-    cache.
+    """Returns the spec as JSON gives it back: tuples are lists. What is stored depends on no codec
+    of a KV cache.
     """
     return json.loads(json.dumps(asdict(spec.joined())))
 
@@ -214,7 +214,7 @@ def _locate(
 
 
 def _problems(file: Path, shape: tuple[int, ...], dtype: str) -> list[str]:
-    """What is wrong with an array's metadata and file; its one chunk is the whole array."""
+    """Lists what is wrong with an array's metadata and file; its one chunk is the whole array."""
     name = file.parent.name
     if not file.is_file() or not (file.parent / ".zarray").is_file():
         return [f"{name}: expected the files .zarray and {file.name}"]
@@ -243,7 +243,7 @@ def _problems(file: Path, shape: tuple[int, ...], dtype: str) -> list[str]:
 def _read(
     stream: BufferedReader, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype
 ) -> np.ndarray:
-    """The next values of the file in one host array of `shape`, converted piece by piece from
+    """Reads the next values of the file in one host array of `shape`, converted piece by piece from
     another dtype.
     """
     host = aligned_empty(shape, dtype)

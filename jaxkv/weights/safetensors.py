@@ -71,7 +71,7 @@ _show = _short.repr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `nbytes` bytes from byte `start` of `file`, checked to be inside
+    """Says where one tensor lies: `nbytes` bytes from byte `start` of `file`, checked to be inside
     it.
     """
 
@@ -128,8 +128,8 @@ class Checkpoint:
         return tuple(self.entries)
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """The tensor as a read-only, zero-copy view; an offset that the dtype does not divide gives
-        an unaligned one.
+        """Reads the tensor as a read-only, zero-copy view; an offset that the dtype does not divide
+        gives an unaligned one.
 
         Raises: CheckpointError if there is no such tensor, ValueError after `close`.
         """

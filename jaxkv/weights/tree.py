@@ -41,7 +41,7 @@ class TreeLeaf(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Where it is in the tree: `embed`, `layers.q`."""
+        """Returns where it is in the tree: `embed`, `layers.q`."""
         return f"{LAYERS}.{self.name}" if self.is_stacked else self.name
 
 

@@ -21,8 +21,8 @@ MAX_CONFIG_BYTES = 10_000_000
 
 
 def read_config(directory: Path, name: str = "config.json") -> ConfigReader:
-    """A JSON file of a model directory. Raises: CheckpointError if it is missing, too large or not
-    a JSON object.
+    """Reads a JSON file of a model directory. Raises: CheckpointError if it is missing, too large
+    or not a JSON object.
     """
     path = directory / name
     if not path.is_file():
@@ -43,7 +43,7 @@ def read_config(directory: Path, name: str = "config.json") -> ConfigReader:
 
 
 def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    """Spec and layout by the config's `model_type`.
+    """Reads spec and layout by the config's `model_type`.
 
     Raises: CheckpointError for an unknown model_type, listing the known, and for rotary parameters
     that do not compute.

@@ -1,5 +1,5 @@
-"""What a family file gives: `read(config) -> (ModelSpec, Layout)`, from config.json to spec and
-expected tensors.
+"""Defines what a family file gives: `read(config) -> (ModelSpec, Layout)`, from config.json to spec
+and expected tensors.
 
 A family is one file here, named after its `model_type`. It promises that the layout lists every
 tensor that the model
@@ -31,8 +31,8 @@ MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of the weight tree: its name in the checkpoint (`{layer}` is filled in) and its
-    description.
+    """Describes one array of the weight tree: its name in the checkpoint (`{layer}` is filled in)
+    and its description.
 
     `same_as` names a leaf that this one may repeat: absent or equal in the checkpoint, it is left
     out of the tree.
@@ -75,7 +75,7 @@ class ConfigReader:
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None, *, at_most: int = MAX_SIZE) -> int:
-        """A whole number from 1 to `at_most`."""
+        """Reads a whole number from 1 to `at_most`."""
         value = self.get(key, default)
         if not is_int(value) or not 1 <= value <= at_most:
             raise self.fail(key, f"a whole number from 1 to {at_most}")
@@ -84,7 +84,7 @@ class ConfigReader:
     def number(
         self, key: str, default: float | None = None, *, at_least: float = MIN_NUMBER
     ) -> float:
-        """A number from `at_least` to 1e30."""
+        """Reads a number from `at_least` to 1e30."""
         value = self.get(key, default)
         if not (is_int(value) or isinstance(value, float)) or not at_least <= value <= MAX_NUMBER:
             raise self.fail(key, f"a number from {at_least:g} to {MAX_NUMBER:g}")
@@ -97,7 +97,7 @@ class ConfigReader:
         return value
 
     def section(self, key: str) -> ConfigReader:
-        """The object under `key`, empty if there is none, as a reader of its own."""
+        """Reads the object under `key`, empty if there is none, as a reader of its own."""
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.fail(key, "an object")
@@ -105,8 +105,8 @@ class ConfigReader:
 
 
 def read_rope(config: ConfigReader, *, max_len: int) -> RopeSpec:
-    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling`
-    (older files).
+    """Reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside
+    `rope_scaling` (older files).
     """
     rope, older = config.section("rope_parameters"), config.section("rope_scaling")
     if rope.values and older.values and rope.values != older.values:
@@ -157,8 +157,8 @@ def read_rope(config: ConfigReader, *, max_len: int) -> RopeSpec:
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """The factor on cos and sin: given, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4), or
-    DeepSeek's mscale.
+    """Returns the factor on cos and sin: given, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section
+    3.4), or DeepSeek's mscale.
     """
 
     def mscale(weight: float) -> float:
@@ -172,8 +172,8 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
 
 
 def extended_len(rope: RopeSpec, max_len: int) -> int:
-    """Longest context that the scaled embedding is meant for: what vLLM derives from the same
-    keys.
+    """Returns the longest context that the scaled embedding is meant for: what vLLM derives from
+    the same keys.
     """
     if rope.kind == "linear":
         return min(int(max_len * rope.factor), MAX_SIZE)
@@ -183,8 +183,8 @@ def extended_len(rope: RopeSpec, max_len: int) -> int:
 
 
 def sliding_window(config: ConfigReader) -> int | None:
-    """The window that layers may use. An absent key means 4096, transformers' default; null means
-    none.
+    """Returns the window that layers may use. An absent key means 4096, transformers' default; null
+    means none.
     """
     return (
         config.size("sliding_window", 4096)
@@ -194,7 +194,7 @@ def sliding_window(config: ConfigReader) -> int | None:
 
 
 def layer_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window in Qwen's spelling: `layer_types`, or `use_sliding_window` from
+    """Reads each layer's window in Qwen's spelling: `layer_types`, or `use_sliding_window` from
     `max_window_layers` on.
     """
     window = sliding_window(config) if config.flag("use_sliding_window", False) else None
@@ -229,7 +229,7 @@ def read_llama_like(
     mlp_bias: bool = False,
     qk_norm: bool = False,
 ) -> tuple[ModelSpec, Layout]:
-    """Spec and layout of the pre-norm, gated-MLP, rotary decoder that most families are.
+    """Reads spec and layout of the pre-norm, gated-MLP, rotary decoder that most families are.
 
     `num_kv_heads`, `head_dim` and `max_len` are the family's defaults for configs that leave them
     out (for the first
@@ -318,7 +318,7 @@ def _leaf(
 def _projection(
     name: str, source: str, shape: tuple[int, int], axes: tuple[str, str], *, bias: bool
 ) -> dict[str, Leaf]:
-    """A linear layer's weight [out, in] and, if it has one, its bias [out]."""
+    """Describes a linear layer's weight [out, in] and, if it has one, its bias [out]."""
     leaves = {name: _leaf(f"model.layers.{{layer}}.{source}.weight", shape, axes)}
     if bias:
         leaves[f"{name}_bias"] = _leaf(f"model.layers.{{layer}}.{source}.bias", shape[:1], axes[:1])
