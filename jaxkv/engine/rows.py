@@ -154,12 +154,12 @@ class RowTables:
         table.bias_id_BE[row] = NO_TOKEN
         table.bias_id_BE[row, : len(bias)] = list(bias)
         table.bias_BE[row, : len(bias)] = list(bias.values())
-        table.masked_B[row] = params.allowed_token_ids is not None or bool(request.bad_words)
+        table.masked_B[row] = params.allowed_token_ids is not None or bool(request.draw.bad_words)
         self._set_mask(table.allowed_BM, row, request)
 
     def _set_mask(self, allowed_BM: Any, row: int, request: Request) -> None:
         if self.sampling.masked_B[request.row]:
-            forbidden = ends_of(request.bad_words, request.tokens[request.prompt_len :])
+            forbidden = ends_of(request.draw.bad_words, request.tokens[request.prompt_len :])
             allowed_BM[row] = token_mask(
                 self.vocab_size, request.params.allowed_token_ids, forbidden
             )

@@ -212,14 +212,13 @@ class Intake:
                 prompt_len=len(tokens),
                 params=params,
                 max_len=max_len,
-                draw=Draw(seed=seed, sample=sample),
+                draw=Draw(seed=seed, sample=sample, bad_words=bad_words),
                 ends=ends,
                 output=Output(
                     text=self._text_stream(tokens, params),
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=None if params.prompt_logprobs is None or sample else [None],
                 ),
-                bad_words=bad_words,
                 hold=Hold(PageChain(root), len(tokens), retention),
                 priority=priority,
             )

@@ -16,12 +16,13 @@ from jaxkv.requests.text import TextStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """Says which random numbers a request draws by: its seed, and which sample of a prompt it
-    is.
+    """Says what a request's tokens are drawn by: its seed, which sample of a prompt it is, and the
+    token ids of words that must not come.
     """
 
     seed: int = 0
     sample: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +76,7 @@ class Request:
     """Carries one sample of a prompt through the engine: what its caller asked for and what came of
     it, and what its sequence holds of the KV state (its `hold`).
 
-    `max_len` bounds prompt and output together. `bad_words` are token ids of what must not come.
-    `row` is its place in the row tables while it runs.
+    `max_len` bounds prompt and output together. `row` is its place in the row tables while it runs.
 
     `num_tokens` counts prompt and output, with the tokens that steps sample which nobody has read
     yet. Plans count on those, as if the request would not end before: its hold counts what those
@@ -95,7 +95,6 @@ class Request:
     max_len: int
     draw: Draw = Draw()
     ends: Ends = Ends()
-    bad_words: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     arrival: int = 0
     row: int | None = None
@@ -117,7 +116,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
-        self.needs_host = any(len(word) > 1 for word in self.bad_words)
+        self.needs_host = any(len(word) > 1 for word in self.draw.bad_words)
         self.is_plain = self.output.text is None and not self.looks_at_each
 
     @property

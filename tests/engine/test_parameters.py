@@ -230,9 +230,9 @@ def test_a_word_of_several_tokens_never_comes_and_all_else_does(new_llm, dense, 
             words = [tuple(plain[0:2]), tuple(plain[7:10]), (plain[3],)]
             want, lead = reference(dense, ids, GREEDY, words)
         (submission,) = intake_of(llm).accept([{"prompt_token_ids": ids}], [GREEDY])
-        submission = replace(
-            submission, samples=(replace(submission.samples[0], bad_words=tuple(words)),)
-        )
+        (sample,) = submission.samples
+        draw = replace(sample.draw, bad_words=tuple(words))
+        submission = replace(submission, samples=(replace(sample, draw=draw),))
         with poisoned(engine_of(llm)):
             (output,) = llm._run([submission], use_tqdm=False)
         got = output.outputs[0].token_ids

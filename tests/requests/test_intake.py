@@ -401,10 +401,10 @@ def test_more_biases_than_the_device_has_room_for_are_refused(intake):
 
 def test_bad_words_become_tokens(intake, tokenizer):
     request = one(intake, "The end", SamplingParams(bad_words=["t", "over the"]))
-    assert request.bad_words == encode_words(tokenizer, ["t", "over the"])
+    assert request.draw.bad_words == encode_words(tokenizer, ["t", "over the"])
     assert request.needs_host
     assert not one(intake, "The end", SamplingParams(bad_words=["t"])).needs_host
-    assert one(intake, "The end").bad_words == ()
+    assert one(intake, "The end").draw.bad_words == ()
     with pytest.raises(
         ValueError,
         match="bad_words: expected a tokenizer for bad words, got skip_tokenizer_init=True",
