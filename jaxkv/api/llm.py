@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 class LLM:
     __doc__ = f"""A model ready to generate: loads weights, compiles every step, then allocates the
-    KV cache, once.
+    KV cache, once. Threads may share one: their requests run in the same steps.
 
     {describe_options("    ")}
 
@@ -61,6 +62,7 @@ class LLM:
         )
         self._budget = blueprint.budget(memory, self._model.weights)
         self._blueprint = blueprint.with_pages(self._budget.num_pages)
+        self._lock = RLock()
         self._intake = self._make_intake()
         self._engine = self._make_engine()
 
@@ -216,21 +218,25 @@ class LLM:
         Pages taken for its next tokens are listed too; what waits or needs no more steps holds none
         and is not listed.
         """
-        running = self._engine.scheduler.running
-        return {request.id: request.hold.handle().pages for request in running}
+        with self._lock:
+            running = self._engine.scheduler.running
+            return {request.id: request.hold.handle().pages for request in running}
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now
         on.
         """
-        self._engine.scheduler.forget()
+        with self._lock:
+            self._engine.scheduler.forget()
 
     def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
         """Counters, gauges and histograms under vLLM's names (and some of our own), behind
         `prefix`: "vllm:" makes them fit what is built for vLLM. `prometheus_text` writes them as
         Prometheus reads them.
         """
-        return [replace(metric, name=prefix + metric.name) for metric in self._engine.metrics()]
+        with self._lock:
+            metrics = self._engine.metrics()
+        return [replace(metric, name=prefix + metric.name) for metric in metrics]
 
     def describe(self) -> str:
         """Describes what this engine is and has: model, memory, programs, backend and why."""
@@ -287,6 +293,7 @@ class LLM:
             blueprint.limits,
             cache_root=root,
             share_prefixes=blueprint.options.enable_prefix_caching,
+            lock=self._lock,
         )
 
     def _make_engine(self) -> Engine:
@@ -300,6 +307,7 @@ class LLM:
             blueprint.limits,
             make_kv=blueprint.empty_kv,
             decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token]),
+            lock=self._lock,
         )
 
     def _listed_params(

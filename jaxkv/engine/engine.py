@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from jaxkv.weights.tree import Weights
 
 
 class Engine:
-    """Owns the KV state and everything mutable around it. One thread at a time.
+    """Owns the KV state and everything mutable around it. Threads take turns at steps (`lock`).
 
     What a step sampled is read when the next one is on its way, so that the device does not wait
     for the host. The next one begins with tokens that only the device knows
@@ -43,7 +44,10 @@ class Engine:
         *,
         make_kv: Callable[[], PagedKV],
         decode_token: Callable[[int], str] | None,
+        lock: RLock | None = None,
     ) -> None:
+        # Reentrant: the garbage collector may abort a stream within a step.
+        self.lock = RLock() if lock is None else lock
         self.weights = weights
         self.programs = programs
         self.scheduler = Scheduler(config)
@@ -71,12 +75,13 @@ class Engine:
 
     def add(self, submission: Submission) -> None:
         """Queues what `Intake` made."""
-        for request in submission.samples:
-            self._requests.add(request)
-            if request.needs_tokens:
-                self._watching.add(request)
-            self._recorder.added(request)
-            self.scheduler.add(request)
+        with self.lock:
+            for request in submission.samples:
+                self._requests.add(request)
+                if request.needs_tokens:
+                    self._watching.add(request)
+                self._recorder.added(request)
+                self.scheduler.add(request)
 
     def abort(self, submission: Submission) -> None:
         """Ends what is left of it (finish_reason "abort") and frees what that holds; having
@@ -85,8 +90,9 @@ class Engine:
         During a step, where the garbage collector may close a forgotten stream, it waits for the
         step's end.
         """
-        for request in submission.samples:
-            self._abort(request)
+        with self.lock:
+            for request in submission.samples:
+                self._abort(request)
 
     def _abort(self, request: Request) -> None:
         """Ends the request, a beam with all of its search."""
@@ -108,6 +114,10 @@ class Engine:
         of both: their tokens, text and pages may disagree. Where it took the KV state with it, the
         others are computed anew.
         """
+        with self.lock:
+            return self._step()
+
+    def _step(self) -> list[Request]:
         self._stepping, under_way, requests, is_done = True, self._flight, [], False
         try:
             self._restore_lost_kv()

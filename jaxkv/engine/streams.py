@@ -29,14 +29,16 @@ def complete(
             if not taken:
                 return
             # Asked of the requests, not of `step`: a stream that is read between two results takes
-            # steps too.
-            finished = [index for index, submission in taken.items() if submission.is_finished]
-            for index in finished:
-                yield index, taken.pop(index).output()
-            if not finished:
-                if not engine.has_work:
-                    raise RuntimeError(f"{len(taken)} requests left the engine without a result")
-                engine.step()
+            # steps too, and so do other threads.
+            with engine.lock:
+                done = [index for index, submission in taken.items() if submission.is_finished]
+                finished = [(index, taken.pop(index).output()) for index in done]
+                if not finished:
+                    if not engine.has_work:
+                        lost = len(taken)
+                        raise RuntimeError(f"{lost} requests left the engine without a result")
+                    engine.step()
+            yield from finished
     finally:
         # After an error, an interrupt or `close` nothing of this call may stay behind.
         for submission in taken.values():
@@ -48,10 +50,11 @@ def stream(engine: Engine, submission: Submission) -> Iterator[RequestOutput]:
     engine.add(submission)
     try:
         while True:
-            new = submission.new_output()
-            if new is None:
-                engine.step()
-                continue
+            with engine.lock:
+                new = submission.new_output()
+                if new is None:
+                    engine.step()
+                    continue
             yield new
             if new.finished:
                 return

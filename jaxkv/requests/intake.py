@@ -7,6 +7,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,18 @@ class Intake:
     pass.
 
     `cache_root` stands for all of the engine that a cached page depends on. Without
-    `share_prefixes` only the samples of one prompt share pages.
+    `share_prefixes` only the samples of one prompt share pages. `lock` is the engine's: a tokenizer
+    is for one thread at a time.
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, *, cache_root: bytes, share_prefixes: bool
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        cache_root: bytes,
+        share_prefixes: bool,
+        lock: RLock | None = None,
     ) -> None:
         self._model = model
         self._config = config
@@ -48,6 +56,7 @@ class Intake:
         self._share_prefixes = share_prefixes
         self._longest_token: float | None = None
         self._num_submitted = 0
+        self._lock = RLock() if lock is None else lock
 
     def accept(
         self,
@@ -76,14 +85,15 @@ class Intake:
     def _make(self, makers: Sequence[Callable[[int], Submission]]) -> list[Submission]:
         made: list[Submission] = []
         problems = []
-        for index, make in enumerate(makers):
-            try:
-                made.append(make(self._num_submitted + index))
-            except ValueError as error:
-                problems.append(f"prompt {index}: {error}")
-        if problems:
-            raise ValueError("\n".join(problems))
-        self._num_submitted += len(made)
+        with self._lock:
+            for index, make in enumerate(makers):
+                try:
+                    made.append(make(self._num_submitted + index))
+                except ValueError as error:
+                    problems.append(f"prompt {index}: {error}")
+            if problems:
+                raise ValueError("\n".join(problems))
+            self._num_submitted += len(made)
         return made
 
     def render(
@@ -121,8 +131,11 @@ class Intake:
                 problems.append(f"conversation {index}: expected {expected}, got {messages!r:.80}")
                 continue
             try:
-                text = tokenizer.apply_chat_template(messages, tokenize=False, **options, **extra)
-                ids = self._encode(text, add_special_tokens=False)
+                with self._lock:
+                    text = tokenizer.apply_chat_template(
+                        messages, tokenize=False, **options, **extra
+                    )
+                    ids = self._encode(text, add_special_tokens=False)
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
             except (TemplateError, ValueError, TypeError) as error:
                 problems.append(f"conversation {index}: {type(error).__name__}: {error}")

@@ -5,6 +5,7 @@ left behind.
 import json
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -505,6 +506,17 @@ def test_a_stream_goes_on_after_generate_ran_in_between(llm):
         engine_of(llm).check()
         assert joined(pieces + list(stream)) == alone
         assert_empty(llm)
+
+
+def test_threads_that_share_an_engine_get_what_each_would_alone(llm):
+    calls = [(prompt, replace(DRAWN, seed=seed)) for seed in range(3) for prompt in PROMPTS]
+    alone = [llm.generate(*call, use_tqdm=False)[0].outputs for call in calls]
+    with ThreadPoolExecutor(4) as threads:
+        ran = list(threads.map(lambda call: llm.generate(*call, use_tqdm=False)[0].outputs, calls))
+        streamed = threads.map(lambda call: [*llm.stream(*call)], calls)
+        pieces = ["".join(one.outputs[0].text for one in stream) for stream in streamed]
+    assert ran == alone
+    assert pieces == [outputs[0].text for outputs in alone]
 
 
 def test_a_stream_refuses_at_the_call(llm):
