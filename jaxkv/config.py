@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 import jaxlib.version
@@ -45,6 +46,23 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def own(value: Any) -> Any:
+    """Returns numpy's numbers as Python's, and copies of lists, which their givers may change."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(own, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def take_over(config: Any) -> None:
+    """Makes the values of a frozen dataclass its `own`."""
+    for field in fields(config):
+        object.__setattr__(config, field.name, own(getattr(config, field.name)))
+
+
 def _is_number(value: Any) -> bool:
     """Tells whether it is a finite number as the device knows it: float32."""
     return (is_int(value) or isinstance(value, float)) and abs(value) <= MAX_FLOAT32
@@ -80,12 +98,8 @@ class EngineConfig:
             value = getattr(self, field.name)
             if field.name != "kv_policy":
                 _expect(is_int(value), field.name, "a whole number", value)
-                _expect(
-                    value >= (0 if field.name in may_be_zero else 1),
-                    field.name,
-                    "a positive number",
-                    value,
-                )
+                least = 0 if field.name in may_be_zero else 1
+                _expect(value >= least, field.name, f"a number >= {least}", value)
         _expect(self.seed < 2**64, "seed", "a number below 2**64", self.seed)
         sizes = (8, 16, 32, 64, 128)
         _expect(self.block_size in sizes, "block_size", f"one of {sizes}", self.block_size)
@@ -177,7 +191,7 @@ def _checked_bias(given: Any) -> dict[int, float]:
     """
     _expect(isinstance(given, dict), "logit_bias", "a dict of token id -> number", given)
     bias = {}
-    for token, value in given.items():
+    for token, value in ((own(token), own(value)) for token, value in given.items()):
         is_id = is_int(token) or (isinstance(token, str) and token.strip().isdecimal())
         _expect(is_id, "logit_bias", "token ids as keys", token)
         number = (is_int(value) or isinstance(value, float)) and value == value  # false for NaN
@@ -242,6 +256,7 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        take_over(self)
         for name, default in _NOT_BUILT.items():
             value = getattr(self, name)
             if value not in (default, [], {}) or isinstance(value, bool) is not isinstance(
@@ -385,6 +400,7 @@ class BeamSearchParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        take_over(self)
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             _expect(is_int(value) and 1 <= value <= MAX_INT32, name, "a number >= 1", value)

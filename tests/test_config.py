@@ -1,8 +1,10 @@
 """Every setting is checked once, when it is made, and the error names it."""
 
 import dataclasses
+import json
 import math
 
+import numpy as np
 import pytest
 
 from jaxkv.config import EngineConfig, SamplingParams
@@ -26,8 +28,8 @@ NAN, INF = math.nan, math.inf
 
 def test_limits_are_kept_and_frozen():
     config = EngineConfig(**LIMITS)
-    unbounded = {"kv_policy": "full", "row_pages": 0, "low_row_pages": 0, "read_pages": 0}
-    assert dataclasses.asdict(config) == LIMITS | unbounded
+    unbounded = {"row_pages": 0, "low_row_pages": 0, "read_pages": 0, "window": 0}
+    assert dataclasses.asdict(config) == LIMITS | unbounded | {"kv_policy": "full"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_pages = 3
     with pytest.raises(TypeError):
@@ -46,7 +48,7 @@ def test_zero_is_refused_but_for_the_seed_and_logprobs(name):
     if name in ("seed", "max_logprobs"):
         assert getattr(EngineConfig(**LIMITS | {name: 0}), name) == 0
         return
-    with pytest.raises(ValueError, match=f"^{name}: expected a positive number, got 0$"):
+    with pytest.raises(ValueError, match=f"^{name}: expected a number >= 1, got 0$"):
         EngineConfig(**LIMITS | {name: 0})
 
 
@@ -299,3 +301,26 @@ def test_several_samples_need_a_temperature():
     assert SamplingParams(n=2).n == 2
     with pytest.raises(ValueError, match=r"^n: expected 1 with greedy sampling"):
         SamplingParams(n=2, temperature=0.0)
+
+
+def test_numbers_of_numpy_are_as_good_as_python_s():
+    of_numpy = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(5),
+        max_tokens=np.int32(7),
+        stop_token_ids=[np.int64(4)],
+        logit_bias={np.int64(3): np.float32(2)},
+    )
+    plain = SamplingParams(
+        temperature=0.5, top_k=5, max_tokens=7, stop_token_ids=[4], logit_bias={3: 2}
+    )
+    assert of_numpy == plain
+    assert json.dumps(dataclasses.asdict(of_numpy)) == json.dumps(dataclasses.asdict(plain))
+
+
+def test_a_list_that_its_giver_changes_later_changes_nothing():
+    stop, protected = ["a"], [[0, 4]]
+    params = SamplingParams(stop=stop, kv_protect=protected)
+    stop.append("b")
+    protected[0][1] = 9
+    assert (params.stop, params.kv_protect) == (["a"], [[0, 4]])

@@ -16,6 +16,8 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
+from jaxkv.config import take_over
+
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -82,12 +84,22 @@ def one_of(*values: str) -> Check:
 
 
 IS_BOOL = Check(expected="True or False", holds=lambda value: isinstance(value, bool))
+IS_PATH = Check(
+    expected="a directory or a hub id",
+    holds=lambda value: (
+        value is None
+        or (isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str))
+    ),
+)
+IS_REVISION = Check(
+    expected="None or a text", holds=lambda value: value is None or isinstance(value, str)
+)
 IS_SECRET = Check(
     expected="bytes or None", holds=lambda value: isinstance(value, bytes | None), is_secret=True
 )
 IS_PART = Check(
     expected="a number in (0, 1]",
-    holds=lambda value: isinstance(value, (int, float)) and 0 < value <= 1,
+    holds=lambda value: type(value) in (int, float) and 0 < value <= 1,
 )
 
 
@@ -103,16 +115,20 @@ class EngineOptions:
         None,
         "a local Hugging Face directory or a hub id (default: the small demo model that ships "
         "with jaxkv)",
+        check=IS_PATH,
         commands=ENGINES,
     )
     _: KW_ONLY
     tokenizer: str | os.PathLike[str] | None = option(
-        None, "directory or hub id of the tokenizer, if not the model's", commands=ENGINES
+        None,
+        "directory or hub id of the tokenizer, if not the model's",
+        check=IS_PATH,
+        commands=ENGINES,
     )
     skip_tokenizer_init: bool = option(
-        False, "work without a tokenizer: prompts and outputs are token ids"
+        False, "work without a tokenizer: prompts and outputs are token ids", check=IS_BOOL
     )
-    revision: str | None = option(None, "branch, tag or commit of a hub id")
+    revision: str | None = option(None, "branch, tag or commit of a hub id", check=IS_REVISION)
     dtype: str = option(
         "auto",
         "auto, bfloat16 or float32; auto is bfloat16 unless this CPU has no instructions for it, "
@@ -218,17 +234,21 @@ class EngineOptions:
         "on a CPU, the same tokens and logprobs to the last bit, however a prompt was cut, cached "
         "or preempted (default: whatever runs beside it; what it costs is in "
         "docs/architecture.md)",
+        check=IS_BOOL,
     )
-    lazy_compile: bool = option(False, "compile each step on first use instead of all at once")
+    lazy_compile: bool = option(
+        False, "compile each step on first use instead of all at once", check=IS_BOOL
+    )
 
     def __post_init__(self) -> None:
+        take_over(self)
+        for name, about in ABOUT.items():
+            if about.check is not None:
+                about.check(name, getattr(self, name))
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ValueError(
                 f"tokenizer: expected None with skip_tokenizer_init=True, got {self.tokenizer!r}"
             )
-        for name, about in ABOUT.items():
-            if about.check is not None:
-                about.check(name, getattr(self, name))
 
 
 ABOUT: dict[str, About] = {one.name: one.metadata["about"] for one in fields(EngineOptions)}

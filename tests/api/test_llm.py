@@ -847,7 +847,7 @@ BAD_ARGUMENTS = {
         {"max_model_len": 257},
         r"max_model_len: expected at most 256 \(the checkpoint's\), got 257",
     ),
-    "max_model_len 0": ({"max_model_len": 0}, "max_model_len: expected a positive number, got 0"),
+    "max_model_len 0": ({"max_model_len": 0}, "max_model_len: expected a number >= 1, got 0"),
     "max_num_seqs": (
         {"max_num_seqs": 33},
         "max_num_seqs: expected at most max_num_batched_tokens = 32, got 33",
@@ -857,7 +857,7 @@ BAD_ARGUMENTS = {
         "max_num_batched_tokens: expected at least 16, got 8",
     ),
     "block_size": ({"block_size": 10}, "block_size: expected one of .*, got 10"),
-    "max_logprobs": ({"max_logprobs": -2}, "max_logprobs: expected a positive number, got -2"),
+    "max_logprobs": ({"max_logprobs": -2}, "max_logprobs: expected a number >= 0, got -2"),
     "seed": ({"seed": -1}, "seed: expected .*, got -1"),
     "kv_cache_memory_bytes": (
         {"kv_cache_memory_bytes": 10},

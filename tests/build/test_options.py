@@ -123,3 +123,18 @@ def test_options_are_frozen_and_all_but_the_model_are_keywords():
         made.seed = 1
     with pytest.raises(TypeError):
         EngineOptions("somewhere", "else")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, None) for name in ("skip_tokenizer_init", "deterministic", "lazy_compile")),
+        *((name, 1) for name in ("enable_prefix_caching", "deterministic")),
+        *((name, value) for name in ("model", "tokenizer") for value in (123, b"demo", ["demo"])),
+        ("revision", 5),
+        ("gpu_memory_utilization", True),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, got {re.escape(repr(value))}$"):
+        EngineOptions(**{name: value})
