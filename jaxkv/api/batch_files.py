@@ -131,6 +131,8 @@ class RowFile:
         self._synced_s = time.monotonic()
 
     def _note(self, number: int, raw: bytes | None) -> None:
+        if _is_blank(raw):
+            return  # an editor's
         try:
             row = _parse(raw, MAX_ROW_BYTES)
             if row.keys() == {"id", "line", "error"} and row["id"] is None and is_int(row["line"]):
@@ -343,7 +345,9 @@ def _parse(raw: bytes | None, max_bytes: int) -> dict[str, Any]:
     if raw is None:
         raise ValueError(f"expected at most {max_bytes} bytes in a line")
     try:
-        value = json.loads(raw.decode(), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        value = json.loads(
+            raw.decode("utf-8-sig"), parse_constant=_refuse_constant, object_pairs_hook=_unique
+        )
         _check_depth(value, MAX_DEPTH)
     except json.JSONDecodeError as error:
         raise ValueError(

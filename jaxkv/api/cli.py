@@ -26,7 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Nobody reads any more (`jaxkv generate ... | head`): nor may Python write at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, OSError, RuntimeError) as error:
         print(f"jaxkv: {error}", file=sys.stderr)
         return 2

@@ -29,6 +29,10 @@ Prompt = str | Mapping[str, Any]
 text: only prompts with the same one share cached prefixes.
 """
 
+OF_TEMPLATES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
+OF_TEMPLATES += (RecursionError, MemoryError)
+"""What a chat template, which is a program, may raise beside jinja2's own errors."""
+
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
@@ -137,7 +141,7 @@ class Intake:
                     )
                     ids = self._encode(text, add_special_tokens=False)
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
-            except (TemplateError, ValueError, TypeError) as error:
+            except (TemplateError, *OF_TEMPLATES) as error:
                 problems.append(f"conversation {index}: {type(error).__name__}: {error}")
         if problems:
             raise ValueError("\n".join(problems))

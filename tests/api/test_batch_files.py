@@ -568,7 +568,6 @@ def test_a_disk_that_is_full_stops_the_run_and_the_next_one_goes_on(tmp_path, fi
 FOREIGN = {
     "text": b"Dear diary,\n",
     "input": dumped(LINES),
-    "blank line": b'{"id": 1, "error": "x"}\n\n{"id": 2, "error": "x"}\n',
     "zeros": b'{"id": 1, "error": "x"}\n' + bytes(40) + b'\n{"id": 2, "error": "x"}\n',
     "torn in the middle": b'{"id": 1, "error": "x"}\n{"id": 2, "err\n{"id": 3, "error": "x"}\n',
     "line without number": b'{"id": null, "error": "x"}\n',
@@ -576,6 +575,18 @@ FOREIGN = {
     "one foreign line without end": b'{"model_type": "llama"}',
     "a row of another writer without end": b'{"error": "x", "id": 1}',
 }
+
+
+def test_what_editors_leave_in_input_and_output_costs_no_line(tmp_path, files):
+    """A byte order mark before the first line of one, blank lines in the other."""
+    rows, _ = files(b"\xef\xbb\xbf" + dumped(LINES[:2]))
+    assert {row["id"] for row in rows if "error" not in row} == {1, "1"}
+    (tmp_path / "out.jsonl").write_bytes(b"\n" + dumped(rows[:1]) + b" \r\n\n" + dumped(rows[1:]))
+    with (
+        open(tmp_path / "in.jsonl", "rb") as source,
+        open_output(tmp_path / "out.jsonl", source) as out,
+    ):
+        assert (out.num_rows, out.ids) == (2, {1, "1"})
 
 
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)

@@ -3,7 +3,9 @@ scripts can use.
 """
 
 import io
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,3 +182,15 @@ def test_version_and_help(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("size", [10, 10**6])
+def test_a_reader_that_has_gone_is_no_error(monkeypatch, capfd, size):
+    """`jaxkv ... | head`, both where the pipe breaks at once and where only the end is flushed."""
+    read, written = os.pipe()
+    os.close(read)
+    with open(written, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        monkeypatch.setattr(cli, "_plan", lambda args: print("x" * size) or 0)
+        assert cli.main(["plan", "config.json"]) == 141
+    assert capfd.readouterr().err == ""

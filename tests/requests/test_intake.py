@@ -539,6 +539,25 @@ def test_without_a_template_or_a_tokenizer_chat_is_refused(tmp_path):
         intake_with(None).render([[USER]])
 
 
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ '{}'.format() }}", "IndexError"),
+        ("{{ 'x' * 10**15 }}", "MemoryError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ 10.0**400 }}", "OverflowError"),
+    ],
+)
+def test_whatever_a_template_raises_concerns_its_conversation_only(intake, body, error):
+    template = "{% if messages[0].content == 'bad' %}" + body + "{% endif %}fine"
+    bad = {"role": "user", "content": "bad"}
+    with pytest.raises(ValueError, match=f"^conversation 1: {error}: "):
+        intake.render([[USER], [bad], [USER]], chat_template=template)
+    (prompt,) = intake.render([[USER]], chat_template=template)
+    assert prompt["prompt"] == "fine"
+
+
 def test_every_conversation_that_the_template_refuses_is_named(intake):
     wrong = {"role": "wizard", "content": "x"}
     with pytest.raises(ValueError, match="conversation") as caught:
