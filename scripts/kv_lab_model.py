@@ -20,8 +20,7 @@ from jaxkv.kv.state import GroupKV, PagedKV, empty_group
 from jaxkv.models.decoder import forward, heads_of, logits
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import BACKENDS, Batch
-from jaxkv.ops.attention.moments import Moments
+from jaxkv.ops.attention import BACKENDS, Batch, Heads
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.load import load_weights
 
@@ -91,8 +90,17 @@ class Pages:
     """Of keys, in place of `codec`."""
 
 
+class Unpaged:
+    """Attention of one sequence without pages, in all of its layers alike: `attend` is to come.
+    The "page" of a layer is what it measures.
+    """
+
+    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> None:
+        return None
+
+
 @dataclass(frozen=True)
-class Stored(Moments):
+class Stored(Unpaged):
     """Attention of one sequence whose keys and values have been stored, but for `exact`.
 
     The "page" of a layer is the relative squared error of its output. `passes`: what the next layer

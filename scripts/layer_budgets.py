@@ -33,14 +33,13 @@ import numpy as np
 from bench_generate import environment
 from demo_data import build_corpus, recall_trial
 from kv_lab import DISTANCES, WINDOW, interval, log_softmax, windows
-from kv_lab_model import LENGTH, PAGE, Model, dense
+from kv_lab_model import LENGTH, PAGE, Model, Unpaged, dense
 from tokenizers import Tokenizer
 
 from jaxkv.build.model import DEMO
 from jaxkv.kv.state import GroupKV
 from jaxkv.models.decoder import logits
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention.moments import Moments
 
 CUT = 3 * WINDOW // 4
 RECENT = 128
@@ -55,7 +54,7 @@ WAYS: dict[str, float] = {
 
 
 @dataclass(frozen=True)
-class Forgetting(Moments):
+class Forgetting(Unpaged):
     """Attention of one sequence in which queries from `cut` on see what `kept_L` pages of each
     layer leave them.
 

@@ -42,8 +42,7 @@ from tokenizers import Tokenizer
 
 from jaxkv import LLM, SamplingParams
 from jaxkv.build.model import DEMO
-from jaxkv.kv.policies import POLICIES, Held, Room, keep_best
-from jaxkv.kv.policies.streaming import Streaming
+from jaxkv.kv.policies import POLICIES, Held, Policy, Room, keep_best
 from jaxkv.testing import engine_of
 
 LIKELIEST = 64
@@ -53,8 +52,8 @@ GUARDED = (0, 128)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Random(Streaming):
-    """The baseline: what stays is drawn by lot, from the pages and their number alone."""
+class Random(Policy):
+    """Draws by lot what stays, from the pages and their number alone: the baseline."""
 
     name: str = "random"
 

@@ -22,7 +22,7 @@ from jaxkv.build.pool import plan_pool
 from jaxkv.config import DECODE_STEPS, EngineConfig
 from jaxkv.holding.retention import full_pages
 from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
-from jaxkv.kv.policies import asks_backend, get_policy
+from jaxkv.kv.policies import SparseAttention, get_policy, resolve
 from jaxkv.kv.state import GroupKV, PagedKV, choosing, empty_group
 from jaxkv.models.decoder import heads_of
 from jaxkv.models.families import Layout
@@ -343,7 +343,7 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         seed=asked.seed,
         max_logprobs=spec.vocab_size if asked.max_logprobs == -1 else asked.max_logprobs,
         # A policy says itself what stays.
-        window=0 if get_policy(asked.kv_policy) else spec.longest_window or 0,
+        window=spec.longest_window or 0 if resolve(asked.kv_policy) is None else 0,
     )
     if limits.max_model_len > spec.max_len:
         raise ValueError(
@@ -361,7 +361,8 @@ def _choose_backend(
     limits: EngineConfig,
 ) -> tuple[str, str]:
     """Returns the backend and why it is this one."""
-    device, policy = placement.devices[0], options.kv_policy
+    device, asked = placement.devices[0], resolve(options.kv_policy)
+    kv_policy = options.kv_policy if asked is not None and asked.asks_backend else None
     needs = [
         Needs(
             page_size=limits.block_size,
@@ -370,7 +371,7 @@ def _choose_backend(
             codec=codec,
             platform=device.platform,
             compute_capability=getattr(device, "compute_capability", None),
-            kv_policy=policy if asks_backend(get_policy(policy)) else None,
+            kv_policy=kv_policy,
         )
         for codec in codecs
     ]
@@ -386,15 +387,15 @@ def _under_policy(everything: Blueprint) -> Blueprint:
     """
     limits, codecs = everything.limits, everything.codecs
     name, budget = everything.options.kv_policy, everything.options.kv_budget
-    policy = get_policy(name)
-    if policy is None:
+    asked = resolve(name)
+    if asked is None:
         if budget is not None:
             raise ValueError(f"kv_budget: expected None with kv_policy {name}, got {budget!r}")
         return everything
     limits = replace(limits, kv_policy=name)
     low = replace(everything, limits=limits).low_codecs
     rotating = [codec.name for codec in codecs if not isinstance(codec, (PlainCodec, ScaledCodec))]
-    if (low is not None or policy.reads_some) and rotating:
+    if (low is not None or isinstance(asked, SparseAttention)) and rotating:
         raise NotImplementedError(
             f"kv_policy {name}: expected a kv_cache_dtype without a rotation, got {rotating[0]}"
         )
@@ -406,8 +407,8 @@ def _under_policy(everything: Blueprint) -> Blueprint:
                 f"kv_policy {name}: expected a kv_cache_dtype larger than {low[0].name}, got "
                 f"{codecs[0].name}"
             )
-    most = full_pages(policy, budget, page_size=limits.block_size)
-    if policy.reads_some:
+    most = full_pages(asked, budget, page_size=limits.block_size)
+    if isinstance(asked, SparseAttention):
         return replace(everything, limits=replace(limits, read_pages=most))
     full, demoted = min(most, limits.pages_per_row), 0
     if low is not None and budget is not None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkv.config import EngineConfig
 from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
-from jaxkv.engine.pages import freed_nbytes, is_computed, move_pages, page_norms
+from jaxkv.engine.pages import freed_nbytes, is_computed, measure_pages, move_pages
 from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
 from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
@@ -256,13 +256,13 @@ class Engine:
         behind it what measures pages.
         """
         found = tuple(group.statistics for group in self.kv.groups if group.statistics is not None)
-        norms = [
-            (kept, page_norms(self.programs, self._rows.without_rows(self.kv, 1), pages))
+        measured = [
+            (kept, measure_pages(self.programs, self._rows.without_rows(self.kv, 1), pages))
             for kept, pages in plan.measures
         ]
-        if not found and not norms:
+        if not found and not measured:
             return None
-        return Observed(tuple(request.hold.kept for request in requests), found, norms)
+        return Observed(tuple(request.hold.kept for request in requests), found, measured)
 
     def _restore_lost_kv(self) -> None:
         """Makes a new empty pool where a step that failed took the contents of the old one."""

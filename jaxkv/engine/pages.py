@@ -37,11 +37,11 @@ def _padded(pairs: Pairs, size: int) -> np.ndarray:
     return page_2C
 
 
-def page_norms(programs: Programs, kv: PagedKV, pages: list[int]) -> tuple[jax.Array, jax.Array]:
-    """Launches `state.page_norms` of these pages; those of others follow."""
+def measure_pages(programs: Programs, kv: PagedKV, pages: list[int]) -> jax.Array:
+    """Launches `state.measure_pages` of these pages; figures of others follow."""
     page_W = np.zeros(programs.config.table_width, np.int32)
     page_W[: len(pages)] = pages
-    return programs.norms()(kv, page_W)
+    return programs.measure()(kv, page_W)
 
 
 def observe(kept: tuple[Kept | None, ...], statistics: Statistics) -> None:

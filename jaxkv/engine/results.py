@@ -27,19 +27,19 @@ class Observed:
     """Holds what policies want of a step that is on its way.
 
     `statistics` of each KV group are for what the step's rows had in `kept` when it was launched;
-    `norms` were measured behind the step for one hold each.
+    `measured` are figures of pages that were measured behind the step, for one hold each.
     """
 
     kept: tuple[Kept | None, ...]
     statistics: tuple[Statistics, ...]
-    norms: list[tuple[Kept, tuple[jax.Array, jax.Array]]]
+    measured: list[tuple[Kept, jax.Array]]
 
     def note(self) -> None:
         """Waits for it, and gives every hold its part."""
         for statistics in self.statistics:
             observe(self.kept, statistics)
-        for kept, (keys_W, values_W) in self.norms:
-            kept.norms = np.asarray(keys_W), np.asarray(values_W)
+        for kept, measured_W in self.measured:
+            kept.measured = np.asarray(measured_W)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -51,8 +50,9 @@ class Eviction:
         wanted: list[tuple[Kept, list[int]]] = []
         for hold in holds:
             kept, retention = hold.kept, hold.retention
-            if kept is not None and retention is not None and retention.policy.needs_norms:
-                wanted.append((kept, hold.parts[0].pages[: retention.full_pages]))
+            if kept is None or retention is None or retention.policy.measure is None:
+                continue
+            wanted.append((kept, hold.parts[0].pages[: retention.full_pages]))
         return tuple(wanted)
 
     def ask(self, hold: Hold) -> None:
@@ -65,7 +65,7 @@ class Eviction:
         if retention is None or kept is None:
             raise RuntimeError("expected a hold under a budget, got one without")
         num_pages, pages = retention.full_pages, hold.parts[0].pages
-        if retention.policy.needs_norms and kept.norms is None:
+        if retention.policy.measure is not None and kept.measured is None:
             raise RuntimeError(f"kv_policy {retention.policy.name}: nobody measured its pages")
         firsts_W = hold.parts[0].firsts(num_pages)
         decision = decide(retention, kept, firsts_W)
@@ -107,7 +107,7 @@ def _go_on(
     mass = kept.mass[decision.full]
     kept.low = [pages_of_low[i] for i in decision.low]
     kept.low_first = [firsts_of_low[i] for i in decision.low]
-    kept.mass[:], kept.low_mass[:], kept.norms = 0, 0, None
+    kept.mass[:], kept.low_mass[:], kept.measured = 0, 0, None
     if retention.policy.observes is None:
         kept.mass[: len(mass)] = mass
         kept.low_mass[: len(decision.low)] = masses_of_low[decision.low]
@@ -140,18 +140,14 @@ def decide(retention: Retention, kept: Kept, firsts_W: np.ndarray) -> Decision:
     )
     mass_W = np.concatenate([kept.mass[:num_pages], kept.low_mass[:num_low]])
     order = np.argsort(first_W)
-
-    def in_order(x: np.ndarray | None) -> Any:
-        return None if x is None else np.concatenate([x[:num_pages], np.zeros(num_low)])[order]
-
-    key_W, value_W = (None, None) if kept.norms is None else kept.norms
+    measured_W = np.zeros((num_pages, 0)) if kept.measured is None else kept.measured[:num_pages]
+    of_low = np.zeros((num_low, *measured_W.shape[1:]))
     held = Held(
         first_W=first_W[order],
         is_low_W=is_low_W[order],
         is_protected_W=protected_W[order],
         mass_W=mass_W[order],
-        key_norm_W=in_order(key_W),
-        value_norm_W=in_order(value_W),
+        measured_W=np.concatenate([measured_W, of_low])[order],
     )
     room = Room(num_pages - retention.step, retention.low_pages)
     chosen = np.empty(len(order), np.int8)

@@ -111,8 +111,8 @@ class Kept:
     """Holds what a policy has demoted of a sequence, and what it will decide by.
 
     low, low_first: demoted pages and their positions. mass, low_mass: softmax weights that the
-    pages and the demoted pages got, as wide as the page tables of a row. norms: lengths of the
-    keys and of the values of its first pages, where they were measured since the last decision.
+    pages and the demoted pages got, as wide as the page tables of a row. measured: what the
+    policy's `measure` says of its first pages, where it was asked since the last decision.
     """
 
     allocator: PageAllocator
@@ -120,7 +120,7 @@ class Kept:
     low_mass: np.ndarray
     low: list[int] = field(default_factory=list)
     low_first: list[int] = field(default_factory=list)
-    norms: tuple[np.ndarray, np.ndarray] | None = None
+    measured: np.ndarray | None = None
 
     @classmethod
     def nothing(cls, allocators: Allocators) -> Kept:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.config import is_int
-from jaxkv.kv.policies import Policy
+from jaxkv.kv.policies import FULL, Policy, SparseAttention
 
 FULL_SHARE = 0.5
 """Part of a budget that pages in full precision take where a policy demotes others."""
@@ -58,7 +58,7 @@ class Retention:
         """Tells whether the policy decides by what steps have observed, or what was measured behind
         them.
         """
-        return self.policy.observes != 0 or self.policy.needs_norms
+        return self.policy.observes != 0 or self.policy.measure is not None
 
     @property
     def cached_len(self) -> int:
@@ -87,47 +87,68 @@ class Retention:
         return 0 if observes is None else max(0, evict_len - observes)
 
 
-def full_pages(policy: Policy, budget: Any, *, page_size: int) -> int:
-    """Pages in full precision that a budget allows: so many tokens' bytes in full precision, or
-    half of them where the
-    policy demotes pages. Raises: ValueError for a budget that is too small.
+def full_pages(asked: Policy | SparseAttention, budget: Any, *, page_size: int) -> int:
+    """Returns how many pages in full precision a budget allows: so many tokens' bytes in full
+    precision, or half of them where a policy demotes pages.
+
+    Raises: ValueError for a budget that is too small.
     """
-    share = FULL_SHARE if policy.low else 1.0
+    share = FULL_SHARE if isinstance(asked, Policy) and asked.low else 1.0
     fewest = int(FEWEST_PAGES * page_size / share)
     if not is_int(budget) or budget < fewest:
         what = (
-            f"a number of tokens, at least {fewest} with kv_policy {policy.name} and pages of "
+            f"a number of tokens, at least {fewest} with kv_policy {asked.name} and pages of "
             f"{page_size} tokens"
         )
         raise ValueError(f"kv_budget: expected {what}, got {budget!r}")
     return int(share * budget) // page_size
 
 
-def check_served(policy: Policy, of_engine: Policy | None) -> None:
-    """Raises: ValueError if an engine made for another policy does not measure or store what this
-    one needs.
+def check_served(
+    asked: Policy | SparseAttention | None, of_engine: Policy | SparseAttention | None
+) -> None:
+    """Raises: ValueError if an engine made for another `kv_policy` does not measure or store what
+    the one that is asked for needs.
     """
-    observes, focused = (
-        (0, policy.focused) if of_engine is None else (of_engine.observes, of_engine.focused)
-    )
-    if of_engine is not None and of_engine.reads_some and policy != of_engine:
+    if asked == of_engine:
+        return
+    if isinstance(of_engine, SparseAttention):
+        name = FULL if asked is None else asked.name
         raise ValueError(
-            f"kv_policy: {of_engine.name} is the engine's for all requests, got {policy.name}"
+            f"kv_policy: {of_engine.name} is the engine's for all requests, got {name}"
         )
-    wants = ["part of the pages to be read"] if policy.reads_some and policy != of_engine else []
-    if policy.observes != 0 and (observes == 0 or policy.focused != focused):
-        wants.append("attention to be observed so")
-    if policy.needs_norms and (of_engine is None or not of_engine.needs_norms):
-        wants.append("pages to be measured")
-    if policy.low and (of_engine is None or policy.low != of_engine.low):
-        wants.append(f"a pool of pages in {policy.low}")
+    if asked is None:
+        return
+    if isinstance(asked, SparseAttention):
+        wants = ["part of the pages to be read"]
+    else:
+        wants = _missing(asked, of_engine)
     if wants:
-        made = "full" if of_engine is None else of_engine.name
+        made = FULL if of_engine is None else of_engine.name
         what = (
-            f"{policy.name} needs {' and '.join(wants)}, which an engine with kv_policy {made} "
+            f"{asked.name} needs {' and '.join(wants)}, which an engine with kv_policy {made} "
             f"does not have"
         )
         raise ValueError(f"kv_policy: {what}: give it to LLM")
+
+
+def _missing(policy: Policy, of_engine: Policy | None) -> list[str]:
+    """Returns in words what a policy needs and the engine does not have."""
+    if of_engine is None:
+        lacking = (policy.observes != 0, policy.measure is not None, policy.low is not None)
+    else:
+        observes_so = of_engine.observes != 0 and policy.focused == of_engine.focused
+        lacking = (
+            policy.observes != 0 and not observes_so,
+            policy.measure not in (None, of_engine.measure),
+            policy.low not in (None, of_engine.low),
+        )
+    needs = (
+        "attention to be observed so",
+        "pages to be measured",
+        f"a pool of pages in {policy.low}",
+    )
+    return [need for need, is_lacking in zip(needs, lacking, strict=True) if is_lacking]
 
 
 def protecting(retention: Retention, spans: Any, length: int) -> Retention:

@@ -17,6 +17,7 @@ import numpy as np
 from flax import struct
 
 from jaxkv.kv.codecs import Codec, decode
+from jaxkv.kv.policies import Measure
 
 
 @struct.dataclass
@@ -223,27 +224,26 @@ def demote(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
     return replace(kv, groups=tuple(map(of, kv.groups)))
 
 
-def page_norms(
-    kv: PagedKV, page_W: jax.Array, *, num_devices: int = 1
-) -> tuple[jax.Array, jax.Array]:
-    """Lengths of the keys and of the values in each of these pages, means over layers, KV heads and
-    slots: two [W].
+def measure_pages(
+    kv: PagedKV, page_W: jax.Array, *, measure: Measure, num_devices: int = 1
+) -> jax.Array:
+    """Returns what `measure` (`kv.policies`) says of each of these pages, [W, ...], means over
+    layers.
 
     num_devices: that divide the heads of a page, each with its keys before its values. Needs the
-    layout of the XLA
-    backend. Cost: reads the pages, one layer at a time.
+    layout of the XLA backend. Cost: reads the pages, one layer at a time.
     """
     found = []
     for group in kv.groups:
 
         def of_layer(layer: jax.Array, group: GroupKV = group) -> jax.Array:
             x = decode(group.codec, group.pages[layer * group.num_pages + page_W])
-            norm_WC = jnp.mean(jnp.linalg.norm(x, axis=-1), axis=-1)
-            return norm_WC.reshape(norm_WC.shape[0], num_devices, 2, -1).mean(axis=(1, 3))
+            x = x.reshape(x.shape[0], num_devices, 2, -1, *x.shape[2:])
+            k_WKSH, v_WKSH = (x[:, :, i].reshape(x.shape[0], -1, *x.shape[4:]) for i in (0, 1))
+            return measure(k_WKSH, v_WKSH)
 
         found.append(jax.lax.map(of_layer, jnp.arange(group.num_layers)).sum(axis=0))
-    norm_W2 = sum(found[1:], found[0]) / sum(group.num_layers for group in kv.groups)
-    return norm_W2[:, 0], norm_W2[:, 1]
+    return sum(found[1:], found[0]) / sum(group.num_layers for group in kv.groups)
 
 
 def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV:

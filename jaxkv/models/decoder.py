@@ -24,7 +24,7 @@ import numpy as np
 from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import BACKENDS, Backend, Batch, Heads
+from jaxkv.ops.attention import BACKENDS, Attention, Batch, Heads
 from jaxkv.ops.layers import (
     Matrix,
     apply_rope,
@@ -57,7 +57,7 @@ def forward(
     batch: Batch,
     *,
     spec: ModelSpec,
-    backend: str | Backend,
+    backend: str | Attention,
     axis: str | None = None,
 ) -> tuple[PagedKV, jax.Array]:
     """Runs the packed tokens through all layers and stores their keys and values.

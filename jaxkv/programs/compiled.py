@@ -33,7 +33,7 @@ from jaxkv.programs.inputs import (
     empty_statistics,
 )
 from jaxkv.programs.loop import decode_loop
-from jaxkv.programs.pages import copy_pages, demote_pages, page_norms
+from jaxkv.programs.pages import copy_pages, demote_pages, measure_pages
 from jaxkv.programs.step import Newest, step
 from jaxkv.weights.tree import Weights
 
@@ -115,9 +115,9 @@ class Programs:
         """Returns the program that demotes up to DEMOTED_AT_ONCE pages."""
         return self._get("demote", DEMOTED_AT_ONCE)
 
-    def norms(self) -> Compiled:
+    def measure(self) -> Compiled:
         """Returns the program that measures the pages of one row."""
-        return self._get("norms", self.config.table_width)
+        return self._get("measure", self.config.table_width)
 
     @property
     def num_pages(self) -> int:
@@ -170,8 +170,8 @@ class Programs:
         policy = get_policy(self.config.kv_policy)
         if policy is not None and policy.low:
             every.append(("demote", DEMOTED_AT_ONCE))
-        if policy is not None and policy.needs_norms:
-            every.append(("norms", self.config.table_width))
+        if policy is not None and policy.measure is not None:
+            every.append(("measure", self.config.table_width))
         return every
 
     def compile_all(self) -> None:
@@ -217,7 +217,7 @@ class Programs:
             "loop": self._lower_loop,
             "copy": self._lower_copy,
             "demote": self._lower_demote,
-            "norms": self._lower_norms,
+            "measure": self._lower_measure,
         }[kind]
         try:
             return lower(size).compile(COMPILER_OPTIONS.get(self._device.device_kind))
@@ -276,9 +276,12 @@ class Programs:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
         return own(demote_pages, donate=("kv",)).lower(self._kv_for(1), pages_C, pages_C, n)
 
-    def _lower_norms(self, num_pages: int) -> Any:
+    def _lower_measure(self, num_pages: int) -> Any:
+        policy = get_policy(self.config.kv_policy)
+        if policy is None or policy.measure is None:
+            raise ValueError(f"kv_policy {self.config.kv_policy}: nothing is measured")
         num_devices = 1 if self.placement is None else self.placement.size
-        program = own(page_norms, donate=(), num_devices=num_devices)
+        program = own(measure_pages, donate=(), measure=policy.measure, num_devices=num_devices)
         return program.lower(self._kv_for(1), self._whole(np.zeros(num_pages, np.int32)))
 
     @property

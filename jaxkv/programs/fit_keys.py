@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,46 @@ from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Batch
-from jaxkv.ops.attention.moments import Moments
+from jaxkv.ops.attention import Batch, Heads
 from jaxkv.placement import PAGES, Placement, on_every_device
 from jaxkv.weights.tree import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Runs attention over one sequence that no page holds, and keeps what its keys and queries are
+    on average (`ops.attention.Attention`).
+
+    The "page" of a layer is [K, 3, H] float32: the mean of the keys, their variance, and the mean
+    of the squares of the queries that meet them. All packed tokens are one sequence from position 0
+    on.
+    """
+
+    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> int | None:
+        return heads.window
+
+    def attend(
+        self,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        group: GroupKV,
+        batch: Batch,
+        prepared: int | None,
+        *,
+        layer: int | jax.Array,
+        scale: float,
+        out_dtype: np.dtype,
+    ) -> tuple[jax.Array, GroupKV]:
+        out_TNH = jax.nn.dot_product_attention(
+            *(x[None] for x in (q_TNH, k_TKH, v_TKH)),
+            scale=scale,
+            is_causal=True,
+            local_window_size=None if prepared is None else (prepared - 1, 0),
+        )[0]
+        q_TKGH = q_TNH.reshape(q_TNH.shape[0], k_TKH.shape[1], -1, q_TNH.shape[2])
+        found = [jnp.mean(k_TKH, axis=0), jnp.var(k_TKH, axis=0), jnp.mean(q_TKGH**2, axis=(0, 2))]
+        return out_TNH, replace(group, pages=group.pages.at[layer].set(jnp.stack(found, axis=1)))
 
 
 def fit_keys(

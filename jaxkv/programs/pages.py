@@ -7,6 +7,7 @@ from functools import partial
 import jax
 
 from jaxkv.kv import state
+from jaxkv.kv.policies import Measure
 from jaxkv.kv.state import PagedKV
 
 
@@ -34,7 +35,9 @@ def demote_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.A
     return jax.lax.fori_loop(0, n, lambda i, kv: state.demote(kv, source_C[i], target_C[i]), kv)
 
 
-@partial(jax.jit, static_argnames=("num_devices",))
-def page_norms(kv: PagedKV, page_W: jax.Array, *, num_devices: int) -> tuple[jax.Array, jax.Array]:
-    """`state.page_norms` as a program."""
-    return state.page_norms(kv, page_W, num_devices=num_devices)
+@partial(jax.jit, static_argnames=("measure", "num_devices"))
+def measure_pages(
+    kv: PagedKV, page_W: jax.Array, *, measure: Measure, num_devices: int
+) -> jax.Array:
+    """Runs `state.measure_pages` as a program."""
+    return state.measure_pages(kv, page_W, measure=measure, num_devices=num_devices)

@@ -17,7 +17,7 @@ from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, is_int
 from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.holding.retention import Retention, check_served, full_pages, protecting
-from jaxkv.kv.policies import get_policy
+from jaxkv.kv.policies import Policy, resolve
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.beam import BeamSearch, num_candidates
 from jaxkv.requests.masks import Word, encode_words
@@ -293,14 +293,9 @@ class Intake:
         """
         config = self._config
         name = config.kv_policy if params.kv_policy is None else params.kv_policy
-        policy, of_engine = get_policy(name), get_policy(config.kv_policy)
-        if policy is None or policy.reads_some:
-            if of_engine is not None and of_engine.reads_some and policy is None:
-                raise ValueError(
-                    f"kv_policy: {config.kv_policy} is the engine's for all requests, got {name}"
-                )
-            if policy is not None:
-                check_served(policy, of_engine)
+        policy = resolve(name)
+        check_served(policy, resolve(config.kv_policy))
+        if not isinstance(policy, Policy):
             for field in ("kv_budget", "kv_protect"):
                 if getattr(params, field) is not None:
                     raise ValueError(
@@ -308,7 +303,6 @@ class Intake:
                         f"{getattr(params, field)!r}"
                     )
             return None
-        check_served(policy, of_engine)
         pages = config.row_pages
         if params.kv_budget is not None or not pages:
             pages = full_pages(policy, params.kv_budget, page_size=config.block_size)

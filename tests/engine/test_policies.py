@@ -18,7 +18,17 @@ import pytest
 from dense import Dense
 from jaxkv import LLM, BeamSearchParams, CapacityError, SamplingParams
 from jaxkv.kv.codecs import decode, get_codec
-from jaxkv.kv.policies import DEMOTE, DROP, KEEP, POLICIES, Held, Room
+from jaxkv.kv.policies import (
+    DEMOTE,
+    DROP,
+    KEEP,
+    POLICIES,
+    Held,
+    Measure,
+    Policy,
+    Room,
+    keep_best,
+)
 from jaxkv.testing import budget_of, config_of, engine_of
 from poison import poisoned
 from tiers import some
@@ -156,29 +166,62 @@ def by_entropy(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int
     return by_mass(decoder, ids, pages, focused=True)
 
 
-def by_norm(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int, float]:
-    """Keys and values as the layers make them under this memory."""
-    lengths = {"k": np.zeros(len(ids)), "v": np.zeros(len(ids))}
+def made(decoder: Forgetful, ids: list[int]) -> dict[str, np.ndarray]:
+    """Queries, keys and values as the layers make them under this memory, each [L, heads, T, H]."""
+    found: dict[str, list[np.ndarray]] = {name: [] for name in "qkv"}
     plain = Forgetful._heads
 
     class Watching(Forgetful):
         def _heads(self, h: np.ndarray, layer: int, name: str) -> np.ndarray:
-            x = plain(self, h, layer, name)
-            if name != "q":
-                lengths[name] += np.linalg.norm(x, axis=-1).mean(axis=0)
-            return x
+            found[name].append(plain(self, h, layer, name))
+            return found[name][-1]
 
     Watching(**{name: getattr(decoder, name) for name in decoder.__dataclass_fields__}).logits(ids)
-    of_page = {
-        name: [x[p * SIZE : (p + 1) * SIZE].mean() for p in pages] for name, x in lengths.items()
+    return {name: np.stack(of_layers) for name, of_layers in found.items()}
+
+
+def by_norm(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int, float]:
+    length_T = {
+        name: np.linalg.norm(x, axis=-1).mean(axis=(0, 1)) for name, x in made(decoder, ids).items()
     }
-    return {page: v / k for page, k, v in zip(pages, of_page["k"], of_page["v"], strict=True)}
+    slots = {page: slice(page * SIZE, (page + 1) * SIZE) for page in pages}
+    return {p: length_T["v"][at].mean() / length_T["k"][at].mean() for p, at in slots.items()}
+
+
+def by_spread(decoder: Forgetful, ids: list[int], pages: list[int]) -> dict[int, float]:
+    values = made(decoder, ids)["v"]
+    slots = {page: slice(page * SIZE, (page + 1) * SIZE) for page in pages}
+    return {page: values[:, :, at].var(axis=2).mean() for page, at in slots.items()}
+
+
+def spread(k_WKSH, v_WKSH):
+    """Returns, of each page, the variance of each channel of its values, [W, K, H]."""
+    return jnp.var(v_WKSH, axis=2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread(Policy):
+    """Keeps pages whose values differ most: a policy that nobody but this file knows."""
+
+    name: str = "spread"
+    measure: Measure | None = spread
+
+    def select(self, held: Held, room: Room) -> np.ndarray:
+        return keep_best(held.measured_W.mean(axis=(1, 2)), held, room)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def another_policy():
+    POLICIES["spread"] = Spread()
+    yield
+    del POLICIES["spread"]
 
 
 RULES: dict[str, tuple[Scores, bool]] = {
     "streaming": (by_place, False),
     "streaming:fp8_e4m3": (by_place, True),
     "page_norm": (by_norm, False),
+    "spread": (by_spread, False),
     "h2o_page": (by_mass, False),
     "snapkv_page": (by_snapkv, False),
     "entropy:fp8_e4m3": (by_entropy, True),
@@ -239,7 +282,7 @@ def after(decoder: Forgetful, tokens: list[int], num_prompt: int) -> np.ndarray:
 LENGTHS = (180, 20, 71)
 
 
-@pytest.mark.parametrize("policy", some(RULES, "page_norm", "entropy:fp8_e4m3"))
+@pytest.mark.parametrize("policy", some(RULES, "page_norm", "spread", "entropy:fp8_e4m3"))
 def test_a_policy_forgets_what_a_dense_decoder_forgets_by_the_same_rule(dense, policy):
     """Log-probabilities of all tokens, for prompts in chunks beside each other."""
     scores, demotes = RULES[policy]
@@ -488,9 +531,7 @@ def test_quest_reads_less_and_keeps_everything(dense):
         generate(new_llm(dense, "full"), prompts, replace(GREEDY, kv_policy="quest"))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, policy in POLICIES.items() if not policy.reads_some]
-)
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_keeps_its_word_for_random_pages(name):
     rng, policy = np.random.default_rng(1), POLICIES[name]
     for _ in range(200):
@@ -502,8 +543,7 @@ def test_every_policy_keeps_its_word_for_random_pages(name):
             is_low_W=is_low,
             is_protected_W=protected,
             mass_W=rng.integers(0, 3, count).astype(float),
-            key_norm_W=rng.random(count),
-            value_norm_W=rng.random(count),
+            measured_W=rng.random((count, 2)),
         )
         room = Room(
             int(protected.sum() + rng.integers(0, 4)), int(rng.integers(0, 6)) if policy.low else 0

@@ -21,7 +21,7 @@ from jaxkv.holding.allocator import KVHandle
 from jaxkv.holding.hold import Hold, Kept
 from jaxkv.holding.prefix import PageChain
 from jaxkv.holding.retention import Retention
-from jaxkv.kv.policies import Held, Room, keep_best
+from jaxkv.kv.policies import Held, Measure, Policy, Room, keep_best
 from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.intake import link
 from jaxkv.requests.request import Draw, Request
@@ -119,21 +119,23 @@ class Part:
     state: int | None
 
 
-@dataclass(frozen=True)
-class ByLot:
-    """A policy that keeps, demotes and drops at random, as far as it may. What is measured of a
-    page is the position of its first token.
+def never_traced(k_WKSH: object, v_WKSH: object):
+    """Stands where a policy says what it measures: `Traffic` has the figures, nothing computes."""
+    raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByLot(Policy):
+    """Keeps, demotes and drops at random, as far as it may. What is measured of a page is the
+    position of its first token.
     """
 
     name: str = "by_lot"
-    observes: int | None = 0
-    focused: bool = False
-    needs_norms: bool = True
     low: str | None = "int4"
+    measure: Measure | None = never_traced
 
     def select(self, held: Held, room: Room) -> np.ndarray:
-        measured = np.stack([held.key_norm_W, held.value_norm_W])[:, ~held.is_low_W]
-        assert (measured == held.first_W[~held.is_low_W]).all()
+        assert (held.measured_W == np.where(held.is_low_W, 0, held.first_W)).all()
         rng = np.random.default_rng(held.first_W.tolist())
         fewer = Room(room.full, int(rng.integers(0, room.low + 1)))
         return keep_best(rng.random(len(held.first_W)), held, fewer)
@@ -379,7 +381,7 @@ class Traffic:
             flight, self.flight = self.flight, []
             measured, self.measured = self.measured, []
         for kept, position_W in measured:
-            kept.norms = position_W, position_W
+            kept.measured = position_W
         for part in flight:
             request = part.request
             assert len(part.tokens) <= part.coming

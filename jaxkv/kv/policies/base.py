@@ -5,24 +5,39 @@ It promises:
 - it works on whole, full pages of all layers, and says of each to keep it, to demote it (to store
   it anew in the codec `low`, in less room) or to drop it; protected pages are kept, demoted ones
   are kept as they are or dropped;
-- what it leaves fits the `Room`;
-- what it asks to be measured is little: sums that attention makes on the way
-  (`kv.state.Statistics`), or lengths of keys and values (`kv.state.page_norms`).
+- what it leaves fits the `Room`.
+
+It decides by positions, and by what it asks to be known of the pages:
+- `observes`: the softmax weights that they got, which attention adds up on the way
+  (`kv.state.Statistics`);
+- `measure`: any figures of what they hold, computed before a decision (`kv.state.measure_pages`).
 
 The engine protects the first page of a sequence (attention sinks, arXiv 2309.17453), the recent
 ones and the spans that
 a caller names, and asks at fixed places of a sequence: what a request computes does not depend on
 its neighbours.
+
+How to add a policy: a file here with a subclass of `Policy`, and its value in the list in
+`kv/policies/__init__.py`. Whatever it measures is a function in that file.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
 KEEP, DEMOTE, DROP = 0, 1, 2
+
+Measure = Callable[[jax.Array, jax.Array], jax.Array]
+"""Takes the keys and the values of W pages in one layer, decoded, two [W, K, S, H] float32, and
+returns some figures of each page, [W, ...], in a shape that is the same for all KV groups. It is
+pure and traced, and the requests of an engine share one.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +45,16 @@ class Held:
     """The full pages that a request holds, arrays [W] in order of position.
 
     first_W: position of slot 0. is_low_W: demoted already. is_protected_W: stays as it is. mass_W:
-    softmax weights that they got (`Statistics.mass_BW`), 0 where nothing is observed. key_norm_W,
-    value_norm_W: mean lengths, None unless the policy needs them.
+    softmax weights that they got (`Statistics.mass_BW`), 0 where nothing is observed. measured_W:
+    [W, ...], what `Policy.measure` returned, means over layers; 0 for demoted pages, [W, 0] where
+    nothing is measured.
     """
 
     first_W: np.ndarray
     is_low_W: np.ndarray
     is_protected_W: np.ndarray
     mass_W: np.ndarray
-    key_norm_W: np.ndarray | None = None
-    value_norm_W: np.ndarray | None = None
+    measured_W: np.ndarray
 
 
 class Room(NamedTuple):
@@ -49,40 +64,34 @@ class Room(NamedTuple):
     low: int
 
 
-class Policy(Protocol):
-    @property
-    def name(self) -> str: ...
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy(ABC):
+    """Says which pages stay. A subclass names what differs from these fields, and selects.
+
+    name      what people write as `kv_policy`.
+    low       the codec of demoted pages; None: nothing is demoted.
+    observes  how many queries before a decision are asked what they attend to; None: all since the
+              beginning, and what they said is kept from decision to decision.
+    focused   whether a query head counts the less the more evenly it attends (`Statistics`).
+    measure   what is computed of pages before a decision; None: nothing.
+    """
+
+    name: str
+    low: str | None = None
+    observes: int | None = 0
+    focused: bool = False
+    measure: Measure | None = None
 
     @property
-    def observes(self) -> int | None:
-        """How many queries before a decision are asked what they attend to; None: all since the
-        beginning, which is kept from decision to decision.
+    def asks_backend(self) -> bool:
+        """Whether it wants more of an attention backend than page tables with gaps: sums, pages
+        that can be measured, or a second pool.
         """
-        ...
+        return self.low is not None or self.measure is not None or self.observes != 0
 
-    @property
-    def focused(self) -> bool:
-        """Whether a query head counts the less the more evenly it attends (`Statistics`)."""
-        ...
-
-    @property
-    def needs_norms(self) -> bool: ...
-
-    @property
-    def low(self) -> str | None:
-        """The codec of demoted pages; None: nothing is demoted."""
-        ...
-
-    @property
-    def reads_some(self) -> bool:
-        """Whether everything is kept, and the budget is what a decoding query reads of it. It is
-        never asked then.
-        """
-        ...
-
+    @abstractmethod
     def select(self, held: Held, room: Room) -> np.ndarray:
-        """KEEP, DEMOTE or DROP for each page, int8 [W]."""
-        ...
+        """Returns KEEP, DEMOTE or DROP for each page, int8 [W]."""
 
 
 def keep_best(score_W: np.ndarray, held: Held, room: Room) -> np.ndarray:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxkv.kv.policies.base import Held, Room, keep_best
+from jaxkv.kv.policies.base import Held, Policy, Room, keep_best
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mass:
-    """By the softmax weights that a page got, over all layers, heads and observed queries.
+class Mass(Policy):
+    """Keeps pages by the softmax weights that they got, over all layers, heads and observed
+    queries.
 
     As h2o_page all queries count, as snapkv_page the last ones before a decision, as entropy all of
     them, each query head the less the more evenly it spreads (1 - entropy / log keys): one that
@@ -23,12 +24,7 @@ class Mass:
     Source: H2O, arXiv 2306.14048; SnapKV, arXiv 2404.14469.
     """
 
-    name: str
-    low: str | None = None
     observes: int | None = None
-    focused: bool = False
-    needs_norms: bool = False
-    reads_some: bool = False
 
     def select(self, held: Held, room: Room) -> np.ndarray:
         return keep_best(held.mass_W, held, room)

@@ -6,24 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxkv.kv.policies.base import Held, Room, keep_best
+from jaxkv.kv.policies.base import Held, Policy, Room, keep_best
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Streaming:
-    """Attention sinks and a window. With a codec `low` what leaves the window is demoted before it
-    is forgotten: recent tokens are where a codec's error counts most (docs/kv-lab.md).
+class Streaming(Policy):
+    """Keeps attention sinks and a window. With a codec `low` what leaves the window is demoted
+    before it is forgotten: recent tokens are where a codec's error counts most (docs/kv-lab.md).
 
     Source: StreamingLLM, arXiv 2309.17453; the window in full precision as in KIVI, arXiv
     2402.02750.
     """
 
     name: str = "streaming"
-    low: str | None = None
-    observes: int | None = 0
-    focused: bool = False
-    needs_norms: bool = False
-    reads_some: bool = False
 
     def select(self, held: Held, room: Room) -> np.ndarray:
         return keep_best(held.first_W.astype(np.float64), held, room)

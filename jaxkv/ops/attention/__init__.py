@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxkv.ops.attention.base import Backend, Batch, Heads, Needs
+from jaxkv.ops.attention.base import Attention, Backend, Batch, Heads, Needs
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
@@ -74,4 +74,13 @@ def _choose_deterministic(name: str, platform: str) -> tuple[str, str]:
     return "xla_deterministic", "deterministic=True"
 
 
-__all__ = ["BACKENDS", "Backend", "Batch", "Heads", "Needs", "check_backend", "choose_backend"]
+__all__ = [
+    "BACKENDS",
+    "Attention",
+    "Backend",
+    "Batch",
+    "Heads",
+    "Needs",
+    "check_backend",
+    "choose_backend",
+]

@@ -50,21 +50,13 @@ class Needs:
     compute_capability: str | None = None
     """Of a GPU by NVIDIA: "9.0"."""
     kv_policy: str | None = None
-    """One that wants more than page tables (`kv.policies.asks_backend`)."""
+    """One that wants more than page tables (`Policy.asks_backend`)."""
 
 
-class Backend(Protocol):
-    def refuses(self, heads: Heads, needs: Needs) -> str | None:
-        """Why it cannot do this, None if it can."""
-        ...
-
-    def page_arrays(
-        self, heads: Heads, page_size: int, codec: Codec
-    ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """How it keeps the 2K heads of one page: [2K, S, X] or as many bytes in another order, and,
-        where it has the scales of `codec` apart, those [1, Z].
-        """
-        ...
+class Attention(Protocol):
+    """What a decoder asks for. Whatever is measured in place of paged attention is one too
+    (`programs.fit_keys`).
+    """
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Any:
         """Once per step and group, whose lengths are those before the step: what is equal for all
@@ -89,6 +81,20 @@ class Backend(Protocol):
         tokens.
 
         out is float32, or rounded to `out_dtype` already, which is what its caller does with it.
+        """
+        ...
+
+
+class Backend(Attention, Protocol):
+    def refuses(self, heads: Heads, needs: Needs) -> str | None:
+        """Why it cannot do this, None if it can."""
+        ...
+
+    def page_arrays(
+        self, heads: Heads, page_size: int, codec: Codec
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """How it keeps the 2K heads of one page: [2K, S, X] or as many bytes in another order, and,
+        where it has the scales of `codec` apart, those [1, Z].
         """
         ...
 
