@@ -1,4 +1,4 @@
-"""The jnp oracle of every kernel: simple and slow. A kernel is right if it equals these functions.
+"""Gives the jnp oracle of every kernel: simple and slow. A kernel is right if it equals these.
 
 Pages are [L*P, 2K, S, H]: page p of layer l is row l*P + p, heads 0..K-1 are keys, K..2K-1 values.
 Axes: B rows, T packed tokens, W pages per row, S slots per page, N query heads, K KV heads, H head
@@ -14,16 +14,13 @@ import jax.numpy as jnp
 
 
 class Statistics(NamedTuple):
-    """Of the softmax of each token and query head; s are its scaled (and capped) scores, a sink is
-    one more of them.
+    """Says what the softmax of each token and query head is like, whose scaled (and capped) scores
+    are s with max m; a sink is one more of them.
 
-    max_TN m = max s; sum_TN l = sum of e^(s-m); entropy_TN a = sum of e^(s-m) (s-m): the entropy is
-    log l - a/l;
-    mass_TNW: the weights summed over each table page, the sink's left out. A token that sees
-    nothing has m = -1e30.
+    sum_TN l = sum of e^(s-m); entropy_TN a = sum of e^(s-m) (s-m): the entropy is log l - a/l.
+    mass_TNW: the weights summed over each table page, the sink's left out.
     """
 
-    max_TN: jax.Array
     sum_TN: jax.Array
     entropy_TN: jax.Array
     mass_TNW: jax.Array
@@ -45,8 +42,8 @@ def ragged_paged_attention(
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, Statistics]:
-    """softmax(scale * q k^T) v of every packed token over the slots that its row holds, and what
-    the softmax was like.
+    """Returns softmax(scale * q k^T) v of every packed token over the slots that its row holds, and
+    says what the softmax was like.
 
     A token of row r at position p sees those of the first len_B[r] slots of r's table whose
     position is at most p and, with a window, above p - window. Slot s of table page w has position
@@ -97,10 +94,9 @@ def ragged_paged_attention(
     out = jnp.einsum("tkgj,tkjh->tkgh", weights, x[:, kv_heads:], precision=highest)
     entropy = (terms * (all_scores - top)).sum(axis=-1)
     mass = weights.reshape(num_tokens, num_heads, width, page_size).sum(axis=-1)
-    top_TN, total_TN, entropy_TN = (y.reshape(num_tokens, num_heads) for y in (top, total, entropy))
-    return out.reshape(num_tokens, num_heads, head_dim), Statistics(
-        top_TN, total_TN, entropy_TN, mass
-    )
+    total_TN, entropy_TN = (y.reshape(num_tokens, num_heads) for y in (total, entropy))
+    out = out.reshape(num_tokens, num_heads, head_dim)
+    return out, Statistics(total_TN, entropy_TN, mass)
 
 
 def write_pages(
@@ -112,8 +108,7 @@ def write_pages(
     layer: int | jax.Array,
     num_pages: int,
 ) -> jax.Array:
-    """The pages with one key and one value row per token stored in its slot, rounded to the pages'
-    dtype.
+    """Stores one key and one value row per token in its slot, rounded to the pages' dtype.
 
     Units: dest_T is page * S + slot within the layer; a dest_T of P * S or more is padding and
     stores nothing (it must not land in page 0 of the next layer). Cost: 2*T*K*H values, in place

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from gpu_cases import CHUNK_CONTEXT, PAGES, Case, attend, attend_with_mass
+from gpu_cases import CHUNK_CONTEXT, PAGES, Case, attend
 
 MEASURED = ("8b", "70b", "70b-tp8", "mha")
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (512, 2048, 4096, 8192, 32768)
@@ -96,8 +96,7 @@ def time_case(case: Case, backend: Any) -> float:
     arrays = random_arrays(case, 0)
     pages, scales = arrays.pop("pages"), arrays.pop("scales", None)
     # Given away and taken back: else each call would copy them.
-    attends = attend_with_mass(case, REPEATS) if case.page_mass else attend(case, backend, REPEATS)
-    step = jax.jit(attends, donate_argnames=("pages", "scales"))
+    step = jax.jit(attend(case, backend, REPEATS), donate_argnames=("pages", "scales"))
 
     def run() -> Any:
         nonlocal pages, scales
@@ -123,14 +122,13 @@ def random_shape(seed: int) -> Any:
         window=rng.choice([None, 1, 17, 64, 200]),
         softcap=rng.choice([None, 2.0, 30.0]),
         sinks=bool(rng.random() < 0.5),
-        page_mass=decode_only and bool(rng.random() < 0.5),
         decode_only=decode_only,
         num_bits=num_bits,
     )
 
 
-def run_case(case: Any, num_processors: int) -> list[Any]:
-    """[out, masses if they are asked for] of a case of the tests."""
+def run_case(case: Any, num_processors: int) -> Any:
+    """Attends a case of the tests."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -149,25 +147,30 @@ def run_case(case: Any, num_processors: int) -> list[Any]:
     @jax.jit
     def step(q_TNH, pages, table_BW, first_BW, len_B, start_B, count_B):  # type: ignore[no-untyped-def]
         rows = Rows(table_BW, first_BW, len_B, start_B, count_B, shape.page_size, shape.window)
-        sizes = {
-            "num_heads": shape.num_heads,
-            "kv_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-        }
-        counts = (jnp.int32(case.num_decode), jnp.int32(case.num_rows))
-        cut: Any = {"num_tokens": len(case.row_T), "num_processors": num_processors}
-        schedule = gpu.make_schedule(rows, *counts, **sizes, **cut, decode_only=shape.decode_only)
-        options: Any = {"layer": LAYER, "num_pages": len(case.held), "scale": shape.head_dim**-0.5}
-        options |= {
-            "softcap": shape.softcap,
-            "sinks_N": sinks_of(shape),
-            "page_mass": shape.page_mass,
-        }
-        out, statistics = gpu.ragged_paged_attention(q_TNH, pages, schedule, **options)
-        return [out] + ([statistics.mass_BNW] if shape.page_mass else [])
+        schedule = gpu.make_schedule(
+            rows,
+            jnp.int32(case.num_decode),
+            jnp.int32(case.num_rows),
+            num_tokens=len(case.row_T),
+            num_heads=shape.num_heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            num_processors=num_processors,
+            decode_only=shape.decode_only,
+        )
+        return gpu.ragged_paged_attention(
+            q_TNH,
+            pages,
+            schedule,
+            layer=LAYER,
+            num_pages=len(case.held),
+            scale=shape.head_dim**-0.5,
+            softcap=shape.softcap,
+            sinks_N=sinks_of(shape),
+        )
 
     known = {name: x for name, x in case.arrays.items() if name not in ("k_TKH", "v_TKH")}
-    return step(pages=pages, **known)  # type: ignore[no-any-return]
+    return step(pages=pages, **known)
 
 
 def check_right(seed: int) -> dict[str, Any]:
@@ -181,26 +184,20 @@ def check_right(seed: int) -> dict[str, Any]:
     # On few processors each works through many items, one after the other.
     num_processors = (2, 132)[seed % 2]
     real_T = case.row_T < NUM_ROWS
-    runs = [
-        [np.asarray(x, np.float64)[real_T] for x in run_case(case, num_processors)]
-        for _ in range(3)
-    ]
-    (out, *masses), same = runs[0], all(map(np.array_equal, runs[0] * 2, runs[1] + runs[2]))
-    want_TNH, statistics, _ = expected(int8_stands_for(case) if case.shape.num_bits else case)
+    out, *again = (np.asarray(run_case(case, num_processors), np.float64)[real_T] for _ in range(3))
+    same = all(np.array_equal(out, other) for other in again)
+    want_TNH, _ = expected(int8_stands_for(case) if case.shape.num_bits else case)
     error, norm = (np.linalg.norm(x, axis=-1) for x in (out - want_TNH[real_T], want_TNH[real_T]))
     whole, worst = float(np.linalg.norm(error) / np.linalg.norm(norm)), float((error / norm).max())
-    of_mass = max(
-        [float(abs(mass - statistics.mass_TNW[real_T]).max()) for mass in masses], default=0.0
-    )
-    right = same and whole <= 2e-3 and worst <= 5e-3 and of_mass <= 1e-4
-    found = {
+    return {
         "seed": seed,
         "shape": str(case.shape),
         "num_processors": num_processors,
         "error": whole,
         "worst": worst,
+        "same_bits": same,
+        "ok": same and whole <= 2e-3 and worst <= 5e-3,
     }
-    return found | {"mass_error": of_mass, "same_bits": same, "ok": right}
 
 
 def measured_cases(shapes: Iterable[str]) -> list[Case]:
@@ -219,24 +216,20 @@ def measured_cases(shapes: Iterable[str]) -> list[Case]:
         uneven = [Case(kernel="decode", shape=shape, page_size=64, batch=32, context=4100)]
         chunk = {"kernel": "prefill", "shape": shape, "batch": 1, "context": CHUNK_CONTEXT}
         prefill = [Case(page_size=page, **chunk) for page in PAGES]
-        masses = [replace(case, page_mass=True) for case in (decode[0], small[0])]
-        int8 = [
-            replace(case, codec="int8") for case in (decode[0], prefill[-1], masses[0], *decode[1:])
-        ]
+        int8 = [replace(case, codec="int8") for case in (decode[0], prefill[-1], *decode[1:])]
         cases.append(
             [
                 decode[0],
                 small[0],
                 int8[0],
                 *prefill,
-                *int8[1:3],
-                *masses,
+                int8[1],
                 *uneven,
                 *decode[1:],
                 *small[1:],
             ]
         )
-        cases[-1] += int8[3:]
+        cases[-1] += int8[2:]
     # All shapes' first, then all second ones, ...
     return list(
         dict.fromkeys(case for row in zip_longest(*cases) for case in row if case is not None)
@@ -261,8 +254,7 @@ def measure_cell(
         if case.kernel == "decode":
             cell["share"] = case.kv_bytes / cell["seconds"] / bandwidth
             cell["from_cache"] = case.kv_bytes < CACHE_BYTES
-            plain = case.codec == "bfloat16" and not case.page_mass
-            like_xla = plain and case.page_size == 64 and case.context == 4096
+            like_xla = case.codec == "bfloat16" and case.page_size == 64 and case.context == 4096
             if like_xla and case.kv_bytes <= options.max_xla_gib * 2**30:
                 cell["xla_seconds"] = time_case(case, Xla())
         else:

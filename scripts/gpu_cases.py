@@ -30,7 +30,6 @@ class Case:
     batch: int
     context: int
     window: int | None = None
-    page_mass: bool = False
     codec: str = "bfloat16"
 
     @property
@@ -131,51 +130,5 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
             return out.astype(q_TNH.dtype), after.pages, after.scales
 
         return jax.lax.fori_loop(0, repeats, layer, (q_TNH, pages, scales))
-
-    return run
-
-
-def attend_with_mass(case: Case, repeats: int = 1) -> Callable[..., Any]:
-    """As `attend`, of decode with masses per page, which no backend asks for: nothing is written.
-    -> (out and the layers' masses added up, pages, scales or None)
-    """
-    import jax
-    import jax.numpy as jnp
-
-    from jaxkv.ops.attention.mosaic_gpu import num_processors
-    from kernels_pallas.gpu import Int8Pages, make_schedule, ragged_paged_attention
-    from kernels_pallas.rows import Rows
-
-    num_heads, kv_heads, head_dim = SHAPES[case.shape]
-
-    def run(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, scales=None):  # type: ignore[no-untyped-def]
-        pools = pages if scales is None else Int8Pages(pages, scales)
-        row_B, count = jnp.arange(case.batch, dtype=jnp.int32), jnp.int32(case.batch)
-        rows = Rows(
-            table_BW, first_BW, len_B, row_B, jnp.ones_like(row_B), case.page_size, case.window
-        )
-        sizes = {
-            "num_heads": num_heads,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "num_tokens": case.batch,
-        }
-        schedule = make_schedule(
-            rows, count, count, **sizes, num_processors=num_processors(), decode_only=True
-        )
-        options: Any = {
-            "layer": 0,
-            "num_pages": pages.shape[0],
-            "scale": head_dim**-0.5,
-            "page_mass": True,
-        }
-
-        def layer(_: Any, carried: tuple[Any, Any]) -> tuple[Any, Any]:
-            out, statistics = ragged_paged_attention(carried[0], pools, schedule, **options)
-            assert statistics is not None
-            return out.astype(q_TNH.dtype), carried[1] + statistics.mass_BNW
-
-        masses = jnp.zeros((case.batch, num_heads, case.pages_per_row), jnp.float32)
-        return jax.lax.fori_loop(0, repeats, layer, (q_TNH, masses)), pages, scales
 
     return run

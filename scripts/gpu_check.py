@@ -38,9 +38,8 @@ from typing import Any
 
 from bench_generate import environment
 from gpu_bench import measure
-from gpu_cases import CHUNK_CONTEXT, INT8_PAGES, PAGES, SHAPES, Case, attend, attend_with_mass
+from gpu_cases import CHUNK_CONTEXT, INT8_PAGES, PAGES, SHAPES, Case, attend
 
-WITH_MASS = ("8b", "h64", "h256")
 ENGINE_PAGES = 8000
 AT_ONCE = 2
 WITHOUT_GPU = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
@@ -76,12 +75,7 @@ def compile_cases() -> list[Case]:
     ]
     int8 = [replace(case, codec="int8") for case in plain if case.page_size in INT8_PAGES]
     int8 += [replace(case, codec="int8", page_size=64) for case in windows]
-    masses = [
-        replace(case, page_mass=True)
-        for case in plain + int8
-        if case.kernel == "decode" and case.shape in WITH_MASS
-    ]
-    return plain + windows + int8 + masses
+    return plain + windows + int8
 
 
 @contextmanager
@@ -115,8 +109,7 @@ def compile_here(case: Case) -> dict[str, Any]:
         arrays = {
             name: jax.ShapeDtypeStruct(*of, sharding=whole) for name, of in case.arrays().items()
         }
-        run = attend_with_mass(case) if case.page_mass else attend(case, MosaicGpu())
-        step = jax.jit(run, donate_argnames=("pages", "scales"))
+        step = jax.jit(attend(case, MosaicGpu()), donate_argnames=("pages", "scales"))
         return _memory(step.lower(**arrays).compile())
 
 
@@ -234,11 +227,10 @@ def engine_faults(found: dict[str, Any]) -> list[str]:
 
 def compiled_table(found: list[dict[str, Any]]) -> str:
     columns = f"{'registers':>11s}{'spilled':>9s}{'shared KiB':>12s}"
-    rows = [f"{'kernel':8s}{'shape':9s}{'codec':9s}{'page':>5s}{'window':>8s}{'mass':>6s}{columns}"]
+    rows = [f"{'kernel':8s}{'shape':9s}{'codec':9s}{'page':>5s}{'window':>8s}{columns}"]
     for one in found:
         head = f"{one['kernel']:8s}{one['shape']:9s}{one['codec']:9s}"
         head += f"{one['page_size']:5d}{one['window'] or '-':>8}"
-        head += f"{'yes' if one['page_mass'] else '-':>6s}"
         if "reason" in one:
             rows.append(f"{head}  {one['reason']}")
         else:
@@ -259,13 +251,12 @@ def engine_table(found: dict[str, Any]) -> str:
 
 
 def measured_table(result: dict[str, Any]) -> str:
-    columns = f"{'page':>5s}{'mass':>5s}{'batch':>6s}{'context':>8s}"
+    columns = f"{'page':>5s}{'batch':>6s}{'context':>8s}"
     columns += f"{'us':>10s}{'share':>8s}{'XLA us':>10s}"
     rows = [f"{'kernel':8s}{'shape':9s}{'codec':9s}{columns}"]
-    order = ("kernel", "shape", "codec", "page_size", "page_mass", "batch")
+    order = ("kernel", "shape", "codec", "page_size", "batch")
     for one in sorted(result["cells"], key=lambda one: tuple(one[name] for name in order)):
         head = f"{one['kernel']:8s}{one['shape']:9s}{one['codec']:9s}{one['page_size']:5d}"
-        head += f"{'yes' if one['page_mass'] else '-':>5s}"
         head += f"{one['batch']:6d}{one['context']:8d}"
         if "share" not in one:
             rows.append(f"{head}  {one['reason']}")

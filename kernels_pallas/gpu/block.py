@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,30 @@ SWIZZLE = 128
 """Bytes of a row of shared memory that are permuted so that matmuls and copies meet no bank
 conflicts.
 """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Holds what both kernels are compiled for. sinks: the softmax's max and sum are wanted too."""
+
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    int8: bool
+    scale: float
+    softcap: float | None
+    sinks: bool
+    num_processors: int
+    interpret: Any
+
+
+class Pools(NamedTuple):
+    """Holds pages [L*P, 2K, S, H], bfloat16, or int8 and then their scales [L*P, 2K, S] bfloat16;
+    in a kernel references to them.
+    """
+
+    pages: Any
+    scales: Any
 
 
 def tiled(dtype: Any, columns: int) -> tuple[Any, Any]:
@@ -107,7 +132,7 @@ def ring_bytes(head_dim: int, *, int8: bool) -> tuple[int, int]:
 
 
 def copy_tile(
-    pools: tuple[Any, ...],
+    pools: Pools,
     table: Any,
     row: jax.Array,
     start: jax.Array,
@@ -125,7 +150,7 @@ def copy_tile(
     table: flat, the row's pages from index `row` on; high: the end of its slots, at least start +
     1; base: the layer's first page.
     """
-    pages = pools[0]
+    pages = pools.pages
     size, kv_heads = pages.shape[2], pages.shape[1] // 2
     length = min(size, TILE)
     for part in range(num_parts(size)):
@@ -142,7 +167,7 @@ def copy_tile(
             plgpu.copy_gmem_to_smem(pages.at[page, of_head, inside], tile.at[into], arrives)
             if scales is not None:
                 plgpu.copy_gmem_to_smem(
-                    pools[1].at[page, of_head, inside], scales.at[i, into], arrives
+                    pools.scales.at[page, of_head, inside], scales.at[i, into], arrives
                 )
 
 
@@ -170,7 +195,7 @@ def each_unit(
 def fetch_tiles(
     ring: Ring,
     arrivals: Arrivals | None,
-    pools: tuple[Any, ...],
+    pools: Pools,
     table: Any,
     *,
     row: jax.Array,

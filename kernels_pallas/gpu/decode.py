@@ -27,11 +27,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.gpu.block import (
     MASKED,
+    Arrivals,
+    Pools,
+    Problem,
     Registers,
-    div,
+    Ring,
     each_unit,
     fetch_tiles,
-    num_parts,
     pass_last,
     product,
     rem,
@@ -71,82 +73,77 @@ class Static:
     Raises: NotImplementedError if so many heads leave no room for tiles.
     """
 
-    kv_heads: int
-    head_dim: int
+    problem: Problem
     per_head: int
-    page_size: int
-    int8: bool
-    scale: float
-    softcap: float | None
-    statistics: bool
-    page_mass: bool
-    num_processors: int
-    interpret: Any
 
     def __post_init__(self) -> None:
-        if (self.arriving if self.int8 else self.stages) < MIN_STAGES:
-            heads = f"{self.per_head} query heads of {self.head_dim} per KV head"
+        if (self.arriving if self.problem.int8 else self.stages) < MIN_STAGES:
+            heads = f"{self.per_head} query heads of {self.problem.head_dim} per KV head"
             raise NotImplementedError(
                 f"heads: {heads} leave no room for tiles in {SHARED_BYTES} bytes"
             )
 
     @property
     def other_bytes(self) -> int:
-        """Queries, weights, result."""
-        numbers = 3 + (1 + num_parts(self.page_size) if self.page_mass else 0)
-        return (
-            self.per_head * (2 * self.head_dim + 2 * TILE + 4 * self.head_dim + 4 * numbers)
-            + SMALL_BYTES
-        )
+        """Counts queries, weights and the result."""
+        head_dim = self.problem.head_dim
+        return self.per_head * (2 * head_dim + 2 * TILE + 4 * head_dim + 4 * 3) + SMALL_BYTES
 
     @property
     def per_processor(self) -> int:
-        """Blocks: two where that leaves each three tiles, so that one's matmuls run beside the
-        other's softmax.
+        """Counts blocks: two where that leaves each three tiles, so that one's matmuls run beside
+        the other's softmax.
         """
-        tile, arrival = ring_bytes(self.head_dim, int8=self.int8)
-        wanted = INT8_STAGES * tile + MIN_STAGES * arrival if self.int8 else 3 * tile
+        tile, arrival = ring_bytes(self.problem.head_dim, int8=self.problem.int8)
+        wanted = INT8_STAGES * tile + MIN_STAGES * arrival if self.problem.int8 else 3 * tile
         return 2 if self.other_bytes + wanted <= MOST_FOR_TWO else 1
 
     @property
     def tile_bytes(self) -> int:
-        """For tiles, of one block."""
+        """Says what is left for the tiles of one block."""
         return (MOST_FOR_TWO if self.per_processor == 2 else SHARED_BYTES) - self.other_bytes
 
     @property
     def stages(self) -> int:
-        """Tiles in shared memory."""
-        tile, _ = ring_bytes(self.head_dim, int8=self.int8)
-        return INT8_STAGES if self.int8 else min(MAX_STAGES, self.tile_bytes // tile)
+        """Counts tiles in shared memory."""
+        tile, _ = ring_bytes(self.problem.head_dim, int8=self.problem.int8)
+        return INT8_STAGES if self.problem.int8 else min(MAX_STAGES, self.tile_bytes // tile)
 
     @property
     def arriving(self) -> int:
-        """int8 tiles in shared memory."""
-        tile, arrival = ring_bytes(self.head_dim, int8=self.int8)
-        return (
-            min(MAX_STAGES, (self.tile_bytes - INT8_STAGES * tile) // arrival) if self.int8 else 0
-        )
+        """Counts int8 tiles in shared memory."""
+        if not self.problem.int8:
+            return 0
+        tile, arrival = ring_bytes(self.problem.head_dim, int8=True)
+        return min(MAX_STAGES, (self.tile_bytes - INT8_STAGES * tile) // arrival)
 
     @property
     def num_blocks(self) -> int:
-        return self.num_processors * self.per_processor
+        return self.problem.num_processors * self.per_processor
 
 
 class Partial(NamedTuple):
-    """Of each item and KV head, [I, K, ...] float32: sums of weights and of weighted values
-    (transposed), relative to the max of the scores in units of log 2; entropy None unless asked
-    for.
-
-    mass [rows, K, tiles of a row, num_parts + 1, M]: sums of weights of each page of a tile,
-    relative to the max that its item had come to, which comes last; garbage for tiles of no item.
-    None unless asked for.
+    """Holds the softmax of each item and KV head, [I, K, ...] float32: sums of weighted values
+    (transposed), the max of the scores in units of log 2, and sums of weights, relative to that
+    max. In the kernel: references to them, or to one item's in shared memory.
     """
 
-    out_IKHM: jax.Array
-    max_IKM: jax.Array
-    sum_IKM: jax.Array
-    entropy_IKM: jax.Array | None
-    mass_DKtPM: jax.Array | None
+    out_IKHM: Any
+    max_IKM: Any
+    sum_IKM: Any
+
+
+class Scratch(NamedTuple):
+    """Holds a block's shared memory and the barrier of its query. staged: an item's results on
+    their way out.
+    """
+
+    query: Any
+    ring: Ring
+    arrivals: Arrivals | None
+    weight: Any
+    staged: Partial
+    queried: Any
 
 
 def across(x_M: jax.Array, rows: int) -> jax.Array:
@@ -154,106 +151,81 @@ def across(x_M: jax.Array, rows: int) -> jax.Array:
     return jax.lax.broadcast_in_dim(x_M, (rows, x_M.shape[0]), [1])
 
 
-def _kernel(static: Static, width: int, *refs: Any) -> None:
-    num, row_I, begin_I, tiles_I, low_I, high_I, table, base, q_DKMH = refs[:9]
-    *pools, rest = (*refs[9 : 10 + static.int8], refs[10 + static.int8 :])
-    num_outputs = (4 if static.statistics else 3) + static.page_mass
-    outputs, (query, ring, arrivals, weight, *staged, queried) = (
-        rest[:num_outputs],
-        rest[num_outputs:],
-    )
-    if static.page_mass:
-        outputs, mass_DKtPM, masses = outputs[:-1], outputs[-1], staged.pop()
-    registers = Registers(static.interpret)
+def _kernel(
+    static: Static,
+    items: DecodeItems,
+    base: Any,
+    q_DKMH: Any,
+    pools: Pools,
+    found: Partial,
+    scratch: Scratch,
+) -> None:
+    problem, per_head = static.problem, static.per_head
+    ring, query, weight, queried = scratch.ring, scratch.query, scratch.weight, scratch.queried
+    registers = Registers(problem.interpret)
 
     def fetch_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
-        slots: Any = {"begin": begin_I[item], "high": high_I[item], "num_tiles": tiles_I[item]}
-        row = row_I[item] * width
-        unit: Any = {
-            "row": row,
-            **slots,
-            "base": base[0],
-            "head": head,
-            "count": count,
-            "registers": registers,
-        }
-        return fetch_tiles(ring, arrivals, tuple(pools), table, **unit)
-
-    def stage_masses(p: jax.Array, top: jax.Array) -> None:
-        """Each page's sum crosses warps, as the max does: float32, where a matmul would round the
-        weights.
-        """
-        parts = num_parts(static.page_size)
-        page = div(registers.iota(p.shape, 0), TILE // parts)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for part in range(parts):
-            masses.at[part][...] = (p if parts == 1 else jnp.where(page == part, p, 0.0)).sum(
-                axis=0
-            )
-        masses.at[parts][...] = top
+        return fetch_tiles(
+            ring,
+            scratch.arrivals,
+            pools,
+            items.table,
+            begin=items.begin[item],
+            high=items.high[item],
+            num_tiles=items.tiles[item],
+            row=items.row[item] * items.width,
+            base=base[0],
+            head=head,
+            count=count,
+            registers=registers,
+        )
 
     def attend_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
-        begin, low, high = begin_I[item], low_I[item], high_I[item]
-        plgpu.copy_gmem_to_smem(q_DKMH.at[row_I[item], head], query, queried)
+        begin, low, high = items.begin[item], items.low[item], items.high[item]
+        plgpu.copy_gmem_to_smem(q_DKMH.at[items.row[item], head], query, queried)
         plgpu.barrier_wait(queried)
 
         def attend_tile(t: jax.Array, carry: tuple) -> tuple:
             # Sums over keys are per row of a tile until the end: each would cross warps.
-            count, old_max, sum_TM, entropy_TM, acc = carry
+            count, old_max, sum_TM, acc = carry
             slot = rem(count, ring.stages)
             start = begin + t * TILE
             plgpu.barrier_wait(ring.fetched.at[slot])
-            if not static.int8:
+            if not problem.int8:
                 registers.clear_tail(ring.values.at[slot], high - start)
-            s = product(ring.keys.at[slot], query.transpose((1, 0)), (TILE, static.per_head))
-            if static.int8:
+            s = product(ring.keys.at[slot], query.transpose((1, 0)), (TILE, per_head))
+            if problem.int8:
                 s *= registers.scales(ring.scales.at[slot, 0], 0, s.shape)
-            s = scaled(s, static.scale, static.softcap)
+            s = scaled(s, problem.scale, problem.softcap)
             at = registers.iota(s.shape, 0) + start
             s = jnp.where((at >= low) & (at < high), s, MASKED)
             top = jnp.maximum(old_max, s.max(axis=0))
             shrink = jnp.exp2(old_max - top)
-            distance = s - across(top, TILE)
-            p = jnp.exp2(distance)
-            if static.statistics:
-                moved = entropy_TM + sum_TM * across(old_max - top, TILE)
-                entropy_TM = across(shrink, TILE) * moved + p * distance
+            p = jnp.exp2(s - across(top, TILE))
             sum_TM = sum_TM * across(shrink, TILE) + p
-            if static.page_mass:
-                stage_masses(p, top)
-            if static.int8:
+            if problem.int8:
                 # The scale of a slot that no one owns may be NaN.
                 p = jnp.where(p > 0, p * registers.scales(ring.scales.at[slot, 1], 0, s.shape), 0.0)
             weight.transpose((1, 0))[...] = registers.transposed(p.astype(weight.dtype))
             plgpu.commit_smem()
-            if static.page_mass:
-                plgpu.copy_smem_to_gmem(masses, mass_DKtPM.at[row_I[item], head, div(start, TILE)])
             values = ring.values.at[slot].transpose((1, 0))
-            gained = product(values, weight.transpose((1, 0)), (static.head_dim, s.shape[1]))
+            gained = product(values, weight.transpose((1, 0)), (problem.head_dim, s.shape[1]))
             plgpu.barrier_arrive(ring.consumed.at[slot])
-            return (
-                count + 1,
-                top,
-                sum_TM,
-                entropy_TM,
-                acc * across(shrink, static.head_dim) + gained,
-            )
+            return count + 1, top, sum_TM, acc * across(shrink, problem.head_dim) + gained
 
-        worst = registers.reduced(static.per_head, MASKED, axis=0)
-        zeros = (
-            registers.full((rows, static.per_head), 0.0) for rows in (TILE, TILE, static.head_dim)
+        begins = (
+            count,
+            registers.reduced(per_head, MASKED, axis=0),
+            registers.full((TILE, per_head), 0.0),
+            registers.full((problem.head_dim, per_head), 0.0),
         )
-        count, top, sum_TM, entropy_TM, acc = jax.lax.fori_loop(
-            0, tiles_I[item], attend_tile, (count, worst, *zeros)
-        )
-        found = [acc, top, sum_TM.sum(axis=0)]
-        if static.statistics:
-            found.append(entropy_TM.sum(axis=0))
+        count, top, sum_TM, acc = jax.lax.fori_loop(0, items.tiles[item], attend_tile, begins)
+        done = Partial(acc, top, sum_TM.sum(axis=0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for source, x in zip(staged, found, strict=True):
+        for source, x in zip(scratch.staged, done, strict=True):
             source[...] = x
         plgpu.commit_smem()
-        for source, target in zip(staged, outputs, strict=True):
+        for source, target in zip(scratch.staged, found, strict=True):
             plgpu.copy_smem_to_gmem(source, target.at[item, head])
         return count
 
@@ -261,73 +233,59 @@ def _kernel(static: Static, width: int, *refs: Any) -> None:
 
     @pl.when(group == 1)
     def _() -> None:
-        pass_last(
-            ring,
-            arrivals,
-            each_unit(num[0], static.kv_heads, static.num_blocks, fetch_unit),
-            registers,
-        )
+        count = each_unit(items.num[0], problem.kv_heads, static.num_blocks, fetch_unit)
+        pass_last(ring, scratch.arrivals, count, registers)
 
     @pl.when(group == 0)
     def _() -> None:
-        each_unit(num[0], static.kv_heads, static.num_blocks, attend_unit)
+        each_unit(items.num[0], problem.kv_heads, static.num_blocks, attend_unit)
         plgpu.wait_smem_to_gmem(0)
 
 
 def decode(
     q_DKMH: jax.Array,
-    pools: tuple[jax.Array, ...],
+    pools: Pools,
     items: DecodeItems,
     base: jax.Array,
     *,
     static: Static,
 ) -> Partial:
-    """q: [rows, K, per_head, H] bfloat16; pools: pages [L*P, 2K, S, H] bfloat16, or int8 and their
-    scales [L*P, 2K, S] bfloat16; base [1]: the layer's first page.
+    """Attends one query per row. q: [rows, K, per_head, H] bfloat16; base [1]: the layer's first
+    page.
     """
-    kv_heads, per_head, head_dim = static.kv_heads, static.per_head, static.head_dim
-    num_items = items.row.shape[0]
-    shapes = [(head_dim, per_head), *[(per_head,)] * (3 if static.statistics else 2)]
-    outs = [(num_items, kv_heads, *shape) for shape in shapes]
-    if static.page_mass:
-        shapes.append((num_parts(static.page_size) + 1, per_head))
-        num_tiles = -(-items.width * static.page_size // TILE)
-        outs.append((q_DKMH.shape[0], kv_heads, num_tiles, *shapes[-1]))
-    sizes: Any = {"head_dim": head_dim, "page_size": static.page_size, "num_readers": 1}
+    problem, per_head, head_dim = static.problem, static.per_head, static.problem.head_dim
+    each = (items.row.shape[0], problem.kv_heads)
+    shapes = Partial((head_dim, per_head), (per_head,), (per_head,))
 
     def matrix(columns: int) -> Any:
         return plgpu.SMEM(
             (per_head, columns), jnp.bfloat16, transforms=tiled(jnp.bfloat16, columns)
         )
 
-    interpret = {"interpret": static.interpret} if static.interpret else {}
-    found = plgpu.kernel(
-        partial(_kernel, static, items.width),
-        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in outs],
+    ring, arrivals = ring_types(
+        stages=static.stages,
+        arriving=static.arriving,
+        head_dim=head_dim,
+        page_size=problem.page_size,
+        num_readers=1,
+    )
+    scratch = Scratch(
+        query=matrix(head_dim),
+        ring=ring,
+        arrivals=arrivals,
+        weight=matrix(TILE),
+        staged=Partial(*(plgpu.SMEM(shape, jnp.float32) for shape in shapes)),
+        queried=plgpu.Barrier(),
+    )
+    out = Partial(*(jax.ShapeDtypeStruct((*each, *shape), jnp.float32) for shape in shapes))
+    (found,) = plgpu.kernel(
+        partial(_kernel, static),
+        out_type=[out],
         grid=(static.num_blocks,),
         grid_names=("block",),
         num_threads=2,
         thread_name="group",
-        scratch_types=[
-            matrix(head_dim),
-            *ring_types(stages=static.stages, arriving=static.arriving, **sizes),
-            matrix(TILE),
-            *[plgpu.SMEM(shape, jnp.float32) for shape in shapes],
-            plgpu.Barrier(),
-        ],
-        **interpret,
-    )(
-        items.num,
-        items.row,
-        items.begin,
-        items.tiles,
-        items.low,
-        items.high,
-        items.table,
-        base,
-        q_DKMH,
-        *pools,
-    )
-    mass = found.pop() if static.page_mass else None
-    out, top, total, *entropy = found
-    return Partial(out, top, total, entropy[0] if entropy else None, mass)
+        scratch_types=[scratch],
+        interpret=problem.interpret,
+    )(items, base, q_DKMH, pools)
+    return found  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.gpu.block import (
     MASKED,
+    Arrivals,
+    Pools,
+    Problem,
     Registers,
+    Ring,
     div,
     each_unit,
     fetch_tiles,
@@ -54,21 +58,13 @@ class Static:
     two.
     """
 
-    kv_heads: int
-    head_dim: int
+    problem: Problem
     per_head: int
-    page_size: int
-    int8: bool
-    scale: float
-    softcap: float | None
-    statistics: bool
-    num_processors: int
-    interpret: Any
 
     @property
     def rows(self) -> int:
-        """Of a block: queries x heads."""
-        return prefill_rows(self.head_dim)
+        """Counts the rows of a block: queries x heads."""
+        return prefill_rows(self.problem.head_dim)
 
     @property
     def workers(self) -> int:
@@ -76,18 +72,54 @@ class Static:
 
     @property
     def stages(self) -> int:
-        most = min(MAX_STAGES, RING_BYTES // (4 * TILE * self.head_dim))
-        return min(INT8_STAGES, most) if self.int8 else most
+        most = min(MAX_STAGES, RING_BYTES // (4 * TILE * self.problem.head_dim))
+        return min(INT8_STAGES, most) if self.problem.int8 else most
 
     @property
     def arriving(self) -> int:
-        """int8 tiles in shared memory: in the room that fewer stages leave, one at least."""
-        tile, arrival = ring_bytes(self.head_dim, int8=True)
-        return (
-            max(1, min(MAX_STAGES, (RING_BYTES - self.stages * tile) // arrival))
-            if self.int8
-            else 0
-        )
+        """Counts int8 tiles in shared memory: in the room that fewer stages leave, one at least."""
+        if not self.problem.int8:
+            return 0
+        tile, arrival = ring_bytes(self.problem.head_dim, int8=True)
+        return max(1, min(MAX_STAGES, (RING_BYTES - self.stages * tile) // arrival))
+
+
+class Work(NamedTuple):
+    """Holds the lists of `PrefillItems` that the kernel reads."""
+
+    num: Any
+    row: Any
+    slot: Any
+    begin: Any
+    tiles: Any
+    high: Any
+    table: Any
+    first: Any
+
+
+class Found(NamedTuple):
+    """Holds outputs [items, K, R, H] float32 and, where sinks are to join the softmax, its max in
+    units of log 2 and its sum [items, K, R]. In the kernel: references to them.
+    """
+
+    out_IKRH: Any
+    max_IKR: Any
+    sum_IKR: Any
+
+
+class Scratch(NamedTuple):
+    """Holds a block's shared memory and barriers. top, total: softmaxes on their way out, None
+    where they are not wanted; queried: of each warpgroup's queries; cleared: a tile's tail is.
+    """
+
+    queries: Any
+    ring: Ring
+    arrivals: Arrivals | None
+    weights: Any
+    top: Any
+    total: Any
+    queried: Any
+    cleared: Any
 
 
 def down(x_R: jax.Array, columns: int) -> jax.Array:
@@ -95,71 +127,79 @@ def down(x_R: jax.Array, columns: int) -> jax.Array:
     return jax.lax.broadcast_in_dim(x_R, (x_R.shape[0], columns), [0])
 
 
-def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
-    num, row_I, slot_I, begin_I, tiles_I, high_I, table, first, base, q_IKRH = refs[:10]
-    *pools, rest = (*refs[10 : 11 + static.int8], refs[11 + static.int8 :])
-    num_outputs = 4 if static.statistics else 1
-    outputs, (queries, ring, arrivals, weights, *staged, queried, cleared) = (
-        rest[:num_outputs],
-        rest[num_outputs:],
-    )
-    registers = Registers(static.interpret)
+def _kernel(
+    static: Static,
+    width: int,
+    window: int | None,
+    work: Work,
+    base: Any,
+    q_IKRH: Any,
+    pools: Pools,
+    found: Found,
+    scratch: Scratch,
+) -> None:
+    problem, ring, cleared = static.problem, scratch.ring, scratch.cleared
+    registers = Registers(problem.interpret)
     worker = jax.lax.axis_index("group")
 
     def fetch_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
-        slots: Any = {"begin": begin_I[item], "high": high_I[item], "num_tiles": tiles_I[item]}
-        row = row_I[item] * width
-        unit: Any = {
-            "row": row,
-            **slots,
-            "base": base[0],
-            "head": head,
-            "count": count,
-            "registers": registers,
-        }
-        return fetch_tiles(ring, arrivals, tuple(pools), table, **unit)
+        return fetch_tiles(
+            ring,
+            scratch.arrivals,
+            pools,
+            work.table,
+            begin=work.begin[item],
+            high=work.high[item],
+            num_tiles=work.tiles[item],
+            row=work.row[item] * width,
+            base=base[0],
+            head=head,
+            count=count,
+            registers=registers,
+        )
 
     def key_position(item: jax.Array, start: jax.Array, shape: tuple[int, int]) -> jax.Array:
         """[ROWS, TILE]: position less slot of each key of a tile: its page's first position less
         its first slot.
         """
-        size, column = static.page_size, registers.iota(shape, 1)
+        size, column = problem.page_size, registers.iota(shape, 1)
         shift = jnp.zeros(shape, jnp.int32)
         for part in range(num_parts(size)):
             page = jnp.minimum(div(start, size) + part, width - 1)
-            of_page = first[row_I[item] * width + page] - page * size
+            of_page = work.first[work.row[item] * width + page] - page * size
             shift = jnp.where(column >= part * min(size, TILE), of_page, shift)
         return shift
 
     def attend_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
-        begin, high = begin_I[item], high_I[item]
-        query = queries.at[worker]
+        begin, high = work.begin[item], work.high[item]
+        query, queried = scratch.queries.at[worker], scratch.queried.at[worker]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         own_rows = pl.ds(pl.multiple_of(worker * ROWS, ROWS), ROWS)
-        plgpu.copy_gmem_to_smem(q_IKRH.at[item, head, own_rows], query, queried.at[worker])
-        plgpu.barrier_wait(queried.at[worker])
+        plgpu.copy_gmem_to_smem(q_IKRH.at[item, head, own_rows], query, queried)
+        plgpu.barrier_wait(queried)
 
         def seen(start: jax.Array) -> jax.Array:
             shape = (ROWS, TILE)
             at = registers.iota(shape, 1) + start
             own = (
                 (registers.iota(shape, 0) + worker * ROWS) >> (static.per_head.bit_length() - 1)
-            ) + slot_I[item]
+            ) + work.slot[item]
             mask = (at <= own) & (at < high)
             if window is None:
                 return mask
             # Positions of a chunk are consecutive: the first query's tells those of all.
-            page = div(jnp.minimum(slot_I[item], width * static.page_size - 1), static.page_size)
-            of_own = first[row_I[item] * width + page] - page * static.page_size
+            size = problem.page_size
+            page = div(jnp.minimum(work.slot[item], width * size - 1), size)
+            of_own = work.first[work.row[item] * width + page] - page * size
             return mask & (own + of_own - at - key_position(item, start, shape) < window)
 
         def attend_tile(t: jax.Array, carry: tuple) -> tuple:
-            count, old_max, old_sum, old_entropy, acc = carry
+            count, old_max, old_sum, acc = carry
             slot = rem(count, ring.stages)
             start = begin + t * TILE
             plgpu.barrier_wait(ring.fetched.at[slot])
 
-            if not static.int8:
+            if not problem.int8:
 
                 @pl.when(high - start < TILE)
                 def _() -> None:
@@ -170,106 +210,110 @@ def _kernel(static: Static, width: int, window: int | None, *refs: Any) -> None:
                     plgpu.barrier_wait(cleared)
 
             s = product(query, ring.keys.at[slot].transpose((1, 0)), (ROWS, TILE))
-            if static.int8:
+            if problem.int8:
                 s *= registers.scales(ring.scales.at[slot, 0], 1, s.shape)
-            s = jnp.where(seen(start), scaled(s, static.scale, static.softcap), MASKED)
+            s = jnp.where(seen(start), scaled(s, problem.scale, problem.softcap), MASKED)
             top = jnp.maximum(old_max, s.max(axis=1))
             shrink = jnp.exp2(old_max - top)
-            distance = s - down(top, TILE)
-            p = jnp.exp2(distance)
+            p = jnp.exp2(s - down(top, TILE))
             total = old_sum * shrink + p.sum(axis=1)
-            entropy = old_entropy
-            if static.statistics:
-                entropy = shrink * (old_entropy + old_sum * (old_max - top)) + (p * distance).sum(
-                    axis=1
-                )
-            acc = acc * down(shrink, static.head_dim)
-            if static.int8:
+            acc = acc * down(shrink, problem.head_dim)
+            if problem.int8:
                 # The scale of a slot that no one owns may be NaN.
                 p = jnp.where(p > 0, p * registers.scales(ring.scales.at[slot, 1], 1, p.shape), 0.0)
+            weights = scratch.weights.at[worker]
             acc = registers.accumulate(
-                acc, p.astype(weights.dtype), ring.values.at[slot], weights.at[worker]
+                acc, p.astype(scratch.weights.dtype), ring.values.at[slot], weights
             )
             plgpu.barrier_arrive(ring.consumed.at[slot])
-            return count + 1, top, total, entropy, acc
+            return count + 1, top, total, acc
 
         none, worst = (registers.reduced(ROWS, value, axis=1) for value in (0.0, MASKED))
-        begins = (count, worst, none, none, registers.full((ROWS, static.head_dim), 0.0))
-        count, top, total, entropy, acc = jax.lax.fori_loop(0, tiles_I[item], attend_tile, begins)
-        out, *others = outputs
-        out.at[item, head, own_rows][...] = acc / down(total, static.head_dim)
-        for source, x in zip(staged, (top, total, entropy), strict=False):
-            source.at[worker][...] = x
+        begins = (count, worst, none, registers.full((ROWS, problem.head_dim), 0.0))
+        count, top, total, acc = jax.lax.fori_loop(0, work.tiles[item], attend_tile, begins)
+        found.out_IKRH.at[item, head, own_rows][...] = acc / down(total, problem.head_dim)
+        if problem.sinks:
+            scratch.top.at[worker][...] = top
+            scratch.total.at[worker][...] = total
         plgpu.commit_smem()
-        for source, target in zip(staged, others, strict=True):
-            plgpu.copy_smem_to_gmem(source.at[worker], target.at[item, head, own_rows])
+        if problem.sinks:
+            own_max, own_sum = (x.at[item, head, own_rows] for x in (found.max_IKR, found.sum_IKR))
+            plgpu.copy_smem_to_gmem(scratch.top.at[worker], own_max)
+            plgpu.copy_smem_to_gmem(scratch.total.at[worker], own_sum)
         return count
 
     @pl.when(worker == static.workers)
     def _() -> None:
         if static.workers > 1:
-            plgpu.set_max_registers(FETCH_REGISTERS[static.int8], action="decrease")
-        pass_last(
-            ring,
-            arrivals,
-            each_unit(num[0], static.kv_heads, static.num_processors, fetch_unit),
-            registers,
-        )
+            plgpu.set_max_registers(FETCH_REGISTERS[problem.int8], action="decrease")
+        count = each_unit(work.num[0], problem.kv_heads, problem.num_processors, fetch_unit)
+        pass_last(ring, scratch.arrivals, count, registers)
 
     @pl.when(worker < static.workers)
     def _() -> None:
         if static.workers > 1:
-            plgpu.set_max_registers(ATTEND_REGISTERS[static.int8], action="increase")
-        each_unit(num[0], static.kv_heads, static.num_processors, attend_unit)
+            plgpu.set_max_registers(ATTEND_REGISTERS[problem.int8], action="increase")
+        each_unit(work.num[0], problem.kv_heads, problem.num_processors, attend_unit)
         plgpu.wait_smem_to_gmem(0)
 
 
 def prefill(
     q_IKRH: jax.Array,
-    pools: tuple[jax.Array, ...],
+    pools: Pools,
     items: PrefillItems,
     base: jax.Array,
     *,
     static: Static,
-) -> tuple[jax.Array, ...]:
-    """-> out [items, K, R, H] float32, and if `static` asks for them max, sum and entropy
-    accumulator [items, K, R] float32 (max and entropy in units of log 2).
-
-    q: [items, K, R = static.rows, H] bfloat16, row query * per_head + head. pools, base: as
-    `decode` takes them.
+) -> Found:
+    """Attends blocks of queries. q: [items, K, R = static.rows, H] bfloat16, row query * per_head
+    + head. base [1]: the layer's first page.
     """
-    workers = static.workers
-    shape = (items.row.shape[0], static.kv_heads, static.rows)
-    statistics = [jax.ShapeDtypeStruct(shape, jnp.float32)] * (3 if static.statistics else 0)
-    interpret = {"interpret": static.interpret} if static.interpret else {}
-    sizes: Any = {
-        "head_dim": static.head_dim,
-        "page_size": static.page_size,
-        "num_readers": workers,
-    }
+    problem, workers = static.problem, static.workers
+    shape = (items.row.shape[0], problem.kv_heads, static.rows)
+    softmax = jax.ShapeDtypeStruct(shape, jnp.float32) if problem.sinks else None
+    staged = plgpu.SMEM((workers, ROWS), jnp.float32) if problem.sinks else None
 
     def matrices(columns: int) -> Any:
         return plgpu.SMEM(
             (workers, ROWS, columns), jnp.bfloat16, transforms=tiled(jnp.bfloat16, columns)
         )
 
-    return plgpu.kernel(
+    ring, arrivals = ring_types(
+        stages=static.stages,
+        arriving=static.arriving,
+        head_dim=problem.head_dim,
+        page_size=problem.page_size,
+        num_readers=workers,
+    )
+    scratch = Scratch(
+        queries=matrices(problem.head_dim),
+        ring=ring,
+        arrivals=arrivals,
+        weights=matrices(TILE),
+        top=staged,
+        total=staged,
+        queried=plgpu.Barrier(num_barriers=workers),
+        cleared=plgpu.Barrier(num_arrivals=workers),
+    )
+    work = Work(
+        num=items.num,
+        row=items.row,
+        slot=items.slot,
+        begin=items.begin,
+        tiles=items.tiles,
+        high=items.high,
+        table=items.table,
+        first=items.first,
+    )
+    out = jax.ShapeDtypeStruct((*shape, problem.head_dim), jnp.float32)
+    (found,) = plgpu.kernel(
         partial(_kernel, static, items.width, items.window),
-        out_type=[jax.ShapeDtypeStruct((*shape, static.head_dim), jnp.float32), *statistics],
-        grid=(static.num_processors,),
+        out_type=[Found(out, softmax, softmax)],
+        grid=(problem.num_processors,),
         grid_names=("block",),
         num_threads=workers + 1,
         thread_name="group",
-        scratch_types=[
-            matrices(static.head_dim),
-            *ring_types(stages=static.stages, arriving=static.arriving, **sizes),
-            matrices(TILE),
-            *[plgpu.SMEM((workers, ROWS), jnp.float32)] * len(statistics),
-            plgpu.Barrier(num_barriers=workers),
-            plgpu.Barrier(num_arrivals=workers),
-        ],
-        **interpret,
-    )(
-        *(items.num, items.row, items.slot, items.begin, items.tiles, items.high),
-        *(items.table, items.first, base, q_IKRH, *pools),
-    )
+        scratch_types=[scratch],
+        interpret=problem.interpret,
+    )(work, base, q_IKRH, pools)
+    return found  # type: ignore[no-any-return]

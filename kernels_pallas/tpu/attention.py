@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +19,6 @@ from kernels_pallas.tpu.write import write
 PAGE_SIZES = (16, 32, 64, 128)
 
 
-class Statistics(NamedTuple):
-    """Of the softmax of each packed token and query head, float32; s are the scaled (and capped)
-    scores it sees.
-
-    max_TN m = max s. sum_TN l = sum of e^(s-m). entropy_TN a = sum of e^(s-m) (s-m); the entropy is
-    log l - a/l. A sink
-    counts as one more score in all three. mass_BNW: each decode row's weights summed over table
-    page w, the sink's share left out (0 for pages it does not hold or see); None unless asked for.
-    """
-
-    max_TN: jax.Array
-    sum_TN: jax.Array
-    entropy_TN: jax.Array
-    mass_BNW: jax.Array | None
-
-
 def ragged_paged_attention(
     q_TNH: jax.Array,
     k_TKH: jax.Array | Quantised,
@@ -47,15 +31,13 @@ def ragged_paged_attention(
     scale: float,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
-    statistics: bool = False,
-    page_mass: bool = False,
     out_dtype: Any = jnp.float32,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array | Packed, Statistics | None]:
+) -> tuple[jax.Array, jax.Array | Packed]:
     """Writes the step's keys and values into their pages and attends every packed token to the
     pages of its row.
 
-    -> (out [T, N, H], pages, statistics or None). pages: `pack(layout_of(...), [L*P, 2K, S, H])`,
+    -> (out [T, N, H], pages). pages: `pack(layout_of(...), [L*P, 2K, S, H])`,
     bfloat16 or float32, page p of layer l in row l * num_pages + p; updated in place when donated.
     Queries, keys, values and softmax weights are rounded to the dtype of the pages, sums are
     float32. Quantised keys and values go into packed pages, queries and weights are then rounded to
@@ -71,7 +53,7 @@ def ragged_paged_attention(
     _, kv_heads, head_dim = (k_TKH.values if isinstance(k_TKH, Quantised) else k_TKH).shape
     layout = layout_of(kv_heads=kv_heads, head_dim=head_dim)
     pools = tuple(pages) if isinstance(pages, Packed) else (pages,)
-    _check(layout, q_TNH, pools, packing, schedule, page_mass)
+    _check(layout, q_TNH, pools, packing, schedule)
     static = Static(
         layout=layout,
         packing=packing,
@@ -86,8 +68,6 @@ def ragged_paged_attention(
         window=schedule.window,
         softcap=softcap,
         sinks=sinks_N is not None,
-        statistics=statistics or page_mass,
-        page_mass=page_mass,
         streamed=schedule.records is not None,
         wait_by_page=interpret is True,
     )
@@ -103,7 +83,7 @@ def ragged_paged_attention(
         new = pack_new(layout, packing, both)
         words = in_slots(new[1][:num_rows], schedule.page_size, pools[1].shape[2])
         of_decode = (new[0][:num_rows].astype(jnp.int32) & (2**packing.num_bits - 1), words)
-    decoded, pools, statistics_DJML, masses = decode(
+    decoded, pools = decode(
         q_TJMX[:num_rows],
         of_decode,
         sinks_JM,
@@ -113,24 +93,22 @@ def ragged_paged_attention(
         static=static,
         interpret=interpret,
     )
-    out, found = unpack_outputs(layout, decoded.astype(out_dtype)), statistics_DJML
+    out = unpack_outputs(layout, decoded.astype(out_dtype))
     if schedule.write is not None:
         pools = write(new, pools, schedule.write, base, packing=packing, interpret=interpret)
         static = replace(static, block=schedule.tiles.prefill_pages)
-        options: Any = {"static": static, "out_dtype": out_dtype, "interpret": interpret}
-        filled, of_chunks = prefill(q_TJMX, sinks_JM, pools, schedule, base, **options)
-        out = _first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
-        found = (
-            None
-            if found is None or of_chunks is None
-            else _first_rows(found, of_chunks, schedule.num_decode)
+        filled = prefill(
+            q_TJMX,
+            sinks_JM,
+            pools,
+            schedule,
+            base,
+            static=static,
+            out_dtype=out_dtype,
+            interpret=interpret,
         )
-    pages = pools[0] if packing is None else Packed(*pools)
-    if found is None:
-        return out, pages, None
-    per_head = found.reshape(found.shape[0], -1, 3)
-    mass_BNW = None if masses is None else _mass_per_page(masses, per_head, schedule)
-    return out, pages, Statistics(per_head[..., 0], per_head[..., 1], per_head[..., 2], mass_BNW)
+        out = _first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
+    return out, pools[0] if packing is None else Packed(*pools)
 
 
 def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:
@@ -142,33 +120,12 @@ def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) ->
     return jnp.where(is_decode.reshape(-1, *[1] * (filled.ndim - 1)), decoded, filled)
 
 
-def _mass_per_page(masses_IJML: jax.Array, found_TN3: jax.Array, schedule: Schedule) -> jax.Array:
-    """[B, N, W]: sums relative to each block's max -> weights, at the row's table pages."""
-    items, block = schedule.decode, schedule.tiles.decode_pages
-    num_items = masses_IJML.shape[0]
-    masses_INL = masses_IJML.reshape(num_items, -1, masses_IJML.shape[-1])
-    of_row = found_TN3[items.row]
-    share_IN = jnp.exp(masses_INL[..., -1] - of_row[..., 0]) / of_row[..., 1]
-    # A page that was not fetched has no mass, whatever its sum says: all its slots were masked.
-    page = jnp.arange(block, dtype=jnp.int32)
-    held_IB = (jnp.arange(num_items) < items.num)[:, None] & (
-        page[None, :] * schedule.page_size < items.high[:, None]
-    )
-    mass_INB = jnp.where(held_IB[:, None], masses_INL[..., :block] * share_IN[..., None], 0.0)
-    index_IB = items.start[:, None] + page[None, :]
-    flat = jnp.zeros((schedule.batch * schedule.width, mass_INB.shape[1]), jnp.float32)
-    index_IB = jnp.where(held_IB, index_IB, flat.shape[0])
-    flat = flat.at[index_IB].add(mass_INB.transpose(0, 2, 1), mode="drop")
-    return flat.reshape(schedule.batch, schedule.width, -1).transpose(0, 2, 1)
-
-
 def _check(
     layout: Layout,
     q_TNH: jax.Array,
     pools: tuple[jax.Array, ...],
     packing: Packing | None,
     schedule: Schedule,
-    page_mass: bool,
 ) -> None:
     if packing is None:
         expected: tuple[tuple[int, ...], ...] = ((layout.rows, schedule.page_size, layout.width),)
@@ -183,10 +140,6 @@ def _check(
         raise NotImplementedError(f"pages: expected bfloat16 or float32, got {pools[0].dtype}")
     if schedule.page_size not in (sizes := page_sizes(packing)):
         raise NotImplementedError(f"page_size: expected one of {sizes}, got {schedule.page_size}")
-    if page_mass and schedule.prefill is not None:
-        raise NotImplementedError(
-            "page_mass: expected a step of decode rows only, got one with prefill chunks"
-        )
     if schedule.records is not None and (smem_bytes := prefill_smem_bytes(schedule)) > SMEM_BYTES:
         rows = f"rows of {schedule.width} pages"
         raise NotImplementedError(

@@ -43,8 +43,6 @@ class Static:
     window: int | None
     softcap: float | None
     sinks: bool
-    statistics: bool
-    page_mass: bool
     streamed: bool
     wait_by_page: bool
     """One wait for each page rather than one for all: the plain interpreter knows no copies of
@@ -207,14 +205,3 @@ def weights(
         else jnp.sum(p_MS * of_values.offset, axis=1, keepdims=True)
     )
     return (p_MS * of_values.scale).astype(static.dtype), added
-
-
-def in_lanes(*columns_ML: jax.Array) -> jax.Array:
-    """[M, LANES] with the i-th array's values in lane i, the last one's in all lanes from its own
-    on.
-    """
-    *columns, out = (column[:, :LANES] for column in columns_ML)
-    lane = jax.lax.broadcasted_iota(jnp.int32, out.shape, 1)
-    for i, column in enumerate(columns):
-        out = jnp.where(lane == i, column, out)
-    return out

@@ -34,7 +34,6 @@ from kernels_pallas.tpu.block import (
     div,
     dot,
     elements,
-    in_lanes,
     scores,
     start_all,
     wait_all,
@@ -106,19 +105,7 @@ class Block(NamedTuple):
 
     top: jax.Array
     sum: jax.Array
-    entropy: jax.Array | None
     added: jax.Array | None
-
-
-def page_masses(p_MS: jax.Array, top_M1: jax.Array, static: Static) -> jax.Array:
-    """[M, LANES]: the sum of p over page i of the block in lane i, and the max that it is relative
-    to in the last.
-    """
-    slot = jax.lax.broadcasted_iota(jnp.int32, (static.slots, LANES), 0)
-    lane = jax.lax.broadcasted_iota(jnp.int32, (static.slots, LANES), 1)
-    mass = dot(p_MS, (div(slot, static.page_size) == lane).astype(jnp.float32), (1, 0))
-    lane = jax.lax.broadcasted_iota(jnp.int32, mass.shape, 1)
-    return jnp.where(lane == LANES - 1, top_M1 / LOG2E, mass)
 
 
 def _kernel(static: Static, *refs: Any) -> None:
@@ -132,12 +119,12 @@ def _kernel(static: Static, *refs: Any) -> None:
     num_pools = 1 if packing is None else 2
     (q_DJMX, sinks_JMX), rest = rest[:2], rest[2:]
     new, rest = rest[:num_pools], rest[2 * num_pools :]
-    (out_DJMX, statistics_DJML, mass_IJML), rest = rest[:3], rest[3:]
+    out_DJMX, *rest = rest
     pools, rest = rest[:num_pools], rest[num_pools:]
     buffers, rest = rest[: SLOTS * num_pools], rest[SLOTS * num_pools :]
     blocks = [Fetched(*buffers[slot::SLOTS], *[None] * (2 - num_pools)) for slot in range(SLOTS)]
-    max_JMX, sum_JMX, entropy_JMX, acc_JMX, weights_JMS, slot_MS, mass_SJML, *semaphores = rest
-    mass_sent, fetched, written = semaphores[0], semaphores[1::2], semaphores[2::2]
+    max_JMX, sum_JMX, acc_JMX, weights_JMS, slot_MS, *semaphores = rest
+    fetched, written = semaphores[::2], semaphores[1::2]
     tile, per_word = (TILE, 1) if packing is None else (packing.tile, packing.per_word)
 
     def fetch_page(item: jax.Array, i: int, slot: int) -> list[Any]:
@@ -233,9 +220,6 @@ def _kernel(static: Static, *refs: Any) -> None:
             copies.append(pltpu.make_async_copy(source, target, written[1].at[slot]))
         return copies
 
-    def send_mass(item: jax.Array, slot: int) -> Any:
-        return pltpu.make_async_copy(mass_SJML.at[slot], mass_IJML.at[item], mass_sent.at[slot])
-
     def attend(item: jax.Array, slot: int) -> None:
         row, first = work.row(item), work.first(item) > 0
 
@@ -254,14 +238,11 @@ def _kernel(static: Static, *refs: Any) -> None:
             s = jnp.where(seen, scores(q_DJMX[row, j], blocks[slot], at, static), MASKED)
             top = jnp.max(s, axis=1, keepdims=True)
             p = jnp.exp2(s - top)
-            if static.page_mass:
-                mass_SJML[slot, j] = page_masses(p, top, static)
-            entropy = jnp.sum(p * (s - top), axis=1, keepdims=True) if static.statistics else None
             of_values = columns(
                 blocks[slot], at, static, of_values=True, held_1S=place[:1] < work.high(item)
             )
             weights_JMS[j], added = weights(p, of_values, static)
-            return at, Block(top, jnp.sum(p, axis=1, keepdims=True), entropy, added)
+            return at, Block(top, jnp.sum(p, axis=1, keepdims=True), added)
 
         def merge(at: HeadRow, new: Block) -> None:
             j = at.number
@@ -275,11 +256,6 @@ def _kernel(static: Static, *refs: Any) -> None:
             acc = jnp.where(first, 0.0, acc_JMX[j]) * shrink + gained * share
             max_JMX[j], sum_JMX[j], acc_JMX[j] = top, total, acc
             out_DJMX[row, j] = acc / total
-            if new.entropy is not None:
-                old = jnp.where(first, 0.0, entropy_JMX[j])
-                old = shrink * (old + old_sum * (old_max - top))
-                entropy_JMX[j] = old + share * (new.entropy + new.sum * (new.top - top))
-                statistics_DJML[row, j] = in_lanes(top / LOG2E, total, entropy_JMX[j] / LOG2E)
 
         # Softmaxes run beside the matmuls of other rows of heads. Their weights wait in VMEM:
         # registers would spill.
@@ -310,16 +286,10 @@ def _kernel(static: Static, *refs: Any) -> None:
             partial(wait_all, write_tile(before, (slot - 1) % SLOTS))
         )
         fetch(item + SLOTS - 1, (slot - 1) % SLOTS)
-        if static.page_mass:
-            pl.when(item >= SLOTS)(send_mass(item, slot).wait)
         attend(item, slot)
-        if static.page_mass:
-            send_mass(item, slot).start()
 
     slot_MS[...] = jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
     out_DJMX[...] = jnp.zeros_like(out_DJMX)
-    if static.statistics:
-        statistics_DJML[...] = jnp.zeros_like(statistics_DJML)
     if static.streamed:
         for i in range(RECORDS_AHEAD):
             ask(jnp.int32(i)).start()
@@ -336,9 +306,6 @@ def _kernel(static: Static, *refs: Any) -> None:
 
     last = jnp.maximum(rounds * SLOTS - 1, 0)
     pl.when((rounds > 0) & (work.new(last) >= 0))(partial(wait_all, write_tile(last, SLOTS - 1)))
-    if static.page_mass:
-        for slot in range(SLOTS):
-            pl.when(rounds > 0)(send_mass(last, slot).wait)
     if static.streamed:
         for i in range(SLOTS - 1, RECORDS_AHEAD):
             ask(rounds * SLOTS + i).wait()
@@ -354,16 +321,13 @@ def decode(
     *,
     static: Static,
     interpret: Any = False,
-) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None, jax.Array | None]:
-    """-> (out [D, J, M, X] float32, pools, statistics [D, J, M, 3], masses [items, J, M, LANES]).
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """-> (out [D, J, M, X] float32, pools).
 
     pools: the pages of floats, or words and scales (`packing`). new: for the D decode rows what
     goes into them, [D, C, X] in the dtype of the pages; or whole numbers [D, C, X] and words in all
     slots [D, 1, Z], int32. q: in
     `static.dtype`. base [1]: the layer's first row in the pools. A row without items gets zeros.
-    statistics: max, sum and entropy accumulator of the softmax, its sink included. masses: sums of
-    e^(score - max) per page of a block, with the block's own max in the last lane. None unless
-    `static` asks.
     """
     num_rows, joined, per_row, width = q_DJMX.shape
     padded = -(-per_row // SUBLANES) * SUBLANES
@@ -392,10 +356,6 @@ def decode(
         )
     state = (joined, padded, width)
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
-    lanes = (joined, padded, LANES)
-    small = (1, 1, SUBLANES, LANES)
-    statistics = (num_rows, *lanes) if static.statistics else small
-    masses = (items.row.shape[0], *lanes) if static.page_mass else small
     scalars = [items.num, base]
     if schedule.records is None:
         scalars += [
@@ -410,7 +370,7 @@ def decode(
     records = [] if schedule.records is None else [schedule.records]
     ring = [pltpu.SMEM((RECORDS, *x.shape[1:]), jnp.int32) for x in records]
     before = len(scalars) + len(records) + 2 + len(new)
-    out_DJMX, statistics_DJML, mass_IJML, *pools_after = pl.pallas_call(
+    out_DJMX, *pools_after = pl.pallas_call(
         partial(_kernel, static),
         name="paged_decode",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -422,37 +382,29 @@ def decode(
                 *[in_vmem] * len(new),
                 *[in_hbm] * len(pools),
             ],
-            out_specs=[in_vmem, in_vmem, in_hbm, *[in_hbm] * len(pools)],
+            out_specs=[in_vmem, *[in_hbm] * len(pools)],
             scratch_shapes=[
                 *[
                     pltpu.VMEM(shape, x.dtype)
                     for shape, x in zip(blocks, pools, strict=True)
                     for _ in range(SLOTS)
                 ],
-                *[pltpu.VMEM(state, jnp.float32)] * 4,
+                *[pltpu.VMEM(state, jnp.float32)] * 3,
                 pltpu.VMEM((joined, padded, static.slots), static.dtype),
                 pltpu.VMEM((padded, static.slots), jnp.int32),
-                pltpu.VMEM((SLOTS, *lanes) if static.page_mass else small, jnp.float32),
-                *[pltpu.SemaphoreType.DMA((SLOTS,))] * (1 + 2 * len(pools)),
+                *[pltpu.SemaphoreType.DMA((SLOTS,))] * (2 * len(pools)),
                 *ring,
                 *[pltpu.SemaphoreType.DMA((RECORDS,)) for _ in ring],
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q_DJMX.shape, jnp.float32),
-            jax.ShapeDtypeStruct(statistics, jnp.float32),
-            jax.ShapeDtypeStruct(masses, jnp.float32),
             *[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
         ],
-        input_output_aliases={before + i: 3 + i for i in range(len(pools))},
+        input_output_aliases={before + i: 1 + i for i in range(len(pools))},
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         interpret=interpret,
     )(*scalars, *records, q_DJMX, sinks_JMX, *new, *pools)
-    return (
-        out_DJMX[:, :, :per_row],
-        tuple(pools_after),
-        statistics_DJML[:, :, :per_row, :3] if static.statistics else None,
-        mass_IJML[:, :, :per_row] if static.page_mass else None,
-    )
+    return out_DJMX[:, :, :per_row], tuple(pools_after)

@@ -26,7 +26,6 @@ from kernels_pallas.tpu.block import (
     div,
     dot,
     elements,
-    in_lanes,
     scores,
     start_all,
     wait_all,
@@ -73,14 +72,10 @@ def _kernel(static: Static, *refs: Any) -> None:
         rest[3 : 3 + num_pools],
         rest[3 + num_pools :],
     )
-    (out_JRX, statistics_JRL), blocks, rest = (
-        rest[:2],
-        rest[2 : 2 + num_pools],
-        rest[2 + num_pools :],
-    )
-    query, max_JRL, sum_JRL, entropy_JRL, acc_JRX, result, steps = rest[:7]
-    staged, distance_RS = rest[7:11], rest[11]
-    queried, sent, sent_statistics, *fetched = rest[12:]
+    out_JRX, blocks, rest = rest[0], rest[1 : 1 + num_pools], rest[1 + num_pools :]
+    query, max_JRL, sum_JRL, acc_JRX, result, steps = rest[:6]
+    staged, distance_RS = rest[6:10], rest[10]
+    queried, sent, *fetched = rest[11:]
     layout, size, slots = static.layout, static.page_size, static.slots
     num_rows = query.shape[2]
     per_token = num_rows // static.queries
@@ -111,11 +106,6 @@ def _kernel(static: Static, *refs: Any) -> None:
 
     def send(item: jax.Array) -> Any:
         return pltpu.make_async_copy(result, out_JRX.at[:, rows_of(item)], sent)
-
-    def send_statistics(item: jax.Array) -> Any:
-        return pltpu.make_async_copy(
-            entropy_JRL, statistics_JRL.at[:, rows_of(item)], sent_statistics
-        )
 
     def fetch_page(item: jax.Array, number: jax.Array, i: int, slot: jax.Array) -> list[Any]:
         page = base[0] + page_of(item, div(low_I[item], size) + number * static.block + i)
@@ -196,17 +186,11 @@ def _kernel(static: Static, *refs: Any) -> None:
                 shrink = jnp.exp2(old_max - top)
                 max_JRL[j, rows] = top
                 acc_JRX[j, rows] = acc_JRX[j, rows] * across(shrink, layout.width)
-                if static.statistics:
-                    entropy_JRL[j, rows] = shrink * (
-                        entropy_JRL[j, rows] + sum_JRL[j, rows] * (old_max - top)
-                    )
                 sum_JRL[j, rows] = sum_JRL[j, rows] * shrink
             for start in range(0, num_rows, chunk):
                 rows = pl.ds(start, chunk)
                 s = scores_RS[rows] - across(max_JRL[j, rows], slots)
                 p = jnp.exp2(s)
-                if static.statistics:
-                    entropy_JRL[j, rows] += across_sum(p * s)
                 sum_JRL[j, rows] += across_sum(p)
                 weights_RS[rows], added = weights(
                     p, rows_of_columns(of_values, start, chunk), static
@@ -268,9 +252,6 @@ def _kernel(static: Static, *refs: Any) -> None:
         max_JRL[...] = sinks_JRL[...] if static.sinks else jnp.full_like(max_JRL, MASKED)
         sum_JRL[...] = jnp.full_like(sum_JRL, 1.0 / LANES if static.sinks else 0.0)
         acc_JRX[...] = jnp.zeros_like(acc_JRX)
-        if static.statistics:
-            pl.when(item > 0)(lambda: send_statistics(item - 1).wait())
-            entropy_JRL[...] = jnp.zeros_like(entropy_JRL)
         num_blocks = div(high_I[item] - low_I[item] + slots - 1, slots)
         pl.loop(0, num_blocks)(lambda number: run_block(item, number, num_blocks))
         # Blocks run past their chunk into the next one, whose own result has to come later.
@@ -278,21 +259,11 @@ def _kernel(static: Static, *refs: Any) -> None:
         for j in range(layout.joined):
             total = jnp.sum(sum_JRL[j], axis=1, keepdims=True)
             result[j] = (acc_JRX[j] / total).astype(result.dtype)
-            if static.statistics:
-                entropy = jnp.sum(entropy_JRL[j], axis=1, keepdims=True) / LOG2E
-                entropy_JRL[j] = in_lanes(
-                    max_JRL[j] / LOG2E,
-                    *(jnp.broadcast_to(x, (num_rows, LANES)) for x in (total, entropy)),
-                )
         send(item).start()
-        if static.statistics:
-            send_statistics(item).start()
 
     @pl.when(num[0] > 0)
     def _() -> None:
         send(num[0] - 1).wait()
-        if static.statistics:
-            send_statistics(num[0] - 1).wait()
 
 
 def prefill_smem_bytes(schedule: Schedule) -> int:
@@ -310,13 +281,11 @@ def prefill(
     static: Static,
     out_dtype: Any = jnp.float32,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """-> (out [T, J, M, X], statistics [T, J, M, 3]) of the tokens in chunks; anything for the
-    others.
+) -> jax.Array:
+    """Returns [T, J, M, X] of the tokens in chunks; anything for the others.
 
     pools: as of `decode`, with the step's keys and values already. q: in `static.dtype`. base [1]:
-    the layer's first
-    row in the pools. statistics: see `decode`; None unless `static` asks for them.
+    the layer's first row in the pools.
     """
     items = schedule.prefill
     if items is None:
@@ -334,49 +303,40 @@ def prefill(
         sinks_JRL = jnp.broadcast_to(
             jnp.tile(sinks_JM * LOG2E, (1, static.queries))[:, :, None], lanes
         )
-    statistics = (joined, q_JRX.shape[1], LANES) if static.statistics else small
     work = (items.num, items.table, items.query, items.slot, items.low, items.high, items.position)
     scalars, tables = [*work, base], [schedule.table, schedule.first]
     if not static.streamed:
         scalars, tables = [*scalars, *tables], []
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
     dma = pltpu.SemaphoreType.DMA
-    out_JRX, statistics_JRL = pl.pallas_call(
+    (out_JRX,) = pl.pallas_call(
         partial(_kernel, static),
         name="paged_prefill",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             in_specs=[*[in_hbm] * len(tables), in_hbm, in_vmem, in_vmem, *[in_hbm] * len(pools)],
-            out_specs=[in_hbm, in_hbm],
+            out_specs=[in_hbm],
             scratch_shapes=[
                 *[pltpu.VMEM((2, static.block, *pool.shape[1:]), pool.dtype) for pool in pools],
                 pltpu.VMEM((2, joined, num_rows, width), static.dtype),
                 *[pltpu.VMEM(lanes, jnp.float32)] * 2,
-                pltpu.VMEM(lanes if static.statistics else small, jnp.float32),
                 pltpu.VMEM((joined, num_rows, width), jnp.float32),
                 pltpu.VMEM((joined, num_rows, width), out_dtype),
                 pltpu.SMEM((1,), jnp.int32),
                 *[pltpu.VMEM((num_rows, static.slots), jnp.float32)] * 2,
                 *[pltpu.VMEM((num_rows, static.slots), static.dtype)] * 2,
                 pltpu.VMEM((num_rows, static.slots), jnp.int32),
-                *[dma((2,)), dma, dma, *[dma((2,))] * len(pools)],
+                *[dma((2,)), dma, *[dma((2,))] * len(pools)],
                 *[pltpu.SMEM((2, *x.shape[1:]), jnp.int32) for x in tables],
                 *[dma((2,)) for _ in tables[:1]],
             ],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct(q_JRX.shape, out_dtype),
-            jax.ShapeDtypeStruct(statistics, jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct(q_JRX.shape, out_dtype)],
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         interpret=interpret,
     )(*scalars, *tables, q_JRX, jnp.broadcast_to(offset_R1, (num_rows, LANES)), sinks_JRL, *pools)
 
-    def unpacked(x_JRX: jax.Array) -> jax.Array:
-        return x_JRX.reshape(joined, -1, per_row, x_JRX.shape[-1]).transpose(1, 0, 2, 3)[
-            items.where
-        ]
-
-    return unpacked(out_JRX), unpacked(statistics_JRL)[..., :3] if static.statistics else None
+    out_RJMX = out_JRX.reshape(joined, -1, per_row, width).transpose(1, 0, 2, 3)
+    return out_RJMX[items.where]

@@ -25,7 +25,6 @@ from ragged import (
     Case,
     Shape,
     assert_close,
-    assert_statistics_close,
     expected,
     int8_of,
     int8_stands_for,
@@ -41,42 +40,27 @@ needs_interpreter = pytest.mark.skipif(
 DECODE = [
     Shape(),
     Shape(num_heads=6, page_size=32, window=20),
-    Shape(num_heads=3, kv_heads=1, sinks=True, softcap=2.0, statistics=True, page_size=128),
+    Shape(num_heads=3, kv_heads=1, sinks=True, softcap=2.0, page_size=128),
     Shape(num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True, page_size=64),
-    Shape(num_heads=18, kv_heads=2, head_dim=64, statistics=True, window=150, page_size=64),
+    Shape(num_heads=18, kv_heads=2, head_dim=64, window=150, page_size=64),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, window=1),
 ]
-MASSES = [
-    Shape(sinks=True),
-    Shape(num_heads=3, kv_heads=1, page_size=64, window=100),
-    pytest.param(
-        Shape(num_heads=10, kv_heads=1, head_dim=64, page_size=128, softcap=3.0),
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        Shape(num_heads=2, kv_heads=2, page_size=32, window=40, sinks=True), marks=pytest.mark.slow
-    ),
-]
-
-
 MIXED = [
     Shape(),
     Shape(num_heads=6, page_size=32, window=20),
-    Shape(num_heads=3, kv_heads=1, sinks=True, softcap=2.0, statistics=True, page_size=128),
-    Shape(
-        num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True, statistics=True, page_size=64
-    ),
+    Shape(num_heads=3, kv_heads=1, sinks=True, softcap=2.0, page_size=128),
+    Shape(num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True, page_size=64),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, window=70),
 ]
 INT8 = [
-    Shape(page_size=64, window=100, sinks=True, statistics=True),
+    Shape(page_size=64, window=100, sinks=True),
     Shape(num_heads=3, kv_heads=1, head_dim=64, page_size=128, softcap=2.0),
     pytest.param(
         Shape(num_heads=2, kv_heads=1, head_dim=256, page_size=64), marks=pytest.mark.slow
     ),
 ]
 INT8_DECODE = [
-    Shape(num_heads=6, page_size=64, page_mass=True, sinks=True),
+    Shape(num_heads=6, page_size=64, sinks=True),
     Shape(num_heads=3, kv_heads=1, head_dim=64, page_size=128, window=150),
     pytest.param(
         Shape(num_heads=2, kv_heads=1, head_dim=256, page_size=64, softcap=3.0),
@@ -94,7 +78,7 @@ def pages_of(case: Case) -> jax.Array | gpu.Int8Pages:
     )
 
 
-def run(case: Case, *, num_processors: int = 2) -> tuple:
+def run(case: Case, *, num_processors: int = 2) -> jax.Array:
     shape, arrays = case.shape, case.arrays
 
     @jax.jit
@@ -120,8 +104,6 @@ def run(case: Case, *, num_processors: int = 2) -> tuple:
             scale=shape.head_dim**-0.5,
             softcap=shape.softcap,
             sinks_N=sinks_of(shape),
-            statistics=shape.statistics,
-            page_mass=shape.page_mass,
             interpret=InterpretGPUParams(detect_races=True),
         )
 
@@ -132,42 +114,18 @@ def run(case: Case, *, num_processors: int = 2) -> tuple:
 def check(seed: int, shape: Shape, **options: int) -> None:
     case = random_case(seed, shape)
     real_T = case.row_T < NUM_ROWS
-    out, statistics = run(case, **options)
+    out = run(case, **options)
     case = int8_stands_for(case) if shape.num_bits else case
-    want, want_statistics, _ = expected(case)
+    want, _ = expected(case)
     out = np.asarray(out, np.float64)
     assert_close(out[real_T], want[real_T], shape.dtype)
     assert not out[: case.num_decode][~real_T[: case.num_decode]].any()
-    if shape.statistics or shape.page_mass:
-        assert_statistics_close(statistics[:3], want_statistics[:3], real_T, shape.dtype)
-    if shape.page_mass:
-        mass_TNW = np.asarray(statistics.mass_BNW)
-        np.testing.assert_allclose(
-            mass_TNW[real_T], want_statistics.mass_TNW[real_T], rtol=1e-4, atol=1e-5
-        )
-        assert not mass_TNW[~real_T].any()
 
 
 @needs_interpreter
 @pytest.mark.parametrize("shape", DECODE, ids=str)
 def test_decode_batches_equal_float64_with_copies_and_races_modelled(shape):
     check(DECODE.index(shape), replace(shape, decode_only=True))
-
-
-@needs_interpreter
-@pytest.mark.parametrize("shape", MASSES, ids=str)
-def test_masses_per_page_equal_float64_with_copies_and_races_modelled(shape):
-    check(11, replace(shape, decode_only=True, page_mass=True))
-
-
-def test_masses_that_the_kernels_do_not_sum_are_refused_by_name():
-    many = Shape(page_mass=True, decode_only=True, num_heads=33, kv_heads=1)
-    for shape, reason in (
-        (Shape(page_mass=True), "page_mass: expected a step of decode rows only"),
-        (many, "page_mass: expected at most 32 query heads of a KV head, got 33"),
-    ):
-        with pytest.raises(NotImplementedError, match=reason):
-            run(random_case(0, shape))
 
 
 @needs_interpreter

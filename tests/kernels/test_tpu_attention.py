@@ -19,7 +19,6 @@ from ragged import (
     Case,
     Shape,
     assert_close,
-    assert_statistics_close,
     expected,
     random_case,
     sinks_of,
@@ -44,25 +43,21 @@ def tiles_of(shape: Shape) -> tpu.Tiles:
 MIXED = [
     Shape(),
     Shape(num_heads=6, page_size=32, window=20, block=1),
-    Shape(num_heads=3, kv_heads=1, sinks=True, softcap=2.0, statistics=True, dtype="float32"),
+    Shape(num_heads=3, kv_heads=1, sinks=True, softcap=2.0, dtype="float32"),
     Shape(num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True),
-    Shape(
-        num_heads=4, kv_heads=1, head_dim=64, statistics=True, window=33, block=3, dtype="float32"
-    ),
+    Shape(num_heads=4, kv_heads=1, head_dim=64, window=33, block=3, dtype="float32"),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, dtype="float32", window=1),
-    Shape(tables_in_hbm=True, statistics=True),
+    Shape(tables_in_hbm=True),
     Shape(tables_in_hbm=True, window=40, block=1),
 ]
 QUANTISED = [
     Shape(num_bits=8, page_size=32),
-    Shape(num_bits=4, page_size=64, statistics=True, num_heads=6),
+    Shape(num_bits=4, page_size=64, num_heads=6),
     Shape(num_bits=8, page_size=64, num_heads=8, kv_heads=4, head_dim=64, sinks=True, window=40),
     Shape(num_bits=4, page_size=64, num_heads=3, kv_heads=1, head_dim=64, softcap=2.0, block=1),
-    Shape(num_bits=8, page_size=128, kv_heads=1, head_dim=256, statistics=True, tables_in_hbm=True),
+    Shape(num_bits=8, page_size=128, kv_heads=1, head_dim=256, tables_in_hbm=True),
     Shape(num_bits=4, page_size=128, num_heads=4, kv_heads=2, head_dim=64, block=3),
-    Shape(
-        num_bits=8, page_size=64, decode_only=True, page_mass=True, num_heads=4, kv_heads=4, heads=2
-    ),
+    Shape(num_bits=8, page_size=64, decode_only=True, num_heads=4, kv_heads=4, heads=2),
     Shape(
         num_bits=4,
         page_size=64,
@@ -75,14 +70,14 @@ QUANTISED = [
     ),
 ]
 DECODE = [
-    Shape(page_mass=True, sinks=True),
-    Shape(page_mass=True, window=30, num_heads=8, kv_heads=1, dtype="float32", block=3),
-    Shape(page_size=64, kv_heads=4, statistics=True, softcap=3.0, block=1),
+    Shape(sinks=True),
+    Shape(window=30, num_heads=8, kv_heads=1, dtype="float32", block=3),
+    Shape(page_size=64, kv_heads=4, softcap=3.0, block=1),
     Shape(page_size=128, head_dim=64, window=150),
     Shape(page_size=32, head_dim=64, kv_heads=1, dtype="float32", sinks=True),
-    Shape(tables_in_hbm=True, page_mass=True, block=1),
+    Shape(tables_in_hbm=True, block=1),
     Shape(tables_in_hbm=True, window=30, block=3),
-    Shape(num_heads=4, kv_heads=4, heads=2, statistics=True),
+    Shape(num_heads=4, kv_heads=4, heads=2),
 ]
 
 
@@ -116,8 +111,6 @@ def run(case: Case, interpret: object) -> tuple:
             scale=shape.head_dim**-0.5,
             softcap=shape.softcap,
             sinks_N=sinks_of(shape),
-            statistics=shape.statistics,
-            page_mass=shape.page_mass,
             interpret=interpret,
         )
 
@@ -181,8 +174,8 @@ def assert_packed_right(case: Case, found: tuple) -> None:
     stands_for = replace(
         case, arrays=arrays, pages=dequantise(quantise(case.pages, num_bits), num_bits)
     )
-    want, statistics, want_pages = expected(stands_for)
-    out, packed, found_statistics = found
+    want, want_pages = expected(stands_for)
+    out, packed = found
     assert_close(np.asarray(out, np.float64)[real_T], want[real_T], "bfloat16")
 
     after, before = numbers_of(case, packed), numbers_of(case, packed_pages(case))
@@ -198,21 +191,12 @@ def assert_packed_right(case: Case, found: tuple) -> None:
             np.testing.assert_array_equal(
                 np.asarray(new).swapaxes(1, 2)[kept], np.asarray(old).swapaxes(1, 2)[kept]
             )
-    if shape.statistics or shape.page_mass:
-        assert_statistics_close(found_statistics[:3], statistics[:3], real_T, "bfloat16")
-    if shape.page_mass:
-        mass_TNW = np.asarray(found_statistics.mass_BNW)
-        np.testing.assert_allclose(
-            mass_TNW[real_T], statistics.mass_TNW[real_T], rtol=2e-2, atol=2e-3
-        )
 
 
 def assert_right(case: Case, found: tuple) -> None:
     shape, real_T = case.shape, case.row_T < NUM_ROWS
-    want, statistics, want_pages = expected(case)
-    out, pages, found_statistics = (
-        jax.tree.map(lambda x: np.asarray(x, np.float64), found[0:2]) + found[2:]
-    )
+    want, want_pages = expected(case)
+    out, pages = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
     assert_close(out[real_T], want[real_T], shape.dtype)
     resting = np.flatnonzero(~real_T[: case.num_decode])
     assert not out[resting].any()
@@ -231,15 +215,6 @@ def assert_right(case: Case, found: tuple) -> None:
     dest = case.dest_T[real_T]
     tiles[dest // shape.page_size, dest % shape.page_size // TILE] = True
     assert not (changed & ~np.repeat(tiles, TILE, axis=1)).any()
-
-    if shape.statistics or shape.page_mass:
-        assert_statistics_close(found_statistics[:3], statistics[:3], real_T, shape.dtype)
-    if shape.page_mass:
-        mass_TNW = np.asarray(found_statistics.mass_BNW)
-        np.testing.assert_allclose(
-            mass_TNW[real_T], statistics.mass_TNW[real_T], rtol=1e-4, atol=1e-5
-        )
-        assert not mass_TNW[~real_T].any()
 
 
 def check_modelling_dmas(seed: int, shape: Shape, capfd: pytest.CaptureFixture) -> None:
@@ -275,8 +250,6 @@ def random_shape(rng: np.random.Generator, **given: object) -> Shape:
         window=rng.choice([None, 1, 17, 64, 200]),
         softcap=rng.choice([None, 2.0, 30.0]),
         sinks=bool(rng.random() < 0.5),
-        statistics=bool(rng.random() < 0.5),
-        page_mass=decode_only and bool(rng.random() < 0.5),
         block=int(rng.integers(1, 5)),
         decode_only=decode_only,
         tables_in_hbm=bool(rng.random() < 0.5),
@@ -313,7 +286,7 @@ def test_the_plain_interpreter_gives_the_same():
 def test_a_step_of_resting_rows_writes_nothing_and_gives_zeros(tables_in_hbm):
     case = random_case(0, Shape(decode_only=True, tables_in_hbm=tables_in_hbm))
     case.arrays["count_B"][:] = 0
-    out, pages, _ = run(case, pltpu.InterpretParams(detect_races=True))
+    out, pages = run(case, pltpu.InterpretParams(detect_races=True))
     assert not np.asarray(out).any()
     np.testing.assert_array_equal(np.asarray(pages, np.float32), case.pages.astype(np.float32))
 
@@ -338,7 +311,6 @@ def test_what_the_kernels_do_not_take_is_refused_by_name():
         tpu.layout_of(kv_heads=2, head_dim=80)
     for change, reason in [
         ({"page_size": 8}, "page_size: expected one of"),
-        ({"page_mass": True}, "page_mass: expected a step of decode rows only"),
         ({"dtype": "float16"}, "pages: expected bfloat16 or float32, got float16"),
     ]:
         with pytest.raises(NotImplementedError, match=reason):

@@ -120,7 +120,7 @@ class MosaicGpu:
         dest_T, schedule = prepared
         put = write if group.scales is None else _write_int8
         group = put(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
-        out_TNH, _ = ragged_paged_attention(
+        out_TNH = ragged_paged_attention(
             q_TNH,
             group.pages if group.scales is None else Int8Pages(group.pages, group.scales),
             schedule,

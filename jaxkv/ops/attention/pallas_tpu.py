@@ -121,7 +121,7 @@ class PallasTpu:
     ) -> tuple[jax.Array, GroupKV]:
         codec = group.codec
         quantised = None if group.scales is None else partial(_quantise, codec)
-        out_TNH, pages, _ = ragged_paged_attention(
+        out_TNH, pages = ragged_paged_attention(
             codec.rotate(q_TNH),
             k_TKH if quantised is None else quantised(k_TKH),
             v_TKH if quantised is None else quantised(v_TKH),
