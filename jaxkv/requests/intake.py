@@ -29,8 +29,10 @@ Prompt = str | Mapping[str, Any]
 text: only prompts with the same one share cached prefixes.
 """
 
-OF_TEMPLATES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
-OF_TEMPLATES += (RecursionError, MemoryError)
+OF_TEMPLATES = (
+    *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError),
+    *(RecursionError, MemoryError),
+)
 """What a chat template, which is a program, may raise beside jinja2's own errors."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}

@@ -288,4 +288,4 @@ def decode(
         scratch_types=[scratch],
         interpret=problem.interpret,
     )(items, base, q_DKMH, pools)
-    return found  # type: ignore[no-any-return]
+    return found

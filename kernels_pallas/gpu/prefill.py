@@ -316,4 +316,4 @@ def prefill(
         scratch_types=[scratch],
         interpret=problem.interpret,
     )(work, base, q_IKRH, pools)
-    return found  # type: ignore[no-any-return]
+    return found
