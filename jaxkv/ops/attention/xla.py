@@ -301,7 +301,10 @@ def _shift(group: GroupKV) -> jax.Array:
     pages behind the window have gone, blocks must not begin elsewhere, or a query would add up in
     another order.
     """
-    return jnp.asarray(group.first_BW)[:, 0] % max(BLOCK, group.page_size)
+    first_B = jnp.asarray(group.first_BW)[:, 0]
+    if group.statistics is not None:
+        return jnp.zeros_like(first_B)  # of a policy, which keeps the first page
+    return first_B % max(BLOCK, group.page_size)
 
 
 def _attend(
