@@ -32,7 +32,7 @@ from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.compile_cache import use_compile_cache
 from jaxkv.build.model import find_model
 from jaxkv.build.options import EngineOptions
-from jaxkv.config import EngineConfig, SamplingParams, is_int
+from jaxkv.config import MAX_INT32, EngineConfig, SamplingParams, is_int
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.holding.handles import cut, free_pages, reserve
 from jaxkv.kv.state import PagedKV
@@ -137,6 +137,15 @@ def empty(
     """Returns a state of empty rows. A longer prompt than `max_num_batched_tokens` goes through the
     model in several steps.
     """
+    given = {
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "num_rows": num_rows,
+        "max_num_batched_tokens": max_num_batched_tokens,
+    }
+    for name, value in given.items():
+        if not is_int(value) or not 1 <= value <= MAX_INT32:
+            raise ValueError(f"{name}: expected a number from 1 on, got {value!r}")
     before = model.blueprint
     options = replace(
         before.options,
@@ -258,7 +267,8 @@ def _with_room(model: Model, kv: State, counts: Mapping[int, int]) -> State:
     Raises: RuntimeError for a consumed state, ValueError, CapacityError.
     """
     limits = kv.limits
-    if any(pool.is_deleted() for pool in kv.paged.pools):
+    pools = kv.paged.pools  # numpy's of a state that was on the host
+    if any(isinstance(pool, jax.Array) and pool.is_deleted() for pool in pools):
         raise RuntimeError(
             "this state has been consumed by prefill or decode: go on with the one that they "
             "returned, or keep a copy first"

@@ -200,6 +200,12 @@ def test_what_is_refused_leaves_the_state_as_it_was(model, kv):
         ),
         (ValueError, "length: expected 0 to 21", lambda: jk.rewind(kv, 0, 22)),
         (ValueError, "row: expected 0 to 3", lambda: jk.fork(kv, 0, to=-1)),
+        (ValueError, "a list that begins with row 0, got 5", lambda: jk.prefill(model, kv, 5)),
+        (ValueError, "a list that", lambda: jk.decode(model, kv, jnp.array(5))),
+        (ValueError, "sampling: expected", lambda: jk.decode(model, kv, [5], sampling=None)),
+        (ValueError, "num_pages: expected", lambda: jk.empty(model, num_pages=0)),
+        (ValueError, "num_rows: expected", lambda: jk.empty(model, num_pages=9, num_rows=None)),
+        (ValueError, "page_size: exp", lambda: jk.empty(model, num_pages=9, page_size=None)),
     ]
     for kind, message, call in refusals:
         with pytest.raises(kind, match=message):
@@ -208,6 +214,13 @@ def test_what_is_refused_leaves_the_state_as_it_was(model, kv):
     kv, tokens = jk.decode(model, kv, {2: int(logits[1].argmax())}, n=3)
     alone, logits = jk.prefill(model, new(model), {2: PROMPTS[2]})
     assert tokens.tolist() == jk.decode(model, alone, {2: int(logits[0].argmax())}, n=3)[1].tolist()
+
+
+def test_a_state_that_was_on_the_host_goes_on(model, kv):
+    kv, _ = jk.prefill(model, kv, PROMPTS)
+    saved = jax.device_get(kv)
+    tokens = jk.decode(model, kv, [5] * len(PROMPTS), n=3)[1]
+    assert jk.decode(model, saved, [5] * len(PROMPTS), n=3)[1].tolist() == tokens.tolist()
 
 
 def test_few_programs_are_compiled(model, kv):

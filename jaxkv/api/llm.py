@@ -214,7 +214,7 @@ class LLM:
         at.
 
         Ids are 0 to num_kv_tokens / block_size - 1; a request's i-th page is for its tokens from i
-        * block_size on, but for what a kv_policy has let go.
+        * block_size on, but for what a kv_policy or a sliding window has let go.
         Pages taken for its next tokens are listed too; what waits or needs no more steps holds none
         and is not listed.
         """

@@ -114,7 +114,7 @@ class RowTables:
         hold.bound_len = hold.room_len
 
     def _set_kept(self, row: int, hold: Hold) -> None:
-        """Sets what a policy has left of the sequence, or nothing of the one that had the row
+        """Sets what a policy or a window has left of the sequence, in place of what the row had
         before.
         """
         kept, part = hold.kept, hold.parts[0]

@@ -101,10 +101,11 @@ class PageAllocator:
         """
         parent, found = handle.pages[-1] if handle.pages else None, []
         for key in keys:
-            parent = self._index.find(key, parent)
-            if parent is None:
+            page = self._index.find(key, parent if self.linked else None)
+            if page is None:
                 break
-            found.append(parent)
+            found.append(page)
+            parent = page
         for page in found:
             self._share(page)
         return KVHandle((*handle.pages, *found), handle.length + len(found) * self.page_size), len(
@@ -113,19 +114,19 @@ class PageAllocator:
 
     def find_last(self, keys: Sequence[PageKey], needed: Sequence[int]) -> tuple[int, list[int]]:
         """Returns the largest n for which the last `needed[n - 1]` of the first n keys are listed,
-        and those pages, shared; (0, []) if there is none. For what is not `linked`.
+        and those pages, shared; (0, []) if there is none. For what is not `linked`; `needed` grows
+        by at most one from key to key.
         """
-        pages = [self._index.find(key, None) for key in keys]
-        best = run = 0
-        for n, page in enumerate(pages, start=1):
-            run = 0 if page is None else run + 1
-            if run >= needed[n - 1]:
-                best = n
-        start = best - needed[best - 1] if best else 0
-        found = [page for page in pages[start:best] if page is not None]
+        n, found = len(keys), list[int]()
+        while n and len(found) < needed[n - 1]:
+            page = self._index.find(keys[n - 1 - len(found)], None)
+            if page is not None:
+                found.append(page)
+            else:  # whatever ends behind it needs it too
+                n, found = n - 1 - len(found), []
         for page in found:
             self._share(page)
-        return best, found
+        return n, found[::-1]
 
     def publish(
         self, handle: KVHandle, first: int, keys: Iterable[PageKey]

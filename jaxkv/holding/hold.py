@@ -92,12 +92,18 @@ class Part:
     num_gone: int = 0
 
     def num_unseen(self, num_stored: int) -> int:
-        """Returns the first pages of a sequence, gone ones included, that no query sees which comes
+        """Counts the first pages of a sequence, gone ones included, that no query sees which comes
         after so many tokens.
         """
         if not self.window:
             return 0
         return max(0, num_stored - self.window + 1) // self.allocator.page_size
+
+    @property
+    def least_len(self) -> int:
+        """Returns the tokens that a sequence cannot do without: what later ones see is here."""
+        behind = self.window - 1 if self.window and self.num_gone else 0
+        return self.num_gone + max(behind, len(self.first) * self.allocator.page_size)
 
     def firsts(self, num_pages: int) -> np.ndarray:
         """Returns the positions of slot 0 of so many pages, those to come included."""
@@ -124,7 +130,7 @@ class Kept:
 
     @classmethod
     def nothing(cls, allocators: Allocators) -> Kept:
-        """Returns that of a sequence that a policy has never been asked about."""
+        """Returns what is kept of a sequence before its policy is first asked: nothing."""
         config = allocators.config
         return cls(allocators.low, np.zeros(config.table_width), np.zeros(config.low_row_pages))
 
@@ -287,7 +293,7 @@ class Hold:
         The keys of later pages are dropped, since other tokens may follow now. A page that is now
         partly filled may be shared: `own_tail` before writing to it.
         """
-        least = max(part.num_gone + len(part.first) * self.page_size for part in self.parts)
+        least = max(part.least_len for part in self.parts)
         if not least <= length <= self.num_stored:
             raise ValueError(f"expected a length of {least} to {self.num_stored}, got {length}")
         for group, part in enumerate(self.parts):
@@ -339,8 +345,11 @@ class Hold:
         """Takes listed pages that continue what it holds with these tokens; returns how many
         tokens they have.
 
-        The last token is always computed: what comes after it is not in the cache.
+        The last token is always computed: what comes after it is not in the cache. Nor is anything
+        taken where pages are reserved already.
         """
+        if self.room_len != self.num_stored:
+            return 0
         if (first := self.next_page(len(tokens))) is None:
             return 0
         size = self.page_size
@@ -363,7 +372,7 @@ class Hold:
         takes those; returns how many pages further that is.
         """
         size = self.page_size
-        keys = [self.key(index, tokens) for index in range(first, end)]
+        keys = list(self.chain.pages(first, end, tokens, size))
         needed = [
             index + 1 - max(first, part.num_unseen((index + 1) * size))
             for index in range(first, end)
@@ -383,7 +392,7 @@ class Hold:
 
     @property
     def _most_cached(self) -> int:
-        """Returns the first tokens, which may come out of the prefix cache."""
+        """Counts the first tokens, which may come out of the prefix cache."""
         return NEVER if self.retention is None else self.retention.cached_len
 
     def next_page(self, num_tokens: int) -> int | None:

@@ -106,8 +106,8 @@ class PrefixIndex:
         return True
 
     def remove(self, pages: Iterable[int]) -> list[int]:
-        """Returns the pages that follow one of them and are not listed any more either: where
-        somebody holds a page without those before it.
+        """Takes pages out of the index. Returns those that leave with them, because they follow one
+        of them: where somebody holds a page without those before it.
         """
         lost: list[int] = []
         for page in pages:

@@ -50,7 +50,7 @@ class Retention:
 
     @property
     def recent(self) -> int:
-        """Returns the last pages, which stay."""
+        """Counts the last pages, which stay."""
         return max(1, self.full_pages // 4)
 
     @property
@@ -62,15 +62,15 @@ class Retention:
 
     @property
     def cached_len(self) -> int:
-        """Returns the first tokens, which may come out of the prefix cache: nothing that the policy
+        """Counts the first tokens, which may come out of the prefix cache: nothing that the policy
         decides by is missed, and something is left to compute before it is asked.
         """
         observes = self.policy.observes
         return 0 if observes is None else max(0, self.limit - max(observes, self.page_size))
 
     def is_protected(self, first_W: np.ndarray) -> np.ndarray:
-        """Tells which of the full pages with these first positions, in order, and more in full
-        precision than are demoted.
+        """Tells which full pages no policy touches, of those with these first positions, in order:
+        the first, the last `recent` and those with a protected token. [W] bool.
         """
         protected_W = np.zeros(len(first_W), bool)
         for begin, end in self.protected:

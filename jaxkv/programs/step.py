@@ -129,7 +129,7 @@ class Newest:
         return jnp.where(token_B == NO_TOKEN, newest_B, token_B)
 
     def after(self, token_B: jax.Array, ended_B: jax.Array) -> Newest:
-        """Returns it with what the rows sampled now."""
+        """Returns what every row sampled last once these have sampled."""
         token_R = self.token_R.at[self.row_B].set(
             jnp.where(ended_B, NO_TOKEN, token_B), mode="drop"
         )

@@ -123,7 +123,7 @@ class BeamSearch:
 
 
 def num_candidates(width: int, num_eos: int) -> int:
-    """Returns of how many continuations at least `width` do not end: no beam has more than
-    `num_eos` that do.
+    """Returns how many continuations are looked at so that `width` of them do not end: no beam has
+    more than `num_eos` that do.
     """
     return max(2, 1 + num_eos) * width

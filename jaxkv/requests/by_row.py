@@ -33,7 +33,13 @@ def by_row(given: Any, num_rows: int) -> Mapping[int, Any]:
     Raises: CapacityError for a list that is too long, ValueError for a row that there is not.
     """
     if not isinstance(given, Mapping):
-        given = dict(enumerate(np.asarray(given) if isinstance(given, jax.Array) else given))
+        given = np.asarray(given) if isinstance(given, jax.Array) else given
+        is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+        if not is_list and not (isinstance(given, np.ndarray) and given.ndim):
+            raise ValueError(
+                f"expected {{row: ...}} or a list that begins with row 0, got {given!r:.80}"
+            )
+        given = dict(enumerate(given))
         if len(given) > num_rows:
             raise CapacityError(f"{len(given)} rows needed, {num_rows} there: make a larger state")
     if not given:
@@ -84,7 +90,9 @@ def sampling_of(
     Rows without a seed draw apart from each other.
     Raises: ValueError for a field that is not in TAKEN. `max_tokens` says nothing here.
     """
-    each = [asked] * len(rows) if isinstance(asked, SamplingParams) else list(asked)
+    each = [asked] * len(rows) if isinstance(asked, SamplingParams) else asked
+    if not isinstance(each, Sequence):
+        raise ValueError(f"sampling: expected SamplingParams or a list, got {asked!r:.80}")
     if len(each) != len(rows):
         raise ValueError(f"sampling: expected one or {len(rows)}, one per row, got {len(each)}")
     # Without penalties there is no history.

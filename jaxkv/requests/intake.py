@@ -309,6 +309,8 @@ class Intake:
         if params.kv_budget is not None or not pages:
             pages = full_pages(policy, params.kv_budget, page_size=config.block_size)
             pages = min(pages, -(-config.max_model_len // config.block_size))
+            if config.window:  # no query sees more than a table's width
+                pages = min(pages, config.table_width)
         most = min(config.table_width, config.num_pages)
         if pages > most:
             held = f"{most} pages of {config.block_size} tokens in full precision"

@@ -220,3 +220,60 @@ def test_two_groups_have_pages_of_their_own():
     twin = other.fork()
     assert len(other.own_tail()) == 2
     pages.check([other, twin])
+
+
+def test_pages_behind_a_window_are_no_way_back():
+    """But to where the window's pages are still held, all of them."""
+    pages = allocators(window=2 * SIZE, num_pages=16)
+    hold = begun(pages, 10 * SIZE)
+    assert hold.drop_unseen()
+    held = range(hold.parts[0].num_gone, 10 * SIZE)
+    least = held[0] + 2 * SIZE - 1  # the first position whose window begins with what is held
+    with pytest.raises(ValueError, match=f"expected a length of {least} to {10 * SIZE}"):
+        hold.rewind(least - 1)
+    hold.rewind(least)
+    pages.check([hold])
+
+
+def test_nothing_is_taken_from_the_cache_behind_pages_that_are_reserved():
+    for window in (0, 2 * SIZE):
+        pages = allocators(window=window, num_pages=16)
+        begun(pages, 5 * SIZE).publish(TOKENS, 5 * SIZE)
+        late = begun(pages, room=SIZE)
+        assert late.take_cached(TOKENS) == 0
+        late.check()
+
+
+@pytest.mark.parametrize("window", [1, SIZE, 2 * SIZE + 3])
+def test_the_longest_run_of_listed_pages_that_covers_the_window_is_found(window):
+    """Whatever of a sequence's pages is listed still; compared with trying every length."""
+    pages = allocators(window=window, num_pages=16)
+    chain, rng = PageChain(b"root"), np.random.default_rng(window)
+    (allocator,) = pages.groups
+    for _ in range(40):
+        pages.forget()
+        listed = np.flatnonzero(rng.random(8) < 0.7).tolist()
+        for index in listed:
+            key = chain.page(index, TOKENS, SIZE)
+            handle = KVHandle(tuple(allocator.take(1)), SIZE)
+            allocator.publish(handle, 0, [key])
+            allocator.release(handle)
+        best = 0
+        for n in range(1, 9):
+            first_seen = max(0, n * SIZE - window + 1) // SIZE
+            best = n if set(range(first_seen, n)) <= set(listed) else best
+        hold = Hold(PageChain(b"root"), 100)
+        hold.begin(pages)
+        assert hold.take_cached(TOKENS[: 8 * SIZE + 1]) == best * SIZE
+        pages.check([hold])
+        hold.release()
+
+
+def test_a_bounded_sequence_finds_all_its_first_pages_among_those_of_windows():
+    pages = allocators(window=2 * SIZE, num_pages=16)
+    begun(pages, 6 * SIZE).publish(TOKENS, 6 * SIZE)
+    policy = get_policy("streaming")
+    retention = Retention(policy=policy, page_size=SIZE, full_pages=6, low_pages=0)
+    hold = Hold(PageChain(b"root"), 100, retention)
+    hold.begin(pages)
+    assert hold.take_cached(TOKENS) == retention.cached_len // SIZE * SIZE > SIZE
