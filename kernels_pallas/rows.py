@@ -1,5 +1,5 @@
-"""Positions of a step's rows as ranges of slots, and lists of work from numbers per row: what all
-schedules share.
+"""Turns positions of a step's rows into ranges of slots, and numbers per row into lists of work:
+all schedules share it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Of a step: what each row holds with the step's own tokens included, and which packed tokens
-    are its own.
+    """Says what each row of a step holds with the step's own tokens included, and which packed
+    tokens are its own.
 
     Rows list their slots by rising position, so what a query sees of its row (causal, window,
     dropped pages) is one range of slots.
@@ -37,7 +37,7 @@ class Rows:
         return self.first_BW[row, page] + slot % self.page_size
 
     def low_slot(self, row: jax.Array, slot: jax.Array) -> jax.Array:
-        """The first slot of its row that the query at `slot` sees."""
+        """Finds the first slot of its row that the query at `slot` sees."""
         if self.window is None:
             return jnp.zeros_like(slot)
         below = self.position(row, slot)[:, None] - self.window + 1 - self.first_BW[row]
@@ -46,8 +46,8 @@ class Rows:
 
 
 def expand(num_B: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(total [1], row, index within the row) of `size` list entries, num_B[r] of them row r's; past
-    the total: last.
+    """Returns (total [1], row, index within the row) of `size` list entries, num_B[r] of them row
+    r's; past the total: last.
     """
     end_B = jnp.cumsum(num_B, dtype=jnp.int32)
     entry = jnp.minimum(jnp.arange(size, dtype=jnp.int32), jnp.maximum(end_B[-1] - 1, 0))

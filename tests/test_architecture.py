@@ -107,6 +107,18 @@ def at_most_20_fields(path: str, node: ast.AST) -> bool:
     return sum(isinstance(one, ast.AnnAssign) for one in node.body) <= 20
 
 
+def kernel_operands_by_name(path: str, node: ast.AST) -> bool:
+    if not isinstance(node, FUNCTION):
+        return not (isinstance(node, ast.Starred) and isinstance(node.ctx, ast.Store))
+    vararg = node.args.vararg.arg if node.args.vararg else None
+    cut = {
+        leaf.value.id
+        for leaf in ast.walk(node)
+        if isinstance(leaf, ast.Subscript) and isinstance(leaf.value, ast.Name)
+    }
+    return vararg not in cut
+
+
 def breaches(rule, sources: dict[str, str]) -> list[str]:
     walks = {
         path: ast.walk(ast.parse(text))
@@ -150,6 +162,7 @@ SCOPE = {
     function_85_lines: ("jaxkv/", "scripts/"),
     no_keyword_dict_of_any: ("jaxkv/", "kernels_pallas/"),
     at_most_20_fields: ("jaxkv/", "kernels_pallas/"),
+    kernel_operands_by_name: "kernels_pallas/",
 }
 BREACHES = {
     lower_floors_only: [
@@ -184,6 +197,15 @@ BREACHES = {
     no_keyword_dict_of_any: [("jaxkv/ops/a.py", "known: Any = {'layer': 0}\nf(**known)")],
     at_most_20_fields: [
         ("jaxkv/config.py", "class A:\n" + "".join(f" x{i}: int\n" for i in range(21)))
+    ],
+    kernel_operands_by_name: [
+        ("kernels_pallas/tpu/a.py", "def kernel(*refs):\n" + text)
+        for text in (
+            " num, *rest = refs",
+            " q, rest = refs[0], 1",
+            " def inner(): return refs[2:]",
+            " for a, *b in refs: 0",
+        )
     ],
 }
 

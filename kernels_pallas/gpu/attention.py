@@ -21,8 +21,8 @@ MAX_PER_HEAD = 64
 
 
 class Int8Pages(NamedTuple):
-    """numbers [L*P, 2K, S, H] int8; scales [L*P, 1, 2K * S] bfloat16, head by head, by which their
-    vectors are multiplied.
+    """Holds numbers [L*P, 2K, S, H] int8 and scales [L*P, 1, 2K * S] bfloat16, head by head, by
+    which their vectors are multiplied.
     """
 
     numbers: jax.Array
@@ -113,7 +113,7 @@ def _decode(
 def _merge(
     found: of_rows.Partial, items: DecodeItems, num_rows: int
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The parts of each row as one softmax. Source: arXiv 2205.14135, section 3.1."""
+    """Merges the parts of each row into one softmax. Source: arXiv 2205.14135, section 3.1."""
     real_I = jnp.arange(items.row.shape[0]) < items.num
     of_row_DI = (items.row[None] == jnp.arange(num_rows)[:, None]) & real_I[None]
     max_IKM = jnp.where(real_I[:, None, None], found.max_IKM, MASKED)
@@ -121,8 +121,8 @@ def _merge(
     share_IKM = jnp.exp2(max_IKM - top_DKM[items.row])
 
     def add(x_I: jax.Array) -> jax.Array:
-        """[I, ...] -> [D, ...], in the same order each time. What no unit has written may be
-        NaN.
+        """Adds up [I, ...] -> [D, ...], in the same order each time; what no unit has written may
+        be NaN.
         """
         x_I = jnp.where(real_I.reshape(-1, *[1] * (x_I.ndim - 1)), x_I, 0.0)
         return jnp.einsum(
@@ -155,7 +155,7 @@ def _prefill(
     found = of_chunks.prefill(q_IKRH, pools, items, base, static=static)
 
     def packed(x_IKR: jax.Array) -> jax.Array:
-        """[items, K, R, ...] -> [T, K, G, ...]"""
+        """Gathers [items, K, R, ...] -> [T, K, G, ...]."""
         x = x_IKR.reshape(*x_IKR.shape[:2], items.size, static.per_head, *x_IKR.shape[3:])[
             :, :, :, :group
         ]
@@ -168,7 +168,7 @@ def _prefill(
 
 
 def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:
-    """[T, ...]: decode rows are the first packed tokens, every other token is a chunk's."""
+    """Joins [T, ...]: decode rows are the first packed tokens, every other token is a chunk's."""
     is_decode = jnp.arange(filled.shape[0]) < num_decode
     decoded = jnp.pad(
         decoded, ((0, filled.shape[0] - decoded.shape[0]), *[(0, 0)] * (decoded.ndim - 1))

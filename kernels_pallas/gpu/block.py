@@ -1,5 +1,5 @@
-"""What the attention kernels share: tiles of keys and values on their way, matmuls, and what
-registers look like.
+"""Holds what the attention kernels share: tiles of keys and values on their way, matmuls, and how
+registers look.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Pools(NamedTuple):
 
 
 def tiled(dtype: Any, columns: int) -> tuple[Any, Any]:
-    """How shared memory has to hold what matmuls take."""
+    """Says how shared memory has to hold what matmuls take."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = min(SWIZZLE, columns * itemsize)
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def div(a: jax.Array, b: int) -> jax.Array:
-    """Of numbers that are not negative; `//` also handles the others."""
+    """Divides numbers that are not negative; `//` also handles the others."""
     return jax.lax.div(a, jnp.int32(b))
 
 
@@ -68,16 +68,14 @@ def rem(a: jax.Array, b: int) -> jax.Array:
 
 
 def num_parts(page_size: int) -> int:
-    """Pages of a tile, or 1 where a page has several tiles."""
+    """Counts the pages of a tile, 1 where a page has several tiles."""
     return max(1, TILE // page_size)
 
 
 class Ring(NamedTuple):
-    """Tiles of keys and values in shared memory, [stages, TILE, H] bfloat16 each: one warpgroup has
-    them fetched,
-    others read them. scales [stages, 2, TILE] float32: of keys and of values that are int8 numbers,
-    else None.
-    fetched, consumed: barriers of each stage.
+    """Holds tiles of keys and values in shared memory, [stages, TILE, H] bfloat16 each: one
+    warpgroup has them fetched, others read them. scales [stages, 2, TILE] float32: of keys and of
+    values that are int8 numbers, else None. fetched, consumed: barriers of each stage.
     """
 
     keys: Any
@@ -92,7 +90,7 @@ class Ring(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """Tiles of int8 keys and values as their pages hold them, on their way into a ring: [stages,
+    """Holds tiles of int8 keys and values as in their pages, on their way into a ring: [stages,
     TILE, H] each, their scales [stages, 2, TILE] bfloat16, and a barrier of each stage.
     """
 
@@ -109,7 +107,9 @@ class Arrivals(NamedTuple):
 def ring_types(
     *, stages: int, arriving: int, head_dim: int, page_size: int, num_readers: int
 ) -> tuple[Ring, Arrivals | None]:
-    """What a kernel asks for. arriving: stages of int8 tiles, 0 where the pages hold bfloat16."""
+    """Makes what a kernel asks for. arriving: stages of int8 tiles, 0 where the pages hold
+    bfloat16.
+    """
 
     def tiles(num: int, dtype: Any) -> Any:
         return plgpu.SMEM((num, TILE, head_dim), dtype, transforms=tiled(dtype, head_dim))
@@ -127,7 +127,7 @@ def ring_types(
 
 
 def ring_bytes(head_dim: int, *, int8: bool) -> tuple[int, int]:
-    """Of a stage of the ring, and of one of the arrivals."""
+    """Counts the bytes of a stage of the ring, and of one of the arrivals."""
     return 4 * TILE * head_dim + (8 * TILE if int8 else 0), 2 * TILE * head_dim + 4 * TILE
 
 
@@ -177,9 +177,9 @@ def each_unit(
     num_blocks: int,
     work: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """work(item, head, count) for every unit, one KV head of an item, that falls to this block of a
-    persistent grid. It returns `count`, the tiles that went through the ring so far, and so does
-    this.
+    """Calls work(item, head, count) for every unit, one KV head of an item, that falls to this
+    block of a persistent grid. It returns `count`, the tiles that went through the ring so far, and
+    so does this.
     """
     first, step = jax.lax.axis_index("block"), jnp.int32(num_blocks)
     num_units = jnp.maximum(num_items * kv_heads - first + step - 1, 0) // step
@@ -235,7 +235,7 @@ def fetch_tiles(
 
 
 def pass_tile(ring: Ring, arrivals: Arrivals, count: jax.Array, registers: Registers) -> None:
-    """The `count`-th tile from the arrivals to the ring, int8 numbers as the same bfloat16 ones."""
+    """Puts the `count`-th tile of the arrivals into the ring, int8 numbers as bfloat16 ones."""
     source, target = rem(count, arrivals.stages), rem(count, ring.stages)
     plgpu.barrier_wait(arrivals.arrived.at[source])
     pl.when(count >= ring.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[target]))
@@ -250,7 +250,7 @@ def pass_tile(ring: Ring, arrivals: Arrivals, count: jax.Array, registers: Regis
 def pass_last(
     ring: Ring, arrivals: Arrivals | None, count: jax.Array, registers: Registers
 ) -> None:
-    """The last of `count` tiles in all, which `fetch_tiles` has left among the arrivals."""
+    """Passes the last of `count` tiles in all, which `fetch_tiles` has left among the arrivals."""
     if arrivals is None:
         return
     first = jnp.maximum(count - (arrivals.stages - 1), 0)
@@ -260,7 +260,7 @@ def pass_last(
 
 
 def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
-    """[M, N] float32 of references a [M, K] and b [K, N] to shared memory."""
+    """Multiplies references a [M, K] and b [K, N] to shared memory: [M, N] float32."""
 
     def run(acc: Any) -> jax.Array:
         plgpu.wgmma(acc, a, b)
@@ -270,7 +270,7 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
 
 
 class Registers:
-    """Arrays as a warpgroup holds the result of a matmul. The interpreter has no registers."""
+    """Makes arrays that lie as a matmul's result does. The interpreter has no registers."""
 
     def __init__(self, interpret: Any) -> None:
         self._plain = bool(interpret)
@@ -284,28 +284,28 @@ class Registers:
         return self._cast(jnp.full(shape, value, jnp.float32), plgpu.Layout.WGMMA)
 
     def reduced(self, length: int, value: float, axis: int) -> jax.Array:
-        """As a sum over `axis`."""
+        """Makes an array that lies as a sum over `axis` does."""
         return self._cast(jnp.full((length,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(axis))
 
     def bytes(self, ref: Any) -> jax.Array:
-        """A tile, four bytes of a row at once in each thread."""
+        """Reads a tile, four bytes of a row at once in each thread."""
         return self._cast(ref[...], plgpu.Layout.WGMMA_UPCAST_2X)
 
     def scales(self, ref: Any, axis: int, shape: tuple[int, ...]) -> jax.Array:
-        """The numbers of a reference, one for each row (axis 0) or column of `shape`."""
+        """Reads the numbers of a reference, one for each row (axis 0) or column of `shape`."""
         x = self._cast(ref[...], plgpu.Layout.WGMMA.reduce(1 - axis))
         return jax.lax.broadcast_in_dim(x, shape, [axis])
 
     def transposed(self, x: jax.Array) -> jax.Array:
-        """Ready to be stored to a transposed reference."""
+        """Lays x out to be stored to a transposed reference."""
         return self._cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
     def _cast(self, x: jax.Array, layout: Any) -> jax.Array:
         return x if self._plain else plgpu.layout_cast(x, layout)
 
     def accumulate(self, acc: jax.Array, a: jax.Array, b: Any, staged: Any) -> jax.Array:
-        """acc + a @ b, a from registers and no registers for the product. The interpreter knows no
-        such matmul: there `staged`, shared memory as large as a, takes it.
+        """Returns acc + a @ b, a from registers and no registers for the product. The interpreter
+        knows no such matmul: there `staged`, shared memory as large as a, takes it.
         """
         if self._plain:
             staged[...] = a
@@ -313,8 +313,8 @@ class Registers:
         return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
 
     def clear_tail(self, tile: Any, left: jax.Array) -> None:
-        """Zeros in the rows of a tile from `left` on. What no one owns may be NaN, and 0 x NaN is
-        NaN: a weight of zero does not clear a value.
+        """Puts zeros in the rows of a tile from `left` on: there may be NaN, and 0 x NaN is NaN, so
+        that a weight of zero does not clear a value.
         """
 
         @pl.when(left < TILE)
@@ -325,7 +325,9 @@ class Registers:
 
 
 def scaled(s: jax.Array, scale: float, softcap: float | None) -> jax.Array:
-    """Scores times log2(e), capped where that is wanted. exp2 is one operation less than exp."""
+    """Multiplies scores by log2(e), capped where that is wanted. exp2 is one operation less than
+    exp.
+    """
     if softcap is None:
         return s * (scale * LOG2E)
     return jnp.tanh(s * (scale / softcap)) * (softcap * LOG2E)

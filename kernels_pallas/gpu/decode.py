@@ -48,12 +48,10 @@ COLUMNS = 8
 """Columns of a wgmma come in multiples of this."""
 
 SHARED_BYTES = 226 << 10
-"""Of a processor's shared memory, for the blocks on it: 227 KiB, and each takes 1 KiB for
-itself.
-"""
+"""A processor's shared memory for the blocks on it is 227 KiB, and each takes 1 KiB for itself."""
 
 MOST_FOR_TWO = 112 << 10
-"""Of one block, where two are to fit."""
+"""One block takes at most this where two are to fit."""
 
 SMALL_BYTES = 4 << 10
 """Barriers, and what maxima and sums across warps go through."""
@@ -61,14 +59,15 @@ SMALL_BYTES = 4 << 10
 MIN_STAGES, MAX_STAGES = 2, 6
 
 INT8_STAGES = 2
-"""Of tiles as matmuls take them, where int8 ones wait in stages of their own: one is attended, one
-filled.
+"""Tiles as matmuls take them have so many where int8 ones wait in stages of their own: one is
+attended, one filled.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
-    """What is known when compiling. per_head: query heads of a KV head, rounded up to COLUMNS.
+    """Holds what is known when compiling. per_head: query heads of a KV head, rounded up to
+    COLUMNS.
 
     Raises: NotImplementedError if so many heads leave no room for tiles.
     """
@@ -147,7 +146,7 @@ class Scratch(NamedTuple):
 
 
 def across(x_M: jax.Array, rows: int) -> jax.Array:
-    """[M] -> [rows, M]."""
+    """Repeats [M] as [rows, M]."""
     return jax.lax.broadcast_in_dim(x_M, (rows, x_M.shape[0]), [1])
 
 

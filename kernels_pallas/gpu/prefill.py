@@ -46,16 +46,18 @@ RING_BYTES = 128 << 10
 MAX_STAGES = 4
 
 INT8_STAGES = 2
-"""Of tiles as matmuls take them, where int8 ones wait in stages of their own."""
+"""Tiles as matmuls take them have so many where int8 ones wait in stages of their own."""
 
 FETCH_REGISTERS, ATTEND_REGISTERS = {False: 40, True: 88}, {False: 232, True: 208}
-"""Of a thread where two warpgroups attend and one fetches, which turns int8 tiles into others."""
+"""A thread has so many where two warpgroups attend and one fetches, which turns int8 tiles into
+others.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
-    """What is known when compiling. per_head: query heads of a KV head, rounded up to a power of
-    two.
+    """Holds what is known when compiling. per_head: query heads of a KV head, rounded up to a power
+    of two.
     """
 
     problem: Problem
@@ -123,7 +125,7 @@ class Scratch(NamedTuple):
 
 
 def down(x_R: jax.Array, columns: int) -> jax.Array:
-    """[R] -> [R, columns]."""
+    """Repeats [R] as [R, columns]."""
     return jax.lax.broadcast_in_dim(x_R, (x_R.shape[0], columns), [0])
 
 
@@ -159,8 +161,8 @@ def _kernel(
         )
 
     def key_position(item: jax.Array, start: jax.Array, shape: tuple[int, int]) -> jax.Array:
-        """[ROWS, TILE]: position less slot of each key of a tile: its page's first position less
-        its first slot.
+        """Returns [ROWS, TILE], position less slot of each key of a tile: its page's first position
+        less its first slot.
         """
         size, column = problem.page_size, registers.iota(shape, 1)
         shift = jnp.zeros(shape, jnp.int32)

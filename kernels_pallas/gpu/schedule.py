@@ -1,6 +1,4 @@
-"""What the kernels do in a step, as lists of work: equal for all layers of a KV group, so made once
-per step.
-"""
+"""Makes the lists of work of a step, equal for all layers of a KV group: once per step."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ ITEM_TILES = 4
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeItems:
-    """Parts of decode rows, each of some tiles of a row, in order; rows one after the other.
+    """Lists parts of decode rows, each of some tiles of a row, in order; rows one after the other.
 
     int32, [items] each unless said otherwise. num [1] items; row; begin: slot where the first tile
     begins, a multiple of TILE; tiles; low, high: slots of the row that the query sees are low <=
@@ -63,8 +61,8 @@ class DecodeItems:
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillItems:
-    """Blocks of `size` queries of chunks; the last one of a chunk has others behind, whose results
-    are of no use.
+    """Lists blocks of `size` queries of chunks; the last one of a chunk has others behind, whose
+    results are of no use.
 
     int32, [items] each unless said otherwise. num [1] items; row; token: packed index of the first
     query; slot: where it is in its row; begin: slot where the first tile that any query sees
@@ -95,8 +93,8 @@ class PrefillItems:
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A step's work. prefill: None where every row is a decode row. num_processors: of the GPU, for
-    which it is cut.
+    """Holds a step's work. prefill: None where every row is a decode row. num_processors: of the
+    GPU, for which it is cut.
     """
 
     decode: DecodeItems
@@ -117,8 +115,8 @@ def make_schedule(
     num_processors: int,
     decode_only: bool = False,
 ) -> Schedule:
-    """The work of a step of `num_tokens` packed tokens T, whose rows hold `rows.len_B` tokens, the
-    step's own included.
+    """Makes the work of a step of `num_tokens` packed tokens T, whose rows hold `rows.len_B`
+    tokens, the step's own included.
 
     Rows 0..num_decode-1 have one token each (or none: count 0) at packed offset = row, rows
     num_decode..num_rows-1 are chunks. first_BW rises by a page or more from one held page to the
@@ -147,21 +145,21 @@ def make_schedule(
 
 
 def prefill_rows(head_dim: int) -> int:
-    """Rows of a prefill block, TILE for each warpgroup: two leave too few registers for 256 columns
-    of results.
+    """Counts the rows of a prefill block, TILE for each warpgroup: two leave too few registers for
+    256 columns of results.
     """
     return 2 * TILE if head_dim <= 128 else TILE
 
 
 def rows_per_query(per_head: int) -> int:
-    """Of a prefill block: query heads of a KV head, rounded up to a power of two."""
+    """Rounds the query heads of a KV head up to a power of two, as a prefill block has them."""
     return 1 << (per_head - 1).bit_length()
 
 
 def _decode_items(rows: Rows, live_B: jax.Array, *, num_rows: int, wanted: int) -> DecodeItems:
-    """The items of the first `num_rows` rows, those that are live: about `wanted` in all, those of
-    a row of one length and none much longer than others, so that the processors that share them end
-    together; more for more rows.
+    """Makes the items of the first `num_rows` rows, those that are live: about `wanted` in all,
+    those of a row of one length and none much longer than others, so that the processors that share
+    them end together; more for more rows.
     """
     len_D = jnp.minimum(rows.len_B, rows.width * rows.page_size)[:num_rows]
     low_D = rows.low_slot(jnp.arange(num_rows, dtype=jnp.int32), len_D - 1)
@@ -189,7 +187,7 @@ def _decode_items(rows: Rows, live_B: jax.Array, *, num_rows: int, wanted: int) 
 
 
 def _prefill_items(rows: Rows, chunk_B: jax.Array, *, num_tokens: int, size: int) -> PrefillItems:
-    """The blocks of the rows that are chunks."""
+    """Makes the blocks of the rows that are chunks."""
     count_B = jnp.where(chunk_B, rows.count_B, 0)
     blocks_B = cdiv(count_B, size)
     max_rows = min(count_B.shape[0], num_tokens)

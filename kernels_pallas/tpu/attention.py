@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.tpu.block import Static
+from kernels_pallas.tpu.block import PerPool, Static
 from kernels_pallas.tpu.decode import decode
 from kernels_pallas.tpu.layout import Layout, layout_of, pack, pack_queries, unpack_outputs
 from kernels_pallas.tpu.packing import Packed, Packing, Quantised, in_slots, pack_new, packing_of
@@ -52,12 +52,12 @@ def ragged_paged_attention(
     packing = packing_of(k_TKH) if isinstance(k_TKH, Quantised) else None
     _, kv_heads, head_dim = (k_TKH.values if isinstance(k_TKH, Quantised) else k_TKH).shape
     layout = layout_of(kv_heads=kv_heads, head_dim=head_dim)
-    pools = tuple(pages) if isinstance(pages, Packed) else (pages,)
+    pools = PerPool(*pages) if isinstance(pages, Packed) else PerPool(pages, None)
     _check(layout, q_TNH, pools, packing, schedule)
     static = Static(
         layout=layout,
         packing=packing,
-        dtype=jnp.dtype(jnp.bfloat16) if packing else pools[0].dtype,
+        dtype=jnp.dtype(jnp.bfloat16) if packing else pools.pages.dtype,
         page_size=schedule.page_size,
         per_row=q_TNH.shape[1] // layout.joined,
         rows=0,
@@ -77,12 +77,13 @@ def ragged_paged_attention(
     num_rows = min(schedule.batch, q_TNH.shape[0])
     both: Any = jax.tree.map(lambda k, v: jnp.concatenate([k, v], axis=1), k_TKH, v_TKH)
     if packing is None:
-        new: tuple[jax.Array, ...] = (pack(layout, both.astype(static.dtype)[:, :, None])[:, :, 0],)
-        of_decode: tuple[jax.Array, ...] = (new[0][:num_rows],)
+        new = PerPool(pack(layout, both.astype(static.dtype)[:, :, None])[:, :, 0], None)
+        of_decode = PerPool(new.pages[:num_rows], None)
     else:
-        new = pack_new(layout, packing, both)
-        words = in_slots(new[1][:num_rows], schedule.page_size, pools[1].shape[2])
-        of_decode = (new[0][:num_rows].astype(jnp.int32) & (2**packing.num_bits - 1), words)
+        new = PerPool(*pack_new(layout, packing, both))
+        words = in_slots(new.scales[:num_rows], schedule.page_size, pools.scales.shape[2])
+        numbers = new.pages[:num_rows].astype(jnp.int32) & (2**packing.num_bits - 1)
+        of_decode = PerPool(numbers, words)
     decoded, pools = decode(
         q_TJMX[:num_rows],
         of_decode,
@@ -108,11 +109,11 @@ def ragged_paged_attention(
             interpret=interpret,
         )
         out = _first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
-    return out, pools[0] if packing is None else Packed(*pools)
+    return out, pools.pages if packing is None else Packed(*pools)
 
 
 def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:
-    """[T, ...]: decode rows are the first packed tokens, every other token is a chunk's."""
+    """Joins [T, ...]: decode rows are the first packed tokens, every other token is a chunk's."""
     is_decode = jnp.arange(filled.shape[0]) < num_decode
     decoded = jnp.pad(
         decoded, ((0, filled.shape[0] - decoded.shape[0]), *[(0, 0)] * (decoded.ndim - 1))
@@ -123,7 +124,7 @@ def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) ->
 def _check(
     layout: Layout,
     q_TNH: jax.Array,
-    pools: tuple[jax.Array, ...],
+    pools: PerPool,
     packing: Packing | None,
     schedule: Schedule,
 ) -> None:
@@ -131,13 +132,13 @@ def _check(
         expected: tuple[tuple[int, ...], ...] = ((layout.rows, schedule.page_size, layout.width),)
     else:
         expected = packing.page_shapes(layout, schedule.page_size)
-    if (got := tuple(pool.shape[1:] for pool in pools)) != expected:
+    if (got := tuple(pool.shape[1:] for pool in pools.each())) != expected:
         raise ValueError(f"pages: expected [L*P, ...] with ... = {expected}, got {got}")
     if q_TNH.shape[1] % layout.kv_heads or q_TNH.shape[2] != layout.head_dim:
         heads = f"a multiple of {layout.kv_heads} heads of {layout.head_dim}"
         raise ValueError(f"queries: expected {heads}, got {q_TNH.shape[1:]}")
-    if packing is None and pools[0].dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(f"pages: expected bfloat16 or float32, got {pools[0].dtype}")
+    if packing is None and (dtype := pools.pages.dtype) not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"pages: expected bfloat16 or float32, got {dtype}")
     if schedule.page_size not in (sizes := page_sizes(packing)):
         raise NotImplementedError(f"page_size: expected one of {sizes}, got {schedule.page_size}")
     if schedule.records is not None and (smem_bytes := prefill_smem_bytes(schedule)) > SMEM_BYTES:
@@ -148,5 +149,5 @@ def _check(
 
 
 def page_sizes(packing: Packing | None) -> tuple[int, ...]:
-    """What the kernels take: packed pages are of whole tiles."""
+    """Lists what the kernels take: packed pages are of whole tiles."""
     return tuple(size for size in PAGE_SIZES if packing is None or size % packing.tile == 0)

@@ -1,5 +1,5 @@
-"""What the attention kernels share: a block of pages as matmul operands, its scores, what is known
-when compiling.
+"""Holds what the attention kernels share: a block of pages as matmul operands, its scores, what is
+known when compiling.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ VMEM_BYTES = 60 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
-    """What is known when compiling. packing: None for pages of floats; dtype: of matmuls' inputs;
-    per_row: queries that meet a row of heads; block: pages; heads: rows of heads that decode works
-    on without a loop; queries: tokens of a prefill block; rows: queries that are worked on at once;
-    the rest: `attention`.
+    """Holds what is known when compiling. packing: None for pages of floats; dtype: of matmuls'
+    inputs; per_row: queries that meet a row of heads; block: pages; heads: rows of heads that
+    decode works on without a loop; queries: tokens of a prefill block; rows: queries that are
+    worked on at once; the rest: `attention`.
     """
 
     layout: Layout
@@ -67,7 +67,7 @@ def wait_all(copies: list[Any]) -> None:
 
 
 def div(a: jax.Array, b: int) -> jax.Array:
-    """Of numbers that are not negative; `//` also handles the others, which costs scalar
+    """Divides numbers that are not negative; `//` also handles the others, which costs scalar
     operations.
     """
     return jax.lax.div(a, jnp.int32(b))
@@ -81,24 +81,28 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     )
 
 
-class Fetched(NamedTuple):
-    """A block of pages in VMEM: floats [pages, C, S, X], or words and beside them scales [pages, 1,
-    Z].
+class PerPool(NamedTuple):
+    """Holds one thing for the pool of pages, floats [L*P, C, S, X] or words, and one for the pool
+    of their scales [L*P, 1, Z], None where pages are floats: the pool itself, a block of it in
+    VMEM, what is new in it, its semaphores.
     """
 
     pages: Any
     scales: Any
 
+    def each(self) -> list[Any]:
+        return [x for x in self if x is not None]
+
 
 class Columns(NamedTuple):
-    """What stands for quantised elements, [1, slots] or [M, slots]: scale * element + offset."""
+    """Holds [1, slots] or [M, slots]: a quantised element stands for scale * element + offset."""
 
     scale: jax.Array
     offset: jax.Array | None
 
 
 class HeadRow(NamedTuple):
-    """Row `begin` + `offset` of heads, of which only the latter is known when compiling."""
+    """Names row `begin` + `offset` of heads, of which only the latter is known when compiling."""
 
     begin: int | jax.Array
     offset: int
@@ -108,9 +112,9 @@ class HeadRow(NamedTuple):
         return self.begin + self.offset
 
 
-def elements(block: Fetched, row: int | jax.Array, static: Static) -> jax.Array:
-    """Row `row` of all pages of a block, as a matmul operand [slots, X]. Quantised ones are the
-    whole numbers.
+def elements(block: PerPool, row: int | jax.Array, static: Static) -> jax.Array:
+    """Reads row `row` of all pages of a block, as a matmul operand [slots, X]. Quantised ones are
+    the whole numbers.
     """
     pages, _, size, width = block.pages.shape
     stored = block.pages[:, row].reshape(pages * size, width)
@@ -118,7 +122,7 @@ def elements(block: Fetched, row: int | jax.Array, static: Static) -> jax.Array:
 
 
 def columns(
-    block: Fetched,
+    block: PerPool,
     row: HeadRow,
     static: Static,
     *,
@@ -126,8 +130,8 @@ def columns(
     factor: float = 1.0,
     held_1S: jax.Array | None = None,
 ) -> Columns | None:
-    """What acts on the columns of a row of heads in place of its elements, times `factor`; None for
-    floats.
+    """Reads what acts on the columns of a row of heads in place of its elements, times `factor`;
+    None for floats.
 
     held_1S: others get zeros, so that what nobody owns, which may be NaN, is not multiplied by a
     weight of zero.
@@ -139,7 +143,7 @@ def columns(
     per_row = 2 if layout.kind == "pairs" else 1
 
     def of_head(head: int, word: int) -> jax.Array:
-        """[1, slots]: word `word` of head `head` of the row."""
+        """Reads [1, slots], word `word` of head `head` of the row."""
         start = (word * layout.kv_heads + row.offset * per_row + head) * size
         group = static.heads * per_row * size
         pieces = []
@@ -178,9 +182,9 @@ def columns(
     return Columns(found[0], found[1] if len(found) > 1 else None)
 
 
-def scores(q_MX: jax.Array, block: Fetched, row: HeadRow, static: Static) -> jax.Array:
-    """[M, slots] float32: scaled (and capped) scores times log2(e). exp2 is one operation less than
-    exp.
+def scores(q_MX: jax.Array, block: PerPool, row: HeadRow, static: Static) -> jax.Array:
+    """Returns [M, slots] float32, scaled (and capped) scores times log2(e). exp2 is one operation
+    less than exp.
     """
     factor = static.scale * LOG2E if static.softcap is None else static.scale / static.softcap
     s = dot(q_MX, elements(block, row.number, static), (1, 1))
@@ -194,8 +198,8 @@ def scores(q_MX: jax.Array, block: Fetched, row: HeadRow, static: Static) -> jax
 def weights(
     p_MS: jax.Array, of_values: Columns | None, static: Static
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(what meets the elements of values, what is added to all elements of the product [M, 1] or
-    None).
+    """Returns (what meets the elements of values, what is added to all elements of the product
+    [M, 1] or None).
     """
     if of_values is None:
         return p_MS.astype(static.dtype), None

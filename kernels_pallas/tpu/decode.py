@@ -27,8 +27,8 @@ from kernels_pallas.tpu.block import (
     MASKED,
     SUBLANES,
     VMEM_BYTES,
-    Fetched,
     HeadRow,
+    PerPool,
     Static,
     columns,
     div,
@@ -51,8 +51,8 @@ RECORDS_AHEAD = RECORDS - 2
 
 
 class Work(NamedTuple):
-    """What `DecodeItems` says of an item, and its page ids. await_next(item): those of item + SLOTS
-    - 1 come next.
+    """Tells what `DecodeItems` says of an item, and its page ids. await_next(item): those of item
+    + SLOTS - 1 come next.
     """
 
     row: Callable[[jax.Array], jax.Array]
@@ -64,19 +64,82 @@ class Work(NamedTuple):
     await_next: Callable[[jax.Array], None]
 
 
-def _held(
-    row_I: Any, start_I: Any, low_I: Any, high_I: Any, new_I: Any, first_I: Any, table: Any
-) -> Work:
-    """All in scalar memory."""
-    refs = zip(RECORD_FIELDS, (row_I, low_I, high_I, new_I, first_I), strict=True)
-    fields: dict[str, Any] = {name: partial(lambda ref, item: ref[item], ref) for name, ref in refs}
+class Held(NamedTuple):
+    """Holds the lists of `DecodeItems`, and the flat table, in scalar memory."""
+
+    row: Any
+    start: Any
+    low: Any
+    high: Any
+    new: Any
+    first: Any
+    table: Any
+
+
+class Scalars(NamedTuple):
+    """Holds what is in scalar memory from the beginning. held: None where records are streamed."""
+
+    num: Any
+    base: Any
+    held: Held | None
+
+
+class Operands(NamedTuple):
+    """Holds what is read: records in HBM, None where they are held, queries, sinks and new keys and
+    values in VMEM, pools in HBM, which the kernel reads as its results.
+    """
+
+    records: Any
+    q_DJMX: Any
+    sinks_JMX: Any
+    new: PerPool
+    pools: PerPool
+
+
+class Results(NamedTuple):
+    """Holds outputs, in VMEM, and the pools."""
+
+    out_DJMX: Any
+    pools: PerPool
+
+
+class Scratch(NamedTuple):
+    """Holds blocks of pages, SLOTS of each pool; the running softmax of a row: its max, sum and
+    accumulator; weights; numbers of slots; semaphores of blocks fetched and tiles written; a ring
+    of records and its semaphores, None where they are held.
+    """
+
+    blocks: PerPool
+    max_JMX: Any
+    sum_JMX: Any
+    acc_JMX: Any
+    weights_JMS: Any
+    slot_MS: Any
+    fetched: PerPool
+    written: PerPool
+    ring: Any
+    asked: Any
+
+
+def _held(held: Held) -> Work:
+    """Reads all from scalar memory."""
+
+    def of(ref: Any) -> Callable[[jax.Array], jax.Array]:
+        return lambda item: ref[item]
+
     return Work(
-        **fields, page=lambda item, i: table[start_I[item] + i], await_next=lambda item: None
+        row=of(held.row),
+        low=of(held.low),
+        high=of(held.high),
+        new=of(held.new),
+        first=of(held.first),
+        page=lambda item, i: held.table[held.start[item] + i],
+        await_next=lambda item: None,
     )
 
 
 def _streamed(records: Any, ring: Any, asked: Any) -> tuple[Work, Callable[[jax.Array], Any]]:
-    """One record after the other from HBM; with what copies an item's."""
+    """Reads one record after the other from HBM; returns what copies an item's, too."""
 
     def ask(item: jax.Array) -> Any:
         slot = jax.lax.rem(item, jnp.int32(RECORDS))
@@ -90,17 +153,24 @@ def _streamed(records: Any, ring: Any, asked: Any) -> tuple[Work, Callable[[jax.
         ask(item + RECORDS_AHEAD).start()
         ask(item + SLOTS - 1).wait()
 
-    fields: dict[str, Any] = {
-        name: partial(field, number) for number, name in enumerate(RECORD_FIELDS)
-    }
-    return Work(
-        **fields, page=lambda item, i: field(RECORD_IDS + i, item), await_next=await_next
-    ), ask
+    def of(name: str) -> Callable[[jax.Array], jax.Array]:
+        return partial(field, RECORD_FIELDS.index(name))
+
+    work = Work(
+        row=of("row"),
+        low=of("low"),
+        high=of("high"),
+        new=of("new"),
+        first=of("first"),
+        page=lambda item, i: field(RECORD_IDS + i, item),
+        await_next=await_next,
+    )
+    return work, ask
 
 
 class Block(NamedTuple):
-    """Of one block's softmax, relative to its own max: [M, 1] each. added: to all elements of its
-    values' sum.
+    """Holds one block's softmax, relative to its own max: [M, 1] each. added: to all elements of
+    its values' sum.
     """
 
     top: jax.Array
@@ -108,28 +178,27 @@ class Block(NamedTuple):
     added: jax.Array | None
 
 
-def _kernel(static: Static, *refs: Any) -> None:
-    num, base, *rest = refs
-    if static.streamed:
-        records, *rest, ring, asked = rest
-        work, ask = _streamed(records, ring, asked)
+def _kernel(
+    static: Static, scalars: Scalars, given: Operands, results: Results, scratch: Scratch
+) -> None:
+    if scalars.held is None:
+        work, ask = _streamed(given.records, scratch.ring, scratch.asked)
     else:
-        work, rest = _held(*rest[:7]), rest[7:]
+        work = _held(scalars.held)
     packing, layout, block, size = static.packing, static.layout, static.block, static.page_size
-    num_pools = 1 if packing is None else 2
-    (q_DJMX, sinks_JMX), rest = rest[:2], rest[2:]
-    new, rest = rest[:num_pools], rest[2 * num_pools :]
-    out_DJMX, *rest = rest
-    pools, rest = rest[:num_pools], rest[num_pools:]
-    buffers, rest = rest[: SLOTS * num_pools], rest[SLOTS * num_pools :]
-    blocks = [Fetched(*buffers[slot::SLOTS], *[None] * (2 - num_pools)) for slot in range(SLOTS)]
-    max_JMX, sum_JMX, acc_JMX, weights_JMS, slot_MS, *semaphores = rest
-    fetched, written = semaphores[::2], semaphores[1::2]
+    num, base, new, pools = scalars.num, scalars.base, given.new, results.pools
+    fetched, written = scratch.fetched, scratch.written
+    blocks = [
+        PerPool(*(None if buffers is None else buffers[slot] for buffers in scratch.blocks))
+        for slot in range(SLOTS)
+    ]
+    max_JMX, sum_JMX, acc_JMX = scratch.max_JMX, scratch.sum_JMX, scratch.acc_JMX
+    weights_JMS, slot_MS = scratch.weights_JMS, scratch.slot_MS
     tile, per_word = (TILE, 1) if packing is None else (packing.tile, packing.per_word)
 
     def fetch_page(item: jax.Array, i: int, slot: int) -> list[Any]:
         page = base[0] + work.page(item, i)
-        parts = zip(pools, blocks[slot], fetched, strict=False)
+        parts = zip(pools.each(), blocks[slot].each(), fetched.each(), strict=True)
         return [
             pltpu.make_async_copy(pool.at[page], part.at[i], done.at[slot])
             for pool, part, done in parts
@@ -151,13 +220,13 @@ def _kernel(static: Static, *refs: Any) -> None:
                 wait_all(fetch_page(item, 0, slot))
 
             return
-        for part, done in zip(blocks[slot], fetched, strict=False):
+        for part, done in zip(blocks[slot].each(), fetched.each(), strict=True):
             arrived = part.at[pl.ds(0, pages_fetched)]
             pl.when(pages_fetched > 0)(pltpu.make_async_copy(arrived, arrived, done.at[slot]).wait)
 
     def clear_tail(item: jax.Array, slot: int) -> None:
-        """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a
-        value.
+        """Clears what no one owns: it may be NaN, and 0 x NaN is NaN, so that a weight of zero does
+        not clear a value.
         """
         high = work.high(item)
 
@@ -169,7 +238,7 @@ def _kernel(static: Static, *refs: Any) -> None:
             blocks[slot].pages[i, rows] = jnp.where(held, values, jnp.zeros_like(values))
 
     def tile_of_new(item: jax.Array) -> tuple[jax.Array, Any, jax.Array]:
-        """(page of the block, rows of the tile, slot in the tile)"""
+        """Returns (page of the block, rows of the tile, slot in the tile)."""
         at = jnp.maximum(work.new(item), 0)
         page = div(at, size)
         offset = at - page * size
@@ -190,7 +259,7 @@ def _kernel(static: Static, *refs: Any) -> None:
         for c, at in enumerate(tiles):
             old, values = (
                 blocks[slot].pages[at],
-                jnp.broadcast_to(new[0][row, pl.ds(c, 1)], here.shape),
+                jnp.broadcast_to(new.pages[row, pl.ds(c, 1)], here.shape),
             )
             if packing is None:
                 values = values.astype(old.dtype)
@@ -208,23 +277,23 @@ def _kernel(static: Static, *refs: Any) -> None:
                 jax.lax.broadcasted_iota(jnp.int32, old.shape, 1), jnp.int32(size)
             )
             here = (of_slot == jax.lax.rem(work.new(item), jnp.int32(size))) & (work.new(item) >= 0)
-            blocks[slot].scales[i] = jnp.where(here, new[1][row], old)
+            blocks[slot].scales[i] = jnp.where(here, new.scales[row], old)
 
     def write_tile(item: jax.Array, slot: int) -> list[Any]:
         i, rows, _ = tile_of_new(item)
         page = base[0] + work.page(item, i)
-        source, target = blocks[slot].pages.at[i, :, rows], pools[0].at[page, :, rows]
-        copies = [pltpu.make_async_copy(source, target, written[0].at[slot])]
+        source, target = blocks[slot].pages.at[i, :, rows], pools.pages.at[page, :, rows]
+        copies = [pltpu.make_async_copy(source, target, written.pages.at[slot])]
         if packing is not None:
-            source, target = blocks[slot].scales.at[i], pools[1].at[page]
-            copies.append(pltpu.make_async_copy(source, target, written[1].at[slot]))
+            source, target = blocks[slot].scales.at[i], pools.scales.at[page]
+            copies.append(pltpu.make_async_copy(source, target, written.scales.at[slot]))
         return copies
 
     def attend(item: jax.Array, slot: int) -> None:
         row, first = work.row(item), work.first(item) > 0
 
         def weigh(at: HeadRow) -> tuple[HeadRow, Block]:
-            """The block's own softmax for the queries of a row of heads."""
+            """Takes the block's own softmax for the queries of a row of heads."""
             j = at.number
             # Read back for each row of heads: kept in registers it makes the others spill.
             place = (
@@ -235,7 +304,7 @@ def _kernel(static: Static, *refs: Any) -> None:
             seen = place < work.high(item)
             if static.window is not None:
                 seen &= place >= work.low(item)
-            s = jnp.where(seen, scores(q_DJMX[row, j], blocks[slot], at, static), MASKED)
+            s = jnp.where(seen, scores(given.q_DJMX[row, j], blocks[slot], at, static), MASKED)
             top = jnp.max(s, axis=1, keepdims=True)
             p = jnp.exp2(s - top)
             of_values = columns(
@@ -248,14 +317,14 @@ def _kernel(static: Static, *refs: Any) -> None:
             j = at.number
             gained = dot(weights_JMS[j], elements(blocks[slot], layout.values + j, static), (1, 0))
             gained = gained if new.added is None else gained + new.added
-            old_max = jnp.where(first, sinks_JMX[j] if static.sinks else MASKED, max_JMX[j])
+            old_max = jnp.where(first, given.sinks_JMX[j] if static.sinks else MASKED, max_JMX[j])
             old_sum = jnp.where(first, 1.0 if static.sinks else 0.0, sum_JMX[j])
             top = jnp.maximum(old_max, new.top)
             shrink, share = jnp.exp2(old_max - top), jnp.exp2(new.top - top)
             total = old_sum * shrink + new.sum * share
             acc = jnp.where(first, 0.0, acc_JMX[j]) * shrink + gained * share
             max_JMX[j], sum_JMX[j], acc_JMX[j] = top, total, acc
-            out_DJMX[row, j] = acc / total
+            results.out_DJMX[row, j] = acc / total
 
         # Softmaxes run beside the matmuls of other rows of heads. Their weights wait in VMEM:
         # registers would spill.
@@ -289,7 +358,7 @@ def _kernel(static: Static, *refs: Any) -> None:
         attend(item, slot)
 
     slot_MS[...] = jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
-    out_DJMX[...] = jnp.zeros_like(out_DJMX)
+    results.out_DJMX[...] = jnp.zeros_like(results.out_DJMX)
     if static.streamed:
         for i in range(RECORDS_AHEAD):
             ask(jnp.int32(i)).start()
@@ -313,16 +382,16 @@ def _kernel(static: Static, *refs: Any) -> None:
 
 def decode(
     q_DJMX: jax.Array,
-    new: tuple[jax.Array, ...],
+    new: PerPool,
     sinks_JM: jax.Array | None,
-    pools: tuple[jax.Array, ...],
+    pools: PerPool,
     schedule: Schedule,
     base: jax.Array,
     *,
     static: Static,
     interpret: Any = False,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """-> (out [D, J, M, X] float32, pools).
+) -> tuple[jax.Array, PerPool]:
+    """Returns (out [D, J, M, X] float32, pools).
 
     pools: the pages of floats, or words and scales (`packing`). new: for the D decode rows what
     goes into them, [D, C, X] in the dtype of the pages; or whole numbers [D, C, X] and words in all
@@ -339,72 +408,88 @@ def decode(
         sinks_JMX = jnp.pad(sinks_JM * LOG2E, ((0, 0), (0, padded - per_row)))[:, :, None]
         sinks_JMX = jnp.broadcast_to(sinks_JMX, (joined, padded, width))
     if static.packing is None:
-        new = (new[0].astype(jnp.float32),)
+        new = new._replace(pages=new.pages.astype(jnp.float32))
     items = schedule.decode
-    blocks = [(static.block, *pool.shape[1:]) for pool in pools]
+    shapes = [(static.block, *pool.shape[1:]) for pool in pools.each()]
     block_bytes = sum(
-        math.prod(shape) * pool.dtype.itemsize for shape, pool in zip(blocks, pools, strict=True)
+        math.prod(shape) * pool.dtype.itemsize
+        for shape, pool in zip(shapes, pools.each(), strict=True)
     )
     vmem_bytes = (
         (q_DJMX.dtype.itemsize + 4) * q_DJMX.size
-        + 4 * sum(x.size for x in new)
+        + 4 * sum(x.size for x in new.each())
         + SLOTS * block_bytes
     )
     if vmem_bytes > VMEM_BYTES:
         raise NotImplementedError(
             f"{num_rows} decode rows: {vmem_bytes} bytes do not fit {VMEM_BYTES} bytes of VMEM"
         )
-    state = (joined, padded, width)
+    records = schedule.records
+    held = None
+    if records is None:
+        held = Held(
+            row=items.row,
+            start=items.start,
+            low=items.low,
+            high=items.high,
+            new=items.new,
+            first=items.first,
+            table=schedule.table,
+        )
+    scalars = Scalars(items.num, base, held)
+    given = Operands(records, q_DJMX, sinks_JMX, new, pools)
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
-    scalars = [items.num, base]
-    if schedule.records is None:
-        scalars += [
-            items.row,
-            items.start,
-            items.low,
-            items.high,
-            items.new,
-            items.first,
-            schedule.table,
-        ]
-    records = [] if schedule.records is None else [schedule.records]
-    ring = [pltpu.SMEM((RECORDS, *x.shape[1:]), jnp.int32) for x in records]
-    before = len(scalars) + len(records) + 2 + len(new)
-    out_DJMX, *pools_after = pl.pallas_call(
+    pool_specs = jax.tree.map(lambda _: in_hbm, pools)
+    state = pltpu.VMEM((joined, padded, width), jnp.float32)
+    done = jax.tree.map(lambda _: pltpu.SemaphoreType.DMA((SLOTS,)), pools)
+    out = Results(
+        jax.ShapeDtypeStruct(q_DJMX.shape, jnp.float32),
+        jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), pools),
+    )
+    # The pools come last among operands and among results.
+    before = len(jax.tree.leaves((scalars, given))) - len(pools.each())
+    (found,) = pl.pallas_call(
         partial(_kernel, static),
         name="paged_decode",
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             in_specs=[
-                *[in_hbm] * len(records),
-                in_vmem,
-                in_vmem,
-                *[in_vmem] * len(new),
-                *[in_hbm] * len(pools),
+                Operands(
+                    records=None if records is None else in_hbm,
+                    q_DJMX=in_vmem,
+                    sinks_JMX=in_vmem,
+                    new=jax.tree.map(lambda _: in_vmem, new),
+                    pools=pool_specs,
+                )
             ],
-            out_specs=[in_vmem, *[in_hbm] * len(pools)],
+            out_specs=[Results(in_vmem, pool_specs)],
             scratch_shapes=[
-                *[
-                    pltpu.VMEM(shape, x.dtype)
-                    for shape, x in zip(blocks, pools, strict=True)
-                    for _ in range(SLOTS)
-                ],
-                *[pltpu.VMEM(state, jnp.float32)] * 3,
-                pltpu.VMEM((joined, padded, static.slots), static.dtype),
-                pltpu.VMEM((padded, static.slots), jnp.int32),
-                *[pltpu.SemaphoreType.DMA((SLOTS,))] * (2 * len(pools)),
-                *ring,
-                *[pltpu.SemaphoreType.DMA((RECORDS,)) for _ in ring],
+                Scratch(
+                    blocks=jax.tree.map(
+                        lambda pool: (
+                            (pltpu.VMEM((static.block, *pool.shape[1:]), pool.dtype),) * SLOTS
+                        ),
+                        pools,
+                    ),
+                    max_JMX=state,
+                    sum_JMX=state,
+                    acc_JMX=state,
+                    weights_JMS=pltpu.VMEM((joined, padded, static.slots), static.dtype),
+                    slot_MS=pltpu.VMEM((padded, static.slots), jnp.int32),
+                    fetched=done,
+                    written=done,
+                    ring=None
+                    if records is None
+                    else pltpu.SMEM((RECORDS, *records.shape[1:]), jnp.int32),
+                    asked=None if records is None else pltpu.SemaphoreType.DMA((RECORDS,)),
+                )
             ],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct(q_DJMX.shape, jnp.float32),
-            *[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
-        ],
-        input_output_aliases={before + i: 1 + i for i in range(len(pools))},
+        out_shape=[out],
+        input_output_aliases={before + i: 1 + i for i in range(len(pools.each()))},
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         interpret=interpret,
-    )(*scalars, *records, q_DJMX, sinks_JMX, *new, *pools)
-    return out_DJMX[:, :, :per_row], tuple(pools_after)
+    )(scalars, given)
+    return found.out_DJMX[:, :, :per_row], found.pools

@@ -1,4 +1,4 @@
-"""How heads lie in a page, so that its rows are whole 128-lane registers and no byte is padding.
+"""Lays heads out in a page so that its rows are whole 128-lane registers and no byte is padding.
 
 The kernels see pages [L*P, C, S, X] with X a multiple of 128, C rows of heads, and queries [.., J,
 M, X] that meet row j of a page as keys and row j + `values` of it as values:
@@ -28,8 +28,8 @@ LANES = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Made by `layout_of`. rows C, width X; `joined` J rows are keys, values follow `values` rows
-    later.
+    """Describes a page; `layout_of` makes it. rows C, width X; `joined` J rows are keys, values
+    follow `values` rows later.
     """
 
     kind: str
@@ -65,12 +65,10 @@ def layout_of(*, kv_heads: int, head_dim: int) -> Layout:
 
 
 def pack(layout: Layout, x: jax.Array) -> jax.Array:
-    """[..., 2K, S, H] (keys, then values, head-major) -> [..., C, S, X], the same number of
-    bytes.
-    """
+    """Packs [..., 2K, S, H] (keys, then values, head-major) -> [..., C, S, X], as many bytes."""
     if layout.kind == "whole":
         return x
-    *lead, heads, slots, dim = x.shape
+    lead, (heads, slots, dim) = x.shape[:-3], x.shape[-3:]
     if layout.kind == "pairs":  # neighbouring heads become lanes
         x = x.reshape(*lead, heads // 2, 2, slots, dim)
     else:
@@ -79,10 +77,10 @@ def pack(layout: Layout, x: jax.Array) -> jax.Array:
 
 
 def unpack(layout: Layout, x: jax.Array) -> jax.Array:
-    """The inverse of `pack`."""
+    """Undoes `pack`."""
     if layout.kind == "whole":
         return x
-    *lead, rows, slots, _ = x.shape
+    lead, (rows, slots) = x.shape[:-3], x.shape[-3:-1]
     x = jnp.moveaxis(x.reshape(*lead, rows, slots, 2, layout.head_dim), -2, -3)
     if layout.kind == "beside":
         x = jnp.moveaxis(x, -3, -4)
@@ -90,8 +88,8 @@ def unpack(layout: Layout, x: jax.Array) -> jax.Array:
 
 
 def pack_queries(layout: Layout, q_TNH: jax.Array) -> jax.Array:
-    """[T, N, H] -> [T, J, M, X]: the M = N/J queries that meet page row j, zeros in the lanes of
-    other heads.
+    """Packs [T, N, H] -> [T, J, M, X]: the M = N/J queries that meet page row j, zeros in the lanes
+    of other heads.
     """
     num_tokens, num_heads, dim = q_TNH.shape
     if layout.kind == "whole":
@@ -108,7 +106,7 @@ def pack_queries(layout: Layout, q_TNH: jax.Array) -> jax.Array:
 
 
 def unpack_outputs(layout: Layout, out_TJMX: jax.Array) -> jax.Array:
-    """[T, J, M, X] -> [T, N, H]: each head's own lanes."""
+    """Takes each head's own lanes, [T, J, M, X] -> [T, N, H]."""
     num_tokens, joined, per_row, width = out_TJMX.shape
     num_heads, dim = joined * per_row, layout.head_dim
     if layout.kind == "whole":

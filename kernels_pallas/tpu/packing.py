@@ -1,4 +1,4 @@
-"""Quantised keys and values as the kernels keep them.
+"""Packs quantised keys and values as the kernels keep them.
 
 Pages hold whole numbers, packed along tokens into 32-bit words, so that one KV head saves as much
 as many: ROWS rows of words, what a register holds, are a tile. In one of 8-bit numbers slot t is
@@ -21,11 +21,12 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.tpu.layout import LANES, Layout, pack
 
 ROWS = 8
-"""Of 32-bit words in a register."""
+"""A register has so many rows of 32-bit words."""
 
 
 class Quantised(NamedTuple):
-    """Vectors [..., H]: scale * values, of 8 bits, or scale * (values + 1/2) + offset, of 4.
+    """Stands for vectors [..., H]: scale * values, of 8 bits, or scale * (values + 1/2) + offset,
+    of 4.
 
     values [..., H]: whole numbers, int8; scale, offset [...]: float32 that bfloat16 holds, offset
     None for 8 bits.
@@ -37,7 +38,7 @@ class Quantised(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A pool of packed pages: words [L*P, C, S / per_word, X] and scales [L*P, 1, Z], int32."""
+    """Holds a pool of packed pages: words [L*P, C, S / per_word, X], scales [L*P, 1, Z], int32."""
 
     words: jax.Array
     scales: jax.Array
@@ -45,7 +46,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """num_bits: 8 or 4."""
+    """Says how numbers of `num_bits`, 8 or 4, lie in words."""
 
     num_bits: int
 
@@ -55,7 +56,7 @@ class Packing:
 
     @property
     def tile(self) -> int:
-        """Slots of a tile."""
+        """Counts the slots of a tile."""
         return ROWS * self.per_word
 
     @property
@@ -63,19 +64,19 @@ class Packing:
         return 2 if self.num_bits == 4 else 1
 
     def scales_width(self, kv_heads: int, page_size: int) -> int:
-        """Z: lanes of a page's row of scales."""
+        """Counts the lanes Z of a page's row of scales."""
         return -(-self.words_per_slot * kv_heads * page_size // LANES) * LANES
 
     def page_shapes(
         self, layout: Layout, page_size: int
     ) -> tuple[tuple[int, int, int], tuple[int, int]]:
-        """Of one page of `Packed`: its words, its scales."""
+        """Gives the shapes of one page of `Packed`: its words, its scales."""
         words = (layout.rows, page_size // self.per_word, layout.width)
         return words, (1, self.scales_width(layout.kv_heads, page_size))
 
     def pack_values(self, x: jax.Array) -> jax.Array:
-        """Whole numbers [..., S, X] -> words [..., S / per_word, X]."""
-        *lead, slots, width = x.shape
+        """Packs whole numbers [..., S, X] -> words [..., S / per_word, X]."""
+        lead, (slots, width) = x.shape[:-2], x.shape[-2:]
         tiles = x.astype(jnp.int32).reshape(
             *lead, slots // self.tile, self.per_word // 4, ROWS, 4, width
         )
@@ -87,8 +88,8 @@ class Packing:
         return words.reshape(*lead, slots // self.per_word, width)
 
     def unpack_values(self, words: jax.Array) -> jax.Array:
-        """The inverse of `pack_values`, int32."""
-        *lead, rows, width = words.shape
+        """Undoes `pack_values`, int32."""
+        lead, (rows, width) = words.shape[:-2], words.shape[-2:]
         tiles = words.reshape(*lead, rows // ROWS, ROWS, width)
         places = [8 * byte + 4 * half for half in range(self.per_word // 4) for byte in range(4)]
         rest = 32 - self.num_bits
@@ -102,19 +103,19 @@ class Packing:
         return jnp.moveaxis(found, -3, -4).reshape(*lead, rows * self.per_word, width)
 
     def scale_words(self, new_T2K: Quantised) -> jax.Array:
-        """[T, words, K] int32 of new keys and values [T, 2K]."""
+        """Returns [T, words, K] int32 of new keys and values [T, 2K]."""
         parts = [x for x in (new_T2K.scale, new_T2K.offset) if x is not None]
         pairs = (jax.lax.bitcast_convert_type(x, jnp.int32) for x in parts)
         return jnp.stack([_pair(*jnp.split(x, 2, axis=1)) for x in pairs], axis=1)
 
     @property
     def unit(self) -> float:
-        """What `elements` has for 1."""
+        """Says what `elements` has for 1."""
         return 16.0 if self.num_bits == 4 else 1.0
 
     def elements(self, words: jax.Array) -> jax.Array:
-        """In a kernel: [rows, X] words -> [rows * per_word, X] bfloat16, slots in order. Rows are
-        of whole tiles.
+        """Unpacks in a kernel: [rows, X] words -> [rows * per_word, X] bfloat16, slots in order.
+        Rows are of whole tiles.
         """
         if self.num_bits == 8:
             return pltpu.bitcast(words, jnp.int8).astype(jnp.bfloat16)
@@ -124,13 +125,13 @@ class Packing:
         return pltpu.bitcast(halves.reshape(-1, words.shape[-1]), jnp.int8).astype(jnp.bfloat16)
 
     def place(self, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(row, shift in bits) in its tile of the slot with this number there."""
+        """Finds (row, shift in bits) in its tile of the slot with this number there."""
         half, slot = _divmod(slot, 4 * ROWS)
         row, byte = _divmod(slot, 4)
         return row, 8 * byte + 4 * half
 
     def mask(self, shape: tuple[int, ...], low: jax.Array, high: jax.Array) -> jax.Array:
-        """In a kernel, for words [.., rows, X] of a page: the bits of slots low <= slot < high."""
+        """Makes a mask in a kernel, for words [.., rows, X]: bits of slots low <= slot < high."""
         tile, row = _divmod(jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2), ROWS)
         first = tile * self.tile + row * 4
         bits = jnp.zeros(shape, jnp.int32)
@@ -147,12 +148,12 @@ def packing_of(x: Quantised) -> Packing:
 
 
 def _pair(low: jax.Array, high: jax.Array) -> jax.Array:
-    """The bits of two float32 that bfloat16 holds in one word."""
+    """Joins the bits of two float32 that bfloat16 holds in one word."""
     return jax.lax.shift_right_logical(low, jnp.int32(16)) | high
 
 
 def _divmod(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    """Of numbers that are not negative; `//` also handles the others, and asks what chip this
+    """Divides numbers that are not negative; `//` also handles the others, and asks what chip this
     is.
     """
     return jax.lax.div(a, jnp.int32(b)), jax.lax.rem(a, jnp.int32(b))
@@ -163,16 +164,16 @@ def _signed(word: int) -> int:
 
 
 def pack_new(layout: Layout, packing: Packing, new_T2K: Quantised) -> tuple[jax.Array, jax.Array]:
-    """(whole numbers [T, C, X] int8, scale words [T, words, K]) of new keys and values [T, 2K,
-    H].
+    """Returns (whole numbers [T, C, X] int8, scale words [T, words, K]) of new keys and values [T,
+    2K, H].
     """
     values = pack(layout, new_T2K.values.astype(jnp.int8)[:, :, None])[:, :, 0]
     return values, packing.scale_words(new_T2K)
 
 
 def pack_pages(layout: Layout, packing: Packing, pages: Quantised) -> Packed:
-    """Whole pages [P, 2K, S, H] as the kernels keep them. For tests and measurements: an engine's
-    are written token by token.
+    """Packs whole pages [P, 2K, S, H] as the kernels keep them. For tests and measurements: an
+    engine's are written token by token.
     """
     words = packing.pack_values(pack(layout, pages.values.astype(jnp.int32)))
     parts = [
@@ -191,7 +192,7 @@ def pack_pages(layout: Layout, packing: Packing, pages: Quantised) -> Packed:
 def unpack_scales(
     packing: Packing, scales: jax.Array, kv_heads: int, page_size: int
 ) -> list[jax.Array]:
-    """The scales, and where there are the offsets, [P, 2K, S] float32, of `Packed.scales`."""
+    """Reads scales, and offsets where there are, [P, 2K, S] float32, from `Packed.scales`."""
     size = packing.words_per_slot * kv_heads * page_size
     words = scales[:, 0, :size].reshape(len(scales), packing.words_per_slot, kv_heads, page_size)
     both = jnp.concatenate([words << 16, words & jnp.int32(-65536)], axis=2)
@@ -201,7 +202,7 @@ def unpack_scales(
 
 
 def in_slots(words_TWK: jax.Array, page_size: int, width: int) -> jax.Array:
-    """[T, words, K] -> [T, 1, Z]: each token's words in every slot of a page's row of scales."""
+    """Puts each token's words [T, words, K] in every slot of a page's row of scales [T, 1, Z]."""
     return to_width(jnp.repeat(words_TWK.reshape(len(words_TWK), 1, -1), page_size, axis=2), width)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ from kernels_pallas.tpu.block import (
     MASKED,
     VMEM_BYTES,
     Columns,
-    Fetched,
     HeadRow,
+    PerPool,
     Static,
     columns,
     div,
@@ -39,13 +39,13 @@ CHUNK = 64
 
 
 def across(x_RL: jax.Array, width: int) -> jax.Array:
-    """[R, LANES], equal in all lanes, as [R, width]."""
+    """Widens [R, LANES], equal in all lanes, to [R, width]."""
     copies = -(-width // LANES)
     return (jnp.concatenate([x_RL] * copies, axis=1) if copies > 1 else x_RL)[:, :width]
 
 
 def across_sum(x_RS: jax.Array) -> jax.Array:
-    """[R, S] -> [R, LANES]: every LANES-th term. Lanes are added up once, at the end."""
+    """Sums every LANES-th term, [R, S] -> [R, LANES]. Lanes are added up once, at the end."""
     width = x_RS.shape[1]
     x_RS = jnp.pad(x_RS, ((0, 0), (0, -width % LANES)))
     total = x_RS[:, :LANES]
@@ -55,61 +55,119 @@ def across_sum(x_RS: jax.Array) -> jax.Array:
 
 
 def rows_of_columns(x: Columns | None, start: int, count: int) -> Columns | None:
-    """Of the queries from `start` on, where they differ."""
+    """Takes those of the queries from `start` on, where they differ."""
     if x is None:
         return None
     return jax.tree.map(lambda y: y if y.shape[0] == 1 else y[start : start + count], x)
 
 
-def _kernel(static: Static, *refs: Any) -> None:
-    num, table_I, query_I, slot_I, low_I, high_I, position_I, base, *tables = refs[:10]
-    rest = list(refs[10:])
-    if static.streamed:
-        *rest, held_table, held_first, asked = rest
-    num_pools = 1 if static.packing is None else 2
-    (q_JRX, offset_RL, sinks_JRL), pools, rest = (
-        rest[:3],
-        rest[3 : 3 + num_pools],
-        rest[3 + num_pools :],
-    )
-    out_JRX, blocks, rest = rest[0], rest[1 : 1 + num_pools], rest[1 + num_pools :]
-    query, max_JRL, sum_JRL, acc_JRX, result, steps = rest[:6]
-    staged, distance_RS = rest[6:10], rest[10]
-    queried, sent, *fetched = rest[11:]
+class Tables(NamedTuple):
+    """Holds page ids and first positions of pages, flat or row by row."""
+
+    table: Any
+    first: Any
+
+
+class Scalars(NamedTuple):
+    """Holds lists of `PrefillItems` in scalar memory. tables: None where they are streamed."""
+
+    num: Any
+    table_I: Any
+    query_I: Any
+    slot_I: Any
+    low_I: Any
+    high_I: Any
+    position_I: Any
+    base: Any
+    tables: Any
+
+
+class Operands(NamedTuple):
+    """Holds what is read: tables in HBM, None where scalar memory has them, queries in HBM, which
+    of its tokens a row of queries is, sinks, and the pools in HBM.
+    """
+
+    tables: Any
+    q_JRX: Any
+    offset_RL: Any
+    sinks_JRL: Any
+    pools: PerPool
+
+
+class Scratch(NamedTuple):
+    """Holds two blocks of pages; the queries of two items; the running softmax: its max, sum and
+    accumulator; the result on its way out; how many blocks were attended; scores and weights of two
+    rows of heads; distances of slots from queries; semaphores; and, where tables are streamed,
+    those of two items' rows and their semaphores.
+    """
+
+    blocks: PerPool
+    query: Any
+    max_JRL: Any
+    sum_JRL: Any
+    acc_JRX: Any
+    result: Any
+    steps: Any
+    scores: tuple[Any, Any]
+    weights: tuple[Any, Any]
+    distance_RS: Any
+    queried: Any
+    sent: Any
+    fetched: PerPool
+    held: Any
+    asked: Any
+
+
+def _kernel(
+    static: Static, scalars: Scalars, given: Operands, out_JRX: Any, scratch: Scratch
+) -> None:
+    num, base, slot_I, low_I = scalars.num, scalars.base, scalars.slot_I, scalars.low_I
+    table_I, query_I, high_I = scalars.table_I, scalars.query_I, scalars.high_I
+    position_I, held = scalars.position_I, scratch.held
+    tables = given.tables if static.streamed else scalars.tables
+    query, result, sent, queried = scratch.query, scratch.result, scratch.sent, scratch.queried
+    max_JRL, sum_JRL, acc_JRX = scratch.max_JRL, scratch.sum_JRL, scratch.acc_JRX
+    blocks, fetched, steps = scratch.blocks, scratch.fetched, scratch.steps
+    distance_RS = scratch.distance_RS
     layout, size, slots = static.layout, static.page_size, static.slots
     num_rows = query.shape[2]
     per_token = num_rows // static.queries
     chunk = max(rows for rows in range(16, CHUNK + 1, 16) if num_rows % rows == 0)
 
     def ask(item: jax.Array) -> list[Any]:
-        """What fetches the tables of an item's row, where they are not in scalar memory."""
+        """Makes copies of the tables of an item's row, where they are not in scalar memory."""
         slot = jax.lax.rem(item, jnp.int32(2))
-        held = (held_table, held_first) if static.window is not None else (held_table,)
-        copies = zip(tables, held, strict=False)
+        copies = [(tables.table, held.table)]
+        if static.window is not None:
+            copies.append((tables.first, held.first))
         return [
-            pltpu.make_async_copy(x.at[table_I[item]], y.at[slot], asked.at[slot])
+            pltpu.make_async_copy(x.at[table_I[item]], y.at[slot], scratch.asked.at[slot])
             for x, y in copies
         ]
 
     def page_of(item: jax.Array, page: jax.Array, *, first: bool = False) -> jax.Array:
-        """The id of a page of the item's row, or its first position."""
+        """Reads the id of a page of the item's row, or its first position."""
+        known = held if static.streamed else tables
+        ref = known.first if first else known.table
         if static.streamed:
-            return (held_first if first else held_table)[jax.lax.rem(item, jnp.int32(2)), 0, page]
-        return tables[first][table_I[item] + page]
+            return ref[jax.lax.rem(item, jnp.int32(2)), 0, page]
+        return ref[table_I[item] + page]
 
     def rows_of(item: jax.Array) -> Any:
         return pl.ds(pl.multiple_of(query_I[item] * per_token, 16), num_rows)
 
     def fetch_queries(item: jax.Array) -> Any:
         slot = jax.lax.rem(item, jnp.int32(2))
-        return pltpu.make_async_copy(q_JRX.at[:, rows_of(item)], query.at[slot], queried.at[slot])
+        return pltpu.make_async_copy(
+            given.q_JRX.at[:, rows_of(item)], query.at[slot], queried.at[slot]
+        )
 
     def send(item: jax.Array) -> Any:
         return pltpu.make_async_copy(result, out_JRX.at[:, rows_of(item)], sent)
 
     def fetch_page(item: jax.Array, number: jax.Array, i: int, slot: jax.Array) -> list[Any]:
         page = base[0] + page_of(item, div(low_I[item], size) + number * static.block + i)
-        parts = zip(pools, blocks, fetched, strict=True)
+        parts = zip(given.pools.each(), blocks.each(), fetched.each(), strict=True)
         return [
             pltpu.make_async_copy(pool.at[page], part.at[slot, i], done.at[slot])
             for pool, part, done in parts
@@ -134,22 +192,22 @@ def _kernel(static: Static, *refs: Any) -> None:
                 wait_all(fetch_page(item, number, 0, slot))
 
             return
-        for part, done in zip(blocks, fetched, strict=True):
+        for part, done in zip(blocks.each(), fetched.each(), strict=True):
             arrived = part.at[slot, pl.ds(0, pages_fetched)]
             pltpu.make_async_copy(arrived, arrived, done.at[slot]).wait()
 
     def clear_tail(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
-        """What no one owns may be NaN, and 0 x NaN is NaN: a weight of zero does not clear a
-        value.
+        """Clears what no one owns: it may be NaN, and 0 x NaN is NaN, so that a weight of zero does
+        not clear a value.
         """
         high = num_slots(item, number)
 
         @pl.loop(div(high, size), static.block)
         def _(i: jax.Array) -> None:
             rows = pl.ds(layout.values, layout.joined)
-            values = blocks[0][slot, i, rows]
+            values = blocks.pages[slot, i, rows]
             held = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < high - i * size
-            blocks[0][slot, i, rows] = jnp.where(held, values, jnp.zeros_like(values))
+            blocks.pages[slot, i, rows] = jnp.where(held, values, jnp.zeros_like(values))
 
     def seen(item: jax.Array, number: jax.Array) -> jax.Array:
         begin = low_I[item] + number * slots
@@ -166,14 +224,14 @@ def _kernel(static: Static, *refs: Any) -> None:
         return mask & (distance + shift > position_I[item] - static.window)
 
     def attend(item: jax.Array, number: jax.Array, slot: jax.Array, masked: bool) -> None:
-        """Scores and weights go through VMEM: all rows of queries meet a tile of keys while it is
-        in the matmul unit, but a softmax in registers wants few rows at a time, and its maximum and
-        its sum a pass each.
+        """Attends a block. Scores and weights go through VMEM: all rows of queries meet a tile of
+        keys while it is in the matmul unit, but a softmax in registers wants few rows at a time,
+        and its maximum and its sum a pass each.
         """
-        block = Fetched(*(part.at[slot] for part in blocks), *[None] * (2 - num_pools))
+        block = PerPool(*(None if part is None else part.at[slot] for part in blocks))
         held_1S = jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1) < num_slots(item, number)
         for j in range(layout.joined):
-            scores_RS, weights_RS = staged[j % 2], staged[2 + j % 2]
+            scores_RS, weights_RS = scratch.scores[j % 2], scratch.weights[j % 2]
             s = scores(query[jax.lax.rem(item, jnp.int32(2)), j], block, HeadRow(0, j), static)
             scores_RS[...] = jnp.where(seen(item, number), s, MASKED) if masked else s
             of_values = columns(
@@ -227,7 +285,7 @@ def _kernel(static: Static, *refs: Any) -> None:
 
     steps[0] = jnp.int32(0)
     lane = jax.lax.broadcasted_iota(jnp.int32, distance_RS.shape, 1)
-    distance_RS[...] = lane - across(offset_RL[...], slots)
+    distance_RS[...] = lane - across(given.offset_RL[...], slots)
 
     @pl.when(num[0] > 0)
     def _() -> None:
@@ -249,7 +307,7 @@ def _kernel(static: Static, *refs: Any) -> None:
                     copy.start()
 
         pl.when(item + 1 < num[0])(lambda: fetch_queries(item + 1).start())
-        max_JRL[...] = sinks_JRL[...] if static.sinks else jnp.full_like(max_JRL, MASKED)
+        max_JRL[...] = given.sinks_JRL[...] if static.sinks else jnp.full_like(max_JRL, MASKED)
         sum_JRL[...] = jnp.full_like(sum_JRL, 1.0 / LANES if static.sinks else 0.0)
         acc_JRX[...] = jnp.zeros_like(acc_JRX)
         num_blocks = div(high_I[item] - low_I[item] + slots - 1, slots)
@@ -267,14 +325,14 @@ def _kernel(static: Static, *refs: Any) -> None:
 
 
 def prefill_smem_bytes(schedule: Schedule) -> int:
-    """Of scalar memory, where tables stay in HBM: those of the rows of two items."""
+    """Counts scalar memory where tables stay in HBM: for those of the rows of two items."""
     return 2 * 4 * (schedule.table.shape[-1] + schedule.first.shape[-1])
 
 
 def prefill(
     q_TJMX: jax.Array,
     sinks_JM: jax.Array | None,
-    pools: tuple[jax.Array, ...],
+    pools: PerPool,
     schedule: Schedule,
     base: jax.Array,
     *,
@@ -303,32 +361,66 @@ def prefill(
         sinks_JRL = jnp.broadcast_to(
             jnp.tile(sinks_JM * LOG2E, (1, static.queries))[:, :, None], lanes
         )
-    work = (items.num, items.table, items.query, items.slot, items.low, items.high, items.position)
-    scalars, tables = [*work, base], [schedule.table, schedule.first]
-    if not static.streamed:
-        scalars, tables = [*scalars, *tables], []
+    tables = Tables(schedule.table, schedule.first)
+    scalars = Scalars(
+        num=items.num,
+        table_I=items.table,
+        query_I=items.query,
+        slot_I=items.slot,
+        low_I=items.low,
+        high_I=items.high,
+        position_I=items.position,
+        base=base,
+        tables=None if static.streamed else tables,
+    )
+    given = Operands(
+        tables=tables if static.streamed else None,
+        q_JRX=q_JRX,
+        offset_RL=jnp.broadcast_to(offset_R1, (num_rows, LANES)),
+        sinks_JRL=sinks_JRL,
+        pools=pools,
+    )
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
     dma = pltpu.SemaphoreType.DMA
+    running = pltpu.VMEM(lanes, jnp.float32)
     (out_JRX,) = pl.pallas_call(
         partial(_kernel, static),
         name="paged_prefill",
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            in_specs=[*[in_hbm] * len(tables), in_hbm, in_vmem, in_vmem, *[in_hbm] * len(pools)],
+            num_scalar_prefetch=1,
+            in_specs=[
+                Operands(
+                    tables=jax.tree.map(lambda _: in_hbm, given.tables),
+                    q_JRX=in_hbm,
+                    offset_RL=in_vmem,
+                    sinks_JRL=in_vmem,
+                    pools=jax.tree.map(lambda _: in_hbm, pools),
+                )
+            ],
             out_specs=[in_hbm],
             scratch_shapes=[
-                *[pltpu.VMEM((2, static.block, *pool.shape[1:]), pool.dtype) for pool in pools],
-                pltpu.VMEM((2, joined, num_rows, width), static.dtype),
-                *[pltpu.VMEM(lanes, jnp.float32)] * 2,
-                pltpu.VMEM((joined, num_rows, width), jnp.float32),
-                pltpu.VMEM((joined, num_rows, width), out_dtype),
-                pltpu.SMEM((1,), jnp.int32),
-                *[pltpu.VMEM((num_rows, static.slots), jnp.float32)] * 2,
-                *[pltpu.VMEM((num_rows, static.slots), static.dtype)] * 2,
-                pltpu.VMEM((num_rows, static.slots), jnp.int32),
-                *[dma((2,)), dma, *[dma((2,))] * len(pools)],
-                *[pltpu.SMEM((2, *x.shape[1:]), jnp.int32) for x in tables],
-                *[dma((2,)) for _ in tables[:1]],
+                Scratch(
+                    blocks=jax.tree.map(
+                        lambda pool: pltpu.VMEM((2, static.block, *pool.shape[1:]), pool.dtype),
+                        pools,
+                    ),
+                    query=pltpu.VMEM((2, joined, num_rows, width), static.dtype),
+                    max_JRL=running,
+                    sum_JRL=running,
+                    acc_JRX=pltpu.VMEM((joined, num_rows, width), jnp.float32),
+                    result=pltpu.VMEM((joined, num_rows, width), out_dtype),
+                    steps=pltpu.SMEM((1,), jnp.int32),
+                    scores=(pltpu.VMEM((num_rows, static.slots), jnp.float32),) * 2,
+                    weights=(pltpu.VMEM((num_rows, static.slots), static.dtype),) * 2,
+                    distance_RS=pltpu.VMEM((num_rows, static.slots), jnp.int32),
+                    queried=dma((2,)),
+                    sent=dma,
+                    fetched=jax.tree.map(lambda _: dma((2,)), pools),
+                    held=jax.tree.map(
+                        lambda x: pltpu.SMEM((2, *x.shape[1:]), jnp.int32), given.tables
+                    ),
+                    asked=dma((2,)) if static.streamed else None,
+                )
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct(q_JRX.shape, out_dtype)],
@@ -336,7 +428,6 @@ def prefill(
             vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         interpret=interpret,
-    )(*scalars, *tables, q_JRX, jnp.broadcast_to(offset_R1, (num_rows, LANES)), sinks_JRL, *pools)
-
+    )(scalars, given)
     out_RJMX = out_JRX.reshape(joined, -1, per_row, width).transpose(1, 0, 2, 3)
     return out_RJMX[items.where]

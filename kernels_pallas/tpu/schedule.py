@@ -1,5 +1,4 @@
-"""What the kernels do in a step, as lists of work: equal for all layers of a KV group, so made once
-per step.
+"""Makes the lists of work of a step, which are equal for all layers of a KV group: once per step.
 
 Positions become ranges of slots here: rows list their slots by rising position, so what a query
 sees of its row (causal, window, dropped pages) is one range of slots, and the decode kernel needs
@@ -21,12 +20,12 @@ from kernels_pallas.tpu.tiles import TILE, Tiles
 Ints = jax.Array  # int32, one entry per item unless said otherwise
 
 SMEM_BYTES = 768 << 10
-"""What tables and lists of work may take of a core's 1 MiB of scalar memory; above it they stay in
-HBM.
+"""Tables and lists of work may take so much of a core's 1 MiB of scalar memory; above it they stay
+in HBM.
 """
 
 RECORD_FIELDS = ("row", "low", "high", "new", "first")
-"""Of a decode item's record, which has its page ids from column RECORD_IDS on."""
+"""A decode item's record begins with these, and has its page ids from column RECORD_IDS on."""
 
 RECORD_IDS = 8
 
@@ -38,8 +37,8 @@ RECORD_IDS = 8
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeItems:
-    """Blocks of `Tiles.decode_pages` pages of decode rows, a row's in order, rows one after the
-    other.
+    """Lists blocks of `Tiles.decode_pages` pages of decode rows, a row's in order, rows one after
+    the other.
 
     num [1] items. row; start: index of the first page in the flat table; low, high: slots of the
     block that the row's query sees are low <= slot < high; new: slot of the block where the step's
@@ -64,8 +63,8 @@ class DecodeItems:
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteItems:
-    """Tiles of TILE slots, or packed pages, that chunks write: slots low <= slot < high of the tile
-    at `offset` in page `page`.
+    """Lists tiles of TILE slots, or packed pages, that chunks write: slots low <= slot < high of
+    the tile at `offset` in page `page`.
 
     num [1] items; token [items, tile]: the packed token of each slot, any where none is written.
     """
@@ -85,8 +84,8 @@ class WriteItems:
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillItems:
-    """Blocks of `Tiles.prefill_queries` queries of chunks, repacked so that each chunk begins at a
-    multiple of TILE.
+    """Lists blocks of `Tiles.prefill_queries` queries of chunks, repacked so that each chunk begins
+    at a multiple of TILE.
 
     num [1] items; table: index of the row's first page in the flat table, or the row where tables
     stay in HBM; query: repacked index of the first query;
@@ -114,7 +113,7 @@ class PrefillItems:
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """A step's work. table, first: [B * W + a block] flat; first: [1] without a window.
+    """Holds a step's work. table, first: [B * W + a block] flat; first: [1] without a window.
 
     Tables too large for scalar memory stay in HBM: table, first [B, 1, W + a block, rounded up]
     and, with page ids and all, the decode items' `records` [items, 1, RECORD_IDS + a block, rounded
@@ -153,8 +152,8 @@ def make_schedule(
     decode_only: bool = False,
     smem_bytes: int = SMEM_BYTES,
 ) -> Schedule:
-    """The work of a step of `num_tokens` packed tokens T, whose rows hold `len_B` tokens with the
-    step's own included.
+    """Makes the work of a step of `num_tokens` packed tokens T, whose rows hold `len_B` tokens with
+    the step's own included.
 
     Rows 0..num_decode-1 have one token each (or none: count 0) at packed offset = row, rows
     num_decode..num_rows-1 are chunks. first_BW rises by a page or more from one held page to the
@@ -236,7 +235,7 @@ def _records(items: DecodeItems, table: jax.Array, tiles: Tiles) -> jax.Array:
 
 
 def _by_row(x_BW: jax.Array, padding: int) -> jax.Array:
-    """[B, 1, W + padding, rounded up]: what one DMA takes is whole registers."""
+    """Pads to [B, 1, W + padding, rounded up]: what one DMA takes is whole registers."""
     width = -(-(x_BW.shape[1] + padding) // LANES) * LANES
     return jnp.pad(x_BW, ((0, 0), (0, width - x_BW.shape[1])))[:, None]
 

@@ -25,8 +25,8 @@ register spill.
 """
 
 DECODE_BYTES = 4 << 20
-"""Of one block of decode pages: enough to cover a DMA's latency, three of them fit the VMEM of
-every generation.
+"""A block of decode pages has at most so many: enough to cover a DMA's latency, and three of them
+fit the VMEM of every generation.
 """
 
 DECODE_HEADS = 8
@@ -34,8 +34,8 @@ DECODE_HEADS = 8
 
 DECODE_TOKENS = 2048
 PACKED_DECODE_TOKENS = 1024
-"""Of packed pages with several rows of heads: with twice as many tokens twice as many registers
-spill.
+"""Packed pages with several rows of heads take so many: with twice as many tokens twice as many
+registers spill.
 """
 
 PREFILL_TOKENS = 512
@@ -50,8 +50,8 @@ PREFILL_BYTES = 24 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """decode_pages, prefill_pages: pages of one block; prefill_queries: tokens of one, a multiple
-    of TILE.
+    """Sizes blocks. decode_pages, prefill_pages: pages of one; prefill_queries: tokens of one, a
+    multiple of TILE.
 
     decode_heads: rows of heads that decode works on without a loop.
     """
@@ -63,14 +63,14 @@ class Tiles:
 
     @property
     def decode_spare(self) -> int:
-        """List entries past the last decode item: prefetches and the last round read them."""
+        """Counts list entries past the last decode item: prefetches and the last round read on."""
         return 2 * SLOTS
 
 
 def choose_tiles(
     *, layout: Layout, page_size: int, itemsize: int, num_heads: int, packing: Packing | None = None
 ) -> Tiles:
-    """The tuned sizes for pages [.., C, S, X], met by `num_heads` query heads. itemsize: bytes of a
+    """Chooses sizes for pages [.., C, S, X], met by `num_heads` query heads. itemsize: bytes of a
     matmul's input, and of an element of the pages where they are not packed.
     """
     page_bytes = (

@@ -8,14 +8,14 @@ its scales are one piece.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.tpu.block import start_all, wait_all
+from kernels_pallas.tpu.block import PerPool, start_all, wait_all
 from kernels_pallas.tpu.packing import Packing, to_width
 from kernels_pallas.tpu.schedule import WriteItems
 from kernels_pallas.tpu.tiles import TILE
@@ -25,27 +25,57 @@ SLOTS = 2 * AHEAD
 """Tiles on their way in, and as many on their way out."""
 
 
-def _kernel(packing: Packing | None, page_size: int, *refs: Any) -> None:
-    num, page_I, offset_I, low_I, high_I, base, *rest = refs
-    num_pools = 1 if packing is None else 2
-    news, pools, rest = rest[:num_pools], rest[2 * num_pools : 3 * num_pools], rest[3 * num_pools :]
-    olds, held, semaphores = (
-        rest[:num_pools],
-        rest[num_pools : 2 * num_pools],
-        rest[2 * num_pools :],
-    )
-    fetched, written = semaphores[:num_pools], semaphores[num_pools:]
-    rows = olds[0].shape[2]
+class Scalars(NamedTuple):
+    """Holds lists of `WriteItems` in scalar memory."""
+
+    num: Any
+    page_I: Any
+    offset_I: Any
+    low_I: Any
+    high_I: Any
+    base: Any
+
+
+class Operands(NamedTuple):
+    """Holds each item's new tile, and the pools, which the kernel reads as its results."""
+
+    new: PerPool
+    pools: PerPool
+
+
+class Scratch(NamedTuple):
+    """Holds SLOTS tiles as they are and as many new ones, semaphores of those fetched and those
+    written.
+    """
+
+    old: PerPool
+    new: PerPool
+    fetched: PerPool
+    written: PerPool
+
+
+def _kernel(
+    packing: Packing | None,
+    page_size: int,
+    scalars: Scalars,
+    given: Operands,
+    pools: PerPool,
+    scratch: Scratch,
+) -> None:
+    num, low_I, high_I = scalars.num, scalars.low_I, scalars.high_I
+    rows = scratch.old.pages.shape[2]
 
     def places(item: jax.Array) -> list[Any]:
-        page = base[0] + page_I[item]
-        offset = 0 if packing is not None else pl.multiple_of(offset_I[item], TILE)
-        return [pools[0].at[page, :, pl.ds(offset, rows)], *(pool.at[page] for pool in pools[1:])]
+        page = scalars.base[0] + scalars.page_I[item]
+        offset = 0 if packing is not None else pl.multiple_of(scalars.offset_I[item], TILE)
+        tile = pools.pages.at[page, :, pl.ds(offset, rows)]
+        return [tile] if packing is None else [tile, pools.scales.at[page]]
 
     def fetch(item: jax.Array) -> list[Any]:
         slot = jax.lax.rem(item, jnp.int32(SLOTS))
-        of_pools = zip(places(item), olds, fetched, strict=True)
-        of_new = zip(news, held, fetched, strict=True)
+        fetched = scratch.fetched.each()
+        of_pools = zip(places(item), scratch.old.each(), fetched, strict=True)
+        of_new = zip(given.new.each(), scratch.new.each(), fetched, strict=True)
         return [
             *(
                 pltpu.make_async_copy(place, old.at[slot], done.at[slot])
@@ -59,7 +89,7 @@ def _kernel(packing: Packing | None, page_size: int, *refs: Any) -> None:
 
     def send(item: jax.Array) -> list[Any]:
         slot = jax.lax.rem(item, jnp.int32(SLOTS))
-        of_pools = zip(places(item), olds, written, strict=True)
+        of_pools = zip(places(item), scratch.old.each(), scratch.written.each(), strict=True)
         return [
             pltpu.make_async_copy(old.at[slot], place, done.at[slot])
             for place, old, done in of_pools
@@ -78,7 +108,7 @@ def _kernel(packing: Packing | None, page_size: int, *refs: Any) -> None:
         start(item + AHEAD)
         wait_all(fetch(item))
         slot = jax.lax.rem(item, jnp.int32(SLOTS))
-        old, new = olds[0], held[0]
+        old, new = scratch.old.pages, scratch.new.pages
         if packing is None:
             place = jax.lax.broadcasted_iota(jnp.int32, old.shape[1:], 1)
             written_here = (place >= low_I[item]) & (place < high_I[item])
@@ -86,7 +116,7 @@ def _kernel(packing: Packing | None, page_size: int, *refs: Any) -> None:
         else:
             bits = packing.mask(old.shape[1:], low_I[item], high_I[item])
             old[slot] = (old[slot] & ~bits) | (new[slot] & bits)
-            old, new = olds[1], held[1]
+            old, new = scratch.old.scales, scratch.new.scales
             of_slot = jax.lax.rem(
                 jax.lax.broadcasted_iota(jnp.int32, old.shape[1:], 1), jnp.int32(page_size)
             )
@@ -99,54 +129,50 @@ def _kernel(packing: Packing | None, page_size: int, *refs: Any) -> None:
 
 
 def write(
-    new_T: tuple[jax.Array, ...],
-    pools: tuple[jax.Array, ...],
+    new_T: PerPool,
+    pools: PerPool,
     items: WriteItems,
     base: jax.Array,
     *,
     packing: Packing | None,
     interpret: Any = False,
-) -> tuple[jax.Array, ...]:
-    """The pools with the items' tokens in their slots; updated in place when donated.
+) -> PerPool:
+    """Returns the pools with the items' tokens in their slots; updated in place when donated.
 
     new_T: [T, C, X] in the dtype of the pages; packed, numbers [T, C, X] int8 and words [T, words,
-    K] int32, whose
-    items are whole pages. base [1]: the layer's first row in the pools.
+    K] int32, whose items are whole pages. base [1]: the layer's first row in the pools.
     """
-    new_ICSX = new_T[0][items.token].transpose(0, 2, 1, 3)
-    news, page_size = [new_ICSX], new_ICSX.shape[2]
+    new_ICSX = new_T.pages[items.token].transpose(0, 2, 1, 3)
+    new, page_size = PerPool(new_ICSX, None), new_ICSX.shape[2]
     if packing is not None:
-        of_page = new_T[1][items.token].transpose(0, 2, 3, 1)
-        news = [
+        of_page = new_T.scales[items.token].transpose(0, 2, 3, 1)
+        new = PerPool(
             packing.pack_values(new_ICSX),
-            to_width(of_page.reshape(len(of_page), 1, -1), pools[1].shape[2]),
-        ]
-    scalars = (items.num, items.page, items.offset, items.low, items.high, base)
-    tiles = [
-        pltpu.VMEM((SLOTS, *new.shape[1:]), pool.dtype)
-        for new, pool in zip(news, pools, strict=True)
-    ]
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    before = len(scalars) + len(news)
-    return tuple(
-        pl.pallas_call(
-            partial(_kernel, packing, page_size),
-            name="paged_write",
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=len(scalars),
-                in_specs=[in_hbm] * (len(news) + len(pools)),
-                out_specs=[in_hbm] * len(pools),
-                scratch_shapes=[
-                    *tiles,
-                    *tiles,
-                    *[pltpu.SemaphoreType.DMA((SLOTS,))] * (2 * len(pools)),
-                ],
-            ),
-            out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
-            input_output_aliases={before + i: i for i in range(len(pools))},
-            compiler_params=pltpu.CompilerParams(
-                disable_bounds_checks=True, disable_semaphore_checks=True
-            ),
-            interpret=interpret,
-        )(*scalars, *news, *pools)
+            to_width(of_page.reshape(len(of_page), 1, -1), pools.scales.shape[2]),
+        )
+    scalars = Scalars(items.num, items.page, items.offset, items.low, items.high, base)
+    given = Operands(new, pools)
+    tiles = jax.tree.map(
+        lambda new, pool: pltpu.VMEM((SLOTS, *new.shape[1:]), pool.dtype), new, pools
     )
+    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    done = jax.tree.map(lambda _: pltpu.SemaphoreType.DMA((SLOTS,)), pools)
+    # The pools come last among operands.
+    before = len(jax.tree.leaves((scalars, given))) - len(pools.each())
+    (pools_after,) = pl.pallas_call(
+        partial(_kernel, packing, page_size),
+        name="paged_write",
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            in_specs=[jax.tree.map(lambda _: in_hbm, given)],
+            out_specs=[jax.tree.map(lambda _: in_hbm, pools)],
+            scratch_shapes=[Scratch(tiles, tiles, done, done)],
+        ),
+        out_shape=[jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), pools)],
+        input_output_aliases={before + i: i for i in range(len(pools.each()))},
+        compiler_params=pltpu.CompilerParams(
+            disable_bounds_checks=True, disable_semaphore_checks=True
+        ),
+        interpret=interpret,
+    )(scalars, given)
+    return pools_after

@@ -23,7 +23,7 @@ HOPPER = "9.0"
 """The compute capability whose matmul instructions the kernels use; no other one has them."""
 
 PROCESSORS = 132
-"""Of an H100 or H200: where the GPU that is compiled for is not here."""
+"""An H100 or H200 has so many: where the GPU that is compiled for is not here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class MosaicGpu:
         return None
 
     def _try(self, heads: Heads, needs: Needs) -> jax.Array:
-        """One layer of the smallest step, to hear from the kernels what they do not take."""
+        """Attends a layer of the smallest step, to hear from the kernels what they do not take."""
         batch = jnp.zeros(2, jnp.int32)
         table_BW = jnp.zeros((2, needs.pages_per_row), jnp.int32)
         arrays = self.page_arrays(heads, needs.page_size, needs.codec)
@@ -66,8 +66,18 @@ class MosaicGpu:
             jnp.zeros((2, n, heads.head_dim)) for n in (heads.num_heads, heads.num_kv_heads)
         )
         prepared = self.prepare(group, made, heads)
-        options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.dtype}
-        return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, **options)[0]
+        out_TNH, _ = self.attend(
+            q_TNH,
+            k_TKH,
+            k_TKH,
+            group,
+            made,
+            prepared,
+            layer=0,
+            scale=1.0,
+            out_dtype=np.dtype(needs.codec.dtype),
+        )
+        return out_TNH
 
     def page_arrays(
         self, heads: Heads, page_size: int, codec: Codec
@@ -139,7 +149,7 @@ def _is_int8(codec: Codec) -> bool:
 def _write_int8(
     group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Array, layer: int | jax.Array
 ) -> GroupKV:
-    """As `state.write`, where numbers and scales are apart."""
+    """Writes as `state.write` does, where numbers and scales are apart."""
     codec, scales = group.codec, group.scales
     if not isinstance(codec, ScaledCodec) or scales is None:
         raise TypeError(f"expected pages of int8 numbers and their scales, got {codec.name}")
@@ -158,6 +168,6 @@ def _write_int8(
 
 
 def num_processors() -> int:
-    """Of the GPU that runs it: grids are cut for them."""
+    """Counts those of the GPU that runs it: grids are cut for them."""
     (device, *_) = jax.devices()
     return device.core_count if device.platform == "gpu" else PROCESSORS

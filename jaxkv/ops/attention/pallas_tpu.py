@@ -54,8 +54,8 @@ class PallasTpu:
         return None
 
     def _try(self, heads: Heads, needs: Needs) -> jax.Array:
-        """One layer of the smallest step with all rows, to hear from the kernels what they do not
-        take.
+        """Attends one layer of the smallest step with all rows, to hear from the kernels what they
+        do not take.
         """
         batch = jnp.zeros(needs.num_rows, jnp.int32)
         table_BW = jnp.zeros((needs.num_rows, needs.pages_per_row), jnp.int32)
@@ -66,8 +66,18 @@ class PallasTpu:
         q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, heads.head_dim))
         k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, heads.head_dim))
         prepared = self.prepare(group, made, heads)
-        options: Any = {"layer": 0, "scale": 1.0, "out_dtype": needs.codec.dtype}
-        return self.attend(q_TNH, k_TKH, k_TKH, group, made, prepared, **options)[0]
+        out_TNH, _ = self.attend(
+            q_TNH,
+            k_TKH,
+            k_TKH,
+            group,
+            made,
+            prepared,
+            layer=0,
+            scale=1.0,
+            out_dtype=np.dtype(needs.codec.dtype),
+        )
+        return out_TNH
 
     def page_arrays(
         self, heads: Heads, page_size: int, codec: Codec
@@ -145,7 +155,7 @@ class PallasTpu:
 
 
 def _packing(codec: Codec) -> Packing | None:
-    """How the kernels pack what the codec stores; None for floats, and for what they do not
+    """Says how the kernels pack what the codec stores; None for floats, and for what they do not
     take.
     """
     if isinstance(codec, ScaledCodec) and codec.kind == "int8":
