@@ -85,8 +85,17 @@ def forward(
         def attend(
             g: int, group: GroupKV, number: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
         ) -> tuple[jax.Array, GroupKV]:
-            options: Any = {"scale": spec.head_dim**-0.5, "out_dtype": w["o"].dtype}
-            return attention.attend(q, k, v, group, batch, prepared_G[g], layer=number, **options)
+            return attention.attend(
+                q,
+                k,
+                v,
+                group,
+                batch,
+                prepared_G[g],
+                layer=number,
+                scale=spec.head_dim**-0.5,
+                out_dtype=w["o"].dtype,
+            )
 
         out, groups = _in_its_group(attend, groups, place, q, k, v)
         out_TF = out.reshape(out.shape[0], -1)
@@ -111,7 +120,7 @@ def forward(
 
 
 def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
-    """What attention has to do in each KV group, on each of the devices that divide the heads."""
+    """Returns what attention has to do in each KV group, on each of the devices that divide the heads."""
     return tuple(
         Heads(
             num_heads=spec.num_heads // num_devices,
