@@ -28,8 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from bench_generate import environment
 
-from jaxkv.kv.codecs import CODECS, bits_per_value, decode, get_codec
+from jaxkv.kv.codecs import CODECS, bits_per_value, get_codec
 from jaxkv.kv.codecs.base import Codec
+from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import GroupKV, Statistics
 from jaxkv.ops.attention import Batch, xla
 
@@ -48,15 +49,16 @@ def attention(
     num_heads, kv_heads, head_dim = heads
     batch, context, rng = options.batch, options.context, np.random.default_rng(0)
     num_pages = batch * context // PAGE
-    drawn = jnp.asarray(rng.normal(size=(num_pages, 2 * kv_heads, PAGE, head_dim)), jnp.float32)
+    layout = HeadMajorLayout(num_kv_heads=kv_heads, head_dim=head_dim, page_size=PAGE, codec=codec)
+    k, v = jnp.asarray(rng.normal(size=(2, 1, num_pages * PAGE, kv_heads, head_dim)), jnp.float32)
     table_BW = rng.permutation(num_pages).reshape(batch, -1).astype(np.int32)
     first_BW = np.broadcast_to(np.arange(context // PAGE, dtype=np.int32) * PAGE, table_BW.shape)
-    pages: Any = jax.jit(codec.encode)(drawn)
+    (pages,) = (x[0] for x in jax.jit(layout.pack)(k, v))
     tables: Any = (table_BW, first_BW, np.full(batch, context, np.int32))
-    group = GroupKV(pages, *tables, codec=codec, num_layers=1)
+    group = GroupKV(pages, *tables, layout=layout, num_layers=1)
     if variant == "a quarter read":
-        keys = decode(codec, pages)[:, :kv_heads]
-        extremes = jnp.stack([keys.min(axis=2), keys.max(axis=2)], axis=1)
+        keys = layout.unpack([pages[None]])[0].reshape(num_pages, PAGE, kv_heads, head_dim)
+        extremes = jnp.stack([keys.min(axis=1), keys.max(axis=1)], axis=1)
         group = group.replace(extremes=extremes, num_read=context // PAGE // 4)
     if variant in VARIANTS[:2]:
         zeros: Any = np.zeros(table_BW.shape, np.float32)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import PlainCodec
+from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import GroupKV
 from jaxkv.ops.attention import Batch, xla
 
@@ -120,8 +121,9 @@ def decode_attention() -> None:
             ("bfloat16", PlainCodec(dtype="bfloat16")),
             ("float32", PlainCodec(dtype="float32")),
         ):
+            layout = HeadMajorLayout(num_kv_heads=4, head_dim=64, page_size=size, codec=codec)
             group = GroupKV(
-                codec.encode(values), table, first, np.full(rows, length, np.int32), codec, 1
+                codec.encode(values), table, first, np.full(rows, length, np.int32), layout, 1
             )
             cells = []
             for tokens in (64, 128, 256, 512, 1024):

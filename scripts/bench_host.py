@@ -38,6 +38,7 @@ from jaxkv.config import DECODE_STEPS, EngineConfig, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PagedKV, empty_group
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
@@ -269,8 +270,8 @@ def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
     when it has planned.
     """
     codec = get_codec("float32", platform="cpu")
-    page = jax.ShapeDtypeStruct((2, config.block_size, 8), np.float32)
-    group = empty_group(num_layers=1, page_arrays=(page,), num_pages=1, codec=codec)
+    layout = HeadMajorLayout(num_kv_heads=1, head_dim=8, page_size=config.block_size, codec=codec)
+    group = empty_group(num_layers=1, layout=layout, num_pages=1)
     kv = PagedKV(groups=(group,))
     programs: Any = StubPrograms(config, spec, clock)
     engine = Engine({}, kv, programs, config, make_kv=lambda: kv, decode_token=None)

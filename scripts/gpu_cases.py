@@ -99,11 +99,13 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
     num_heads, kv_heads, head_dim = SHAPES[case.shape]
     count = 1 if case.kernel == "decode" else CHUNK
 
+    heads = Heads(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=case.window)
     codec = get_codec(case.codec, platform="gpu")
+    layout = backend.page_layout(heads, case.page_size, codec)
 
     def run(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, scales=None):  # type: ignore[no-untyped-def]
         stepped = GroupKV(
-            pages, table_BW, first_BW, len_B, codec=codec, num_layers=1, scales=scales
+            pages, table_BW, first_BW, len_B, layout=layout, num_layers=1, scales=scales
         )
         group = replace(stepped, len_B=len_B - count)
         token_T = jnp.arange(case.num_tokens, dtype=jnp.int32)
@@ -117,9 +119,6 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
             num_decode=jnp.int32(case.batch if decodes else 0),
             num_rows=jnp.int32(case.batch),
             decode_only=decodes,
-        )
-        heads = Heads(
-            num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=case.window
         )
         prepared = backend.prepare(group, batch, heads)
         options: Any = {"layer": 0, "scale": head_dim**-0.5, "out_dtype": q_TNH.dtype}

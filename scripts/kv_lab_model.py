@@ -223,7 +223,7 @@ def dense(
     group = GroupKV(
         jnp.zeros(spec.num_layers),
         **rows,
-        codec=PlainCodec(dtype="float32"),
+        layout=BACKENDS["xla"].page_layout(heads_of(spec)[0], 1, PlainCodec(dtype="float32")),
         num_layers=spec.num_layers,
     )
     position_T = jnp.arange(len(token_T), dtype=jnp.int32)
@@ -263,9 +263,8 @@ def program(spec: ModelSpec, codec: Codec) -> Any:
         (heads,) = heads_of(spec)
         group = empty_group(
             num_layers=spec.num_layers,
-            page_arrays=BACKENDS["xla"].page_arrays(heads, PAGE, codec),
+            layout=BACKENDS["xla"].page_layout(heads, PAGE, codec),
             num_pages=LENGTH // PAGE,
-            codec=codec,
         )
         table_BW = jnp.arange(LENGTH // PAGE, dtype=jnp.int32)[None]
         rows = {"table_BW": table_BW, "first_BW": table_BW * PAGE, "len_B": jnp.zeros(1, jnp.int32)}

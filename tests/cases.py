@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.holding.allocator import KVHandle
 from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import GroupKV
 from jaxkv.ops.attention import Batch
 from poison import nan_of
@@ -34,6 +37,23 @@ class Case(NamedTuple):
     q_TNH: np.ndarray
     group: GroupKV
     batch: Batch
+
+
+def contents(group: GroupKV) -> np.ndarray:
+    """The keys and the values of every slot of the pool, [2, L, P, S, K, H] float64 (NaN stays
+    NaN).
+    """
+    lead = (group.num_layers, group.num_pages)
+    arrays = [x.reshape(*lead, *x.shape[1:]) for x in group.arrays]
+    x = np.stack(jax.jit(group.layout.unpack)(arrays)).astype(np.float64)
+    return x.reshape(2, *lead, group.page_size, *x.shape[3:])
+
+
+def held(group: GroupKV, handle: KVHandle, length: int | None = None) -> np.ndarray:
+    """The keys and the values of the handle's first tokens, [2, L, T, K, H] float64."""
+    slots = np.arange(handle.length if length is None else length)
+    page, slot = np.array(handle.pages, int)[slots // group.page_size], slots % group.page_size
+    return contents(group)[:, :, page, slot]
 
 
 def random_layout(
@@ -81,7 +101,12 @@ def random_case(
         table_BW=table_BW,
         first_BW=first_BW,
         len_B=len_B.astype(np.int32),
-        codec=codec,
+        layout=HeadMajorLayout(
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            page_size=shape.page_size,
+            codec=codec,
+        ),
         num_layers=NUM_LAYERS,
     )
     num_tokens = batch.pop("num_tokens")

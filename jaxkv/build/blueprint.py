@@ -125,9 +125,8 @@ class Blueprint:
         """Counts one page over all layers, stored in these codecs."""
         nbytes = 0
         for group, heads, codec in zip(self.spec.groups, self._heads, codecs, strict=True):
-            arrays = self.attention.page_arrays(heads, self.limits.block_size, codec)
-            of_layer = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-            nbytes += len(group.layers) * of_layer
+            page = self.attention.page_layout(heads, self.limits.block_size, codec)
+            nbytes += len(group.layers) * page.nbytes
         return nbytes
 
     @property
@@ -243,16 +242,11 @@ class Blueprint:
             return None if placement is None else placement.sharding(parts)
 
         def empty(group: KVGroup, heads: Heads, codec: Codec, num_pages: int) -> GroupKV:
-            arrays = self.attention.page_arrays(heads, limits.block_size, codec)
-            of_all = (
-                jax.ShapeDtypeStruct((x.shape[0] * num_devices, *x.shape[1:]), x.dtype)
-                for x in arrays
-            )
             made = empty_group(
                 num_layers=len(group.layers),
+                layout=self.attention.page_layout(heads, limits.block_size, codec),
                 num_pages=num_pages,
-                page_arrays=tuple(of_all),
-                codec=codec,
+                num_devices=num_devices,
                 device=where(PAGES),
             )
             if not limits.read_pages or group.window is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from flax import struct
 
 from jaxkv.kv.codecs import Codec, decode
+from jaxkv.kv.layout import HeadMajorLayout, PageLayout
 from jaxkv.kv.policies import Measure
 
 
@@ -43,18 +44,14 @@ class GroupKV:
     """Pages of one KV group (layers with one cache shape, retention and codec), and who owns them
     in this step.
 
-    pages    [L*P, 2K, S, X]  codec's storage dtype, X = codec.width(H): H if it does not quantise.
-             Page p of layer l is row l*P + p: one flat axis, so that a loop over layers carries the
-             pool without copying it. Heads 0..K-1 are keys, K..2K-1 values (head-major: one head of
-             one page is contiguous, and a whole page is one DMA). A backend may keep the heads of a
-             page in another order and shape (`ops.attention.base.Backend.page_arrays`).
+    pages    [L*P, ..]  the first array of each page, as `layout` says. Page p of layer l is row
+             l*P + p: one flat axis, so that a loop over layers carries the pool without copying it.
     table_BW int32: page ids of each row in order; entries past the row's length are any valid id,
     never read as data.
     first_BW int32: position (in tokens) of slot 0 of each table page. Masks use it, not the page's
              index, so that a row may drop pages and keep its positions.
     len_B    int32: tokens of each row that are held, counted in slots from the start of its table.
-    scales   [L*P, 1, Z] for a backend that has a quantising codec's scales beside the pages, else
-             None.
+    scales   [L*P, ..]  the second array of each page, None where the layout has only one.
     low      older pages of the same rows in a smaller codec, which steps read and never write
              (`kv.policies`); None of an engine that has none. A row's keys are those of both.
     statistics  what steps add up while they attend, None where nobody asks.
@@ -67,7 +64,7 @@ class GroupKV:
     table_BW: jax.Array
     first_BW: jax.Array
     len_B: jax.Array
-    codec: Codec = struct.field(pytree_node=False)
+    layout: PageLayout = struct.field(pytree_node=False)
     num_layers: int = struct.field(pytree_node=False)
     scales: jax.Array | None = None
     low: GroupKV | None = None
@@ -82,16 +79,30 @@ class GroupKV:
         return own if self.low is None else own + self.low.pools
 
     @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """The arrays of its own pages, in the order of `layout.arrays`."""
+        return (self.pages,) if self.scales is None else (self.pages, self.scales)
+
+    def with_arrays(self, pages: jax.Array, scales: jax.Array | None = None) -> GroupKV:
+        """Returns the group with other `arrays`."""
+        return replace(self, pages=pages, scales=scales)
+
+    @property
+    def codec(self) -> Codec:
+        return self.layout.codec
+
+    @property
     def num_pages(self) -> int:
         return self.pages.shape[0] // self.num_layers
 
     @property
     def page_size(self) -> int:
-        return self.pages.shape[2]
+        return self.layout.page_size
 
     @property
     def num_kv_heads(self) -> int:
-        return self.pages.shape[1] // 2
+        """K of all devices whose pages are seen here: inside of `shard_map` of one."""
+        return self.layout.num_kv_heads * self.layout.num_devices(self.pages)
 
 
 @struct.dataclass
@@ -114,24 +125,28 @@ class PagedKV:
 def empty_group(
     *,
     num_layers: int,
-    page_arrays: tuple[jax.ShapeDtypeStruct, ...],
+    layout: PageLayout,
     num_pages: int,
-    codec: Codec,
+    num_devices: int = 1,
     device: jax.sharding.Sharding | None = None,
 ) -> GroupKV:
-    """A zeroed pool without rows: `num_pages` pages for each of `num_layers` layers, each of them
-    `page_arrays`, which are its part of `pages` and of `scales` where there are any.
+    """Returns a zeroed pool without rows: `num_pages` pages for each of `num_layers` layers, whose
+    heads `num_devices` devices divide.
     """
     pools = [
-        jnp.zeros((num_layers * num_pages, *page.shape), page.dtype, device=device)
-        for page in page_arrays
+        jnp.zeros(
+            (num_layers * num_pages, page.shape[0] * num_devices, *page.shape[1:]),
+            page.dtype,
+            device=device,
+        )
+        for page in layout.arrays
     ]
     no_rows: Any = np.zeros((0, 1), np.int32)
     rows: Any = {"table_BW": no_rows, "first_BW": no_rows, "len_B": no_rows[:, 0]}
     return GroupKV(
         pools[0],
         **rows,
-        codec=codec,
+        layout=layout,
         num_layers=num_layers,
         scales=pools[1] if len(pools) > 1 else None,
     )
@@ -176,38 +191,46 @@ def write(
 
     Units: dest_T is page * S + slot; `layer` counts within the group. Cost: 2*T*K*H values, in
     place when donated.
-    Raises: ValueError if K or H differ from the pool's (when traced). Source: arXiv 2309.06180,
-    section 4.
+    Raises: ValueError if K or H differ from the pool's (when traced), TypeError for pages of which
+    only the kernels know the slots. Source: arXiv 2309.06180, section 4.
     """
-    expected = (group.num_kv_heads, group.pages.shape[3])
-    got = [(x.shape[1], group.codec.width(x.shape[2])) for x in (k_TKH, v_TKH)]
-    if got != [expected, expected]:
+    layout = group.layout
+    if not isinstance(layout, HeadMajorLayout):
+        raise TypeError(f"expected pages whose slots XLA can write, got {layout}")
+    expected = (layout.num_kv_heads, layout.head_dim)
+    if {x.shape[1:] for x in (k_TKH, v_TKH)} != {expected}:
         raise ValueError(
-            f"expected keys and values of K heads that are stored in X elements, (K, X) = "
-            f"{expected}, got {got[0]} and "
-            f"{got[1]} of {k_TKH.shape[1:]} and {v_TKH.shape[1:]}"
+            f"expected keys and values of (K, H) = {expected}, got {k_TKH.shape[1:]} and "
+            f"{v_TKH.shape[1:]}"
         )
     page_T, slot_T = dest_T // group.page_size, dest_T % group.page_size
     row_T = jnp.where(
         page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0]
     )
-    values = group.codec.encode(jnp.concatenate([k_TKH, v_TKH], axis=1))
-    pages = group.pages.at[row_T, :, slot_T].set(values, mode="drop")
+    new = layout.encode_tokens(k_TKH, v_TKH)
+    stored = zip(group.arrays, layout.by_slot(group.arrays), new, strict=True)
+    written = group.with_arrays(
+        *(
+            by_slot.at[row_T, :, slot_T].set(of_tokens, mode="drop").reshape(pool.shape)
+            for pool, by_slot, of_tokens in stored
+        )
+    )
     if group.extremes is None:
-        return replace(group, pages=pages)
+        return written
     # What is stored counts. A page begins anew with its slot 0.
-    k_TKH = decode(group.codec, values[:, : group.num_kv_heads])
+    keys = layout.keys
+    k_TKH = decode(group.codec, new[0][:, keys.start : keys.stop])
     begun_T = jnp.where(slot_T == 0, row_T, group.pages.shape[0])
     extremes = group.extremes.at[begun_T].set(
         jnp.array([jnp.inf, -jnp.inf])[None, :, None, None], mode="drop"
     )
     extremes = extremes.at[row_T, 0].min(k_TKH, mode="drop").at[row_T, 1].max(k_TKH, mode="drop")
-    return replace(group, pages=pages, extremes=extremes)
+    return replace(written, extremes=extremes)
 
 
 def demote(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
-    """Page `source` of every layer encoded anew as page `target` of `low`. Needs a group with a
-    `low` and the layout of the XLA backend.
+    """Encodes page `source` of every layer anew as page `target` of `low`. Raises: ValueError for
+    a group without a `low`.
     """
 
     def of(group: GroupKV) -> GroupKV:
@@ -218,27 +241,24 @@ def demote(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
             jnp.arange(one.num_layers) * one.num_pages + page
             for one, page in ((group, source), (low, target))
         )
-        stored = low.codec.encode(decode(group.codec, group.pages[source_L]))
-        return replace(group, low=replace(low, pages=low.pages.at[target_L].set(stored)))
+        stored = low.layout.encode(group.layout.decode([x[source_L] for x in group.arrays]))
+        pools = (pool.at[target_L].set(x) for pool, x in zip(low.arrays, stored, strict=True))
+        return replace(group, low=low.with_arrays(*pools))
 
     return replace(kv, groups=tuple(map(of, kv.groups)))
 
 
-def measure_pages(
-    kv: PagedKV, page_W: jax.Array, *, measure: Measure, num_devices: int = 1
-) -> jax.Array:
+def measure_pages(kv: PagedKV, page_W: jax.Array, *, measure: Measure) -> jax.Array:
     """Returns what `measure` (`kv.policies`) says of each of these pages, [W, ...], means over
-    layers.
-
-    num_devices: that divide the heads of a page, each with its keys before its values. Needs the
-    layout of the XLA backend. Cost: reads the pages, one layer at a time.
+    layers. Cost: reads the pages, one layer at a time.
     """
     found = []
     for group in kv.groups:
 
         def of_layer(layer: jax.Array, group: GroupKV = group) -> jax.Array:
-            x = decode(group.codec, group.pages[layer * group.num_pages + page_W])
-            x = x.reshape(x.shape[0], num_devices, 2, -1, *x.shape[2:])
+            row_W = layer * group.num_pages + page_W
+            x = group.layout.decode([pool[row_W] for pool in group.arrays])
+            x = x.reshape(*x.shape[:2], 2, -1, *x.shape[3:])
             k_WKSH, v_WKSH = (x[:, :, i].reshape(x.shape[0], -1, *x.shape[4:]) for i in (0, 1))
             return measure(k_WKSH, v_WKSH)
 

@@ -280,8 +280,7 @@ class Programs:
         policy = get_policy(self.config.kv_policy)
         if policy is None or policy.measure is None:
             raise ValueError(f"kv_policy {self.config.kv_policy}: nothing is measured")
-        num_devices = 1 if self.placement is None else self.placement.size
-        program = own(measure_pages, donate=(), measure=policy.measure, num_devices=num_devices)
+        program = own(measure_pages, donate=(), measure=policy.measure)
         return program.lower(self._kv_for(1), self._whole(np.zeros(num_pages, np.int32)))
 
     @property

@@ -11,12 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import PlainCodec
-from jaxkv.kv.state import GroupKV, PagedKV
+from jaxkv.kv.layout import PageLayout
+from jaxkv.kv.state import GroupKV, PagedKV, empty_group
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Batch, Heads
 from jaxkv.placement import PAGES, Placement, on_every_device
 from jaxkv.weights.tree import Weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MomentsLayout(PageLayout):
+    """Describes the "pages" of `Moments`, which hold no tokens."""
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return (jax.ShapeDtypeStruct((self.num_kv_heads, 3, self.head_dim), jnp.float32),)
+
+    def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        raise NotImplementedError("moments hold no keys and values")
+
+    def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        raise NotImplementedError("moments hold no keys and values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +85,26 @@ def fit_keys(
     (Cauchy-Schwarz), taken over a sequence of these T tokens.
     """
     where = None if placement is None else placement.sharding(PAGES)
+    num_devices = 1 if placement is None else placement.size
     none: Any = np.zeros((1, 1), np.int32)
-    groups = []
-    for group in spec.groups:
-        pages = jnp.zeros(
-            (len(group.layers), group.num_kv_heads, 3, group.head_dim), jnp.float32, device=where
+    rows: Any = {"table_BW": none, "first_BW": none, "len_B": none[0]}
+    codec, groups = PlainCodec(dtype="float32"), []
+    for group, heads in zip(
+        spec.groups, decoder.heads_of(spec, num_devices=num_devices), strict=True
+    ):
+        made = empty_group(
+            num_layers=len(group.layers),
+            layout=MomentsLayout(
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                page_size=1,
+                codec=codec,
+            ),
+            num_pages=1,
+            num_devices=num_devices,
+            device=where,
         )
-        rows: Any = {"table_BW": none, "first_BW": none, "len_B": none[0]}
-        groups.append(
-            GroupKV(pages, **rows, codec=PlainCodec(dtype="float32"), num_layers=len(group.layers))
-        )
+        groups.append(replace(made, **rows))
     position_T: Any = np.arange(len(token_T), dtype=np.int32)
     counts: Any = (none[0], none[0] + len(token_T), np.int32(0), np.int32(1))
     tokens: Any = token_T.astype(np.int32)

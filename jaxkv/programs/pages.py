@@ -35,9 +35,7 @@ def demote_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.A
     return jax.lax.fori_loop(0, n, lambda i, kv: state.demote(kv, source_C[i], target_C[i]), kv)
 
 
-@partial(jax.jit, static_argnames=("measure", "num_devices"))
-def measure_pages(
-    kv: PagedKV, page_W: jax.Array, *, measure: Measure, num_devices: int
-) -> jax.Array:
+@partial(jax.jit, static_argnames=("measure",))
+def measure_pages(kv: PagedKV, page_W: jax.Array, *, measure: Measure) -> jax.Array:
     """Runs `state.measure_pages` as a program."""
-    return state.measure_pages(kv, page_W, measure=measure, num_devices=num_devices)
+    return state.measure_pages(kv, page_W, measure=measure)

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cases import held
 from dense import Dense
 from jaxkv import LLM, SamplingParams
 from jaxkv.build.codecs import exact_layers
-from jaxkv.kv.codecs import decode
+from jaxkv.holding.allocator import KVHandle
 from jaxkv.kv.codecs.scaled import LARGEST
 from jaxkv.models.families import read_config, read_family
 from jaxkv.testing import engine_of, model_of
@@ -44,16 +45,11 @@ STEP = 2.0**-3
 """Of fp8_e4m3 between 1 and 2."""
 
 
-def held(llm: LLM, pages: tuple[int, ...], length: int) -> list[np.ndarray]:
+def held_by_layer(llm: LLM, pages: tuple[int, ...], length: int) -> list[np.ndarray]:
     """What the pages give back of a sequence's keys and values in each layer: [2, K, T, H]."""
-    kv, spec, found = engine_of(llm).kv, model_of(llm).spec, []
-    for group, index in map(spec.group_of, range(spec.num_layers)):
-        stored = kv.groups[group]
-        of_layer = stored.pages.reshape(stored.num_layers, -1, *stored.pages.shape[1:])[index]
-        x = np.asarray(decode(stored.codec, of_layer[np.array(pages)]), np.float64)
-        x = x.swapaxes(0, 1).reshape(2, x.shape[1] // 2, -1, x.shape[3])
-        found.append(x[:, :, :length])
-    return found
+    kv, spec = engine_of(llm).kv, model_of(llm).spec
+    found = [held(group, KVHandle(pages, length)).swapaxes(2, 3) for group in kv.groups]
+    return [found[g][:, index] for g, index in map(spec.group_of, range(spec.num_layers))]
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def test_only_the_other_layers_are_quantised(directory, asked, exact):
     stream = llm.stream(prompt, params)
     steps = next(stream).prompt_logprobs[1:]
     (pages,) = llm.page_table().values()
-    dense = Remembering(directory, (None,) * 3, "float64", held=held(llm, pages, len(ids)))
+    dense = Remembering(directory, (None,) * 3, "float64", held=held_by_layer(llm, pages, len(ids)))
     stream.close()
 
     got = [next(iter(step.values())).logprob for step in steps]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from jaxkv.kv.codecs import decode, get_codec
+from cases import contents
+from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import GroupKV, PagedKV, copy_pages, empty_group
 from jaxkv.ops.attention import Batch, Heads
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
@@ -146,26 +147,6 @@ def test_decode_of_int8_pages_equals_what_their_numbers_stand_for(shape):
     check(22, replace(shape, num_bits=8, decode_only=True))
 
 
-def group_of(backend: Xla | MosaicGpu, name: str, pages: jax.Array, **known: object) -> GroupKV:
-    """`pages` as the backend keeps them."""
-    codec = get_codec(name, platform="gpu")
-    if name == "bfloat16":
-        return GroupKV(pages, codec=codec, **known)
-    if isinstance(backend, Xla):
-        return GroupKV(codec.encode(pages), codec=codec, **known)
-    numbers, scales = codec.quantise(pages)
-    return GroupKV(
-        numbers, codec=codec, scales=scales.astype(jnp.bfloat16).reshape(len(pages), 1, -1), **known
-    )
-
-
-def vectors_of(group: GroupKV) -> jax.Array:
-    """What the pages stand for."""
-    if group.scales is None:
-        return decode(group.codec, group.pages)
-    return group.pages * group.scales.astype(jnp.float32).reshape(*group.pages.shape[:3], 1)
-
-
 @needs_interpreter
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 def test_the_backend_writes_and_attends_as_xla_does(codec):
@@ -191,10 +172,11 @@ def test_the_backend_writes_and_attends_as_xla_does(codec):
     heads = Heads(num_heads=4, num_kv_heads=2, head_dim=64, window=40)
     found = []
     for backend in (Xla(), MosaicGpu(interpret=InterpretGPUParams(), num_processors=2)):
-        group = group_of(backend, codec, pages, **known)
+        layout = backend.page_layout(heads, case.shape.page_size, get_codec(codec, platform="gpu"))
+        arrays_of_pages = layout.encode(pages[:, None])
+        group = GroupKV(arrays_of_pages[0], layout=layout, **known).with_arrays(*arrays_of_pages)
         assert [(x.shape[1:], x.dtype) for x in group.pools] == [
-            (x.shape, x.dtype)
-            for x in backend.page_arrays(heads, case.shape.page_size, group.codec)
+            (x.shape, x.dtype) for x in layout.arrays
         ]
         prepared = backend.prepare(group, batch, heads)
         stepped = replace(group, len_B=len_B)
@@ -202,7 +184,7 @@ def test_the_backend_writes_and_attends_as_xla_does(codec):
         options = {"layer": LAYER, "scale": 0.125, "out_dtype": np.dtype(jnp.float32)}
         found.append(backend.attend(*inputs, stepped, batch, prepared, **options))
     (want, want_group), (out, out_group) = found
-    np.testing.assert_array_equal(vectors_of(out_group), vectors_of(want_group))
+    np.testing.assert_array_equal(contents(out_group), contents(want_group))
     real_T = case.row_T < NUM_ROWS
     np.testing.assert_allclose(np.asarray(out)[real_T], np.asarray(want)[real_T], rtol=0, atol=0.02)
 
@@ -214,9 +196,8 @@ def test_a_fork_copies_int8_pages_with_their_scales():
     )
     group = empty_group(
         num_layers=2,
-        page_arrays=MosaicGpu().page_arrays(heads, 64, codec),
+        layout=MosaicGpu().page_layout(heads, 64, codec),
         num_pages=3,
-        codec=codec,
     )
     pages, scales = (np.random.default_rng(0).integers(-9, 9, pool.shape) for pool in group.pools)
     group = replace(

@@ -19,6 +19,7 @@ from cases import (
     TOLERANCE,
     Case,
     Shape,
+    contents,
     decode_case,
     random_case,
     scale_of,
@@ -70,10 +71,7 @@ def expected(case: Case, *, layer: int, window: int | None) -> tuple[np.ndarray,
     |value|; zeros for padding.
     """
     q_TNH, group, batch = case
-    decoded = np.asarray(decode(group.codec, group.pages)).astype(np.float64)
-    pages = decoded.reshape(NUM_LAYERS, group.num_pages, *decoded.shape[1:])[layer].swapaxes(
-        1, 2
-    )  # [P, S, 2K, H]
+    pages = np.concatenate(contents(group)[:, layer], axis=2)  # [P, S, 2K, H]
     out, of_abs = np.zeros(q_TNH.shape), np.zeros(q_TNH.shape)
     for t, row in enumerate(batch.row_T):
         if row == NUM_ROWS:

@@ -11,9 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import NUM_LAYERS, NUM_ROWS, TOLERANCE, Case, Shape, decode_case, scale_of, step_case
-from jaxkv.kv.codecs import decode, get_codec
-from jaxkv.kv.state import GroupKV, PagedKV, copy_pages, write
+from cases import (
+    NUM_LAYERS,
+    NUM_ROWS,
+    TOLERANCE,
+    Case,
+    Shape,
+    contents,
+    decode_case,
+    scale_of,
+    step_case,
+)
+from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.layout import HeadMajorLayout
+from jaxkv.kv.state import PagedKV, copy_pages, empty_group, write
 from jaxkv.ops.attention import xla
 
 READ = jax.jit(xla.read, static_argnames=("scale", "window"))
@@ -27,9 +38,8 @@ SHAPES = [
 def held_keys(case: Case) -> np.ndarray:
     """[L*P, S, K, H], NaN where no row of the case holds anything."""
     group = case.group
-    keys = (
-        np.asarray(decode(group.codec, group.pages))[:, : group.num_kv_heads].swapaxes(1, 2).copy()
-    )
+    keys = contents(group)[0]
+    keys = keys.reshape(-1, *keys.shape[2:])
     owned_PS = np.zeros((group.num_pages, group.page_size), bool)
     for row, length in enumerate(group.len_B):
         slots = np.arange(length)
@@ -54,15 +64,8 @@ def wanted(case: Case, num_read: int, layer: int) -> np.ndarray:
     """
     q_TNH, group, batch = case
     size, out = group.page_size, np.zeros(case.q_TNH.shape)
-    keys = (
-        held_keys(case)
-        .astype(np.float64)
-        .reshape(NUM_LAYERS, group.num_pages, size, group.num_kv_heads, -1)[layer]
-    )
-    pages = np.asarray(decode(group.codec, group.pages), np.float64).reshape(
-        NUM_LAYERS, group.num_pages, -1, size, keys.shape[-1]
-    )
-    values = pages[layer][:, group.num_kv_heads :].swapaxes(1, 2)
+    keys = held_keys(case).reshape(NUM_LAYERS, group.num_pages, size, group.num_kv_heads, -1)[layer]
+    values = contents(group)[1, layer]
     for row in np.flatnonzero(group.len_B[: int(batch.num_decode)]):
         length = int(group.len_B[row])
         table = group.table_BW[row, : -(-length // size)]
@@ -119,11 +122,10 @@ def test_extremes_are_those_of_the_keys_that_a_page_holds(dtype):
         get_codec(dtype, platform="cpu"),
         (5, 8, 2, 16),
     )
-    none = np.zeros((0, 1), np.int32)
-    rows = {"table_BW": none, "first_BW": none, "len_B": none[:, 0]}
-    stored = jnp.zeros((2 * pages, 2 * heads, size, codec.width(head_dim)), codec.storage_dtype)
+    layout = HeadMajorLayout(num_kv_heads=heads, head_dim=head_dim, page_size=size, codec=codec)
     extremes = jnp.full((2 * pages, 2, heads, head_dim), jnp.nan)
-    group = GroupKV(stored, **rows, codec=codec, num_layers=2, extremes=extremes, num_read=2)
+    group = empty_group(num_layers=2, layout=layout, num_pages=pages)
+    group = replace(group, extremes=extremes, num_read=2)
     filled = np.zeros(pages, int)
     for _ in range(30):
         page = int(rng.integers(0, pages - 1))
@@ -140,9 +142,9 @@ def test_extremes_are_those_of_the_keys_that_a_page_holds(dtype):
     source = int(np.argmax(filled[:-1]))
     (group,) = copy_pages(PagedKV((group,)), jnp.asarray([source]), jnp.asarray([pages - 1])).groups
     filled[pages - 1] = filled[source]
-    keys = np.asarray(decode(codec, group.pages))[:, :heads]
+    keys = contents(group)[0, 1]
     for page in np.flatnonzero(filled):
-        own = keys[pages + page, :, : filled[page]]
+        own = keys[page, : filled[page]]
         np.testing.assert_array_equal(
-            group.extremes[pages + page], np.stack([own.min(axis=1), own.max(axis=1)])
+            group.extremes[pages + page], np.stack([own.min(axis=0), own.max(axis=0)])
         )

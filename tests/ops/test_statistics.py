@@ -14,8 +14,16 @@ import pytest
 
 from cases import NUM_ROWS, TOLERANCE, Case, Shape, decode_case, scale_of, step_case
 from jaxkv.kv.codecs import decode, get_codec
+from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.policies.page_norm import mean_lengths
-from jaxkv.kv.state import GroupKV, PagedKV, Statistics, demote, measure_pages
+from jaxkv.kv.state import (
+    GroupKV,
+    PagedKV,
+    Statistics,
+    demote,
+    empty_group,
+    measure_pages,
+)
 from jaxkv.ops.attention import xla
 from kernels_pallas import reference
 
@@ -166,15 +174,15 @@ def test_a_demoted_page_is_the_codec_of_what_the_page_holds_in_every_layer(of, t
     x = (
         np.random.default_rng(0).normal(size=(3 * 5, 4, 8, 64)).astype(np.float32)
     )  # 3 layers of 5 pages
-    none = np.zeros((0, 1), np.int32)
-    rows = {"table_BW": none, "first_BW": none, "len_B": none[:, 0]}
-    low = GroupKV(
-        jnp.zeros((3 * 2, 4, 8, less.width(64)), less.storage_dtype),
-        **rows,
-        codec=less,
-        num_layers=3,
+    low, group = (
+        empty_group(
+            num_layers=3,
+            layout=HeadMajorLayout(num_kv_heads=2, head_dim=64, page_size=8, codec=codec),
+            num_pages=num_pages,
+        )
+        for codec, num_pages in ((less, 2), (own, 5))
     )
-    group = GroupKV(own.encode(jnp.asarray(x)), **rows, codec=own, num_layers=3, low=low)
+    group = replace(group, pages=own.encode(jnp.asarray(x)), low=low)
     (after,) = demote(PagedKV((group,)), jnp.int32(4), jnp.int32(1)).groups
     for layer in range(3):
         expected = less.encode(decode(own, group.pages[layer * 5 + 4]))

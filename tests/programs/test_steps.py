@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cases import contents, held
 from jaxkv.holding.allocator import KVHandle, PageAllocator
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, empty_group
+from jaxkv.models.decoder import heads_of
 from jaxkv.models.families import read_config, read_family
+from jaxkv.ops.attention import BACKENDS
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Sampling
 from jaxkv.programs.inputs import (
     bind_tables,
@@ -82,15 +85,8 @@ class Device:
         return jax.tree.map(np.asarray, tuple(out))
 
     def held(self, handle: KVHandle) -> list[np.ndarray]:
-        """What the handle's slots hold in every layer: [L, length, 2K, H] of each group."""
-        slots = np.arange(handle.length)
-        page, slot = np.array(handle.pages, int)[slots // SIZE], slots % SIZE
-        return [
-            np.asarray(group.pages).reshape(group.num_layers, NUM_PAGES, *group.pages.shape[1:])[
-                :, page, :, slot
-            ]
-            for group in self.kv.groups
-        ]
+        """What the handle's slots hold in every layer of each group."""
+        return [held(group, handle) for group in self.kv.groups]
 
 
 @pytest.fixture(
@@ -106,14 +102,14 @@ def loaded(request, tmp_path_factory):
 @pytest.fixture
 def device(loaded) -> Device:
     weights, spec = loaded
-    sizes = {"num_pages": NUM_PAGES, "codec": get_codec("float32", platform="cpu")}
-    pages = [
-        jax.ShapeDtypeStruct((2 * g.num_kv_heads, SIZE, g.head_dim), jnp.float32)
-        for g in spec.groups
-    ]
+    codec = get_codec("float32", platform="cpu")
     groups = (
-        empty_group(num_layers=len(g.layers), page_arrays=(page,), **sizes)
-        for g, page in zip(spec.groups, pages, strict=True)
+        empty_group(
+            num_layers=len(g.layers),
+            layout=BACKENDS["xla"].page_layout(heads, SIZE, codec),
+            num_pages=NUM_PAGES,
+        )
+        for g, heads in zip(spec.groups, heads_of(spec), strict=True)
     )
     return Device(weights, spec, PagedKV(tuple(groups)))
 
@@ -292,10 +288,7 @@ def test_a_loop_ends_when_every_row_has_ended_and_resting_rows_store_nothing(dev
     ]
     owned_PS = owned_slots(longer, num_pages=NUM_PAGES, page_size=SIZE)
     for group in device.kv.groups:
-        stored = np.asarray(group.pages).reshape(
-            group.num_layers, NUM_PAGES, -1, SIZE, group.pages.shape[3]
-        )
-        assert (~np.isnan(stored).any(axis=(0, 2, 4)) == owned_PS).all()
+        assert (~np.isnan(contents(group)).any(axis=(0, 1, 4, 5)) == owned_PS).all()
     for old, handle in zip(before, handles, strict=True):
         for x, y in zip(old, device.held(handle), strict=True):
             np.testing.assert_array_equal(x, y)

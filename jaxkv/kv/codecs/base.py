@@ -78,7 +78,12 @@ def decode(codec: Codec, stored: jax.Array) -> jax.Array:
     """The vectors [..., H] that a page stands for, float32. For tests and measurements: attention
     uses `elements`.
     """
-    values, scale, offset = codec.elements(stored)
+    return decode_elements(codec, codec.elements(stored))
+
+
+def decode_elements(codec: Codec, elements: Elements) -> jax.Array:
+    """Returns the vectors [..., H] that elements stand for, float32 and no longer rotated."""
+    values, scale, offset = elements
     x = values.astype(jnp.float32)
     x = x if scale is None else x * scale[..., None]
     x = x if offset is None else x + offset[..., None]

@@ -23,6 +23,7 @@ import numpy as np
 from flax import struct
 
 from jaxkv.kv.codecs import Codec
+from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import GroupKV
 
 
@@ -90,12 +91,8 @@ class Backend(Attention, Protocol):
         """Why it cannot do this, None if it can."""
         ...
 
-    def page_arrays(
-        self, heads: Heads, page_size: int, codec: Codec
-    ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """How it keeps the 2K heads of one page: [2K, S, X] or as many bytes in another order, and,
-        where it has the scales of `codec` apart, those [1, Z].
-        """
+    def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> PageLayout:
+        """Returns how it keeps the keys and values of a page."""
         ...
 
 

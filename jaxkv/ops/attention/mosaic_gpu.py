@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
-from jaxkv.kv.codecs.scaled import ScaledCodec
+from jaxkv.kv.layout import HeadMajorLayout, ScalesApartLayout, is_int8
 from jaxkv.kv.state import GroupKV, destinations, empty_group, write
 from jaxkv.ops.attention.base import Batch, Heads, Needs
 from kernels_pallas.gpu import Int8Pages, Schedule, make_schedule, ragged_paged_attention
@@ -44,9 +44,9 @@ class MosaicGpu:
                     f"expected a GPU of compute capability {HOPPER} (H100, H200), got "
                     f"{needs.compute_capability}"
                 )
-        if not isinstance(needs.codec, PlainCodec) and not _is_int8(needs.codec):
+        if not isinstance(needs.codec, PlainCodec) and not is_int8(needs.codec):
             return f"kv_cache_dtype: expected bfloat16 or int8, got {needs.codec.name}"
-        if needs.codec.dtype != "bfloat16" and _is_int8(needs.codec):
+        if needs.codec.dtype != "bfloat16" and is_int8(needs.codec):
             return f"kv_cache_dtype int8: expected a model in bfloat16, got {needs.codec.dtype}"
         try:
             jax.eval_shape(partial(self._try, heads, needs))
@@ -58,8 +58,8 @@ class MosaicGpu:
         """Attends a layer of the smallest step, to hear from the kernels what they do not take."""
         batch = jnp.zeros(2, jnp.int32)
         table_BW = jnp.zeros((2, needs.pages_per_row), jnp.int32)
-        arrays = self.page_arrays(heads, needs.page_size, needs.codec)
-        group = empty_group(num_layers=1, page_arrays=arrays, num_pages=1, codec=needs.codec)
+        layout = self.page_layout(heads, needs.page_size, needs.codec)
+        group = empty_group(num_layers=1, layout=layout, num_pages=1)
         group = replace(group, table_BW=table_BW, first_BW=table_BW, len_B=batch)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH, k_TKH = (
@@ -79,14 +79,14 @@ class MosaicGpu:
         )
         return out_TNH
 
-    def page_arrays(
-        self, heads: Heads, page_size: int, codec: Codec
-    ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        shape = (2 * heads.num_kv_heads, page_size, heads.head_dim)
-        if not _is_int8(codec):
-            return (jax.ShapeDtypeStruct(shape, codec.storage_dtype),)
-        scales = jax.ShapeDtypeStruct((1, shape[0] * page_size), jnp.bfloat16)
-        return jax.ShapeDtypeStruct(shape, jnp.int8), scales
+    def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> HeadMajorLayout:
+        kind = ScalesApartLayout if is_int8(codec) else HeadMajorLayout
+        return kind(
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            page_size=page_size,
+            codec=codec,
+        )
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, Schedule]:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
@@ -128,8 +128,7 @@ class MosaicGpu:
         out_dtype: np.dtype,
     ) -> tuple[jax.Array, GroupKV]:
         dest_T, schedule = prepared
-        put = write if group.scales is None else _write_int8
-        group = put(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
+        group = write(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
         out_TNH = ragged_paged_attention(
             q_TNH,
             group.pages if group.scales is None else Int8Pages(group.pages, group.scales),
@@ -140,31 +139,6 @@ class MosaicGpu:
             interpret=self.interpret,
         )
         return out_TNH, group
-
-
-def _is_int8(codec: Codec) -> bool:
-    return isinstance(codec, ScaledCodec) and codec.kind == "int8"
-
-
-def _write_int8(
-    group: GroupKV, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Array, layer: int | jax.Array
-) -> GroupKV:
-    """Writes as `state.write` does, where numbers and scales are apart."""
-    codec, scales = group.codec, group.scales
-    if not isinstance(codec, ScaledCodec) or scales is None:
-        raise TypeError(f"expected pages of int8 numbers and their scales, got {codec.name}")
-    page_T, slot_T = dest_T // group.page_size, dest_T % group.page_size
-    row_T = jnp.where(
-        page_T < group.num_pages, layer * group.num_pages + page_T, group.pages.shape[0]
-    )
-    numbers, scale = codec.quantise(jnp.concatenate([k_TKH, v_TKH], axis=1))
-    pages = group.pages.at[row_T, :, slot_T].set(numbers, mode="drop")
-    by_head = (
-        scales.reshape(*pages.shape[:3])
-        .at[row_T, :, slot_T]
-        .set(scale.astype(scales.dtype), mode="drop")
-    )
-    return replace(group, pages=pages, scales=by_head.reshape(scales.shape))
 
 
 def num_processors() -> int:

@@ -13,17 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
-from jaxkv.kv.codecs.int4 import Int4Codec
-from jaxkv.kv.codecs.scaled import ScaledCodec
+from jaxkv.kv.layout import LaneLayout, packing_of
 from jaxkv.kv.state import GroupKV, empty_group
 from jaxkv.ops.attention.base import Batch, Heads, Needs
 from kernels_pallas.tpu import (
     Packed,
-    Packing,
-    Quantised,
     Schedule,
     choose_tiles,
-    layout_of,
     make_schedule,
     ragged_paged_attention,
 )
@@ -38,11 +34,11 @@ class PallasTpu:
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         if needs.platform != "tpu" and not self.interpret:
             return f"expected a TPU, got {needs.platform}"
-        if not isinstance(needs.codec, PlainCodec) and _packing(needs.codec) is None:
+        if not isinstance(needs.codec, PlainCodec) and packing_of(needs.codec) is None:
             return (
                 f"kv_cache_dtype: expected bfloat16, float32, int8 or int4, got {needs.codec.name}"
             )
-        if needs.codec.dtype != "bfloat16" and _packing(needs.codec) is not None:
+        if needs.codec.dtype != "bfloat16" and packing_of(needs.codec) is not None:
             return (
                 f"kv_cache_dtype {needs.codec.name}: expected a model in bfloat16, got "
                 f"{needs.codec.dtype}"
@@ -59,8 +55,8 @@ class PallasTpu:
         """
         batch = jnp.zeros(needs.num_rows, jnp.int32)
         table_BW = jnp.zeros((needs.num_rows, needs.pages_per_row), jnp.int32)
-        arrays = self.page_arrays(heads, needs.page_size, needs.codec)
-        group = empty_group(num_layers=1, page_arrays=arrays, num_pages=1, codec=needs.codec)
+        layout = self.page_layout(heads, needs.page_size, needs.codec)
+        group = empty_group(num_layers=1, layout=layout, num_pages=1)
         group = replace(group, table_BW=table_BW, first_BW=table_BW, len_B=batch)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, heads.head_dim))
@@ -79,21 +75,16 @@ class PallasTpu:
         )
         return out_TNH
 
-    def page_arrays(
-        self, heads: Heads, page_size: int, codec: Codec
-    ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        layout = layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
-        packing = _packing(codec)
-        if packing is None:
-            return (
-                jax.ShapeDtypeStruct((layout.rows, page_size, layout.width), codec.storage_dtype),
-            )
-        return tuple(
-            jax.ShapeDtypeStruct(shape, jnp.int32)
-            for shape in packing.page_shapes(layout, page_size)
+    def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> LaneLayout:
+        return LaneLayout(
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            page_size=page_size,
+            codec=codec,
         )
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Schedule:
+        layout = _layout_of(group)
         return make_schedule(
             group.table_BW,
             group.first_BW,
@@ -103,16 +94,16 @@ class PallasTpu:
             batch.num_decode,
             batch.num_rows,
             num_tokens=batch.token_T.shape[0],
-            page_size=self._page_size(group),
+            page_size=group.page_size,
             window=heads.window,
             tiles=choose_tiles(
-                layout=layout_of(kv_heads=heads.num_kv_heads, head_dim=heads.head_dim),
-                page_size=self._page_size(group),
+                layout=layout.lanes,
+                page_size=group.page_size,
                 itemsize=jnp.dtype(group.codec.dtype).itemsize,
                 num_heads=heads.num_heads,
-                packing=_packing(group.codec),
+                packing=layout.packing,
             ),
-            packed=_packing(group.codec) is not None,
+            packed=layout.packing is not None,
             decode_only=batch.decode_only,
         )
 
@@ -130,7 +121,7 @@ class PallasTpu:
         out_dtype: np.dtype,
     ) -> tuple[jax.Array, GroupKV]:
         codec = group.codec
-        quantised = None if group.scales is None else partial(_quantise, codec)
+        quantised = None if group.scales is None else _layout_of(group).quantise
         out_TNH, pages = ragged_paged_attention(
             codec.rotate(q_TNH),
             k_TKH if quantised is None else quantised(k_TKH),
@@ -149,24 +140,8 @@ class PallasTpu:
             )
         return out_TNH, replace(group, pages=pages)
 
-    def _page_size(self, group: GroupKV) -> int:
-        packing = _packing(group.codec)
-        return group.pages.shape[2] * (1 if packing is None else packing.per_word)
 
-
-def _packing(codec: Codec) -> Packing | None:
-    """Says how the kernels pack what the codec stores; None for floats, and for what they do not
-    take.
-    """
-    if isinstance(codec, ScaledCodec) and codec.kind == "int8":
-        return Packing(8)
-    return Packing(4) if isinstance(codec, Int4Codec) else None
-
-
-def _quantise(codec: Codec, x: jax.Array) -> Quantised:
-    if isinstance(codec, Int4Codec):
-        codes, scale, middle = codec.quantise(x)
-        return Quantised(codes.astype(jnp.int8) - 8, scale, middle)
-    if isinstance(codec, ScaledCodec):
-        return Quantised(*codec.quantise(x))
-    raise TypeError(f"expected a codec whose numbers the kernels take, got {codec.name}")
+def _layout_of(group: GroupKV) -> LaneLayout:
+    if not isinstance(group.layout, LaneLayout):
+        raise TypeError(f"expected pages of the TPU kernels, got {group.layout}")
+    return group.layout

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import Codec, Elements
+from jaxkv.kv.layout import HeadMajorLayout, PageLayout
 from jaxkv.kv.state import GroupKV, Statistics, destinations, write
 from jaxkv.ops.attention.base import Batch, Heads, Needs
 from jaxkv.ops.attention.select import select_pages
@@ -57,11 +58,13 @@ class Xla:
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         return None
 
-    def page_arrays(
-        self, heads: Heads, page_size: int, codec: Codec
-    ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        shape = (2 * heads.num_kv_heads, page_size, codec.width(heads.head_dim))
-        return (jax.ShapeDtypeStruct(shape, codec.storage_dtype),)
+    def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> HeadMajorLayout:
+        return HeadMajorLayout(
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            page_size=page_size,
+            codec=codec,
+        )
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, int | None]:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
@@ -359,13 +362,13 @@ def _sweep(
     position_RM has the position of each query, or [R, 1] where all queries of a row share it.
     """
     num_rows, heads, _, head_dim = q_RKMH.shape
-    size = group.page_size
+    size, page_rows = group.page_size, group.pages.shape[1]
     per_block = max(1, BLOCK // size)
     width = rows.table_RKW.shape[2]
     padded = [jnp.pad(x, ((0, 0), (0, 0), (0, -width % per_block))) for x in rows[:3]]
     by_head = group.pages.reshape(-1, size, group.pages.shape[3])
-    layer_base = layer * group.num_pages * 2 * heads
-    head_K1 = jnp.arange(heads, dtype=jnp.int32)[:, None]
+    layer_base = layer * group.num_pages * page_rows
+    key_1K1, to_values = _rows_of_heads(group.layout)
     slot_S = jnp.arange(size, dtype=jnp.int32)
     is_float32 = in_float32 or group.codec.dtype == "float32"
     padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
@@ -395,8 +398,8 @@ def _sweep(
         seen_RKMJ = held_RKJ[:, :, None, :] & (distance_RKMJ >= 0)
         if window is not None:
             seen_RKMJ &= distance_RKMJ < window
-        index_RKC = layer_base + page_RKC * (2 * heads) + head_K1[None]
-        keys, values = fetch(index_RKC), fetch(index_RKC + heads)
+        index_RKC = layer_base + page_RKC * page_rows + key_1K1
+        keys, values = fetch(index_RKC), fetch(index_RKC + to_values)
         # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is
         # not enough.
         cleared = jnp.where(held_RKJ[..., None], values.values, 0)
@@ -421,6 +424,17 @@ def _sweep(
         low // block, (high + block - 1) // block, body, (empty, found)
     )
     return state._replace(acc=state.acc[..., :head_dim]), found
+
+
+def _rows_of_heads(layout: PageLayout) -> tuple[jax.Array, int]:
+    """Returns which rows of a page are each KV head's keys, [1, K, 1], and how many rows later its
+    values are.
+    """
+    if not isinstance(layout, HeadMajorLayout):
+        raise TypeError(f"expected pages that XLA can read head by head, got {layout}")
+    keys, values = layout.keys, layout.values
+    key_K = jnp.arange(keys.start, keys.stop, dtype=jnp.int32)
+    return key_K[None, :, None], values.start - keys.start
 
 
 def _accumulate(

@@ -1,0 +1,258 @@
+"""What a page looks like: the one place that knows where a backend keeps which key and value.
+
+A `PageLayout` says which arrays a page is made of, and goes between those and the canonical form,
+keys and values [layers, tokens, KV heads, dim], which is alike for all backends and codecs.
+
+- `pack` encodes vectors just as a backend's own writes do.
+- `unpack` gives the vectors that the pages stand for, float32 and not rotated. A plain codec gives
+  back what it was given, rounded to its dtype. A quantising codec gives the nearest that it has;
+  packing that again need not give the same bytes. To keep the bytes, keep the arrays of the pages.
+- Keys are as the layers store them: with their positions, and shifted and scaled for those models
+  whose keys are fitted to being quantised (`programs.fit_keys`).
+
+Between the two forms there are vectors in page order [.., D, 2K, S, H]: of each device first the
+keys of its K heads, then their values, each head with the S tokens of a page.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.kv.codecs import Codec, Elements, ScaledCodec, decode_elements
+from jaxkv.kv.codecs.int4 import Int4Codec
+from kernels_pallas import tpu
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageLayout(ABC):
+    """Describes the part of one page of one layer that one device has.
+
+    num_kv_heads: K of that part. page_size: S tokens. codec: how vectors are stored. Hashable: a
+    static part of the KV state. Where heads are divided over D devices, the first axis of each of
+    a page's arrays is D times as long, device by device.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    codec: Codec
+
+    @property
+    @abstractmethod
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arrays of a page: its elements, and its scales where those are apart."""
+
+    @abstractmethod
+    def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Vectors [.., 2K, S, H] -> each of `arrays`, [.., *shape]."""
+
+    @abstractmethod
+    def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        """Inverts `_encode`, but for what the codec loses; float32."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page of one layer on one device."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.arrays)
+
+    def num_devices(self, pages: jax.Array) -> int:
+        """Returns how many devices divide the heads of the first of a pool's arrays, as it is
+        seen here: inside of `shard_map` one.
+        """
+        return pages.shape[-len(self.arrays[0].shape)] // self.arrays[0].shape[0]
+
+    def encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Stores vectors in page order [.., D, 2K, S, H] as the arrays of pages."""
+        lead = x.shape[:-4]
+        return tuple(
+            stored.reshape(*lead, x.shape[-4] * page.shape[0], *page.shape[1:])
+            for stored, page in zip(self._encode(x), self.arrays, strict=True)
+        )
+
+    def decode(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Returns the vectors that pages stand for, in page order [.., D, 2K, S, H], float32."""
+        num_devices = self.num_devices(arrays[0])
+        return self._decode(
+            tuple(
+                x.reshape(*x.shape[: -len(page.shape)], num_devices, *page.shape)
+                for x, page in zip(arrays, self.arrays, strict=True)
+            )
+        )
+
+    def pack(self, k_LTKH: jax.Array, v_LTKH: jax.Array) -> tuple[jax.Array, ...]:
+        """Stores the keys and values of T tokens, in order, in ceil(T / S) pages of each layer:
+        arrays [L, P, *shape]. Slots past the last token get the vector 0.
+
+        Raises: ValueError for keys and values of another shape.
+        """
+        num_layers, num_tokens, num_heads, head_dim = k_LTKH.shape
+        num_devices, rest = divmod(num_heads, self.num_kv_heads)
+        if rest or head_dim != self.head_dim or v_LTKH.shape != k_LTKH.shape:
+            raise ValueError(
+                f"expected keys and values [layers, tokens, {self.num_kv_heads}, {self.head_dim}] "
+                f"or a multiple of those heads, got {k_LTKH.shape} and {v_LTKH.shape}"
+            )
+        size = self.page_size
+        of_axes = [(0, 0)] * 5
+        of_axes[2] = (0, -num_tokens % size)
+        x = jnp.pad(jnp.stack([k_LTKH, v_LTKH]), of_axes)
+        x = x.reshape(2, num_layers, -1, size, num_devices, self.num_kv_heads, head_dim)
+        x = x.transpose(1, 2, 4, 0, 5, 3, 6)  # [L, P, D, 2, K, S, H]
+        return self.encode(x.reshape(*x.shape[:3], -1, size, head_dim))
+
+    def unpack(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Returns the keys and the values [L, P * S, K, H] float32, of all devices, that pages
+        [L, P, *shape] stand for. Those of slots that nobody holds are anything.
+        """
+        x = self.decode(arrays)
+        num_layers, num_pages, num_devices = x.shape[:3]
+        x = x.reshape(
+            num_layers, num_pages, num_devices, 2, -1, self.page_size, self.head_dim
+        ).transpose(3, 0, 1, 5, 2, 4, 6)  # [2, L, P, S, D, K, H]
+        k, v = x.reshape(2, num_layers, num_pages * self.page_size, -1, self.head_dim)
+        return k, v
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadMajorLayout(PageLayout):
+    """Pages of the XLA backend: [2K, S, X], keys before values, X elements of the codec per vector.
+    One head of one page is contiguous, and so is a whole page.
+    """
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        shape = (2 * self.num_kv_heads, self.page_size, self.codec.width(self.head_dim))
+        return (jax.ShapeDtypeStruct(shape, self.codec.storage_dtype),)
+
+    @property
+    def keys(self) -> range:
+        """Rows of a page that are keys, one for each KV head."""
+        return range(self.num_kv_heads)
+
+    @property
+    def values(self) -> range:
+        return range(self.num_kv_heads, 2 * self.num_kv_heads)
+
+    def encode_tokens(self, k_TKH: jax.Array, v_TKH: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns what tokens have in their slots: [T, 2K, ..] for each of `by_slot`."""
+        return (self.codec.encode(jnp.concatenate([k_TKH, v_TKH], axis=1)),)
+
+    def by_slot(self, pools: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Views the arrays of many pages as [N, 2K, S, ..]."""
+        (pages,) = pools
+        return (pages,)
+
+    def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        return (self.codec.encode(x),)
+
+    def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        return decode_elements(self.codec, self.codec.elements(arrays[0]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalesApartLayout(HeadMajorLayout):
+    """int8 pages of the GPU backend: numbers [2K, S, H], and beside them, head by head, the scales
+    [1, 2K * S] in bfloat16.
+    """
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        num_rows = 2 * self.num_kv_heads
+        numbers = jax.ShapeDtypeStruct((num_rows, self.page_size, self.head_dim), jnp.int8)
+        return numbers, jax.ShapeDtypeStruct((1, num_rows * self.page_size), jnp.bfloat16)
+
+    def encode_tokens(self, k_TKH: jax.Array, v_TKH: jax.Array) -> tuple[jax.Array, ...]:
+        return self._quantise(jnp.concatenate([k_TKH, v_TKH], axis=1))
+
+    def by_slot(self, pools: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        numbers, scales = pools
+        return numbers, scales.reshape(numbers.shape[:3])
+
+    def _quantise(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if not isinstance(self.codec, ScaledCodec):
+            raise TypeError(f"expected int8 numbers and their scales, got {self.codec.name}")
+        numbers, scale = self.codec.quantise(x)
+        return numbers, scale.astype(jnp.bfloat16)
+
+    def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        numbers, scale = self._quantise(x)
+        return numbers, scale.reshape(*scale.shape[:-2], 1, -1)
+
+    def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        numbers, scales = arrays
+        scale = scales.astype(jnp.float32).reshape(numbers.shape[:-1])
+        return decode_elements(self.codec, Elements(numbers, scale))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneLayout(PageLayout):
+    """Pages of the TPU backend, whose rows are whole registers of lanes (`kernels_pallas.tpu`):
+    elements of a plain codec, or packed numbers and, beside them, their scales and offsets.
+    """
+
+    @property
+    def lanes(self) -> tpu.Layout:
+        """Raises: NotImplementedError for a head_dim that the kernels do not take."""
+        return tpu.layout_of(kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    @property
+    def packing(self) -> tpu.Packing | None:
+        return packing_of(self.codec)
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        lanes, packing = self.lanes, self.packing
+        if packing is None:
+            shape = (lanes.rows, self.page_size, lanes.width)
+            return (jax.ShapeDtypeStruct(shape, self.codec.storage_dtype),)
+        shapes = packing.page_shapes(lanes, self.page_size)
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+
+    def quantise(self, x: jax.Array) -> tpu.Quantised:
+        """Returns vectors [.., H] as the numbers that the kernels pack."""
+        if isinstance(self.codec, Int4Codec):
+            codes, scale, middle = self.codec.quantise(x)
+            return tpu.Quantised(codes.astype(jnp.int8) - 8, scale, middle)
+        if isinstance(self.codec, ScaledCodec):
+            return tpu.Quantised(*self.codec.quantise(x))
+        raise TypeError(f"expected a codec whose numbers the kernels take, got {self.codec.name}")
+
+    def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        if self.packing is None:
+            return (tpu.pack(self.lanes, self.codec.encode(x)),)
+        flat = self.quantise(x.reshape(-1, *x.shape[-3:]))
+        packed = tpu.pack_pages(self.lanes, self.packing, flat)
+        return tuple(y.reshape(*x.shape[:-3], *y.shape[1:]) for y in packed)
+
+    def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        words, *rest = arrays
+        if self.packing is None:
+            stored = tpu.unpack(self.lanes, words)
+            return decode_elements(self.codec, self.codec.elements(stored))
+        numbers = tpu.unpack(self.lanes, self.packing.unpack_values(words))
+        flat = rest[0].reshape(-1, *rest[0].shape[-2:])
+        found = tpu.unpack_scales(self.packing, flat, self.num_kv_heads, self.page_size)
+        scale, *offset = (y.reshape(numbers.shape[:-1]) for y in found)
+        # A 4-bit number stands for the middle of its step (`Quantised`).
+        values = numbers + 0.5 if offset else numbers
+        return decode_elements(self.codec, Elements(values, scale, *offset))
+
+
+def packing_of(codec: Codec) -> tpu.Packing | None:
+    """Returns how the TPU kernels pack what the codec stores; None for floats, and for what they do
+    not take.
+    """
+    if is_int8(codec):
+        return tpu.Packing(8)
+    return tpu.Packing(4) if isinstance(codec, Int4Codec) else None
+
+
+def is_int8(codec: Codec) -> bool:
+    """Says whether the kernels' matmuls take its numbers."""
+    return isinstance(codec, ScaledCodec) and codec.kind == "int8"
