@@ -120,7 +120,7 @@ def forward(
 
 
 def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
-    """Returns what attention has to do in each KV group, on each of the devices that divide the heads."""
+    """Returns what attention has to do in each KV group, on each device that has some heads."""
     return tuple(
         Heads(
             num_heads=spec.num_heads // num_devices,
