@@ -125,14 +125,14 @@ class EngineConfig:
 
     @property
     def table_width(self) -> int:
-        """Pages per row of the page table: what the longest sequence takes, or its policy
-        leaves.
+        """Counts the pages per row of the page table: what the longest sequence takes, or its
+        policy leaves.
         """
         return self._within_budget(-(-self.max_len // self.block_size))
 
     @property
     def pages_per_row(self) -> int:
-        """Pages of one row of max_model_len tokens, or as many as its policy leaves."""
+        """Counts the pages of one row of max_model_len tokens, or as many as its policy leaves."""
         return self._within_budget(-(-self.max_model_len // self.block_size))
 
     @property

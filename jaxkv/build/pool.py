@@ -85,7 +85,7 @@ def _check_row(limits: EngineConfig, num_pages: int, source: str) -> None:
 def _asked_pages(
     page_nbytes: int, memory_bytes: int | None, pages_override: int | None
 ) -> tuple[int, str] | None:
-    """(pages, name of the argument that asks for them)"""
+    """Returns (pages, name of the argument that asks for them)"""
     if memory_bytes is not None and pages_override is not None:
         raise ValueError("expected kv_cache_memory_bytes or num_gpu_blocks_override, got both")
     if pages_override is not None:
@@ -126,8 +126,8 @@ def fit_pages(
 def most_pages(
     memory: Memory, page_nbytes: int, kept_bytes: int, lines: Iterable[tuple[int, int]]
 ) -> int:
-    """Pages that fit beside what stays for all programs and what the hungriest takes: a + b * pages
-    for an (a, b).
+    """Counts the pages that fit beside what stays for all programs and what the hungriest takes: a
+    + b * pages for an (a, b).
 
     Raises: CapacityError if not even one page fits.
     """

@@ -309,9 +309,9 @@ class Scheduler:
         return smaller if smaller + rest + STEP_COST < fit_bucket(buckets, wanted) else wanted
 
     def _reserve_all(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Pages for so many more tokens of each request, which come in order. Returns what of the
-        work is left: where no pages are free, the last running ones give theirs back, maybe some of
-        these.
+        """Reserves pages for so many more tokens of each request, which come in order. Returns what
+        of the work is left: where no pages are free, the last running ones give theirs back, maybe
+        some of these.
         """
         short, is_search = [], False
         for item in work:

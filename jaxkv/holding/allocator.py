@@ -48,7 +48,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds, cached ones included."""
+        """Counts the pages that nobody holds, cached ones included."""
         return len(self._empty) + len(self._cached)
 
     @property
@@ -56,7 +56,7 @@ class PageAllocator:
         return self.num_pages - self.num_free
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens take."""
+        """Counts the pages that `num_tokens` tokens take."""
         return -(-num_tokens // self.page_size)
 
     def reserve(self, handle: KVHandle, num_tokens: int) -> KVHandle:

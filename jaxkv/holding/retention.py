@@ -43,8 +43,8 @@ class Retention:
 
     @property
     def step(self) -> int:
-        """Pages that have gone or been demoted after it was: an eighth, so that the chunks of a
-        long prompt, which end where it is asked, are not too short.
+        """Counts the pages that have gone or been demoted after it was: an eighth, so that the
+        chunks of a long prompt, which end where it is asked, are not too short.
         """
         return max(1, self.full_pages // 8)
 

@@ -1,4 +1,4 @@
-"""What a page looks like: the one place that knows where a backend keeps which key and value.
+"""Says what a page looks like: the one place that knows where a backend keeps which key and value.
 
 A `PageLayout` says which arrays a page is made of, and goes between those and the canonical form,
 keys and values [layers, tokens, KV heads, dim], which is alike for all backends and codecs.
@@ -46,7 +46,7 @@ class PageLayout(ABC):
     @property
     @abstractmethod
     def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The arrays of a page: its elements, and its scales where those are apart."""
+        """Describes the arrays of a page: its elements, and its scales where those are apart."""
 
     @abstractmethod
     def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:

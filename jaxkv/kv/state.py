@@ -23,7 +23,7 @@ from jaxkv.kv.policies import Measure
 
 @struct.dataclass
 class Statistics:
-    """What queries have attended to, added up over layers, query heads and the queries from
+    """Holds what queries have attended to, added up over layers, query heads and the queries from
     position since_B [B] on.
 
     mass_BW    softmax weights of each table page, low_BW of each page of `GroupKV.low`. With
@@ -74,13 +74,13 @@ class GroupKV:
 
     @property
     def pools(self) -> tuple[jax.Array, ...]:
-        """The arrays that hold keys and values."""
+        """Lists the arrays that hold keys and values."""
         own = tuple(x for x in (self.pages, self.scales, self.extremes) if x is not None)
         return own if self.low is None else own + self.low.pools
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """The arrays of its own pages, in the order of `layout.arrays`."""
+        """Lists the arrays of its own pages, in the order of `layout.arrays`."""
         return (self.pages,) if self.scales is None else (self.pages, self.scales)
 
     def with_arrays(self, pages: jax.Array, scales: jax.Array | None = None) -> GroupKV:
@@ -113,12 +113,12 @@ class PagedKV:
 
     @property
     def pools(self) -> list[jax.Array]:
-        """All arrays that hold keys and values."""
+        """Lists all arrays that hold keys and values."""
         return [pool for group in self.groups for pool in group.pools]
 
     @property
     def nbytes(self) -> int:
-        """Of the pools, on all devices."""
+        """Counts the bytes of the pools, on all devices."""
         return sum(pool.nbytes for pool in self.pools)
 
 
@@ -161,7 +161,7 @@ def choosing(
     num_read: int,
     device: jax.sharding.Sharding | None = None,
 ) -> GroupKV:
-    """An empty group of which decoding queries read `num_read` pages of each row."""
+    """Returns an empty group of which decoding queries read `num_read` pages of each row."""
     extremes = jnp.zeros((group.pages.shape[0], 2, kv_heads, head_dim), jnp.float32, device=device)
     return replace(group, extremes=extremes, num_read=num_read)
 

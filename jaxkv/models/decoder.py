@@ -182,9 +182,7 @@ def _project(
 
 
 def _with_statistics_of_all(kv: PagedKV, before: PagedKV, axis: str) -> PagedKV:
-    """Each device has seen its own heads attend: what they have added to the statistics, added
-    up.
-    """
+    """Adds up over devices what their own heads have added to the statistics."""
 
     def of(new: GroupKV, old: GroupKV) -> GroupKV:
         gained = jax.tree.map(

@@ -263,7 +263,7 @@ def _piece_of(width: int, most: int) -> int:
 
 
 def rope_tables(position_T: Array, inv_freq: np.ndarray, factor: float) -> tuple[Array, Array]:
-    """(cos, sin), each [T, H/2] float32, times the attention factor that YaRN puts on them."""
+    """Returns (cos, sin) [T, H/2] float32, times YaRN's attention factor."""
     angle = position_T.astype(jnp.float32)[:, None] * jnp.asarray(inv_freq, jnp.float32)[None, :]
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 

@@ -154,8 +154,8 @@ def _full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
 def empty_statistics(
     config: EngineConfig, num_rows: int, make: Callable[..., Any] | None = None
 ) -> Statistics | None:
-    """What the steps of this policy add up, zeros as `empty_sampling` makes them; None where
-    nothing is observed.
+    """Returns what the steps of this policy add up, zeros as `empty_sampling` makes them; None
+    where nothing is observed.
     """
     policy, full = get_policy(config.kv_policy), _full if make is None else make
     if policy is None or policy.observes == 0:

@@ -214,7 +214,7 @@ class _Walk:
     def _started(
         self, each: Instruction, operands: tuple[Source, ...], loops: tuple[str, ...], record: bool
     ) -> Source:
-        """(operands, result, ...) as the matching -done takes it apart."""
+        """Returns (operands, result, ...) as the matching -done takes it apart."""
         if each.called:
             return (operands, self.run(each.called[0], operands, loops, record=record))
         if each.opcode.removesuffix("-start") in MOVES:

@@ -255,8 +255,8 @@ def _decode(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
 
 
 def _prefill(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
-    """A block of keys runs one of two regions: without a mask, or with (blocks that hold the
-    queries themselves).
+    """Counts a block of keys, which runs one of two regions: without a mask, or with (blocks that
+    hold the queries themselves).
     """
     regions = sorted(
         (region for region in schedule.regions if region.units["MXU"]),

@@ -16,8 +16,8 @@ ALIASES = {"bf16": "bfloat16", "f32": "float32", "fp8": "fp8_e4m3"}
 
 
 def get_codec(name: str, *, platform: str, dtype: str = "bfloat16") -> Codec:
-    """The codec called `name`, "auto" being `dtype`, in the form that `platform` (cpu, gpu, tpu)
-    handles well.
+    """Returns the codec called `name`, "auto" being `dtype`, in the form that `platform` (cpu, gpu,
+    tpu) handles well.
 
     dtype: the model's, in which quantised elements meet queries.
 

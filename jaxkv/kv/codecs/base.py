@@ -40,14 +40,14 @@ class Codec(Protocol):
 
     @property
     def dtype(self) -> str:
-        """What elements are for matmuls: bfloat16 or float32."""
+        """Names what elements are for matmuls: bfloat16 or float32."""
         ...
 
     @property
     def fits_keys(self) -> bool:
-        """Whether it gains by keys without their mean and with channels as large as those of the
-        queries that they meet (`programs.fit_keys`). The former changes the scores of a query by a
-        constant, which softmax takes out (not beside sinks or under a softcap).
+        """Tells whether it gains by keys without their mean and with channels as large as those of
+        the queries that they meet (`programs.fit_keys`). The former changes the scores of a query
+        by a constant, which softmax takes out (not beside sinks or under a softcap).
         """
         ...
 
@@ -70,13 +70,13 @@ class Codec(Protocol):
         ...
 
     def restore(self, x: jax.Array) -> jax.Array:
-        """The x of R x."""
+        """Returns the x of R x."""
         ...
 
 
 def decode(codec: Codec, stored: jax.Array) -> jax.Array:
-    """The vectors [..., H] that a page stands for, float32. For tests and measurements: attention
-    uses `elements`.
+    """Returns the vectors [..., H] that a page stands for, float32. For tests and measurements:
+    attention uses `elements`.
     """
     return decode_elements(codec, codec.elements(stored))
 

@@ -23,8 +23,8 @@ between all others more than win (5% of the squared error of 64 normal numbers, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int4Codec:
-    """Of each rotated vector: H/2 bytes (value i with value i + H/2), then scale and middle of its
-    range as bfloat16.
+    """Stores of each rotated vector: H/2 bytes (value i with value i + H/2), then scale and middle
+    of its range as bfloat16.
 
     dtype: in which matmuls take the codes less their middle, bfloat16 or float32 (both hold them
     all).
@@ -51,7 +51,7 @@ class Int4Codec:
         return head_dim // 2 + 4
 
     def quantise(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(codes [..., H] uint8, scale [...], middle [...]) of float vectors [..., H]."""
+        """Returns (codes [..., H] uint8, scale [...], middle [...]) of float vectors [..., H]."""
         x = parts.rotate(x.astype(jnp.float32))
         low, high = jnp.min(x, axis=-1), jnp.max(x, axis=-1)
         scale = jnp.maximum(to_bfloat16((high - low) * (COVERED / 15)), SMALLEST)

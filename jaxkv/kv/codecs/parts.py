@@ -1,4 +1,4 @@
-"""What codecs are made of: numbers as bytes, sums in a fixed order, a rotation."""
+"""Holds what codecs are made of: numbers as bytes, sums in a fixed order, a rotation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pack_bits(codes: jax.Array, num_bits: int) -> jax.Array:
 
 
 def unpack_bits(stored: jax.Array, num_bits: int) -> jax.Array:
-    """What `pack_bits` was given, uint8."""
+    """Returns what `pack_bits` was given, uint8."""
     planes = stored.reshape(*stored.shape[:-1], num_bits, 1, -1)
     shift = np.arange(8, dtype=np.uint8).reshape(*[1] * (planes.ndim - 2), 8, 1)
     bits = (planes >> shift) & 1
@@ -81,12 +81,12 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def rotate_query(x: jax.Array) -> jax.Array:
-    """What meets R k as x meets k."""
+    """Returns what meets R k as x meets k."""
     return rotate(x) / _block(x.shape[-1])
 
 
 def restore(x: jax.Array) -> jax.Array:
-    """The vectors whose R x these are: the transform is its own inverse but for the length."""
+    """Returns x of R x: the transform is its own inverse but for the length."""
     first, last = _signs(x)
     return _hadamard(x * last) * first / _block(x.shape[-1])
 
@@ -96,7 +96,7 @@ def _hadamard(x: jax.Array) -> jax.Array:
 
 
 def _hadamard_by_matmul(x: jax.Array) -> jax.Array:
-    """What a TPU is made for: it has no good place for halves of a register."""
+    """Multiplies, which a TPU is made for: it has no good place for halves of a register."""
     size = _block(x.shape[-1])
     signs = np.ones((1, 1), np.float32)
     while len(signs) < size:
@@ -117,7 +117,7 @@ def _hadamard_by_additions(x: jax.Array) -> jax.Array:
 
 
 def _block(head_dim: int) -> int:
-    """The largest power of two that divides it."""
+    """Returns the largest power of two that divides it."""
     return head_dim & -head_dim
 
 
@@ -131,10 +131,9 @@ def _signs(x: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def lloyd_max(num_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """(centroids, the borders between them) that store a standard normal number in `num_bits` with
-    the least squared
-    error. Source: Lloyd 1982, Max 1960; mean squared errors .3634, .1175, .0345, .0095 at 1 to 4
-    bits.
+    """Returns (centroids, the borders between them) that store a standard normal number in
+    `num_bits` with the least squared error. Source: Lloyd 1982, Max 1960; mean squared errors
+    .3634, .1175, .0345, .0095 at 1 to 4 bits.
     """
     grid = np.linspace(-8, 8, 200_001)
     density = np.exp(-grid * grid / 2)

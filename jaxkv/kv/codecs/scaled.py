@@ -17,8 +17,8 @@ STORED = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledCodec:
-    """Of each vector: H values of one byte, and the bfloat16 that the largest of them stands for,
-    divided by `LARGEST`.
+    """Stores of each vector: H values of one byte, and the bfloat16 that the largest of them stands
+    for, divided by `LARGEST`.
 
     kind: int8, fp8_e4m3 or fp8_e5m2. dtype: in which matmuls take them, bfloat16 or float32 (both
     hold them all).
@@ -43,7 +43,7 @@ class ScaledCodec:
         return head_dim + 2
 
     def quantise(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(values [..., H], scale [...]) of float vectors [..., H]."""
+        """Returns (values [..., H], scale [...]) of float vectors [..., H]."""
         x, largest = x.astype(jnp.float32), LARGEST[self.kind]
         scale = jnp.maximum(to_bfloat16(jnp.max(jnp.abs(x), axis=-1) / largest), SMALLEST)
         # The rounded scale may be a little small for the largest value.

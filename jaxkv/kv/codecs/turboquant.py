@@ -98,7 +98,7 @@ class TurboQuantCodec:
 
 
 def _chosen(codes: jax.Array, centroids: np.ndarray) -> jax.Array:
-    """The centroids of these codes, by halves: processors select faster than they look up."""
+    """Selects the centroids of these codes by halves: processors do so faster than look up."""
     if len(centroids) == 1:
         return jnp.full(codes.shape, centroids[0], jnp.float32)
     half = len(centroids) // 2

@@ -84,8 +84,8 @@ class Policy(ABC):
 
     @property
     def asks_backend(self) -> bool:
-        """Whether it wants more of an attention backend than page tables with gaps: sums, pages
-        that can be measured, or a second pool.
+        """Tells whether it wants more of an attention backend than page tables with gaps: sums,
+        pages that can be measured, or a second pool.
         """
         return self.low is not None or self.measure is not None or self.observes != 0
 
@@ -95,7 +95,7 @@ class Policy(ABC):
 
 
 def keep_best(score_W: np.ndarray, held: Held, room: Room) -> np.ndarray:
-    """The pages of the highest score stay as they are, the next are demoted as far as there is
+    """Keeps the pages of the highest score as they are, the next are demoted as far as there is
     room, the rest goes.
 
     Of equal ones the later page stays.

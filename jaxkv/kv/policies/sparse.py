@@ -17,7 +17,7 @@ class SparseAttention:
 
     @property
     def asks_backend(self) -> bool:
-        """Whether it wants more of an attention backend than page tables with gaps, as
+        """Tells whether it wants more of an attention backend than page tables with gaps, as
         `Policy.asks_backend`.
         """
         return True

@@ -32,8 +32,8 @@ def check_backend(name: str) -> None:
 def choose_backend(
     name: str, heads: Sequence[Heads], needs: Sequence[Needs], *, deterministic: bool = False
 ) -> tuple[str, str]:
-    """(backend, reason) for what a person asked for, for KV groups with these heads and needs; only
-    "auto" chooses.
+    """Returns (backend, reason) for what a person asked for, for KV groups with these heads and
+    needs; only "auto" chooses.
 
     Raises: as `check_backend`, and NotImplementedError for a named backend that cannot do this.
     """

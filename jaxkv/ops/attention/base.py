@@ -29,7 +29,7 @@ from jaxkv.kv.state import GroupKV
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """What attention is asked to do in the layers of one KV group, on one device."""
+    """Says what attention is asked to do in the layers of one KV group, on one device."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,8 +39,8 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What an engine asks of a backend beside the heads: rows of so many pages, which store values
-    in `codec`.
+    """Says what an engine asks of a backend beside the heads: rows of so many pages, which store
+    values in `codec`.
     """
 
     page_size: int
@@ -55,13 +55,13 @@ class Needs:
 
 
 class Attention(Protocol):
-    """What a decoder asks for. Whatever is measured in place of paged attention is one too
+    """Defines what a decoder asks for. Whatever is measured in place of paged attention is one too
     (`programs.fit_keys`).
     """
 
     def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Any:
-        """Once per step and group, whose lengths are those before the step: what is equal for all
-        layers.
+        """Makes what is equal for all layers, once per step and group, whose lengths are those
+        before the step.
         """
         ...
 
@@ -78,8 +78,8 @@ class Attention(Protocol):
         scale: float,
         out_dtype: np.dtype,
     ) -> tuple[jax.Array, GroupKV]:
-        """(out [T, N, H], the group with the step's keys and values). group.len_B counts the step's
-        tokens.
+        """Returns (out [T, N, H], the group with the step's keys and values). group.len_B counts
+        the step's tokens.
 
         out is float32, or rounded to `out_dtype` already, which is what its caller does with it.
         """

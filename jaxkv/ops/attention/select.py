@@ -1,5 +1,5 @@
-"""Which pages a decoding query reads, where it does not read all of them: those whose keys could
-meet it best.
+"""Chooses which pages a decoding query reads, where it does not read all of them: those whose keys
+could meet it best.
 
 Source: Quest, arXiv 2406.10774, section 3.3. With the least and the largest value of each channel
 over a page's keys no score in it is above the sum over channels of max(q min, q max). Each KV head

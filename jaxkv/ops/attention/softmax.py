@@ -43,7 +43,7 @@ class Softmax(NamedTuple):
         )
 
     def moved(self, top: jax.Array) -> Softmax:
-        """The same relative to another max, at least as large."""
+        """Returns it relative to another max, at least as large."""
         shrink = jnp.exp(self.max - top)
         entropy = (
             None if self.entropy is None else shrink * (self.entropy + self.sum * (self.max - top))
@@ -51,7 +51,7 @@ class Softmax(NamedTuple):
         return Softmax(top, self.sum * shrink, self.acc * shrink[..., None], entropy)
 
     def merged(self, other: Softmax) -> Softmax:
-        """Of the keys of both. Source: arXiv 2205.14135, section 3.1."""
+        """Returns the softmax over the keys of both. Source: arXiv 2205.14135, section 3.1."""
         top = jnp.maximum(self.max, other.max)
         mine, its = self.moved(top), other.moved(top)
         entropy = (
@@ -95,7 +95,9 @@ class Tally(NamedTuple):
     def with_block(
         self, i: jax.Array, weight_RKMJ: jax.Array, top_RKM: jax.Array, seen_RMJ: jax.Array
     ) -> Tally:
-        """With the weights of block i relative to `top`, and which of its keys were seen."""
+        """Returns it with the weights of block i relative to `top`, and which of its keys were
+        seen.
+        """
         put = partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
         sums = weight_RKMJ.reshape(*weight_RKMJ.shape[:3], self.sums_nRKMC.shape[-1], -1).sum(
             axis=-1
@@ -107,7 +109,9 @@ class Tally(NamedTuple):
         )
 
     def mass(self, top_RKM: jax.Array, share_RKM: jax.Array) -> jax.Array:
-        """[R, W]: added up over queries, each counted `share` times relative to the max `top`."""
+        """Returns the masses [R, W], added up over queries, each counted `share` times relative to
+        the max `top`.
+        """
         share_nRKM = jnp.exp(self.tops_nRKM - top_RKM[None]) * share_RKM[None]
         exact = jax.lax.Precision.HIGHEST
         mass_RnC = jnp.einsum("nrkmc,nrkm->rnc", self.sums_nRKMC, share_nRKM, precision=exact)
@@ -115,8 +119,8 @@ class Tally(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the softmaxes of R rows were like: over all their keys, and by page of the group and of
-    its `low`.
+    """Holds what the softmaxes of R rows were like: over all their keys, and by page of the group
+    and of its `low`.
     """
 
     softmax: Softmax

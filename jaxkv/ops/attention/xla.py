@@ -150,8 +150,8 @@ def _decode(
     layer: int | jax.Array,
     window: int | None,
 ) -> tuple[jax.Array, Statistics | None]:
-    """One query per row, `tile_rows` rows side by side, with at least `min_queries` queries per KV
-    head.
+    """Attends one query per row, `tile_rows` rows side by side, with at least `min_queries` queries
+    per KV head.
     """
     num_rows, num_heads, head_dim = q_BNH.shape
     heads, size = group.num_kv_heads, min(tile_rows, num_rows)
@@ -218,8 +218,8 @@ def _prefill(
     layer: int | jax.Array,
     window: int | None,
 ) -> tuple[jax.Array, Statistics | None]:
-    """Every prefill row's chunk, QUERY_BLOCK queries at a time, written over `out` (which holds the
-    decode rows).
+    """Attends every prefill row's chunk, QUERY_BLOCK queries at a time, written over `out` (which
+    holds the decode rows).
     """
     num_tokens, num_heads, head_dim = q_TNH.shape
     heads, size = group.num_kv_heads, min(QUERY_BLOCK, num_tokens)
@@ -376,8 +376,8 @@ def _sweep(
     padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
 
     def fetch(head_page_RKC: jax.Array) -> Elements:
-        """[R, K, C*S, H]: contiguous pieces of S vectors, already in the order that the matmul
-        reads.
+        """Gathers [R, K, C*S, H]: contiguous pieces of S vectors, already in the order that the
+        matmul reads.
         """
         stored = (
             by_head.at[head_page_RKC]
@@ -442,8 +442,8 @@ def _rows_of_heads(layout: PageLayout) -> tuple[jax.Array, int]:
 def _accumulate(
     state: Softmax, q: jax.Array, keys: Elements, values: Elements, seen: jax.Array
 ) -> tuple[Softmax, jax.Array]:
-    """One block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M, H].
-    Returns the weights [R, K, M, J] too.
+    """Adds one block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M,
+    H]. Returns the weights [R, K, M, J] too.
 
     Queries and weights are rounded to the dtype of keys and values. Of quantised ones the scales
     act on columns of scores and on weights, the offsets on the sums of both.
