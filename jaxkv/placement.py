@@ -84,22 +84,22 @@ class Placement:
 
     def kv(self, kv: PagedKV) -> PagedKV:
         """Returns the sharding of the KV state: pages by heads, tables and lengths whole."""
-        whole: Any = {"table_BW": WHOLE, "first_BW": WHOLE, "len_B": WHOLE}
+        whole: Any = WHOLE
         pages: Any = PAGES
 
         def of(group: GroupKV) -> GroupKV:
-            low = None if group.low is None else of(group.low)
             extremes: Any = None if group.extremes is None else EXTREMES
-            scales = None if group.scales is None else pages
-            statistics = jax.tree.map(lambda _: WHOLE, group.statistics)
-            parts: Any = {
-                "pages": pages,
-                "scales": scales,
-                "low": low,
-                "extremes": extremes,
-                "statistics": statistics,
-            }
-            return replace(group, **parts, **whole)
+            return replace(
+                group,
+                pages=pages,
+                table_BW=whole,
+                first_BW=whole,
+                len_B=whole,
+                scales=None if group.scales is None else pages,
+                low=None if group.low is None else of(group.low),
+                statistics=jax.tree.map(lambda _: WHOLE, group.statistics),
+                extremes=extremes,
+            )
 
         return replace(kv, groups=tuple(map(of, kv.groups)))
 

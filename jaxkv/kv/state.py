@@ -142,10 +142,11 @@ def empty_group(
         for page in layout.arrays
     ]
     no_rows: Any = np.zeros((0, 1), np.int32)
-    rows: Any = {"table_BW": no_rows, "first_BW": no_rows, "len_B": no_rows[:, 0]}
     return GroupKV(
         pools[0],
-        **rows,
+        table_BW=no_rows,
+        first_BW=no_rows,
+        len_B=no_rows[:, 0],
         layout=layout,
         num_layers=num_layers,
         scales=pools[1] if len(pools) > 1 else None,

@@ -120,7 +120,9 @@ def forward(
 
 
 def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
-    """Returns what attention has to do in each KV group, on each of the devices that divide the heads."""
+    """Returns what attention has to do in each KV group, on each of the devices that divide the
+    heads.
+    """
     return tuple(
         Heads(
             num_heads=spec.num_heads // num_devices,

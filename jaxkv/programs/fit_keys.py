@@ -87,7 +87,6 @@ def fit_keys(
     where = None if placement is None else placement.sharding(PAGES)
     num_devices = 1 if placement is None else placement.size
     none: Any = np.zeros((1, 1), np.int32)
-    rows: Any = {"table_BW": none, "first_BW": none, "len_B": none[0]}
     codec, groups = PlainCodec(dtype="float32"), []
     for group, heads in zip(
         spec.groups, decoder.heads_of(spec, num_devices=num_devices), strict=True
@@ -104,7 +103,7 @@ def fit_keys(
             num_devices=num_devices,
             device=where,
         )
-        groups.append(replace(made, **rows))
+        groups.append(replace(made, table_BW=none, first_BW=none, len_B=none[0]))
     position_T: Any = np.arange(len(token_T), dtype=np.int32)
     counts: Any = (none[0], none[0] + len(token_T), np.int32(0), np.int32(1))
     tokens: Any = token_T.astype(np.int32)

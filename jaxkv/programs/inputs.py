@@ -86,9 +86,10 @@ def bind_tables(
     first_BW = np.tile(np.arange(width, dtype=np.int32) * page_size, (num_rows, 1))
 
     def of(group: GroupKV) -> GroupKV:
-        tables: Any = {"table_BW": table_BW, "first_BW": first_BW, "len_B": len_B}
-        # For each group: they are donated.
-        return replace(group, **(tables if sharding is None else jax.device_put(tables, sharding)))
+        tables: Any = (table_BW, first_BW, len_B)
+        if sharding is not None:
+            tables = jax.device_put(tables, sharding)  # for each group: they are donated
+        return replace(group, table_BW=tables[0], first_BW=tables[1], len_B=tables[2])
 
     return replace(kv, groups=tuple(map(of, kv.groups)))
 

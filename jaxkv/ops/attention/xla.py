@@ -86,8 +86,15 @@ class Xla:
     ) -> tuple[jax.Array, GroupKV]:
         dest_T, window = prepared
         group = write(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
-        options: Any = {"layer": layer, "scale": scale, "window": window}
-        out_TNH, statistics = read(q_TNH, group, batch, deterministic=self.deterministic, **options)
+        out_TNH, statistics = read(
+            q_TNH,
+            group,
+            batch,
+            layer=layer,
+            scale=scale,
+            window=window,
+            deterministic=self.deterministic,
+        )
         return out_TNH, replace(group, statistics=statistics)
 
 
@@ -322,20 +329,15 @@ def _attend(
     window: int | None,
 ) -> tuple[jax.Array, Found | None]:
     """`_sweep` over the pages of both pools -> ([R, K, M, H], what `group.statistics` asks for)."""
-    known: Any = {
-        "in_float32": in_float32,
-        "layer": layer,
-        "window": window,
-        "asked": group.statistics,
-    }
-    softmax, own = _sweep(q_RKMH, group, rows, position_RM, bounds, **known)
+    sweep = partial(
+        _sweep, in_float32=in_float32, layer=layer, window=window, asked=group.statistics
+    )
+    softmax, own = sweep(q_RKMH, group, rows, position_RM, bounds)
     of_low = None
     if group.low is not None and rows.low is not None:
         # The group's own codec rotates nothing (`kv.policies`).
         codec, all_slots = group.low.codec, (jnp.int32(0), jnp.max(rows.low.held_RKW.sum(axis=2)))
-        found, of_low = _sweep(
-            codec.rotate(q_RKMH), group.low, rows.low, position_RM, all_slots, **known
-        )
+        found, of_low = sweep(codec.rotate(q_RKMH), group.low, rows.low, position_RM, all_slots)
         softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
     return softmax.result(), None if own is None else Found(softmax, own, of_low)
 
