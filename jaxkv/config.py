@@ -75,7 +75,8 @@ class EngineConfig:
     Under a `kv_policy` a row holds at most `row_pages` pages and `low_row_pages` demoted ones;
     row_pages 0: as many as its length takes. A decoding query reads at most `read_pages` of each
     row; 0: all. Where every layer has a window, `window` is the longest, and a row gives back pages
-    that no later query sees; 0: some layer sees everything, or a policy says what stays.
+    that no later query sees; 0: some layer sees everything, or a policy says what stays. What is
+    left begins in a table at a multiple of `aligned_len` tokens.
     """
 
     max_model_len: int
@@ -91,6 +92,7 @@ class EngineConfig:
     low_row_pages: int = 0
     read_pages: int = 0
     window: int = 0
+    aligned_len: int = 1
 
     def __post_init__(self) -> None:
         may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages", "window")
@@ -126,9 +128,11 @@ class EngineConfig:
     @property
     def table_width(self) -> int:
         """Counts the pages per row of the page table: what the longest sequence takes, or its
-        policy leaves.
+        policy or window leaves, with the columns in front of that.
         """
-        return self._within_budget(-(-self.max_len // self.block_size))
+        longest = -(-self.max_len // self.block_size)
+        in_front = max(0, self.aligned_len // self.block_size - 1) if self.window else 0
+        return min(longest, self._within_budget(longest) + in_front)
 
     @property
     def pages_per_row(self) -> int:

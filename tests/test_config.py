@@ -29,7 +29,8 @@ NAN, INF = math.nan, math.inf
 def test_limits_are_kept_and_frozen():
     config = EngineConfig(**LIMITS)
     unbounded = {"row_pages": 0, "low_row_pages": 0, "read_pages": 0, "window": 0}
-    assert dataclasses.asdict(config) == LIMITS | unbounded | {"kv_policy": "full"}
+    others = {"kv_policy": "full", "aligned_len": 1}
+    assert dataclasses.asdict(config) == LIMITS | unbounded | others
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_pages = 3
     with pytest.raises(TypeError):

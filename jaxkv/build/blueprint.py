@@ -305,7 +305,7 @@ def make_blueprint(
         dtype=dtype,
         placement=placement,
         codecs=codecs,
-        limits=limits,
+        limits=replace(limits, aligned_len=BACKENDS[backend].aligned_len),
         backend=backend,
         backend_reason=reason,
     )

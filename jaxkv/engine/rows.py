@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv.config import MAX_INT32, EngineConfig
 from jaxkv.holding.hold import Hold
-from jaxkv.kv.state import GroupKV, PagedKV
+from jaxkv.kv.state import BEHIND, GroupKV, PagedKV
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
 from jaxkv.placement import Placement
@@ -101,17 +101,23 @@ class RowTables:
         return rows
 
     def _set_pages(self, row: int, hold: Hold) -> None:
-        pages = hold.parts[0].pages
+        pages, in_front = hold.parts[0].pages, self._num_in_front(hold)
         if not hold.bound_len and (hold.parts[0].num_gone or hold.kept or self._gaps_R[row]):
             self._set_kept(row, hold)
         # All of them where none is known: those that have gone have no place in the table.
         new = (hold.room_len - hold.bound_len) // self._config.block_size
         if new == 1:  # nearly always, and a slice costs several times as much
-            self.table_RW[row, len(pages) - 1] = pages[-1]
+            self.table_RW[row, in_front + len(pages) - 1] = pages[-1]
         else:
             first = max(0, len(pages) - new)
-            self.table_RW[row, first : len(pages)] = pages[first:]
+            self.table_RW[row, in_front + first : in_front + len(pages)] = pages[first:]
         hold.bound_len = hold.room_len
+
+    def _num_in_front(self, hold: Hold) -> int:
+        """Counts the columns without a page before what a window has left."""
+        if hold.retention is not None:
+            return 0
+        return hold.parts[0].num_gone % self._config.aligned_len // self._config.block_size
 
     def _set_kept(self, row: int, hold: Hold) -> None:
         """Sets what a policy or a window has left of the sequence, in place of what the row had
@@ -119,8 +125,10 @@ class RowTables:
         """
         kept, part = hold.kept, hold.parts[0]
         self._gaps_R[row] = kept is not None or part.num_gone > 0
-        self._num_gone_R[row] = part.num_gone
-        self.first_RW[row] = part.firsts(len(self.first_W))
+        in_front = self._num_in_front(hold)
+        self._num_gone_R[row] = part.num_gone - in_front * self._config.block_size
+        self.first_RW[row, :in_front] = BEHIND
+        self.first_RW[row, in_front:] = part.firsts(len(self.first_W) - in_front)
         if kept is None or hold.retention is None:
             self._low_len_R[row], self._since_R[row] = 0, MAX_INT32
             return
@@ -275,9 +283,10 @@ class RowTables:
         for request in running:
             hold = request.hold
             unknown = (hold.room_len - hold.bound_len) // self._config.block_size
-            pages = hold.parts[0].pages
+            pages, start = hold.parts[0].pages, self._num_in_front(hold)
             bound = pages[: max(0, len(pages) - unknown)]
-            if unknown < 0 or self.table_RW[request.row, : len(bound)].tolist() != bound:
+            known = self.table_RW[request.row, start : start + len(bound)].tolist()
+            if unknown < 0 or known != bound:
                 raise RuntimeError(
                     f"request {request.id}: the tables have other pages than its {len(bound)}"
                 )

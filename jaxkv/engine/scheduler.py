@@ -232,7 +232,7 @@ class Scheduler:
         missing = min(request.num_tokens, hold.evict_len) - hold.room_len
         num_pages = self.allocator.pages_for(missing)
         if self.config.window:
-            num_pages = min(num_pages, self.config.table_width - len(hold.parts[0].pages))
+            num_pages = min(num_pages, self.config.window_pages - len(hold.parts[0].pages))
         return max(0, num_pages)
 
     def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:

@@ -20,6 +20,10 @@ from jaxkv.kv.codecs import Codec, decode
 from jaxkv.kv.layout import HeadMajorLayout, PageLayout
 from jaxkv.kv.policies import Measure
 
+BEHIND = -(2**30)
+"""The position of a table column without a page: behind every window (`EngineConfig.aligned_len`).
+"""
+
 
 @struct.dataclass
 class Statistics:
@@ -49,7 +53,8 @@ class GroupKV:
     table_BW int32: page ids of each row in order; entries past the row's length are any valid id,
     never read as data.
     first_BW int32: position (in tokens) of slot 0 of each table page. Masks use it, not the page's
-             index, so that a row may drop pages and keep its positions.
+             index, so that a row may drop pages and keep its positions. BEHIND: no page, but
+             counted in len_B.
     len_B    int32: tokens of each row that are held, counted in slots from the start of its table.
     scales   [L*P, ..]  the second array of each page, None where the layout has only one.
     low      older pages of the same rows in a smaller codec, which steps read and never write

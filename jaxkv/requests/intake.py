@@ -177,7 +177,7 @@ class Intake:
         retention = first.hold.retention
         held = length if retention is None else min(length, retention.limit)
         of_one = -(-held // config.block_size)
-        needed = width * (min(of_one, config.table_width) if config.window else of_one)
+        needed = width * (min(of_one, config.window_pages) if config.window else of_one)
         if needed > config.num_pages:
             raise ValueError(
                 f"beam_width: {width} beams of {length} tokens may need {needed} pages, the KV "

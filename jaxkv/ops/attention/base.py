@@ -16,7 +16,7 @@ A backend is one file here. What it promises of `Backend.attend`:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -87,6 +87,11 @@ class Attention(Protocol):
 
 
 class Backend(Attention, Protocol):
+    aligned_len: ClassVar[int]
+    """Where pages behind a window have gone, a row's table begins at a multiple of so many tokens,
+    with columns that are BEHIND in front (`kv.state`); 1: with its first page.
+    """
+
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         """Why it cannot do this, None if it can."""
         ...

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ class MosaicGpu:
     processors.
     """
 
+    aligned_len: ClassVar[int] = 1
     interpret: Any = None
     num_processors: int | None = None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from kernels_pallas.tpu import (
 class PallasTpu:
     """See `base.Backend`. `interpret`: for tests on a CPU, as `pallas_call` takes it."""
 
+    aligned_len: ClassVar[int] = 1
     interpret: Any = False
 
     def refuses(self, heads: Heads, needs: Needs) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxkv.kv.codecs import Codec, Elements
 from jaxkv.kv.layout import HeadMajorLayout, PageLayout
-from jaxkv.kv.state import GroupKV, Statistics, destinations, write
+from jaxkv.kv.state import BEHIND, GroupKV, Statistics, destinations, write
 from jaxkv.ops.attention.base import Batch, Heads, Needs
 from jaxkv.ops.attention.select import select_pages
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
@@ -53,6 +53,8 @@ QUERY_BLOCK = 128
 class Xla:
     """See `base.Backend`. `deterministic`: as in `read`."""
 
+    # Blocks of keys must not begin elsewhere, or a query would add up in another order.
+    aligned_len: ClassVar[int] = BLOCK
     deterministic: bool = False
 
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
@@ -159,11 +161,7 @@ def _decode(
     q_BKGH = q_BNH.reshape(num_rows, heads, per_head, head_dim)
     q_BKGH = jnp.pad(q_BKGH, ((0, 0), (0, 0), (0, max(0, min_queries - per_head)), (0, 0)))
     len_B = jnp.where(live_B, group.len_B, 0)
-    first_B, end_B = jnp.zeros_like(len_B), len_B
-    if window is not None:
-        shift_B = _shift(group)
-        first_B = jnp.maximum(len_B - window, 0) + shift_B
-        end_B = len_B + jnp.where(live_B, shift_B, 0)
+    first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
     first_B = jnp.where(live_B, first_B, jnp.iinfo(jnp.int32).max)
 
     def tile(
@@ -173,9 +171,8 @@ def _decode(
         out_BNH, statistics = carry
         start = jnp.minimum(i * size, num_rows - size)
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
-        position_R = take(position_B)
-        rows = jax.tree.map(take, every_row)
-        bounds = jnp.min(take(first_B)), jnp.max(take(end_B))
+        position_R, len_R = take(position_B), take(len_B)
+        rows, bounds = jax.tree.map(take, every_row), (jnp.min(take(first_B)), jnp.max(len_R))
         if group.num_read is not None:
             rows = select_pages(take(q_BKGH), group, rows, layer=layer)
             bounds = jnp.int32(0), jnp.minimum(bounds[1], rows.table_RKW.shape[2] * group.page_size)
@@ -230,7 +227,6 @@ def _prefill(
     position_T = jnp.pad(batch.position_T, (0, size))
     out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
     rows = _rows_of(group, group.len_B, window)
-    shift_B = None if window is None else _shift(group)
 
     def block(
         row: jax.Array, done: jax.Array, carry: tuple[jax.Array, Statistics | None]
@@ -248,17 +244,14 @@ def _prefill(
         )
         length = group.len_B[row]
         index = length - batch.count_B[row] + done
-        bounds = jnp.int32(0), jnp.minimum(index + size, length)
-        if window is not None and shift_B is not None:
-            low = jnp.maximum(index + 1 - window, 0)
-            bounds = low + shift_B[row], bounds[1] + shift_B[row]
+        low = jnp.int32(0) if window is None else jnp.maximum(index + 1 - window, 0)
         take_row = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=1)
         out, found = _attend(
             q,
             group,
             jax.tree.map(take_row, rows),
             jnp.repeat(position, per_head)[None, :],
-            bounds,
+            (low, jnp.minimum(index + size, length)),
             in_float32=False,
             layer=layer,
             window=window,
@@ -288,33 +281,13 @@ def _prefill(
 
 
 def _rows_of(group: GroupKV, len_B: jax.Array, window: int | None) -> Rows:
-    """Returns the rows' pages, behind as many empty ones as make blocks begin where they would if
-    the first pages of a row had not gone.
-    """
     low = None if group.low is None else _rows_of(group.low, group.low.len_B, None)
     table_BW, first_BW = jnp.asarray(group.table_BW), jnp.asarray(group.first_BW)
-    begin_1W = jnp.arange(table_BW.shape[1], dtype=jnp.int32)[None] * group.page_size
+    begin_W = jnp.arange(table_BW.shape[1], dtype=jnp.int32) * group.page_size
+    held_BW = jnp.clip(len_B[:, None] - begin_W[None], 0, group.page_size)
     if window is not None:
-        num_empty_B = _shift(group) // group.page_size
-        width = table_BW.shape[1] + max(1, BLOCK // group.page_size) - 1
-        index_BW = jnp.arange(width, dtype=jnp.int32)[None] - num_empty_B[:, None]
-        page_BW = jnp.clip(index_BW, 0, table_BW.shape[1] - 1)
-        table_BW = jnp.take_along_axis(table_BW, page_BW, axis=1)
-        first_BW = jnp.take_along_axis(first_BW, page_BW, axis=1)
-        begin_1W = jnp.where(index_BW < 0, jnp.iinfo(jnp.int32).max, index_BW * group.page_size)
-    held_BW = jnp.clip(len_B[:, None] - begin_1W, 0, group.page_size)
+        held_BW = jnp.where(first_BW == BEHIND, 0, held_BW)
     return Rows(table_BW[:, None], first_BW[:, None], held_BW[:, None], low)
-
-
-def _shift(group: GroupKV) -> jax.Array:
-    """Returns how many slots of a block of BLOCK keys lie before the first page of each row: where
-    pages behind the window have gone, blocks must not begin elsewhere, or a query would add up in
-    another order.
-    """
-    first_B = jnp.asarray(group.first_BW)[:, 0]
-    if group.statistics is not None:
-        return jnp.zeros_like(first_B)  # of a policy, which keeps the first page
-    return first_B % max(BLOCK, group.page_size)
 
 
 def _attend(
