@@ -101,8 +101,9 @@ class RowTables:
         return rows
 
     def _set_pages(self, row: int, hold: Hold) -> None:
-        pages, in_front = hold.parts[0].pages, self._num_in_front(hold)
-        if not hold.bound_len and (hold.parts[0].num_gone or hold.kept or self._gaps_R[row]):
+        part = hold.parts[0]
+        pages, in_front = part.pages, self._num_in_front(hold) if part.num_gone else 0
+        if not hold.bound_len and (part.num_gone or hold.kept or self._gaps_R[row]):
             self._set_kept(row, hold)
         # All of them where none is known: those that have gone have no place in the table.
         new = (hold.room_len - hold.bound_len) // self._config.block_size
