@@ -80,10 +80,14 @@ def option(
 
 def one_of(*values: str) -> Check:
     """Returns the check of an option that has a few possible values."""
-    return Check(expected=f"one of {', '.join(values)}", holds=lambda value: value in values)
+    return Check(
+        expected=f"one of {', '.join(values)}",
+        holds=lambda value: isinstance(value, str) and value in values,
+    )
 
 
 IS_BOOL = Check(expected="True or False", holds=lambda value: isinstance(value, bool))
+IS_TEXT = Check(expected="a name", holds=lambda value: isinstance(value, str))
 IS_PATH = Check(
     expected="a directory or a hub id",
     holds=lambda value: (
@@ -172,6 +176,7 @@ class EngineOptions:
         "auto",
         "auto (as dtype), bfloat16 or float32, or smaller (docs/kv-codecs.md): int8, fp8_e4m3, "
         "fp8_e5m2, int4, turboquant4, turboquant3, turboquant2.5",
+        check=IS_TEXT,
         commands=ENGINES + TARGETS,
         aliases=("--kv-dtype",),
     )

@@ -132,6 +132,8 @@ def test_options_are_frozen_and_all_but_the_model_are_keywords():
         *((name, 1) for name in ("enable_prefix_caching", "deterministic")),
         *((name, value) for name in ("model", "tokenizer") for value in (123, b"demo", ["demo"])),
         ("revision", 5),
+        ("kv_cache_dtype", ["int8"]),
+        ("dtype", ["float32"]),
         ("gpu_memory_utilization", True),
     ],
 )
