@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -74,9 +75,9 @@ class EngineConfig:
 
     Under a `kv_policy` a row holds at most `row_pages` pages and `low_row_pages` demoted ones;
     row_pages 0: as many as its length takes. A decoding query reads at most `read_pages` of each
-    row; 0: all. Where every layer has a window, `window` is the longest, and a row gives back pages
-    that no later query sees; 0: some layer sees everything, or a policy says what stays. What is
-    left begins in a table at a multiple of `aligned_len` tokens.
+    row; 0: all. A row has a page table for each of `windows`: the tokens that queries see of it at
+    most, whose pages a row gives back when no later query sees them; 0: all tokens. What is left
+    begins in a table at a multiple of `aligned_len` tokens.
     """
 
     max_model_len: int
@@ -91,17 +92,20 @@ class EngineConfig:
     row_pages: int = 0
     low_row_pages: int = 0
     read_pages: int = 0
-    window: int = 0
+    windows: tuple[int, ...] = (0,)
     aligned_len: int = 1
 
     def __post_init__(self) -> None:
-        may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages", "window")
+        may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "kv_policy":
+            if field.name not in ("kv_policy", "windows"):
                 _expect(is_int(value), field.name, "a whole number", value)
                 least = 0 if field.name in may_be_zero else 1
                 _expect(value >= least, field.name, f"a number >= {least}", value)
+        some = isinstance(self.windows, tuple) and len(self.windows) > 0
+        some = some and all(is_int(window) and window >= 0 for window in self.windows)
+        _expect(some, "windows", "at least one number >= 0", self.windows)
         _expect(self.seed < 2**64, "seed", "a number below 2**64", self.seed)
         sizes = (8, 16, 32, 64, 128)
         _expect(self.block_size in sizes, "block_size", f"one of {sizes}", self.block_size)
@@ -131,38 +135,57 @@ class EngineConfig:
         policy or window leaves, with the columns in front of that.
         """
         longest = -(-self.max_len // self.block_size)
-        in_front = max(0, self.aligned_len // self.block_size - 1) if self.window else 0
-        return min(longest, self._within_budget(longest) + in_front)
+        in_front = max(0, self.aligned_len // self.block_size - 1)
+        return max(
+            min(longest, self.held_pages(longest, window) + (in_front if window else 0))
+            for window in self.windows
+        )
 
     @property
     def pages_per_row(self) -> int:
-        """Counts the pages of one row of max_model_len tokens, or as many as its policy leaves."""
-        return self._within_budget(-(-self.max_model_len // self.block_size))
-
-    @property
-    def window_pages(self) -> int:
-        """Returns the most pages that a row holds where no layer sees past `window` tokens; 0
-        without one. A step writes up to max_num_batched_tokens behind the window, which may begin
-        anywhere in its first page.
+        """Counts the pages of one row of max_model_len tokens, or as many as its policy and windows
+        leave, in all of its tables.
         """
-        if not self.window:
+        return self.row_pages_for(-(-self.max_model_len // self.block_size))
+
+    def row_pages_for(self, num_pages: int) -> int:
+        """Counts the pages, in all of its tables, of a row that is so many pages long."""
+        return sum(self.held_pages(num_pages, window) for window in self.windows)
+
+    def held_pages(self, num_pages: int, window: int) -> int:
+        """Counts the pages of a row's table that are left of so many."""
+        most = self.row_pages or self.window_pages(window)
+        return min(num_pages, most) if most else num_pages
+
+    def window_pages(self, window: int) -> int:
+        """Returns the most pages that a table holds where queries see `window` tokens; 0: no limit.
+
+        A step writes up to max_num_batched_tokens behind the window, which may begin anywhere in
+        its first page.
+        """
+        if not window:
             return 0
         step = max(self.max_num_batched_tokens, self.decode_steps)
-        return -(-(self.window - 1 + self.block_size - 1 + step) // self.block_size)
+        return -(-(window - 1 + self.block_size - 1 + step) // self.block_size)
 
-    def _within_budget(self, num_pages: int) -> int:
-        most = self.row_pages or self.window_pages
-        return min(num_pages, most) if most else num_pages
+    @property
+    def num_tokens(self) -> int:
+        """Counts the tokens that the pool holds where none have gone."""
+        return self.num_pages // len(self.windows) * self.block_size
+
+    @property
+    def has_windows(self) -> bool:
+        """Tells whether rows give back pages that no later query sees."""
+        return any(self.windows)
 
     @property
     def max_len(self) -> int:
         """Returns the longest prompt and output together that fit into the limit and the pool, in
-        tokens. A row that has as many pages as a policy or the window leaves gets no longer.
+        tokens. A row that has as many pages as a policy or windows leave gets no longer.
         """
-        most = self.row_pages or self.window_pages
-        if most and most <= self.num_pages:
-            return self.max_model_len
-        return min(self.max_model_len, self.num_pages * self.block_size)
+        longest = -(-self.max_model_len // self.block_size)
+        num_pages = bisect_right(range(longest + 1), self.num_pages, key=self.row_pages_for) - 1
+        return min(self.max_model_len, num_pages * self.block_size)
 
 
 DECODE_STEPS = 8

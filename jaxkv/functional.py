@@ -115,7 +115,13 @@ def load(
     use_compile_cache(devices[0])
     found = find_model(options)
     blueprint = make_blueprint(
-        options, found.spec, found.layout, devices, stored_dtype=found.stored_dtype
+        options,
+        found.spec,
+        found.layout,
+        devices,
+        stored_dtype=found.stored_dtype,
+        # A row can be rewound to any length.
+        keeps_all=True,
     )
     found = found.loaded(blueprint)
     return Model(
@@ -154,11 +160,14 @@ def empty(
         max_num_batched_tokens=max_num_batched_tokens,
     )
     sized = make_blueprint(
-        options, before.spec, before.layout, before.placement.devices, stored_dtype=before.dtype
+        options,
+        before.spec,
+        before.layout,
+        before.placement.devices,
+        stored_dtype=before.dtype,
+        keeps_all=True,
     ).with_pages(num_pages)
-    # A row can be rewound to any length, so it keeps what is behind the windows too.
-    limits = replace(sized.limits, window=0)
-    return State(sized.empty_kv(), (KVHandle(),) * num_rows, limits, sized.backend)
+    return State(sized.empty_kv(), (KVHandle(),) * num_rows, sized.limits, sized.backend)
 
 
 def prefill(model: Model, kv: State, prompts: Any) -> tuple[State, jax.Array]:
@@ -217,7 +226,7 @@ def decode(
     rows, wanted = jax.device_put((rows, wanted), model.placement.sharding())
     width, pieces = kv.limits.decode_steps, []
     for done in range(0, n, width):
-        paged, _, rows, sampled = decode_loop(
+        paged, _, rows, sampled, _ = decode_loop(
             model.weights,
             paged,
             nothing,
@@ -284,7 +293,7 @@ def _with_room(model: Model, kv: State, counts: Mapping[int, int]) -> State:
     if copies:
         page_2C = np.zeros((2, len(rows)), np.int32)
         page_2C[:, : len(copies)] = np.transpose(copies)
-        paged = copy_pages(_bound(model, kv, [], len(rows)), *page_2C, np.int32(len(copies)))
+        paged = copy_pages(replace(kv.paged, rows=()), *page_2C, np.int32(len(copies)))
         kv = replace(kv, paged=paged)
     return replace(kv, rows=rows)
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv.config import is_int
-from jaxkv.kv.state import GroupKV, PagedKV
+from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
 
@@ -86,22 +86,19 @@ class Placement:
         """Returns the sharding of the KV state: pages by heads, tables and lengths whole."""
         whole: Any = WHOLE
         pages: Any = PAGES
+        extremes: Any = EXTREMES
 
-        def of(group: GroupKV) -> GroupKV:
-            extremes: Any = None if group.extremes is None else EXTREMES
+        def of(store: Store) -> Store:
             return replace(
-                group,
+                store,
                 pages=pages,
-                table_BW=whole,
-                first_BW=whole,
-                len_B=whole,
-                scales=None if group.scales is None else pages,
-                low=None if group.low is None else of(group.low),
-                statistics=jax.tree.map(lambda _: WHOLE, group.statistics),
-                extremes=extremes,
+                scales=None if store.scales is None else pages,
+                low=None if store.low is None else of(store.low),
+                extremes=None if store.extremes is None else extremes,
             )
 
-        return replace(kv, groups=tuple(map(of, kv.groups)))
+        rows = jax.tree.map(lambda _: whole, kv.rows)
+        return replace(kv, stores=tuple(map(of, kv.stores)), rows=rows)
 
     @property
     def mesh(self) -> Mesh:

@@ -198,7 +198,7 @@ class LLM:
     def num_kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         limits = self._blueprint.limits
-        return limits.num_pages * limits.block_size
+        return limits.num_tokens
 
     @property
     def compile_s(self) -> float:
@@ -213,14 +213,18 @@ class LLM:
         """Returns the page ids that every running request holds now, by request_id: a copy, to look
         at.
 
-        Ids are 0 to num_kv_tokens / block_size - 1; a request's i-th page is for its tokens from i
-        * block_size on, but for what a kv_policy or a sliding window has let go.
+        A request's i-th page is for its tokens from i * block_size on, but for what a kv_policy or
+        a sliding window has let go. Where layers have unlike windows, the pages of one page table
+        come after those of another.
         Pages taken for its next tokens are listed too; what waits or needs no more steps holds none
         and is not listed.
         """
         with self._lock:
             running = self._engine.scheduler.running
-            return {request.id: request.hold.handle().pages for request in running}
+            return {
+                request.id: tuple(page for part in request.hold.parts for page in part.pages)
+                for request in running
+            }
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now
@@ -276,12 +280,26 @@ class LLM:
                 f"; kv_policy {config.kv_policy}: {config.read_pages} pages of a row are read "
                 f"for a new token"
             )
-        if config.window and config.window_pages < -(-config.max_model_len // config.block_size):
-            return f"; window {config.window}: {config.window_pages} pages per row"
+        if config.has_windows:
+            return self._describe_windows()
         if not config.row_pages:
             return ""
         low = "" if demoted is None else f" and {config.low_row_pages} in {demoted[0].name}"
         return f"; kv_policy {config.kv_policy}: {config.row_pages} pages per row{low}"
+
+    def _describe_windows(self) -> str:
+        """Says how many pages of a row stay in its page tables, where a window bounds them."""
+        config = self._blueprint.limits
+        longest = -(-config.max_model_len // config.block_size)
+        held = {window: config.held_pages(longest, window) for window in config.windows if window}
+        bounded = {window: pages for window, pages in held.items() if pages < longest}
+        listed = [
+            f"window {window}: {pages} pages per row"
+            + (f" in {config.windows.count(window)} of {len(config.windows)} page tables")
+            * (len(config.windows) > 1)
+            for window, pages in bounded.items()
+        ]
+        return "".join(f"; {one}" for one in listed)
 
     def _make_intake(self) -> Intake:
         blueprint, given = self._blueprint, self._blueprint.options.prefix_cache_secret

@@ -23,15 +23,18 @@ from jaxkv.config import DECODE_STEPS, EngineConfig
 from jaxkv.holding.retention import full_pages
 from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
 from jaxkv.kv.policies import SparseAttention, get_policy, resolve
-from jaxkv.kv.state import GroupKV, PagedKV, choosing, empty_group
-from jaxkv.models.decoder import heads_of
+from jaxkv.kv.state import PagedKV, Store, choosing, empty_store
 from jaxkv.models.families import Layout
-from jaxkv.models.spec import KVGroup, ModelSpec
+from jaxkv.models.paged import heads_of
+from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
 from jaxkv.placement import EXTREMES, PAGES, TENSOR, Placement, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.weights.dummy import weight_shapes
 from jaxkv.weights.tree import Weights, with_layer_leaf
+
+MAX_TABLES = 8
+"""Page tables of a row at most: each costs the host time in every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +42,9 @@ class Blueprint:
     """Holds what an engine is built from, and says what it takes. Making one reads no weights and
     allocates nothing, and the devices may be stand-ins of which only `platform` is known.
 
-    spec: the model's, with the layers that have a codec of their own apart. dtype: of the weights,
-    never "auto". codecs: one for each KV group. limits: with a pool of one page until
-    `with_pages` says how many there are. backend_reason: why it is this one.
+    spec: the model's, with the layers that have a codec or a page table of their own apart. dtype:
+    of the weights, never "auto". codecs: one for each KV group. limits: with a pool of one page
+    until `with_pages` says how many there are. backend_reason: why it is this one.
     """
 
     options: EngineOptions
@@ -107,8 +110,8 @@ class Blueprint:
 
     @cached_property
     def page_nbytes(self) -> int:
-        """Counts one page over all layers, with what a policy has beside each: part of a demoted
-        page, or the extremes of its keys.
+        """Counts one page over all layers of a store, with what a policy has beside each: part of a
+        demoted page, or the extremes of its keys.
         """
         limits, nbytes, low = self.limits, self._page_nbytes(self.codecs), self.low_codecs
         if limits.read_pages:
@@ -122,27 +125,37 @@ class Blueprint:
         return nbytes + -(-self._page_nbytes(low) * limits.low_row_pages // limits.row_pages)
 
     def _page_nbytes(self, codecs: Codecs) -> int:
-        """Counts one page over all layers, stored in these codecs."""
+        """Counts one page over all layers of a store, stored in these codecs."""
         nbytes = 0
-        for group, heads, codec in zip(self.spec.groups, self._heads, codecs, strict=True):
+        for num_layers, heads, codec in self._stores(codecs):
             page = self.attention.page_layout(heads, self.limits.block_size, codec)
-            nbytes += len(group.layers) * page.nbytes
+            nbytes += num_layers * page.nbytes
         return nbytes
+
+    def _stores(self, codecs: Codecs) -> list[tuple[int, Heads, Codec]]:
+        """Lists the stores: one for each KV group, or one that all share which have page tables of
+        their own. Each has its layers, what attention has to do there, and its codec.
+        """
+        sizes = [len(group.layers) for group in self.spec.groups]
+        if len(self.limits.windows) > 1:
+            return [(max(sizes), self._heads[0], codecs[0])]
+        return list(zip(sizes, self._heads, codecs, strict=True))
 
     @property
     def token_nbytes(self) -> int:
         """Counts one token of the KV cache, on all devices together."""
-        nbytes = self._page_nbytes(self.codecs)
+        nbytes = self._page_nbytes(self.codecs) * len(self.limits.windows)
         return nbytes * self.num_devices // self.limits.block_size
 
     def sequence_nbytes(self, context: int) -> int:
-        """Counts the KV cache of so many tokens, or of what its policy leaves, on all devices
-        together.
+        """Counts the KV cache of so many tokens, or of what its policy and windows leave, on all
+        devices together.
         """
-        most = self.limits.row_pages or self.limits.window_pages
-        if not most or context <= most * self.limits.block_size:
+        pages = -(-context // self.limits.block_size)
+        held = self.limits.row_pages_for(pages)
+        if held == pages * len(self.limits.windows):
             return context * self.token_nbytes
-        return most * self.page_nbytes * self.num_devices
+        return held * self.page_nbytes * self.num_devices
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -208,20 +221,21 @@ class Blueprint:
 
         Raises: ValueError if the pool has more heads x pages than int32 can count.
         """
-        for group in self.spec.groups:
-            count = len(group.layers) * self.limits.num_pages * 2 * group.num_kv_heads
+        for num_layers, _, _ in self._stores(self.codecs):
+            kv_heads = self.spec.groups[0].num_kv_heads
+            count = num_layers * self.limits.num_pages * 2 * kv_heads
             if count >= 2**31:
                 raise ValueError(
                     f"num_gpu_blocks_override: expected layers x pages x 2 KV heads < 2**31, got "
                     f"{count}"
                 )
-        return self._groups(self.placement)
+        return self._empty(self.placement)
 
     def abstract_kv(self) -> PagedKV:
         """Returns the shapes of `empty_kv` on devices that may be those of a topology. Allocates
         nothing.
         """
-        kv = jax.eval_shape(partial(self._groups, None))
+        kv = jax.eval_shape(partial(self._empty, None))
         return jax.tree.map(
             lambda x, parts: self.placement.abstract(x.shape, x.dtype, parts),
             kv,
@@ -232,8 +246,8 @@ class Blueprint:
     def _heads(self) -> tuple[Heads, ...]:
         return heads_of(self.spec, num_devices=self.num_devices)
 
-    def _groups(self, placement: Placement | None) -> PagedKV:
-        """placement: where they are allocated; without one the default device, whatever they are
+    def _empty(self, placement: Placement | None) -> PagedKV:
+        """placement: where it is allocated; without one on the default device, whatever it is
         divided over.
         """
         limits, num_devices = self.limits, self.num_devices
@@ -241,36 +255,29 @@ class Blueprint:
         def where(parts: PartitionSpec) -> jax.sharding.Sharding | None:
             return None if placement is None else placement.sharding(parts)
 
-        def empty(group: KVGroup, heads: Heads, codec: Codec, num_pages: int) -> GroupKV:
-            made = empty_group(
-                num_layers=len(group.layers),
+        def empty(num_layers: int, heads: Heads, codec: Codec, num_pages: int) -> Store:
+            made = empty_store(
+                num_layers=num_layers,
                 layout=self.attention.page_layout(heads, limits.block_size, codec),
                 num_pages=num_pages,
                 num_devices=num_devices,
                 device=where(PAGES),
             )
-            if not limits.read_pages or group.window is not None:
+            if not limits.read_pages or heads.window is not None:
                 return made
             return choosing(
                 made,
-                group.num_kv_heads,
-                group.head_dim,
+                heads.num_kv_heads * num_devices,
+                heads.head_dim,
                 num_read=limits.read_pages,
                 device=where(EXTREMES),
             )
 
-        groups = list(zip(self.spec.groups, self._heads, strict=True))
-        made = [
-            empty(*pair, codec, limits.num_pages)
-            for pair, codec in zip(groups, self.codecs, strict=True)
-        ]
+        stores = [empty(*store, limits.num_pages) for store in self._stores(self.codecs)]
         if (low := self.low_codecs) is not None:
-            of_low = (
-                empty(*pair, codec, limits.num_low_pages)
-                for pair, codec in zip(groups, low, strict=True)
-            )
-            made = [replace(group, low=of) for group, of in zip(made, of_low, strict=True)]
-        return PagedKV(groups=tuple(made))
+            of_low = (empty(*store, limits.num_low_pages) for store in self._stores(low))
+            stores = [replace(store, low=of) for store, of in zip(stores, of_low, strict=True)]
+        return PagedKV(tuple(stores))
 
 
 def make_blueprint(
@@ -280,11 +287,13 @@ def make_blueprint(
     devices: Sequence[jax.Device],
     *,
     stored_dtype: str | None = None,
+    keeps_all: bool = False,
 ) -> Blueprint:
     """Derives all that an engine is built from.
 
     devices: the first `tensor_parallel_size` of them are used. stored_dtype: what "auto" takes for
-    the dtype of weights that have been converted.
+    the dtype of weights that have been converted. keeps_all: rows keep what is behind windows too,
+    in one page table.
     Raises: ValueError for an option that this model or platform has no room for,
     NotImplementedError for a backend or policy that cannot do what was asked for.
     """
@@ -297,6 +306,10 @@ def make_blueprint(
         dtype = stored_dtype or auto_dtype(platform)
     codecs = group_codecs(spec, options.kv_cache_dtype, skipped, platform=platform, dtype=dtype)
     limits = make_limits(options, spec, platform)
+    # A policy says itself what stays.
+    if not keeps_all and resolve(options.kv_policy) is None:
+        spec, limits = with_windows(spec, limits, codecs)
+        codecs = group_codecs(spec, options.kv_cache_dtype, skipped, platform=platform, dtype=dtype)
     backend, reason = _choose_backend(options, spec, placement, codecs, limits)
     everything = Blueprint(
         options=options,
@@ -336,8 +349,6 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         decode_steps=DECODE_STEPS,
         seed=asked.seed,
         max_logprobs=spec.vocab_size if asked.max_logprobs == -1 else asked.max_logprobs,
-        # A policy says itself what stays.
-        window=spec.longest_window or 0 if resolve(asked.kv_policy) is None else 0,
     )
     if limits.max_model_len > spec.max_len:
         raise ValueError(
@@ -345,6 +356,33 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
             f"{asked.max_model_len!r}"
         )
     return limits
+
+
+def with_windows(
+    spec: ModelSpec, limits: EngineConfig, codecs: Codecs
+) -> tuple[ModelSpec, EngineConfig]:
+    """Gives the layers as many page tables as save the most bytes of the longest rows: one for all
+    of them, or one for each of several KV groups of about as many layers.
+
+    Groups of about as many layers, since one pool then has pages for all: whatever lengths its rows
+    have, what one group gives back another can take. A group with fewer layers than the largest
+    leaves part of its pages unused.
+    """
+    shared = replace(limits, windows=(spec.longest_window or 0,))
+    if len({group.window for group in spec.groups}) == 1 or len(set(codecs)) > 1:
+        return spec, shared
+    if len({(group.num_kv_heads, group.head_dim) for group in spec.groups}) > 1:
+        return spec, shared
+    longest, best = -(-limits.max_model_len // limits.block_size), (spec, shared)
+    least = spec.num_layers * shared.row_pages_for(longest)
+    for size in range(max(len(group.layers) for group in spec.groups), 0, -1):
+        cut = spec.cut(size)
+        if len(cut.groups) > MAX_TABLES:
+            break
+        own = replace(limits, windows=tuple(group.window or 0 for group in cut.groups))
+        if (num_pages := size * own.row_pages_for(longest)) < least:
+            least, best = num_pages, (cut, own)
+    return best
 
 
 def _choose_backend(
@@ -357,11 +395,13 @@ def _choose_backend(
     """Returns the backend and why it is this one."""
     device, asked = placement.devices[0], resolve(options.kv_policy)
     kv_policy = options.kv_policy if asked is not None and asked.asks_backend else None
+    longest = -(-limits.max_model_len // limits.block_size)
+    pages_per_row = max(limits.held_pages(longest, window) for window in limits.windows)
     needs = [
         Needs(
             page_size=limits.block_size,
             num_rows=limits.max_num_seqs,
-            pages_per_row=limits.pages_per_row,
+            pages_per_row=pages_per_row,
             codec=codec,
             platform=device.platform,
             compute_capability=getattr(device, "compute_capability", None),

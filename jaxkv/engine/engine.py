@@ -15,7 +15,7 @@ from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
 from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.kv.state import PagedKV
+from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
@@ -220,7 +220,7 @@ class Engine:
         )
 
     def _move_pages(self, copies: Pairs, demotions: Pairs) -> None:
-        self.kv = move_pages(self.programs, self.kv, self._rows, copies=copies, demotions=demotions)
+        self.kv = move_pages(self.programs, self.kv, copies=copies, demotions=demotions)
 
     def _launch_step(self, plan: StepPlan, requests: list[Request]) -> Flight:
         num_tokens = sum(count for _, count in plan.work)
@@ -229,13 +229,13 @@ class Engine:
         program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
         position_B = self._rows.positions(requests, num_rows)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
-        self.kv, newest, sampled, scores = program(self.weights, kv, newest, batch, sampling)
+        self.kv, newest, sampled, scores, found = program(self.weights, kv, newest, batch, sampling)
         self._newest_R = newest.token_R
         self._recorder.step(num_tokens, size)
         rows = self.scheduler.launched(plan)
         # What a chunk fills is held, what a loop may fill is not yet.
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
-        return Flight(rows, sampled, num_rows, self._observed(plan, requests), batch, scores)
+        return Flight(rows, sampled, num_rows, self._observed(plan, requests, found), batch, scores)
 
     def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
         num_rows = fit_bucket(self.programs.row_buckets, len(requests))
@@ -243,24 +243,24 @@ class Engine:
         position_B = self._rows.positions(requests, num_rows)
         rows = self._rows.decode_rows(plan.work, position_B)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
-        self.kv, newest, _, sampled = program(
+        self.kv, newest, _, sampled, found = program(
             self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps)
         )
         self._newest_R = newest.token_R
         self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
         coming = self.scheduler.launched(plan)
-        return Flight(coming, sampled, num_rows, self._observed(plan, requests))
+        return Flight(coming, sampled, num_rows, self._observed(plan, requests, found))
 
-    def _observed(self, plan: StepPlan | LoopPlan, requests: list[Request]) -> Observed | None:
+    def _observed(
+        self, plan: StepPlan | LoopPlan, requests: list[Request], found: Statistics | None
+    ) -> Observed | None:
         """Takes along what policies will want of the step that was just launched, and launches
         behind it what measures pages.
         """
-        found = tuple(group.statistics for group in self.kv.groups if group.statistics is not None)
         measured = [
-            (kept, measure_pages(self.programs, self._rows.without_rows(self.kv, 1), pages))
-            for kept, pages in plan.measures
+            (kept, measure_pages(self.programs, self.kv, pages)) for kept, pages in plan.measures
         ]
-        if not found and not measured:
+        if found is None and not measured:
             return None
         return Observed(tuple(request.hold.kept for request in requests), found, measured)
 

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import numpy as np
 
-from jaxkv.engine.rows import RowTables
 from jaxkv.holding.hold import Kept, Pairs
-from jaxkv.kv.state import GroupKV, PagedKV, Statistics
+from jaxkv.kv.state import PagedKV, Statistics, Store
 from jaxkv.programs.compiled import DEMOTED_AT_ONCE, Programs
 
 
-def move_pages(
-    programs: Programs, kv: PagedKV, rows: RowTables, *, copies: Pairs, demotions: Pairs
-) -> PagedKV:
-    """Returns the state with pages encoded anew, and then copied. Consumes `kv`."""
+def move_pages(programs: Programs, kv: PagedKV, *, copies: Pairs, demotions: Pairs) -> PagedKV:
+    """Returns the state with pages encoded anew, and then copied, without rows. Consumes `kv`."""
+    kv = replace(kv, rows=())
     for first in range(0, len(demotions), DEMOTED_AT_ONCE):
         some = demotions[first : first + DEMOTED_AT_ONCE]
-        kv = programs.demote()(
-            rows.without_rows(kv, 1), *_padded(some, DEMOTED_AT_ONCE), np.int32(len(some))
-        )
+        kv = programs.demote()(kv, *_padded(some, DEMOTED_AT_ONCE), np.int32(len(some)))
     if copies:
-        num_rows = programs.config.max_num_seqs
-        kv = programs.copy()(
-            rows.without_rows(kv, num_rows), *_padded(copies, num_rows), np.int32(len(copies))
-        )
+        kv = programs.copy()(kv, *_padded(copies, programs.num_copies), np.int32(len(copies)))
     return kv
 
 
@@ -41,7 +35,7 @@ def measure_pages(programs: Programs, kv: PagedKV, pages: list[int]) -> jax.Arra
     """Launches `state.measure_pages` of these pages; figures of others follow."""
     page_W = np.zeros(programs.config.table_width, np.int32)
     page_W[: len(pages)] = pages
-    return programs.measure()(kv, page_W)
+    return programs.measure()(replace(kv, rows=()), page_W)
 
 
 def observe(kept: tuple[Kept | None, ...], statistics: Statistics) -> None:
@@ -58,12 +52,11 @@ def observe(kept: tuple[Kept | None, ...], statistics: Statistics) -> None:
 def freed_nbytes(kv: PagedKV, outcomes: Mapping[str, int]) -> int:
     """Bytes of pages that policies have given back, by what became of the pages."""
 
-    def page_nbytes(group: GroupKV) -> int:
-        pools = (group.pages,) if group.scales is None else (group.pages, group.scales)
-        return sum(pool.nbytes for pool in pools) // group.num_pages
+    def page_nbytes(store: Store) -> int:
+        return sum(pool.nbytes for pool in store.arrays) // store.num_pages
 
-    full = sum(map(page_nbytes, kv.groups))
-    low = sum(page_nbytes(group.low) for group in kv.groups if group.low is not None)
+    full = sum(map(page_nbytes, kv.stores))
+    low = sum(page_nbytes(store.low) for store in kv.stores if store.low is not None)
     freed = (outcomes["demoted"] + outcomes["dropped"]) * full
     return freed + (outcomes["demoted_dropped"] - outcomes["demoted"]) * low
 

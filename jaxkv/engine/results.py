@@ -26,18 +26,18 @@ from jaxkv.requests.request import Request
 class Observed:
     """Holds what policies want of a step that is on its way.
 
-    `statistics` of each KV group are for what the step's rows had in `kept` when it was launched;
+    `statistics` are for what the step's rows had in `kept` when it was launched;
     `measured` are figures of pages that were measured behind the step, for one hold each.
     """
 
     kept: tuple[Kept | None, ...]
-    statistics: tuple[Statistics, ...]
+    statistics: Statistics | None
     measured: list[tuple[Kept, jax.Array]]
 
     def note(self) -> None:
         """Waits for it, and gives every hold its part."""
-        for statistics in self.statistics:
-            observe(self.kept, statistics)
+        if self.statistics is not None:
+            observe(self.kept, self.statistics)
         for kept, measured_W in self.measured:
             kept.measured = np.asarray(measured_W)
 

@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.config import MAX_INT32, EngineConfig
+from jaxkv.config import EngineConfig
+from jaxkv.engine.page_rows import KeptRows, PageRows
 from jaxkv.holding.hold import Hold
-from jaxkv.kv.state import BEHIND, GroupKV, PagedKV
+from jaxkv.kv.policies import get_policy
+from jaxkv.kv.state import PagedKV
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampling
 from jaxkv.placement import Placement
-from jaxkv.programs.inputs import empty_batch, empty_rows, empty_sampling, empty_statistics
+from jaxkv.programs.inputs import empty_batch, empty_rows, empty_sampling
 from jaxkv.programs.loop import Rows
 from jaxkv.programs.step import Newest
 from jaxkv.requests.masks import ends_of, token_mask
@@ -31,31 +33,20 @@ PARAMETERS = {field.name for field in fields(Sampling)}
 
 
 class RowTables:
-    """Page table and sampling parameters of every row of the engine; a row belongs to one running
-    request.
+    """Keeps the page tables and sampling parameters of every row of the engine; a row belongs to
+    one running request.
 
-    The tables have one row more, which stays as it is made: the padding rows of a step.
+    The arrays have one row more, which stays as it is made: the padding rows of a step.
 
     What no request of a step uses is not gathered, and if it is wide not sent: the device keeps
     empty arrays of it.
     """
 
     def __init__(self, config: EngineConfig, vocab_size: int, placement: Placement | None) -> None:
-        width = config.table_width
         self.num_rows = config.max_num_seqs
-        self.table_RW = np.zeros((self.num_rows + 1, width), np.int32)
-        self._config = config
-        self.first_W = np.arange(width, dtype=np.int32) * config.block_size
-        self.first_RW = np.tile(self.first_W, (self.num_rows + 1, 1))
-        self._plain_BW = np.broadcast_to(self.first_W, self.table_RW.shape)
-        # What policies have left: rows whose positions are not first_W, demoted pages, what is
-        # observed.
-        self._gaps_R = np.zeros(self.num_rows + 1, np.bool_)
-        self._low_RW = np.zeros((self.num_rows + 1, config.low_row_pages), np.int32)
-        self._low_first_RW = np.zeros_like(self._low_RW)
-        self._low_len_R = np.zeros(self.num_rows + 1, np.int32)
-        self._since_R = np.full(self.num_rows + 1, MAX_INT32, np.int32)
-        self._num_gone_R = np.zeros(self.num_rows + 1, np.int32)
+        self.tables = tuple(PageRows(config) for _ in config.windows)
+        policy = get_policy(config.kv_policy)
+        self._kept = None if policy is None else KeptRows(config, policy)
         self.vocab_size = vocab_size
         self._whole = None if placement is None else placement.sharding()
         self.max_len = config.max_len
@@ -77,8 +68,10 @@ class RowTables:
         rows = self._select(requests)
         row_B: Any = np.full(len(position_B), self.num_rows, np.int32)
         row_B[: len(rows)] = rows
-        len_B = position_B - self._num_gone_R.take(row_B) if self._gaps_R.any() else position_B
-        state = self._state(kv, row_B, len_B)
+        tables = tuple(table.rows(row_B, position_B) for table in self.tables)
+        if self._kept is not None:
+            tables = (self._kept.added_to(tables[0], row_B),)
+        state = replace(kv, rows=tables)
         return state, Newest(newest_R, row_B), self._sampling_for(requests, row_B)
 
     def _select(self, requests: list[Request]) -> list[int]:
@@ -101,42 +94,11 @@ class RowTables:
         return rows
 
     def _set_pages(self, row: int, hold: Hold) -> None:
-        part = hold.parts[0]
-        pages, in_front = part.pages, self._num_in_front(hold) if part.num_gone else 0
-        if not hold.bound_len and (part.num_gone or hold.kept or self._gaps_R[row]):
-            self._set_kept(row, hold)
-        # All of them where none is known: those that have gone have no place in the table.
-        new = (hold.room_len - hold.bound_len) // self._config.block_size
-        if new == 1:  # nearly always, and a slice costs several times as much
-            self.table_RW[row, in_front + len(pages) - 1] = pages[-1]
-        else:
-            first = max(0, len(pages) - new)
-            self.table_RW[row, in_front + first : in_front + len(pages)] = pages[first:]
+        if self._kept is not None and not hold.bound_len:
+            self._kept.bind(row, hold)
+        for table, part in zip(self.tables, hold.parts, strict=True):
+            table.bind(row, hold, part)
         hold.bound_len = hold.room_len
-
-    def _num_in_front(self, hold: Hold) -> int:
-        """Counts the columns without a page before what a window has left."""
-        if hold.retention is not None:
-            return 0
-        return hold.parts[0].num_gone % self._config.aligned_len // self._config.block_size
-
-    def _set_kept(self, row: int, hold: Hold) -> None:
-        """Sets what a policy or a window has left of the sequence, in place of what the row had
-        before.
-        """
-        kept, part = hold.kept, hold.parts[0]
-        self._gaps_R[row] = kept is not None or part.num_gone > 0
-        in_front = self._num_in_front(hold)
-        self._num_gone_R[row] = part.num_gone - in_front * self._config.block_size
-        self.first_RW[row, :in_front] = BEHIND
-        self.first_RW[row, in_front:] = part.firsts(len(self.first_W) - in_front)
-        if kept is None or hold.retention is None:
-            self._low_len_R[row], self._since_R[row] = 0, MAX_INT32
-            return
-        num_low = len(kept.low)
-        self._low_RW[row, :num_low], self._low_first_RW[row, :num_low] = kept.low, kept.low_first
-        self._low_len_R[row] = num_low * self._config.block_size
-        self._since_R[row] = hold.retention.since(hold.evict_len)
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
@@ -282,49 +244,7 @@ class RowTables:
         has.
         """
         for request in running:
-            hold = request.hold
-            unknown = (hold.room_len - hold.bound_len) // self._config.block_size
-            pages, start = hold.parts[0].pages, self._num_in_front(hold)
-            bound = pages[: max(0, len(pages) - unknown)]
-            known = self.table_RW[request.row, start : start + len(bound)].tolist()
-            if unknown < 0 or known != bound:
-                raise RuntimeError(
-                    f"request {request.id}: the tables have other pages than its {len(bound)}"
-                )
-
-    def without_rows(self, kv: PagedKV, num_rows: int) -> PagedKV:
-        """Returns the state for a program that looks at pages only."""
-        return self._state(
-            kv, np.full(num_rows, self.num_rows, np.int32), np.zeros(num_rows, np.int32)
-        )
-
-    def _state(self, kv: PagedKV, row_B: np.ndarray, len_B: Any) -> PagedKV:
-        """Returns the state with the tables of these rows. All groups share one table for now."""
-        # Copies: the tables change while the device may still read what it was given.
-        table_BW: Any = self.table_RW.take(row_B, axis=0)
-        if not self._gaps_R.any():
-            first_BW: Any = self._plain_BW[: len(row_B)]
-        else:
-            first_BW = self.first_RW.take(row_B, axis=0)
-        statistics = empty_statistics(self._config, len(row_B))
-        if statistics is not None:
-            since_B: Any = self._since_R.take(row_B)
-            statistics = replace(statistics, since_B=since_B)
-        low: Any = None
-        if self._config.low_row_pages:
-            names = ("table_BW", "first_BW", "len_B")
-            tables = (self._low_RW, self._low_first_RW, self._low_len_R)
-            low = {name: x.take(row_B, axis=0) for name, x in zip(names, tables, strict=True)}
-
-        def of(group: GroupKV) -> GroupKV:
-            own = {
-                "table_BW": table_BW,
-                "first_BW": first_BW,
-                "len_B": len_B,
-                "statistics": statistics,
-            }
-            return replace(
-                group, **own, low=None if group.low is None else replace(group.low, **low)
-            )
-
-        return replace(kv, groups=tuple(map(of, kv.groups)))
+            for table, part in zip(self.tables, request.hold.parts, strict=True):
+                if request.row is None:
+                    raise RuntimeError(f"request {request.id} runs without a row")
+                table.check(request.row, request.hold, part)

@@ -60,8 +60,8 @@ class Scheduler:
 
     @property
     def allocator(self) -> PageAllocator:
-        """Hands out the pages of the first KV group."""
-        return self.allocators.groups[0]
+        """Hands out the pages of all page tables."""
+        return self.allocators.pages
 
     @property
     def needs_results(self) -> bool:
@@ -93,7 +93,7 @@ class Scheduler:
         self._publish_and_let_go()
         if self.bounded:
             self._trim()
-        if self.config.window:
+        if self.config.has_windows:
             self._drop_unseen()
         while True:
             self._admit()
@@ -214,7 +214,7 @@ class Scheduler:
                 self.num_looked_up += request.prompt_len
             self._count_found(request, found)
             insort(self.running, request, key=_order)
-            owed += needed + 1
+            owed += needed + len(self.config.windows)
 
     def _is_ready(self) -> bool:
         """Tells whether anything that runs has something to compute."""
@@ -225,15 +225,18 @@ class Scheduler:
         likely to need soon.
         """
         owed = sum(self._pages_to_come(request) for request in self.running)
-        return owed + len(self.running) + int(WATERMARK * self.config.num_pages)
+        soon = len(self.running) * len(self.config.windows)
+        return owed + soon + int(WATERMARK * self.config.num_pages)
 
     def _pages_to_come(self, request: Request) -> int:
         hold = request.hold
         missing = min(request.num_tokens, hold.evict_len) - hold.room_len
         num_pages = self.allocator.pages_for(missing)
-        if self.config.window:
-            num_pages = min(num_pages, self.config.window_pages - len(hold.parts[0].pages))
-        return max(0, num_pages)
+        if not self.config.has_windows:
+            return max(0, num_pages) * len(hold.parts)
+        held = ((len(part.pages), part.window) for part in hold.parts)
+        left = (self.config.held_pages(num + num_pages, window) - num for num, window in held)
+        return sum(max(0, num) for num in left)
 
     def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
         left = [request.max_len - request.num_tokens for request in ready]
@@ -257,7 +260,7 @@ class Scheduler:
         """Lists decode rows by what they hold: attention sweeps neighbouring rows together, as far
         as the longest one goes.
         """
-        are_whole = not self.bounded and not self.config.window
+        are_whole = not self.bounded and not self.config.has_windows
         return sorted(work, key=_num_stored if are_whole else _num_held)
 
     def _beside(self, work: list[tuple[Request, int]]) -> tuple[Pairs, Pairs, Measures]:

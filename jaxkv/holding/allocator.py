@@ -33,14 +33,14 @@ class PageAllocator:
     holds every page before the one that it holds, so pages leave the index before their parents;
     where a policy has left gaps, with them at the latest.
 
-    Not `linked`: a sequence goes on without its first pages, so a page is listed and found whether
-    or not the one before it is. Then a sequence's last pages stay cached longest.
+    Pages are of the sequences' page tables, any of them; whose they are the keys say. Where a
+    table is not `linked`, a sequence goes on without its first pages, so a page is listed and found
+    whether or not the one before it is. Then a sequence's last pages stay cached longest.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, linked: bool = True) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.linked = linked
         self._references = [0] * num_pages
         self._empty = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -93,29 +93,23 @@ class PageAllocator:
             references[page] = 1
         return new
 
-    def take_listed(self, handle: KVHandle, keys: Iterable[PageKey]) -> tuple[KVHandle, int]:
-        """Returns the handle with the pages that continue its own with the tokens of these keys, as
-        far as they are listed, and how many that are.
-
-        The handle's length is a multiple of the page size, and it has no pages past it.
+    def find(self, keys: Iterable[PageKey], parent: int | None) -> list[int]:
+        """Returns the pages of these keys, as far as they are listed, each after the one before it
+        and the first after `parent`. Nobody holds them for that: `share` does.
         """
-        parent, found = handle.pages[-1] if handle.pages else None, []
+        found = list[int]()
         for key in keys:
-            page = self._index.find(key, parent if self.linked else None)
+            page = self._index.find(key, parent)
             if page is None:
                 break
             found.append(page)
             parent = page
-        for page in found:
-            self._share(page)
-        return KVHandle((*handle.pages, *found), handle.length + len(found) * self.page_size), len(
-            found
-        )
+        return found
 
     def find_last(self, keys: Sequence[PageKey], needed: Sequence[int]) -> tuple[int, list[int]]:
         """Returns the largest n for which the last `needed[n - 1]` of the first n keys are listed,
-        and those pages, shared; (0, []) if there is none. For what is not `linked`; `needed` grows
-        by at most one from key to key.
+        and those pages; (0, []) if there is none. For what is not `linked`; `needed` grows by at
+        most one from key to key.
         """
         n, found = len(keys), list[int]()
         while n and len(found) < needed[n - 1]:
@@ -124,12 +118,16 @@ class PageAllocator:
                 found.append(page)
             else:  # whatever ends behind it needs it too
                 n, found = n - 1 - len(found), []
-        for page in found:
-            self._share(page)
         return n, found[::-1]
 
+    def share(self, pages: Iterable[int]) -> None:
+        """Adds a reference to each of these pages, which are listed or held."""
+        for page in pages:
+            self._cached.pop(page, None)
+            self._references[page] += 1
+
     def publish(
-        self, handle: KVHandle, first: int, keys: Iterable[PageKey]
+        self, handle: KVHandle, first: int, keys: Iterable[PageKey], *, linked: bool = True
     ) -> tuple[KVHandle, int]:
         """Lists the handle's full pages from `first` on for others to find. Returns the handle and
         how many are listed.
@@ -139,7 +137,7 @@ class PageAllocator:
         first is not listed (any more).
         """
         pages, num_listed = list(handle.pages), 0
-        parent = pages[first - 1] if first and self.linked else None
+        parent = pages[first - 1] if first and linked else None
         if parent is not None and self._index.key_of[parent] is None:
             return handle, 0
         add, goes_over = self._index.add, False
@@ -149,11 +147,11 @@ class PageAllocator:
                 listed = self._index.find(key, parent)
                 if listed is None:
                     break
-                self._share(listed)
+                self.share((listed,))
                 self._drop((page,))
                 pages[index] = page = listed
                 goes_over = True
-            parent = page if self.linked else None
+            parent = page if linked else None
             num_listed += 1
         return KVHandle(tuple(pages), handle.length) if goes_over else handle, num_listed
 
@@ -189,8 +187,7 @@ class PageAllocator:
         valid.
         """
         pages = handle.pages[: self.pages_for(handle.length)]
-        for page in pages:
-            self._share(page)
+        self.share(pages)
         return KVHandle(pages, handle.length)
 
     def own_tail(self, handle: KVHandle) -> tuple[KVHandle, tuple[int, int] | None]:
@@ -218,13 +215,9 @@ class PageAllocator:
         page = handle.pages[index]
         return self._references[page] > 1 or self._index.key_of[page] is not None
 
-    def release(self, handle: KVHandle) -> None:
+    def release(self, handle: KVHandle, *, linked: bool = True) -> None:
         """Gives the handle's references back; pages without any become free."""
-        self._drop(handle.pages)
-
-    def _share(self, page: int) -> None:
-        self._cached.pop(page, None)
-        self._references[page] += 1
+        self._drop(handle.pages if linked else handle.pages[::-1])
 
     def _drop(self, pages: tuple[int, ...]) -> None:
         references, key_of, empty, cached = (
@@ -234,7 +227,7 @@ class PageAllocator:
             self._cached,
         )
         # Last page first, so that a sequence's first pages stay cached longest.
-        for page in reversed(pages) if self.linked else pages:
+        for page in reversed(pages):
             left = references[page] - 1
             if left < 0:
                 raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,17 +27,14 @@ Measures = tuple[tuple["Kept", list[int]], ...]
 
 
 class Allocators:
-    """Owns the pages of all KV groups, and the demoted ones.
-
-    For now the KV groups share one page table, so `groups` has one allocator for all of them, and
-    pages that no later query sees go only where every group has a window.
+    """Owns the pages of all page tables, which take them from one free list, and the demoted
+    ones.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.page_size = config.block_size
-        linked = not config.window
-        self.groups = (PageAllocator(config.num_pages, config.block_size, linked=linked),)
+        self.pages = PageAllocator(config.num_pages, config.block_size)
         self.low = PageAllocator(config.num_low_pages, config.block_size)
 
     def extend(self, short: Sequence[tuple[Hold, int]]) -> None:
@@ -46,24 +43,18 @@ class Allocators:
 
         Raises: CapacityError, with nothing changed, if there are too few for all holds.
         """
-        size = self.page_size
+        size, end = self.page_size, 0
         needed = [-((hold.room_len - hold.num_stored - count) // size) for hold, count in short]
-        total = sum(needed)
-        for allocator in self.groups:
-            if total > allocator.num_free:
-                raise CapacityError(f"{total} pages needed, {allocator.num_free} free")
-        for group, allocator in enumerate(self.groups):
-            new, end = allocator.take(total), 0
-            for (hold, _), num_pages in zip(short, needed, strict=True):
-                start, end = end, end + num_pages
-                hold.parts[group].pages += new[start:end]
+        new = self.pages.take(sum(needed) * len(self.config.windows))
         for (hold, _), num_pages in zip(short, needed, strict=True):
+            for part in hold.parts:
+                start, end = end, end + num_pages
+                part.pages += new[start:end]
             hold.room_len += num_pages * size
 
     def forget(self) -> None:
-        """Empties the prefix indices: nothing computed so far is found again."""
-        for allocator in self.groups:
-            allocator.forget()
+        """Empties the prefix index: nothing computed so far is found again."""
+        self.pages.forget()
 
     def check(self, holds: Sequence[Hold]) -> None:
         """Raises RuntimeError unless `holds`, all live ones, agree with themselves and account for
@@ -71,25 +62,37 @@ class Allocators:
         """
         for hold in holds:
             hold.check()
-        for group, allocator in enumerate(self.groups):
-            allocator.check(hold.handle(group) for hold in holds)
+        self.pages.check(hold.handle(table) for hold in holds for table in range(len(hold.parts)))
         self.low.check(hold.kept.handle for hold in holds if hold.kept is not None)
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Holds pages of one KV group for one sequence.
+    """Holds pages of one page table for one sequence.
 
-    `num_gone` tokens are not in its pages any more. `first` has the positions of slot 0 of its
-    first pages; those past them follow each other. `window`: how many tokens a query sees, itself
-    included; 0: all.
+    `number` is the table's. `num_gone` tokens are not in its pages any more. `first` has the
+    positions of slot 0 of its first pages; those past them follow each other. `window`: how many
+    tokens a query sees, itself included; 0: all. `linked`: see `PageAllocator`.
     """
 
     allocator: PageAllocator
+    number: int = 0
     window: int = 0
+    linked: bool = True
     pages: list[int] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     num_gone: int = 0
+
+    @property
+    def num_gone_pages(self) -> int:
+        return self.num_gone // self.allocator.page_size
+
+    def keys(self, keys: Iterable[PageKey]) -> Iterable[PageKey]:
+        """Returns what its pages are found by, where those of the first table have these keys."""
+        if not self.number:
+            return keys
+        own = self.number.to_bytes()
+        return ((key + own, tokens) for key, tokens in keys)
 
     def num_unseen(self, num_stored: int) -> int:
         """Counts the first pages of a sequence, gone ones included, that no query sees which comes
@@ -153,10 +156,10 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """Holds one sequence in every KV group: which pages, how many tokens, under which keys.
+    """Holds one sequence in every page table: which pages, how many tokens, under which keys.
 
     It is empty until `begin` and after `release`. Attributes ending in `_len` are numbers of tokens
-    from the sequence's beginning on, the same for all groups:
+    from the sequence's beginning on, the same for all tables:
     `num_stored` are in the KV state, counting what steps store that are under way;
     `room_len` have a place in the pages, or had one in pages that have gone;
     `bound_len` of these the row tables know (0: whoever changes earlier pages sets it back);
@@ -198,26 +201,33 @@ class Hold:
     def is_empty(self) -> bool:
         return not (self.parts or self.num_stored or self.room_len or self.bound_len or self.kept)
 
-    def handle(self, group: int = 0) -> KVHandle:
-        """Returns its pages of a group and how many of its tokens they have."""
+    @property
+    def num_pages(self) -> int:
+        """Counts its pages in all tables."""
+        return sum(len(part.pages) for part in self.parts)
+
+    def handle(self, table: int = 0) -> KVHandle:
+        """Returns its pages of a table and how many of its tokens they have."""
         if not self.parts:
             return KVHandle()
-        part = self.parts[group]
+        part = self.parts[table]
         return KVHandle(tuple(part.pages), self.num_stored - part.num_gone)
 
     def begin(self, allocators: Allocators) -> None:
         """Makes it ready to take pages from these."""
         # Under a policy of its own it says which pages stay.
-        window = allocators.config.window if self.retention is None else 0
-        self.parts = tuple(Part(allocator, window) for allocator in allocators.groups)
+        self.parts = tuple(
+            Part(allocators.pages, number, window if self.retention is None else 0, not window)
+            for number, window in enumerate(allocators.config.windows)
+        )
         if self.retention is not None:
             self.kept, self.evict_len = Kept.nothing(allocators), self.retention.limit
         self._set_published(0)
 
     def release(self) -> None:
         """Gives everything back. The keys of its pages stay: it may begin again."""
-        for group, part in enumerate(self.parts):
-            part.allocator.release(self.handle(group))
+        for part in self.parts:
+            part.allocator.release(self.handle(part.number), linked=part.linked)
         if self.kept is not None:
             self.kept.allocator.release(self.kept.handle)
         self.parts, self.kept, self.evict_len = (), None, NEVER
@@ -230,7 +240,7 @@ class Hold:
 
         Whoever writes next takes a page of its own for that one first (`own_tail`).
         """
-        handles = [part.allocator.fork(self.handle(g)) for g, part in enumerate(self.parts)]
+        handles = [part.allocator.fork(self.handle(part.number)) for part in self.parts]
         parts = [
             replace(part, pages=list(handle.pages), first=list(part.first))
             for part, handle in zip(self.parts, handles, strict=True)
@@ -254,11 +264,9 @@ class Hold:
         if missing <= 0:
             return
         num_pages = -(-missing // self.page_size)
+        new = self.parts[0].allocator.take(num_pages * len(self.parts))
         for part in self.parts:
-            if num_pages > part.allocator.num_free:
-                raise CapacityError(f"{num_pages} pages needed, {part.allocator.num_free} free")
-        for part in self.parts:
-            part.pages += part.allocator.take(num_pages)
+            part.pages += new[part.number * num_pages : (part.number + 1) * num_pages]
         self.room_len += num_pages * self.page_size
 
     def own_tail(self) -> Pairs:
@@ -268,13 +276,12 @@ class Hold:
         A partly filled page that others hold too gives way to a new one; the last holder keeps it.
         Raises: CapacityError, with nothing changed, if no page is free.
         """
-        copies = []
-        handles = [self.handle(group) for group in range(len(self.parts))]
-        for part, handle in zip(self.parts, handles, strict=True):
-            if part.allocator.tail_is_shared(handle) and not part.allocator.num_free:
-                raise CapacityError("no page is free for a copy of a shared one")
-        for group, part in enumerate(self.parts):
-            handle, copy = part.allocator.own_tail(self.handle(group))
+        copies, allocator = [], self.parts[0].allocator
+        shared = [part for part in self.parts if allocator.tail_is_shared(self.handle(part.number))]
+        if len(shared) > allocator.num_free:
+            raise CapacityError("no page is free for a copy of a shared one")
+        for part in shared:
+            handle, copy = allocator.own_tail(self.handle(part.number))
             if copy is not None:
                 part.pages, self.bound_len = list(handle.pages), 0
                 copies.append(copy)
@@ -296,8 +303,8 @@ class Hold:
         least = max(part.least_len for part in self.parts)
         if not least <= length <= self.num_stored:
             raise ValueError(f"expected a length of {least} to {self.num_stored}, got {length}")
-        for group, part in enumerate(self.parts):
-            handle = part.allocator.rewind(self.handle(group), length - part.num_gone)
+        for part in self.parts:
+            handle = part.allocator.rewind(self.handle(part.number), length - part.num_gone)
             part.pages = list(handle.pages)
         self.num_stored = length
         self.room_len = -(-length // self.page_size) * self.page_size
@@ -315,7 +322,8 @@ class Hold:
         for part in self.parts:
             num_full = (self.num_stored - part.num_gone) // size
             firsts = part.firsts(num_full).tolist()
-            part.allocator.release(KVHandle(tuple(part.pages[i] for i in sorted(gone))))
+            lost = KVHandle(tuple(part.pages[i] for i in sorted(gone)))
+            part.allocator.release(lost, linked=part.linked)
             part.first = [first for i, first in enumerate(firsts) if i not in gone]
             part.pages = [page for i, page in enumerate(part.pages) if i not in gone]
             part.num_gone += len(gone) * size
@@ -328,9 +336,9 @@ class Hold:
         """Gives back pages that no later query sees; returns whether there were any."""
         has_dropped = False
         for part in self.parts:
-            count = part.num_unseen(self.num_stored) - part.num_gone // self.page_size
+            count = part.num_unseen(self.num_stored) - part.num_gone_pages
             if count > 0:
-                part.allocator.release(KVHandle(tuple(part.pages[:count])))
+                part.allocator.release(KVHandle(tuple(part.pages[:count])), linked=False)
                 del part.pages[:count]
                 part.num_gone += count * self.page_size
                 has_dropped, self.bound_len = True, 0
@@ -352,43 +360,55 @@ class Hold:
             return 0
         if (first := self.next_page(len(tokens))) is None:
             return 0
-        size = self.page_size
         # Page after page, up to the one that has the last token.
-        end = min(len(tokens) - 1, self._most_cached) // size
-        (part,) = self.parts
-        if part.window:
-            return self._take_last(part, first, end, tokens) * size
-        keys = (self.key(index, tokens) for index in range(first, end))
-        handle, num_found = part.allocator.take_listed(self.handle(), keys)
+        end = min(len(tokens) - 1, self._most_cached) // self.page_size
+        num_found, found = self._find_cached(first, end, tokens)
         if num_found:
-            part.pages = list(handle.pages)
-            self.num_stored = handle.length
-            self.room_len = len(part.pages) * size
-            self._set_published(first + num_found)
-        return num_found * size
+            self._take_over(first, num_found, found)
+        return num_found * self.page_size
 
-    def _take_last(self, part: Part, first: int, end: int, tokens: array[int]) -> int:
-        """Goes on to the last page before `end` from which on the window's pages are listed, and
-        takes those; returns how many pages further that is.
+    def _find_cached(self, first: int, end: int, tokens: array[int]) -> tuple[int, list[list[int]]]:
+        """Finds the largest n for which each table's pages from `first` on, n at most and none past
+        `end`, are listed, but for those that no query sees which comes after them. Returns n and
+        the pages of each table.
         """
-        size = self.page_size
-        keys = list(self.chain.pages(first, end, tokens, size))
-        needed = [
-            index + 1 - max(first, part.num_unseen((index + 1) * size))
-            for index in range(first, end)
-        ]
-        num_further, found = part.allocator.find_last(keys, needed)
-        if not num_further:
-            return 0
-        self.num_stored = self.room_len = (first + num_further) * size
-        if len(found) < num_further:  # nothing of what it held is seen any more
-            part.allocator.release(KVHandle(tuple(part.pages)))
-            part.pages, part.num_gone = [], self.num_stored - len(found) * size
-        part.pages += found
-        self.bound_len = 0
-        self._set_published(first + num_further)
-        self.drop_unseen()
-        return num_further
+        found = [list[int]() for _ in self.parts]
+        for part in self.parts:
+            if part.linked:
+                keys = (self.key(index, tokens) for index in range(first, end))
+                last = part.pages[-1] if part.pages else None
+                found[part.number] = part.allocator.find(part.keys(keys), last)
+                end = first + len(found[part.number])
+        unlinked = [part for part in self.parts if not part.linked]
+        while unlinked:
+            before = end
+            for part in unlinked:
+                own = list(part.keys(self.chain.pages(first, end, tokens, self.page_size)))
+                ends = range(first + 1, end + 1)
+                unseen = [part.num_unseen(count * self.page_size) for count in ends]
+                needed = [count - max(first, n) for count, n in zip(ends, unseen, strict=True)]
+                num_found, found[part.number] = part.allocator.find_last(own, needed)
+                end = first + num_found
+            if end == before:  # every table has what that end needs
+                break
+        for part in self.parts:
+            if part.linked:
+                del found[part.number][end - first :]
+        return end - first, found
+
+    def _take_over(self, first: int, num_found: int, found: list[list[int]]) -> None:
+        """Goes on by listed pages, those that `_find_cached` has found."""
+        self.num_stored = self.room_len = (first + num_found) * self.page_size
+        for part, pages in zip(self.parts, found, strict=True):
+            part.allocator.share(pages)
+            if len(pages) < num_found:  # nothing of what it held is seen any more
+                part.allocator.release(KVHandle(tuple(part.pages)), linked=False)
+                part.pages, part.num_gone = [], self.num_stored - len(pages) * self.page_size
+            part.pages += pages
+        self._set_published(first + num_found)
+        if any(part.window for part in self.parts):
+            self.bound_len = 0
+            self.drop_unseen()
 
     @property
     def _most_cached(self) -> int:
@@ -415,15 +435,21 @@ class Hold:
         first, end = self.num_published, num_known // self.page_size
         if first >= end or not self.is_listed or not self.is_whole:
             return
-        (part,) = self.parts
-        num_gone = part.num_gone // self.page_size
-        first = max(first, num_gone)
-        before = self.handle()
-        keys = self.chain.pages(first, end, tokens, self.page_size)
-        handle, num_listed = part.allocator.publish(before, first - num_gone, keys)
+        self._set_published(min(self._publish(part, first, end, tokens) for part in self.parts))
+
+    def _publish(self, part: Part, first: int, end: int, tokens: array[int]) -> int:
+        """Lists pages `first` to `end` - 1 of a table, as far as they are there; returns up to
+        which it has.
+        """
+        first = max(first, part.num_gone_pages)
+        before = self.handle(part.number)
+        keys = part.keys(self.chain.pages(first, end, tokens, self.page_size))
+        handle, num_listed = part.allocator.publish(
+            before, first - part.num_gone_pages, keys, linked=part.linked
+        )
         if handle is not before:
             part.pages, self.bound_len = list(handle.pages), 0
-        self._set_published(first + num_listed)
+        return first + num_listed
 
     def _set_published(self, num_pages: int) -> None:
         self.num_published, self.publish_len = num_pages, self._publish_len(num_pages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +29,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVGroup:
-    """Layers that share a cache shape and a retention: they own pages, a page table and lengths
-    together.
+    """Layers that share a cache shape and a window, and so a page table.
 
     `window` counts the tokens that a query sees, itself included; None sees everything before it.
     """
@@ -66,6 +66,15 @@ class ModelSpec:
                 return g, group.layers.index(layer)
         raise ValueError(f"expected a layer below {self.num_layers}, got {layer}")
 
+    def cut(self, size: int) -> ModelSpec:
+        """Returns this model with its KV groups cut into as few as have at most `size` layers."""
+        groups = []
+        for group in self.groups:
+            count, num_layers = -(-len(group.layers) // size), len(group.layers)
+            ends = [num_layers * i // count for i in range(count + 1)]
+            groups += [replace(group, layers=group.layers[a:b]) for a, b in pairwise(ends)]
+        return replace(self, groups=tuple(groups))
+
     @property
     def longest_window(self) -> int | None:
         """Returns the tokens that a query sees at most in any layer; None if some layer sees
@@ -88,7 +97,7 @@ class ModelSpec:
         return replace(self, groups=tuple(groups))
 
     def joined(self) -> ModelSpec:
-        """Returns the model that `apart` was asked for."""
+        """Returns the model that `apart` and `cut` were asked for."""
         layers: dict[KVGroup, list[int]] = {}
         for group in self.groups:
             layers.setdefault(replace(group, layers=()), []).extend(group.layers)

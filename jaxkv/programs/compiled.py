@@ -18,7 +18,7 @@ from jax.stages import Compiled
 from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError
 from jaxkv.kv.policies import get_policy
-from jaxkv.kv.state import GroupKV, PagedKV
+from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import Sampling
@@ -30,7 +30,7 @@ from jaxkv.programs.inputs import (
     empty_newest,
     empty_rows,
     empty_sampling,
-    empty_statistics,
+    empty_tables,
 )
 from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages, demote_pages, measure_pages
@@ -106,10 +106,13 @@ class Programs:
         return self._get("loop", num_rows)
 
     def copy(self) -> Compiled:
-        """Returns the program that copies as many pages as there are rows: each has one that is
-        partly filled.
-        """
-        return self._get("copy", self.config.max_num_seqs)
+        """Returns the program that copies up to `num_copies` pages."""
+        return self._get("copy", self.num_copies)
+
+    @property
+    def num_copies(self) -> int:
+        """Counts the pages that may be partly filled: one of each row in each of its tables."""
+        return self.config.max_num_seqs * len(self.config.windows)
 
     def demote(self) -> Compiled:
         """Returns the program that demotes up to DEMOTED_AT_ONCE pages."""
@@ -122,7 +125,7 @@ class Programs:
     @property
     def num_pages(self) -> int:
         """Returns the pages of the pool that they are for."""
-        return self._kv.groups[0].num_pages
+        return self._kv.stores[0].num_pages
 
     @property
     def memory(self) -> list[ProgramMemory]:
@@ -137,9 +140,9 @@ class Programs:
         return self._weights
 
     @property
-    def groups(self) -> tuple[GroupKV, ...]:
-        """Returns the groups of the KV state that they are for, as shapes."""
-        return self._kv.groups
+    def stores(self) -> tuple[Store, ...]:
+        """Returns the stores of the KV state that they are for, as shapes."""
+        return self._kv.stores
 
     @property
     def compiled(self) -> dict[str, Compiled]:
@@ -165,7 +168,7 @@ class Programs:
         every = [
             *steps,
             *(("loop", size) for size in self.row_buckets),
-            ("copy", self.config.max_num_seqs),
+            ("copy", self.num_copies),
         ]
         policy = get_policy(self.config.kv_policy)
         if policy is not None and policy.low:
@@ -270,18 +273,18 @@ class Programs:
 
     def _lower_copy(self, num_pages: int) -> Any:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
-        return own(copy_pages, donate=("kv",)).lower(self._kv_for(num_pages), pages_C, pages_C, n)
+        return own(copy_pages, donate=("kv",)).lower(self._kv, pages_C, pages_C, n)
 
     def _lower_demote(self, num_pages: int) -> Any:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
-        return own(demote_pages, donate=("kv",)).lower(self._kv_for(1), pages_C, pages_C, n)
+        return own(demote_pages, donate=("kv",)).lower(self._kv, pages_C, pages_C, n)
 
     def _lower_measure(self, num_pages: int) -> Any:
         policy = get_policy(self.config.kv_policy)
         if policy is None or policy.measure is None:
             raise ValueError(f"kv_policy {self.config.kv_policy}: nothing is measured")
         program = own(measure_pages, donate=(), measure=policy.measure)
-        return program.lower(self._kv_for(1), self._whole(np.zeros(num_pages, np.int32)))
+        return program.lower(self._kv, self._whole(np.zeros(num_pages, np.int32)))
 
     @property
     def _static(self) -> dict[str, Any]:
@@ -300,17 +303,9 @@ class Programs:
         return self._whole(empty_sampling(num_rows, **sizes, make=abstract_full))
 
     def _kv_for(self, num_rows: int) -> PagedKV:
-        def of(group: GroupKV, width: int) -> GroupKV:
-            table, length = self._whole(
-                (abstract_full((num_rows, width), 0), abstract_full((num_rows,), 0))
-            )
-            low = None if group.low is None else of(group.low, self.config.low_row_pages)
-            return replace(group, table_BW=table, first_BW=table, len_B=length, low=low)
-
-        statistics = self._whole(empty_statistics(self.config, num_rows, abstract_full))
-        groups = (of(group, self.config.table_width) for group in self._kv.groups)
+        """Returns the shapes of the KV state with the tables of so many rows."""
         return replace(
-            self._kv, groups=tuple(replace(group, statistics=statistics) for group in groups)
+            self._kv, rows=self._whole(empty_tables(self.config, num_rows, abstract_full))
         )
 
     def _whole(self, tree: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,11 @@ import numpy as np
 
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import PageLayout
-from jaxkv.kv.state import GroupKV, PagedKV, empty_group
+from jaxkv.kv.state import PagedKV, PageTables, Store, empty_store
 from jaxkv.models import decoder
+from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Batch, Heads
+from jaxkv.ops.attention import Attended, Batch, Heads, Place
 from jaxkv.placement import PAGES, Placement, on_every_device
 from jaxkv.weights.tree import Weights
 
@@ -45,7 +46,7 @@ class Moments:
     on.
     """
 
-    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> int | None:
+    def prepare(self, store: Store, tables: PageTables, batch: Batch, heads: Heads) -> int | None:
         return heads.window
 
     def attend(
@@ -53,14 +54,13 @@ class Moments:
         q_TNH: jax.Array,
         k_TKH: jax.Array,
         v_TKH: jax.Array,
-        group: GroupKV,
+        at: Place,
         batch: Batch,
         prepared: int | None,
         *,
-        layer: int | jax.Array,
         scale: float,
         out_dtype: np.dtype,
-    ) -> tuple[jax.Array, GroupKV]:
+    ) -> Attended:
         out_TNH = jax.nn.dot_product_attention(
             *(x[None] for x in (q_TNH, k_TKH, v_TKH)),
             scale=scale,
@@ -69,7 +69,8 @@ class Moments:
         )[0]
         q_TKGH = q_TNH.reshape(q_TNH.shape[0], k_TKH.shape[1], -1, q_TNH.shape[2])
         found = [jnp.mean(k_TKH, axis=0), jnp.var(k_TKH, axis=0), jnp.mean(q_TKGH**2, axis=(0, 2))]
-        return out_TNH, replace(group, pages=group.pages.at[layer].set(jnp.stack(found, axis=1)))
+        pages = at.store.pages.at[at.layer].set(jnp.stack(found, axis=1))
+        return Attended(out_TNH, at.store.with_arrays(pages), None)
 
 
 def fit_keys(
@@ -87,11 +88,9 @@ def fit_keys(
     where = None if placement is None else placement.sharding(PAGES)
     num_devices = 1 if placement is None else placement.size
     none: Any = np.zeros((1, 1), np.int32)
-    codec, groups = PlainCodec(dtype="float32"), []
-    for group, heads in zip(
-        spec.groups, decoder.heads_of(spec, num_devices=num_devices), strict=True
-    ):
-        made = empty_group(
+    codec, stores = PlainCodec(dtype="float32"), []
+    for group, heads in zip(spec.groups, heads_of(spec, num_devices=num_devices), strict=True):
+        made = empty_store(
             num_layers=len(group.layers),
             layout=MomentsLayout(
                 num_kv_heads=heads.num_kv_heads,
@@ -103,13 +102,19 @@ def fit_keys(
             num_devices=num_devices,
             device=where,
         )
-        groups.append(replace(made, table_BW=none, first_BW=none, len_B=none[0]))
+        stores.append(made)
     position_T: Any = np.arange(len(token_T), dtype=np.int32)
     counts: Any = (none[0], none[0] + len(token_T), np.int32(0), np.int32(1))
     tokens: Any = token_T.astype(np.int32)
     batch = Batch(tokens, position_T, position_T * 0, *counts)
-    (kv,) = _moments(weights, PagedKV(tuple(groups)), batch, spec=spec, placement=placement)
-    found = [np.asarray(group.pages) for group in kv.groups]
+    (kv,) = _moments(
+        weights,
+        PagedKV(tuple(stores), (PageTables(none, none, none[0]),)),
+        batch,
+        spec=spec,
+        placement=placement,
+    )
+    found = [np.asarray(store.pages) for store in kv.stores]
     places = map(spec.group_of, range(spec.num_layers))
     return np.stack([_affine(found[g][index]) for g, index in places])
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxkv.config import EngineConfig
 from jaxkv.kv.policies import get_policy
-from jaxkv.kv.state import GroupKV, PagedKV, Statistics
+from jaxkv.kv.state import PagedKV, PageTables
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, NUM_BIASES, NUM_STOP_TOKENS, Sampling
 from jaxkv.programs.loop import Rows
@@ -85,13 +85,10 @@ def bind_tables(
         table_BW[row, : len(own)], len_B[row] = own, length
     first_BW = np.tile(np.arange(width, dtype=np.int32) * page_size, (num_rows, 1))
 
-    def of(group: GroupKV) -> GroupKV:
-        tables: Any = (table_BW, first_BW, len_B)
-        if sharding is not None:
-            tables = jax.device_put(tables, sharding)  # for each group: they are donated
-        return replace(group, table_BW=tables[0], first_BW=tables[1], len_B=tables[2])
-
-    return replace(kv, groups=tuple(map(of, kv.groups)))
+    tables: Any = (table_BW, first_BW, len_B)
+    if sharding is not None:
+        tables = jax.device_put(tables, sharding)
+    return replace(kv, rows=(PageTables(*tables),))
 
 
 def empty_sampling(
@@ -151,19 +148,24 @@ def _full(shape: tuple[int, ...], value: int, dtype: Any = np.int32) -> Any:
     return np.full(shape, value, dtype)
 
 
-def empty_statistics(
-    config: EngineConfig, num_rows: int, make: Callable[..., Any] | None = None
-) -> Statistics | None:
-    """Returns what the steps of this policy add up, zeros as `empty_sampling` makes them; None
-    where nothing is observed.
+def empty_tables(
+    config: EngineConfig, num_rows: int, make: Callable[..., Any]
+) -> tuple[PageTables, ...]:
+    """Returns tables of rows without pages, as `make(shape, value)` makes their arrays: one for
+    each window of the config, and what its policy asks for.
     """
-    policy, full = get_policy(config.kv_policy), _full if make is None else make
-    if policy is None or policy.observes == 0:
-        return None
-    return Statistics(
-        mass_BW=full((num_rows, config.table_width), 0, np.float32),
-        low_BW=full((num_rows, config.low_row_pages), 0, np.float32) if policy.low else None,
-        entropy_B=full((num_rows,), 0, np.float32) if policy.focused else None,
-        since_B=full((num_rows,), 0),
-        focused=policy.focused,
-    )
+
+    def of(width: int) -> PageTables:
+        table_BW = make((num_rows, width), 0)
+        return PageTables(table_BW, table_BW, make((num_rows,), 0))
+
+    policy = get_policy(config.kv_policy)
+    tables = of(config.table_width)
+    if policy is not None:
+        tables = replace(
+            tables,
+            low=of(config.low_row_pages) if policy.low else None,
+            since_B=make((num_rows,), 0) if policy.observes != 0 else None,
+            focused=policy.focused,
+        )
+    return (tables,) * len(config.windows)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxkv.kv.state import PagedKV
+from jaxkv.kv.state import PagedKV, Statistics
+from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend, Batch
 from jaxkv.ops.sampling import (
@@ -22,7 +23,7 @@ from jaxkv.ops.sampling import (
     sample,
 )
 from jaxkv.placement import Placement, on_every_device
-from jaxkv.programs.step import Newest, last_logits
+from jaxkv.programs.step import Newest, last_token
 from jaxkv.weights.tree import Weights
 
 
@@ -58,15 +59,16 @@ def decode_loop(
     width: int,
     num_logprobs: int = NUM_LOGPROBS,
     placement: Placement | None = None,
-) -> tuple[PagedKV, Newest, Rows, Sampled]:
+) -> tuple[PagedKV, Newest, Rows, Sampled, Statistics | None]:
     """Generates up to n tokens for each row, ending early when every row has met a stop token or
     its budget.
 
     n is traced (n <= width); `out` arrays are [width, B, ...] with NO_TOKEN where a row rested.
-    Consumes kv and rows. Equals n calls of `step` with one token per row. `placement` as there.
+    Consumes kv and rows. Equals n calls of `step` with one token per row; last what rows
+    have observed. `placement` as there.
     """
     body = partial(_decode_loop, spec=spec, backend=backend, width=width, num_logprobs=num_logprobs)
-    return on_every_device(body, placement, num_outputs=4)(weights, kv, newest, rows, sampling, n)
+    return on_every_device(body, placement, num_outputs=5)(weights, kv, newest, rows, sampling, n)
 
 
 def _decode_loop(
@@ -82,14 +84,14 @@ def _decode_loop(
     width: int,
     num_logprobs: int,
     axis: str | None,
-) -> tuple[PagedKV, Newest, Rows, Sampled]:
+) -> tuple[PagedKV, Newest, Rows, Sampled, Statistics | None]:
     num_rows = rows.token_B.shape[0]
     row_B = jnp.arange(num_rows, dtype=jnp.int32)
     token_B = newest.fill_in(rows.token_B)
     rows = replace(rows, token_B=token_B, budget_B=jnp.where(token_B == NO_TOKEN, 0, rows.budget_B))
 
     def advance(carry: tuple) -> tuple:
-        i, kv, rows, min_left_B, out = carry
+        i, kv, rows, min_left_B, out, statistics = carry
         live_B = rows.budget_B > 0
         batch = Batch(
             token_T=jnp.maximum(rows.token_B, 0),
@@ -101,7 +103,10 @@ def _decode_loop(
             num_rows=jnp.int32(num_rows),
             decode_only=True,
         )
-        kv, logits_BV = last_logits(weights, kv, batch, spec=spec, backend=backend, axis=axis)
+        kv, x_TD, statistics = decoder.forward(
+            weights, kv, batch, statistics, spec=spec, backend=backend, axis=axis
+        )
+        logits_BV = decoder.logits(weights, x_TD[last_token(batch)], spec=spec, axis=axis)
         now = replace(sampling, min_left_B=min_left_B)
         sampled = sample(
             logits_BV, now, rows.position_B + 1, out.token_B, num_logprobs=num_logprobs
@@ -118,14 +123,13 @@ def _decode_loop(
             position_B=rows.position_B + live_B,
             budget_B=budget_B,
         )
-        return i + 1, kv, rows, jnp.maximum(min_left_B - 1, 0), out
+        return i + 1, kv, rows, jnp.maximum(min_left_B - 1, 0), out, statistics
 
     def unfinished(carry: tuple) -> jax.Array:
         return (carry[0] < n) & jnp.any(carry[2].budget_B > 0)
 
     out = empty_sampled(width, num_rows, spec.vocab_size, num_logprobs)
-    _, kv, rows, _, out = jax.lax.while_loop(
-        unfinished, advance, (0, kv, rows, sampling.min_left_B, out)
-    )
+    carry = (0, kv, rows, sampling.min_left_B, out, Statistics.nothing(kv.rows[0]))
+    _, kv, rows, _, out, statistics = jax.lax.while_loop(unfinished, advance, carry)
     ended_B = is_stop(rows.token_B, sampling) | (rows.token_B == NO_TOKEN)
-    return kv, newest.after(rows.token_B, ended_B), rows, out
+    return kv, newest.after(rows.token_B, ended_B), rows, out, statistics

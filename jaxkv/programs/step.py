@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxkv.kv.state import PagedKV
+from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend, Batch
@@ -43,7 +43,7 @@ def last_logits(
     axis: str | None = None,
 ) -> tuple[PagedKV, jax.Array]:
     """Returns (new state, logits [B, V] float32 at the last token of each row)."""
-    kv, x_TD = decoder.forward(weights, kv, batch, spec=spec, backend=backend, axis=axis)
+    kv, x_TD, _ = decoder.forward(weights, kv, batch, spec=spec, backend=backend, axis=axis)
     return kv, decoder.logits(weights, x_TD[last_token(batch)], spec=spec, axis=axis)
 
 
@@ -152,9 +152,10 @@ def step(
     backend: str | Backend,
     num_logprobs: int = NUM_LOGPROBS,
     placement: Placement | None = None,
-) -> tuple[PagedKV, Newest, Sampled, Scores]:
+) -> tuple[PagedKV, Newest, Sampled, Scores, Statistics | None]:
     """Runs one ragged step: prefill chunks and decode tokens together, one sampled token per row,
-    and the prompt tokens' own scores where batch.target_T asks for them.
+    and the prompt tokens' own scores where batch.target_T asks for them; last what rows have
+    observed.
 
     NO_TOKEN in batch.token_T is the row's newest token, its only one in this step; what a row that
     has ended by then samples means nothing.
@@ -162,7 +163,7 @@ def step(
     `placement` on several devices each has its parts of weights and pages.
     """
     body = partial(_step, spec=spec, backend=backend, num_logprobs=num_logprobs)
-    return on_every_device(body, placement, num_outputs=4)(weights, kv, newest, batch, sampling)
+    return on_every_device(body, placement, num_outputs=5)(weights, kv, newest, batch, sampling)
 
 
 def _step(
@@ -176,13 +177,21 @@ def _step(
     backend: str | Backend,
     num_logprobs: int,
     axis: str | None,
-) -> tuple[PagedKV, Newest, Sampled, Scores]:
+) -> tuple[PagedKV, Newest, Sampled, Scores, Statistics | None]:
     # Only a row of one token has its newest one to come.
     first_B = newest.fill_in(batch.token_T[batch.start_B])
     newest_T = first_B.at[batch.row_T].get(mode="fill", fill_value=0)
     token_T = jnp.where(batch.token_T == NO_TOKEN, newest_T, batch.token_T)
     batch = replace(batch, token_T=jnp.maximum(token_T, 0))
-    kv, x_TD = decoder.forward(weights, kv, batch, spec=spec, backend=backend, axis=axis)
+    kv, x_TD, statistics = decoder.forward(
+        weights,
+        kv,
+        batch,
+        Statistics.nothing(kv.rows[0]),
+        spec=spec,
+        backend=backend,
+        axis=axis,
+    )
     last_B = last_token(batch)
     logits_BV = decoder.logits(weights, x_TD[last_B], spec=spec, axis=axis)
     sampled = sample(logits_BV, sampling, batch.position_T[last_B] + 1, num_logprobs=num_logprobs)
@@ -190,4 +199,4 @@ def _step(
         weights, x_TD, batch.target_T, spec=spec, num_logprobs=num_logprobs, axis=axis
     )
     ended_B = is_stop(sampled.token_B, sampling) | (first_B == NO_TOKEN)
-    return kv, newest.after(sampled.token_B, ended_B), sampled, scores
+    return kv, newest.after(sampled.token_B, ended_B), sampled, scores, statistics

@@ -177,7 +177,7 @@ class Intake:
         retention = first.hold.retention
         held = length if retention is None else min(length, retention.limit)
         of_one = -(-held // config.block_size)
-        needed = width * (min(of_one, config.window_pages) if config.window else of_one)
+        needed = width * config.row_pages_for(of_one)
         if needed > config.num_pages:
             raise ValueError(
                 f"beam_width: {width} beams of {length} tokens may need {needed} pages, the KV "
@@ -275,7 +275,7 @@ class Intake:
         if retention is not None:
             return wanted, "length"
         longest = min(config.num_pages, config.table_width) * config.block_size
-        if config.window:
+        if config.has_windows:
             longest = config.max_len
         if prompt_len >= longest:
             raise ValueError(
@@ -309,9 +309,9 @@ class Intake:
         if params.kv_budget is not None or not pages:
             pages = full_pages(policy, params.kv_budget, page_size=config.block_size)
             pages = min(pages, -(-config.max_model_len // config.block_size))
-            if config.window:  # no query sees more than a table's width
+            if config.has_windows:  # no query sees more than a table's width
                 pages = min(pages, config.table_width)
-        most = min(config.table_width, config.num_pages)
+        most = min(config.table_width, config.num_pages // len(config.windows))
         if pages > most:
             held = f"{most} pages of {config.block_size} tokens in full precision"
             raise ValueError(

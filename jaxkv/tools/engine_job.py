@@ -32,7 +32,7 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
 
     Raises: as `deploy` and `Blueprint.budget`, CapacityError too where the compiler finds no room.
     """
-    from jaxkv.models.decoder import heads_of
+    from jaxkv.models.paged import heads_of
     from jaxkv.tools.deployment import deploy
 
     deployment = deploy(job.model, parse_target(job.target), **dict(job.options))
@@ -77,11 +77,11 @@ def large_sizes(programs: Any) -> dict[str, int]:
     def elements(leaf: Any) -> int:
         return prod(leaf.sharding.shard_shape(leaf.shape))
 
-    weights, groups = programs.weights, programs.groups
+    weights, stores = programs.weights, programs.stores
     sizes = {}
-    for i, group in enumerate(groups):
-        for name, pool in zip(("pages", "scales"), group.pools, strict=False):
-            sizes[f"kv.groups[{i}].{name}"] = elements(pool) // group.num_layers
+    for i, store in enumerate(stores):
+        for name, pool in zip(("pages", "scales"), store.arrays, strict=False):
+            sizes[f"kv.stores[{i}].{name}"] = elements(pool) // store.num_layers
     for path, leaf in tree_leaves_with_path(weights):
         num_layers = leaf.shape[0] if is_stacked(path) else 1
         if leaf.ndim - is_stacked(path) == 2:

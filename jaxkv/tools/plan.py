@@ -5,13 +5,14 @@ for holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.memory import MIB, Budget
 from jaxkv.build.pool import fit_pages, most_pages
+from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError
 from jaxkv.kv.state import PagedKV
 from jaxkv.programs.compiled import Programs
@@ -56,9 +57,7 @@ class Plan:
     kept_bytes: int
     num_pages: int
     page_nbytes: int
-    page_size: int
-    row_pages: int = 0
-    """The most of a sequence, 0: all."""
+    limits: EngineConfig
 
     @property
     def pool_bytes(self) -> int:
@@ -66,7 +65,7 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_pages * self.page_size
+        return replace(self.limits, num_pages=self.num_pages).num_tokens
 
     @property
     def left(self) -> int:
@@ -75,8 +74,8 @@ class Plan:
 
     def num_sequences(self, context: int) -> int:
         """Sequences of so many tokens that the pool holds, each in pages of its own."""
-        pages = -(-context // self.page_size)
-        return self.num_pages // (min(pages, self.row_pages) if self.row_pages else pages)
+        pages = -(-context // self.limits.block_size)
+        return self.num_pages // self.limits.row_pages_for(pages)
 
 
 def plan_by_formula(deployment: Deployment) -> Plan:
@@ -85,7 +84,7 @@ def plan_by_formula(deployment: Deployment) -> Plan:
     fixed, per_page = temporaries(deployment)
     rows = _with_rows(deployment.blueprint)
     programs = Programs(
-        {}, PagedKV(groups=()), spec=rows.spec, config=rows.limits, backend=rows.backend
+        {}, PagedKV(stores=()), spec=rows.spec, config=rows.limits, backend=rows.backend
     )
     kept = programs.wide_bytes + programs.num_programs * CODE_BYTES
     num_pages = most_pages(deployment.memory, rows.page_nbytes, kept, [(fixed, per_page)])
@@ -158,8 +157,7 @@ def _plan(
         kept_bytes=kept_bytes,
         num_pages=num_pages,
         page_nbytes=deployment.blueprint.page_nbytes,
-        page_size=deployment.blueprint.limits.block_size,
-        row_pages=deployment.blueprint.limits.row_pages or deployment.blueprint.limits.window_pages,
+        limits=deployment.blueprint.limits,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxkv.ops.attention.base import Attention, Backend, Batch, Heads, Needs
+from jaxkv.ops.attention.base import Attended, Attention, Backend, Batch, Heads, Needs, Place
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
@@ -76,11 +76,13 @@ def _choose_deterministic(name: str, platform: str) -> tuple[str, str]:
 
 __all__ = [
     "BACKENDS",
+    "Attended",
     "Attention",
     "Backend",
     "Batch",
     "Heads",
     "Needs",
+    "Place",
     "check_backend",
     "choose_backend",
 ]

@@ -8,6 +8,7 @@ A backend is one file here. What it promises of `Backend.attend`:
 - memory that a row does not hold never influences its result, whatever it contains (NaN included);
 - rows with one token in this step (decoding, or the last of a prompt) come first in packed order,
   longer chunks after them; outputs of padding tokens are unspecified;
+- what rows observe (`PageTables.since_B`) is added to the statistics that it is given;
 - sums are float32; queries and softmax weights may be rounded to the dtype that the pages decode
   to, once;
 - what it cannot do it refuses with NotImplementedError when traced, naming the reason.
@@ -16,7 +17,7 @@ A backend is one file here. What it promises of `Backend.attend`:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ from flax import struct
 
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import PageLayout
-from jaxkv.kv.state import GroupKV
+from jaxkv.kv.state import PageTables, Statistics, Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +55,37 @@ class Needs:
     """One that wants more than page tables (`Policy.asks_backend`)."""
 
 
+class Place(NamedTuple):
+    """Says where a layer keeps its keys and values: its store, its number among the layers of its
+    KV group (int32, may be traced), the tables of its rows, whose lengths count the step's tokens,
+    and what they have observed in layers before.
+    """
+
+    store: Store
+    layer: int | jax.Array
+    tables: PageTables
+    statistics: Statistics | None = None
+
+
+class Attended(NamedTuple):
+    """Holds what a layer's attention returns: out [T, N, H], the store with the step's keys and
+    values, and the statistics with this layer's added.
+    """
+
+    out_TNH: jax.Array
+    store: Store
+    statistics: Statistics | None
+
+
 class Attention(Protocol):
     """Defines what a decoder asks for. Whatever is measured in place of paged attention is one too
     (`programs.fit_keys`).
     """
 
-    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Any:
-        """Makes what is equal for all layers, once per step and group, whose lengths are those
-        before the step.
+    def prepare(self, store: Store, tables: PageTables, batch: Batch, heads: Heads) -> Any:
+        """Makes what is equal for all layers, once per step and KV group, whose lengths are those
+        before the step: a pytree, of the same structure and shapes for every window that is not
+        None.
         """
         ...
 
@@ -70,16 +94,14 @@ class Attention(Protocol):
         q_TNH: jax.Array,
         k_TKH: jax.Array,
         v_TKH: jax.Array,
-        group: GroupKV,
+        at: Place,
         batch: Batch,
         prepared: Any,
         *,
-        layer: int | jax.Array,
         scale: float,
         out_dtype: np.dtype,
-    ) -> tuple[jax.Array, GroupKV]:
-        """Returns (out [T, N, H], the group with the step's keys and values). group.len_B counts
-        the step's tokens.
+    ) -> Attended:
+        """Attends one layer's queries, after storing its keys and values.
 
         out is float32, or rounded to `out_dtype` already, which is what its caller does with it.
         """
@@ -126,3 +148,9 @@ class Batch:
     num_rows: jax.Array
     target_T: jax.Array | None = None
     decode_only: bool = struct.field(pytree_node=False, default=False)
+
+
+def refuse_statistics(at: Place) -> None:
+    """Raises: NotImplementedError where statistics are asked for; for backends without them."""
+    if at.statistics is not None:
+        raise NotImplementedError("statistics: only the xla backend observes attention")

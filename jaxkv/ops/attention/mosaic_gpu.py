@@ -4,7 +4,7 @@ keys and values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout, ScalesApartLayout, is_int8
-from jaxkv.kv.state import GroupKV, destinations, empty_group, write
-from jaxkv.ops.attention.base import Batch, Heads, Needs
+from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
+from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_statistics
 from kernels_pallas.gpu import Int8Pages, Schedule, make_schedule, ragged_paged_attention
 from kernels_pallas.rows import Rows
 
@@ -60,25 +60,23 @@ class MosaicGpu:
         batch = jnp.zeros(2, jnp.int32)
         table_BW = jnp.zeros((2, needs.pages_per_row), jnp.int32)
         layout = self.page_layout(heads, needs.page_size, needs.codec)
-        group = empty_group(num_layers=1, layout=layout, num_pages=1)
-        group = replace(group, table_BW=table_BW, first_BW=table_BW, len_B=batch)
+        store = empty_store(num_layers=1, layout=layout, num_pages=1)
+        tables = PageTables(table_BW, table_BW, batch)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH, k_TKH = (
             jnp.zeros((2, n, heads.head_dim)) for n in (heads.num_heads, heads.num_kv_heads)
         )
-        prepared = self.prepare(group, made, heads)
-        out_TNH, _ = self.attend(
+        prepared = self.prepare(store, tables, made, heads)
+        return self.attend(
             q_TNH,
             k_TKH,
             k_TKH,
-            group,
+            Place(store, 0, tables),
             made,
             prepared,
-            layer=0,
             scale=1.0,
             out_dtype=np.dtype(needs.codec.dtype),
-        )
-        return out_TNH
+        ).out_TNH
 
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> HeadMajorLayout:
         kind = ScalesApartLayout if is_int8(codec) else HeadMajorLayout
@@ -89,17 +87,19 @@ class MosaicGpu:
             codec=codec,
         )
 
-    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, Schedule]:
+    def prepare(
+        self, store: Store, tables: PageTables, batch: Batch, heads: Heads
+    ) -> tuple[jax.Array, Schedule]:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
         offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
-        len_B = group.len_B + batch.count_B
+        len_B = tables.len_B + batch.count_B
         rows = Rows(
-            group.table_BW,
-            group.first_BW,
+            tables.table_BW,
+            tables.first_BW,
             len_B,
             batch.start_B,
             batch.count_B,
-            group.page_size,
+            store.page_size,
             heads.window,
         )
         schedule = make_schedule(
@@ -113,33 +113,33 @@ class MosaicGpu:
             num_processors=self.num_processors or num_processors(),
             decode_only=batch.decode_only,
         )
-        return destinations(group, row_T=batch.row_T, offset_T=offset_T), schedule
+        return destinations(store, tables, row_T=batch.row_T, offset_T=offset_T), schedule
 
     def attend(
         self,
         q_TNH: jax.Array,
         k_TKH: jax.Array,
         v_TKH: jax.Array,
-        group: GroupKV,
+        at: Place,
         batch: Batch,
         prepared: tuple[jax.Array, Schedule],
         *,
-        layer: int | jax.Array,
         scale: float,
         out_dtype: np.dtype,
-    ) -> tuple[jax.Array, GroupKV]:
+    ) -> Attended:
+        refuse_statistics(at)
         dest_T, schedule = prepared
-        group = write(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
+        store = write(at.store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         out_TNH = ragged_paged_attention(
             q_TNH,
-            group.pages if group.scales is None else Int8Pages(group.pages, group.scales),
+            store.pages if store.scales is None else Int8Pages(store.pages, store.scales),
             schedule,
-            layer=layer,
-            num_pages=group.num_pages,
+            layer=at.layer,
+            num_pages=store.num_pages,
             scale=scale,
             interpret=self.interpret,
         )
-        return out_TNH, group
+        return Attended(out_TNH, store, None)
 
 
 def num_processors() -> int:

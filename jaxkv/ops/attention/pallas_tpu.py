@@ -4,7 +4,7 @@ pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import LaneLayout, packing_of
-from jaxkv.kv.state import GroupKV, empty_group
-from jaxkv.ops.attention.base import Batch, Heads, Needs
+from jaxkv.kv.state import PageTables, Store, empty_store
+from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_statistics
 from kernels_pallas.tpu import (
     Packed,
     Schedule,
@@ -57,24 +57,22 @@ class PallasTpu:
         batch = jnp.zeros(needs.num_rows, jnp.int32)
         table_BW = jnp.zeros((needs.num_rows, needs.pages_per_row), jnp.int32)
         layout = self.page_layout(heads, needs.page_size, needs.codec)
-        group = empty_group(num_layers=1, layout=layout, num_pages=1)
-        group = replace(group, table_BW=table_BW, first_BW=table_BW, len_B=batch)
+        store = empty_store(num_layers=1, layout=layout, num_pages=1)
+        tables = PageTables(table_BW, table_BW, batch)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, heads.head_dim))
         k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, heads.head_dim))
-        prepared = self.prepare(group, made, heads)
-        out_TNH, _ = self.attend(
+        prepared = self.prepare(store, tables, made, heads)
+        return self.attend(
             q_TNH,
             k_TKH,
             k_TKH,
-            group,
+            Place(store, 0, tables),
             made,
             prepared,
-            layer=0,
             scale=1.0,
             out_dtype=np.dtype(needs.codec.dtype),
-        )
-        return out_TNH
+        ).out_TNH
 
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> LaneLayout:
         return LaneLayout(
@@ -84,23 +82,23 @@ class PallasTpu:
             codec=codec,
         )
 
-    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> Schedule:
-        layout = _layout_of(group)
+    def prepare(self, store: Store, tables: PageTables, batch: Batch, heads: Heads) -> Schedule:
+        layout = _layout_of(store)
         return make_schedule(
-            group.table_BW,
-            group.first_BW,
-            group.len_B + batch.count_B,
+            tables.table_BW,
+            tables.first_BW,
+            tables.len_B + batch.count_B,
             batch.start_B,
             batch.count_B,
             batch.num_decode,
             batch.num_rows,
             num_tokens=batch.token_T.shape[0],
-            page_size=group.page_size,
+            page_size=store.page_size,
             window=heads.window,
             tiles=choose_tiles(
                 layout=layout.lanes,
-                page_size=group.page_size,
-                itemsize=jnp.dtype(group.codec.dtype).itemsize,
+                page_size=store.page_size,
+                itemsize=jnp.dtype(store.codec.dtype).itemsize,
                 num_heads=heads.num_heads,
                 packing=layout.packing,
             ),
@@ -113,36 +111,36 @@ class PallasTpu:
         q_TNH: jax.Array,
         k_TKH: jax.Array,
         v_TKH: jax.Array,
-        group: GroupKV,
+        at: Place,
         batch: Batch,
         prepared: Schedule,
         *,
-        layer: int | jax.Array,
         scale: float,
         out_dtype: np.dtype,
-    ) -> tuple[jax.Array, GroupKV]:
-        codec = group.codec
-        quantised = None if group.scales is None else _layout_of(group).quantise
+    ) -> Attended:
+        refuse_statistics(at)
+        store = at.store
+        codec = store.codec
+        quantised = None if store.scales is None else _layout_of(store).quantise
         out_TNH, pages = ragged_paged_attention(
             codec.rotate(q_TNH),
             k_TKH if quantised is None else quantised(k_TKH),
             v_TKH if quantised is None else quantised(v_TKH),
-            group.pages if group.scales is None else Packed(group.pages, group.scales),
+            store.pages if store.scales is None else Packed(store.pages, store.scales),
             prepared,
-            layer=layer,
-            num_pages=group.num_pages,
+            layer=at.layer,
+            num_pages=store.num_pages,
             scale=scale,
             out_dtype=out_dtype if quantised is None else jnp.float32,
             interpret=self.interpret,
         )
         if isinstance(pages, Packed):
-            return codec.restore(out_TNH).astype(out_dtype), replace(
-                group, pages=pages.words, scales=pages.scales
-            )
-        return out_TNH, replace(group, pages=pages)
+            store = store.with_arrays(pages.words, pages.scales)
+            return Attended(codec.restore(out_TNH).astype(out_dtype), store, None)
+        return Attended(out_TNH, store.with_arrays(pages), None)
 
 
-def _layout_of(group: GroupKV) -> LaneLayout:
-    if not isinstance(group.layout, LaneLayout):
-        raise TypeError(f"expected pages of the TPU kernels, got {group.layout}")
-    return group.layout
+def _layout_of(store: Store) -> LaneLayout:
+    if not isinstance(store.layout, LaneLayout):
+        raise TypeError(f"expected pages of the TPU kernels, got {store.layout}")
+    return store.layout

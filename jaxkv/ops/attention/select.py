@@ -11,24 +11,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.state import GroupKV
+from jaxkv.kv.state import Store
 from jaxkv.ops.attention.softmax import MASKED, Rows
 
 
-def select_pages(q_RKMH: jax.Array, group: GroupKV, rows: Rows, *, layer: int | jax.Array) -> Rows:
-    """`group.num_read` pages of each row and KV head: the first and the last that is held, and the
+def select_pages(q_RKMH: jax.Array, store: Store, rows: Rows, *, layer: int | jax.Array) -> Rows:
+    """`store.num_read` pages of each row and KV head: the first and the last that is held, and the
     best of the others by the larger bound of the head's M queries.
 
     Cost: reads two vectors per page and KV head.
     """
     if (
-        group.extremes is None
-        or group.num_read is None
-        or rows.table_RKW.shape[2] <= group.num_read
+        store.extremes is None
+        or store.num_read is None
+        or rows.table_RKW.shape[2] <= store.num_read
     ):
         return rows
-    page_RW = layer * group.num_pages + rows.table_RKW[:, 0]
-    least_RWKH, most_RWKH = (group.extremes.at[page_RW, i].get(mode="clip") for i in (0, 1))
+    page_RW = layer * store.num_pages + rows.table_RKW[:, 0]
+    least_RWKH, most_RWKH = (store.extremes.at[page_RW, i].get(mode="clip") for i in (0, 1))
     exact = jax.lax.Precision.HIGHEST
     bound_RKMW = jnp.einsum("rkmh,rwkh->rkmw", jnp.maximum(q_RKMH, 0), most_RWKH, precision=exact)
     bound_RKMW += jnp.einsum("rkmh,rwkh->rkmw", jnp.minimum(q_RKMH, 0), least_RWKH, precision=exact)
@@ -36,7 +36,7 @@ def select_pages(q_RKMH: jax.Array, group: GroupKV, rows: Rows, *, layer: int | 
     index_W = jnp.arange(held_R1W.shape[2])[None, None]
     always_R1W = (index_W == 0) | (index_W == held_R1W.sum(axis=2, keepdims=True) - 1)
     bound_RKW = jnp.where(always_R1W, jnp.inf, bound_RKMW.max(axis=2))
-    _, chosen_RKw = jax.lax.top_k(jnp.where(held_R1W, bound_RKW, MASKED), group.num_read)
+    _, chosen_RKw = jax.lax.top_k(jnp.where(held_R1W, bound_RKW, MASKED), store.num_read)
 
     def of(x_RKW: jax.Array) -> jax.Array:
         return jnp.take_along_axis(jnp.broadcast_to(x_RKW, bound_RKW.shape), chosen_RKw, axis=2)

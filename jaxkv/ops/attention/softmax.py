@@ -65,8 +65,8 @@ class Softmax(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The pages of R rows of a group, alike for all KV heads (K = 1) or chosen for each, with the
-    positions of their first slots and how many of their slots are held; and those of the group's
+    """The pages of R rows of a store, alike for all KV heads (K = 1) or chosen for each, with the
+    positions of their first slots and how many of their slots are held; and those of the store's
     `low`.
     """
 
@@ -119,7 +119,7 @@ class Tally(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Holds what the softmaxes of R rows were like: over all their keys, and by page of the group
+    """Holds what the softmaxes of R rows were like: over all their keys, and by page of the store
     and of its `low`.
     """
 
@@ -128,7 +128,7 @@ class Found(NamedTuple):
     low: Tally | None
 
     def counted(self, counts_RM: jax.Array, like: Statistics) -> Statistics:
-        """`Statistics` of these rows, of the queries that count; zeros for `since_B`."""
+        """`Statistics` of these rows, of the queries that count."""
         _, total, _, weighted = self.softmax
         is_one = counts_RM[:, None] & (total > 0)
         total = jnp.where(is_one, total, 1)
@@ -152,6 +152,5 @@ class Found(NamedTuple):
             if of_low is None or like.low_BW is None
             else of_low[:, : like.low_BW.shape[1]],
             entropy_B=None if entropy is None else entropy.sum(axis=(1, 2)),
-            since_B=jnp.zeros(counts_RM.shape[0], jnp.int32),
             focused=like.focused,
         )

@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxkv.kv.codecs import Codec, Elements
 from jaxkv.kv.layout import HeadMajorLayout, PageLayout
-from jaxkv.kv.state import BEHIND, GroupKV, Statistics, destinations, write
-from jaxkv.ops.attention.base import Batch, Heads, Needs
+from jaxkv.kv.state import BEHIND, PageTables, Statistics, Store, destinations, write
+from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place
 from jaxkv.ops.attention.select import select_pages
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import total
@@ -48,6 +48,9 @@ widths in another order than that of many.
 QUERY_BLOCK = 128
 """Queries of one prefill work item."""
 
+Window = int | jax.Array | None
+"""How many tokens a query sees, itself included; None: all before it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Xla:
@@ -68,60 +71,60 @@ class Xla:
             codec=codec,
         )
 
-    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> tuple[jax.Array, int | None]:
+    def prepare(
+        self, store: Store, tables: PageTables, batch: Batch, heads: Heads
+    ) -> tuple[jax.Array, Window]:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
         offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
-        return destinations(group, row_T=batch.row_T, offset_T=offset_T), heads.window
+        return destinations(store, tables, row_T=batch.row_T, offset_T=offset_T), heads.window
 
     def attend(
         self,
         q_TNH: jax.Array,
         k_TKH: jax.Array,
         v_TKH: jax.Array,
-        group: GroupKV,
+        at: Place,
         batch: Batch,
-        prepared: tuple[jax.Array, int | None],
+        prepared: tuple[jax.Array, Window],
         *,
-        layer: int | jax.Array,
         scale: float,
         out_dtype: np.dtype,
-    ) -> tuple[jax.Array, GroupKV]:
+    ) -> Attended:
         dest_T, window = prepared
-        group = write(group, k_TKH, v_TKH, dest_T=dest_T, layer=layer)
+        store = write(at.store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         out_TNH, statistics = read(
             q_TNH,
-            group,
+            at._replace(store=store),
             batch,
-            layer=layer,
             scale=scale,
             window=window,
             deterministic=self.deterministic,
         )
-        return out_TNH, replace(group, statistics=statistics)
+        return Attended(out_TNH, store, statistics)
 
 
 def read(
     q_TNH: jax.Array,
-    group: GroupKV,
+    at: Place,
     batch: Batch,
     *,
-    layer: int | jax.Array,
     scale: float,
-    window: int | None,
+    window: Window,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
-    """Attention over pages that have the step's keys and values, `group.len_B` its tokens, and over
-    those of `group.low`. Returns [T, N, H] float32, and `group.statistics` with this layer's added.
+    """Attends over pages that have the step's keys and values, `at.tables.len_B` its tokens, and
+    over those of `at.store.low`. Returns [T, N, H] float32, and `at.statistics` with this layer's
+    added.
 
     `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
     """
-    num_rows = group.table_BW.shape[0]
-    q_TNH = group.codec.rotate(q_TNH.astype(jnp.float32) * scale)
+    num_rows, codec = at.tables.table_BW.shape[0], at.store.codec
+    q_TNH = codec.rotate(q_TNH.astype(jnp.float32) * scale)
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
-    decode = partial(_decode, layer=layer, window=window)
+    decode = partial(_decode, window=window)
     decoded, statistics = jax.lax.platform_dependent(
         q_TNH[:num_rows],
-        group,
+        at,
         batch.position_T[:num_rows],
         is_decode_B,
         # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
@@ -134,33 +137,33 @@ def read(
         default=partial(decode, tile_rows=num_rows, min_queries=1, in_float32=False),
     )
     if batch.decode_only:
-        return group.codec.restore(decoded), statistics
-    group = replace(group, statistics=statistics)
-    out_TNH, statistics = _prefill(q_TNH, decoded, group, batch, layer=layer, window=window)
-    return group.codec.restore(out_TNH), statistics
+        return codec.restore(decoded), statistics
+    at = at._replace(statistics=statistics)
+    out_TNH, statistics = _prefill(q_TNH, decoded, at, batch, window=window)
+    return codec.restore(out_TNH), statistics
 
 
 def _decode(
     q_BNH: jax.Array,
-    group: GroupKV,
+    at: Place,
     position_B: jax.Array,
     live_B: jax.Array,
     *,
     tile_rows: int,
     min_queries: int,
     in_float32: bool,
-    layer: int | jax.Array,
-    window: int | None,
+    window: Window,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends one query per row, `tile_rows` rows side by side, with at least `min_queries` queries
     per KV head.
     """
     num_rows, num_heads, head_dim = q_BNH.shape
-    heads, size = group.num_kv_heads, min(tile_rows, num_rows)
+    heads, size = at.store.num_kv_heads, min(tile_rows, num_rows)
     per_head = num_heads // heads
     q_BKGH = q_BNH.reshape(num_rows, heads, per_head, head_dim)
     q_BKGH = jnp.pad(q_BKGH, ((0, 0), (0, 0), (0, max(0, min_queries - per_head)), (0, 0)))
-    len_B = jnp.where(live_B, group.len_B, 0)
+    tables = at.tables
+    len_B = jnp.where(live_B, tables.len_B, 0)
     first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
     first_B = jnp.where(live_B, first_B, jnp.iinfo(jnp.int32).max)
 
@@ -173,21 +176,21 @@ def _decode(
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         position_R, len_R = take(position_B), take(len_B)
         rows, bounds = jax.tree.map(take, every_row), (jnp.min(take(first_B)), jnp.max(len_R))
-        if group.num_read is not None:
-            rows = select_pages(take(q_BKGH), group, rows, layer=layer)
-            bounds = jnp.int32(0), jnp.minimum(bounds[1], rows.table_RKW.shape[2] * group.page_size)
+        if at.store.num_read is not None:
+            rows = select_pages(take(q_BKGH), at.store, rows, layer=at.layer)
+            width = rows.table_RKW.shape[2] * at.store.page_size
+            bounds = jnp.int32(0), jnp.minimum(bounds[1], width)
         out, found = _attend(
             take(q_BKGH),
-            group,
+            at,
             rows,
             position_R[:, None],
             bounds,
             in_float32=in_float32,
-            layer=layer,
             window=window,
         )
-        if statistics is not None and found is not None:
-            counts_R = take(live_B) & (position_R >= take(statistics.since_B))
+        if statistics is not None and found is not None and tables.since_B is not None:
+            counts_R = take(live_B) & (position_R >= take(tables.since_B))
             real_M = jnp.arange(q_BKGH.shape[2]) < per_head
             new = found.counted(counts_R[:, None] & real_M[None], statistics)
             old = jax.tree.map(take, before)
@@ -202,31 +205,31 @@ def _decode(
         out = out[:, :, :per_head].reshape(size, num_heads, head_dim)
         return jax.lax.dynamic_update_slice_in_dim(out_BNH, out, start, 0), statistics
 
-    before, every_row = group.statistics, _rows_of(group, len_B, window)
+    before = at.statistics
+    every_row = _rows_of(at.store, replace(tables, len_B=len_B), window)
     return jax.lax.fori_loop(0, -(-num_rows // size), tile, (jnp.zeros_like(q_BNH), before))
 
 
 def _prefill(
     q_TNH: jax.Array,
     out_TNH: jax.Array,
-    group: GroupKV,
+    at: Place,
     batch: Batch,
     *,
-    layer: int | jax.Array,
-    window: int | None,
+    window: Window,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends every prefill row's chunk, QUERY_BLOCK queries at a time, written over `out` (which
     holds the decode rows).
     """
     num_tokens, num_heads, head_dim = q_TNH.shape
-    heads, size = group.num_kv_heads, min(QUERY_BLOCK, num_tokens)
+    heads, size = at.store.num_kv_heads, min(QUERY_BLOCK, num_tokens)
     per_head = num_heads // heads
     # Blocks may run past their row's end, and are then overwritten by the next row, or lie in this
     # extra block.
     q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
     position_T = jnp.pad(batch.position_T, (0, size))
     out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
-    rows = _rows_of(group, group.len_B, window)
+    rows, tables = _rows_of(at.store, at.tables, window), at.tables
 
     def block(
         row: jax.Array, done: jax.Array, carry: tuple[jax.Array, Statistics | None]
@@ -242,23 +245,22 @@ def _prefill(
             .transpose(1, 0, 2, 3)
             .reshape(1, heads, -1, head_dim)
         )
-        length = group.len_B[row]
+        length = tables.len_B[row]
         index = length - batch.count_B[row] + done
         low = jnp.int32(0) if window is None else jnp.maximum(index + 1 - window, 0)
         take_row = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=1)
         out, found = _attend(
             q,
-            group,
+            at,
             jax.tree.map(take_row, rows),
             jnp.repeat(position, per_head)[None, :],
             (low, jnp.minimum(index + size, length)),
             in_float32=False,
-            layer=layer,
             window=window,
         )
-        if statistics is not None and found is not None:
+        if statistics is not None and found is not None and tables.since_B is not None:
             counts_T = (done + jnp.arange(size) < batch.count_B[row]) & (
-                position >= statistics.since_B[row]
+                position >= tables.since_B[row]
             )
             new = found.counted(jnp.repeat(counts_T, per_head)[None], statistics)
             statistics = jax.tree.map(
@@ -275,16 +277,18 @@ def _prefill(
         num_blocks = (batch.count_B[row] + size - 1) // size
         return jax.lax.fori_loop(0, num_blocks, lambda i, carry: block(row, i * size, carry), carry)
 
-    carry = (out_TNH, group.statistics)
+    carry = (out_TNH, at.statistics)
     out_TNH, statistics = jax.lax.fori_loop(batch.num_decode, batch.num_rows, row_step, carry)
     return out_TNH[:num_tokens], statistics
 
 
-def _rows_of(group: GroupKV, len_B: jax.Array, window: int | None) -> Rows:
-    low = None if group.low is None else _rows_of(group.low, group.low.len_B, None)
-    table_BW, first_BW = jnp.asarray(group.table_BW), jnp.asarray(group.first_BW)
-    begin_W = jnp.arange(table_BW.shape[1], dtype=jnp.int32) * group.page_size
-    held_BW = jnp.clip(len_B[:, None] - begin_W[None], 0, group.page_size)
+def _rows_of(store: Store, tables: PageTables, window: Window) -> Rows:
+    low = None
+    if store.low is not None and tables.low is not None:
+        low = _rows_of(store.low, tables.low, None)
+    table_BW, first_BW = jnp.asarray(tables.table_BW), jnp.asarray(tables.first_BW)
+    begin_W = jnp.arange(table_BW.shape[1], dtype=jnp.int32) * store.page_size
+    held_BW = jnp.clip(tables.len_B[:, None] - begin_W[None], 0, store.page_size)
     if window is not None:
         held_BW = jnp.where(first_BW == BEHIND, 0, held_BW)
     return Rows(table_BW[:, None], first_BW[:, None], held_BW[:, None], low)
@@ -292,43 +296,39 @@ def _rows_of(group: GroupKV, len_B: jax.Array, window: int | None) -> Rows:
 
 def _attend(
     q_RKMH: jax.Array,
-    group: GroupKV,
+    at: Place,
     rows: Rows,
     position_RM: jax.Array,
     bounds: tuple[jax.Array, jax.Array],
     *,
     in_float32: bool,
-    layer: int | jax.Array,
-    window: int | None,
+    window: Window,
 ) -> tuple[jax.Array, Found | None]:
-    """`_sweep` over the pages of both pools -> ([R, K, M, H], what `group.statistics` asks for)."""
-    sweep = partial(
-        _sweep, in_float32=in_float32, layer=layer, window=window, asked=group.statistics
-    )
-    softmax, own = sweep(q_RKMH, group, rows, position_RM, bounds)
-    of_low = None
-    if group.low is not None and rows.low is not None:
-        # The group's own codec rotates nothing (`kv.policies`).
-        codec, all_slots = group.low.codec, (jnp.int32(0), jnp.max(rows.low.held_RKW.sum(axis=2)))
-        found, of_low = sweep(codec.rotate(q_RKMH), group.low, rows.low, position_RM, all_slots)
+    """Sweeps over the pages of both pools. Returns [R, K, M, H], and what `at.statistics` wants."""
+    sweep = partial(_sweep, in_float32=in_float32, window=window)
+    softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds)
+    low, of_low = at.store.low, None
+    if low is not None and rows.low is not None:
+        # The store's own codec rotates nothing (`kv.policies`).
+        codec, all_slots = low.codec, (jnp.int32(0), jnp.max(rows.low.held_RKW.sum(axis=2)))
+        at_low = at._replace(store=low)
+        found, of_low = sweep(codec.rotate(q_RKMH), at_low, rows.low, position_RM, all_slots)
         softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
     return softmax.result(), None if own is None else Found(softmax, own, of_low)
 
 
 def _sweep(
     q_RKMH: jax.Array,
-    group: GroupKV,
+    at: Place,
     rows: Rows,
     position_RM: jax.Array,
     bounds: tuple[jax.Array, jax.Array],
     *,
     in_float32: bool,
-    layer: int | jax.Array,
-    window: int | None,
-    asked: Statistics | None,
+    window: Window,
 ) -> tuple[Softmax, Tally | None]:
-    """Attention of M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their
-    tables, counted as if all pages were full, BLOCK of them (or one page) at a time.
+    """Attends M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables,
+    counted as if all pages were full, BLOCK of them (or one page) at a time.
 
     Both matmuls take their inputs in the dtype that the pages decode to, or float32, and add up in
     float32. Blocks begin at multiples of their size, and one without a seen key changes no bit:
@@ -337,15 +337,16 @@ def _sweep(
     position_RM has the position of each query, or [R, 1] where all queries of a row share it.
     """
     num_rows, heads, _, head_dim = q_RKMH.shape
-    size, page_rows = group.page_size, group.pages.shape[1]
+    store, asked = at.store, at.statistics
+    size, page_rows = store.page_size, store.pages.shape[1]
     per_block = max(1, BLOCK // size)
     width = rows.table_RKW.shape[2]
     padded = [jnp.pad(x, ((0, 0), (0, 0), (0, -width % per_block))) for x in rows[:3]]
-    by_head = group.pages.reshape(-1, size, group.pages.shape[3])
-    layer_base = layer * group.num_pages * page_rows
-    key_1K1, to_values = _rows_of_heads(group.layout)
+    by_head = store.pages.reshape(-1, size, store.pages.shape[3])
+    layer_base = at.layer * store.num_pages * page_rows
+    key_1K1, to_values = _rows_of_heads(store.layout)
     slot_S = jnp.arange(size, dtype=jnp.int32)
-    is_float32 = in_float32 or group.codec.dtype == "float32"
+    is_float32 = in_float32 or store.codec.dtype == "float32"
     padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
 
     def fetch(head_page_RKC: jax.Array) -> Elements:
@@ -357,7 +358,7 @@ def _sweep(
             .get(mode="clip")
             .reshape(num_rows, heads, per_block * size, -1)
         )
-        found = group.codec.elements(stored)
+        found = store.codec.elements(stored)
         return found._replace(values=found.values.astype(jnp.float32)) if in_float32 else found
 
     def body(i: jax.Array, carry: tuple[Softmax, Tally | None]) -> tuple[Softmax, Tally | None]:
