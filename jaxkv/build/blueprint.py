@@ -133,13 +133,16 @@ class Blueprint:
         return nbytes
 
     def _stores(self, codecs: Codecs) -> list[tuple[int, Heads, Codec]]:
-        """Lists the stores: one for each KV group, or one that all share which have page tables of
-        their own. Each has its layers, what attention has to do there, and its codec.
+        """Lists the stores, each with its layers, what attention has to do there, and its codec:
+        one for all KV groups if their pages are alike, else one for each.
         """
         sizes = [len(group.layers) for group in self.spec.groups]
-        if len(self.limits.windows) > 1:
-            return [(max(sizes), self._heads[0], codecs[0])]
-        return list(zip(sizes, self._heads, codecs, strict=True))
+        each = list(zip(sizes, self._heads, codecs, strict=True))
+        if not are_alike(self.spec, codecs) or self.limits.read_pages:
+            return each
+        # Groups with page tables of their own take turns: a page is of one of them.
+        total = max(sizes) if len(self.limits.windows) > 1 else sum(sizes)
+        return [(total, *each[0][1:])]
 
     @property
     def token_nbytes(self) -> int:
@@ -369,9 +372,7 @@ def with_windows(
     leaves part of its pages unused.
     """
     shared = replace(limits, windows=(spec.longest_window or 0,))
-    if len({group.window for group in spec.groups}) == 1 or len(set(codecs)) > 1:
-        return spec, shared
-    if len({(group.num_kv_heads, group.head_dim) for group in spec.groups}) > 1:
+    if len({group.window for group in spec.groups}) == 1 or not are_alike(spec, codecs):
         return spec, shared
     longest, best = -(-limits.max_model_len // limits.block_size), (spec, shared)
     least = spec.num_layers * shared.row_pages_for(longest)
@@ -383,6 +384,12 @@ def with_windows(
         if (num_pages := size * own.row_pages_for(longest)) < least:
             least, best = num_pages, (cut, own)
     return best
+
+
+def are_alike(spec: ModelSpec, codecs: Codecs) -> bool:
+    """Tells whether the pages of all KV groups are alike."""
+    heads = {(group.num_kv_heads, group.head_dim) for group in spec.groups}
+    return len(heads) == 1 and len(set(codecs)) == 1
 
 
 def _choose_backend(

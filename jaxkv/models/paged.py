@@ -47,6 +47,8 @@ class PagedAttention:
         self._attention, self._kv, self._batch = attention, kv, batch
         self._scale = spec.head_dim**-0.5
         places = [spec.group_of(layer) for layer in range(spec.num_layers)]
+        if len(kv.stores) == len(kv.rows) == 1:  # every layer has a part of every page
+            places = [(group, layer) for layer, (group, _) in enumerate(places)]
         self._places_L2 = np.array(places, np.int32)
         heads_G = heads_of(spec, num_devices=num_devices)
         if len(kv.stores) == 1 and len({heads.window for heads in heads_G}) > 1:
