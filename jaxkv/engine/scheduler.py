@@ -260,7 +260,7 @@ class Scheduler:
         """Lists decode rows by what they hold: attention sweeps neighbouring rows together, as far
         as the longest one goes.
         """
-        are_whole = not self.bounded and not self.config.has_windows
+        are_whole = not self.bounded and 0 in self.config.windows
         return sorted(work, key=_num_stored if are_whole else _num_held)
 
     def _beside(self, work: list[tuple[Request, int]]) -> tuple[Pairs, Pairs, Measures]:

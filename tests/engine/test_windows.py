@@ -10,25 +10,29 @@ import pytest
 
 from dense import Dense
 from jaxkv import LLM, RequestOutput, SamplingParams
+from jaxkv.build import blueprint
 from jaxkv.models.spec import ModelSpec
 from jaxkv.testing import config_of, engine_of
 from poison import poisoned
 from tiny import make_checkpoint, tiny_config
 
-WINDOW, SIZE, CHUNK, LAYERS = 64, 16, 64, 4
+WINDOW, SIZE, CHUNK = 64, 16, 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory) -> Dense:
+@pytest.fixture(scope="module", params=[(WINDOW,) * 4, (WINDOW, None, WINDOW, WINDOW)], ids=str)
+def dense(request, tmp_path_factory) -> Dense:
+    """All layers with a window, which share a page table; or three of four, each with its own."""
+    kinds = ["full_attention" if one is None else "sliding_attention" for one in request.param]
     config = tiny_config(
-        "mistral-window",
+        "qwen3-layer-types",
         sliding_window=WINDOW,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=len(kinds),
+        layer_types=kinds,
         max_position_embeddings=2304,
     )
     directory = make_checkpoint(tmp_path_factory.mktemp("windows") / "model", config)
-    return Dense(directory, (WINDOW,) * LAYERS, "float32")
+    return Dense(directory, request.param, "float32")
 
 
 def new_llm(dense: Dense, **options: Any) -> LLM:
@@ -69,20 +73,24 @@ def test_a_row_of_2048_tokens_holds_window_chunk_and_a_page(dense, monkeypatch):
 
     def watching(*arguments: Any) -> Any:
         nonlocal most
-        held = [len(request.hold.handle().pages) for request in engine.scheduler.running]
-        most = max([most, *held])
+        holds = [request.hold for request in engine.scheduler.running]
+        most = max(most, *(len(part.pages) for hold in holds for part in hold.parts if part.window))
         return launch(*arguments)
 
     monkeypatch.setattr(engine, "_launch", watching)
     (output,) = generate(llm, [prompt := prompt_of(2048)])
-    width = config_of(llm).window_pages
+    config, num_whole = config_of(llm), dense.windows.count(None)
+    width = config.window_pages(WINDOW)
     assert SIZE < most * SIZE <= width * SIZE <= WINDOW + CHUNK + SIZE
-    # The pool is what four such rows take, not four of 2,304 tokens.
-    assert config_of(llm).num_pages == 4 * width
+    assert config.windows == ((WINDOW,) if not num_whole else (WINDOW, WINDOW, WINDOW, 0))
+    # The pool is what four such rows take, not four of 2,304 tokens in all layers.
+    num_windowed = len(config.windows) - num_whole
+    assert config.num_pages == 4 * (num_windowed * width + num_whole * 2304 // SIZE)
     assert f"window {WINDOW}: {width} pages per row" in llm.describe()
     assert f"window {WINDOW}" not in new_llm(dense, max_model_len=128).describe()
 
     monkeypatch.setattr(ModelSpec, "longest_window", None)
+    monkeypatch.setattr(blueprint, "MAX_TABLES", 0)
     whole = new_llm(dense, deterministic=True, max_num_seqs=2)
     assert config_of(whole).num_pages == 2 * 2304 // SIZE
     assert figures(generate(whole, [prompt])[0]) == figures(output)
@@ -100,7 +108,8 @@ def test_it_is_what_a_dense_decoder_computes(llm, dense):
 
 
 def test_a_hit_is_a_miss_to_the_bit_and_takes_the_window_only(dense):
-    llm = new_llm(dense, deterministic=True, num_gpu_blocks_override=60)
+    pages = 60 if None not in dense.windows else 3 * 20 + 66
+    llm = new_llm(dense, deterministic=True, num_gpu_blocks_override=pages)
     prompt, other = prompt_of(500), prompt_of(40, seed=1)
     longer = {"prompt_token_ids": prompt["prompt_token_ids"] + other["prompt_token_ids"]}
     alone = new_llm(dense, deterministic=True, enable_prefix_caching=False)
@@ -118,7 +127,9 @@ def test_a_hit_is_a_miss_to_the_bit_and_takes_the_window_only(dense):
 
 def test_rows_that_push_each_other_out_get_what_they_get_alone(dense):
     llm = new_llm(dense, deterministic=True)
-    tight = new_llm(dense, deterministic=True, num_gpu_blocks_override=12)
+    # A row of 250 tokens needs 9 pages of a table with a window, and 16 of one without.
+    pages = 12 if None not in dense.windows else 12 * 3 + 16
+    tight = new_llm(dense, deterministic=True, num_gpu_blocks_override=pages)
     prompts = [prompt_of(n, seed=n) for n in (20, 150, 25, 18)]
     params = replace(GREEDY, max_tokens=100)
     want = [figures(generate(llm, [prompt], params)[0]) for prompt in prompts]
