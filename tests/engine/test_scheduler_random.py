@@ -17,7 +17,6 @@ import pytest
 from jaxkv.config import EngineConfig, SamplingParams
 from jaxkv.engine.beams import search_on
 from jaxkv.engine.scheduler import LoopPlan, Scheduler, StepPlan
-from jaxkv.holding.allocator import KVHandle
 from jaxkv.holding.hold import Hold, Kept
 from jaxkv.holding.prefix import PageChain
 from jaxkv.holding.retention import Retention
@@ -284,7 +283,9 @@ class Traffic:
 
     def work_of(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
         if isinstance(plan, LoopPlan):
-            lengths = [request.hold.handle().length for request in plan.requests]
+            holds = [request.hold for request in plan.requests]
+            keep_all = not self.scheduler.bounded and 0 in self.config.windows
+            lengths = [one.num_stored if keep_all else one.handle().length for one in holds]
             assert lengths == sorted(lengths), "rows of like length are neighbours"
             assert 1 <= plan.num_steps <= self.config.decode_steps
             assert set(plan.requests) == {
@@ -312,62 +313,67 @@ class Traffic:
         """What the device does with the plan, in order: store, look at everything before, sample,
         rest after an end.
         """
-        starts = [(request, request.hold.handle(), count) for request, count in work]
-        for (request, coming), (planned, handle, count) in zip(
+        starts = [(request, request.hold.num_stored, count) for request, count in work]
+        for (request, coming), (planned, start, count) in zip(
             self.scheduler.launched(plan), starts, strict=True
         ):
             assert request is planned
-            self.bind(request, handle)
+            self.bind(request)
             known = len(self.sequences[request].tokens)
-            state = self.advance(request, handle, count)
+            state = self.advance(request, start, count)
             self.flight.append(Part(request, coming, self.sequences[request].tokens[known:], state))
         for kept, pages in plan.measures:
             self.measured.append((kept, np.array([self.position_of[page] for page in pages])))
         for request in self.scheduler.running:
-            self.check_sees_itself(request, request.hold.handle())  # nobody wrote over it
+            self.check_sees_itself(request, request.hold.num_stored)  # nobody wrote over it
 
-    def bind(self, request: Request, handle: KVHandle) -> None:
+    def bind(self, request: Request) -> None:
         """As the row tables do: only the pages that they do not have yet."""
-        before = self.tables.get(request.row, ())
-        new = (request.hold.room_len - request.hold.bound_len) // self.config.block_size
-        first = max(0, len(handle.pages) - new)
-        self.tables[request.row] = before[:first] + handle.pages[first:]
-        assert self.tables[request.row] == handle.pages
-        request.hold.bound_len = request.hold.room_len
+        hold = request.hold
+        new = (hold.room_len - hold.bound_len) // self.config.block_size
+        for number, part in enumerate(hold.parts):
+            before = self.tables.get((request.row, number), [])
+            first = max(0, len(part.pages) - new)
+            self.tables[request.row, number] = before[:first] + part.pages[first:]
+            assert self.tables[request.row, number] == part.pages
+        hold.bound_len = hold.room_len
 
-    def advance(self, request: Request, handle: KVHandle, count: int) -> int | None:
-        """The last state that it stores."""
-        sequence, size = self.sequences[request], self.config.block_size
-        self.check_sees_itself(request, handle)
+    def advance(self, request: Request, start: int, count: int) -> int | None:
+        """The last state that it stores, at positions from `start` on."""
+        sequence = self.sequences[request]
+        self.check_sees_itself(request, start)
         state = None
-        for at in range(handle.length, handle.length + count):
+        for position in range(start, start + count):
             if sequence.has_ended:
-                self.slots[handle.pages[at // size]][at % size] = (
-                    None  # of no use, and nobody else's
-                )
+                for slots, at in self.slots_of(request, position):
+                    slots[at] = None  # of no use, and nobody else's
                 continue
-            state = self.store(request, handle, at)
-            if (
-                at + request.hold.parts[0].num_gone + 1 == len(sequence.tokens)
-                and request.search is None
-            ):
+            state = self.store(request, position)
+            if position + 1 == len(sequence.tokens) and request.search is None:
                 sequence.tokens.append(sampled(state, request.draw.seed))
                 sequence.has_ended = is_end(state, request.draw.seed)
         return state
 
-    def store(self, request: Request, handle: KVHandle, at: int) -> int:
-        """Writes the token's slot; returns what it holds."""
-        size, sequence = self.config.block_size, self.sequences[request]
-        before = (
-            self.slots[handle.pages[(at - 1) // size]][(at - 1) % size]
-            if at
-            else hash(request.hold.chain.root)
-        )
-        state = after(before, sequence.tokens[at + request.hold.parts[0].num_gone])
-        self.slots[handle.pages[at // size]][at % size] = state
-        if at % size == 0:
-            self.position_of[handle.pages[at // size]] = at + request.hold.parts[0].num_gone
-        if (at + 1) % size == 0 and at + 1 < request.prompt_len:
+    def slots_of(self, request: Request, position: int) -> list[tuple[list, int]]:
+        """The slots of a token in each page table, as (slots of the page, which one)."""
+        found, size = [], self.config.block_size
+        for part in request.hold.parts:
+            page, at = divmod(position - part.num_gone, size)
+            found.append((self.slots[part.pages[page]], at))
+            if not at:
+                self.position_of[part.pages[page]] = position
+        return found
+
+    def store(self, request: Request, position: int) -> int:
+        """Writes the token's slots; returns what they hold."""
+        sequence, before = self.sequences[request], hash(request.hold.chain.root)
+        if position:
+            slots, at = self.slots_of(request, position - 1)[0]
+            before = slots[at]
+        state = after(before, sequence.tokens[position])
+        for slots, at in self.slots_of(request, position):
+            slots[at] = state
+        if (position + 1) % self.config.block_size == 0 and position + 1 < request.prompt_len:
             self.computed[state] += 1
         return state
 
@@ -436,30 +442,23 @@ class Traffic:
         self.num_copies += len(copies)
         self.scheduler.copied()
 
-    def check_sees_itself(self, request: Request, handle: KVHandle) -> None:
-        """Every slot of it that is stored holds what it would hold were the request alone."""
+    def check_sees_itself(self, request: Request, length: int) -> None:
+        """Every slot of its first tokens that it holds has what it would have were it alone."""
         if request not in self.sequences:
             return
-        sequence, size = self.sequences[request], self.config.block_size
-        length, states = (
-            min(handle.length + request.hold.parts[0].num_gone, len(sequence.tokens) - 1),
-            sequence.states,
-        )
+        hold, sequence, size = request.hold, self.sequences[request], self.config.block_size
+        length, states = min(length, len(sequence.tokens) - 1), sequence.states
         while len(states) < length:
-            states.append(
-                after(
-                    states[-1] if states else hash(request.hold.chain.root),
-                    sequence.tokens[len(states)],
-                )
-            )
-        kept, (part,) = request.hold.kept, request.hold.parts
-        firsts = part.firsts(len(handle.pages))
-        if part.window:  # all that the next query sees is there, and not more than a row may have
-            assert part.num_gone <= max(0, request.hold.num_stored - part.window + 1)
-            assert len(handle.pages) <= self.config.table_width
-        for first, page in zip(firsts, handle.pages, strict=False):
-            own = states[first : min(length, first + size)]
-            assert self.slots[page][: len(own)] == own
+            before = states[-1] if states else hash(hold.chain.root)
+            states.append(after(before, sequence.tokens[len(states)]))
+        for part in hold.parts:
+            if part.window:  # all that the next query sees is there, and not more than may be
+                assert part.num_gone <= max(0, hold.num_stored - part.window + 1)
+                assert len(part.pages) <= self.config.window_pages(part.window)
+            for first, page in zip(part.firsts(len(part.pages)), part.pages, strict=True):
+                own = states[first : min(length, first + size)]
+                assert self.slots[page][: len(own)] == own
+        kept = hold.kept
         for first, page in [] if kept is None else zip(kept.low_first, kept.low, strict=True):
             assert self.low_slots[page] == states[first : first + size]
 
@@ -515,10 +514,14 @@ def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(config, sea
 
 
 WINDOWED = {
-    "plain": replace(ENGINE, max_model_len=200, window=20, num_pages=24),
-    "tight pool": replace(ENGINE, max_model_len=150, window=9, num_pages=7),
-    "many rows": replace(ENGINE, max_model_len=120, window=33, max_num_seqs=12, num_pages=40),
-    "smaller than a row": replace(ENGINE, max_model_len=120, window=40, num_pages=6),
+    "plain": replace(ENGINE, max_model_len=200, windows=(20,), num_pages=24),
+    "tight pool": replace(ENGINE, max_model_len=150, windows=(9,), num_pages=7),
+    "many rows": replace(ENGINE, max_model_len=120, windows=(33,), max_num_seqs=12, num_pages=40),
+    "smaller than a row": replace(ENGINE, max_model_len=120, windows=(40,), num_pages=6),
+    "two tables": replace(ENGINE, max_model_len=120, windows=(20, 0), num_pages=44),
+    "four tables, tight pool": replace(
+        ENGINE, max_model_len=90, windows=(9, 9, 0, 30), num_pages=36
+    ),
 }
 
 
