@@ -38,7 +38,7 @@ def ragged_paged_attention(
     layer: int | jax.Array,
     num_pages: int,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
 ) -> tuple[jax.Array, Statistics]:

@@ -17,6 +17,10 @@ class Rows:
 
     Rows list their slots by rising position, so what a query sees of its row (causal, window,
     dropped pages) is one range of slots.
+
+    window, in tokens: None is no window, and its schedule says nothing of one. Any other, an int
+    or a traced int32 from 1 to 2**30, is data: schedules that differ in it only can be stacked.
+    With 2**30 a query sees all that comes before it.
     """
 
     table_BW: jax.Array
@@ -25,7 +29,7 @@ class Rows:
     start_B: jax.Array
     count_B: jax.Array
     page_size: int
-    window: int | None
+    window: int | jax.Array | None
 
     @property
     def width(self) -> int:
@@ -36,11 +40,20 @@ class Rows:
         page = jnp.minimum(slot // self.page_size, self.width - 1)
         return self.first_BW[row, page] + slot % self.page_size
 
+    def lowest(self, row: jax.Array, slot: jax.Array) -> jax.Array | None:
+        """Returns the lowest position that the query at `slot` of its row sees, below 0 where its
+        window is longer than what comes before it; None without a window.
+        """
+        if self.window is None:
+            return None
+        return self.position(row, slot) + 1 - jnp.asarray(self.window, jnp.int32)
+
     def low_slot(self, row: jax.Array, slot: jax.Array) -> jax.Array:
         """Finds the first slot of its row that the query at `slot` sees."""
-        if self.window is None:
+        lowest = self.lowest(row, slot)
+        if lowest is None:
             return jnp.zeros_like(slot)
-        below = self.position(row, slot)[:, None] - self.window + 1 - self.first_BW[row]
+        below = lowest[:, None] - self.first_BW[row]
         held = (jnp.arange(self.width, dtype=jnp.int32) * self.page_size)[None, :] <= slot[:, None]
         return jnp.where(held, jnp.clip(below, 0, self.page_size), 0).sum(axis=1, dtype=jnp.int32)
 

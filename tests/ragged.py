@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.state import BEHIND
 from kernels_pallas import reference
 
 LAYER, NUM_LAYERS, WIDTH, NUM_ROWS = 1, 2, 6, 7
+WINDOWS = (20, 2**30)
+"""Of the KV groups whose schedules are stacked: one cuts every row, one sees all before it."""
 
 WHOLE = {"bfloat16": 2e-3, "float32": 1e-5}
 PER_HEAD = {"bfloat16": 5e-3, "float32": 1e-5}
@@ -112,6 +115,16 @@ def random_case(seed: int, shape: Shape) -> Case:
     arrays |= {name: x.astype(np.int32) for name, x in integers.items()}
     pages = np.asarray(jnp.asarray(pages, shape.dtype))
     return Case(shape, arrays, pages, held, row_T, position_T, dest_T, num_decode, num_rows)
+
+
+def first_page_behind(case: Case) -> Case:
+    """The case whose rows have lost their first page, where a step's own tokens are not in it: its
+    column stays, with the position that is behind every window.
+    """
+    arrays = {name: np.copy(x) for name, x in case.arrays.items()}
+    before = arrays["len_B"] - arrays["count_B"] >= case.shape.page_size
+    arrays["first_BW"][before, 0] = BEHIND
+    return replace(case, arrays=arrays)
 
 
 def sinks_of(shape: Shape) -> np.ndarray | None:

@@ -87,7 +87,7 @@ class Static:
 
 
 class Work(NamedTuple):
-    """Holds the lists of `PrefillItems` that the kernel reads."""
+    """Holds the lists of `PrefillItems` that the kernel reads. lowest: None without a window."""
 
     num: Any
     row: Any
@@ -95,6 +95,7 @@ class Work(NamedTuple):
     begin: Any
     tiles: Any
     high: Any
+    lowest: Any
     table: Any
     first: Any
 
@@ -132,7 +133,6 @@ def down(x_R: jax.Array, columns: int) -> jax.Array:
 def _kernel(
     static: Static,
     width: int,
-    window: int | None,
     work: Work,
     base: Any,
     q_IKRH: Any,
@@ -187,13 +187,11 @@ def _kernel(
                 (registers.iota(shape, 0) + worker * ROWS) >> (static.per_head.bit_length() - 1)
             ) + work.slot[item]
             mask = (at <= own) & (at < high)
-            if window is None:
+            if work.lowest is None:
                 return mask
             # Positions of a chunk are consecutive: the first query's tells those of all.
-            size = problem.page_size
-            page = div(jnp.minimum(work.slot[item], width * size - 1), size)
-            of_own = work.first[work.row[item] * width + page] - page * size
-            return mask & (own + of_own - at - key_position(item, start, shape) < window)
+            lowest = own + (work.lowest[item] - work.slot[item])
+            return mask & (at + key_position(item, start, shape) >= lowest)
 
         def attend_tile(t: jax.Array, carry: tuple) -> tuple:
             count, old_max, old_sum, acc = carry
@@ -304,12 +302,13 @@ def prefill(
         begin=items.begin,
         tiles=items.tiles,
         high=items.high,
+        lowest=items.lowest,
         table=items.table,
         first=items.first,
     )
     out = jax.ShapeDtypeStruct((*shape, problem.head_dim), jnp.float32)
     (found,) = plgpu.kernel(
-        partial(_kernel, static, items.width, items.window),
+        partial(_kernel, static, items.width),
         out_type=[Found(out, softmax, softmax)],
         grid=(problem.num_processors,),
         grid_names=("block",),

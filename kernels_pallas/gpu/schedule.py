@@ -53,11 +53,12 @@ class DecodeItems:
         "begin",
         "tiles",
         "high",
+        "lowest",
         "where",
         "table",
         "first",
     ],
-    meta_fields=["size", "width", "window"],
+    meta_fields=["size", "width"],
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillItems:
@@ -66,9 +67,9 @@ class PrefillItems:
 
     int32, [items] each unless said otherwise. num [1] items; row; token: packed index of the first
     query; slot: where it is in its row; begin: slot where the first tile that any query sees
-    begins; tiles; high: end of the slots that
-    the queries see. where [T]: item * size + index of each packed token, 0 for one that is in no
-    chunk. table, first [B * width] flat.
+    begins; tiles; high: end of the slots that the queries see; lowest: the lowest position that the
+    first query sees, None without a window. where [T]: item * size + index of each packed token, 0
+    for one that is in no chunk. table, first [B * width] flat.
     """
 
     num: jax.Array
@@ -78,12 +79,12 @@ class PrefillItems:
     begin: jax.Array
     tiles: jax.Array
     high: jax.Array
+    lowest: jax.Array | None
     where: jax.Array
     table: jax.Array
     first: jax.Array
     size: int
     width: int
-    window: int | None
 
 
 @partial(
@@ -215,10 +216,10 @@ def _prefill_items(rows: Rows, chunk_B: jax.Array, *, num_tokens: int, size: int
         begin=begin,
         tiles=jnp.where(real, cdiv(high - begin, TILE), 0),
         high=high,
+        lowest=rows.lowest(row, slot),
         where=where,
         table=rows.table_BW.reshape(-1),
         first=rows.first_BW.reshape(-1),
         size=size,
         width=rows.width,
-        window=rows.window,
     )

@@ -65,7 +65,7 @@ def ragged_paged_attention(
         heads=schedule.tiles.decode_heads,
         queries=schedule.tiles.prefill_queries,
         scale=scale,
-        window=schedule.window,
+        windowed=schedule.windowed,
         softcap=softcap,
         sinks=sinks_N is not None,
         streamed=schedule.records is not None,

@@ -40,7 +40,7 @@ class Static:
     heads: int
     queries: int
     scale: float
-    window: int | None
+    windowed: bool
     softcap: float | None
     sinks: bool
     streamed: bool

@@ -302,7 +302,7 @@ def _kernel(
                 else jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
             )
             seen = place < work.high(item)
-            if static.window is not None:
+            if static.windowed:
                 seen &= place >= work.low(item)
             s = jnp.where(seen, scores(given.q_DJMX[row, j], blocks[slot], at, static), MASKED)
             top = jnp.max(s, axis=1, keepdims=True)

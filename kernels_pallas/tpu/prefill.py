@@ -69,7 +69,9 @@ class Tables(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Holds lists of `PrefillItems` in scalar memory. tables: None where they are streamed."""
+    """Holds lists of `PrefillItems` in scalar memory. lowest_I: None without a window; tables: None
+    where they are streamed.
+    """
 
     num: Any
     table_I: Any
@@ -77,7 +79,7 @@ class Scalars(NamedTuple):
     slot_I: Any
     low_I: Any
     high_I: Any
-    position_I: Any
+    lowest_I: Any
     base: Any
     tables: Any
 
@@ -123,7 +125,7 @@ def _kernel(
 ) -> None:
     num, base, slot_I, low_I = scalars.num, scalars.base, scalars.slot_I, scalars.low_I
     table_I, query_I, high_I = scalars.table_I, scalars.query_I, scalars.high_I
-    position_I, held = scalars.position_I, scratch.held
+    lowest_I, held = scalars.lowest_I, scratch.held
     tables = given.tables if static.streamed else scalars.tables
     query, result, sent, queried = scratch.query, scratch.result, scratch.sent, scratch.queried
     max_JRL, sum_JRL, acc_JRX = scratch.max_JRL, scratch.sum_JRL, scratch.acc_JRX
@@ -138,7 +140,7 @@ def _kernel(
         """Makes copies of the tables of an item's row, where they are not in scalar memory."""
         slot = jax.lax.rem(item, jnp.int32(2))
         copies = [(tables.table, held.table)]
-        if static.window is not None:
+        if static.windowed:
             copies.append((tables.first, held.first))
         return [
             pltpu.make_async_copy(x.at[table_I[item]], y.at[slot], scratch.asked.at[slot])
@@ -213,7 +215,7 @@ def _kernel(
         begin = low_I[item] + number * slots
         distance = distance_RS[...]
         mask = distance <= slot_I[item] - begin
-        if static.window is None:
+        if not static.windowed:
             return mask
         # Slot of a block to position: its page's first position, less its page's first slot.
         shift = jnp.zeros((1, slots), jnp.int32)
@@ -221,7 +223,7 @@ def _kernel(
         for i in range(static.block):
             of_page = page_of(item, div(begin, size) + i, first=True) - i * size
             shift = jnp.where(page == i, of_page, shift)
-        return mask & (distance + shift > position_I[item] - static.window)
+        return mask & (distance + shift >= lowest_I[item])
 
     def attend(item: jax.Array, number: jax.Array, slot: jax.Array, masked: bool) -> None:
         """Attends a block. Scores and weights go through VMEM: all rows of queries meet a tile of
@@ -277,9 +279,9 @@ def _kernel(
             clear_tail(item, number, slot)
         begin = low_I[item] + number * slots
         whole = begin + slots <= slot_I[item] + 1
-        if static.window is not None:
+        if static.windowed:
             begins_at = page_of(item, div(begin, size), first=True)
-            whole &= begins_at > position_I[item] + static.queries - 1 - static.window
+            whole &= begins_at >= lowest_I[item] + static.queries - 1
         pl.when(whole)(lambda: attend(item, number, slot, masked=False))
         pl.when(jnp.logical_not(whole))(lambda: attend(item, number, slot, masked=True))
 
@@ -369,7 +371,7 @@ def prefill(
         slot_I=items.slot,
         low_I=items.low,
         high_I=items.high,
-        position_I=items.position,
+        lowest_I=items.lowest,
         base=base,
         tables=None if static.streamed else tables,
     )

@@ -79,7 +79,7 @@ class WriteItems:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["num", "table", "query", "slot", "low", "high", "position", "token", "where"],
+    data_fields=["num", "table", "query", "slot", "low", "high", "lowest", "token", "where"],
     meta_fields=[],
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,9 +88,9 @@ class PrefillItems:
     at a multiple of TILE.
 
     num [1] items; table: index of the row's first page in the flat table, or the row where tables
-    stay in HBM; query: repacked index of the first query;
-    slot, position: those of the first query; low, high: slots that some query of the block sees,
-    low a page's first.
+    stay in HBM; query: repacked index of the first query; slot: that of the first query;
+    low, high: slots that some query of the block sees, low a page's first;
+    lowest: the lowest position that the first query sees, None without a window.
     token [repacked]: the packed token of each repacked one; where [T]: the inverse, and the first
     past the chunks' end for a token that is in none.
     """
@@ -101,7 +101,7 @@ class PrefillItems:
     slot: Ints
     low: Ints
     high: Ints
-    position: Ints
+    lowest: Ints | None
     token: Ints
     where: Ints
 
@@ -109,7 +109,7 @@ class PrefillItems:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["table", "first", "records", "num_decode", "decode", "write", "prefill"],
-    meta_fields=["batch", "width", "page_size", "tiles", "window"],
+    meta_fields=["batch", "width", "page_size", "tiles", "windowed"],
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
@@ -132,7 +132,7 @@ class Schedule:
     width: int
     page_size: int
     tiles: Tiles
-    window: int | None
+    windowed: bool
 
 
 def make_schedule(
@@ -146,7 +146,7 @@ def make_schedule(
     *,
     num_tokens: int,
     page_size: int,
-    window: int | None,
+    window: int | jax.Array | None,
     tiles: Tiles,
     packed: bool = False,
     decode_only: bool = False,
@@ -200,7 +200,7 @@ def make_schedule(
         width=table_BW.shape[1],
         page_size=page_size,
         tiles=tiles,
-        window=window,
+        windowed=window is not None,
     )
 
 
@@ -290,7 +290,7 @@ def _prefill_items(rows: Rows, chunk_B: jax.Array, num_tokens: int, tiles: Tiles
         slot=slot,
         low=low,
         high=jnp.minimum(slot + queries, rows.width * rows.page_size),
-        position=rows.position(row, slot),
+        lowest=rows.lowest(row, slot),
         token=token,
         where=where,
     )

@@ -4,7 +4,9 @@ row is NaN.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +25,12 @@ from kernels_pallas.rows import Rows
 from ragged import (
     LAYER,
     NUM_ROWS,
+    WINDOWS,
     Case,
     Shape,
     assert_close,
     expected,
+    first_page_behind,
     int8_of,
     int8_stands_for,
     random_case,
@@ -79,23 +83,39 @@ def pages_of(case: Case) -> jax.Array | gpu.Int8Pages:
     )
 
 
-def run(case: Case, *, num_processors: int = 2) -> jax.Array:
-    shape, arrays = case.shape, case.arrays
+def schedule_of(
+    case: Case, window: int | jax.Array | None, num_processors: int = 2, **rows: jax.Array
+) -> gpu.Schedule:
+    shape = case.shape
+    return gpu.make_schedule(
+        Rows(**rows, page_size=shape.page_size, window=window),
+        jnp.int32(case.num_decode),
+        jnp.int32(case.num_rows),
+        num_tokens=len(case.row_T),
+        num_heads=shape.num_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        num_processors=num_processors,
+        decode_only=shape.decode_only,
+    )
+
+
+def program(
+    case: Case, windows: tuple[int, ...] = (), *, num_processors: int = 2
+) -> Callable[[int | None], jax.Array]:
+    """Makes a function that attends with the shape's window or, with `windows`, with the schedule
+    of the one whose traced index it is given, out of stacked ones.
+    """
+    shape = case.shape
 
     @jax.jit
-    def step(q_TNH, pages, table_BW, first_BW, len_B, start_B, count_B):
-        rows = Rows(table_BW, first_BW, len_B, start_B, count_B, shape.page_size, shape.window)
-        schedule = gpu.make_schedule(
-            rows,
-            jnp.int32(case.num_decode),
-            jnp.int32(case.num_rows),
-            num_tokens=len(case.row_T),
-            num_heads=shape.num_heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            num_processors=num_processors,
-            decode_only=shape.decode_only,
-        )
+    def step(q_TNH, pages, group, **rows):
+        if windows:
+            schedules = [schedule_of(case, window, num_processors, **rows) for window in windows]
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *schedules)
+            schedule = jax.tree.map(lambda x: x[group], stacked)
+        else:
+            schedule = schedule_of(case, shape.window, num_processors, **rows)
         return gpu.ragged_paged_attention(
             q_TNH,
             pages,
@@ -108,19 +128,22 @@ def run(case: Case, *, num_processors: int = 2) -> jax.Array:
             interpret=InterpretGPUParams(detect_races=True),
         )
 
-    known = {name: x for name, x in arrays.items() if name not in ("k_TKH", "v_TKH")}
-    return step(pages=pages_of(case), **known)
+    known = {name: x for name, x in case.arrays.items() if name not in ("k_TKH", "v_TKH")}
+    pages = pages_of(case)
+    return lambda group: step(pages=pages, group=group, **known)
+
+
+def assert_right(case: Case, out: jax.Array) -> None:
+    real_T = case.row_T < NUM_ROWS
+    want, _ = expected(int8_stands_for(case) if case.shape.num_bits else case)
+    out = np.asarray(out, np.float64)
+    assert_close(out[real_T], want[real_T], case.shape.dtype)
+    assert not out[: case.num_decode][~real_T[: case.num_decode]].any()
 
 
 def check(seed: int, shape: Shape, **options: int) -> None:
     case = random_case(seed, shape)
-    real_T = case.row_T < NUM_ROWS
-    out = run(case, **options)
-    case = int8_stands_for(case) if shape.num_bits else case
-    want, _ = expected(case)
-    out = np.asarray(out, np.float64)
-    assert_close(out[real_T], want[real_T], shape.dtype)
-    assert not out[: case.num_decode][~real_T[: case.num_decode]].any()
+    assert_right(case, program(case, **options)(None))
 
 
 @needs_interpreter
@@ -145,6 +168,24 @@ def test_int8_pages_equal_what_their_numbers_stand_for(shape):
 @pytest.mark.parametrize("shape", INT8_DECODE, ids=str)
 def test_decode_of_int8_pages_equals_what_their_numbers_stand_for(shape):
     check(22, replace(shape, num_bits=8, decode_only=True))
+
+
+@needs_interpreter
+def test_a_traced_index_picks_one_of_stacked_schedules_of_two_windows():
+    case = first_page_behind(random_case(5, Shape()))
+    attend = program(case, WINDOWS)
+    for group, window in enumerate(WINDOWS):
+        assert_right(replace(case, shape=replace(case.shape, window=window)), attend(group))
+
+
+@pytest.mark.parametrize("decode_only", [False, True])
+def test_schedules_differ_in_the_window_only_as_data(decode_only):
+    case = random_case(0, Shape(decode_only=decode_only))
+    names = ("table_BW", "first_BW", "len_B", "start_B", "count_B")
+    rows = {name: jnp.asarray(case.arrays[name]) for name in names}
+    made = [jax.eval_shape(partial(schedule_of, case, window, **rows)) for window in WINDOWS]
+    traced = jax.eval_shape(lambda window: schedule_of(case, window, **rows), jnp.int32(1))
+    assert made == [traced, traced]
 
 
 @needs_interpreter

@@ -4,7 +4,9 @@ is NaN.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,12 @@ from kernels_pallas import tpu
 from ragged import (
     LAYER,
     NUM_ROWS,
+    WINDOWS,
     Case,
     Shape,
     assert_close,
     expected,
+    first_page_behind,
     random_case,
     sinks_of,
 )
@@ -81,24 +85,36 @@ DECODE = [
 ]
 
 
-def run(case: Case, interpret: object) -> tuple:
+def schedule_of(case: Case, window: int | jax.Array | None, **rows: jax.Array) -> tpu.Schedule:
+    shape = case.shape
+    return tpu.make_schedule(
+        **rows,
+        num_tokens=len(case.row_T),
+        page_size=shape.page_size,
+        window=window,
+        tiles=tiles_of(shape),
+        decode_only=shape.decode_only,
+        packed=shape.num_bits is not None,
+        **({"smem_bytes": 0} if shape.tables_in_hbm else {}),
+    )
+
+
+def program(
+    case: Case, interpret: object, windows: tuple[int, ...] = ()
+) -> Callable[[int | None], tuple]:
+    """Makes a function that attends with the shape's window or, with `windows`, with the schedule
+    of the one whose traced index it is given, out of stacked ones.
+    """
     shape, arrays = case.shape, case.arrays
-    num_tokens = len(case.row_T)
 
     @jax.jit
-    def step(q_TNH, k_TKH, v_TKH, pages, num_decode, num_rows, layer, **rows):
-        schedule = tpu.make_schedule(
-            **rows,
-            num_decode=num_decode,
-            num_rows=num_rows,
-            num_tokens=num_tokens,
-            page_size=shape.page_size,
-            window=shape.window,
-            tiles=tiles_of(shape),
-            decode_only=shape.decode_only,
-            packed=shape.num_bits is not None,
-            **({"smem_bytes": 0} if shape.tables_in_hbm else {}),
-        )
+    def step(q_TNH, k_TKH, v_TKH, pages, layer, group, **rows):
+        if windows:
+            schedules = [schedule_of(case, window, **rows) for window in windows]
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *schedules)
+            schedule = jax.tree.map(lambda x: x[group], stacked)
+        else:
+            schedule = schedule_of(case, shape.window, **rows)
         assert (schedule.records is not None) == shape.tables_in_hbm
         return tpu.ragged_paged_attention(
             q_TNH,
@@ -120,9 +136,12 @@ def run(case: Case, interpret: object) -> tuple:
         pages = packed_pages(case)
     else:
         pages = tpu.pack(layout_of(shape), jnp.asarray(case.pages))
-    return step(
-        pages=pages, num_decode=case.num_decode, num_rows=case.num_rows, layer=LAYER, **arrays
-    )
+    known = {"num_decode": case.num_decode, "num_rows": case.num_rows, "layer": LAYER}
+    return lambda group: step(pages=pages, group=group, **known, **arrays)
+
+
+def run(case: Case, interpret: object) -> tuple:
+    return program(case, interpret)(None)
 
 
 def quantise(x: np.ndarray, num_bits: int) -> tpu.Quantised:
@@ -280,6 +299,28 @@ def test_the_plain_interpreter_gives_the_same():
     shape = Shape(window=40, sinks=True)
     case = random_case(3, shape)
     assert_right(case, run(case, True))
+
+
+@pytest.mark.parametrize("tables_in_hbm", some([False, True], False))
+def test_a_traced_index_picks_one_of_stacked_schedules_of_two_windows(tables_in_hbm):
+    case = first_page_behind(random_case(5, Shape(tables_in_hbm=tables_in_hbm)))
+    attend = program(case, True, WINDOWS)
+    for group, window in enumerate(WINDOWS):
+        assert_right(replace(case, shape=replace(case.shape, window=window)), attend(group))
+
+
+@pytest.mark.parametrize("decode_only", [False, True])
+def test_schedules_differ_in_the_window_only_as_data(decode_only):
+    case = random_case(0, Shape(decode_only=decode_only))
+    names = ("table_BW", "first_BW", "len_B", "start_B", "count_B")
+    rows = {name: case.arrays[name] for name in names}
+    rows |= {"num_decode": np.int32(case.num_decode), "num_rows": np.int32(case.num_rows)}
+    *made, without = (
+        jax.eval_shape(partial(schedule_of, case, window, **rows)) for window in (*WINDOWS, None)
+    )
+    traced = jax.eval_shape(lambda window: schedule_of(case, window, **rows), jnp.int32(1))
+    assert made == [traced, traced]
+    assert jax.tree.structure(without) != jax.tree.structure(traced)
 
 
 @pytest.mark.parametrize("tables_in_hbm", [False, True])
