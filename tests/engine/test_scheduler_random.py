@@ -515,10 +515,10 @@ def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(config, sea
 
 
 WINDOWED = {
-    "plain": replace(ENGINE, max_model_len=200, window=20, num_pages=24),
-    "tight pool": replace(ENGINE, max_model_len=150, window=9, num_pages=7),
-    "many rows": replace(ENGINE, max_model_len=120, window=33, max_num_seqs=12, num_pages=40),
-    "smaller than a row": replace(ENGINE, max_model_len=120, window=40, num_pages=6),
+    "plain": replace(ENGINE, max_model_len=200, windows=(20,), num_pages=24),
+    "tight pool": replace(ENGINE, max_model_len=150, windows=(9,), num_pages=7),
+    "many rows": replace(ENGINE, max_model_len=120, windows=(33,), max_num_seqs=12, num_pages=40),
+    "smaller than a row": replace(ENGINE, max_model_len=120, windows=(40,), num_pages=6),
 }
 
 

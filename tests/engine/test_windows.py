@@ -75,7 +75,7 @@ def test_a_row_of_2048_tokens_holds_window_chunk_and_a_page(dense, monkeypatch):
 
     monkeypatch.setattr(engine, "_launch", watching)
     (output,) = generate(llm, [prompt := prompt_of(2048)])
-    width = config_of(llm).window_pages
+    width = config_of(llm).window_pages(WINDOW)
     assert SIZE < most * SIZE <= width * SIZE <= WINDOW + CHUNK + SIZE
     # The pool is what four such rows take, not four of 2,304 tokens.
     assert config_of(llm).num_pages == 4 * width
