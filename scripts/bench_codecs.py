@@ -31,8 +31,8 @@ from bench_generate import environment
 from jaxkv.kv.codecs import CODECS, bits_per_value, get_codec
 from jaxkv.kv.codecs.base import Codec
 from jaxkv.kv.layout import HeadMajorLayout
-from jaxkv.kv.state import GroupKV, Statistics
-from jaxkv.ops.attention import Batch, xla
+from jaxkv.kv.state import PageTables, Statistics, Store
+from jaxkv.ops.attention import Batch, Place, xla
 
 SHAPES = {"32/8 heads of 128": (32, 8, 128), "12/4 heads of 64": (12, 4, 64)}
 PAGE = 16
@@ -54,25 +54,23 @@ def attention(
     table_BW = rng.permutation(num_pages).reshape(batch, -1).astype(np.int32)
     first_BW = np.broadcast_to(np.arange(context // PAGE, dtype=np.int32) * PAGE, table_BW.shape)
     (pages,) = (x[0] for x in jax.jit(layout.pack)(k, v))
-    tables: Any = (table_BW, first_BW, np.full(batch, context, np.int32))
-    group = GroupKV(pages, *tables, layout=layout, num_layers=1)
+    arrays: Any = (table_BW, first_BW, np.full(batch, context, np.int32))
+    store, tables = Store(pages, layout=layout, num_layers=1), PageTables(*arrays)
     if variant == "a quarter read":
         keys = layout.unpack([pages[None]])[0].reshape(num_pages, PAGE, kv_heads, head_dim)
         extremes = jnp.stack([keys.min(axis=1), keys.max(axis=1)], axis=1)
-        group = group.replace(extremes=extremes, num_read=context // PAGE // 4)
+        store = store.replace(extremes=extremes, num_read=context // PAGE // 4)
     if variant in VARIANTS[:2]:
-        zeros: Any = np.zeros(table_BW.shape, np.float32)
         since: Any = np.zeros(batch, np.int32)
-        focused = variant == VARIANTS[1]
-        entropy = zeros[:, 0] if focused else None
-        group = group.replace(statistics=Statistics(zeros, None, entropy, since, focused=focused))
+        tables = tables.replace(since_B=since, focused=variant == VARIANTS[1])
     row_B: Any = np.arange(batch, dtype=np.int32)
     last_B: Any = np.full(batch, context - 1, np.int32)
     counts: Any = (np.ones(batch, np.int32), np.int32(batch), np.int32(batch))
     made = Batch(row_B, last_B, row_B, row_B, *counts, decode_only=True)
     q_BNH = jnp.asarray(rng.normal(size=(batch, num_heads, head_dim)), jnp.float32)
-    read = jax.jit(partial(xla.read, layer=0, scale=head_dim**-0.5, window=None))
-    return lambda: read(q_BNH, group, made)
+    at = Place(store, 0, tables, Statistics.nothing(tables))
+    read = jax.jit(partial(xla.read, scale=head_dim**-0.5, window=None))
+    return lambda: read(q_BNH, at, made)
 
 
 def encoding(codec: Codec, heads: tuple[int, int, int]) -> Callable[[], Any]:

@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout
-from jaxkv.kv.state import GroupKV
-from jaxkv.ops.attention import Batch, xla
+from jaxkv.kv.state import PageTables, Store
+from jaxkv.ops.attention import Batch, Place, xla
 
 
 def median_ms(f: Callable[..., Any], *args: Any, calls: int = 15) -> float:
@@ -122,18 +122,15 @@ def decode_attention() -> None:
             ("float32", PlainCodec(dtype="float32")),
         ):
             layout = HeadMajorLayout(num_kv_heads=4, head_dim=64, page_size=size, codec=codec)
-            group = GroupKV(
-                codec.encode(values), table, first, np.full(rows, length, np.int32), layout, 1
-            )
+            store = Store(codec.encode(values), layout, num_layers=1)
+            at = Place(store, 0, PageTables(table, first, np.full(rows, length, np.int32)))
             cells = []
             for tokens in (64, 128, 256, 512, 1024):
                 xla.BLOCK = tokens
                 attend = jax.jit(
-                    lambda q, group, batch: xla.read(
-                        q, group, batch, layer=0, scale=0.125, window=None
-                    )
+                    lambda q, at, batch: xla.read(q, at, batch, scale=0.125, window=None)
                 )
-                cells.append(f"{tokens}: {median_ms(attend, q, group, batch, calls=9):6.2f}")
+                cells.append(f"{tokens}: {median_ms(attend, q, at, batch, calls=9):6.2f}")
             print(f"  {rows:3d} rows {name:9s} " + "  ".join(cells))
     xla.BLOCK = default
 

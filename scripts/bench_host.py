@@ -39,7 +39,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.layout import HeadMajorLayout
-from jaxkv.kv.state import PagedKV, empty_group
+from jaxkv.kv.state import PagedKV, empty_store
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
@@ -87,7 +87,7 @@ class StubPrograms:
 
     def step(self, num_tokens: int) -> Callable[..., tuple]:
         def run(_weights: Any, kv: PagedKV, newest: Newest, _batch: Any, sampling: Any) -> tuple:
-            return kv, newest, self._sampled(np.ones_like(sampling.top_k_B), (), 1), None
+            return kv, newest, self._sampled(np.ones_like(sampling.top_k_B), (), 1), None, None
 
         return run
 
@@ -96,7 +96,8 @@ class StubPrograms:
             _weights: Any, kv: PagedKV, newest: Newest, rows: Any, _sampling: Any, n: np.int32
         ) -> tuple:
             width = self._drawn.shape[1]
-            return kv, newest, rows, self._sampled(np.minimum(rows.budget_B, n), (width,), width)
+            sampled = self._sampled(np.minimum(rows.budget_B, n), (width,), width)
+            return kv, newest, rows, sampled, None
 
         return run
 
@@ -271,8 +272,7 @@ def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
     """
     codec = get_codec("float32", platform="cpu")
     layout = HeadMajorLayout(num_kv_heads=1, head_dim=8, page_size=config.block_size, codec=codec)
-    group = empty_group(num_layers=1, layout=layout, num_pages=1)
-    kv = PagedKV(groups=(group,))
+    kv = PagedKV((empty_store(num_layers=1, layout=layout, num_pages=1),))
     programs: Any = StubPrograms(config, spec, clock)
     engine = Engine({}, kv, programs, config, make_kv=lambda: kv, decode_token=None)
     plan = engine.scheduler.plan

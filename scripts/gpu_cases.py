@@ -93,8 +93,8 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
     import jax.numpy as jnp
 
     from jaxkv.kv.codecs import get_codec
-    from jaxkv.kv.state import GroupKV
-    from jaxkv.ops.attention import Batch, Heads
+    from jaxkv.kv.state import PageTables, Store
+    from jaxkv.ops.attention import Batch, Heads, Place
 
     num_heads, kv_heads, head_dim = SHAPES[case.shape]
     count = 1 if case.kernel == "decode" else CHUNK
@@ -104,10 +104,9 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
     layout = backend.page_layout(heads, case.page_size, codec)
 
     def run(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, scales=None):  # type: ignore[no-untyped-def]
-        stepped = GroupKV(
-            pages, table_BW, first_BW, len_B, layout=layout, num_layers=1, scales=scales
-        )
-        group = replace(stepped, len_B=len_B - count)
+        store = Store(pages, layout=layout, num_layers=1, scales=scales)
+        stepped = PageTables(table_BW, first_BW, len_B)
+        before = replace(stepped, len_B=len_B - count)
         token_T = jnp.arange(case.num_tokens, dtype=jnp.int32)
         decodes = case.kernel == "decode"
         batch = Batch(
@@ -120,12 +119,12 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
             num_rows=jnp.int32(case.batch),
             decode_only=decodes,
         )
-        prepared = backend.prepare(group, batch, heads)
-        options: Any = {"layer": 0, "scale": head_dim**-0.5, "out_dtype": q_TNH.dtype}
+        prepared = backend.prepare(store, before, batch, heads)
+        options: Any = {"scale": head_dim**-0.5, "out_dtype": q_TNH.dtype}
 
         def layer(_: Any, carried: tuple[Any, ...]) -> tuple[Any, ...]:
-            held = replace(stepped, pages=carried[1], scales=carried[2])
-            out, after = backend.attend(carried[0], k_TKH, v_TKH, held, batch, prepared, **options)
+            at = Place(store.with_arrays(*carried[1:]), 0, stepped)
+            out, after, _ = backend.attend(carried[0], k_TKH, v_TKH, at, batch, prepared, **options)
             return out.astype(q_TNH.dtype), after.pages, after.scales
 
         return jax.lax.fori_loop(0, repeats, layer, (q_TNH, pages, scales))

@@ -4,7 +4,7 @@ without pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ import numpy as np
 from jaxkv.build.model import DEMO, calibration_tokens
 from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.kv.codecs import Codec, PlainCodec, decode, get_codec
-from jaxkv.kv.state import GroupKV, PagedKV, empty_group
-from jaxkv.models.decoder import forward, heads_of, logits
+from jaxkv.kv.state import PagedKV, PageTables, Store, empty_store
+from jaxkv.models.decoder import forward, logits
 from jaxkv.models.families import read_config, read_family
+from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import BACKENDS, Batch, Heads
+from jaxkv.ops.attention import BACKENDS, Attended, Batch, Heads, Place
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.load import load_weights
 
@@ -95,7 +96,7 @@ class Unpaged:
     The "page" of a layer is what it measures.
     """
 
-    def prepare(self, group: GroupKV, batch: Batch, heads: Heads) -> None:
+    def prepare(self, store: Store, tables: PageTables, batch: Batch, heads: Heads) -> None:
         return None
 
 
@@ -118,17 +119,17 @@ class Stored(Unpaged):
         q_TNH: Any,
         k_TKH: Any,
         v_TKH: Any,
-        group: GroupKV,
+        at: Place,
         *_: Any,
-        layer: Any,
         scale: float,
         **__: Any,
-    ):  # type: ignore[no-untyped-def]
+    ) -> Attended:
         num_tokens, kv_heads = k_TKH.shape[:2]
         position = jnp.arange(num_tokens)
         distance = position[:, None] - position[None, :]
         is_exact = (position[None, :] < self.exact.first) | (distance < self.exact.recent)
-        is_exact |= (layer < self.exact.layers) | (layer >= self.num_layers - self.exact.layers)
+        last = self.num_layers - self.exact.layers
+        is_exact |= (at.layer < self.exact.layers) | (at.layer >= last)
         q_TKGH = q_TNH.reshape(num_tokens, kv_heads, -1, q_TNH.shape[2])
 
         def attention(stored: bool) -> jax.Array:
@@ -151,9 +152,8 @@ class Stored(Unpaged):
 
         true, found = attention(False), attention(True)
         error = jnp.sum((found - true) ** 2) / jnp.sum(true**2)
-        return true if self.passes else found, replace(
-            group, pages=group.pages.at[layer].set(error)
-        )
+        store = at.store.with_arrays(at.store.pages.at[at.layer].set(error))
+        return Attended(true if self.passes else found, store, None)
 
 
 class Model:
@@ -219,18 +219,17 @@ def dense(
     pages.
     """
     none: Any = np.zeros((1, 1), np.int32)
-    rows: Any = {"table_BW": none, "first_BW": none, "len_B": none[0]}
-    group = GroupKV(
+    store = Store(
         jnp.zeros(spec.num_layers),
-        **rows,
         layout=BACKENDS["xla"].page_layout(heads_of(spec)[0], 1, PlainCodec(dtype="float32")),
         num_layers=spec.num_layers,
     )
     position_T = jnp.arange(len(token_T), dtype=jnp.int32)
     counts: Any = (none[0], none[0] + len(token_T), jnp.int32(0), jnp.int32(1))
     batch = Batch(token_T, position_T, position_T * 0, *counts)
-    kv, x_TD = forward(weights, PagedKV((group,)), batch, spec=spec, backend=attention)
-    return x_TD, kv.groups[0].pages
+    kv = PagedKV((store,), (PageTables(none, none, none[0]),))
+    kv, x_TD, _ = forward(weights, kv, batch, spec=spec, backend=attention)
+    return x_TD, kv.stores[0].pages
 
 
 @cache
@@ -261,19 +260,19 @@ def program(spec: ModelSpec, codec: Codec) -> Any:
     @jax.jit
     def run(weights: Any, token_T: jax.Array, length: jax.Array) -> jax.Array:
         (heads,) = heads_of(spec)
-        group = empty_group(
+        store = empty_store(
             num_layers=spec.num_layers,
             layout=BACKENDS["xla"].page_layout(heads, PAGE, codec),
             num_pages=LENGTH // PAGE,
         )
         table_BW = jnp.arange(LENGTH // PAGE, dtype=jnp.int32)[None]
-        rows = {"table_BW": table_BW, "first_BW": table_BW * PAGE, "len_B": jnp.zeros(1, jnp.int32)}
-        kv = PagedKV(groups=(group.replace(**rows),))
+        tables = PageTables(table_BW, table_BW * PAGE, jnp.zeros(1, jnp.int32))
+        kv = PagedKV((store,), (tables,))
         position_T = jnp.arange(LENGTH, dtype=jnp.int32)
         row_T = jnp.where(position_T < length, 0, 1)
         counts: Any = (jnp.zeros(1, jnp.int32), length[None], jnp.int32(0), jnp.int32(1))
         batch = Batch(token_T, position_T, row_T, *counts)
-        _, x_TD = forward(weights, kv, batch, spec=spec, backend="xla")
+        _, x_TD, _ = forward(weights, kv, batch, spec=spec, backend="xla")
         return logits(weights, x_TD, spec=spec)
 
     return run

@@ -22,7 +22,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,9 @@ from kv_lab_model import LENGTH, PAGE, Model, Unpaged, dense
 from tokenizers import Tokenizer
 
 from jaxkv.build.model import DEMO
-from jaxkv.kv.state import GroupKV
 from jaxkv.models.decoder import logits
 from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.attention import Attended, Place
 
 CUT = 3 * WINDOW // 4
 RECENT = 128
@@ -69,12 +69,11 @@ class Forgetting(Unpaged):
         q_TNH: Any,
         k_TKH: Any,
         v_TKH: Any,
-        group: GroupKV,
+        at: Place,
         *_: Any,
-        layer: Any,
         scale: float,
         **__: Any,
-    ):  # type: ignore[no-untyped-def]
+    ) -> Attended:
         num_tokens, kv_heads = k_TKH.shape[:2]
         position = jnp.arange(num_tokens)
         causal = position[:, None] >= position[None, :]
@@ -92,12 +91,12 @@ class Forgetting(Unpaged):
         )
         rank = jnp.argsort(jnp.argsort(-of_page))
         seen = causal & (
-            (position[:, None] < self.cut) | ~is_free | (rank[page] < self.kept_L[layer])
+            (position[:, None] < self.cut) | ~is_free | (rank[page] < self.kept_L[at.layer])
         )
         p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1)
         out = jnp.einsum("kgts,skh->tkgh", p, v_TKH, precision="highest").reshape(q_TNH.shape)
         found = evenness.mean(axis=(0, 1)).sum() / is_before.sum()
-        return out, replace(group, pages=group.pages.at[layer].set(found))
+        return Attended(out, at.store.with_arrays(at.store.pages.at[at.layer].set(found)), None)
 
 
 @cache

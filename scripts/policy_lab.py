@@ -101,9 +101,9 @@ class Runner:
 
     def _watch(self) -> None:
         engine = engine_of(self.llm)
-        step, (group,) = engine.step, engine.kv.groups
-        low = 0.0 if group.low is None else group.low.pages.nbytes / group.low.num_pages
-        ratio = low / (group.pages.nbytes / group.num_pages)
+        step, (store,) = engine.step, engine.kv.stores
+        low = 0.0 if store.low is None else store.low.pages.nbytes / store.low.num_pages
+        ratio = low / (store.pages.nbytes / store.num_pages)
 
         def watched() -> Any:
             got = step()

@@ -11,8 +11,8 @@ import numpy as np
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.layout import HeadMajorLayout
-from jaxkv.kv.state import GroupKV
-from jaxkv.ops.attention import Batch
+from jaxkv.kv.state import PageTables, Statistics, Store
+from jaxkv.ops.attention import Batch, Place
 from poison import nan_of
 
 NUM_LAYERS = 2
@@ -35,25 +35,30 @@ class Shape(NamedTuple):
 
 class Case(NamedTuple):
     q_TNH: np.ndarray
-    group: GroupKV
+    store: Store
+    tables: PageTables
     batch: Batch
 
+    def at(self, layer: int, statistics: Statistics | None = None) -> Place:
+        """Where this layer keeps its keys and values, and what rows have observed before it."""
+        return Place(self.store, layer, self.tables, statistics)
 
-def contents(group: GroupKV) -> np.ndarray:
+
+def contents(store: Store) -> np.ndarray:
     """The keys and the values of every slot of the pool, [2, L, P, S, K, H] float64 (NaN stays
     NaN).
     """
-    lead = (group.num_layers, group.num_pages)
-    arrays = [x.reshape(*lead, *x.shape[1:]) for x in group.arrays]
-    x = np.stack(jax.jit(group.layout.unpack)(arrays)).astype(np.float64)
-    return x.reshape(2, *lead, group.page_size, *x.shape[3:])
+    lead = (store.num_layers, store.num_pages)
+    arrays = [x.reshape(*lead, *x.shape[1:]) for x in store.arrays]
+    x = np.stack(jax.jit(store.layout.unpack)(arrays)).astype(np.float64)
+    return x.reshape(2, *lead, store.page_size, *x.shape[3:])
 
 
-def held(group: GroupKV, handle: KVHandle, length: int | None = None) -> np.ndarray:
+def held(store: Store, handle: KVHandle, length: int | None = None) -> np.ndarray:
     """The keys and the values of the handle's first tokens, [2, L, T, K, H] float64."""
     slots = np.arange(handle.length if length is None else length)
-    page, slot = np.array(handle.pages, int)[slots // group.page_size], slots % group.page_size
-    return contents(group)[:, :, page, slot]
+    page, slot = np.array(handle.pages, int)[slots // store.page_size], slots % store.page_size
+    return contents(store)[:, :, page, slot]
 
 
 def random_layout(
@@ -96,11 +101,8 @@ def random_case(
     )
     stored = np.array(codec.encode(jnp.asarray(pages, jnp.float32)))
     stored.swapaxes(2, 3)[:, ~owned_PS] = nan_of(stored.dtype)
-    group = GroupKV(
+    store = Store(
         pages=jnp.asarray(stored.reshape(-1, *stored.shape[2:])),
-        table_BW=table_BW,
-        first_BW=first_BW,
-        len_B=len_B.astype(np.int32),
         layout=HeadMajorLayout(
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -109,6 +111,7 @@ def random_case(
         ),
         num_layers=NUM_LAYERS,
     )
+    tables = PageTables(table_BW, first_BW, len_B.astype(np.int32))
     num_tokens = batch.pop("num_tokens")
     position_T, row_T = np.zeros(num_tokens, np.int32), np.full(num_tokens, len(len_B), np.int32)
     start_B = batch.pop("start_B")
@@ -131,7 +134,7 @@ def random_case(
         .astype(jnp.bfloat16)
         .astype(np.float32)
     )
-    return Case(q_TNH, group, made)
+    return Case(q_TNH, store, tables, made)
 
 
 def border_lengths(page_size: int) -> list[int]:

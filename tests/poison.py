@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkv.engine.engine import Engine
 from jaxkv.holding.allocator import KVHandle
-from jaxkv.kv.state import GroupKV, PagedKV
+from jaxkv.kv.state import PagedKV, Store
 
 BFLOAT16_NAN = 0x7FC0
 
@@ -35,22 +35,22 @@ def owned_slots(handles: Iterable[KVHandle], *, num_pages: int, page_size: int) 
     return owned_PS
 
 
-def poison_group(group: GroupKV, owned_PS: np.ndarray) -> GroupKV:
-    """The group with NaN in every slot that is not owned, in all layers and heads."""
-    pages = np.array(group.pages)
-    by_slot = pages.reshape(group.num_layers, group.num_pages, *pages.shape[1:]).swapaxes(
+def poison_store(store: Store, owned_PS: np.ndarray) -> Store:
+    """The store with NaN in every slot that is not owned, in all layers and heads."""
+    pages = np.array(store.pages)
+    by_slot = pages.reshape(store.num_layers, store.num_pages, *pages.shape[1:]).swapaxes(
         2, 3
     )  # a view
     by_slot[:, ~owned_PS] = nan_of(pages.dtype)
     return replace(
-        group, pages=jnp.array(pages, copy=True)
+        store, pages=jnp.array(pages, copy=True)
     )  # not an alias of numpy's memory: it will be donated
 
 
 def poison_kv(kv: PagedKV, handles: Iterable[KVHandle]) -> PagedKV:
-    first = kv.groups[0]
+    first = kv.stores[0]
     owned_PS = owned_slots(handles, num_pages=first.num_pages, page_size=first.page_size)
-    return replace(kv, groups=tuple(poison_group(group, owned_PS) for group in kv.groups))
+    return replace(kv, stores=tuple(poison_store(store, owned_PS) for store in kv.stores))
 
 
 def poison(engine: Engine) -> None:
@@ -59,18 +59,19 @@ def poison(engine: Engine) -> None:
     """
     allocator = engine.scheduler.allocator
     cached = [KVHandle((page,), allocator.page_size) for page in allocator._cached]
-    running = engine.scheduler.running
-    kv = poison_kv(engine.kv, [request.hold.handle() for request in running] + cached)
-    kept = [one.hold.kept.handle for one in running if one.hold.kept]
-    engine.kv = replace(kv, groups=tuple(poison_low(group, kept) for group in kv.groups))
+    holds = [request.hold for request in engine.scheduler.running]
+    held = [hold.handle(part.number) for hold in holds for part in hold.parts]
+    kv = poison_kv(engine.kv, held + cached)
+    kept = [hold.kept.handle for hold in holds if hold.kept]
+    engine.kv = replace(kv, stores=tuple(poison_low(store, kept) for store in kv.stores))
 
 
-def poison_low(group: GroupKV, handles: Iterable[KVHandle]) -> GroupKV:
-    """The group with NaN in the demoted pages that nobody holds."""
-    if group.low is None:
-        return group
-    owned_PS = owned_slots(handles, num_pages=group.low.num_pages, page_size=group.low.page_size)
-    return replace(group, low=poison_group(group.low, owned_PS))
+def poison_low(store: Store, handles: Iterable[KVHandle]) -> Store:
+    """The store with NaN in the demoted pages that nobody holds."""
+    if store.low is None:
+        return store
+    owned_PS = owned_slots(handles, num_pages=store.low.num_pages, page_size=store.low.page_size)
+    return replace(store, low=poison_store(store.low, owned_PS))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ NAN, INF = math.nan, math.inf
 
 def test_limits_are_kept_and_frozen():
     config = EngineConfig(**LIMITS)
-    unbounded = {"row_pages": 0, "low_row_pages": 0, "read_pages": 0, "window": 0}
+    unbounded = {"row_pages": 0, "low_row_pages": 0, "read_pages": 0, "windows": (0,)}
     others = {"kv_policy": "full", "aligned_len": 1}
     assert dataclasses.asdict(config) == LIMITS | unbounded | others
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -64,6 +64,8 @@ def test_zero_is_refused_but_for_the_seed_and_logprobs(name):
             "max_num_seqs: expected at most max_num_batched_tokens = 32, got 33",
         ),
         ({"seed": 2**64}, f"seed: expected a number below 2.*64, got {2**64}"),
+        ({"windows": ()}, r"windows: expected at least one number >= 0, got \(\)"),
+        ({"windows": (0, -1)}, r"windows: expected at least one number >= 0, got \(0, -1\)"),
     ],
 )
 def test_limits_that_do_not_fit_are_refused(changes, message):

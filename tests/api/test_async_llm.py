@@ -642,8 +642,8 @@ def break_once(llm: AsyncLLM, error: BaseException, *, donated: bool = False) ->
 
         def program(weights, kv, *_):
             if donated:
-                for group in kv.groups:
-                    group.pages.delete()
+                for store in kv.stores:
+                    store.pages.delete()
             raise error
 
         return program

@@ -549,8 +549,8 @@ def broken_after(
 
             def program(weights, kv, *_):
                 if donated:
-                    for group in kv.groups:
-                        group.pages.delete()
+                    for store in kv.stores:
+                        store.pages.delete()
                 raise error
 
             return program
@@ -612,10 +612,10 @@ def test_a_step_that_fails_on_the_device_leaves_nothing_behind(llm, monkeypatch,
                 if next(calls) < num_steps:
                     return good(weights, kv, newest, *inputs)
                 if real:  # the step before has failed, unnoticed so far
-                    groups = zip(kv.groups, real[0].groups, strict=True)
+                    stores = zip(kv.stores, real[0].stores, strict=True)
                     kv = replace(
                         kv,
-                        groups=tuple(replace(group, pages=other.pages) for group, other in groups),
+                        stores=tuple(replace(store, pages=other.pages) for store, other in stores),
                     )
                     newest = replace(newest, token_R=real[1].token_R)
                 real[:] = good(weights, kv, newest, *inputs)
@@ -692,14 +692,14 @@ def test_check_sees_pages_that_the_row_tables_do_not_have(llm):
     engine, stream = engine_of(llm), llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     engine.check()
-    (request,) = engine.scheduler.running
+    (request,), (table,) = engine.scheduler.running, engine._rows.tables
     for owner, name, wrong in [
-        (engine._rows, "table_RW", engine._rows.table_RW + 1),
+        (table, "table_RW", table.table_RW + 1),
         (request.hold, "bound_len", 999),
     ]:
         right = getattr(owner, name)
         setattr(owner, name, wrong)
-        with pytest.raises(RuntimeError, match=r"the (row )?tables (have|know)"):
+        with pytest.raises(RuntimeError, match=r"the (table has|row tables know)"):
             engine.check()
         setattr(owner, name, right)
     engine.check()

@@ -90,13 +90,13 @@ def stored(llm: LLM, prompt: dict, chunk: int, number: int = 0) -> np.ndarray:
     engine.add(submission)
     while request.hold.num_stored < length:
         engine.step()
-    group = engine.kv.groups[number]
-    pages = np.asarray(jax.device_get(group.pages)).reshape(
-        group.num_layers, group.num_pages, *group.pages.shape[1:]
+    store = engine.kv.stores[number]
+    pages = np.asarray(jax.device_get(store.pages)).reshape(
+        store.num_layers, store.num_pages, *store.pages.shape[1:]
     )
     held = pages[:, list(request.hold.handle().pages)].swapaxes(2, 3)
     engine.abort(submission)
-    return held.reshape(group.num_layers, -1, *held.shape[3:])[:, :length]
+    return held.reshape(store.num_layers, -1, *held.shape[3:])[:, :length]
 
 
 @pytest.mark.parametrize("codec", QUANTISED)

@@ -19,7 +19,7 @@ from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError
 from jaxkv.kv.state import write
 from jaxkv.models.families import ConfigReader, read_family
-from jaxkv.ops.attention import BACKENDS, xla
+from jaxkv.ops.attention import BACKENDS, Attended, xla
 from jaxkv.programs.compiled import ProgramMemory, Programs
 from tiny import tiny_config
 
@@ -226,12 +226,13 @@ class Copying(xla.Xla):
     layout.
     """
 
-    def attend(self, q, k, v, group, batch, prepared, *, layer, scale, out_dtype):
+    def attend(self, q, k, v, at, batch, prepared, *, scale, out_dtype):
         dest_T, window = prepared
-        group = write(group, k, v, dest_T=dest_T, layer=layer)
-        pages = jax.lax.optimization_barrier(group.pages[::-1])
-        copied = replace(group, pages=pages[::-1])
-        return xla.read(q, copied, batch, layer=layer, scale=scale, window=window)[0], group
+        store = write(at.store, k, v, dest_T=dest_T, layer=at.layer)
+        pages = jax.lax.optimization_barrier(store.pages[::-1])
+        copied = at._replace(store=store.with_arrays(pages[::-1]))
+        out, statistics = xla.read(q, copied, batch, scale=scale, window=window)
+        return Attended(out, store, statistics)
 
 
 @pytest.mark.slow
@@ -295,9 +296,9 @@ def test_a_page_costs_what_the_pool_allocates_for_it(variant, dtype):
     kv = blueprint.empty_kv()
     assert kv.nbytes == 5 * blueprint.page_nbytes
     layers = [len(group.layers) for group in blueprint.spec.groups]
-    assert [group.num_layers for group in kv.groups] == layers
-    assert {(group.num_pages, group.page_size) for group in kv.groups} == {(5, 16)}
-    assert not any(np.asarray(group.pages).astype(np.float32).any() for group in kv.groups)
+    assert [store.num_layers for store in kv.stores] == layers
+    assert {(store.num_pages, store.page_size) for store in kv.stores} == {(5, 16)}
+    assert not any(np.asarray(store.pages).astype(np.float32).any() for store in kv.stores)
 
 
 def test_a_pool_that_int32_cannot_count_is_refused_before_it_is_allocated():

@@ -48,7 +48,7 @@ STEP = 2.0**-3
 def held_by_layer(llm: LLM, pages: tuple[int, ...], length: int) -> list[np.ndarray]:
     """What the pages give back of a sequence's keys and values in each layer: [2, K, T, H]."""
     kv, spec = engine_of(llm).kv, model_of(llm).spec
-    found = [held(group, KVHandle(pages, length)).swapaxes(2, 3) for group in kv.groups]
+    found = [held(store, KVHandle(pages, length)).swapaxes(2, 3) for store in kv.stores]
     return [found[g][:, index] for g, index in map(spec.group_of, range(spec.num_layers))]
 
 

@@ -1,4 +1,4 @@
-"""Holds: every operation keeps tokens, pages and positions together, in each KV group."""
+"""Holds: every operation keeps tokens, pages and positions together, in each page table."""
 
 from array import array
 from dataclasses import fields, replace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv.errors import CapacityError
-from jaxkv.holding.allocator import KVHandle, PageAllocator
+from jaxkv.holding.allocator import KVHandle
 from jaxkv.holding.hold import Allocators, Hold
 from jaxkv.holding.prefix import PageChain
 from jaxkv.holding.retention import Retention
@@ -18,7 +18,7 @@ SIZE = ENGINE.block_size
 TOKENS = array("i", range(100))
 
 
-def allocators(**changes: int) -> Allocators:
+def allocators(**changes: object) -> Allocators:
     return Allocators(replace(ENGINE, **changes))
 
 
@@ -51,7 +51,7 @@ def test_an_empty_hold_has_nothing_and_a_released_one_gave_all_back():
     hold.extend(20)
     hold.advance(17)
     pages.check([hold])
-    assert (hold.room_len, hold.handle().length, pages.groups[0].num_used) == (24, 17, 3)
+    assert (hold.room_len, hold.handle().length, pages.pages.num_used) == (24, 17, 3)
     hold.release()
     assert hold.is_empty
     fresh = Hold(hold.chain, 9)
@@ -167,7 +167,7 @@ def test_what_goes_is_given_back_and_positions_say_what_stayed():
     pages.check([hold])
     np.testing.assert_array_equal(hold.parts[0].firsts(4), [0, 16, 32, 40])
     hold.publish(TOKENS, 32)
-    assert pages.groups[0]._index.key_of.count(None) == ENGINE.num_pages  # none of it is listed
+    assert pages.pages._index.key_of.count(None) == ENGINE.num_pages  # none of it is listed
 
 
 def test_a_hit_ends_before_the_last_token_and_where_a_policy_must_see_the_rest():
@@ -206,15 +206,15 @@ def test_check_sees_a_corruption(name, wrong):
         pages.check([hold])
 
 
-def test_two_groups_have_pages_of_their_own():
-    """As unlike KV groups will: each part takes from its own allocator, all reach equally far."""
-    pages = allocators()
-    pages.groups = (*pages.groups, PageAllocator(3, SIZE))
+def test_two_page_tables_have_pages_of_their_own():
+    """Each part takes from the one allocator, all reach equally far."""
+    pages = allocators(windows=(0, 8), num_pages=9)
     hold, other = begun(pages, 9), begun(pages, 1)
     assert [len(part.pages) for part in hold.parts] == [2, 2]
     with pytest.raises(CapacityError):
         other.extend(17)
     assert [len(part.pages) for part in other.parts] == [1, 1]
+    assert pages.pages.num_used == 6
     pages.check([hold, other])
     hold.release()
     twin = other.fork()
@@ -224,7 +224,7 @@ def test_two_groups_have_pages_of_their_own():
 
 def test_pages_behind_a_window_are_no_way_back():
     """But to where the window's pages are still held, all of them."""
-    pages = allocators(window=2 * SIZE, num_pages=16)
+    pages = allocators(windows=(2 * SIZE,), num_pages=16)
     hold = begun(pages, 10 * SIZE)
     assert hold.drop_unseen()
     held = range(hold.parts[0].num_gone, 10 * SIZE)
@@ -237,7 +237,7 @@ def test_pages_behind_a_window_are_no_way_back():
 
 def test_nothing_is_taken_from_the_cache_behind_pages_that_are_reserved():
     for window in (0, 2 * SIZE):
-        pages = allocators(window=window, num_pages=16)
+        pages = allocators(windows=(window,), num_pages=16)
         begun(pages, 5 * SIZE).publish(TOKENS, 5 * SIZE)
         late = begun(pages, room=SIZE)
         assert late.take_cached(TOKENS) == 0
@@ -247,17 +247,17 @@ def test_nothing_is_taken_from_the_cache_behind_pages_that_are_reserved():
 @pytest.mark.parametrize("window", [1, SIZE, 2 * SIZE + 3])
 def test_the_longest_run_of_listed_pages_that_covers_the_window_is_found(window):
     """Whatever of a sequence's pages is listed still; compared with trying every length."""
-    pages = allocators(window=window, num_pages=16)
+    pages = allocators(windows=(window,), num_pages=16)
     chain, rng = PageChain(b"root"), np.random.default_rng(window)
-    (allocator,) = pages.groups
+    allocator = pages.pages
     for _ in range(40):
         pages.forget()
         listed = np.flatnonzero(rng.random(8) < 0.7).tolist()
         for index in listed:
             key = chain.page(index, TOKENS, SIZE)
             handle = KVHandle(tuple(allocator.take(1)), SIZE)
-            allocator.publish(handle, 0, [key])
-            allocator.release(handle)
+            allocator.publish(handle, 0, [key], linked=False)
+            allocator.release(handle, linked=False)
         best = 0
         for n in range(1, 9):
             first_seen = max(0, n * SIZE - window + 1) // SIZE
@@ -270,7 +270,7 @@ def test_the_longest_run_of_listed_pages_that_covers_the_window_is_found(window)
 
 
 def test_a_bounded_sequence_finds_all_its_first_pages_among_those_of_windows():
-    pages = allocators(window=2 * SIZE, num_pages=16)
+    pages = allocators(windows=(2 * SIZE,), num_pages=16)
     begun(pages, 6 * SIZE).publish(TOKENS, 6 * SIZE)
     policy = get_policy("streaming")
     retention = Retention(policy=policy, page_size=SIZE, full_pages=6, low_pages=0)

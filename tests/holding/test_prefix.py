@@ -26,9 +26,9 @@ def listed(allocator: PageAllocator, tokens: array, root: bytes = b"root") -> KV
 
 def found(allocator: PageAllocator, tokens: array, root: bytes = b"root") -> KVHandle:
     chain, num_pages = PageChain(root), len(tokens) // SIZE
-    handle, num_found = allocator.take_listed(KVHandle(), chain.pages(0, num_pages, tokens, SIZE))
-    assert handle.length == num_found * SIZE
-    return handle
+    pages = allocator.find(chain.pages(0, num_pages, tokens, SIZE), None)
+    allocator.share(pages)
+    return KVHandle(tuple(pages), len(pages) * SIZE)
 
 
 def test_a_key_depends_on_the_root_and_every_token_up_to_its_page_s_end():

@@ -16,8 +16,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from cases import contents
 from jaxkv.kv.codecs import get_codec
-from jaxkv.kv.state import GroupKV, PagedKV, copy_pages, empty_group
-from jaxkv.ops.attention import Batch, Heads
+from jaxkv.kv.state import PagedKV, PageTables, Store, copy_pages, empty_store
+from jaxkv.ops.attention import Batch, Heads, Place
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.xla import Xla
 from kernels_pallas import gpu
@@ -199,8 +199,9 @@ def test_the_backend_writes_and_attends_as_xla_does(codec):
         jnp.asarray(case.pages)
     )  # XLA's own writes need no NaN to tell them from others
     len_B = jnp.where(arrays["count_B"] > 0, arrays["len_B"], 0)
-    known = {name: arrays[name] for name in ("table_BW", "first_BW")}
-    known |= {"len_B": len_B - arrays["count_B"], "num_layers": 2}
+    table_BW, first_BW = arrays["table_BW"], arrays["first_BW"]
+    before = PageTables(table_BW, first_BW, len_B - arrays["count_B"])
+    after = PageTables(table_BW, first_BW, len_B)
     batch = Batch(
         token_T=jnp.zeros(len(case.row_T), jnp.int32),
         position_T=jnp.asarray(case.position_T, jnp.int32),
@@ -215,17 +216,17 @@ def test_the_backend_writes_and_attends_as_xla_does(codec):
     for backend in (Xla(), MosaicGpu(interpret=InterpretGPUParams(), num_processors=2)):
         layout = backend.page_layout(heads, case.shape.page_size, get_codec(codec, platform="gpu"))
         arrays_of_pages = layout.encode(pages[:, None])
-        group = GroupKV(arrays_of_pages[0], layout=layout, **known).with_arrays(*arrays_of_pages)
-        assert [(x.shape[1:], x.dtype) for x in group.pools] == [
+        store = Store(arrays_of_pages[0], layout, num_layers=2).with_arrays(*arrays_of_pages)
+        assert [(x.shape[1:], x.dtype) for x in store.pools] == [
             (x.shape, x.dtype) for x in layout.arrays
         ]
-        prepared = backend.prepare(group, batch, heads)
-        stepped = replace(group, len_B=len_B)
+        prepared = backend.prepare(store, before, batch, heads)
         inputs = [arrays[name] for name in ("q_TNH", "k_TKH", "v_TKH")]
-        options = {"layer": LAYER, "scale": 0.125, "out_dtype": np.dtype(jnp.float32)}
-        found.append(backend.attend(*inputs, stepped, batch, prepared, **options))
-    (want, want_group), (out, out_group) = found
-    np.testing.assert_array_equal(contents(out_group), contents(want_group))
+        options = {"scale": 0.125, "out_dtype": np.dtype(jnp.float32)}
+        at = Place(store, LAYER, after)
+        found.append(backend.attend(*inputs, at, batch, prepared, **options))
+    (want, want_store, _), (out, out_store, _) = found
+    np.testing.assert_array_equal(contents(out_store), contents(want_store))
     real_T = case.row_T < NUM_ROWS
     np.testing.assert_allclose(np.asarray(out)[real_T], np.asarray(want)[real_T], rtol=0, atol=0.02)
 
@@ -235,17 +236,17 @@ def test_a_fork_copies_int8_pages_with_their_scales():
         Heads(num_heads=4, num_kv_heads=2, head_dim=64, window=None),
         get_codec("int8", platform="gpu"),
     )
-    group = empty_group(
+    store = empty_store(
         num_layers=2,
         layout=MosaicGpu().page_layout(heads, 64, codec),
         num_pages=3,
     )
-    pages, scales = (np.random.default_rng(0).integers(-9, 9, pool.shape) for pool in group.pools)
-    group = replace(
-        group, pages=jnp.asarray(pages, jnp.int8), scales=jnp.asarray(scales, jnp.bfloat16)
+    pages, scales = (np.random.default_rng(0).integers(-9, 9, pool.shape) for pool in store.pools)
+    store = replace(
+        store, pages=jnp.asarray(pages, jnp.int8), scales=jnp.asarray(scales, jnp.bfloat16)
     )
     (after,) = copy_pages(
-        PagedKV((group,)), jnp.array([1, 0]), jnp.array([2, 3])
-    ).groups  # the last one is padding
+        PagedKV((store,)), jnp.array([1, 0]), jnp.array([2, 3])
+    ).stores  # the last one is padding
     for new, old in zip(after.pools, (pages, scales), strict=True):
         np.testing.assert_array_equal(np.asarray(new, int), old[[0, 1, 1, 3, 4, 4]])

@@ -14,8 +14,8 @@ import pytest
 from cases import contents
 from jaxkv.kv.codecs import decode, get_codec
 from jaxkv.kv.layout import HeadMajorLayout, LaneLayout, PageLayout, ScalesApartLayout
-from jaxkv.kv.state import GroupKV, destinations, empty_group, write
-from jaxkv.ops.attention import Batch, Heads, pallas_tpu
+from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
+from jaxkv.ops.attention import Batch, Heads, Place, pallas_tpu
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
@@ -122,10 +122,8 @@ def test_unpacking_gives_what_the_codec_decodes_and_slots_past_the_end_are_zero(
     assert_equal(np.stack(unpack(parts[1])), found[..., heads:, :])
 
 
-def written(
-    layout: PageLayout, group: GroupKV, k: jax.Array, v: jax.Array, layer: int
-) -> tuple[GroupKV, jax.Array]:
-    """The group after its backend has stored a decoding row's token and a chunk of another row,
+def written(layout: PageLayout, at: Place, k: jax.Array, v: jax.Array) -> tuple[Store, jax.Array]:
+    """The store after its backend has stored a decoding row's token and a chunk of another row,
     and which tokens are in which slots of the pool.
     """
     num_tokens, size = len(k), layout.page_size
@@ -138,42 +136,39 @@ def written(
         num_decode=jnp.int32(1),
         num_rows=jnp.int32(2),
     )
-    dest_T = destinations(
-        group, row_T=batch.row_T, offset_T=jnp.asarray([0, *range(num_tokens - 1)])
-    )
+    offset_T = jnp.asarray([0, *range(num_tokens - 1)])
+    dest_T = destinations(at.store, at.tables, row_T=batch.row_T, offset_T=offset_T)
     if isinstance(layout, HeadMajorLayout):
-        return jax.jit(write)(group, k, v, dest_T=dest_T, layer=layer), dest_T
-    return step_on_tpu(group, k, v, batch, layer), dest_T
+        return jax.jit(write)(at.store, k, v, dest_T=dest_T, layer=at.layer), dest_T
+    return step_on_tpu(at, k, v, batch), dest_T
 
 
 @jax.jit
-def step_on_tpu(
-    group: GroupKV, k: jax.Array, v: jax.Array, batch: Batch, layer: jax.Array
-) -> GroupKV:
-    backend = BACKENDS["tpu"]
-    prepared = backend.prepare(group, batch, heads_of(*k.shape[1:]))
+def step_on_tpu(at: Place, k: jax.Array, v: jax.Array, batch: Batch) -> Store:
+    backend, tables = BACKENDS["tpu"], at.tables
+    prepared = backend.prepare(at.store, tables, batch, heads_of(*k.shape[1:]))
     q = jnp.zeros((len(k), PER_HEAD * k.shape[1], k.shape[2]))
-    stepped = replace(group, len_B=group.len_B + batch.count_B)
-    options = {"layer": layer, "scale": 1.0, "out_dtype": np.dtype(np.float32)}
-    return backend.attend(q, k, v, stepped, batch, prepared, **options)[1]
+    at = at._replace(tables=replace(tables, len_B=tables.len_B + batch.count_B))
+    options = {"scale": 1.0, "out_dtype": np.dtype(np.float32)}
+    return backend.attend(q, k, v, at, batch, prepared, **options).store
 
 
 def test_what_a_backend_writes_is_read_back_from_the_slots_of_its_tokens(layout, small_tiles):
     """And whatever else somebody may hold is what it was before."""
     size, num_tokens = layout.page_size, 1 + layout.page_size + 5
     before = drawn(2, L, P * size, layout.num_kv_heads, layout.head_dim)
-    group = empty_group(num_layers=L, layout=layout, num_pages=P)
-    assert (group.page_size, group.num_kv_heads) == (size, layout.num_kv_heads)
+    store = empty_store(num_layers=L, layout=layout, num_pages=P)
+    assert (store.page_size, store.num_kv_heads) == (size, layout.num_kv_heads)
     full = (x.reshape(L * P, *x.shape[2:]) for x in jax.jit(layout.pack)(*before))
-    group = replace(
-        group.with_arrays(*full),
+    store = store.with_arrays(*full)
+    tables = PageTables(
         table_BW=jnp.asarray([[4, 1], [2, 5]], jnp.int32),
         first_BW=jnp.asarray([[0, size]] * 2, jnp.int32),
         len_B=jnp.asarray([size + 2, 0], jnp.int32),
     )
     k, v = 3 * drawn(2, num_tokens, layout.num_kv_heads, layout.head_dim)
-    after, dest_T = written(layout, group, k, v, layer=1)
-    want = contents(group).reshape(before.shape).copy()
+    after, dest_T = written(layout, Place(store, 1, tables), k, v)
+    want = contents(store).reshape(before.shape).copy()
     want[:, 1, dest_T] = stands_for(layout, jnp.stack([k, v]))
     found = contents(after).reshape(want.shape)
     if isinstance(layout, LaneLayout):  # what is written back with a row's last token

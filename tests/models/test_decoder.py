@@ -25,7 +25,7 @@ def programs(tmp_path_factory):
         config = tiny_config("qwen3-layer-types", num_hidden_layers=len(types), layer_types=types)
         directory = make_checkpoint(tmp_path_factory.mktemp("decoder"), config)
         engine = engine_of(LLM(directory, **SMALL))
-        assert len(engine.kv.groups) == len(set(types))
+        assert len(engine.kv.stores) == len(set(types))
         made[name] = [
             engine.programs.step(SMALL["max_num_batched_tokens"]).as_text(),
             engine.programs.loop(SMALL["max_num_seqs"]).as_text(),

@@ -16,10 +16,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxkv import LLM, SamplingParams
+from jaxkv.kv.state import PageTables
 from jaxkv.models import decoder
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.inputs import empty_batch
-from jaxkv.testing import engine_of, model_of
+from jaxkv.testing import config_of, engine_of, model_of
 from jaxkv.weights.load import load_weights
 from poison import poison_kv, poisoned
 from tiny import VARIANTS, make_checkpoint, tiny_config
@@ -76,7 +77,7 @@ def tiny_llm(directory: Path, **options: object) -> LLM:
 
 @partial(jax.jit, static_argnames="spec")
 def all_logits(weights, kv, batch, *, spec):
-    kv, x_TD = decoder.forward(weights, kv, batch, spec=spec, backend="xla")
+    kv, x_TD, _ = decoder.forward(weights, kv, batch, spec=spec, backend="xla")
     return decoder.logits(weights, x_TD, spec=spec)
 
 
@@ -86,18 +87,20 @@ def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> l
     """
     kv, lengths = poison_kv(engine_of(llm).kv, []), [len(ids) for ids in sequences]
     num_rows, num_tokens = len(lengths), sum(lengths)
-    size, width = kv.groups[0].page_size, -(-max(lengths) // kv.groups[0].page_size)
-    table_BW = (
+    size, width = kv.stores[0].page_size, -(-max(lengths) // kv.stores[0].page_size)
+    num_tables = len(config_of(llm).windows)
+    table_MBW = (
         np.random.default_rng(0)
-        .permutation(kv.groups[0].num_pages)[: num_rows * width]
-        .reshape(num_rows, width)
+        .permutation(kv.stores[0].num_pages)[: num_tables * num_rows * width]
+        .reshape(num_tables, num_rows, width)
+        .astype(np.int32)
     )
     first_BW, len_B = (
         np.tile(np.int32(np.arange(width) * size), (num_rows, 1)),
         np.zeros(num_rows, np.int32),
     )
-    arrays = {"table_BW": table_BW.astype(np.int32), "first_BW": first_BW, "len_B": len_B}
-    kv = replace(kv, groups=tuple(replace(group, **arrays) for group in kv.groups))
+    rows = tuple(PageTables(table_BW, first_BW, len_B) for table_BW in table_MBW)
+    kv = replace(kv, rows=rows)
     batch = empty_batch(num_tokens, num_rows)
     batch.token_T[:] = np.concatenate(sequences)
     batch.position_T[:] = np.concatenate([np.arange(length) for length in lengths])

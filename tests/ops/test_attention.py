@@ -26,7 +26,7 @@ from cases import (
     step_case,
 )
 from jaxkv.kv.codecs import decode
-from jaxkv.kv.state import GroupKV
+from jaxkv.kv.state import Store
 from jaxkv.ops.attention import Batch, xla
 from kernels_pallas import reference
 from poison import nan_of
@@ -70,21 +70,21 @@ def expected(case: Case, *, layer: int, window: int | None) -> tuple[np.ndarray,
     """Outputs token by token in float64, from nothing but what its row holds, and the same of
     |value|; zeros for padding.
     """
-    q_TNH, group, batch = case
-    pages = np.concatenate(contents(group)[:, layer], axis=2)  # [P, S, 2K, H]
+    q_TNH, store, tables, batch = case
+    pages = np.concatenate(contents(store)[:, layer], axis=2)  # [P, S, 2K, H]
     out, of_abs = np.zeros(q_TNH.shape), np.zeros(q_TNH.shape)
     for t, row in enumerate(batch.row_T):
         if row == NUM_ROWS:
             continue
-        slots = np.arange(group.len_B[row])
-        page, slot = slots // group.page_size, slots % group.page_size
-        position_J = group.first_BW[row, page] + slot
+        slots = np.arange(tables.len_B[row])
+        page, slot = slots // store.page_size, slots % store.page_size
+        position_J = tables.first_BW[row, page] + slot
         seen_J = position_J <= batch.position_T[t]
         if window is not None:
             seen_J &= position_J > batch.position_T[t] - window
-        held = pages[group.table_BW[row, page], slot][seen_J]  # [J, 2K, H]
+        held = pages[tables.table_BW[row, page], slot][seen_J]  # [J, 2K, H]
         keys, values = np.split(
-            held.repeat(q_TNH.shape[1] // group.num_kv_heads, axis=1), 2, axis=1
+            held.repeat(q_TNH.shape[1] // store.num_kv_heads, axis=1), 2, axis=1
         )
         scores = scale_of(case) * np.einsum("nh,jnh->nj", q_TNH[t].astype(np.float64), keys)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -93,29 +93,31 @@ def expected(case: Case, *, layer: int, window: int | None) -> tuple[np.ndarray,
     return out, of_abs
 
 
-def only_layer(group: GroupKV, layer: int) -> GroupKV:
-    """The group with NaN in every other layer."""
-    keep = np.repeat(np.arange(NUM_LAYERS) == layer, group.num_pages)
-    nan = nan_of(np.dtype(group.pages.dtype))
-    return replace(group, pages=jnp.where(keep[:, None, None, None], group.pages, nan))
+def only_layer(store: Store, layer: int) -> Store:
+    """The store with NaN in every other layer."""
+    keep = np.repeat(np.arange(NUM_LAYERS) == layer, store.num_pages)
+    nan = nan_of(np.dtype(store.pages.dtype))
+    return replace(store, pages=jnp.where(keep[:, None, None, None], store.pages, nan))
 
 
 def oracle(case: Case, *, layer: int, window: int | None) -> np.ndarray:
-    q_TNH, group, batch = case
+    q_TNH, store, tables, batch = case
     arrays = (
-        decode(group.codec, group.pages),
-        group.table_BW,
-        group.first_BW,
-        group.len_B,
+        decode(store.codec, store.pages),
+        tables.table_BW,
+        tables.first_BW,
+        tables.len_B,
     )  # float pages, not bits
     call = partial(
-        ATTEND_ORACLE, num_pages=group.num_pages, scale=scale_of(case), layer=layer, window=window
+        ATTEND_ORACLE, num_pages=store.num_pages, scale=scale_of(case), layer=layer, window=window
     )
     return np.asarray(call(q_TNH, *arrays, batch.row_T, batch.position_T)[0])
 
 
 def run_backend(backend: str, case: Case, *, layer: int, window: int | None) -> np.ndarray:
-    out_TNH, _ = ATTEND[backend](*case, scale=scale_of(case), layer=layer, window=window)
+    out_TNH, _ = ATTEND[backend](
+        case.q_TNH, case.at(layer), case.batch, scale=scale_of(case), window=window
+    )
     return np.asarray(out_TNH)
 
 
@@ -134,7 +136,7 @@ def slack_of(backend: str, case: Case, of_abs: np.ndarray) -> np.ndarray:
     """
     prefill_T = case.batch.row_T >= int(case.batch.num_decode)
     rounded_T = (prefill_T | (backend == "xla_deterministic")) & (
-        case.group.codec.name == "bfloat16"
+        case.store.codec.name == "bfloat16"
     )
     return np.where(rounded_T[:, None, None], ROUNDING * of_abs, 0.0)
 
@@ -144,7 +146,7 @@ def test_backends_and_oracle_equal_float64_on_ragged_steps(shape):
     for seed in range(3):
         layer = seed % NUM_LAYERS
         case = step_case(seed, shape, num_tokens=300 if shape.page_size == 16 else 120)
-        case = case._replace(group=only_layer(case.group, layer))
+        case = case._replace(store=only_layer(case.store, layer))
         want, of_abs = expected(case, layer=layer, window=shape.window)
         for backend in ATTEND:
             got = run_backend(backend, case, layer=layer, window=shape.window)
@@ -159,7 +161,7 @@ def test_backends_and_oracle_equal_float64_on_decode_rows_with_resting_ones(shap
     for seed in range(3):
         layer = (seed + 1) % NUM_LAYERS
         case = decode_case(seed, shape)
-        case = case._replace(group=only_layer(case.group, layer))
+        case = case._replace(store=only_layer(case.store, layer))
         want, _ = expected(case, layer=layer, window=shape.window)
         for backend in ATTEND:
             assert_equal(

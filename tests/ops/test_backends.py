@@ -309,7 +309,7 @@ def test_an_engine_on_the_tpu_kernels_reads_and_writes_quantised_pages(
         ]
         entries = [entry for entries in lists for entry in entries]
         found.append(np.array([one.logprob for entry in entries for one in entry.values()]))
-        assert (engine_of(llm).kv.groups[0].scales is not None) == (backend == "interpreted")
+        assert (engine_of(llm).kv.stores[0].scales is not None) == (backend == "interpreted")
     xla, kernels, exact = found
     assert len(xla) == len(kernels)
     assert np.std(xla[-6:]) > 0

@@ -24,10 +24,17 @@ from cases import (
 )
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.layout import HeadMajorLayout
-from jaxkv.kv.state import PagedKV, copy_pages, empty_group, write
+from jaxkv.kv.state import PagedKV, copy_pages, empty_store, write
 from jaxkv.ops.attention import xla
 
 READ = jax.jit(xla.read, static_argnames=("scale", "window"))
+
+
+def read(case: Case, layer: int) -> np.ndarray:
+    at = case.at(layer)
+    return np.asarray(READ(case.q_TNH, at, case.batch, scale=scale_of(case), window=None)[0])
+
+
 SHAPES = [
     Shape(8, None, 4, 2, 16, "float32"),
     Shape(16, None, 6, 2, 16, "float32"),
@@ -37,13 +44,13 @@ SHAPES = [
 
 def held_keys(case: Case) -> np.ndarray:
     """[L*P, S, K, H], NaN where no row of the case holds anything."""
-    group = case.group
-    keys = contents(group)[0]
+    store, tables = case.store, case.tables
+    keys = contents(store)[0]
     keys = keys.reshape(-1, *keys.shape[2:])
-    owned_PS = np.zeros((group.num_pages, group.page_size), bool)
-    for row, length in enumerate(group.len_B):
+    owned_PS = np.zeros((store.num_pages, store.page_size), bool)
+    for row, length in enumerate(tables.len_B):
         slots = np.arange(length)
-        owned_PS[group.table_BW[row, slots // group.page_size], slots % group.page_size] = True
+        owned_PS[tables.table_BW[row, slots // store.page_size], slots % store.page_size] = True
     keys.reshape(NUM_LAYERS, *owned_PS.shape, *keys.shape[2:])[:, ~owned_PS] = np.nan
     return keys
 
@@ -55,21 +62,21 @@ def choosing(case: Case, num_read: int) -> Case:
     most = np.where(some, np.where(np.isnan(keys), -np.inf, keys), 0).max(axis=1)
     extremes = jnp.asarray(np.stack([least, most], axis=1), jnp.float32)
     extremes = jnp.where(jnp.asarray(some[:, :1]), extremes, jnp.nan)
-    return case._replace(group=replace(case.group, extremes=extremes, num_read=num_read))
+    return case._replace(store=replace(case.store, extremes=extremes, num_read=num_read))
 
 
 def wanted(case: Case, num_read: int, layer: int) -> np.ndarray:
     """Decode rows in float64, each KV head over the pages that a bound on its queries' scores
     chooses.
     """
-    q_TNH, group, batch = case
-    size, out = group.page_size, np.zeros(case.q_TNH.shape)
-    keys = held_keys(case).reshape(NUM_LAYERS, group.num_pages, size, group.num_kv_heads, -1)[layer]
-    values = contents(group)[1, layer]
-    for row in np.flatnonzero(group.len_B[: int(batch.num_decode)]):
-        length = int(group.len_B[row])
-        table = group.table_BW[row, : -(-length // size)]
-        for head, q_GH in enumerate(np.split(q_TNH[row].astype(np.float64), group.num_kv_heads)):
+    q_TNH, store, tables, batch = case
+    size, out = store.page_size, np.zeros(case.q_TNH.shape)
+    keys = held_keys(case).reshape(NUM_LAYERS, store.num_pages, size, store.num_kv_heads, -1)[layer]
+    values = contents(store)[1, layer]
+    for row in np.flatnonzero(tables.len_B[: int(batch.num_decode)]):
+        length = int(tables.len_B[row])
+        table = tables.table_BW[row, : -(-length // size)]
+        for head, q_GH in enumerate(np.split(q_TNH[row].astype(np.float64), store.num_kv_heads)):
             bounds = []
             for w, page in enumerate(table):
                 own = keys[page, : min(size, length - w * size), head]
@@ -92,26 +99,20 @@ def wanted(case: Case, num_read: int, layer: int) -> np.ndarray:
 @pytest.mark.parametrize("num_read", [2, 5])
 def test_decode_rows_read_the_pages_that_a_bound_on_their_scores_chooses(shape, num_read):
     case = decode_case(3, shape)
-    got, _ = READ(*choosing(case, num_read), scale=scale_of(case), layer=1, window=None)
-    live = (case.batch.count_B > 0) & (case.group.len_B > 0)
-    assert np.abs(np.asarray(got) - wanted(case, num_read, 1))[live].max() <= TOLERANCE
-    every, _ = READ(*case, scale=scale_of(case), layer=1, window=None)
-    assert np.abs(np.asarray(got) - np.asarray(every))[live].max() > 100 * TOLERANCE
+    got = read(choosing(case, num_read), 1)
+    live = (case.batch.count_B > 0) & (case.tables.len_B > 0)
+    assert np.abs(got - wanted(case, num_read, 1))[live].max() <= TOLERANCE
+    assert np.abs(got - read(case, 1))[live].max() > 100 * TOLERANCE
 
 
 def test_where_every_page_may_be_read_no_bit_changes_and_chunks_read_all_anyway():
     case = decode_case(3, SHAPES[0])
-    width = case.group.table_BW.shape[1]
-    options = {"scale": scale_of(case), "layer": 1, "window": None}
+    width = case.tables.table_BW.shape[1]
     real_T = case.batch.row_T < NUM_ROWS
-    np.testing.assert_array_equal(
-        *(np.asarray(READ(*one, **options)[0])[real_T] for one in (case, choosing(case, width)))
-    )
+    np.testing.assert_array_equal(*(read(one, 1)[real_T] for one in (case, choosing(case, width))))
     case = step_case(1, SHAPES[0], num_tokens=64)
     chunk_T = (case.batch.row_T < NUM_ROWS) & (case.batch.row_T >= case.batch.num_decode)
-    np.testing.assert_array_equal(
-        *(np.asarray(READ(*one, **options)[0])[chunk_T] for one in (case, choosing(case, 2)))
-    )
+    np.testing.assert_array_equal(*(read(one, 1)[chunk_T] for one in (case, choosing(case, 2))))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -124,8 +125,8 @@ def test_extremes_are_those_of_the_keys_that_a_page_holds(dtype):
     )
     layout = HeadMajorLayout(num_kv_heads=heads, head_dim=head_dim, page_size=size, codec=codec)
     extremes = jnp.full((2 * pages, 2, heads, head_dim), jnp.nan)
-    group = empty_group(num_layers=2, layout=layout, num_pages=pages)
-    group = replace(group, extremes=extremes, num_read=2)
+    store = empty_store(num_layers=2, layout=layout, num_pages=pages)
+    store = replace(store, extremes=extremes, num_read=2)
     filled = np.zeros(pages, int)
     for _ in range(30):
         page = int(rng.integers(0, pages - 1))
@@ -138,13 +139,13 @@ def test_extremes_are_those_of_the_keys_that_a_page_holds(dtype):
             jnp.asarray(rng.normal(size=(count + 1, heads, head_dim)), jnp.float32)
             for _ in range(2)
         )
-        group = write(group, k, v, dest_T=dest, layer=1)
+        store = write(store, k, v, dest_T=dest, layer=1)
     source = int(np.argmax(filled[:-1]))
-    (group,) = copy_pages(PagedKV((group,)), jnp.asarray([source]), jnp.asarray([pages - 1])).groups
+    (store,) = copy_pages(PagedKV((store,)), jnp.asarray([source]), jnp.asarray([pages - 1])).stores
     filled[pages - 1] = filled[source]
-    keys = contents(group)[0, 1]
+    keys = contents(store)[0, 1]
     for page in np.flatnonzero(filled):
         own = keys[page, : filled[page]]
         np.testing.assert_array_equal(
-            group.extremes[pages + page], np.stack([own.min(axis=0), own.max(axis=0)])
+            store.extremes[pages + page], np.stack([own.min(axis=0), own.max(axis=0)])
         )

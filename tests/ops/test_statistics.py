@@ -17,14 +17,14 @@ from jaxkv.kv.codecs import decode, get_codec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.policies.page_norm import mean_lengths
 from jaxkv.kv.state import (
-    GroupKV,
     PagedKV,
+    PageTables,
     Statistics,
     demote,
-    empty_group,
+    empty_store,
     measure_pages,
 )
-from jaxkv.ops.attention import xla
+from jaxkv.ops.attention import Place, xla
 from kernels_pallas import reference
 
 READ = jax.jit(xla.read, static_argnames=("scale", "window"))
@@ -39,57 +39,59 @@ CASES = {"step": partial(step_case, num_tokens=96), "decode": decode_case}
 def divided(case: Case, seed: int) -> tuple[Case, np.ndarray]:
     """The same tokens with some full pages of every row in `low`, in a pool of the same pages, and
     where each page of
-    the old table went: its index in the table of the group, or -1 - its index in that of `low`.
+    the old table went: its index in the table of the store, or -1 - its index in that of `low`.
     """
-    rng, group, batch = np.random.default_rng(seed), case.group, case.batch
-    size, tables = group.page_size, [np.zeros_like(group.table_BW) for _ in range(4)]
+    rng, store, whole = np.random.default_rng(seed), case.store, case.tables
+    size, tables = store.page_size, [np.zeros_like(whole.table_BW) for _ in range(4)]
     place_BW, lengths = (
-        np.zeros_like(group.table_BW),
-        [np.zeros_like(group.len_B) for _ in range(2)],
+        np.zeros_like(whole.table_BW),
+        [np.zeros_like(whole.len_B) for _ in range(2)],
     )
     for row in range(NUM_ROWS):
-        old = int(group.len_B[row]) - int(batch.count_B[row])
-        goes = (rng.random(group.table_BW.shape[1]) < 0.4) & (
-            np.arange(group.table_BW.shape[1]) < old // size
+        old = int(whole.len_B[row]) - int(case.batch.count_B[row])
+        goes = (rng.random(whole.table_BW.shape[1]) < 0.4) & (
+            np.arange(whole.table_BW.shape[1]) < old // size
         )
         for is_low, (table, first) in ((False, tables[:2]), (True, tables[2:])):
             chosen = np.flatnonzero(goes == is_low)
-            table[row, : len(chosen)] = group.table_BW[row, chosen]
-            first[row, : len(chosen)] = group.first_BW[row, chosen]
+            table[row, : len(chosen)] = whole.table_BW[row, chosen]
+            first[row, : len(chosen)] = whole.first_BW[row, chosen]
             place_BW[row, chosen] = (
                 -1 - np.arange(len(chosen)) if is_low else np.arange(len(chosen))
             )
         lengths[1][row] = goes.sum() * size
-        lengths[0][row] = group.len_B[row] - lengths[1][row]
-    low = replace(group, table_BW=tables[2], first_BW=tables[3], len_B=lengths[1])
-    group = replace(group, table_BW=tables[0], first_BW=tables[1], len_B=lengths[0], low=low)
-    return Case(case.q_TNH, group, batch), place_BW
+        lengths[0][row] = whole.len_B[row] - lengths[1][row]
+    low = PageTables(tables[2], tables[3], lengths[1])
+    divided_tables = PageTables(tables[0], tables[1], lengths[0], low=low)
+    return case._replace(store=replace(store, low=store), tables=divided_tables), place_BW
 
 
-def with_statistics(group: GroupKV, since_B: np.ndarray, *, focused: bool = False) -> GroupKV:
-    zeros = np.zeros(group.table_BW.shape, np.float32)
-    low = None if group.low is None else zeros
-    statistics = Statistics(zeros, low, zeros[:, 0], since_B.astype(np.int32), focused=focused)
-    return replace(group, statistics=statistics)
+def observed_at(case: Case, layer: int, since_B: np.ndarray, *, focused: bool = False) -> Place:
+    """The place of a layer whose queries are observed from these positions on, entropies too."""
+    zeros = np.zeros(case.tables.table_BW.shape, np.float32)
+    low = None if case.tables.low is None else zeros
+    tables = replace(case.tables, since_B=since_B.astype(np.int32), focused=focused)
+    statistics = Statistics(zeros, low, zeros[:, 0], focused=focused)
+    return case._replace(tables=tables).at(layer, statistics)
 
 
 def wanted(
     case: Case, since_B: np.ndarray, *, layer: int, window: int | None, focused: bool
 ) -> tuple[np.ndarray, ...]:
     """(out, mass [B, W], entropy [B]) by the float64 oracle, over the tables of one pool."""
-    q_TNH, group, batch = case
+    q_TNH, store, tables, batch = case
     with jax.enable_x64(True):
-        pages = jnp.asarray(np.asarray(decode(group.codec, group.pages), np.float64))
+        pages = jnp.asarray(np.asarray(decode(store.codec, store.pages), np.float64))
         out, found = reference.ragged_paged_attention(
             jnp.asarray(q_TNH, jnp.float64),
             pages,
-            group.table_BW,
-            group.first_BW,
-            group.len_B,
+            tables.table_BW,
+            tables.first_BW,
+            tables.len_B,
             jnp.asarray(batch.row_T),
             jnp.asarray(batch.position_T),
             layer=layer,
-            num_pages=group.num_pages,
+            num_pages=store.num_pages,
             scale=scale_of(case),
             window=window,
         )
@@ -98,13 +100,13 @@ def wanted(
         found.sum_TN, 1
     )
     row_T = np.minimum(batch.row_T, NUM_ROWS - 1)
-    slot_J = np.arange(group.table_BW.shape[1] * group.page_size)
+    slot_J = np.arange(tables.table_BW.shape[1] * store.page_size)
     position_TJ = (
-        np.repeat(group.first_BW, group.page_size, axis=1)[row_T] + slot_J % group.page_size
+        np.repeat(tables.first_BW, store.page_size, axis=1)[row_T] + slot_J % store.page_size
     )
     distance_TJ = batch.position_T[:, None] - position_TJ
     seen_TJ = (
-        (slot_J < group.len_B[row_T][:, None])
+        (slot_J < tables.len_B[row_T][:, None])
         & (distance_TJ >= 0)
         & (distance_TJ < (window or np.inf))
     )
@@ -112,7 +114,7 @@ def wanted(
     weight_TN = (
         np.clip(1 - entropy_TN / most_T[:, None], 0, 1) if focused else np.ones_like(entropy_TN)
     )
-    mass_BW, entropy_B = np.zeros(group.table_BW.shape), np.zeros(NUM_ROWS)
+    mass_BW, entropy_B = np.zeros(tables.table_BW.shape), np.zeros(NUM_ROWS)
     for t, row in enumerate(batch.row_T):
         if row < NUM_ROWS and batch.position_T[t] >= since_B[row]:
             mass_BW[row] += weight_TN[t] @ found.mass_TNW[t]
@@ -127,17 +129,17 @@ def wanted(
 def test_mass_and_entropy_equal_float64_over_one_pool_and_over_two(kind, shape, focused):
     case = CASES[kind](SHAPES.index(shape), shape)
     rng = np.random.default_rng(5)
-    since_B = rng.integers(0, np.maximum(case.group.len_B, 1)) * (np.arange(NUM_ROWS) % 2)
-    options = {"layer": 1, "window": shape.window}
-    out, mass_BW, entropy_B = wanted(case, since_B, focused=focused, **options)
+    since_B = rng.integers(0, np.maximum(case.tables.len_B, 1)) * (np.arange(NUM_ROWS) % 2)
+    window = shape.window
+    out, mass_BW, entropy_B = wanted(case, since_B, layer=1, window=window, focused=focused)
     real_T = case.batch.row_T < NUM_ROWS
     two, place_BW = divided(case, 7)
     for one, place in (
         (case, np.broadcast_to(np.arange(mass_BW.shape[1]), mass_BW.shape)),
         (two, place_BW),
     ):
-        asked = one._replace(group=with_statistics(one.group, since_B, focused=focused))
-        got, found = READ(*asked, scale=scale_of(case), **options)
+        at = observed_at(one, 1, since_B, focused=focused)
+        got, found = READ(one.q_TNH, at, one.batch, scale=scale_of(case), window=window)
         assert np.abs(np.asarray(got) - out)[real_T].max() <= TOLERANCE
         own, low = (
             np.asarray(found.mass_BW),
@@ -158,11 +160,11 @@ def test_mass_and_entropy_equal_float64_over_one_pool_and_over_two(kind, shape, 
 @pytest.mark.parametrize("kind", CASES)
 def test_asking_for_statistics_changes_no_bit_of_the_output(kind):
     case = CASES[kind](1, SHAPES[0])
-    asked = case._replace(group=with_statistics(case.group, np.zeros(NUM_ROWS)))
-    options = {"scale": scale_of(case), "layer": 1, "window": None}
+    places = case.at(1), observed_at(case, 1, np.zeros(NUM_ROWS))
+    options = {"scale": scale_of(case), "window": None}
     real_T = case.batch.row_T < NUM_ROWS
     np.testing.assert_array_equal(
-        *(np.asarray(READ(*one, **options)[0])[real_T] for one in (case, asked))
+        *(np.asarray(READ(case.q_TNH, at, case.batch, **options)[0])[real_T] for at in places)
     )
 
 
@@ -174,24 +176,24 @@ def test_a_demoted_page_is_the_codec_of_what_the_page_holds_in_every_layer(of, t
     x = (
         np.random.default_rng(0).normal(size=(3 * 5, 4, 8, 64)).astype(np.float32)
     )  # 3 layers of 5 pages
-    low, group = (
-        empty_group(
+    low, store = (
+        empty_store(
             num_layers=3,
             layout=HeadMajorLayout(num_kv_heads=2, head_dim=64, page_size=8, codec=codec),
             num_pages=num_pages,
         )
         for codec, num_pages in ((less, 2), (own, 5))
     )
-    group = replace(group, pages=own.encode(jnp.asarray(x)), low=low)
-    (after,) = demote(PagedKV((group,)), jnp.int32(4), jnp.int32(1)).groups
+    store = replace(store, pages=own.encode(jnp.asarray(x)), low=low)
+    (after,) = demote(PagedKV((store,)), jnp.int32(4), jnp.int32(1)).stores
     for layer in range(3):
-        expected = less.encode(decode(own, group.pages[layer * 5 + 4]))
+        expected = less.encode(decode(own, store.pages[layer * 5 + 4]))
         np.testing.assert_array_equal(after.low.pages[layer * 2 + 1], expected)
         assert not np.asarray(after.low.pages[layer * 2]).any()
-    np.testing.assert_array_equal(after.pages, group.pages)
-    lengths = measure_pages(PagedKV((group,)), jnp.asarray([4, 0]), measure=mean_lengths)
+    np.testing.assert_array_equal(after.pages, store.pages)
+    lengths = measure_pages(PagedKV((store,)), jnp.asarray([4, 0]), measure=mean_lengths)
     expected = (
-        np.linalg.norm(np.asarray(decode(own, group.pages)), axis=-1)
+        np.linalg.norm(np.asarray(decode(own, store.pages)), axis=-1)
         .reshape(3, 5, 2, 2, 8)
         .mean(axis=(0, 3, 4))
     )

@@ -217,17 +217,17 @@ def test_programs_update_the_pool_in_place_and_need_no_more_memory_for_a_larger_
     llm = LLM(checkpoints[variant], skip_tokenizer_init=True, lazy_compile=True, **limits, **dtypes)
     page_nbytes, temporaries = budget_of(llm).page_nbytes, []
     for num_pages in PAGES:
-        groups = tuple(
+        stores = tuple(
             replace(
-                g,
+                store,
                 pages=jax.ShapeDtypeStruct(
-                    (g.num_layers * num_pages, *g.pages.shape[1:]), g.pages.dtype
+                    (store.num_layers * num_pages, *store.pages.shape[1:]), store.pages.dtype
                 ),
             )
-            for g in engine_of(llm).kv.groups
+            for store in engine_of(llm).kv.stores
         )
         kv, config = (
-            replace(engine_of(llm).kv, groups=groups),
+            replace(engine_of(llm).kv, stores=stores),
             replace(config_of(llm), num_pages=num_pages),
         )
         programs = Programs(

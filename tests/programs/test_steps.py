@@ -14,9 +14,9 @@ import pytest
 from cases import contents, held
 from jaxkv.holding.allocator import KVHandle, PageAllocator
 from jaxkv.kv.codecs import get_codec
-from jaxkv.kv.state import PagedKV, empty_group
-from jaxkv.models.decoder import heads_of
+from jaxkv.kv.state import PagedKV, empty_store
 from jaxkv.models.families import read_config, read_family
+from jaxkv.models.paged import heads_of
 from jaxkv.ops.attention import BACKENDS
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Sampling
 from jaxkv.programs.inputs import (
@@ -70,7 +70,7 @@ class Device:
         positions = [handle.length for handle in handles]
         batch = packed_batch(chunks, positions, NUM_TOKENS, NUM_ROWS)
         kv = self.bind(handles, **alive)
-        self.kv, _, out, _ = step(
+        self.kv, _, out, *_ = step(
             self.weights, kv, NOBODY, batch, sampling, spec=self.spec, backend="xla"
         )
         return jax.tree.map(np.asarray, out)
@@ -79,14 +79,14 @@ class Device:
         self, handles: list[KVHandle], rows: Rows, sampling: Sampling, n: int
     ) -> tuple[Rows, Sampled]:
         static = {"spec": self.spec, "backend": "xla", "width": WIDTH}
-        self.kv, _, *out = decode_loop(
+        self.kv, _, *out, _ = decode_loop(
             self.weights, self.bind(handles), NOBODY, rows, sampling, np.int32(n), **static
         )
         return jax.tree.map(np.asarray, tuple(out))
 
     def held(self, handle: KVHandle) -> list[np.ndarray]:
-        """What the handle's slots hold in every layer of each group."""
-        return [held(group, handle) for group in self.kv.groups]
+        """What the handle's slots hold in every layer of each store."""
+        return [held(store, handle) for store in self.kv.stores]
 
 
 @pytest.fixture(
@@ -103,15 +103,15 @@ def loaded(request, tmp_path_factory):
 def device(loaded) -> Device:
     weights, spec = loaded
     codec = get_codec("float32", platform="cpu")
-    groups = (
-        empty_group(
-            num_layers=len(g.layers),
+    stores = (
+        empty_store(
+            num_layers=len(group.layers),
             layout=BACKENDS["xla"].page_layout(heads, SIZE, codec),
             num_pages=NUM_PAGES,
         )
-        for g, heads in zip(spec.groups, heads_of(spec), strict=True)
+        for group, heads in zip(spec.groups, heads_of(spec), strict=True)
     )
-    return Device(weights, spec, PagedKV(tuple(groups)))
+    return Device(weights, spec, PagedKV(tuple(stores)))
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_a_decode_loop_of_n_is_n_steps(device, allocator, n, min_left, penalties
     assert (got.token_B[n:] == NO_TOKEN).all()
     assert jax.tree.map(np.ndarray.tolist, got_rows) == jax.tree.map(np.ndarray.tolist, want_rows)
     stored_B = (want.token_B != NO_TOKEN).sum(axis=0)
-    assert device.kv.groups[0].len_B.tolist() == [
+    assert device.kv.rows[0].len_B.tolist() == [
         h.length + n for h, n in zip(handles, stored_B.tolist(), strict=True)
     ]
     for handle, count in zip(handles, stored_B.tolist(), strict=True):
@@ -287,8 +287,8 @@ def test_a_loop_ends_when_every_row_has_ended_and_resting_rows_store_nothing(dev
         KVHandle(handle.pages, handle.length + (row < 3)) for row, handle in enumerate(handles)
     ]
     owned_PS = owned_slots(longer, num_pages=NUM_PAGES, page_size=SIZE)
-    for group in device.kv.groups:
-        assert (~np.isnan(contents(group)).any(axis=(0, 1, 4, 5)) == owned_PS).all()
+    for store in device.kv.stores:
+        assert (~np.isnan(contents(store)).any(axis=(0, 1, 4, 5)) == owned_PS).all()
     for old, handle in zip(before, handles, strict=True):
         for x, y in zip(old, device.held(handle), strict=True):
             np.testing.assert_array_equal(x, y)
@@ -305,7 +305,7 @@ def test_a_row_that_has_ended_on_the_device_rests_and_stays_ended(device, alloca
     )
     static = {"spec": device.spec, "backend": "xla"}
     kv = device.bind(handles)
-    kv, newest, _, out = decode_loop(
+    kv, newest, _, out, _ = decode_loop(
         device.weights, kv, newest, rows, sampling, np.int32(2), **static, width=WIDTH
     )
     token_nB = np.asarray(out.token_B)
@@ -323,7 +323,7 @@ def test_a_row_that_has_ended_on_the_device_rests_and_stays_ended(device, alloca
         )
         batch.position_T[row] = handles[row].length + 2
     batch = replace(batch, num_decode=np.int32(3), num_rows=np.int32(3))
-    _, newest, sampled, _ = step(device.weights, kv, newest, batch, make_sampling(), **static)
+    _, newest, sampled, *_ = step(device.weights, kv, newest, batch, make_sampling(), **static)
     assert np.asarray(newest.token_R)[:3].tolist() == [int(sampled.token_B[0]), NO_TOKEN, NO_TOKEN]
 
 
@@ -331,13 +331,13 @@ def test_a_loop_over_resting_rows_changes_nothing(device, allocator):
     handles, rows = start(device, allocator)
     rows.budget_B[:] = 0
     device.kv = device.bind(handles)
-    before = [np.asarray(group.pages) for group in device.kv.groups]
+    before = [np.asarray(store.pages) for store in device.kv.stores]
     got_rows, out = device.loop(handles, rows, make_sampling(), WIDTH)
     assert (out.token_B == NO_TOKEN).all()
     assert got_rows.token_B.tolist() == rows.token_B.tolist()
     assert got_rows.position_B.tolist() == rows.position_B.tolist()
-    for old, group in zip(before, device.kv.groups, strict=True):
-        np.testing.assert_array_equal(old, group.pages)
+    for old, store in zip(before, device.kv.stores, strict=True):
+        np.testing.assert_array_equal(old, store.pages)
 
 
 # Chunks, padding, donation
@@ -398,18 +398,18 @@ def test_padding_of_a_step_and_a_loop_leaves_a_full_pool_alone(device):
     handles = [
         KVHandle(handle.pages, handle.length - (row == 2)) for row, handle in enumerate(everything)
     ]
-    groups = (
-        replace(g, pages=jnp.asarray(rng.normal(size=g.pages.shape), g.pages.dtype))
-        for g in device.kv.groups
+    stores = (
+        replace(store, pages=jnp.asarray(rng.normal(size=store.pages.shape), store.pages.dtype))
+        for store in device.kv.stores
     )
-    device.kv = replace(device.kv, groups=tuple(groups))
-    full = [np.asarray(group.pages) for group in device.kv.groups]
+    device.kv = replace(device.kv, stores=tuple(stores))
+    full = [np.asarray(store.pages) for store in device.kv.stores]
     last_page, last_slot = pages[2][-1], SIZE - 1
 
     def assert_only_the_last_slot_of_row_2_changed() -> None:
-        for old, group in zip(full, device.kv.groups, strict=True):
-            new = np.array(group.pages)
-            own = np.arange(group.num_layers) * NUM_PAGES + last_page
+        for old, store in zip(full, device.kv.stores, strict=True):
+            new = np.array(store.pages)
+            own = np.arange(store.num_layers) * NUM_PAGES + last_page
             assert (new[own, :, last_slot] != old[own, :, last_slot]).all()
             new[own, :, last_slot] = old[own, :, last_slot]
             np.testing.assert_array_equal(new, old)
@@ -428,24 +428,24 @@ def test_steps_consume_the_state_they_are_given(device, allocator):
     batch, sampling = empty_batch(NUM_TOKENS, NUM_ROWS), make_sampling()
     static = {"spec": device.spec, "backend": "xla"}
     after, *_ = step(device.weights, kv, NOBODY, batch, sampling, **static)
-    assert all(group.pages.is_deleted() for group in kv.groups)
+    assert all(store.pages.is_deleted() for store in kv.stores)
     args = (device.weights, after, NOBODY, rows, sampling, np.int32(1))
     again, *_ = decode_loop(*args, **static, width=WIDTH)
-    assert all(group.pages.is_deleted() for group in after.groups)
-    copy_pages(again, np.int32([0]), np.int32([1]), np.int32(1))
-    assert all(group.pages.is_deleted() for group in again.groups)
+    assert all(store.pages.is_deleted() for store in after.stores)
+    copy_pages(replace(again, rows=()), np.int32([0]), np.int32([1]), np.int32(1))
+    assert all(store.pages.is_deleted() for store in again.stores)
     with pytest.raises(RuntimeError, match=r"deleted|donated"):
-        np.asarray(again.groups[0].pages)
+        np.asarray(again.stores[0].pages)
 
 
 def test_pages_are_copied_one_after_the_other(device):
     """A page that was read may be written by a later copy; what is past the first n is not looked
     at.
     """
-    first = device.bind([]).groups[0]
+    first = device.kv.stores[0]
     pages = np.random.default_rng(0).normal(size=first.pages.shape).astype(first.pages.dtype)
     kv = PagedKV((replace(first, pages=jnp.array(pages)),))
-    copied = copy_pages(kv, np.int32([3, 0, 4]), np.int32([1, 3, 2]), np.int32(2)).groups[0]
+    copied = copy_pages(kv, np.int32([3, 0, 4]), np.int32([1, 3, 2]), np.int32(2)).stores[0]
     by_layer = pages.reshape(first.num_layers, first.num_pages, -1)
     want = by_layer.copy()
     want[:, 1], want[:, 3] = by_layer[:, 3], by_layer[:, 0]
@@ -480,9 +480,8 @@ def test_continuations_of_a_fork_equal_independent_runs(device, allocator, lengt
         assert (copy is not None) == (length % SIZE > 0)
         assert child.pages[: length // SIZE] == parent.pages[: length // SIZE]
         if copy is not None:
-            device.kv = copy_pages(
-                device.bind([], alive=handles), *np.int32(copy)[:, None], np.int32(1)
-            )
+            kv = replace(device.bind([], alive=handles), rows=())
+            device.kv = copy_pages(kv, *np.int32(copy)[:, None], np.int32(1))
         handles.append(child)
     allocator.check(handles)
     handles = [allocator.reserve(handle, length + WIDTH) for handle in handles]

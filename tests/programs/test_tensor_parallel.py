@@ -87,7 +87,7 @@ def run(size):
     outputs = llm.generate(prompts, [greedy, drawn, greedy], use_tqdm=False)
     again = llm.generate(prompts, drawn, use_tqdm=False)
     beams = llm.beam_search(prompts[:1], BeamSearchParams(beam_width=2, max_tokens=6))
-    programs, pages = engine_of(llm).programs, engine_of(llm).kv.groups[0].pages
+    programs, pages = engine_of(llm).programs, engine_of(llm).kv.stores[0].pages
     engine_of(llm).check()
     return {
         "tokens": [output.outputs[0].token_ids for output in outputs + again],

@@ -208,7 +208,7 @@ def test_the_xla_backend_is_seen_to_copy_the_pool():
     pages = ("num_gpu_blocks_override", 8000)
     job = EngineJob(model=str(SMALL), target="v5e", options=(*options, pages))
     verdict = report.judge(job, apart.compile_apart(job))
-    assert any("copies kv.groups[0].pages" in fault for fault in verdict.faults)
+    assert any("copies kv.stores[0].pages" in fault for fault in verdict.faults)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import jaxkv
 from jaxkv.tools.chips import ENVIRONMENT
 from jaxkv.tools.hlo import Collective, Copy, read_program
 
-POOL, WEIGHT = "kv.groups[0].pages", "weights['layers']['q']"
+POOL, WEIGHT = "kv.stores[0].pages", "weights['layers']['q']"
 SLICES = {POOL: 2 * 512, WEIGHT: 256}
 HEAD = """HloModule jit_step, is_scheduled=true
 
@@ -62,7 +62,7 @@ HEAD = """HloModule jit_step, is_scheduled=true
 
 ENTRY %main (a: bf16[4,16,16], b: bf16[8,4,8,16], c: bf16[16,16], n.1: s32[]) -> bf16[8,4,8,16] {
   %a = bf16[4,16,16]{2,1,0:T(8,128)(2,1)} parameter(0), metadata={op_name="weights[\\'layers\\'][\\'q\\']"}
-  %b = bf16[8,4,8,16]{3,2,1,0:T(8,128)(2,1)} parameter(1), metadata={op_name="kv.groups[0].pages"}
+  %b = bf16[8,4,8,16]{3,2,1,0:T(8,128)(2,1)} parameter(1), metadata={op_name="kv.stores[0].pages"}
   %c = bf16[16,16]{1,0} parameter(2), metadata={op_name="x"}
   %n.1 = s32[]{:T(128)} parameter(3), metadata={op_name="n"}
   ENTRY_LINES

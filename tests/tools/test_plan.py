@@ -98,7 +98,7 @@ def test_weights_and_pages_are_what_an_engine_has(tmp_path, variant):
     llm = LLM(checkpoint, **SMALL)
     assert blueprint.weight_bytes == model_of(llm).weight_bytes
     assert blueprint.page_nbytes * 200 == sum(
-        group.pages.nbytes for group in engine_of(llm).kv.groups
+        store.pages.nbytes for store in engine_of(llm).kv.stores
     )
     assert blueprint.token_nbytes * 8 == blueprint.page_nbytes
 
