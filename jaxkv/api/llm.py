@@ -190,7 +190,7 @@ class LLM:
         """Returns what the model's generation_config.json asks for, vLLM's defaults where it says
         nothing.
 
-        Raises: ValueError if it asks for something that is out of range.
+        Raises: CheckpointError if it asks for something that is out of range.
         """
         return self._model.default_params()
 

@@ -8,12 +8,13 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxkv.build.model import Model
 from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, is_int
+from jaxkv.errors import CheckpointError
 from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.holding.retention import Retention, check_served, full_pages, protecting
@@ -23,6 +24,9 @@ from jaxkv.requests.beam import BeamSearch, num_candidates
 from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
+
+if TYPE_CHECKING:
+    from jinja2 import TemplateSyntaxError
 
 Prompt = str | Mapping[str, Any]
 """A text, {"prompt": text} or {"prompt_token_ids": [...]}; a mapping may have a "cache_salt", a
@@ -110,7 +114,7 @@ class Intake:
 
         Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
         """
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         extra = {} if extra is None else extra
         if not isinstance(extra, Mapping):
@@ -143,6 +147,9 @@ class Intake:
                     )
                     ids = self._encode(text, add_special_tokens=False)
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
+            except TemplateSyntaxError as error:
+                given = options.get("chat_template")
+                raise _broken_template(given, tokenizer.name_or_path, error) from error
             except (TemplateError, *OF_TEMPLATES) as error:
                 problems.append(f"conversation {index}: {type(error).__name__}: {error}")
         if problems:
@@ -472,3 +479,13 @@ def link(beams: tuple[Request, ...], search: BeamSearch) -> None:
         beam.search, beam.beams = search, beams
         beam.needs_host = True
         beam.is_plain = False
+
+
+def _broken_template(given: Any, directory: str, error: TemplateSyntaxError) -> ValueError:
+    """Returns the error of a template that is none, whatever the conversation: one that was given,
+    or the tokenizer's.
+    """
+    what = f"expected a Jinja template, got an error in line {error.lineno}: {error.message}"
+    if given is not None:
+        return ValueError(f"chat_template: {what}")
+    return CheckpointError(f"{directory}: chat template: {what}; pass chat_template=")

@@ -16,6 +16,7 @@ import pytest
 from jaxkv.build.model import Model
 from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.intake import Intake
@@ -612,3 +613,11 @@ def test_no_text_is_certainly_too_long_where_any_unknown_word_is_one_token():
         longest_token(SimpleNamespace(unk_token="?", get_vocab=lambda: vocabulary | {"<0x00>": 2}))
         == 4 * 6
     )
+
+
+def test_a_chat_template_that_is_none_is_no_conversations_fault(intake, tmp_path):
+    with pytest.raises(ValueError, match="chat_template: expected a Jinja template, got an error"):
+        intake.render([[USER], [USER]], chat_template="{% for %}")
+    save_tokenizer(tmp_path, chat_template="{% if x %}")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: chat template: expected a Jinja"):
+        intake_with(load_tokenizer(tmp_path)).render([[USER]])
