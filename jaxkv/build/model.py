@@ -102,6 +102,7 @@ class Model:
             dtype=dtype,
             as_bits=as_bits,
             placement=blueprint.placement,
+            check=options.load_format != "unchecked",
         )
 
     @property

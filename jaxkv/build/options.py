@@ -142,9 +142,11 @@ class EngineOptions:
     )
     load_format: str = option(
         "auto",
-        "auto, or dummy for random weights of a model whose config.json is all there is, to "
-        "measure its speed and memory",
-        check=one_of("auto", "dummy"),
+        "auto; unchecked to load weights that hold NaN or infinity, or have changed since "
+        "`jaxkv convert`, instead of refusing them; or dummy for random weights of a model whose "
+        "config.json is all there is, to measure its speed and memory",
+        check=one_of("auto", "unchecked", "dummy"),
+        commands=ENGINES,
     )
     tensor_parallel_size: int = option(
         1,
