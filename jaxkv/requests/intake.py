@@ -21,6 +21,7 @@ from jaxkv.holding.retention import Retention, check_served, full_pages, protect
 from jaxkv.kv.policies import Policy, resolve
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.beam import BeamSearch, num_candidates
+from jaxkv.requests.deadline import TemplateTimeoutError, within_time
 from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
@@ -35,7 +36,7 @@ text: only prompts with the same one share cached prefixes.
 
 OF_TEMPLATES = (
     *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError),
-    *(RecursionError, MemoryError),
+    *(RecursionError, MemoryError, TemplateTimeoutError),
 )
 """What a chat template, which is a program, may raise beside jinja2's own errors."""
 
@@ -142,8 +143,14 @@ class Intake:
                 continue
             try:
                 with self._lock:
-                    text = tokenizer.apply_chat_template(
-                        messages, tokenize=False, **options, **extra
+                    text = within_time(
+                        partial(
+                            tokenizer.apply_chat_template,
+                            messages,
+                            tokenize=False,
+                            **options,
+                            **extra,
+                        )
                     )
                     ids = self._encode(text, add_special_tokens=False)
                 prompts.append({"prompt": text, "prompt_token_ids": ids})

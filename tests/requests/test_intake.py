@@ -30,6 +30,11 @@ VOCAB = 420
 MAX_LEN, PAGE = 64, 8
 PARAMS = SamplingParams(max_tokens=5)
 USER = {"role": "user", "content": "The end"}
+ENDLESS = (
+    "{{% set r = range(99999) %}}{{% for a in r %}}{{% for b in r %}}{{% for c in r %}}{}"
+    "{{% endfor %}}{{% endfor %}}{{% endfor %}}"
+)
+"""A template of 10**15 iterations at least."""
 
 
 @pytest.fixture(scope="module")
@@ -548,9 +553,14 @@ def test_without_a_template_or_a_tokenizer_chat_is_refused(tmp_path):
         ("{{ 'x' * 10**15 }}", "MemoryError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ 10.0**400 }}", "OverflowError"),
+        (ENDLESS.format("{% for d in r %}{% endfor %}"), "TemplateTimeoutError"),
+        (ENDLESS.format("{{ messages[0].role }}"), "TemplateTimeoutError"),
     ],
 )
-def test_whatever_a_template_raises_concerns_its_conversation_only(intake, body, error):
+def test_whatever_a_template_raises_concerns_its_conversation_only(
+    intake, monkeypatch, body, error
+):
+    monkeypatch.setattr("jaxkv.requests.deadline.TEMPLATE_S", 0.5)
     template = "{% if messages[0].content == 'bad' %}" + body + "{% endif %}fine"
     bad = {"role": "user", "content": "bad"}
     with pytest.raises(ValueError, match=f"^conversation 1: {error}: "):
