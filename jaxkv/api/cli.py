@@ -328,22 +328,31 @@ def _deployments(args: argparse.Namespace) -> list[Deployment]:
     os.environ.update(ENVIRONMENT)
     from jaxkv.tools.deployment import deploy
 
-    return [
-        deploy(args.model, target, **_engine_options(args, "plan"))
-        for target in map(parse_target, args.target)
-    ]
+    targets = [parse_target(target) for target in args.target]
+    return [deploy(args.model, target, **_engine_options(args, "plan")) for target in targets]
+
+
+def _check_plan(args: argparse.Namespace) -> None:
+    """Raises ValueError or OSError for what can be known to be wrong before any work."""
+    if min([args.sequences + 1, *(args.context or ())]) < 1:
+        raise ValueError(
+            "expected --context above 0 and --sequences from 0, "
+            f"got {args.context} and {args.sequences}"
+        )
+    if args.svg is not None:
+        folder = args.svg.absolute().parent
+        if args.svg.is_dir() or not folder.is_dir():
+            raise ValueError(f"--svg: expected a file in a directory that is there, got {args.svg}")
+        if not os.access(args.svg if args.svg.exists() else folder, os.W_OK):
+            raise PermissionError(f"--svg: expected a file that may be written, got {args.svg}")
 
 
 def _plan(args: argparse.Namespace) -> int:
+    _check_plan(args)
     deployments = _deployments(args)
     from jaxkv.tools import plan
 
     contexts = args.context or [deployments[0].blueprint.limits.max_model_len]
-    if min(*contexts, args.sequences + 1) < 1:
-        raise ValueError(
-            "expected --context above 0 and --sequences from 0, "
-            f"got {contexts} and {args.sequences}"
-        )
     if not args.json:
         print(
             plan.describe_model(deployments[0], contexts=contexts, sequences=args.sequences),

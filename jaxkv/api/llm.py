@@ -16,7 +16,14 @@ from jaxkv.build.blueprint import make_blueprint
 from jaxkv.build.compile_cache import use_compile_cache
 from jaxkv.build.memory import device_memory
 from jaxkv.build.model import find_model
-from jaxkv.build.options import EngineOptions, describe_options, takes
+from jaxkv.build.options import (
+    IS_BOOL,
+    IS_LIST,
+    IS_TEXT_OR_NONE,
+    EngineOptions,
+    describe_options,
+    takes,
+)
 from jaxkv.config import BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
 from jaxkv.engine.engine import Engine
@@ -81,6 +88,7 @@ class LLM:
         one number per prompt, the lowest first.
         Raises: ValueError naming every bad index before any work starts.
         """
+        IS_BOOL("use_tqdm", use_tqdm)
         listed = _listed(prompts)
         if priority is not None and (
             not isinstance(priority, (list, tuple)) or len(priority) != len(listed)
@@ -115,6 +123,11 @@ class LLM:
                 f"messages: expected a conversation or a list of them, got "
                 f"{type(messages).__name__}"
             )
+        IS_BOOL("use_tqdm", use_tqdm)
+        IS_BOOL("add_generation_prompt", add_generation_prompt)
+        IS_BOOL("continue_final_message", continue_final_message)
+        IS_TEXT_OR_NONE("chat_template", chat_template)
+        IS_LIST("tools", tools)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = self._intake.render(
             conversations,
@@ -140,6 +153,7 @@ class LLM:
         one step.
         Raises: ValueError naming every bad index before any work starts.
         """
+        IS_BOOL("use_tqdm", use_tqdm)
         submissions = self._intake.accept_searches(_listed(prompts), params)
         self._run(submissions, use_tqdm)
         tokenizer, include = self._model.tokenizer, params.include_stop_str_in_output
@@ -190,7 +204,7 @@ class LLM:
         """Returns what the model's generation_config.json asks for, vLLM's defaults where it says
         nothing.
 
-        Raises: ValueError if it asks for something that is out of range.
+        Raises: CheckpointError if it asks for something that is out of range.
         """
         return self._model.default_params()
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.options import EngineOptions
-from jaxkv.build.tokenizer import load_tokenizer
+from jaxkv.build.tokenizer import check_vocabulary, load_tokenizer
 from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
+from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement, bytes_per_device
@@ -57,7 +58,7 @@ class Model:
     weights: Weights
 
     def default_params(self) -> SamplingParams:
-        """Returns what generation_config.json asks for. Raises: ValueError if that is out of
+        """Returns what generation_config.json asks for. Raises: CheckpointError if that is out of
         range.
         """
         names = {"max_new_tokens": "max_tokens"}
@@ -66,8 +67,8 @@ class Model:
         try:
             return SamplingParams(**given)
         except ValueError as error:
-            raise ValueError(
-                f"generation_config.json: {error}; pass sampling_params to set your own"
+            raise CheckpointError(
+                f"{self.directory / GENERATION}: {error}; pass sampling_params to set your own"
             ) from error
 
     def loaded(self, blueprint: Blueprint) -> Model:
@@ -101,6 +102,7 @@ class Model:
             dtype=dtype,
             as_bits=as_bits,
             placement=blueprint.placement,
+            check=options.load_format != "unchecked",
         )
 
     @property
@@ -123,10 +125,11 @@ def find_model(options: EngineOptions) -> Model:
     tokenizer = None
     if not options.skip_tokenizer_init:
         other = options.tokenizer
-        tokenizer = load_tokenizer(
-            directory if other is None else resolve_model(other, only=WITHOUT_WEIGHTS)
-        )
-    found = (directory / GENERATION).is_file()
+        where = directory if other is None else resolve_model(other, only=WITHOUT_WEIGHTS)
+        tokenizer = load_tokenizer(where)
+        check_vocabulary(tokenizer, spec.vocab_size, where)
+    # One that is there and no file is no missing one.
+    found = os.path.lexists(directory / GENERATION)
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
     eos_ids = _eos_ids(config, generation, tokenizer, spec.vocab_size)
     is_dummy = options.load_format == "dummy"

@@ -87,6 +87,9 @@ def one_of(*values: str) -> Check:
 
 
 IS_BOOL = Check(expected="True or False", holds=lambda value: isinstance(value, bool))
+IS_LIST = Check(
+    expected="None or a list", holds=lambda value: value is None or isinstance(value, list | tuple)
+)
 IS_TEXT = Check(expected="a name", holds=lambda value: isinstance(value, str))
 IS_PATH = Check(
     expected="a directory or a hub id",
@@ -95,7 +98,7 @@ IS_PATH = Check(
         or (isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str))
     ),
 )
-IS_REVISION = Check(
+IS_TEXT_OR_NONE = Check(
     expected="None or a text", holds=lambda value: value is None or isinstance(value, str)
 )
 IS_SECRET = Check(
@@ -132,7 +135,7 @@ class EngineOptions:
     skip_tokenizer_init: bool = option(
         False, "work without a tokenizer: prompts and outputs are token ids", check=IS_BOOL
     )
-    revision: str | None = option(None, "branch, tag or commit of a hub id", check=IS_REVISION)
+    revision: str | None = option(None, "branch, tag or commit of a hub id", check=IS_TEXT_OR_NONE)
     dtype: str = option(
         "auto",
         "auto, bfloat16 or float32; auto is bfloat16 unless this CPU has no instructions for it, "
@@ -142,9 +145,11 @@ class EngineOptions:
     )
     load_format: str = option(
         "auto",
-        "auto, or dummy for random weights of a model whose config.json is all there is, to "
-        "measure its speed and memory",
-        check=one_of("auto", "dummy"),
+        "auto; unchecked to load weights that hold NaN or infinity, or have changed since "
+        "`jaxkv convert`, instead of refusing them; or dummy for random weights of a model whose "
+        "config.json is all there is, to measure its speed and memory",
+        check=one_of("auto", "unchecked", "dummy"),
+        commands=ENGINES,
     )
     tensor_parallel_size: int = option(
         1,

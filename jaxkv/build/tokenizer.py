@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from jaxkv.errors import CheckpointError
+from jaxkv.models.families import check_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""What is read beside them, where it is there."""
+
+ADVICE = (
+    "fetch the file again, pass tokenizer=DIR, or skip_tokenizer_init=True to work with token ids "
+    "only"
+)
 
 
 def load_tokenizer(directory: Path) -> Any:
     """Loads the directory's Hugging Face tokenizer. transformers is imported here, on first use;
     remote code is never run.
+
+    Raises: CheckpointError naming the file that cannot be read.
     """
+    # A directory or a broken link would be passed over, and its tokens with it.
+    for name in TOKENIZER_FILES + OTHER_FILES:
+        if os.path.lexists(directory / name) and not (directory / name).is_file():
+            raise CheckpointError(
+                f"{directory / name}: expected a file, got a directory or a broken link; {ADVICE}"
+            )
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
             f"{directory}: expected {' or '.join(TOKENIZER_FILES)}, got neither; pass "
@@ -26,11 +43,72 @@ def load_tokenizer(directory: Path) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(
+    with _NamingTheFile(directory):
+        tokenizer = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    template = tokenizer.chat_template
+    if not isinstance(template, str | dict | None):
         raise CheckpointError(
-            f"{directory}: its tokenizer cannot be read: {type(error).__name__}: {error}"
+            f"{directory / TOKENIZER_FILES[1]}: chat_template: expected a text, got "
+            f"{type(template).__name__}; {ADVICE}"
+        )
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Any, vocab_size: int, directory: Path) -> None:
+    """Raises CheckpointError for a tokenizer of more tokens than the model has.
+
+    What is added to it does not count: fine-tuned models are known to come with a padding token
+    that has no embedding. A prompt that holds one is refused.
+    """
+    if (num_tokens := tokenizer.vocab_size) > vocab_size:
+        raise CheckpointError(
+            f"{directory}: expected a tokenizer of at most {vocab_size} tokens, as vocab_size of "
+            f"the model's config.json says, got {num_tokens}: is it another model's? Pass "
+            f"tokenizer=DIR, or skip_tokenizer_init=True"
+        )
+
+
+class _NamingTheFile:
+    """Raises a CheckpointError instead of any `Exception` of its block, but for a lack of memory.
+
+    There is no list of types to catch: tokenizers raises bare `Exception`, huggingface_hub types of
+    its own, and transformers whatever a value of another kind leads to.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, MemoryError):
+            return
+        files = [self._directory / name for name in TOKENIZER_FILES + OTHER_FILES]
+        files = [file for file in files if file.is_file()]
+        for file in files:
+            if file.suffix == ".json":
+                check_json(file)
+        raise CheckpointError(
+            f"{self._culprit(error, files)}: its tokenizer cannot be read: "
+            f"{type(error).__name__}: {error}; {ADVICE}"
         ) from error
+
+    def _culprit(self, error: Exception, files: list[Path]) -> str:
+        """Returns the file that the error is about, or the directory with all that it may be."""
+        from huggingface_hub.errors import StrictDataclassError
+
+        # transformers reads config.json for the kind of tokenizer, and checks all of it.
+        if isinstance(error, StrictDataclassError):
+            return str(self._directory / "config.json")
+        # The library of that file raises nothing else.
+        if type(error) is Exception:
+            return str(self._directory / TOKENIZER_FILES[0])
+        return f"{self._directory} ({', '.join(file.name for file in files)})"

@@ -8,21 +8,26 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxkv.build.model import Model
 from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, is_int
+from jaxkv.errors import CheckpointError
 from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.holding.retention import Retention, check_served, full_pages, protecting
 from jaxkv.kv.policies import Policy, resolve
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.beam import BeamSearch, num_candidates
+from jaxkv.requests.deadline import TemplateTimeoutError, within_time
 from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
+
+if TYPE_CHECKING:
+    from jinja2 import TemplateSyntaxError
 
 Prompt = str | Mapping[str, Any]
 """A text, {"prompt": text} or {"prompt_token_ids": [...]}; a mapping may have a "cache_salt", a
@@ -31,7 +36,7 @@ text: only prompts with the same one share cached prefixes.
 
 OF_TEMPLATES = (
     *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError),
-    *(RecursionError, MemoryError),
+    *(RecursionError, MemoryError, TemplateTimeoutError),
 )
 """What a chat template, which is a program, may raise beside jinja2's own errors."""
 
@@ -110,7 +115,7 @@ class Intake:
 
         Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
         """
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         extra = {} if extra is None else extra
         if not isinstance(extra, Mapping):
@@ -138,11 +143,20 @@ class Intake:
                 continue
             try:
                 with self._lock:
-                    text = tokenizer.apply_chat_template(
-                        messages, tokenize=False, **options, **extra
+                    text = within_time(
+                        partial(
+                            tokenizer.apply_chat_template,
+                            messages,
+                            tokenize=False,
+                            **options,
+                            **extra,
+                        )
                     )
                     ids = self._encode(text, add_special_tokens=False)
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
+            except TemplateSyntaxError as error:
+                given = options.get("chat_template")
+                raise _broken_template(given, tokenizer.name_or_path, error) from error
             except (TemplateError, *OF_TEMPLATES) as error:
                 problems.append(f"conversation {index}: {type(error).__name__}: {error}")
         if problems:
@@ -472,3 +486,13 @@ def link(beams: tuple[Request, ...], search: BeamSearch) -> None:
         beam.search, beam.beams = search, beams
         beam.needs_host = True
         beam.is_plain = False
+
+
+def _broken_template(given: Any, directory: str, error: TemplateSyntaxError) -> ValueError:
+    """Returns the error of a template that is none, whatever the conversation: one that was given,
+    or the tokenizer's.
+    """
+    what = f"expected a Jinja template, got an error in line {error.lineno}: {error.message}"
+    if given is not None:
+        return ValueError(f"chat_template: {what}")
+    return CheckpointError(f"{directory}: chat template: {what}; pass chat_template=")

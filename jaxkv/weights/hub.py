@@ -80,12 +80,16 @@ def _fetch(hub_id: str, revision: str | None, only: tuple[str, ...]) -> Path:
         return Path(
             huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(only))
         )
-    except (transport_error, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+    # ValueError: an address of the hub (HF_ENDPOINT) that is none.
+    except (
+        *(transport_error, LocalEntryNotFoundError, OfflineModeIsEnabled),
+        ValueError,
+    ) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise OSError(
             f"{hub_id}{at}: expected its files from the Hugging Face hub, got "
             f"{type(error).__name__}: {error}\n"
-            "Check the id; set HF_TOKEN if the model is private or gated; without a network pass "
-            "a local directory, "
+            "Check the id, and HF_ENDPOINT if it is set; set HF_TOKEN if the model is private or "
+            "gated; without a network pass a local directory, "
             "or set HF_HUB_OFFLINE=1 if the hub's cache holds the model."
         ) from error

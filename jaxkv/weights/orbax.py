@@ -1,11 +1,11 @@
 """Converted checkpoints: the stacked weight tree as an orbax checkpoint, made once and read back
 without any work.
 
-A converted directory holds copies of the model's other files, `jaxkv.json` (format, dtype, spec)
-and `orbax/`, which orbax's v1 API loads too. Its arrays are stored uncompressed, whole and without
-OCDBT, so that each is one plain file, and `load_converted` reads that file straight into the memory
-which the device takes over. Through orbax it took five times as long and 1.4 times the memory
-(docs/benchmarks/start.md).
+A converted directory holds copies of the model's other files, `jaxkv.json` (format, dtype, spec,
+and the CRC-32 of each array, which loading compares) and `orbax/`, which orbax's v1 API loads too.
+Its arrays are stored uncompressed, whole and without OCDBT, so that each is one plain file, and
+`load_converted` reads that file straight into the memory which the device takes over. Through
+orbax it took five times as long and 1.4 times the memory (docs/benchmarks/start.md).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import tempfile
+import zlib
 from dataclasses import asdict
 from io import BufferedReader
 from pathlib import Path
@@ -33,8 +34,8 @@ from jaxkv.placement import Placement
 from jaxkv.weights.load import aligned_empty, load_weights, put
 from jaxkv.weights.tree import TreeLeaf, make_tree, tree_leaves
 
-FORMAT = 1
-"""To be raised with every change of the weight tree or of ModelSpec."""
+FORMAT = 2
+"""To be raised with every change of the weight tree, of ModelSpec or of the header."""
 
 HEADER = "jaxkv.json"
 ARRAYS = ("orbax", "weights")
@@ -72,9 +73,10 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
         }:
             if not file.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(file, unfinished / file.name)
-        header = {"format": FORMAT, "dtype": dtype, "spec": _as_json(spec)}
-        (unfinished / HEADER).write_text(json.dumps(header, indent=1))
         host = jax.tree.map(np.asarray, weights)
+        sums = {path: zlib.crc32(x.view(np.uint8).data) for path, x in _by_path(host).items()}
+        header = {"format": FORMAT, "dtype": dtype, "spec": _as_json(spec), "crc32": sums}
+        (unfinished / HEADER).write_text(json.dumps(header, indent=1))
         _save(unfinished, host)
         _compare(unfinished, spec, layout, host)
         unfinished.rename(out)
@@ -115,18 +117,26 @@ def load_converted(
     dtype: str,
     as_bits: bool = False,
     placement: Placement | None = None,
+    check: bool = True,
 ) -> dict[str, Any]:
     """Loads from a converted directory what `load_weights` gives; a dtype other than the stored one
     is converted.
 
     Raises: CheckpointError naming every missing, unexpected or misshapen array, before anything is
-    allocated.
+    allocated; naming the first array that is not the one that was stored, unless `check` is False.
     """
     stored, arrays = _locate(directory, spec, layout)
+    sums = read_config(directory, HEADER).section("crc32")
 
     def load(leaf: TreeLeaf, file: Path) -> Array:
         with file.open("rb") as stream:
-            host = _read(stream, leaf.shape, stored, jnp.dtype(dtype))
+            host, crc32 = _read(stream, leaf.shape, stored, jnp.dtype(dtype), check)
+        if check and crc32 != sums.values.get(leaf.path):
+            raise CheckpointError(
+                f"{file}: expected the CRC-32 {sums.values.get(leaf.path)!r:.80} of "
+                f"{sums.where}, got {crc32}: one of the two has changed since; convert the model "
+                f'again, or load_format="unchecked" to compute with it all the same'
+            )
         return put(host.view(np.uint16) if as_bits else host, leaf.name, placement)
 
     return make_tree((leaf, load(leaf, file)) for leaf, file in arrays)
@@ -159,12 +169,15 @@ def _save(directory: Path, weights: dict[str, Any]) -> None:
         log.setLevel(level)
 
 
+def _by_path(weights: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the arrays by their paths as in `TreeLeaf.path`."""
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
+    return {".".join(key.key for key in path): x for path, x in leaves}
+
+
 def _compare(directory: Path, spec: ModelSpec, layout: Layout, weights: dict[str, Any]) -> None:
     stored, arrays = _locate(directory, spec, layout)
-    written = {
-        ".".join(key.key for key in path): x
-        for path, x in jax.tree_util.tree_leaves_with_path(weights)
-    }
+    written = _by_path(weights)
     found = {leaf.path for leaf, _ in arrays}
     if found != written.keys():
         raise CheckpointError(
@@ -172,7 +185,7 @@ def _compare(directory: Path, spec: ModelSpec, layout: Layout, weights: dict[str
         )
     for leaf, file in arrays:
         with file.open("rb") as stream:
-            got = _read(stream, leaf.shape, stored, stored)
+            got, _ = _read(stream, leaf.shape, stored, stored, check=False)
         bits = np.dtype(f"u{stored.itemsize}")
         if not np.array_equal(got.view(bits), written[leaf.path].view(bits)):
             raise CheckpointError(f"{file}: expected the values that were written, got others")
@@ -241,12 +254,14 @@ def _problems(file: Path, shape: tuple[int, ...], dtype: str) -> list[str]:
 
 
 def _read(
-    stream: BufferedReader, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype
-) -> np.ndarray:
+    stream: BufferedReader, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype, check: bool
+) -> tuple[np.ndarray, int]:
     """Reads the next values of the file in one host array of `shape`, converted piece by piece from
-    another dtype.
+    another dtype. Returns it with the CRC-32 of what was read, 0 without `check`.
+
+    Raises: CheckpointError for a file that ends before.
     """
-    host = aligned_empty(shape, dtype)
+    host, crc32 = aligned_empty(shape, dtype), 0
     flat = host.reshape(-1)
     for start in range(0, flat.size, PIECE):
         part = flat[start : start + PIECE]
@@ -255,6 +270,8 @@ def _read(
             raise CheckpointError(
                 f"{stream.name}: expected {raw.nbytes} more bytes, got its end: it was changed"
             )
+        if check:
+            crc32 = zlib.crc32(raw.view(np.uint8).data, crc32)
         if raw is not part:
             part[...] = raw
-    return host
+    return host, crc32

@@ -4,6 +4,7 @@ left behind.
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 
 import jaxkv
 from jaxkv.api.llm import LLM
-from jaxkv.config import SamplingParams
+from jaxkv.config import BeamSearchParams, SamplingParams
 from jaxkv.errors import CheckpointError
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.requests.outputs import RequestOutput
@@ -1022,6 +1023,25 @@ def test_chat_is_generate_on_the_rendered_conversation(llm):
 def test_what_is_no_conversation_is_a_value_error(llm, messages):
     with pytest.raises(ValueError, match="message"):
         llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, None) for name in ("use_tqdm", "add_generation_prompt", "continue_final_message")),
+        ("add_generation_prompt", "no"),
+        ("chat_template", 3),
+        ("tools", {"name": "add"}),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(llm, name, value):
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, got {re.escape(repr(value))}$"):
+        llm.chat([USER], GREEDY, **{"use_tqdm": False, name: value})
+    if name == "use_tqdm":
+        with pytest.raises(ValueError, match=r"^use_tqdm: expected True or False, got None$"):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=None)
+        with pytest.raises(ValueError, match=r"^use_tqdm: expected True or False, got None$"):
+            llm.beam_search(PROMPTS, BeamSearchParams(beam_width=1, max_tokens=1), use_tqdm=None)
 
 
 def test_the_tokenizer_may_come_from_another_directory_or_not_at_all(make, checkpoint, tmp_path):

@@ -103,7 +103,7 @@ def test_a_flag_reads_what_its_option_takes():
     ("name", "value", "message"),
     [
         ("dtype", "float16", "dtype: expected one of auto, bfloat16, float32, got 'float16'"),
-        ("load_format", "pt", "load_format: expected one of auto, dummy, got 'pt'"),
+        ("load_format", "pt", "load_format: expected one of auto, unchecked, dummy, got 'pt'"),
         ("enable_prefix_caching", 1, "enable_prefix_caching: expected True or False, got 1"),
         ("prefix_cache_secret", "s3cret", "prefix_cache_secret: expected bytes or None, got str"),
         *(

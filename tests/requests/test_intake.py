@@ -16,6 +16,7 @@ import pytest
 from jaxkv.build.model import Model
 from jaxkv.build.tokenizer import load_tokenizer
 from jaxkv.config import EngineConfig, SamplingParams
+from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.intake import Intake
@@ -29,6 +30,11 @@ VOCAB = 420
 MAX_LEN, PAGE = 64, 8
 PARAMS = SamplingParams(max_tokens=5)
 USER = {"role": "user", "content": "The end"}
+ENDLESS = (
+    "{{% set r = range(99999) %}}{{% for a in r %}}{{% for b in r %}}{{% for c in r %}}{}"
+    "{{% endfor %}}{{% endfor %}}{{% endfor %}}"
+)
+"""A template of 10**15 iterations at least."""
 
 
 @pytest.fixture(scope="module")
@@ -547,9 +553,14 @@ def test_without_a_template_or_a_tokenizer_chat_is_refused(tmp_path):
         ("{{ 'x' * 10**15 }}", "MemoryError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ 10.0**400 }}", "OverflowError"),
+        (ENDLESS.format("{% for d in r %}{% endfor %}"), "TemplateTimeoutError"),
+        (ENDLESS.format("{{ messages[0].role }}"), "TemplateTimeoutError"),
     ],
 )
-def test_whatever_a_template_raises_concerns_its_conversation_only(intake, body, error):
+def test_whatever_a_template_raises_concerns_its_conversation_only(
+    intake, monkeypatch, body, error
+):
+    monkeypatch.setattr("jaxkv.requests.deadline.TEMPLATE_S", 0.5)
     template = "{% if messages[0].content == 'bad' %}" + body + "{% endif %}fine"
     bad = {"role": "user", "content": "bad"}
     with pytest.raises(ValueError, match=f"^conversation 1: {error}: "):
@@ -612,3 +623,11 @@ def test_no_text_is_certainly_too_long_where_any_unknown_word_is_one_token():
         longest_token(SimpleNamespace(unk_token="?", get_vocab=lambda: vocabulary | {"<0x00>": 2}))
         == 4 * 6
     )
+
+
+def test_a_chat_template_that_is_none_is_no_conversations_fault(intake, tmp_path):
+    with pytest.raises(ValueError, match="chat_template: expected a Jinja template, got an error"):
+        intake.render([[USER], [USER]], chat_template="{% for %}")
+    save_tokenizer(tmp_path, chat_template="{% if x %}")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: chat template: expected a Jinja"):
+        intake_with(load_tokenizer(tmp_path)).render([[USER]])

@@ -228,6 +228,25 @@ def test_what_is_wrong_is_said(write, plan, arguments, message):
     assert re.search(message, err)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", "4096", "0"], r"expected --context above 0 .*, got \[4096, 0\]"),
+        (["--svg", "no/such/folder.svg"], "--svg: expected a file in a directory that is there"),
+        (["--svg", "."], "--svg: expected a file in a directory that is there, got ."),
+        (["--target", "v6e", "v6e:x"], "v6e:x"),
+    ],
+)
+def test_arguments_are_looked_at_before_any_work(plan, monkeypatch, arguments, message):
+    def read(*_: object) -> None:
+        raise AssertionError("the model is read")
+
+    monkeypatch.setattr("jaxkv.tools.deployment.find_config", read)
+    status, out, err = plan("nothing/here", *arguments)
+    assert (status, out) == (2, "")
+    assert re.search(message, err)
+
+
 def test_a_missing_or_broken_config_is_said(plan, tmp_path):
     status, _, err = plan(tmp_path / "config.json")
     assert (status, "not found" in err) == (2, True)

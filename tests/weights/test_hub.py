@@ -143,6 +143,7 @@ ERRORS = [
     LocalEntryNotFoundError("no snapshot"),
     OfflineModeIsEnabled("offline"),
     HfHubHTTPError.__bases__[0]("connection reset"),
+    ValueError("Invalid IPv6 URL"),  # HF_ENDPOINT
 ]
 
 

@@ -6,24 +6,26 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import is_finite, load_weights
 from jaxkv.weights.safetensors import Checkpoint
-from tiny import make_checkpoint, tiny_config
+from tiny import SMALL, make_checkpoint, tiny_config
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 GATE = "model.layers.1.mlp.gate_proj.weight"
 
 
-def loaded(directory: Path, dtype: str = "float32", *, as_bits: bool = False) -> dict:
+def loaded(directory: Path, dtype: str = "float32", **options: bool) -> dict:
     spec, layout = read_family(read_config(directory))
-    return load_weights(directory, spec, layout, dtype=dtype, as_bits=as_bits)
+    return load_weights(directory, spec, layout, dtype=dtype, **options)
 
 
 def expected(directory: Path) -> dict[str, np.ndarray]:
@@ -142,9 +144,10 @@ def test_every_conversion_is_rounded_to_nearest_even(tmp_path, stored, variant):
         gate = weights["layers"]["gate"][1]
         return [np.asarray(gate), np.asarray(weights["head"])[:80]]
 
-    for got in pick(loaded(tmp_path, "float32")):
+    for got in pick(loaded(tmp_path, "float32", check=False)):
         np.testing.assert_array_equal(got, x.astype(np.float32))
-    whole, bits = loaded(tmp_path, "bfloat16"), loaded(tmp_path, "bfloat16", as_bits=True)
+    whole = loaded(tmp_path, "bfloat16", check=False)
+    bits = loaded(tmp_path, "bfloat16", as_bits=True, check=False)
     for got, raw in zip(pick(whole), pick(bits), strict=True):
         assert (got.dtype, raw.dtype) == (BFLOAT16, np.uint16)
         np.testing.assert_array_equal(raw, got.view(np.uint16))
@@ -269,6 +272,42 @@ def test_tensors_that_only_repeat_the_config_are_left_out(tmp_path):
         loaded(rewrite(tmp_path, {name: None, name + "s": np.zeros(4, np.float32)}))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("stored", "value"), [(np.float32, np.nan), (BFLOAT16, -np.inf), (np.float64, 1e300)]
+)
+def test_a_value_that_is_not_finite_is_refused_by_name_unless_unchecked(
+    tmp_path, monkeypatch, stored, value, dtype
+):
+    monkeypatch.setattr("jaxkv.weights.load.CHECKED", 1000)
+    make_checkpoint(tmp_path, tiny_config("llama"))
+    gate = load_file(tmp_path / "model.safetensors")[GATE].astype(stored)
+    gate.reshape(-1)[2345] = value
+    rewrite(tmp_path, {GATE: gate})
+    got = -np.inf if value == -np.inf else np.inf if value == 1e300 else np.nan
+    with pytest.raises(
+        CheckpointError,
+        match=rf"model\.safetensors: tensor {GATE}: expected finite values as "
+        rf"{dtype}, got {got} at index 2345 ",
+    ):
+        loaded(tmp_path, dtype)
+    weights = loaded(tmp_path, dtype, check=False)
+    bad = ~np.isfinite(np.asarray(weights["layers"]["gate"]))
+    assert np.flatnonzero(bad).tolist() == [gate.size + 2345]
+    with pytest.raises(CheckpointError, match="expected finite values"):
+        LLM(tmp_path, **SMALL)
+    LLM(tmp_path, load_format="unchecked", **SMALL)
+
+
+def test_the_largest_and_smallest_values_are_finite():
+    for dtype in (np.float32, BFLOAT16):
+        edges = [jnp.finfo(dtype).max, jnp.finfo(dtype).min, jnp.finfo(dtype).smallest_subnormal]
+        assert is_finite(np.array([*edges, 0.0, -0.0], dtype))
+        assert is_finite(np.array([], dtype))
+        for bad in (np.inf, -np.inf, np.nan, -np.nan):
+            assert not is_finite(np.array([1.0, bad], dtype))
+
+
 # --- memory
 # -----------------------------------------------------------------------------------------------------------
 
@@ -285,7 +324,7 @@ import sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jaxkv.models.families import read_config, read_family
-from jaxkv.weights.load import load_weights
+from jaxkv.weights.load import is_finite, load_weights
 
 def memory(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))

@@ -257,6 +257,26 @@ def test_a_killed_conversion_leaves_no_directory_of_that_name(tmp_path):
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_flipped_bit_anywhere_is_refused_unless_unchecked(converted, dtype):
+    rng, want = np.random.default_rng(0), load(converted, dtype=dtype)
+    for file in (converted / "orbax" / "weights").glob("*/[0-9]*"):
+        whole = file.read_bytes()
+        damaged = bytearray(whole)
+        damaged[rng.integers(len(whole))] ^= 1 << int(rng.integers(8))
+        file.write_bytes(damaged)
+        name = re.escape(f"{file.parent.name}/{file.name}")
+        with pytest.raises(CheckpointError, match=f"{name}: expected the CRC-32 [0-9]+ of .*, got"):
+            load(converted, dtype=dtype)
+        assert jax.tree.structure(load(converted, dtype=dtype, check=False))
+        file.write_bytes(whole)
+    assert_equal_bits(load(converted, dtype=dtype), want)
+    header = json.loads((converted / "jaxkv.json").read_text())
+    (converted / "jaxkv.json").write_text(json.dumps(header | {"crc32": {}}))
+    with pytest.raises(CheckpointError, match=r"embed/0\.0: expected the CRC-32 None of .*: crc32"):
+        load(converted, dtype=dtype)
+
+
 # --- what is refused
 # --------------------------------------------------------------------------------------------------
 
@@ -266,8 +286,9 @@ UP = "orbax/weights/layers.up"
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("jaxkv.json", {"format": 2}, r"format: expected 1 \(convert the model again .*, got 2"),
-        ("jaxkv.json", {"format": None}, "format: expected 1 .*, got None"),
+        ("jaxkv.json", {"format": 1}, r"format: expected 2 \(convert the model again .*, got 1"),
+        ("jaxkv.json", {"format": None}, "format: expected 2 .*, got None"),
+        ("jaxkv.json", {"crc32": [1]}, "crc32: expected an object"),
         ("jaxkv.json", {"dtype": "int8"}, "dtype: expected one of float32, bfloat16, got 'int8'"),
         ("jaxkv.json", {"dtype": ["bfloat16"]}, "dtype: expected one of float32, bfloat16, got"),
         (

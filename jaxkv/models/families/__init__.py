@@ -6,6 +6,7 @@ import importlib
 import json
 import pkgutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +34,20 @@ def read_config(directory: Path, name: str = "config.json") -> ConfigReader:
         raise CheckpointError(
             f"{path}: expected at most {MAX_CONFIG_BYTES} bytes, got {path.stat().st_size}"
         )
+    return ConfigReader(check_json(path), str(path))
+
+
+def check_json(path: Path) -> dict[str, Any]:
+    """Returns the object that a file holds. Raises: CheckpointError if it is anything else."""
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON, got {error}") from error
+        raise CheckpointError(
+            f"{path}: expected JSON, got {error}: fetch the file again"
+        ) from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    return ConfigReader(values, str(path))
+    return values
 
 
 def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -60,4 +68,4 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return spec, layout
 
 
-__all__ = ["FAMILIES", "ConfigReader", "Layout", "Leaf", "read_config", "read_family"]
+__all__ = ["FAMILIES", "ConfigReader", "Layout", "Leaf", "check_json", "read_config", "read_family"]

@@ -1,0 +1,56 @@
+"""What takes too long is ended in its thread, and nothing comes afterwards."""
+
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from jaxkv.requests.deadline import TemplateTimeoutError, within_time
+
+
+def count(num: int) -> int:
+    x = 0
+    for i in range(num):
+        x += i
+    return x
+
+
+def test_what_ends_in_time_returns_and_raises_as_without():
+    assert within_time(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within_time(lambda: 1 // 0)
+
+
+def hammer(monkeypatch, outcomes: list[Counter]) -> None:
+    """Ends at about the limit, some before it and some behind it."""
+    started = time.perf_counter()
+    count(200_000)
+    taken_s = time.perf_counter() - started
+    got = Counter()
+    for i in range(40):
+        monkeypatch.setattr("jaxkv.requests.deadline.TEMPLATE_S", taken_s * (i % 20) / 10)
+        try:
+            got[within_time(lambda: count(200_000)) == count(200_000)] += 1
+        except TemplateTimeoutError:
+            got["timeout"] += 1
+        count(2_000)
+    outcomes.append(got)
+
+
+def test_nothing_comes_after_the_end_in_any_thread(monkeypatch):
+    outcomes: list[Counter] = []
+    hammer(monkeypatch, outcomes)
+    thread = threading.Thread(target=hammer, args=(monkeypatch, outcomes))
+    thread.start()
+    thread.join()
+    assert len(outcomes) == 2
+    for got in outcomes:
+        assert got.keys() <= {True, "timeout"}
+        assert got["timeout"]
+        assert got.total() == 40
+    monkeypatch.setattr("jaxkv.requests.deadline.TEMPLATE_S", 0.05)
+    with pytest.raises(
+        TemplateTimeoutError, match=r"expected the chat template to end within 0\.05 s"
+    ):
+        within_time(lambda: count(10**12))
