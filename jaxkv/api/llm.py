@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxkv.build.blueprint import make_blueprint
-from jaxkv.build.compile_cache import use_compile_cache
+from jaxkv.build.compile_cache import open_store, use_compile_cache
 from jaxkv.build.memory import device_memory
 from jaxkv.build.model import find_model
 from jaxkv.build.options import EngineOptions, describe_options, takes
@@ -60,7 +60,8 @@ class LLM:
             weight_bytes=self._model.weight_bytes,
             utilization=options.gpu_memory_utilization,
         )
-        self._budget = blueprint.budget(memory, self._model.weights)
+        self._store = open_store(blueprint.placement.devices)
+        self._budget = blueprint.budget(memory, self._model.weights, self._store)
         self._blueprint = blueprint.with_pages(self._budget.num_pages)
         self._lock = RLock()
         self._intake = self._make_intake()
@@ -259,8 +260,9 @@ class LLM:
                 f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
                 f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode "
                 f"steps per loop",
-                f"programs  {programs.num_compiled} compiled in {programs.compile_s:.1f} s: "
-                f"steps of "
+                f"programs  {programs.num_compiled - programs.num_loaded} compiled"
+                f"{f', {programs.num_loaded} loaded' if programs.num_loaded else ''} in "
+                f"{programs.compile_s:.1f} s: steps of "
                 f"{programs.token_buckets} tokens, loops of {programs.row_buckets} rows",
                 f"cache     of compiled programs: {self._compile_cache}",
                 f"backend   {blueprint.backend} ({blueprint.backend_reason})",
@@ -298,7 +300,7 @@ class LLM:
 
     def _make_engine(self) -> Engine:
         blueprint, tokenizer = self._blueprint, self._model.tokenizer
-        programs = blueprint.programs(self._model.weights)
+        programs = blueprint.programs(self._model.weights, store=self._store)
         self._budget.compile(programs, lazy=blueprint.options.lazy_compile)
         return Engine(
             self._model.weights,

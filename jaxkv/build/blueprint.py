@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ from jaxkv.placement import EXTREMES, PAGES, TENSOR, Placement, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.weights.dummy import weight_shapes
 from jaxkv.weights.tree import Weights, with_layer_leaf
+
+if TYPE_CHECKING:
+    from jaxkv.programs.executables import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,9 +162,9 @@ class Blueprint:
 
     # --- what is built from it
 
-    def budget(self, memory: Memory, weights: Weights) -> Budget:
+    def budget(self, memory: Memory, weights: Weights, store: Store | None = None) -> Budget:
         """Returns the pages that the pool gets and why; see `plan_pool`. `weights` may be
-        shapes.
+        shapes. `store`: as for `programs`.
         """
         return plan_pool(
             self.limits,
@@ -170,15 +173,17 @@ class Blueprint:
             memory_bytes=self.options.kv_cache_memory_bytes,
             pages_override=self.options.num_gpu_blocks_override,
             programs_for=lambda limits, num_pages: replace(self, limits=limits).programs(
-                weights, num_pages
+                weights, num_pages, store
             ),
         )
 
-    def programs(self, weights: Weights, num_pages: int | None = None) -> Programs:
+    def programs(
+        self, weights: Weights, num_pages: int | None = None, store: Store | None = None
+    ) -> Programs:
         """Returns the programs of this engine, not compiled. `weights` may be shapes.
 
         num_pages: pages of the pool, by default those of the limits, which bound the length of
-        rows all the same.
+        rows all the same. store: where they are kept for the next start.
         """
         sized = self if num_pages is None else self.with_pages(num_pages)
         return Programs(
@@ -188,6 +193,7 @@ class Blueprint:
             config=self.limits,
             backend=self.attention,
             placement=self.placement,
+            store=store,
         )
 
     def abstract_weights(self) -> Weights:

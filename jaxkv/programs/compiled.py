@@ -5,11 +5,11 @@ surprise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,6 +37,9 @@ from jaxkv.programs.pages import copy_pages, demote_pages, measure_pages
 from jaxkv.programs.step import Newest, step
 from jaxkv.weights.tree import Weights
 
+if TYPE_CHECKING:
+    from jaxkv.programs.executables import Store
+
 DEMOTED_AT_ONCE = 64
 """Pages of one call: more take several."""
 
@@ -61,6 +64,27 @@ class ProgramMemory(NamedTuple):
     code_bytes: int
 
 
+class Lowering(NamedTuple):
+    """A jitted function and the abstract arguments that it is for. It is traced when it is compiled
+    only: what comes from a store need not be.
+    """
+
+    jitted: Any
+    arguments: tuple[Any, ...]
+
+    def compile(self, options: Mapping[str, str] | None) -> Compiled:
+        return self.jitted.lower(*self.arguments).compile(options)
+
+
+class Deferred(NamedTuple):
+    """Takes the place of a jitted function whose `lower` is to trace nothing yet."""
+
+    jitted: Any
+
+    def lower(self, *arguments: Any) -> Lowering:
+        return Lowering(self.jitted, arguments)
+
+
 class Programs:
     """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine, and its
     copy of pages.
@@ -78,6 +102,7 @@ class Programs:
         config: EngineConfig,
         backend: str | Backend,
         placement: Placement | None = None,
+        store: Store | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
@@ -86,6 +111,9 @@ class Programs:
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
         self.row_buckets = row_buckets(config.max_num_seqs)
         self.compile_s = 0.0
+        self.num_loaded = 0
+        """Programs of `executables` that came from the store."""
+        self._store = store
         self._weights = jax.tree.map(_abstract, weights)
         self._kv = jax.tree.map(_abstract, kv)
         self.executables: dict[tuple[str, int], Compiled] = {}
@@ -220,7 +248,7 @@ class Programs:
             "measure": self._lower_measure,
         }[kind]
         try:
-            return lower(size).compile(COMPILER_OPTIONS.get(self._device.device_kind))
+            return self._load_or_compile(_name(kind, size), lower(size))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -230,6 +258,23 @@ class Programs:
                 f"pages of KV cache"
             )
             raise CapacityError(f"{what}: {str(error).splitlines()[0]}") from error
+
+    def _load_or_compile(self, name: str, lowering: Lowering) -> Compiled:
+        options = COMPILER_OPTIONS.get(self._device.device_kind)
+        if self._store is None:
+            return lowering.compile(options)
+        compiled, is_loaded = self._store.take(
+            partial(lowering.compile, options),
+            lowering.arguments,
+            name=name,
+            options=options,
+            spec=self.spec,
+            config=replace(self.config, seed=0),  # which no program reads
+            backend=self.backend,
+            placement=self.placement,
+        )
+        self.num_loaded += is_loaded
+        return compiled
 
     def _memory_of(self, kind: str, size: int) -> ProgramMemory:
         memory = self.executables[kind, size].memory_analysis()
@@ -252,13 +297,13 @@ class Programs:
             code_bytes=memory.generated_code_size_in_bytes,
         )
 
-    def _lower_step(self, num_tokens: int) -> Any:
+    def _lower_step(self, num_tokens: int) -> Lowering:
         rows = self.num_step_rows(num_tokens)
         inputs = (self._whole(empty_batch(num_tokens, rows)), self._sampling_for(rows))
         program = own(step, donate=("kv",), **self._static)
         return program.lower(self._weights, self._kv_for(rows), self._newest_for(rows), *inputs)
 
-    def _lower_loop(self, num_rows: int) -> Any:
+    def _lower_loop(self, num_rows: int) -> Lowering:
         rows, n = self._whole((empty_rows(num_rows), np.int32(0)))
         inputs = (rows, self._sampling_for(num_rows), n)
         program = own(
@@ -268,15 +313,15 @@ class Programs:
             self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs
         )
 
-    def _lower_copy(self, num_pages: int) -> Any:
+    def _lower_copy(self, num_pages: int) -> Lowering:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
         return own(copy_pages, donate=("kv",)).lower(self._kv_for(num_pages), pages_C, pages_C, n)
 
-    def _lower_demote(self, num_pages: int) -> Any:
+    def _lower_demote(self, num_pages: int) -> Lowering:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
         return own(demote_pages, donate=("kv",)).lower(self._kv_for(1), pages_C, pages_C, n)
 
-    def _lower_measure(self, num_pages: int) -> Any:
+    def _lower_measure(self, num_pages: int) -> Lowering:
         policy = get_policy(self.config.kv_policy)
         if policy is None or policy.measure is None:
             raise ValueError(f"kv_policy {self.config.kv_policy}: nothing is measured")
@@ -325,11 +370,12 @@ class Programs:
         )
 
 
-def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Any:
+def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Deferred:
     """Jits a function of a module once more, with these arguments, for one caller: what jax traces
-    and compiles it keeps as long as the function lives, which a module's does for ever.
+    and compiles it keeps as long as the function lives, which a module's does for ever. Its `lower`
+    traces nothing yet.
     """
-    return jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate)
+    return Deferred(jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate))
 
 
 def lower(function: Callable[..., Any], *arguments: Any, donate: int) -> Any:
