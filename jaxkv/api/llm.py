@@ -195,6 +195,14 @@ class LLM:
         """
         return self._model.default_params()
 
+    def wait_until_compiled(self) -> None:
+        """Returns when all programs are compiled: nothing compiles after that. For those who
+        measure; requests wait for the programs that they need only.
+
+        Raises: CapacityError if the programs do not fit, and what else compiling one has raised.
+        """
+        self._budget.compile_all(self._engine.programs)
+
     @property
     def num_kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,13 +17,14 @@ import numpy as np
 from jax.stages import Compiled
 
 from jaxkv.config import EngineConfig
-from jaxkv.errors import CapacityError
+from jaxkv.errors import CapacityError, Kept
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import GroupKV, PagedKV
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
+from jaxkv.programs.background import Background, Progress, likely_first
 from jaxkv.programs.buckets import num_step_rows, row_buckets, token_buckets
 from jaxkv.programs.inputs import (
     abstract_full,
@@ -90,7 +92,8 @@ class Programs:
     copy of pages.
 
     `step(T)`, `loop(R)` and `copy()` give an executable, compiling it on first use; `compile_all`
-    compiles them all.
+    compiles them all, `compile_in_background` too while the first are used already. Any thread may
+    ask.
     """
 
     def __init__(
@@ -114,6 +117,13 @@ class Programs:
         self.num_loaded = 0
         """Programs of `executables` that came from the store."""
         self._store = store
+        self._turns: dict[tuple[str, int], Lock] = {}
+        """Held by the thread that makes a program."""
+        self._failed: dict[tuple[str, int], Exception] = {}
+        """What the background could not compile, and why."""
+        self._counting = Lock()
+        self._background: Background | None = None
+        self._progress: Progress | None = None
         self._weights = jax.tree.map(_abstract, weights)
         self._kv = jax.tree.map(_abstract, kv)
         self.executables: dict[tuple[str, int], Compiled] = {}
@@ -155,9 +165,11 @@ class Programs:
     @property
     def memory(self) -> list[ProgramMemory]:
         """Returns the memory of every program that is compiled."""
-        for key in self.executables.keys() - self._memory.keys():
-            self._memory[key] = self._memory_of(*key)  # 14 ms
-        return [self._memory[key] for key in self.executables]
+        compiled = list(self.executables)  # the background may add one
+        for key in compiled:
+            if key not in self._memory:
+                self._memory[key] = self._memory_of(*key)  # 14 ms
+        return [self._memory[key] for key in compiled]
 
     @property
     def weights(self) -> Weights:
@@ -172,7 +184,7 @@ class Programs:
     @property
     def compiled(self) -> dict[str, Compiled]:
         """Returns every program that is compiled, by the name that `memory` gives it."""
-        return {_name(*key): program for key, program in self.executables.items()}
+        return {_name(*key): program for key, program in dict(self.executables).items()}
 
     @property
     def num_programs(self) -> int:
@@ -203,7 +215,27 @@ class Programs:
         return every
 
     def compile_all(self) -> None:
+        """Compiles what is missing; waits for the background where that is at it.
+
+        Raises: what the background has met.
+        """
+        if self._background is not None:
+            self._background.wait()
+            self._background = None
+        for error in self._failed.values():
+            raise error
         self._compile_each(self._every)
+
+    def compile_in_background(self) -> None:
+        """Has them all compiled by a thread, those first that are likely wanted first. One that is
+        wanted before that its user compiles; one that cannot be compiled raises when it is used.
+        """
+        if self._background is not None:
+            raise RuntimeError("the programs are being compiled already")
+        self._progress = Progress(self.num_programs)
+        self._background = Background(
+            likely_first(self._every), self._compile_behind, at_end=self._progress.clear
+        )
 
     def compile_largest(self) -> None:
         """Compiles the step and the loop that need the most memory."""
@@ -213,11 +245,37 @@ class Programs:
         """Compiles what is missing."""
         started = time.perf_counter()
         missing = [key for key in wanted if key not in self.executables]
-        with ThreadPoolExecutor(self._num_at_once) as pool:
-            self.executables.update(
-                zip(missing, pool.map(lambda key: self._compile(*key), missing), strict=True)
-            )
+        self._progress = Progress(self.num_compiled + len(missing))
+        try:
+            with ThreadPoolExecutor(self._num_at_once) as pool:
+                for key, program in zip(
+                    missing, pool.map(lambda key: self._compile(*key), missing), strict=True
+                ):
+                    self.executables[key] = program
+        finally:
+            self._progress.clear()
+            self._progress = None
         self.compile_s += time.perf_counter() - started
+
+    def _compile_behind(self, key: tuple[str, int]) -> None:
+        """Compiles one in the background."""
+        with Kept() as kept:
+            self._compile_once(key)
+        if kept.error is not None:
+            kept.error.add_note(f"This was met while compiling the {_name(*key)}.")
+            self._failed[key] = kept.error
+
+    def _compile_once(self, key: tuple[str, int]) -> None:
+        """Compiles one, unless another thread has just done so. Raises: what that met."""
+        with self._turns.setdefault(key, Lock()):
+            if key in self._failed:
+                raise self._failed[key]
+            if key in self.executables:
+                return
+            started = time.perf_counter()
+            self.executables[key] = self._compile(*key)
+            with self._counting:
+                self.compile_s += time.perf_counter() - started
 
     @property
     def _device(self) -> jax.Device:
@@ -234,9 +292,7 @@ class Programs:
     def _get(self, kind: str, size: int) -> Compiled:
         key = (kind, size)
         if key not in self.executables:
-            started = time.perf_counter()
-            self.executables[key] = self._compile(*key)
-            self.compile_s += time.perf_counter() - started
+            self._compile_once(key)
         return self.executables[key]
 
     def _compile(self, kind: str, size: int) -> Compiled:
@@ -261,10 +317,16 @@ class Programs:
 
     def _load_or_compile(self, name: str, lowering: Lowering) -> Compiled:
         options = COMPILER_OPTIONS.get(self._device.device_kind)
-        if self._store is None:
+
+        def compile_now() -> Compiled:
+            if (progress := self._progress) is not None:
+                progress.show(self.num_compiled + 1)
             return lowering.compile(options)
+
+        if self._store is None:
+            return compile_now()
         compiled, is_loaded = self._store.take(
-            partial(lowering.compile, options),
+            compile_now,
             lowering.arguments,
             name=name,
             options=options,
@@ -273,7 +335,8 @@ class Programs:
             backend=self.backend,
             placement=self.placement,
         )
-        self.num_loaded += is_loaded
+        with self._counting:
+            self.num_loaded += is_loaded
         return compiled
 
     def _memory_of(self, kind: str, size: int) -> ProgramMemory:

@@ -26,10 +26,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src import config, core
 from jax._src.interpreters import pxla
 from jax._src.lib import xla_client
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.stages import ArgInfo, Compiled
 from jax.tree_util import PyTreeDef, default_registry
 
@@ -237,8 +238,8 @@ def _described(
         "out_tree": _tree_as_json(compiled.out_tree, known),
     }
     is_equal = (
-        [_array(x) for x in about["inputs"]] == list(kept.input_avals)
-        and [_array(x) for x in about["outputs"]] == list(kept.output_avals)
+        [_array(x, devices) for x in about["inputs"]] == list(kept.input_avals)
+        and [_array(x, devices) for x in about["outputs"]] == list(kept.output_avals)
         and [_sharding(x, devices) for x in about["input_parts"]] == list(kept.input_shardings)
         and [_sharding(x, devices) for x in about["output_parts"]] == list(kept.output_shardings)
         and _tree(about["out_tree"], known) == compiled.out_tree
@@ -253,8 +254,8 @@ def _restored(
     devices: Sequence[jax.Device],
 ) -> Compiled:
     in_tree: Any = jax.tree.structure((tuple(arguments), {}))
-    inputs, outputs = ([_array(x) for x in about[name]] for name in ("inputs", "outputs"))
-    given = [_array(_array_as_json(x)) for x in jax.tree.leaves(arguments)]
+    inputs, outputs = ([_array(x, devices) for x in about[name]] for name in ("inputs", "outputs"))
+    given = [_array(_array_as_json(x), devices) for x in jax.tree.leaves(arguments)]
     in_parts = [_sharding(x, devices) for x in about["input_parts"]]
     in_layouts, out_layouts = pxla._get_layouts_from_executable(
         executable, [None] * len(inputs), [None] * len(outputs), 0, inputs, outputs
@@ -291,16 +292,23 @@ def _restored(
 
 
 def _array_as_json(x: Any) -> list[Any]:
-    return [list(x.shape), jnp.dtype(x.dtype).name, bool(getattr(x, "weak_type", False))]
+    """Returns shape, dtype, and the axes of the mesh that an array or its type is on, if any."""
+    mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+    axes = [] if mesh is None else list(mesh.axis_names)
+    return [list(x.shape), jnp.dtype(x.dtype).name, bool(getattr(x, "weak_type", False)), axes]
 
 
-def _array(saved: Sequence[Any]) -> Any:
-    shape, dtype, weak_type = saved
-    return core.ShapedArray(tuple(shape), jnp.dtype(dtype), weak_type)
+def _array(saved: Sequence[Any], devices: Sequence[jax.Device]) -> Any:
+    shape, dtype, weak_type, axes = saved
+    if not axes:
+        return core.ShapedArray(tuple(shape), jnp.dtype(dtype), weak_type)
+    # How it is divided says `_sharding`; its type only says over what.
+    parts = NamedSharding(_mesh(axes, devices).abstract_mesh, PartitionSpec(*[None] * len(shape)))
+    return core.ShapedArray(tuple(shape), jnp.dtype(dtype), weak_type, sharding=parts)
 
 
 def _parts_as_json(sharding: Any) -> list[Any] | None:
-    """Returns which mesh axis divides each dimension, and the mesh's axes; None for one device."""
+    """Returns the mesh's axes, and which of them divides each dimension; None for one device."""
     if not isinstance(sharding, NamedSharding):
         return None
     return [list(sharding.mesh.axis_names), list(sharding.spec)]
@@ -309,9 +317,12 @@ def _parts_as_json(sharding: Any) -> list[Any] | None:
 def _sharding(parts: Sequence[Any] | None, devices: Sequence[jax.Device]) -> Any:
     if parts is None:
         return SingleDeviceSharding(devices[0])
-    names, axes = parts
-    mesh = jax.sharding.Mesh(list(devices), tuple(names))
-    return NamedSharding(mesh, PartitionSpec(*axes))
+    axes, divided = parts
+    return NamedSharding(_mesh(axes, devices), PartitionSpec(*divided))
+
+
+def _mesh(axes: Sequence[str], devices: Sequence[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices).reshape(-1, *[1] * (len(axes) - 1)), tuple(axes))
 
 
 def _nodes(tree: PyTreeDef) -> Iterator[Any]:

@@ -194,7 +194,8 @@ from jaxkv.programs.executables import Store
 devices = jax.devices()
 store, mesh = Store(Path(sys.argv[1]), tuple(devices)), Mesh(np.array(devices), ("tensor",))
 x = jax.ShapeDtypeStruct((4, 6), "float32", sharding=NamedSharding(mesh, PartitionSpec(None, "tensor")))
-f = jax.jit(lambda x: (x * 2, x.sum()), donate_argnums=0)
+whole = NamedSharding(mesh, PartitionSpec())
+f = jax.jit(lambda x: (x * 2, x.sum()), donate_argnums=0, out_shardings=(x.sharding, whole))
 take = lambda: store.take(lambda: f.lower(x).compile(), (x,))
 first, second = take(), take()
 assert (first[1], second[1]) == (False, True), "not kept"
@@ -261,6 +262,7 @@ def test_what_cannot_be_told_in_full_is_not_kept(store):
         lambda x: jax.debug.callback(print, x) or x,
     )
     for function in functions:
-        compiled, was_there = store.take(lambda f=function: jax.jit(f).lower(x).compile(), (x,))
+        program, was_there = store.take(lambda f=function: jax.jit(f).lower(x).compile(), (x,))
         assert not was_there
+        assert as_lists(program(jnp.ones(2))) == [[1.0, 1.0]]
     assert list(store.folder.iterdir()) == []
