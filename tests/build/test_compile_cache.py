@@ -30,7 +30,7 @@ programs = [every.step(16), every.loop(2)]
 print(json.dumps({
     "said": [str(output.outputs[0]) for output in outputs],
     "loaded": every.num_loaded,
-    "compiled": {one.name: one.value for one in llm.get_metrics()}["jaxkv:programs_compiled"],
+    "compiled": next(one.value for one in llm.get_metrics() if one.name == "jaxkv:programs_compiled"),
     "all": every.num_programs,
     "memory": [str(one) for one in sorted(every.memory)],
     "aliased": [program.memory_analysis().alias_size_in_bytes for program in programs],
