@@ -1,5 +1,9 @@
 """The errors that jaxkv raises on purpose; a caller's plain mistake is a ValueError."""
 
+from __future__ import annotations
+
+from types import TracebackType
+
 
 class CheckpointError(ValueError):
     """A checkpoint or its config is broken, unsafe or inconsistent; the message names the file,
@@ -17,3 +21,23 @@ class EngineDeadError(RuntimeError):
     """The engine of an `AsyncLLM` has ended: it was shut down, or died of the exception that is
     this one's cause.
     """
+
+
+class Kept:
+    """Keeps an exception of its block for those whom it concerns; an exit or interrupt (no
+    `Exception`) goes on.
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None

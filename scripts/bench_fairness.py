@@ -44,6 +44,7 @@ class Load:
             max_num_batched_tokens=budget,
             enable_prefix_caching=False,
         )
+        self.llm.wait_until_compiled()
         self.engine = engine_of(self.llm)
 
     def add(self, prompt_len: int, output_len: int) -> Submission:

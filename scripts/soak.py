@@ -72,6 +72,7 @@ class Soak:
             block_size=PAGE_SIZE,
             num_gpu_blocks_override=half_the_pages(rows),
         )
+        self.llm.wait_until_compiled()
         self.engine = engine_of(self.llm)
         self.live: list[Submission] = []
         self.counts: Counter[str] = Counter()

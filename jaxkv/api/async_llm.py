@@ -102,6 +102,10 @@ class AsyncLLM:
         """As `LLM.get_metrics`."""
         return await self._engine.ask(partial(self._llm.get_metrics, prefix))
 
+    async def wait_until_compiled(self) -> None:
+        """As `LLM.wait_until_compiled`; requests run meanwhile."""
+        await asyncio.to_thread(self._llm.wait_until_compiled)
+
     async def describe(self) -> str:
         """As `LLM.describe`."""
         return await self._engine.ask(self._llm.describe)

@@ -318,7 +318,9 @@ def _convert(args: argparse.Namespace) -> int:
     if not args.no_compile:
         from jaxkv.api.llm import LLM
 
-        print(LLM(args.out, skip_tokenizer_init=True).describe())
+        llm = LLM(args.out, skip_tokenizer_init=True)
+        llm.wait_until_compiled()
+        print(llm.describe())
     return 0
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from jaxkv.api.llm import LLM, Conversation
 from jaxkv.config import SamplingParams
-from jaxkv.errors import EngineDeadError
+from jaxkv.errors import EngineDeadError, Kept
 from jaxkv.requests.intake import Prompt
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.request import Request, Submission
@@ -26,26 +26,6 @@ from jaxkv.requests.request import Request, Submission
 LOG = logging.getLogger("jaxkv")
 
 T = TypeVar("T")
-
-
-class _Kept:
-    """Keeps an exception of its block for those whom it concerns; an exit or interrupt (no
-    `Exception`) goes on.
-    """
-
-    error: Exception | None = None
-
-    def __enter__(self) -> _Kept:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self.error = error if isinstance(error, Exception) else None
-        return self.error is not None
 
 
 class _Call:
@@ -59,7 +39,7 @@ class _Call:
         if not self.reply.set_running_or_notify_cancel():
             return
         try:
-            with _Kept() as kept:
+            with Kept() as kept:
                 self.reply.set_result(self._function())
             if kept.error is not None:
                 self.reply.set_exception(kept.error)
@@ -309,7 +289,7 @@ class EngineThread:
 
     def _step(self) -> None:
         got: list[Request] = []
-        with _Kept() as kept:
+        with Kept() as kept:
             got = self._engine.step()
         for request in got:
             if (live := self._live_of.get(request)) is not None:

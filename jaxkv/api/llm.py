@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxkv.build.blueprint import make_blueprint
-from jaxkv.build.compile_cache import use_compile_cache
+from jaxkv.build.compile_cache import open_program_files, use_compile_cache
 from jaxkv.build.memory import device_memory
 from jaxkv.build.model import find_model
 from jaxkv.build.options import (
@@ -67,7 +67,8 @@ class LLM:
             weight_bytes=self._model.weight_bytes,
             utilization=options.gpu_memory_utilization,
         )
-        self._budget = blueprint.budget(memory, self._model.weights)
+        self._files = open_program_files(blueprint.placement.devices)
+        self._budget = blueprint.budget(memory, self._model.weights, self._files)
         self._blueprint = blueprint.with_pages(self._budget.num_pages)
         self._lock = RLock()
         self._intake = self._make_intake()
@@ -208,6 +209,14 @@ class LLM:
         """
         return self._model.default_params()
 
+    def wait_until_compiled(self) -> None:
+        """Returns when all programs are compiled: nothing compiles after that. For those who
+        measure; requests wait for the programs that they need only.
+
+        Raises: CapacityError if the programs do not fit, and what else compiling one has raised.
+        """
+        self._budget.compile_all(self._engine.programs)
+
     @property
     def num_kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""
@@ -277,8 +286,9 @@ class LLM:
                 f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
                 f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode "
                 f"steps per loop",
-                f"programs  {programs.num_compiled} compiled in {programs.compile_s:.1f} s: "
-                f"steps of "
+                f"programs  {programs.num_compiled - programs.num_loaded} compiled"
+                f"{f', {programs.num_loaded} loaded' if programs.num_loaded else ''} in "
+                f"{programs.compile_s:.1f} s: steps of "
                 f"{programs.token_buckets} tokens, loops of {programs.row_buckets} rows",
                 f"cache     of compiled programs: {self._compile_cache}",
                 f"backend   {blueprint.backend} ({blueprint.backend_reason})",
@@ -330,7 +340,7 @@ class LLM:
 
     def _make_engine(self) -> Engine:
         blueprint, tokenizer = self._blueprint, self._model.tokenizer
-        programs = blueprint.programs(self._model.weights)
+        programs = blueprint.programs(self._model.weights, files=self._files)
         self._budget.compile(programs, lazy=blueprint.options.lazy_compile)
         return Engine(
             self._model.weights,

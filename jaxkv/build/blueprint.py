@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ from jaxkv.weights.tree import Weights, with_layer_leaf
 
 MAX_TABLES = 8
 """Page tables of a row at most: each costs the host time in every step."""
+
+if TYPE_CHECKING:
+    from jaxkv.programs.executables import ProgramFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +178,9 @@ class Blueprint:
 
     # --- what is built from it
 
-    def budget(self, memory: Memory, weights: Weights) -> Budget:
+    def budget(self, memory: Memory, weights: Weights, files: ProgramFiles | None = None) -> Budget:
         """Returns the pages that the pool gets and why; see `plan_pool`. `weights` may be
-        shapes.
+        shapes. `files`: as for `programs`.
         """
         return plan_pool(
             self.limits,
@@ -186,15 +189,17 @@ class Blueprint:
             memory_bytes=self.options.kv_cache_memory_bytes,
             pages_override=self.options.num_gpu_blocks_override,
             programs_for=lambda limits, num_pages: replace(self, limits=limits).programs(
-                weights, num_pages
+                weights, num_pages, files
             ),
         )
 
-    def programs(self, weights: Weights, num_pages: int | None = None) -> Programs:
+    def programs(
+        self, weights: Weights, num_pages: int | None = None, files: ProgramFiles | None = None
+    ) -> Programs:
         """Returns the programs of this engine, not compiled. `weights` may be shapes.
 
         num_pages: pages of the pool, by default those of the limits, which bound the length of
-        rows all the same.
+        rows all the same. files: where they are kept for the next start.
         """
         sized = self if num_pages is None else self.with_pages(num_pages)
         return Programs(
@@ -204,6 +209,7 @@ class Blueprint:
             config=self.limits,
             backend=self.attention,
             placement=self.placement,
+            files=files,
         )
 
     def abstract_weights(self) -> Weights:

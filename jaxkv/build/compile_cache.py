@@ -1,4 +1,6 @@
-"""Keeps compiled programs between starts: JAX's persistent compilation cache, on by default."""
+"""Keeps compiled programs between starts, in the user's cache folder: an engine's own programs as
+executables (`programs.executables`), others in JAX's persistent compilation cache.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,22 @@ import hashlib
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+
+if TYPE_CHECKING:
+    from jaxkv.programs.executables import ProgramFiles
+
+PROGRAMS = "programs"
+"""The folder of executables, in that of JAX's cache."""
+
+UNKNOWN_JAX = (0, 13)
+"""From here on nobody has seen that `programs.executables` works: it takes apart what is private to
+jax. JAX's own cache is used there alone.
+"""
 
 MIN_COMPILE_S = 0.1
 """Compilations that take less are not worth a file."""
@@ -31,10 +45,10 @@ def use_compile_cache(device: jax.Device) -> str:
         chosen = config.jax_compilation_cache_dir
         if chosen is not None and chosen != str(folder):
             return f"{chosen or 'off'} (jax_compilation_cache_dir)"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-            return f"off: {folder} can be written by others than this user"
+        for one in (folder.parent, folder, folder / PROGRAMS):
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _others_may_write(one):
+                return f"off: {one} can be written by others than this user"
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
@@ -42,6 +56,26 @@ def use_compile_cache(device: jax.Device) -> str:
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
     return str(folder)
+
+
+def open_program_files(devices: Sequence[jax.Device]) -> ProgramFiles | None:
+    """Returns where the programs of an engine on these devices are kept, inside the folder of
+    `use_compile_cache`; None where that has chosen none, or jax is newer than we know.
+    """
+    config: Any = jax.config
+    if not config.jax_enable_compilation_cache or jax.__version_info__ >= UNKNOWN_JAX:
+        return None
+    chosen = Path(config.jax_compilation_cache_dir or "")
+    if chosen.parent.name != "jaxkv" or chosen != _folder(devices[0]):
+        return None
+    from jaxkv.programs.executables import ProgramFiles
+
+    return ProgramFiles(chosen / PROGRAMS, tuple(devices))
+
+
+def _others_may_write(folder: Path) -> bool:
+    status = folder.stat()
+    return os.name == "posix" and (status.st_uid != os.geteuid() or bool(status.st_mode & 0o022))
 
 
 def _folder(device: jax.Device) -> Path:

@@ -18,6 +18,9 @@ MIB = 2**20
 CPU_SHARE = 0.25
 """Most of the available memory that the pool takes on a CPU unless told otherwise."""
 
+AMPLE = 2**30
+"""Bytes that programs never need on a CPU: those of the 1.1B shape have 165 MiB of temporaries."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
@@ -90,14 +93,32 @@ class Budget:
         return self.num_pages * self.page_nbytes
 
     def compile(self, programs: Programs, *, lazy: bool) -> None:
-        """Compiles the whole set, unless `lazy`. Raises: CapacityError if it, or already the pool,
-        does not fit.
+        """Compiles the whole set, unless `lazy`; in the background where it is sure to fit.
+
+        Raises: CapacityError if it, or already the pool, does not fit.
         """
         self.check(programs)
         programs.compile_s += self.compile_s
-        if not lazy:
-            programs.compile_all()
-            self.check(programs)
+        if lazy:
+            return
+        if self._is_ample:
+            programs.compile_in_background()
+        else:
+            self.compile_all(programs)
+
+    def compile_all(self, programs: Programs) -> None:
+        """Returns when all are compiled. Raises: CapacityError if they do not fit."""
+        programs.compile_all()
+        self.check(programs)
+
+    @property
+    def _is_ample(self) -> bool:
+        """Says whether programs fit whatever they take: only on a CPU, where their memory does not
+        depend on the pool.
+        """
+        if self.memory.pool_limit is None:
+            return False
+        return self.memory.free - self.pool_bytes >= max(AMPLE, self.pool_bytes)
 
     def check(self, programs: Programs) -> None:
         """Raises CapacityError if pool and programs, those that are compiled, do not fit beside
@@ -145,7 +166,7 @@ def _line(num_bytes: int | None, what: str, *, label: str = "") -> str:
 
 def _describe_programs(programs: Programs) -> str:
     if not programs.num_compiled:
-        return "temporaries of programs: not known yet (lazy_compile)"
+        return "temporaries of programs: not known yet, none is compiled"
     some = (
         f" of the {programs.num_compiled} compiled so far"
         if programs.num_compiled < programs.num_programs

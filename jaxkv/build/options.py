@@ -247,7 +247,7 @@ class EngineOptions:
         check=IS_BOOL,
     )
     lazy_compile: bool = option(
-        False, "compile each step on first use instead of all at once", check=IS_BOOL
+        False, "compile each step on first use instead of all from the start", check=IS_BOOL
     )
 
     def __post_init__(self) -> None:

@@ -14,6 +14,12 @@ from jaxkv.programs.compiled import Programs
 MARGIN = 0.01
 """Part of the limit that a pool whose size the programs' memory decides leaves unused."""
 
+STEPS_PER_OCTAVE = {"cpu": 16, "accelerator": 64}
+"""A pool that memory decides has one of so many sizes between a power of two and the next: a start
+that finds a little more or less free memory has the same programs. What is available to a process
+on a CPU changes by percents all the time, and the pool takes a quarter of it at most.
+"""
+
 ProgramsFor = Callable[[EngineConfig, int], Programs]
 """The programs of an engine whose pool has so many pages; what else they depend on is in the
 config.
@@ -55,13 +61,15 @@ def plan_pool(
         # A small pool bounds the length of rows, and so other inputs: one that only tries the
         # compiler must not.
         rows = replace(limits, num_pages=limits.pages_per_row)
-        at_most = min(wanted, memory.free // page_nbytes)
+        at_most = min(wanted, _rounded(memory.free // page_nbytes, "accelerator"))
         most, compile_s = fit_pages(memory, page_nbytes, at_most, partial(programs_for, rows))
     elif (most := memory.pool_limit // page_nbytes) < 1:
         raise CapacityError(
             f"{page_nbytes} bytes needed for one page of KV cache, {memory.pool_limit} free"
         )
     _check_row(limits, most, "memory")
+    kind = "cpu" if memory.pool_limit is not None else "accelerator"
+    most = max(_rounded(most, kind), _row_pages(limits))
     return Budget(
         memory=memory,
         num_pages=min(wanted, most),
@@ -76,10 +84,21 @@ def plan_pool(
 
 def _check_row(limits: EngineConfig, num_pages: int, source: str) -> None:
     """Raises: CapacityError if a row's budget is more than the pool."""
-    if (needed := min(limits.row_pages, limits.pages_per_row)) > num_pages:
+    if (needed := _row_pages(limits)) > num_pages:
         raise CapacityError(
             f"{needed} pages needed for a row's kv_budget, {source} has room for {num_pages}"
         )
+
+
+def _row_pages(limits: EngineConfig) -> int:
+    """Counts the pages that a row must be able to have; 0 if any number will do."""
+    return min(limits.row_pages, limits.pages_per_row)
+
+
+def _rounded(num_pages: int, kind: str) -> int:
+    """Returns the next lower of the sizes that there are."""
+    step = max(1, 2 ** (num_pages.bit_length() - 1) // STEPS_PER_OCTAVE[kind])
+    return num_pages // step * step
 
 
 def _asked_pages(

@@ -189,8 +189,17 @@ class Engine:
                 "Bytes of pages that policies gave back.",
                 freed_nbytes(self.kv, scheduler.eviction.outcomes),
             ),
-            Counter("programs_compiled", "Programs compiled.", programs.num_compiled),
-            Counter("compile_seconds", "Time that took.", programs.compile_s),
+            Counter(
+                "programs_compiled",
+                "Programs compiled.",
+                programs.num_compiled - programs.num_loaded,
+            ),
+            Counter(
+                "programs_loaded",
+                "Programs that an earlier start had compiled.",
+                programs.num_loaded,
+            ),
+            Counter("compile_seconds", "Time that all of them took.", programs.compile_s),
             *self._recorder.metrics(),
             Gauge(
                 "kv_cache_bytes_per_token",

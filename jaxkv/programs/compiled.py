@@ -5,24 +5,26 @@ surprise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.stages import Compiled
 
 from jaxkv.config import EngineConfig
-from jaxkv.errors import CapacityError
+from jaxkv.errors import CapacityError, Kept
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
+from jaxkv.programs.background import Background, Progress, likely_first
 from jaxkv.programs.buckets import num_step_rows, row_buckets, token_buckets
 from jaxkv.programs.inputs import (
     abstract_full,
@@ -36,6 +38,9 @@ from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages, demote_pages, measure_pages
 from jaxkv.programs.step import Newest, step
 from jaxkv.weights.tree import Weights
+
+if TYPE_CHECKING:
+    from jaxkv.programs.executables import ProgramFiles
 
 DEMOTED_AT_ONCE = 64
 """Pages of one call: more take several."""
@@ -61,12 +66,34 @@ class ProgramMemory(NamedTuple):
     code_bytes: int
 
 
+class Lowering(NamedTuple):
+    """A jitted function and the abstract arguments that it is for. It is traced when it is compiled
+    only: what comes from files need not be.
+    """
+
+    jitted: Any
+    arguments: tuple[Any, ...]
+
+    def compile(self, options: Mapping[str, str] | None) -> Compiled:
+        return self.jitted.lower(*self.arguments).compile(options)
+
+
+class Deferred(NamedTuple):
+    """Takes the place of a jitted function whose `lower` is to trace nothing yet."""
+
+    jitted: Any
+
+    def lower(self, *arguments: Any) -> Lowering:
+        return Lowering(self.jitted, arguments)
+
+
 class Programs:
     """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine, and its
     copy of pages.
 
     `step(T)`, `loop(R)` and `copy()` give an executable, compiling it on first use; `compile_all`
-    compiles them all.
+    compiles them all, `compile_in_background` too while the first are used already. Any thread may
+    ask.
     """
 
     def __init__(
@@ -78,6 +105,7 @@ class Programs:
         config: EngineConfig,
         backend: str | Backend,
         placement: Placement | None = None,
+        files: ProgramFiles | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
@@ -86,6 +114,16 @@ class Programs:
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
         self.row_buckets = row_buckets(config.max_num_seqs)
         self.compile_s = 0.0
+        self.num_loaded = 0
+        """Programs of `executables` that came from files."""
+        self._files = files
+        self._turns: dict[tuple[str, int], Lock] = {}
+        """Held by the thread that makes a program."""
+        self._failed: dict[tuple[str, int], Exception] = {}
+        """What the background could not compile, and why."""
+        self._counting = Lock()
+        self._background: Background | None = None
+        self._progress: Progress | None = None
         self._weights = jax.tree.map(_abstract, weights)
         self._kv = jax.tree.map(_abstract, kv)
         self.executables: dict[tuple[str, int], Compiled] = {}
@@ -130,9 +168,11 @@ class Programs:
     @property
     def memory(self) -> list[ProgramMemory]:
         """Returns the memory of every program that is compiled."""
-        for key in self.executables.keys() - self._memory.keys():
-            self._memory[key] = self._memory_of(*key)  # 14 ms
-        return [self._memory[key] for key in self.executables]
+        compiled = list(self.executables)  # the background may add one
+        for key in compiled:
+            if key not in self._memory:
+                self._memory[key] = self._memory_of(*key)  # 14 ms
+        return [self._memory[key] for key in compiled]
 
     @property
     def weights(self) -> Weights:
@@ -147,7 +187,7 @@ class Programs:
     @property
     def compiled(self) -> dict[str, Compiled]:
         """Returns every program that is compiled, by the name that `memory` gives it."""
-        return {_name(*key): program for key, program in self.executables.items()}
+        return {_name(*key): program for key, program in dict(self.executables).items()}
 
     @property
     def num_programs(self) -> int:
@@ -178,7 +218,27 @@ class Programs:
         return every
 
     def compile_all(self) -> None:
+        """Compiles what is missing; waits for the background where that is at it.
+
+        Raises: what the background has met.
+        """
+        if self._background is not None:
+            self._background.wait()
+            self._background = None
+        for error in self._failed.values():
+            raise error
         self._compile_each(self._every)
+
+    def compile_in_background(self) -> None:
+        """Has them all compiled by a thread, those first that are likely wanted first. One that is
+        wanted before that its user compiles; one that cannot be compiled raises when it is used.
+        """
+        if self._background is not None:
+            raise RuntimeError("the programs are being compiled already")
+        self._progress = Progress(self.num_programs)
+        self._background = Background(
+            likely_first(self._every), self._compile_behind, at_end=self._progress.clear
+        )
 
     def compile_largest(self) -> None:
         """Compiles the step and the loop that need the most memory."""
@@ -188,11 +248,37 @@ class Programs:
         """Compiles what is missing."""
         started = time.perf_counter()
         missing = [key for key in wanted if key not in self.executables]
-        with ThreadPoolExecutor(self._num_at_once) as pool:
-            self.executables.update(
-                zip(missing, pool.map(lambda key: self._compile(*key), missing), strict=True)
-            )
+        self._progress = Progress(self.num_compiled + len(missing))
+        try:
+            with ThreadPoolExecutor(self._num_at_once) as pool:
+                for key, program in zip(
+                    missing, pool.map(lambda key: self._compile(*key), missing), strict=True
+                ):
+                    self.executables[key] = program
+        finally:
+            self._progress.clear()
+            self._progress = None
         self.compile_s += time.perf_counter() - started
+
+    def _compile_behind(self, key: tuple[str, int]) -> None:
+        """Compiles one in the background."""
+        with Kept() as kept:
+            self._compile_once(key)
+        if kept.error is not None:
+            kept.error.add_note(f"This was met while compiling the {_name(*key)}.")
+            self._failed[key] = kept.error
+
+    def _compile_once(self, key: tuple[str, int]) -> None:
+        """Compiles one, unless another thread has just done so. Raises: what that met."""
+        with self._turns.setdefault(key, Lock()):
+            if key in self._failed:
+                raise self._failed[key]
+            if key in self.executables:
+                return
+            started = time.perf_counter()
+            self.executables[key] = self._compile(*key)
+            with self._counting:
+                self.compile_s += time.perf_counter() - started
 
     @property
     def _device(self) -> jax.Device:
@@ -209,9 +295,7 @@ class Programs:
     def _get(self, kind: str, size: int) -> Compiled:
         key = (kind, size)
         if key not in self.executables:
-            started = time.perf_counter()
-            self.executables[key] = self._compile(*key)
-            self.compile_s += time.perf_counter() - started
+            self._compile_once(key)
         return self.executables[key]
 
     def _compile(self, kind: str, size: int) -> Compiled:
@@ -223,7 +307,7 @@ class Programs:
             "measure": self._lower_measure,
         }[kind]
         try:
-            return lower(size).compile(COMPILER_OPTIONS.get(self._device.device_kind))
+            return self._load_or_compile(_name(kind, size), lower(size))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -233,6 +317,30 @@ class Programs:
                 f"pages of KV cache"
             )
             raise CapacityError(f"{what}: {str(error).splitlines()[0]}") from error
+
+    def _load_or_compile(self, name: str, lowering: Lowering) -> Compiled:
+        options = COMPILER_OPTIONS.get(self._device.device_kind)
+
+        def compile_now() -> Compiled:
+            if (progress := self._progress) is not None:
+                progress.show(self.num_compiled + 1)
+            return lowering.compile(options)
+
+        if self._files is None:
+            return compile_now()
+        compiled, is_loaded = self._files.take(
+            compile_now,
+            lowering.arguments,
+            name=name,
+            options=options,
+            spec=self.spec,
+            config=replace(self.config, seed=0),  # which no program reads
+            backend=self.backend,
+            placement=self.placement,
+        )
+        with self._counting:
+            self.num_loaded += is_loaded
+        return compiled
 
     def _memory_of(self, kind: str, size: int) -> ProgramMemory:
         memory = self.executables[kind, size].memory_analysis()
@@ -255,13 +363,13 @@ class Programs:
             code_bytes=memory.generated_code_size_in_bytes,
         )
 
-    def _lower_step(self, num_tokens: int) -> Any:
+    def _lower_step(self, num_tokens: int) -> Lowering:
         rows = self.num_step_rows(num_tokens)
         inputs = (self._whole(empty_batch(num_tokens, rows)), self._sampling_for(rows))
         program = own(step, donate=("kv",), **self._static)
         return program.lower(self._weights, self._kv_for(rows), self._newest_for(rows), *inputs)
 
-    def _lower_loop(self, num_rows: int) -> Any:
+    def _lower_loop(self, num_rows: int) -> Lowering:
         rows, n = self._whole((empty_rows(num_rows), np.int32(0)))
         inputs = (rows, self._sampling_for(num_rows), n)
         program = own(
@@ -271,15 +379,15 @@ class Programs:
             self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs
         )
 
-    def _lower_copy(self, num_pages: int) -> Any:
+    def _lower_copy(self, num_pages: int) -> Lowering:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
         return own(copy_pages, donate=("kv",)).lower(self._kv, pages_C, pages_C, n)
 
-    def _lower_demote(self, num_pages: int) -> Any:
+    def _lower_demote(self, num_pages: int) -> Lowering:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
         return own(demote_pages, donate=("kv",)).lower(self._kv, pages_C, pages_C, n)
 
-    def _lower_measure(self, num_pages: int) -> Any:
+    def _lower_measure(self, num_pages: int) -> Lowering:
         policy = get_policy(self.config.kv_policy)
         if policy is None or policy.measure is None:
             raise ValueError(f"kv_policy {self.config.kv_policy}: nothing is measured")
@@ -320,11 +428,12 @@ class Programs:
         )
 
 
-def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Any:
+def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Deferred:
     """Jits a function of a module once more, with these arguments, for one caller: what jax traces
-    and compiles it keeps as long as the function lives, which a module's does for ever.
+    and compiles it keeps as long as the function lives, which a module's does for ever. Its `lower`
+    traces nothing yet.
     """
-    return jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate)
+    return Deferred(jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate))
 
 
 def lower(function: Callable[..., Any], *arguments: Any, donate: int) -> Any:

@@ -1,5 +1,5 @@
-"""The second start takes its programs from the cache: as many hits as the first one compiled, the
-same tokens.
+"""The second start takes its programs from the cache: it loads what the first one compiled, and
+says the same tokens.
 """
 
 import json
@@ -12,28 +12,27 @@ import jax
 import pytest
 
 from jaxkv.build import compile_cache
-from jaxkv.build.compile_cache import use_compile_cache
+from jaxkv.build.compile_cache import open_store, use_compile_cache
 from tiny import make_checkpoint, tiny_config
 
 START = """
-import collections, json, sys, warnings
-import jax
-events = collections.Counter()
-jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+import json, sys, warnings
 from jaxkv import LLM, SamplingParams
-from jaxkv.build import compile_cache
 from jaxkv.testing import budget_of, engine_of
-compile_cache.MIN_COMPILE_S = 0.0
 warnings.simplefilter("error")
 limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8, "max_model_len": 64, "dtype": "float32"}
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, **limits)
+llm.wait_until_compiled()
 params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1)
 outputs = llm.generate([{"prompt_token_ids": [3, 1, 4]}, {"prompt_token_ids": [9] * 20}], params, use_tqdm=False)
-programs = [engine_of(llm).programs.step(16), engine_of(llm).programs.loop(2)]
+every = engine_of(llm).programs
+programs = [every.step(16), every.loop(2)]
 print(json.dumps({
     "said": [str(output.outputs[0]) for output in outputs],
-    "asked": events["compile_requests_use_cache"],
-    "hits": events["cache_hits"],
+    "loaded": every.num_loaded,
+    "compiled": next(one.value for one in llm.get_metrics() if one.name == "jaxkv:programs_compiled"),
+    "all": every.num_programs,
+    "memory": [str(one) for one in sorted(every.memory)],
     "aliased": [program.memory_analysis().alias_size_in_bytes for program in programs],
     "pool": budget_of(llm).pool_bytes,
     "cache": next(line for line in llm.describe().splitlines() if line.startswith("cache ")),
@@ -94,14 +93,17 @@ def files(folder: Path) -> set[Path]:
 def test_a_second_start_compiles_nothing_and_says_the_same(start, checkpoint, tmp_path):
     beside = files(checkpoint)
     first, second = start(), start()
-    assert first["hits"] == 0
-    assert second["hits"] == second["asked"] == first["asked"] >= 2
+    assert (first["loaded"], first["compiled"]) == (0, first["all"])
+    assert (second["loaded"], second["compiled"]) == (first["all"], 0)
     assert second["said"] == first["said"]
+    assert second["memory"] == first["memory"]
     assert second["aliased"] == first["aliased"]
     assert min(second["aliased"]) >= second["pool"]
     folder = Path(second["cache"].rpartition(" ")[2])
     assert folder.parent == tmp_path / "xdg" / "jaxkv"
-    assert len(files(folder)) >= 2
+    kept = files(folder / "programs")
+    assert len(kept) == first["all"]
+    assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
     assert files(checkpoint) == beside
 
 
@@ -115,6 +117,9 @@ def test_the_users_own_settings_are_left_alone(configured, tmp_path, monkeypatch
         "jax_compilation_cache_dir": "/own",
         "jax_enable_compilation_cache": False,
     }
+    assert open_store(jax.devices()) is None
+    configured.jax_enable_compilation_cache = True
+    assert open_store(jax.devices()) is None
     assert not (tmp_path / "xdg").exists()
 
 
@@ -123,7 +128,9 @@ def test_a_second_engine_of_a_process_keeps_the_folder(configured, tmp_path, mon
     where = use_compile_cache(jax.devices()[0])
     assert where == configured.jax_compilation_cache_dir
     assert use_compile_cache(jax.devices()[0]) == where
-    assert Path(where).stat().st_mode & 0o777 == 0o700
+    for folder in (Path(where).parent, Path(where), Path(where) / "programs"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert open_store(jax.devices()[:1]).folder == Path(where) / "programs"
 
 
 def test_without_an_absolute_xdg_cache_home_it_is_the_home_directorys(
@@ -151,10 +158,23 @@ def test_a_folder_that_cannot_be_used_is_a_reason_and_no_error(configured, tmp_p
     assert use_compile_cache(jax.devices()[0]).startswith("off: [Errno 20] Not a directory")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = compile_cache._folder(jax.devices()[0])
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    assert (
-        use_compile_cache(jax.devices()[0])
-        == f"off: {folder} can be written by others than this user"
-    )
-    assert configured.jax_compilation_cache_dir is None
+    (folder / "programs").mkdir(parents=True)
+    for one in (folder.parent, folder, folder / "programs"):
+        one.chmod(0o700)
+    for one in (folder.parent, folder, folder / "programs"):
+        one.chmod(0o720)
+        assert (
+            use_compile_cache(jax.devices()[0])
+            == f"off: {one} can be written by others than this user"
+        )
+        one.chmod(0o700)
+        assert configured.jax_compilation_cache_dir is None
+        assert open_store(jax.devices()) is None
+
+
+def test_a_jax_that_nobody_has_tried_has_its_own_cache_only(configured, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    use_compile_cache(jax.devices()[0])
+    assert open_store(jax.devices()) is not None
+    monkeypatch.setattr(compile_cache, "UNKNOWN_JAX", jax.__version_info__)
+    assert open_store(jax.devices()) is None

@@ -262,7 +262,7 @@ def test_a_pool_that_was_asked_for_and_cannot_fit_is_refused_before_anything_is_
 def test_what_is_compiled_later_is_not_known_yet(checkpoint, device_has, compiled):
     device_has(8 * MIB, pool=4 * MIB)
     engine = make(checkpoint, lazy_compile=True)
-    assert "? MiB  temporaries of programs: not known yet (lazy_compile)" in engine.describe()
+    assert "? MiB  temporaries of programs: not known yet, none is compiled" in engine.describe()
     engine.generate({"prompt_token_ids": [3, 1, 4]}, replace(PARAMS, max_tokens=1), use_tqdm=False)
     assert (
         "temporaries of the largest program of the 1 compiled so far, the step of 16 tokens"

@@ -450,6 +450,7 @@ def test_int8_pages_are_demoted_to_int4(dense):
 @pytest.mark.parametrize("policy", some(("page_norm", "entropy"), "page_norm"))
 def test_no_program_is_compiled_after_the_start(dense, policy):
     llm = new_llm(dense, policy, lazy_compile=False)
+    llm.wait_until_compiled()
     before = engine_of(llm).programs.num_compiled
     generate(llm, prompts_of((150,)))
     assert engine_of(llm).programs.num_compiled == before

@@ -147,6 +147,7 @@ def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilat
     }
     save_tokenizer(checkpoints["with tokenizer"])
     llm = LLM(checkpoints["with tokenizer"], num_gpu_blocks_override=20, **limits)
+    llm.wait_until_compiled()
     programs = engine_of(llm).programs
     assert programs.num_compiled == len(programs.token_buckets) + len(programs.row_buckets) + 1 == 5
     assert len(compilations) >= 5

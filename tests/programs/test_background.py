@@ -1,0 +1,187 @@
+"""A request gets its programs when they are ready, whatever the thread behind is at."""
+
+import gc
+import io
+import os
+import subprocess
+import sys
+import weakref
+from threading import Event, Thread
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxkv.build.blueprint import make_blueprint
+from jaxkv.build.options import EngineOptions
+from jaxkv.errors import CapacityError
+from jaxkv.models.families import read_config, read_family
+from jaxkv.programs.background import Background, likely_first
+from jaxkv.programs.compiled import Programs
+from tiny import SMALL
+
+EXIT = """
+import sys
+from jaxkv import LLM, SamplingParams
+limits = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "block_size": 8, "max_model_len": 64}
+llm = LLM(sys.argv[1], skip_tokenizer_init=True, dtype="float32", **limits)
+if sys.argv[2] == "raise":
+    raise SystemExit(3)
+params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+list(llm.stream({"prompt_token_ids": [3, 1, 4]}, params))
+print(llm._engine.programs.num_compiled < llm._engine.programs.num_programs)
+"""
+
+
+class Compiler:
+    """Takes the compiler's place: what it makes is a name, after `may_end[key]` is set."""
+
+    def __init__(self) -> None:
+        self.begun: list = []
+        self.waits: dict[tuple, Event] = {}
+        self.fails: dict[tuple, Exception] = {}
+        self.arrived = Event()
+
+    def __call__(self, kind: str, size: int) -> str:
+        key = (kind, size)
+        self.begun.append(key)
+        if key in self.waits:
+            self.arrived.set()
+            assert self.waits[key].wait(30)
+        if key in self.fails:
+            raise self.fails[key]
+        return f"{kind} {size}"
+
+
+@pytest.fixture
+def compiler(monkeypatch) -> Compiler:
+    compiler = Compiler()
+    monkeypatch.setattr(Programs, "_compile", lambda _, kind, size: compiler(kind, size))
+    return compiler
+
+
+@pytest.fixture
+def programs(checkpoint) -> Programs:
+    spec, layout = read_family(read_config(checkpoint))
+    options = EngineOptions(checkpoint, **SMALL | {"max_num_batched_tokens": 64})
+    blueprint = make_blueprint(options, spec, layout, jax.devices())
+    return blueprint.programs(blueprint.abstract_weights(), 200)
+
+
+FIRST = ("step", 16)
+
+
+def test_small_sizes_of_every_kind_come_first():
+    keys = [("step", 64), ("step", 16), ("loop", 2), ("copy", 4), ("step", 256), ("loop", 8)]
+    assert likely_first(keys) == [
+        ("loop", 2) if key == "loop" else key
+        for key in (("step", 16), "loop", ("step", 64), ("loop", 8), ("step", 256), ("copy", 4))
+    ]
+    assert likely_first([]) == []
+
+
+def test_all_are_made_once_in_order(programs, compiler):
+    programs.compile_in_background()
+    programs.compile_all()
+    assert compiler.begun == likely_first(programs._every)
+    assert programs.num_compiled == programs.num_programs > 4
+    assert programs.step(16) == "step 16"
+    assert len(compiler.begun) == programs.num_programs
+
+
+def test_one_that_is_wanted_does_not_wait_for_another(programs, compiler):
+    compiler.waits[FIRST] = Event()
+    programs.compile_in_background()
+    assert compiler.arrived.wait(30)
+    assert programs.step(64) == "step 64"
+    assert programs.loop(2) == "loop 2"
+    assert compiler.begun == [FIRST, ("step", 64), ("loop", 2)]
+    # Another user of the one under way waits for it, and no one makes it twice.
+    got = []
+    user = Thread(target=lambda: got.append(programs.step(16)))
+    user.start()
+    compiler.waits[FIRST].set()
+    user.join(30)
+    programs.compile_all()
+    assert got == ["step 16"]
+    assert sorted(compiler.begun) == sorted(programs._every)
+
+
+def test_what_fails_raises_where_it_is_used_and_nowhere_else(programs, compiler):
+    compiler.fails = {FIRST: CapacityError("no room"), ("loop", 2): ValueError("a fault")}
+    programs.compile_in_background()
+    programs._background.wait()
+    for _ in range(2):
+        with pytest.raises(CapacityError, match="no room") as e:
+            programs.step(16)
+        assert e.value.__notes__ == ["This was met while compiling the step of 16 tokens."]
+    with pytest.raises(ValueError, match="a fault"):
+        programs.loop(2)
+    assert programs.step(32) == "step 32"
+    with pytest.raises(CapacityError):
+        programs.compile_all()
+    assert compiler.begun.count(FIRST) == 1
+
+
+def test_an_engine_that_is_gone_has_no_more_compiled(programs, compiler):
+    compiler.waits[FIRST] = Event()
+    holder = SimpleNamespace(programs=programs)
+    holder.programs.compile_in_background()
+    assert compiler.arrived.wait(30)
+    thread = programs._background._thread
+    compiler.waits[FIRST].set()
+
+    class Owner:
+        def make(self, key: tuple) -> None:
+            begun.append(key)
+            assert free.wait(30)
+
+    begun, free, ended, owner = [], Event(), Event(), Owner()
+    background = Background([("a", 1), ("b", 2)], owner.make, at_end=ended.set)
+    gone = weakref.ref(owner)
+    del owner
+    free.set()
+    background.wait()
+    gc.collect()
+    assert ended.is_set()
+    assert begun in ([("a", 1)], [])
+    assert gone() is None
+    holder.programs._background.stop()
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_sees_one_line_that_goes_away(programs, compiler, monkeypatch, is_terminal):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.undo()
+    lowering = SimpleNamespace(compile=lambda options: "made", arguments=())
+    for name in ("step", "loop", "copy"):
+        monkeypatch.setattr(Programs, f"_lower_{name}", lambda self, size: lowering)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    programs.compile_in_background()
+    programs._background.wait()
+    total = programs.num_programs
+    lines = [f"compiling {number}/{total}" for number in range(1, total + 1)]
+    written = "".join(f"\r{line}" for line in lines) + "\r\x1b[K"
+    assert terminal.getvalue() == (written if is_terminal else "")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("raise", 3),
+        pytest.param("return", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_ends_while_it_compiles(checkpoint, ending, code):
+    arguments = [sys.executable, "-c", EXIT, str(checkpoint), ending]
+    done = subprocess.run(
+        arguments, env=dict(os.environ), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (code, "")
+    # It was served before the last program was there.
+    assert done.stdout == ("True\n" if ending == "return" else "")
