@@ -16,6 +16,7 @@ from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.kv.state import PagedKV
+from jaxkv.models.decoder import head_of
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
@@ -229,8 +230,14 @@ class Engine:
         program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
         position_B = self._rows.positions(requests, num_rows)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
-        self.kv, newest, sampled, scores = program(self.weights, kv, newest, batch, sampling)
+        self.kv, last, hidden_TD = program(self.weights, kv, newest, batch)
+        # Launched behind the step: the device has it in its queue before the step is done.
+        head = head_of(self.weights)
+        newest, sampled = self.programs.draw(num_rows)(head, last, newest, sampling)
         self._newest_R = newest.token_R
+        target_T = np.asarray(batch.target_T)
+        is_scored = (target_T != NO_TOKEN).any()
+        scores = self.programs.scores(size)(head, hidden_TD, target_T) if is_scored else None
         self._recorder.step(num_tokens, size)
         rows = self.scheduler.launched(plan)
         # What a chunk fills is held, what a loop may fill is not yet.

@@ -65,7 +65,8 @@ def live_programs() -> list[object]:
     return [
         one
         for one in loaded
-        if one.hlo_modules()[0].name in ("jit_step", "jit_decode_loop", "jit_copy_pages")
+        if one.hlo_modules()[0].name
+        in ("jit_step", "jit_draw", "jit_decode_loop", "jit_copy_pages")
     ]
 
 
