@@ -273,11 +273,14 @@ class Engine:
 
     def _restore_lost_kv(self) -> None:
         """Makes a new empty pool where a step that failed took the contents of the old one."""
-        if self._failed and not is_computed(self.kv.pools):
-            self.scheduler.start_over()
-            for pool in self.kv.pools:
-                pool.delete()  # before there is a second one
-            self.kv, self._newest_R = self._make_kv(), _no_tokens(self.scheduler.config)
+        if self._failed:
+            # Whoever had tokens that the host has not read has ended.
+            self._newest_R = _no_tokens(self.scheduler.config)
+            if not is_computed(self.kv.pools):
+                self.scheduler.start_over()
+                for pool in self.kv.pools:
+                    pool.delete()  # before there is a second one
+                self.kv = self._make_kv()
         self._failed = False
 
 
