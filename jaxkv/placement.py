@@ -106,10 +106,14 @@ class Placement:
 
 
 def on_every_device(
-    function: Callable[..., tuple], placement: Placement | None, *, num_outputs: int
+    function: Callable[..., tuple],
+    placement: Placement | None,
+    *,
+    num_outputs: int,
+    has_kv: bool = True,
 ) -> Any:
     """function(weights, kv, *inputs, axis=...) -> (kv, *outputs), run by each device on its parts
-    of weights and pages.
+    of weights and pages; without `has_kv` there is no kv on either side.
 
     Inputs and outputs are whole: what the devices return must be the same on all. `axis` is the
     mesh axis for the function's own collectives, None on one device.
@@ -117,16 +121,16 @@ def on_every_device(
     if placement is None or placement.size == 1:
         return partial(function, axis=None)
 
-    def run(weights: Any, kv: PagedKV, *inputs: Any) -> tuple:
-        parts = placement.kv(kv)
+    def run(weights: Any, *inputs: Any) -> tuple:
+        parts = [placement.kv(inputs[0])] if has_kv else []
         divided = jax.shard_map(
             partial(function, axis=TENSOR),
             mesh=placement.mesh,
-            in_specs=(placement.weights(weights), parts, *[WHOLE] * len(inputs)),
-            out_specs=(parts, *[WHOLE] * (num_outputs - 1)),
+            in_specs=(placement.weights(weights), *parts, *[WHOLE] * (len(inputs) - len(parts))),
+            out_specs=(*parts, *[WHOLE] * (num_outputs - len(parts))),
             check_vma=False,
         )
-        return divided(weights, kv, *inputs)
+        return divided(weights, *inputs)
 
     return run
 

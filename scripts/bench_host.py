@@ -86,8 +86,14 @@ class StubPrograms:
         return min(self._max_rows, num_tokens)
 
     def step(self, num_tokens: int) -> Callable[..., tuple]:
-        def run(_weights: Any, kv: PagedKV, newest: Newest, _batch: Any, sampling: Any) -> tuple:
-            return kv, newest, self._sampled(np.ones_like(sampling.top_k_B), (), 1), None, None
+        def run(_weights: Any, kv: PagedKV, _newest: Newest, _batch: Any) -> tuple:
+            return kv, None, None, None
+
+        return run
+
+    def draw(self, num_rows: int) -> Callable[..., tuple]:
+        def run(_head: Any, _last: None, newest: Newest, sampling: Any) -> tuple:
+            return newest, self._sampled(np.ones_like(sampling.top_k_B), (), 1)
 
         return run
 
@@ -258,7 +264,7 @@ def demo_model() -> Model:
         spec=spec,
         layout=layout,
         stored_dtype=None,
-        weights={},
+        weights={"norm": None, "embed": None},  # the stub looks at none
         tokenizer=load_tokenizer(DEMO),
         generation={},
         eos_ids=frozenset({1}),

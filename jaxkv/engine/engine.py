@@ -16,6 +16,7 @@ from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.kv.state import PagedKV, Statistics
+from jaxkv.models.decoder import head_of
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
@@ -238,8 +239,14 @@ class Engine:
         program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
         position_B = self._rows.positions(requests, num_rows)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
-        self.kv, newest, sampled, scores, found = program(self.weights, kv, newest, batch, sampling)
+        self.kv, last, hidden_TD, found = program(self.weights, kv, newest, batch)
+        # Launched behind the step: the device has it in its queue before the step is done.
+        head = head_of(self.weights)
+        newest, sampled = self.programs.draw(num_rows)(head, last, newest, sampling)
         self._newest_R = newest.token_R
+        target_T = np.asarray(batch.target_T)
+        is_scored = (target_T != NO_TOKEN).any()
+        scores = self.programs.scores(size)(head, hidden_TD, target_T) if is_scored else None
         self._recorder.step(num_tokens, size)
         rows = self.scheduler.launched(plan)
         # What a chunk fills is held, what a loop may fill is not yet.
@@ -275,11 +282,14 @@ class Engine:
 
     def _restore_lost_kv(self) -> None:
         """Makes a new empty pool where a step that failed took the contents of the old one."""
-        if self._failed and not is_computed(self.kv.pools):
-            self.scheduler.start_over()
-            for pool in self.kv.pools:
-                pool.delete()  # before there is a second one
-            self.kv, self._newest_R = self._make_kv(), _no_tokens(self.scheduler.config)
+        if self._failed:
+            # Whoever had tokens that the host has not read has ended.
+            self._newest_R = _no_tokens(self.scheduler.config)
+            if not is_computed(self.kv.pools):
+                self.scheduler.start_over()
+                for pool in self.kv.pools:
+                    pool.delete()  # before there is a second one
+                self.kv = self._make_kv()
         self._failed = False
 
 

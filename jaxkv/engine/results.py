@@ -229,7 +229,7 @@ class Results:
     def _take_prompt_logprobs(self, flight: Flight) -> None:
         """Entries of the prompt tokens that this step has scored, in order."""
         batch, requests = flight.batch, [request for request, _ in flight.rows]
-        if batch is None or all(request.output.prompt_logprobs is None for request in requests):
+        if batch is None or flight.scores is None:
             return
         scores, targets = jax.tree.map(np.asarray, flight.scores), np.asarray(batch.target_T)
         for request, start, count in zip(requests, batch.start_B, batch.count_B, strict=False):

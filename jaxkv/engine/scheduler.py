@@ -298,18 +298,14 @@ class Scheduler:
 
     def _step_tokens(self, num_decoding: int) -> int:
         """Returns the most tokens of the next step: what is pending, or as many as fill the next
-        smaller program exactly where two steps, the second one with what is left, cost less than
-        one that is mostly padding.
+        smaller program exactly where that step and those that follow with what is left cost less
+        than one that is mostly padding.
         """
         wanted = min(
             self.config.max_num_batched_tokens, sum(request.num_ready for request in self.running)
         )
         buckets = token_buckets(self.config.max_num_batched_tokens)
-        smaller = max((bucket for bucket in buckets if bucket < wanted), default=0)
-        if smaller <= num_decoding:
-            return wanted
-        rest = fit_bucket(buckets, wanted - smaller + num_decoding)
-        return smaller if smaller + rest + STEP_COST < fit_bucket(buckets, wanted) else wanted
+        return _cheapest(buckets, wanted, num_decoding)[1]
 
     def _reserve_all(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Reserves pages for so many more tokens of each request, which come in order. Returns what
@@ -449,3 +445,16 @@ def _num_stored(item: tuple[Request, int]) -> int:
 def _num_held(item: tuple[Request, int]) -> int:
     hold = item[0].hold
     return hold.num_stored - hold.parts[0].num_gone
+
+
+def _cheapest(buckets: tuple[int, ...], num_tokens: int, num_decoding: int) -> tuple[int, int]:
+    """Returns (least cost, tokens of the first step) of steps for so many tokens; every step has
+    the rows that decode.
+    """
+    whole = fit_bucket(buckets, num_tokens) + STEP_COST
+    smaller = max((bucket for bucket in buckets if bucket < num_tokens), default=0)
+    if smaller <= num_decoding or smaller + 2 * STEP_COST >= whole:
+        return whole, num_tokens
+    rest, _ = _cheapest(buckets, num_tokens - smaller + num_decoding, num_decoding)
+    cut = smaller + STEP_COST + rest
+    return (cut, smaller) if cut < whole else (whole, num_tokens)

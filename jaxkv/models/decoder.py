@@ -84,12 +84,19 @@ def forward(
     return attend.state(held), x_TD, _of_all_devices(held.statistics, statistics, axis)
 
 
+def head_of(weights: Weights) -> Weights:
+    """Returns what `logits` takes of the weights: the final norm, and the head or the embeddings
+    that are it.
+    """
+    return {name: weights[name] for name in ("norm", "head" if "head" in weights else "embed")}
+
+
 def logits(
     weights: Weights, x_TD: jax.Array, *, spec: ModelSpec, axis: str | None = None
 ) -> jax.Array:
     """Applies the final norm and the head: [T, D] -> [T, V] float32."""
     x_TD = rms_norm(x_TD, values(weights["norm"]), eps=spec.norm_eps)
-    head_VD = weights.get("head", weights["embed"])
+    head_VD = weights["head" if "head" in weights else "embed"]
     part_TV = linear(x_TD, Matrix(head_VD))
     if axis is None or part_TV.shape[1] == spec.vocab_size:
         return part_TV

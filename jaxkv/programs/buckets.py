@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 SMALLEST_STEP = 16
+SMALLEST_LOOP = 2
+"""A matmul of one bfloat16 row is an order slower on XLA:CPU than one of two."""
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Lists the packed-token counts T that a step is compiled for: powers of two from 16, and the
-    maximum itself.
+    """Lists the packed-token counts T that a step is compiled for: the maximum, a quarter of it and
+    so on down to 64, and 16.
+
+    Compiling is what users wait for first, so they are few. `Scheduler` fills smaller ones where
+    the next larger one would be mostly padding.
     """
-    sizes = [SMALLEST_STEP]
-    while sizes[-1] * 2 < max_num_batched_tokens:
-        sizes.append(sizes[-1] * 2)
-    return (*sizes, max_num_batched_tokens) if max_num_batched_tokens > sizes[-1] else tuple(sizes)
+    sizes = [max(SMALLEST_STEP, max_num_batched_tokens)]
+    while sizes[0] >= 16 * SMALLEST_STEP:
+        sizes.insert(0, sizes[0] // 4)
+    return tuple(sizes) if sizes[0] == SMALLEST_STEP else (SMALLEST_STEP, *sizes)
 
 
 def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Lists the row counts that the decode loop is compiled for: the maximum, half of it and
-    quarters of that, never below 2.
-
-    A matmul of one bfloat16 row is an order slower on XLA:CPU than one of two.
+    """Lists the row counts that the decode loop is compiled for: the maximum, a quarter of it and
+    so on down to 8, and 2.
     """
-    sizes = [max(2, max_num_seqs // 2)]
-    while sizes[0] > 4:
-        sizes.insert(0, max(2, sizes[0] // 4))
-    return (*sizes, max_num_seqs) if max_num_seqs > sizes[-1] else tuple(sizes)
+    sizes = [max(SMALLEST_LOOP, max_num_seqs)]
+    while sizes[0] >= 16 * SMALLEST_LOOP:
+        sizes.insert(0, sizes[0] // 4)
+    return tuple(sizes) if sizes[0] == SMALLEST_LOOP else (SMALLEST_LOOP, *sizes)
 
 
 def num_step_rows(max_num_seqs: int, num_tokens: int) -> int:

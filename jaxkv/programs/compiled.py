@@ -20,12 +20,14 @@ from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError, Kept
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import PagedKV, Store
+from jaxkv.models.decoder import head_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.background import Background, Progress, likely_first
 from jaxkv.programs.buckets import num_step_rows, row_buckets, token_buckets
+from jaxkv.programs.draw import draw, prompt_scores
 from jaxkv.programs.inputs import (
     abstract_full,
     empty_batch,
@@ -36,7 +38,7 @@ from jaxkv.programs.inputs import (
 )
 from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages, demote_pages, measure_pages
-from jaxkv.programs.step import Newest, step
+from jaxkv.programs.step import Last, Newest, step
 from jaxkv.weights.tree import Weights
 
 if TYPE_CHECKING:
@@ -88,12 +90,13 @@ class Deferred(NamedTuple):
 
 
 class Programs:
-    """The compiled steps (by packed tokens T) and decode loops (by rows) of one engine, and its
-    copy of pages.
+    """The compiled steps (by packed tokens T), draws and decode loops (by rows) of one engine, and
+    its copy of pages.
 
-    `step(T)`, `loop(R)` and `copy()` give an executable, compiling it on first use; `compile_all`
-    compiles them all, `compile_in_background` too while the first are used already. Any thread may
-    ask.
+    `step(T)`, `draw(R)`, `loop(R)` and `copy()` give an executable, compiling it on first use;
+    `compile_all` compiles them all, `compile_in_background` too while the first are used already.
+    Any thread may ask. Not compiled so are those of `scores(T)`: most engines score no prompts, and
+    the first that is scored compiles that for every T.
     """
 
     def __init__(
@@ -140,8 +143,17 @@ class Programs:
     def step(self, num_tokens: int) -> Compiled:
         return self._get("step", num_tokens)
 
+    def draw(self, num_rows: int) -> Compiled:
+        return self._get("draw", num_rows)
+
     def loop(self, num_rows: int) -> Compiled:
         return self._get("loop", num_rows)
+
+    def scores(self, num_tokens: int) -> Compiled:
+        """Returns the program that scores prompt tokens of a step of T packed tokens."""
+        if ("scores", num_tokens) not in self.executables:
+            self._compile_each(("scores", size) for size in self.token_buckets)
+        return self._get("scores", num_tokens)
 
     def copy(self) -> Compiled:
         """Returns the program that copies up to `num_copies` pages."""
@@ -191,7 +203,7 @@ class Programs:
 
     @property
     def num_programs(self) -> int:
-        """Counts the programs, compiled or not."""
+        """Counts the programs that `compile_all` compiles."""
         return len(self._every)
 
     @property
@@ -199,14 +211,19 @@ class Programs:
         """Bytes of the sampling parameters that stay on the device for every row count, whatever
         runs.
         """
-        counts = {self.num_step_rows(size) for size in self.token_buckets} | set(self.row_buckets)
+        counts = {*self._drawn_rows, *self.row_buckets}
         return sum(bytes_per_device(self._sampling_for(count)) for count in counts)
 
     @property
+    def _drawn_rows(self) -> list[int]:
+        """Lists the row counts that steps have."""
+        return sorted({self.num_step_rows(size) for size in self.token_buckets})
+
+    @property
     def _every(self) -> list[tuple[str, int]]:
-        steps = [("step", size) for size in self.token_buckets]
         every = [
-            *steps,
+            *(("step", size) for size in self.token_buckets),
+            *(("draw", size) for size in self._drawn_rows),
             *(("loop", size) for size in self.row_buckets),
             ("copy", self.num_copies),
         ]
@@ -241,8 +258,10 @@ class Programs:
         )
 
     def compile_largest(self) -> None:
-        """Compiles the step and the loop that need the most memory."""
-        self._compile_each([("step", self.token_buckets[-1]), ("loop", self.row_buckets[-1])])
+        """Compiles the step, the draw, the scores and the loop that need the most memory."""
+        tokens, rows = self.token_buckets[-1], self.row_buckets[-1]
+        drawn = self._drawn_rows[-1]
+        self._compile_each([("step", tokens), ("draw", drawn), ("scores", tokens), ("loop", rows)])
 
     def _compile_each(self, wanted: Iterable[tuple[str, int]]) -> None:
         """Compiles what is missing."""
@@ -301,6 +320,8 @@ class Programs:
     def _compile(self, kind: str, size: int) -> Compiled:
         lower = {
             "step": self._lower_step,
+            "draw": self._lower_draw,
+            "scores": self._lower_scores,
             "loop": self._lower_loop,
             "copy": self._lower_copy,
             "demote": self._lower_demote,
@@ -348,10 +369,16 @@ class Programs:
             raise NotImplementedError(
                 "this device's compiler does not say how much memory a program takes"
             )
-        held = bytes_per_device(self._kv.pools)
+        taken: list[Any] = []
+        if kind in ("draw", "loop"):
+            taken.append(self._sampling_for(size))
         if kind in ("step", "loop"):
-            rows = self.num_step_rows(size) if kind == "step" else size
-            held += bytes_per_device((self._weights, self._sampling_for(rows)))
+            taken.append(self._weights)
+        if kind in ("draw", "scores"):
+            taken.append(head_of(self._weights))
+        else:
+            taken.append(self._kv.pools)
+        held = bytes_per_device(taken)
         # An output that takes over an argument's memory (the pool) counts in both sizes, and once
         # in the alias size.
         arguments_and_outputs = (
@@ -365,15 +392,39 @@ class Programs:
 
     def _lower_step(self, num_tokens: int) -> Lowering:
         rows = self.num_step_rows(num_tokens)
-        inputs = (self._whole(empty_batch(num_tokens, rows)), self._sampling_for(rows))
-        program = own(step, donate=("kv",), **self._static)
-        return program.lower(self._weights, self._kv_for(rows), self._newest_for(rows), *inputs)
+        batch, newest = self._whole(empty_batch(num_tokens, rows)), self._newest_for(rows)
+        program = own(step, donate=("kv",), backend=self.backend, **self._model)
+        return program.lower(self._weights, self._kv_for(rows), newest, batch)
+
+    def _lower_draw(self, num_rows: int) -> Lowering:
+        program = own(draw, donate=(), num_logprobs=self.config.max_logprobs, **self._model)
+        size = (num_rows, self.spec.hidden_size)
+        last = Last(
+            hidden_BD=abstract_full(size, 0, np.float32),
+            position_B=abstract_full((num_rows,), 0),
+            ended_B=abstract_full((num_rows,), 0, np.bool_),
+        )
+        inputs = (self._whole(last), self._newest_for(num_rows), self._sampling_for(num_rows))
+        return program.lower(head_of(self._weights), *inputs)
+
+    def _lower_scores(self, num_tokens: int) -> Lowering:
+        program = own(
+            prompt_scores, donate=(), num_logprobs=self.config.max_logprobs, **self._model
+        )
+        size = (num_tokens, self.spec.hidden_size)
+        inputs = (abstract_full(size, 0, np.float32), abstract_full((num_tokens,), 0))
+        return program.lower(head_of(self._weights), *self._whole(inputs))
 
     def _lower_loop(self, num_rows: int) -> Lowering:
         rows, n = self._whole((empty_rows(num_rows), np.int32(0)))
         inputs = (rows, self._sampling_for(num_rows), n)
         program = own(
-            decode_loop, donate=("kv", "rows"), width=self.config.decode_steps, **self._static
+            decode_loop,
+            donate=("kv", "rows"),
+            backend=self.backend,
+            width=self.config.decode_steps,
+            num_logprobs=self.config.max_logprobs,
+            **self._model,
         )
         return program.lower(
             self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs
@@ -395,13 +446,9 @@ class Programs:
         return program.lower(self._kv, self._whole(np.zeros(num_pages, np.int32)))
 
     @property
-    def _static(self) -> dict[str, Any]:
-        static = {
-            "spec": self.spec,
-            "backend": self.backend,
-            "num_logprobs": self.config.max_logprobs,
-        }
-        return static | {"placement": self.placement}
+    def _model(self) -> dict[str, Any]:
+        """Returns the static arguments that all programs of a model take."""
+        return {"spec": self.spec, "placement": self.placement}
 
     def _newest_for(self, num_rows: int) -> Newest:
         return self._whole(empty_newest(self.config.max_num_seqs, num_rows))
@@ -448,5 +495,6 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _name(kind: str, size: int) -> str:
-    unit = {"step": "tokens", "loop": "rows"}.get(kind, "pages")
+    units = {"step": "tokens", "scores": "tokens", "draw": "rows", "loop": "rows"}
+    unit = units.get(kind, "pages")
     return f"{kind} of {size} {unit}"

@@ -15,22 +15,9 @@ from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend, Batch
-from jaxkv.ops.sampling import (
-    NO_TOKEN,
-    NUM_LOGPROBS,
-    Sampled,
-    Sampling,
-    Scores,
-    empty_scores,
-    is_stop,
-    sample,
-    score,
-)
+from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.placement import Placement, on_every_device
 from jaxkv.weights.tree import Weights
-
-SCORED_TOKENS = 64
-"""Prompt tokens whose logits exist at once when prompt logprobs are wanted."""
 
 
 def last_logits(
@@ -71,44 +58,6 @@ def last_token(batch: Batch) -> jax.Array:
     return jnp.maximum(batch.start_B + batch.count_B - 1, 0)
 
 
-def prompt_scores(
-    weights: Weights,
-    x_TD: jax.Array,
-    target_T: jax.Array | None,
-    *,
-    spec: ModelSpec,
-    num_logprobs: int,
-    axis: str | None = None,
-) -> Scores:
-    """Computes `score` of the next token of each packed one, where it is wanted (target_T >= 0),
-    else anything.
-
-    Goes over pieces from the first to the last wanted token: with none wanted there is nothing to
-    do, and the logits of all tokens never exist together.
-    """
-    num_tokens = x_TD.shape[0]
-    scores = empty_scores((num_tokens,), spec.vocab_size, num_logprobs)
-    if target_T is None:
-        return scores
-    size = min(SCORED_TOKENS, num_tokens)
-    index_T = jnp.arange(num_tokens, dtype=jnp.int32)
-    first = jnp.min(jnp.where(target_T >= 0, index_T, num_tokens))
-    end = jnp.max(jnp.where(target_T >= 0, index_T + 1, 0))
-
-    def score_piece(piece: jax.Array, scores: Scores) -> Scores:
-        # The last piece begins earlier rather than end past the end; what overlaps is the same
-        # again.
-        start = jnp.minimum(first + piece * size, num_tokens - size)
-        x_CD, target_C = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (x_TD, target_T))
-        logits_CV = decoder.logits(weights, x_CD, spec=spec, axis=axis)
-        found = score(logits_CV, jnp.maximum(target_C, 0), num_logprobs=num_logprobs)
-        return jax.tree.map(
-            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0), scores, found
-        )
-
-    return jax.lax.fori_loop(0, (end - first + size - 1) // size, score_piece, scores)
-
-
 @struct.dataclass
 class Newest:
     """Holds what every row of the engine sampled last, which the next step begins with before the
@@ -136,34 +85,43 @@ class Newest:
         return replace(self, token_R=token_R)
 
 
-@partial(
-    jax.jit,
-    static_argnames=("spec", "backend", "num_logprobs", "placement"),
-    donate_argnames=("kv",),
-)
+@struct.dataclass
+class Last:
+    """Holds what a step knows of the last token of each row, from which `programs.draw.draw` draws
+    the next one.
+
+    hidden_BD   float32, before the final norm.
+    position_B  int32: where the next token goes.
+    ended_B     bool: the row had ended before the step, and what is drawn for it means nothing.
+    """
+
+    hidden_BD: jax.Array
+    position_B: jax.Array
+    ended_B: jax.Array
+
+
+@partial(jax.jit, static_argnames=("spec", "backend", "placement"), donate_argnames=("kv",))
 def step(
     weights: Weights,
     kv: PagedKV,
     newest: Newest,
     batch: Batch,
-    sampling: Sampling,
     *,
     spec: ModelSpec,
     backend: str | Backend,
-    num_logprobs: int = NUM_LOGPROBS,
     placement: Placement | None = None,
-) -> tuple[PagedKV, Newest, Sampled, Scores, Statistics | None]:
-    """Runs one ragged step: prefill chunks and decode tokens together, one sampled token per row,
-    and the prompt tokens' own scores where batch.target_T asks for them; last what rows have
-    observed.
+) -> tuple[PagedKV, Last, jax.Array, Statistics | None]:
+    """Runs one ragged step, prefill chunks and decode tokens together, through the layers. What
+    follows from its hidden states are programs of their own (`programs.draw`): the next token of
+    each row from `Last`, prompt scores from those of all tokens, [T, D] float32. Last what rows
+    have observed.
 
-    NO_TOKEN in batch.token_T is the row's newest token, its only one in this step; what a row that
-    has ended by then samples means nothing.
+    NO_TOKEN in batch.token_T is the row's newest token, its only one in this step.
     Consumes `kv` (donated). Compiled once per number of packed tokens T and of rows B. With a
     `placement` on several devices each has its parts of weights and pages.
     """
-    body = partial(_step, spec=spec, backend=backend, num_logprobs=num_logprobs)
-    return on_every_device(body, placement, num_outputs=5)(weights, kv, newest, batch, sampling)
+    body = partial(_step, spec=spec, backend=backend)
+    return on_every_device(body, placement, num_outputs=4)(weights, kv, newest, batch)
 
 
 def _step(
@@ -171,13 +129,11 @@ def _step(
     kv: PagedKV,
     newest: Newest,
     batch: Batch,
-    sampling: Sampling,
     *,
     spec: ModelSpec,
     backend: str | Backend,
-    num_logprobs: int,
     axis: str | None,
-) -> tuple[PagedKV, Newest, Sampled, Scores, Statistics | None]:
+) -> tuple[PagedKV, Last, jax.Array, Statistics | None]:
     # Only a row of one token has its newest one to come.
     first_B = newest.fill_in(batch.token_T[batch.start_B])
     newest_T = first_B.at[batch.row_T].get(mode="fill", fill_value=0)
@@ -193,10 +149,9 @@ def _step(
         axis=axis,
     )
     last_B = last_token(batch)
-    logits_BV = decoder.logits(weights, x_TD[last_B], spec=spec, axis=axis)
-    sampled = sample(logits_BV, sampling, batch.position_T[last_B] + 1, num_logprobs=num_logprobs)
-    scores = prompt_scores(
-        weights, x_TD, batch.target_T, spec=spec, num_logprobs=num_logprobs, axis=axis
+    last = Last(
+        hidden_BD=x_TD[last_B],
+        position_B=batch.position_T[last_B] + 1,
+        ended_B=first_B == NO_TOKEN,
     )
-    ended_B = is_stop(sampled.token_B, sampling) | (first_B == NO_TOKEN)
-    return kv, newest.after(sampled.token_B, ended_B), sampled, scores, statistics
+    return kv, last, x_TD, statistics

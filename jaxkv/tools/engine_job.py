@@ -14,7 +14,7 @@ from jaxkv.tools.chips import parse_target
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineJob:
     """Names an engine whose programs are to be compiled. options: any of `deploy`'s; every: all
-    programs, not only the largest step and loop and the copy of pages.
+    programs, not only the largest of each kind and the copy of pages.
     """
 
     model: str
@@ -42,9 +42,8 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
     programs = made.with_pages(budget.num_pages).programs(weights)
     if job.every:
         programs.compile_all()
-    else:
-        programs.compile_largest()
-        programs.copy()
+    programs.compile_largest()
+    programs.copy()
     budget.check(programs)
     slices = large_sizes(programs)
     (heads, *_) = heads_of(made.spec, num_devices=made.num_devices)

@@ -580,8 +580,11 @@ def test_an_error_in_a_step_leaves_nothing_behind(llm, monkeypatch, error, donat
 
 class Failed:
     """What a device returns for an array that it failed to compute: nobody notices before it is
-    read.
+    read. `computed`: what it would have been.
     """
+
+    def __init__(self, computed: jax.Array) -> None:
+        self.computed = computed
 
     def is_deleted(self) -> bool:
         return False
@@ -596,39 +599,48 @@ class Failed:
         self.block_until_ready()
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_a_step_that_fails_on_the_device_leaves_nothing_behind(llm, monkeypatch, num_steps):
-    before, programs, calls, real = (
+@pytest.mark.parametrize("num_calls", [0, 1, 2, 4])
+def test_a_program_that_fails_on_the_device_leaves_nothing_behind(llm, monkeypatch, num_calls):
+    """A step, the draw behind it, or a loop: from then on nothing is computed."""
+    before, programs, calls = (
         tokens(run(llm, PROMPTS)),
         engine_of(llm).programs,
         iter(range(10**6)),
-        [],
     )
 
     def wrap(get):
         def failing(size: int):
             good = get(size)
 
-            def program(weights, kv, newest, *inputs):
-                if next(calls) < num_steps:
-                    return good(weights, kv, newest, *inputs)
-                if real:  # the step before has failed, unnoticed so far
-                    stores = zip(kv.stores, real[0].stores, strict=True)
-                    kv = replace(
-                        kv,
-                        stores=tuple(replace(store, pages=other.pages) for store, other in stores),
-                    )
-                    newest = replace(newest, token_R=real[1].token_R)
-                real[:] = good(weights, kv, newest, *inputs)
-                return jax.tree.map(lambda _: Failed(), tuple(real))
+            def program(*inputs):
+                known = jax.tree.map(lambda x: x.computed if isinstance(x, Failed) else x, inputs)
+                outputs = good(*known)
+                return outputs if next(calls) < num_calls else jax.tree.map(Failed, outputs)
 
             return program
 
         return failing
 
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "step", wrap(programs.step))
-        patch.setattr(programs, "loop", wrap(programs.loop))
+        for kind in ("step", "draw", "loop"):
+            patch.setattr(programs, kind, wrap(getattr(programs, kind)))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the device failed"):
+            run(llm, PROMPTS)
+    assert_empty(llm)
+    assert tokens(run(llm, PROMPTS)) == before
+
+
+def test_a_draw_that_fails_alone_leaves_nothing_behind(llm, monkeypatch):
+    before, programs = tokens(run(llm, PROMPTS)), engine_of(llm).programs
+    draw = programs.draw
+
+    def failing(num_rows: int):
+        return lambda *inputs: jax.tree.map(Failed, draw(num_rows)(*inputs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "draw", failing)
+        # Read before the next step is launched, so that the pool is whole.
+        patch.setattr(type(engine_of(llm).scheduler), "needs_results", True)
         with pytest.raises(jax.errors.JaxRuntimeError, match="the device failed"):
             run(llm, PROMPTS)
     assert_empty(llm)
@@ -1083,7 +1095,7 @@ def test_describe_says_what_this_engine_is(llm, checkpoint):
         "MiB float32",
         f"{used} pages in use",
         "4 rows, 128 tokens per row, 32 tokens per step, 8 decode steps per loop",
-        "4 compiled in ",
+        f"{engine_of(llm).programs.num_compiled} compiled in ",
         "steps of (16, 32) tokens, loops of (2, 4) rows",
         "backend   xla (chosen by auto on a cpu)",
     ):

@@ -182,7 +182,7 @@ def test_the_pool_is_sized_and_allocated_once_after_everything_is_compiled(
     engine = make(checkpoint, max_num_seqs=4)
     pages, programs = budget_of(engine).num_pages, engine_of(engine).programs
     assert 40 < pages < 2 * ALL_ROWS
-    assert [count for _, count, _ in compiled] == [2, 2, programs.num_programs]
+    assert [count for _, count, _ in compiled] == [4, 4, programs.num_programs]
     assert compiled[-1][0] == pages
     assert {living for _, _, living in compiled} == {before}
     assert pools().count(pages * PAGE) == len(pools()) - before == 1
@@ -265,7 +265,7 @@ def test_what_is_compiled_later_is_not_known_yet(checkpoint, device_has, compile
     assert "? MiB  temporaries of programs: not known yet, none is compiled" in engine.describe()
     engine.generate({"prompt_token_ids": [3, 1, 4]}, replace(PARAMS, max_tokens=1), use_tqdm=False)
     assert (
-        "temporaries of the largest program of the 1 compiled so far, the step of 16 tokens"
+        "temporaries of the largest program of the 2 compiled so far, the step of 16 tokens"
         in engine.describe()
     )
     assert compiled == []

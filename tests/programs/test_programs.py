@@ -1,4 +1,4 @@
-"""A dozen programs, compiled before the first request, none after; their memory does not grow with
+"""Ten programs, compiled before the first request, none after; their memory does not grow with
 the pool.
 """
 
@@ -65,7 +65,8 @@ def live_programs() -> list[object]:
     return [
         one
         for one in loaded
-        if one.hlo_modules()[0].name in ("jit_step", "jit_decode_loop", "jit_copy_pages")
+        if one.hlo_modules()[0].name
+        in ("jit_step", "jit_draw", "jit_decode_loop", "jit_copy_pages")
     ]
 
 
@@ -149,8 +150,13 @@ def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilat
     llm = LLM(checkpoints["with tokenizer"], num_gpu_blocks_override=20, **limits)
     llm.wait_until_compiled()
     programs = engine_of(llm).programs
-    assert programs.num_compiled == len(programs.token_buckets) + len(programs.row_buckets) + 1 == 5
-    assert len(compilations) >= 5
+    num_steps, num_loops = len(programs.token_buckets), len(programs.row_buckets)
+    assert programs.num_compiled == num_steps + num_loops + 2 == 6  # a draw, a copy of pages
+    assert len(compilations) >= 6
+    compilations.clear()
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    llm.generate({"prompt_token_ids": [3, 1, 4]}, scored, use_tqdm=False)
+    assert len(compilations) == num_steps  # the first scored prompt compiles for all of them
     compilations.clear()
     rng = np.random.default_rng(0)
     outputs = []
@@ -172,18 +178,19 @@ def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilat
     assert sum(output.prompt_logprobs is not None for output in outputs) > 30
     assert {output.outputs[0].finish_reason for output in outputs[:193]} == {"stop", "length"}
     assert compilations == []
-    assert programs.num_compiled == 5
+    assert programs.num_compiled == 6 + num_steps
 
 
-@pytest.mark.parametrize("max_num_seqs", [None, 256])
-def test_an_engine_with_default_limits_has_about_a_dozen_programs(checkpoints, max_num_seqs):
+@pytest.mark.parametrize(("max_num_seqs", "num_loops"), [(None, 3), (256, 4)])
+def test_an_engine_with_default_limits_has_ten_programs(checkpoints, max_num_seqs, num_loops):
     llm = LLM(
         checkpoints["llama"], skip_tokenizer_init=True, max_num_seqs=max_num_seqs, lazy_compile=True
     )
     programs = engine_of(llm).programs
     assert programs.token_buckets[-1] == 2048
     assert programs.row_buckets[-1] == (max_num_seqs or 64)
-    assert 8 <= len(programs.token_buckets) + len(programs.row_buckets) <= 13
+    assert (len(programs.token_buckets), len(programs.row_buckets)) == (4, num_loops)
+    assert programs.num_programs == 4 + 2 + num_loops + 1  # a draw for 16 rows, one for all
 
 
 @pytest.mark.parametrize(
@@ -191,7 +198,7 @@ def test_an_engine_with_default_limits_has_about_a_dozen_programs(checkpoints, m
 )
 def test_buckets_rise_to_the_limit_and_one_fits_every_size_without_much_waste(size):
     rows, tokens = row_buckets(size), token_buckets(max(size, 16))
-    for buckets, limit, factor in ((rows, max(size, 2), 4), (tokens, max(size, 16), 2)):
+    for buckets, limit, factor in ((rows, max(size, 2), 8), (tokens, max(size, 16), 15)):
         assert list(buckets) == sorted(set(buckets))
         assert buckets[-1] == limit
         for wanted in range(1, limit + 1):

@@ -15,10 +15,12 @@ from cases import contents, held
 from jaxkv.holding.allocator import KVHandle, PageAllocator
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, empty_store
+from jaxkv.models.decoder import head_of
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.paged import heads_of
 from jaxkv.ops.attention import BACKENDS
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Sampling
+from jaxkv.programs.draw import draw
 from jaxkv.programs.inputs import (
     bind_tables,
     empty_batch,
@@ -70,9 +72,8 @@ class Device:
         positions = [handle.length for handle in handles]
         batch = packed_batch(chunks, positions, NUM_TOKENS, NUM_ROWS)
         kv = self.bind(handles, **alive)
-        self.kv, _, out, *_ = step(
-            self.weights, kv, NOBODY, batch, sampling, spec=self.spec, backend="xla"
-        )
+        self.kv, last, *_ = step(self.weights, kv, NOBODY, batch, spec=self.spec, backend="xla")
+        _, out = draw(head_of(self.weights), last, NOBODY, sampling, spec=self.spec)
         return jax.tree.map(np.asarray, out)
 
     def loop(
@@ -323,7 +324,8 @@ def test_a_row_that_has_ended_on_the_device_rests_and_stays_ended(device, alloca
         )
         batch.position_T[row] = handles[row].length + 2
     batch = replace(batch, num_decode=np.int32(3), num_rows=np.int32(3))
-    _, newest, sampled, *_ = step(device.weights, kv, newest, batch, make_sampling(), **static)
+    _, last, *_ = step(device.weights, kv, newest, batch, **static)
+    newest, sampled = draw(head_of(device.weights), last, newest, make_sampling(), spec=device.spec)
     assert np.asarray(newest.token_R)[:3].tolist() == [int(sampled.token_B[0]), NO_TOKEN, NO_TOKEN]
 
 
@@ -427,8 +429,8 @@ def test_steps_consume_the_state_they_are_given(device, allocator):
     kv = device.bind(handles)
     batch, sampling = empty_batch(NUM_TOKENS, NUM_ROWS), make_sampling()
     static = {"spec": device.spec, "backend": "xla"}
-    after, *_ = step(device.weights, kv, NOBODY, batch, sampling, **static)
-    assert all(store.pages.is_deleted() for store in kv.stores)
+    after, *_ = step(device.weights, kv, NOBODY, batch, **static)
+    assert all(group.pages.is_deleted() for group in kv.groups)
     args = (device.weights, after, NOBODY, rows, sampling, np.int32(1))
     again, *_ = decode_loop(*args, **static, width=WIDTH)
     assert all(store.pages.is_deleted() for store in after.stores)
