@@ -89,7 +89,7 @@ def test_a_token_takes_what_each_layer_takes(write, plan):
     assert small < skipping < plain
 
 
-LENGTHS = ("max_model_len", "max_num_batched_tokens", "block_size")
+LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_weights_and_pages_are_what_an_engine_has(tmp_path, variant):
     checkpoint = make_checkpoint(tmp_path / "model", tiny_config(variant))
     llm = LLM(checkpoint, **SMALL)
     # What page tables there are depends on the lengths.
-    lengths = {name: getattr(config_of(llm), name) for name in LENGTHS}
-    blueprint = deploy(checkpoint, V6E, dtype="float32", **lengths).blueprint
+    limits = {name: getattr(config_of(llm), name) for name in LIMITS}
+    blueprint = deploy(checkpoint, V6E, dtype="float32", **limits).blueprint
     assert blueprint.weight_bytes == model_of(llm).weight_bytes
     assert blueprint.page_nbytes * 200 == sum(
         store.pages.nbytes for store in engine_of(llm).kv.stores
