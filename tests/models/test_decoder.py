@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxkv import LLM
-from jaxkv.testing import engine_of
+from jaxkv.testing import blueprint_of, engine_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
@@ -24,8 +24,9 @@ def programs(tmp_path_factory):
     for name, types in TYPES.items():
         config = tiny_config("qwen3-layer-types", num_hidden_layers=len(types), layer_types=types)
         directory = make_checkpoint(tmp_path_factory.mktemp("decoder"), config)
-        engine = engine_of(LLM(directory, **SMALL))
-        assert len(engine.kv.stores) == len(set(types))
+        llm = LLM(directory, **SMALL)
+        engine = engine_of(llm)
+        assert len({group.window for group in blueprint_of(llm).spec.groups}) == len(set(types))
         made[name] = [
             engine.programs.step(SMALL["max_num_batched_tokens"]).as_text(),
             engine.programs.loop(SMALL["max_num_seqs"]).as_text(),

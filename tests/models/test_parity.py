@@ -69,7 +69,7 @@ def tiny_llm(directory: Path, **options: object) -> LLM:
         "max_num_seqs": 4,
         "max_num_batched_tokens": sum(PROMPT_LENS),
         "block_size": 8,
-        "num_gpu_blocks_override": 128,
+        "num_gpu_blocks_override": 256,
         "lazy_compile": True,
     }
     return LLM(directory, skip_tokenizer_init=True, **{"dtype": "float32"} | limits | options)

@@ -19,7 +19,7 @@ from jaxkv import LLM
 from jaxkv.api import cli
 from jaxkv.errors import CapacityError
 from jaxkv.placement import TENSOR
-from jaxkv.testing import engine_of, model_of
+from jaxkv.testing import config_of, engine_of, model_of
 from jaxkv.tools.bars import stacked_bars
 from jaxkv.tools.chips import CHIPS, GIB, Target, parse_target
 from jaxkv.tools.deployment import Deployment, deploy
@@ -89,18 +89,24 @@ def test_a_token_takes_what_each_layer_takes(write, plan):
     assert small < skipping < plain
 
 
+LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
+
+
 @pytest.mark.parametrize(
     "variant", ["llama-3", "llama-biases", "mistral", "qwen2-mixed-windows", "qwen3"]
 )
 def test_weights_and_pages_are_what_an_engine_has(tmp_path, variant):
     checkpoint = make_checkpoint(tmp_path / "model", tiny_config(variant))
-    blueprint = deploy(checkpoint, V6E, dtype="float32", block_size=8).blueprint
     llm = LLM(checkpoint, **SMALL)
+    # What page tables there are depends on the lengths.
+    limits = {name: getattr(config_of(llm), name) for name in LIMITS}
+    blueprint = deploy(checkpoint, V6E, dtype="float32", **limits).blueprint
     assert blueprint.weight_bytes == model_of(llm).weight_bytes
     assert blueprint.page_nbytes * 200 == sum(
         store.pages.nbytes for store in engine_of(llm).kv.stores
     )
-    assert blueprint.token_nbytes * 8 == blueprint.page_nbytes
+    num_tables = len(blueprint.limits.windows)
+    assert blueprint.token_nbytes * 8 == blueprint.page_nbytes * num_tables
 
 
 @pytest.mark.parametrize("vocab_size", [152, 151])
