@@ -292,6 +292,12 @@ class RowTables:
                     f"request {request.id}: the tables have other pages than its {len(bound)}"
                 )
 
+    def start_again(self) -> None:
+        """Has every row taken over anew, whatever state it was left in."""
+        self._owner_R = [None] * self.num_rows
+        self._gaps_R[: self.num_rows] = True
+        self._same = None
+
     def without_rows(self, kv: PagedKV, num_rows: int) -> PagedKV:
         """Returns the state for a program that looks at pages only."""
         return self._state(
