@@ -253,8 +253,7 @@ class LLM:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now
         on.
         """
-        with self._lock:
-            self._engine.scheduler.forget()
+        self._engine.forget()
 
     def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
         """Counters, gauges and histograms under vLLM's names (and some of our own), behind

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
 from jaxkv.requests.request import Request, Submission
 from jaxkv.weights.tree import Weights
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -66,9 +69,14 @@ class Engine:
         self.results = Results(
             self.scheduler, self._requests, self._recorder, decode_token=decode_token
         )
-        self._stepping = False
         self._failed = False
+        self._is_changing = False
+        """Bookkeeping may be half done: set before every change of it, taken back behind it."""
+        self._is_under_way = False
+        """A change is further up in this thread's calls: aborts wait for its end."""
         self._aborted: list[Request] = []
+        self._touched: list[Request] = []
+        """Requests whose tokens, text and pages may disagree if the step does not end."""
 
     @property
     def has_work(self) -> bool:
@@ -76,13 +84,15 @@ class Engine:
 
     def add(self, submission: Submission) -> None:
         """Queues what `Intake` made."""
-        with self.lock:
-            for request in submission.samples:
-                self._requests.add(request)
-                if request.needs_tokens:
-                    self._watching.add(request)
-                self._recorder.added(request)
-                self.scheduler.add(request)
+        self._change(partial(self._add, submission))
+
+    def _add(self, submission: Submission) -> None:
+        for request in submission.samples:
+            self._requests.add(request)
+            if request.needs_tokens:
+                self._watching.add(request)
+            self._recorder.added(request)
+            self.scheduler.add(request)
 
     def abort(self, submission: Submission) -> None:
         """Ends what is left of it (finish_reason "abort") and frees what that holds; having
@@ -92,20 +102,74 @@ class Engine:
         step's end.
         """
         with self.lock:
-            for request in submission.samples:
-                self._abort(request)
+            if self._is_under_way:
+                self._aborted += submission.samples
+            else:
+                self._change(partial(self._abort, submission.samples))
 
-    def _abort(self, request: Request) -> None:
-        """Ends the request, a beam with all of its search."""
-        if self._stepping:
-            self._aborted.append(request)
-            return
-        for one in request.beams or (request,):
-            if one in self._requests:
-                self._requests.remove(one)
-                one.finish_reason = "abort"
-                self._recorder.ended(one)
-                self.scheduler.remove(one)
+    def _abort(self, requests: Sequence[Request]) -> None:
+        """Ends these requests, a beam with all of its search."""
+        for request in requests:
+            for one in request.beams or (request,):
+                if one in self._requests:
+                    self._requests.remove(one)
+                    one.finish_reason = "abort"
+                    self._recorder.ended(one)
+                    self.scheduler.remove(one)
+
+    def forget(self) -> None:
+        """Makes nothing that is computed so far be found again in the prefix cache."""
+        self._change(self.scheduler.forget)
+
+    def _change(self, change: Callable[[], T]) -> T:
+        """Makes a change of requests, rows and pages, and those that were to wait for its end.
+
+        An exception may come between any two lines of it, an interrupt as well as a lack of memory.
+        Then all bookkeeping is made anew: at once, or before the next change if that was cut off
+        too. So no line has to be safe, no interrupt is held back, and a change costs assignments.
+        """
+        with self.lock:
+            if self._is_changing:
+                self._start_again()
+            try:
+                self._is_changing = self._is_under_way = True
+                try:
+                    result = change()
+                    while self._aborted:
+                        self._abort(self._aborted[:1])
+                        del self._aborted[0]
+                    self._is_changing = False
+                finally:
+                    if self._is_changing:
+                        self._start_again()
+            finally:
+                try:
+                    self._is_under_way = False
+                finally:  # the line above may be the one that is cut off
+                    self._is_under_way = False
+            return result
+
+    def _start_again(self) -> None:
+        """Makes bookkeeping anew of the requests that there are: all wait, nothing is cached.
+
+        Ends those whose tokens may disagree with their text. May be cut off itself, and is then
+        begun anew.
+        """
+        lost = {*self._touched, *self._flying, *self._aborted}
+        lost |= {one for one in self._requests if one.finish_reason or lost & {*one.beams}}
+        lost |= {one for one in self._requests if not self._requests.issuperset(one.beams)}
+        for request in self._requests & lost:
+            request.finish_reason = request.finish_reason or "abort"
+            self._requests.remove(request)
+            self._recorder.ended(request)
+        self._flight, self._failed = None, True
+        self._watching.clear()
+        self._watching.update(one for one in self._requests if one.needs_tokens)
+        self.scheduler.start_again(self._requests)
+        self._rows.start_again()
+        self._touched.clear()
+        self._aborted.clear()
+        self._is_changing = False
 
     def step(self) -> list[Request]:
         """Launches the next step or decode loop, then reads the one before it.
@@ -115,37 +179,28 @@ class Engine:
         of both: their tokens, text and pages may disagree. Where it took the KV state with it, the
         others are computed anew.
         """
-        with self.lock:
-            return self._step()
+        return self._change(self._step)
 
     def _step(self) -> list[Request]:
-        self._stepping, under_way, requests, is_done = True, self._flight, [], False
-        try:
-            self._restore_lost_kv()
-            got = []
-            if self._watching:
-                if not self._watching.isdisjoint(self._flying + self.scheduler.running):
-                    got, self._flight = self.results.read(self._flight), None
-                self._watching &= self._requests
-            if self.scheduler.needs_results:
-                got, self._flight = got + self.results.read(self._flight), None
-            plan, before = self.scheduler.plan(), self._flight
-            if plan is None:
-                self._flight = None
-            else:
-                requests = plan.requests
-                self._flight = self._launch(plan, requests)
-            got += self.results.read(before)
-            is_done = True
-            return got
-        finally:
-            self._stepping = False
-            lost = [] if is_done else _requests_of(under_way) + requests
-            if lost:
-                self._flight, self._failed = None, True
-            for request in [*self._aborted, *lost]:
-                self._abort(request)
-            self._aborted.clear()
+        self._touched += self._flying
+        self._restore_lost_kv()
+        got: list[Request] = []
+        if self._watching:
+            if not self._watching.isdisjoint(self._flying + self.scheduler.running):
+                got, self._flight = self.results.read(self._flight), None
+            self._watching &= self._requests
+        if self.scheduler.needs_results:
+            got, self._flight = got + self.results.read(self._flight), None
+        plan, before = self.scheduler.plan(), self._flight
+        if plan is None:
+            self._flight = None
+        else:
+            requests = plan.requests
+            self._touched += requests
+            self._flight = self._launch(plan, requests)
+        got += self.results.read(before)
+        self._touched.clear()
+        return got
 
     @property
     def _flying(self) -> list[Request]:
@@ -210,7 +265,11 @@ class Engine:
         ]
 
     def check(self) -> None:
-        """Raises RuntimeError if pages, rows and requests do not add up."""
+        """Raises RuntimeError if pages, rows and requests do not add up, after what was cut off and
+        could not be mended yet is.
+        """
+        if not self._is_under_way:
+            self._change(lambda: None)
         self.scheduler.check()
         self._rows.check(self.scheduler.running)
         known = {*self.scheduler.waiting, *self.scheduler.running}

@@ -57,6 +57,10 @@ class PageRows:
             len_B = position_B - self._num_gone_R.take(row_B)
         return PageTables(table_BW, first_BW, len_B)
 
+    def start_again(self) -> None:
+        """Has the positions of every row set anew, whatever state they were left in."""
+        self._gaps_R[:-1] = True
+
     def check(self, row: int, hold: Hold, part: Part) -> None:
         """Raises RuntimeError if the hold has other pages than the table says that it has."""
         unknown = (hold.room_len - hold.bound_len) // self.page_size

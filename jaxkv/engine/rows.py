@@ -248,3 +248,10 @@ class RowTables:
                 if request.row is None:
                     raise RuntimeError(f"request {request.id} runs without a row")
                 table.check(request.row, request.hold, part)
+
+    def start_again(self) -> None:
+        """Has every row taken over anew, whatever state it was left in."""
+        self._owner_R = [None] * self.num_rows
+        self._same = None
+        for table in self.tables:
+            table.start_again()

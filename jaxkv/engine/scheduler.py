@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Collection
 from itertools import compress
 
 from jaxkv.config import EngineConfig
@@ -376,6 +377,26 @@ class Scheduler:
         for request in list(self.running):
             self._preempt(request)
         self.allocators.forget()
+
+    def start_again(self, requests: Collection[Request]) -> None:
+        """Has all of these wait and forgets everything else, whatever state it was left in."""
+        outcomes = self.eviction.outcomes
+        self.allocators = Allocators(self.config)
+        self.eviction = Eviction(self.allocators)
+        self.eviction.outcomes = outcomes
+        self.running.clear()
+        self.bounded.clear()
+        self._copies.clear()
+        self._free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
+        for request in requests:
+            if request.row is not None:
+                request.record.num_preemptions += 1
+                self.num_preemptions += 1
+            request.row = None
+            request.num_tokens = len(request.tokens)
+            request.hold.start_again()
+        self._waiting = [(request.order, request) for request in requests]
+        heapq.heapify(self._waiting)
 
     # --- the prefix cache
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 
 from jaxkv.engine.engine import Engine
 from jaxkv.requests.outputs import RequestOutput
@@ -31,8 +31,7 @@ def complete(
             # Asked of the requests, not of `step`: a stream that is read between two results takes
             # steps too, and so do other threads.
             with engine.lock:
-                done = [index for index, submission in taken.items() if submission.is_finished]
-                finished = [(index, taken.pop(index).output()) for index in done]
+                finished = [(index, taken.pop(index).output()) for index in _done(taken)]
                 if not finished:
                     if not engine.has_work:
                         lost = len(taken)
@@ -41,14 +40,23 @@ def complete(
             yield from finished
     finally:
         # After an error, an interrupt or `close` nothing of this call may stay behind.
-        for submission in taken.values():
-            engine.abort(submission)
+        try:
+            for submission in taken.values():
+                engine.abort(submission)
+        finally:
+            # An interrupt may come here too; having been ended is no error.
+            for submission in taken.values():
+                engine.abort(submission)
+
+
+def _done(taken: Mapping[int, Submission]) -> list[int]:
+    return [index for index, submission in taken.items() if submission.is_finished]
 
 
 def stream(engine: Engine, submission: Submission) -> Iterator[RequestOutput]:
     """Yields what is new of the submission as it comes; closing the iterator ends it."""
-    engine.add(submission)
     try:
+        engine.add(submission)
         while True:
             with engine.lock:
                 new = submission.new_output()
@@ -59,4 +67,7 @@ def stream(engine: Engine, submission: Submission) -> Iterator[RequestOutput]:
             if new.finished:
                 return
     finally:
-        engine.abort(submission)
+        try:
+            engine.abort(submission)
+        finally:
+            engine.abort(submission)

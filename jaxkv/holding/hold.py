@@ -230,6 +230,14 @@ class Hold:
             part.allocator.release(self.handle(part.number), linked=part.linked)
         if self.kept is not None:
             self.kept.allocator.release(self.kept.handle)
+        self._empty()
+
+    def start_again(self) -> None:
+        """Makes it empty, whatever state it was left in; its allocators are no more."""
+        self.chain.cut(0)
+        self._empty()
+
+    def _empty(self) -> None:
         self.parts, self.kept, self.evict_len = (), None, NEVER
         self.num_stored = self.room_len = self.bound_len = 0
         self.num_published, self.publish_len, self.is_listed = 0, 0, True
