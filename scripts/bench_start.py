@@ -1,12 +1,14 @@
-"""How long LLM(...) takes in a fresh process: a checkpoint and its conversion, each with a cold and
-a warm cache.
+"""How long LLM(...) takes in a fresh process until the first token and until all programs are
+compiled: a checkpoint and its conversion, each with a cold and a warm cache.
 
     python scripts/bench_start.py --json docs/benchmarks/start.json
+    python scripts/bench_start.py --models demo,110M --before ../other-checkout
 
 Makes checkpoints of random values in a temporary folder (9 GB for the larger shape), with the demo
-model's tokenizer. The four starts of a round follow each other; medians over the rounds. Seconds
-count from the start of the process; cpu_s adds up all threads, and stays what it is when a shared
-machine makes the process wait.
+model's tokenizer. --before runs the jaxkv of another checkout beside this one, start by start. All
+starts of a round follow each other; medians over the rounds. Seconds count from the start of the
+process; cpu_s adds up all threads until all programs are there, and stays what it is when a shared
+machine makes the process wait. The first tokens of all starts of a checkpoint must be the same.
 """
 
 from __future__ import annotations
@@ -21,18 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
-import ml_dtypes
-import numpy as np
-from safetensors.numpy import save_file
-
-from jaxkv.models.families import read_config, read_family
-from jaxkv.weights.orbax import convert
-
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
+    "demo": {},
     "110M": {
         "hidden_size": 768,
         "intermediate_size": 2048,
@@ -52,13 +48,21 @@ SHAPES = {
         "tie_word_embeddings": False,
     },
 }
-FIGURES = ("start_s", "cpu_s", "weights_s", "compile_s", "peak_ratio")
+FIGURES = ("start_s", "first_token_s", "all_s", "cpu_s", "weights_s", "compile_s", "peak_ratio")
+ROOT = Path(__file__).parents[1]
+PROMPT = "The capital of France is"
 
 
 def make_checkpoint(directory: Path, shape: dict[str, Any]) -> Path:
     """A Llama checkpoint in bfloat16 whose tensors are pieces of one random array: values do not
     matter here.
     """
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from jaxkv.models.families import read_config, read_family
+
     directory.mkdir(parents=True)
     config = {
         "model_type": "llama",
@@ -82,17 +86,21 @@ def make_checkpoint(directory: Path, shape: dict[str, Any]) -> Path:
 
 
 def start_here(directory: str) -> None:
-    """In a fresh process: makes the engine and prints its figures as JSON."""
-    from jaxkv.api.llm import LLM
-    from jaxkv.build import model
-    from jaxkv.build.model import DEMO
+    """In a fresh process: makes the engine and prints its figures as JSON. The process imports
+    nothing that the engine does not.
+    """
+    import jax
+    import numpy as np
 
-    measured: dict[str, Any] = {}
+    from jaxkv import LLM, SamplingParams
+    from jaxkv.build import model
+
+    measured: dict[str, Any] = {"weights_s": 0.0, "peak_ratio": 0.0}
 
     def timed(load: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             jax.block_until_ready(
-                jax.device_put(np.zeros(9), kwargs["device"])
+                jax.device_put(np.zeros(9), jax.devices()[0])
             )  # what JAX itself takes comes first
             before, started = memory("VmRSS"), time.perf_counter()
             weights = load(*args, **kwargs)
@@ -107,13 +115,18 @@ def start_here(directory: str) -> None:
         timed(model.load_weights),
         timed(model.load_converted),
     )
-    llm = LLM(directory, tokenizer=DEMO)
-    print(
-        json.dumps(
-            measured
-            | {"compile_s": llm.compile_s, "cpu_s": time.process_time(), "ready": time.time()}
-        )
-    )
+    llm = LLM(directory or None, tokenizer=model.DEMO if directory else None)
+    measured["start_s"] = time.time()
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    tokens: list[int] = []
+    for output in llm.stream(PROMPT, params):
+        measured.setdefault("first_token_s", time.time())
+        tokens += output.outputs[0].token_ids
+    # An earlier version compiles everything before the constructor returns.
+    if hasattr(llm, "wait_until_compiled"):
+        llm.wait_until_compiled()
+    measured |= {"all_s": time.time(), "cpu_s": time.process_time(), "compile_s": llm.compile_s}
+    print(json.dumps(measured | {"tokens": tokens}))
 
 
 def memory(name: str) -> int:
@@ -122,43 +135,57 @@ def memory(name: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
-def start(directory: Path, cache: Path) -> dict[str, float]:
+def start(directory: str, cache: Path, root: Path) -> dict[str, Any]:
+    """Starts the jaxkv in `root` in a process of its own."""
     settings = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
     env = {name: value for name, value in os.environ.items() if name not in settings}
-    env["XDG_CACHE_HOME"] = str(cache)
+    env |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(root)}
     started = time.time()
     done = subprocess.run(
-        [sys.executable, __file__, "--start", str(directory)],
+        [sys.executable, __file__, "--start", directory],
         env=env,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
     figures = json.loads(done.stdout.splitlines()[-1])
-    return figures | {"start_s": figures["ready"] - started}
+    since = {name: figures[name] - started for name in ("start_s", "first_token_s", "all_s")}
+    return figures | since
 
 
-def measure(name: str, rounds: int, work: Path) -> list[dict[str, Any]]:
-    source = make_checkpoint(work / "source", SHAPES[name])
-    convert(source, work / "converted", dtype="bfloat16")
-    runs: dict[tuple[str, str], list[dict[str, float]]] = {}
+def measure(name: str, rounds: int, work: Path, sides: dict[str, Path]) -> list[dict[str, Any]]:
+    forms = {"source": ""}  # the demo model
+    if SHAPES[name]:
+        from jaxkv.weights.orbax import convert
+
+        source = make_checkpoint(work / "source", SHAPES[name])
+        convert(source, work / "converted", dtype="bfloat16")
+        forms = {form: str(work / form) for form in ("source", "converted")}
+    runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for _ in range(rounds):
         for state in ("cold", "warm"):
-            for form in ("source", "converted"):
-                cache = work / "cache" / form
-                if state == "cold":
-                    shutil.rmtree(cache, ignore_errors=True)
-                runs.setdefault((form, state), []).append(start(work / form, cache))
+            for form, directory in forms.items():
+                for side, root in sides.items():
+                    cache = work / "cache" / side / form
+                    if state == "cold":
+                        shutil.rmtree(cache, ignore_errors=True)
+                    found = start(directory, cache, root)
+                    runs.setdefault((form, state, side), []).append(found)
     rows = []
-    for (form, state), results in runs.items():
+    for (form, state, side), results in runs.items():
+        said = {tuple(run["tokens"]) for run in [*results, *runs[form, "cold", side]]}
+        if len(said) > 1:
+            raise RuntimeError(f"{name}, {form}, {side}: starts gave different tokens: {said}")
         medians = {
             figure: round(statistics.median(run[figure] for run in results), 3)
             for figure in FIGURES
         }
-        rows.append({"model": name, "form": form, "cache": state, "rounds": rounds} | medians)
+        rows.append(
+            {"model": name, "form": form, "cache": state, "side": side, "rounds": rounds} | medians
+        )
         print(
-            f"{name:5s} {form:10s}{state:5s}"
-            + "".join(f"{medians[figure]:11.2f}" for figure in FIGURES),
+            f"{name:5s} {form:10s}{state:5s}{side:7s}"
+            + "".join(f"{medians[figure]:14.2f}" for figure in FIGURES),
             flush=True,
         )
     return rows
@@ -173,17 +200,26 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, help="file to write; what is there for other versions of JAX stays"
     )
+    parser.add_argument(
+        "--before", type=Path, metavar="DIR", help="another checkout, to be started beside this one"
+    )
     parser.add_argument("--start", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.start:
+    if args.start is not None:
         start_here(args.start)
         return
-    machine = {"python": platform.python_version(), "jax": jax.__version__, "cores": os.cpu_count()}
-    print(f"{machine}\nmodel form      cache" + "".join(f"{figure:>11s}" for figure in FIGURES))
+    sides = {"after": ROOT} if args.before is None else {"before": args.before, "after": ROOT}
+    machine = {
+        "python": platform.python_version(),
+        "jax": metadata.version("jax"),
+        "cores": os.cpu_count(),
+    }
+    head = "".join(f"{figure:>14s}" for figure in FIGURES)
+    print(f"{machine}\nmodel form      cache side  {head}")
     rows = []
     for name in args.models.split(","):
         with tempfile.TemporaryDirectory() as work:
-            rows += measure(name, args.rounds, Path(work))
+            rows += measure(name, args.rounds, Path(work), sides)
     if args.json:
         kept = json.loads(args.json.read_text()) if args.json.exists() else {}
         args.json.write_text(

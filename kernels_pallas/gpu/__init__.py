@@ -1,6 +1,19 @@
 """Paged attention for NVIDIA GPUs of the Hopper generation, in Mosaic GPU."""
 
-from kernels_pallas.gpu.attention import Int8Pages, ragged_paged_attention
+from typing import TYPE_CHECKING
+
+from kernels_pallas.gpu.pages import Int8Pages
 from kernels_pallas.gpu.schedule import Schedule, make_schedule
+
+if TYPE_CHECKING:
+    from kernels_pallas.gpu.attention import ragged_paged_attention
+else:
+
+    def ragged_paged_attention(*operands, **options):
+        """Imports the kernels when they are first called: Pallas takes 0.3 s."""
+        from kernels_pallas.gpu import attention
+
+        return attention.ragged_paged_attention(*operands, **options)
+
 
 __all__ = ["Int8Pages", "Schedule", "make_schedule", "ragged_paged_attention"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kernels_pallas.gpu import decode as of_rows
 from kernels_pallas.gpu import prefill as of_chunks
 from kernels_pallas.gpu.block import LOG2E, MASKED, Pools, Problem
+from kernels_pallas.gpu.pages import Int8Pages
 from kernels_pallas.gpu.schedule import DecodeItems, PrefillItems, Schedule, rows_per_query
 
 HEAD_DIMS = (64, 128, 256)
@@ -18,15 +19,6 @@ INT8_PAGE_SIZES = (64, 128)
 """A copy to shared memory begins at a multiple of 128 bytes there: the scales of 64 tokens."""
 MAX_PER_HEAD = 64
 """Query heads of a KV head, which the kernels work on together."""
-
-
-class Int8Pages(NamedTuple):
-    """Holds numbers [L*P, 2K, S, H] int8 and scales [L*P, 1, 2K * S] bfloat16, head by head, by
-    which their vectors are multiplied.
-    """
-
-    numbers: jax.Array
-    scales: jax.Array
 
 
 Result = tuple[jax.Array, tuple[jax.Array, jax.Array] | None]

@@ -1,10 +1,22 @@
 """Paged attention for TPU."""
 
-from kernels_pallas.tpu.attention import ragged_paged_attention
+from typing import TYPE_CHECKING
+
 from kernels_pallas.tpu.layout import Layout, layout_of, pack, unpack
 from kernels_pallas.tpu.packing import Packed, Packing, Quantised, pack_pages, unpack_scales
 from kernels_pallas.tpu.schedule import Schedule, make_schedule
 from kernels_pallas.tpu.tiles import Tiles, choose_tiles
+
+if TYPE_CHECKING:
+    from kernels_pallas.tpu.attention import ragged_paged_attention
+else:
+
+    def ragged_paged_attention(*operands, **options):
+        """Imports the kernels when they are first called: Pallas takes 0.3 s."""
+        from kernels_pallas.tpu import attention
+
+        return attention.ragged_paged_attention(*operands, **options)
+
 
 __all__ = [
     "Layout",

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.tpu.layout import LANES, Layout, pack
 
@@ -117,6 +116,9 @@ class Packing:
         """Unpacks in a kernel: [rows, X] words -> [rows * per_word, X] bfloat16, slots in order.
         Rows are of whole tiles.
         """
+        # Here, as everything else of packing does without Pallas, which takes 0.3 s to import.
+        from jax.experimental.pallas import tpu as pltpu
+
         if self.num_bits == 8:
             return pltpu.bitcast(words, jnp.int8).astype(jnp.bfloat16)
         # A number in the upper half of a byte is 16 times itself, sign and all.

@@ -11,7 +11,7 @@ import pytest
 from jaxkv import LLM, SamplingParams
 from jaxkv.api import llm
 from jaxkv.build import memory as build_memory
-from jaxkv.build.memory import Memory, available_memory, device_memory
+from jaxkv.build.memory import AMPLE, Budget, Memory, available_memory, device_memory
 from jaxkv.errors import CapacityError
 from jaxkv.programs.compiled import ProgramMemory, Programs
 from jaxkv.testing import budget_of, engine_of, model_of
@@ -105,6 +105,41 @@ def test_on_an_accelerator_the_pool_has_what_is_left_of_its_share():
     assert (memory.limit, memory.used, memory.free) == (900 * MIB, 60 * MIB, 840 * MIB)
     assert memory.pool_limit is None
     assert memory.source.startswith("gpu_memory_utilization=0.9 of 1000.0 MiB (memory_stats of ")
+
+
+@pytest.mark.parametrize(
+    ("limit", "pool_limit", "pages", "lazy", "expected"),
+    [
+        (AMPLE + 3 * MIB, MIB, 1, False, "background"),
+        (AMPLE + 3 * MIB, MIB, 1, True, None),
+        (AMPLE + MIB, MIB, 1, False, "background"),
+        (AMPLE + MIB - 1, MIB, 1, False, "all"),
+        # More is taken than is left, by who asked for so many pages.
+        (4 * AMPLE, MIB, 2049, False, "all"),
+        (4 * AMPLE, MIB, 2048, False, "background"),
+        # An accelerator, where programs and pool depend on each other.
+        (8 * AMPLE, None, 1, False, "all"),
+    ],
+)
+def test_programs_are_compiled_behind_requests_where_they_are_sure_to_fit(
+    limit, pool_limit, pages, lazy, expected
+):
+    called = []
+    programs = SimpleNamespace(
+        compile_s=1.0,
+        memory=[],
+        wide_bytes=0,
+        num_compiled=0,
+        compile_all=lambda: called.append("all"),
+        compile_in_background=lambda: called.append("background"),
+    )
+    memory = Memory(limit=limit, used=0, source="test", pool_limit=pool_limit)
+    budget = Budget(
+        memory=memory, num_pages=pages, page_nbytes=MIB, reason="", advice="", compile_s=2.0
+    )
+    budget.compile(programs, lazy=lazy)
+    assert called == ([] if expected is None else [expected])
+    assert programs.compile_s == 3.0
 
 
 # --- an engine's
