@@ -3,7 +3,7 @@ where there is none.
 
     python scripts/gpu_check.py                    what this machine can do; a table last
     python scripts/gpu_check.py --compile          compile for sm_90 even with a GPU here
-    # an engine's largest step and loop for an H200, too
+    # an engine's largest programs for an H200, too
     python scripts/gpu_check.py --compile --config config.json
     # everything that was measured or counted, too
     python scripts/gpu_check.py --json out.json
@@ -114,7 +114,7 @@ def compile_here(case: Case) -> dict[str, Any]:
 
 
 def compile_engine_here(config: str, kv_cache_dtype: str) -> dict[str, Any]:
-    """The largest step and loop of an engine with default limits, but a pool of ENGINE_PAGES, in
+    """The largest programs of an engine with default limits, but a pool of ENGINE_PAGES, in
     this process.
     """
     from jaxkv.build.blueprint import make_blueprint
