@@ -3,7 +3,7 @@ where there is none.
 
     python scripts/gpu_check.py                    what this machine can do; a table last
     python scripts/gpu_check.py --compile          compile for sm_90 even with a GPU here
-    # an engine's largest programs for an H200, too
+    # an engine's largest step and loop for an H200, too
     python scripts/gpu_check.py --compile --config config.json
     # everything that was measured or counted, too
     python scripts/gpu_check.py --json out.json
@@ -114,7 +114,7 @@ def compile_here(case: Case) -> dict[str, Any]:
 
 
 def compile_engine_here(config: str, kv_cache_dtype: str) -> dict[str, Any]:
-    """The largest programs of an engine with default limits, but a pool of ENGINE_PAGES, in
+    """The largest step and loop of an engine with default limits, but a pool of ENGINE_PAGES, in
     this process.
     """
     from jaxkv.build.blueprint import make_blueprint
@@ -133,7 +133,9 @@ def compile_engine_here(config: str, kv_cache_dtype: str) -> dict[str, Any]:
     with h200() as device:
         blueprint = blueprint.on([device])
         programs = blueprint.programs(blueprint.abstract_weights())
-        programs.compile_largest()
+        # Those that have the pool; a draw and scores have not.
+        programs.step(programs.token_buckets[-1])
+        programs.loop(programs.row_buckets[-1])
         pool = {"pool_bytes": bytes_per_device(blueprint.abstract_kv().pools)}
         return {name: _memory(program) | pool for name, program in programs.compiled.items()}
 
