@@ -176,7 +176,7 @@ def _add_check(commands: Any) -> None:
     )
     _add_target_options(check, "check")
     check.add_argument(
-        "--all", action="store_true", help="every program, not only the largest step and loop"
+        "--all", action="store_true", help="every program, not only the largest of each kind"
     )
     check.add_argument(
         "--shape",

@@ -165,8 +165,8 @@ def most_pages(
 def _compile_two(
     at_most: int, programs_for: Callable[[int], Programs]
 ) -> tuple[Programs, Programs]:
-    """Compiles the largest step and loop for two pools, of which the larger has half of what would
-    fit without programs.
+    """Compiles the largest program of each kind for two pools, of which the larger has half of what
+    would fit without programs.
 
     As large as that because a compiler that has memory to spare may spend it: for a small pool it
     has made three copies where it made one for a large one (docs/benchmarks/memory.md). Half of it
