@@ -56,4 +56,4 @@ def test_a_second_kv_group_adds_its_attention_and_nothing_else(programs):
         for one, two in zip(programs["one group"], programs["two groups"], strict=True)
     )
     assert loop < 1.2
-    assert step < 1.3
+    assert step < 1.7  # it has no sampling, so attention is more of it
