@@ -264,7 +264,7 @@ def demo_model() -> Model:
         spec=spec,
         layout=layout,
         stored_dtype=None,
-        weights={"norm": None, "embed": None},  # the stub looks at none
+        weights={},
         tokenizer=load_tokenizer(DEMO),
         generation={},
         eos_ids=frozenset({1}),
@@ -280,7 +280,8 @@ def make_engine(config: EngineConfig, spec: ModelSpec, clock: Clock) -> Engine:
     layout = HeadMajorLayout(num_kv_heads=1, head_dim=8, page_size=config.block_size, codec=codec)
     kv = PagedKV((empty_store(num_layers=1, layout=layout, num_pages=1),))
     programs: Any = StubPrograms(config, spec, clock)
-    engine = Engine({}, kv, programs, config, make_kv=lambda: kv, decode_token=None)
+    weights: Any = {"norm": None, "embed": None}  # the stub looks at none
+    engine = Engine(weights, kv, programs, config, make_kv=lambda: kv, decode_token=None)
     plan = engine.scheduler.plan
 
     def planned() -> LoopPlan | StepPlan | None:
