@@ -7,26 +7,25 @@ SMALLEST_STEP = 16
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Lists the packed-token counts T that a step is compiled for: the maximum, a quarter of it and
-    so on down to 64, and 16.
+    so on, never below 16.
 
     Compiling is what users wait for first, so they are few. `Scheduler` fills smaller ones where
     the next larger one would be mostly padding.
     """
     sizes = [max(SMALLEST_STEP, max_num_batched_tokens)]
-    while sizes[0] >= 16 * SMALLEST_STEP:
+    while sizes[0] >= 4 * SMALLEST_STEP:
         sizes.insert(0, sizes[0] // 4)
-    return tuple(sizes) if sizes[0] == SMALLEST_STEP else (SMALLEST_STEP, *sizes)
+    return tuple(sizes)
 
 
 def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
     """Lists the row counts that the decode loop is compiled for: the maximum, half of it and
-    quarters of that, three of them or down to 8, never below 2.
+    quarters of that, never below 2.
 
-    A matmul of one bfloat16 row is an order slower on XLA:CPU than one of two, and one of 8 reads
-    the same weights.
+    A matmul of one bfloat16 row is an order slower on XLA:CPU than one of two.
     """
     sizes = [max(2, max_num_seqs // 2)]
-    while sizes[0] > (4 if len(sizes) < 2 else 8):
+    while sizes[0] > 4:
         sizes.insert(0, max(2, sizes[0] // 4))
     return (*sizes, max_num_seqs) if max_num_seqs > sizes[-1] else tuple(sizes)
 

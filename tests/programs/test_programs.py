@@ -181,7 +181,7 @@ def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilat
     assert programs.num_compiled == 6 + num_steps
 
 
-@pytest.mark.parametrize(("max_num_seqs", "num_loops", "num_draws"), [(None, 3, 2), (256, 4, 3)])
+@pytest.mark.parametrize(("max_num_seqs", "num_loops", "num_draws"), [(None, 4, 2), (256, 5, 3)])
 def test_an_engine_with_default_limits_has_about_ten_programs(
     checkpoints, max_num_seqs, num_loops, num_draws
 ):
@@ -201,7 +201,7 @@ def test_an_engine_with_default_limits_has_about_ten_programs(
 )
 def test_buckets_rise_to_the_limit_and_one_fits_every_size_without_much_waste(size):
     rows, tokens = row_buckets(size), token_buckets(max(size, 16))
-    for buckets, limit, factor in ((rows, max(size, 2), 4), (tokens, max(size, 16), 15)):
+    for buckets, limit, factor in ((rows, max(size, 2), 4), (tokens, max(size, 16), 4)):
         assert list(buckets) == sorted(set(buckets))
         assert buckets[-1] == limit
         for wanted in range(1, limit + 1):
@@ -210,7 +210,7 @@ def test_buckets_rise_to_the_limit_and_one_fits_every_size_without_much_waste(si
         with pytest.raises(ValueError, match=f"at most {limit}, got {limit + 1}"):
             fit_bucket(buckets, limit + 1)
     assert rows[0] >= 2  # a matmul of one bfloat16 row is slow on a CPU
-    assert tokens[0] == 16
+    assert 16 <= tokens[0] < 64
 
 
 @pytest.mark.parametrize(
