@@ -23,14 +23,14 @@ class EngineDeadError(RuntimeError):
     """
 
 
-class Kept:
-    """Keeps an exception of its block for those whom it concerns; an exit or interrupt (no
+class Catch:
+    """Catches an exception of its block for those whom it concerns; an exit or interrupt (no
     `Exception`) goes on.
     """
 
     error: Exception | None = None
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> Catch:
         return self
 
     def __exit__(

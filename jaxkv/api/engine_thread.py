@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from jaxkv.api.llm import LLM, Conversation
 from jaxkv.config import SamplingParams
-from jaxkv.errors import EngineDeadError, Kept
+from jaxkv.errors import Catch, EngineDeadError
 from jaxkv.requests.intake import Prompt
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.request import Request, Submission
@@ -39,10 +39,10 @@ class _Call:
         if not self.reply.set_running_or_notify_cancel():
             return
         try:
-            with Kept() as kept:
+            with Catch() as caught:
                 self.reply.set_result(self._function())
-            if kept.error is not None:
-                self.reply.set_exception(kept.error)
+            if caught.error is not None:
+                self.reply.set_exception(caught.error)
         finally:
             if not self.reply.done():
                 self.reply.set_exception(_dead(sys.exception()))
@@ -289,15 +289,15 @@ class EngineThread:
 
     def _step(self) -> None:
         got: list[Request] = []
-        with Kept() as kept:
+        with Catch() as caught:
             got = self._engine.step()
         for request in got:
             if (live := self._live_of.get(request)) is not None:
                 self._note(live)
-        if kept.error is None:
+        if caught.error is None:
             self._failed_for_nobody = False
         else:
-            self._fail(kept.error)
+            self._fail(caught.error)
         if self._live and not self._engine.has_work:
             raise RuntimeError(f"{len(self._live)} requests left the engine without a result")
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.stages import Compiled
 
 from jaxkv.config import EngineConfig
-from jaxkv.errors import CapacityError, Kept
+from jaxkv.errors import CapacityError, Catch
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.decoder import head_of
@@ -281,11 +281,11 @@ class Programs:
 
     def _compile_behind(self, key: tuple[str, int]) -> None:
         """Compiles one in the background."""
-        with Kept() as kept:
+        with Catch() as caught:
             self._compile_once(key)
-        if kept.error is not None:
-            kept.error.add_note(f"This was met while compiling the {_name(*key)}.")
-            self._failed[key] = kept.error
+        if caught.error is not None:
+            caught.error.add_note(f"This was met while compiling the {_name(*key)}.")
+            self._failed[key] = caught.error
 
     def _compile_once(self, key: tuple[str, int]) -> None:
         """Compiles one, unless another thread has just done so. Raises: what that met."""
