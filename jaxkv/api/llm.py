@@ -288,7 +288,8 @@ class LLM:
                 f"programs  {programs.num_compiled - programs.num_loaded} compiled"
                 f"{f', {programs.num_loaded} loaded' if programs.num_loaded else ''} in "
                 f"{programs.compile_s:.1f} s: steps of "
-                f"{programs.token_buckets} tokens, loops of {programs.row_buckets} rows",
+                f"{', '.join(map(str, programs.token_buckets))} tokens, loops of "
+                f"{', '.join(map(str, programs.row_buckets))} rows",
                 f"cache     of compiled programs: {self._compile_cache}",
                 f"backend   {blueprint.backend} ({blueprint.backend_reason})",
                 *self._budget.lines(programs),

@@ -132,21 +132,21 @@ class Engine:
             if self._is_changing:
                 self._start_again()
             try:
-                self._is_changing = self._is_under_way = True
                 try:
-                    result = change()
-                    while self._aborted:
-                        self._abort(self._aborted[:1])
-                        del self._aborted[0]
-                    self._is_changing = False
+                    try:
+                        self._is_changing = self._is_under_way = True
+                        result = change()
+                        while self._aborted:
+                            self._abort(self._aborted[:1])
+                            del self._aborted[0]
+                        self._is_changing = False
+                    finally:
+                        if self._is_changing:
+                            self._start_again()
                 finally:
-                    if self._is_changing:
-                        self._start_again()
-            finally:
-                try:
                     self._is_under_way = False
-                finally:  # the line above may be the one that is cut off
-                    self._is_under_way = False
+            finally:  # the line above may be the one that is cut off
+                self._is_under_way = False
             return result
 
     def _start_again(self) -> None:

@@ -386,7 +386,7 @@ def test_one_beam_that_is_ended_ends_its_search_alone(make):
         engine_of(llm).add(search)
     for _ in range(4):
         engine_of(llm).step()
-    engine_of(llm)._abort(gone.samples[1])
+    engine_of(llm).abort(replace(gone, samples=gone.samples[1:]))
     engine_of(llm).check()
     assert [beam.finish_reason for beam in gone.samples] == ["abort", "abort"]
     assert not any(beam in gone.samples for beam in beams_of(llm))

@@ -1096,7 +1096,7 @@ def test_describe_says_what_this_engine_is(llm, checkpoint):
         f"{used} pages in use",
         "4 rows, 128 tokens per row, 32 tokens per step, 8 decode steps per loop",
         f"{engine_of(llm).programs.num_compiled} compiled in ",
-        "steps of (16, 32) tokens, loops of (2, 4) rows",
+        "steps of 32 tokens, loops of 2, 4 rows",
         "backend   xla (chosen by auto on a cpu)",
     ):
         assert part in text, text

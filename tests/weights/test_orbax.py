@@ -189,9 +189,9 @@ def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monk
     programs = engine_of(
         LLM(tmp_path / "out", skip_tokenizer_init=True, lazy_compile=True)
     ).programs
-    wanted = {("step", size) for size in programs.token_buckets} | {
-        ("loop", size) for size in programs.row_buckets
-    }
+    wanted = {("step", size) for size in programs.token_buckets}
+    wanted |= {("draw", programs.num_step_rows(size)) for size in programs.token_buckets}
+    wanted |= {("loop", size) for size in programs.row_buckets}
     assert set(compiled) == wanted | {("copy", programs.config.max_num_seqs)}
 
 
