@@ -166,7 +166,7 @@ def test_decode_rows_come_first_and_chunks_fill_the_rest_of_the_budget():
         (130, 128),
         (280, 128),
         (300, 300),
-        (18, 16),
+        (18, 18),
         (40, 40),
     ],
 )
