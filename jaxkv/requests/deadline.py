@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -29,26 +30,40 @@ def within_time(render: Callable[[], T]) -> T:
     thread only, and may be in use; a process of its own would have to import transformers and be
     given the tokenizer. A single call in C, such as a power with millions of digits, ends first.
     """
-    thread_id, lock, is_over = threading.get_ident(), threading.Lock(), threading.Event()
+    thread_id, lock = threading.get_ident(), threading.Lock()
+    is_over, is_sent = threading.Event(), threading.Event()
 
     def watch() -> None:
         # Once only: when it has come, none is on its way any more, wherever it came.
         if not is_over.wait(TEMPLATE_S):
             with lock:
                 if not is_over.is_set():
-                    _raise_in(thread_id, TemplateTimeoutError)
+                    is_sent.set()
+                    _raise_here(thread_id)
 
     try:
         threading.Thread(target=watch, name="jaxkv-deadline", daemon=True).start()
         return render()
     finally:
-        is_over.set()
         with lock:
-            # It may be on its way still, and would come later.
-            _raise_in(thread_id, None)
+            is_over.set()
+        if is_sent.is_set():
+            _receive(thread_id)
 
 
-def _raise_in(thread_id: int, kind: type[Exception] | None) -> None:
-    """Has the thread raise an exception of this kind soon; None: none after all."""
-    what = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), what)
+def _receive(thread_id: int) -> None:
+    """Sees to it that none is on its way to this thread any more: it might come much later.
+
+    A second one takes the place of the first. Taking it back instead leaves Python 3.11 looking for
+    it for ever, between any two bytecodes; under a tracer it then stands still.
+    """
+    with suppress(TemplateTimeoutError):
+        _raise_here(thread_id)
+        while True:
+            pass
+
+
+def _raise_here(thread_id: int) -> None:
+    """Has the thread raise the exception between two of its next bytecodes."""
+    kind = ctypes.py_object(TemplateTimeoutError)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), kind)

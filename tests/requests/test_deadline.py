@@ -1,5 +1,7 @@
 """What takes too long is ended in its thread, and nothing comes afterwards."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -54,3 +56,26 @@ def test_nothing_comes_after_the_end_in_any_thread(monkeypatch):
         TemplateTimeoutError, match=r"expected the chat template to end within 0\.05 s"
     ):
         within_time(lambda: count(10**12))
+
+
+def test_nothing_is_left_behind_that_a_tracer_stumbles_over():
+    """Python 3.11 would stand still in the first function that is called under a tracer."""
+    code = """
+import sys
+from jaxkv.requests import deadline
+
+def trace(*_):
+    return trace
+
+deadline.within_time(lambda: None)
+deadline.TEMPLATE_S = 0.01
+try:
+    deadline.within_time(lambda: [None for _ in iter(int, 1)])
+except deadline.TemplateTimeoutError:
+    sys.settrace(trace)
+    deadline.within_time(lambda: print("done"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "done\n"
