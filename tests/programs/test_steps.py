@@ -430,7 +430,7 @@ def test_steps_consume_the_state_they_are_given(device, allocator):
     batch, sampling = empty_batch(NUM_TOKENS, NUM_ROWS), make_sampling()
     static = {"spec": device.spec, "backend": "xla"}
     after, *_ = step(device.weights, kv, NOBODY, batch, **static)
-    assert all(group.pages.is_deleted() for group in kv.groups)
+    assert all(store.pages.is_deleted() for store in kv.stores)
     args = (device.weights, after, NOBODY, rows, sampling, np.int32(1))
     again, *_ = decode_loop(*args, **static, width=WIDTH)
     assert all(store.pages.is_deleted() for store in after.stores)
