@@ -141,7 +141,7 @@ def test_the_counter_sees_every_kind_of_compilation(compilations):
 def test_after_warm_up_200_random_requests_compile_nothing(checkpoints, compilations):
     limits = {
         "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
+        "max_num_batched_tokens": 64,
         "block_size": 8,
         "max_model_len": 64,
         "dtype": "float32",
