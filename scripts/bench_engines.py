@@ -54,12 +54,13 @@ class Mode:
 
 
 class Jaxkv:
-    """jaxkv with its default options, all programs compiled when it is made."""
+    """jaxkv with its default options, all programs compiled before anything is measured."""
 
     def __init__(self, directory: Path, dtype: str, **options: Any) -> None:
         from jaxkv import LLM, SamplingParams
 
         self.llm = LLM(directory, skip_tokenizer_init=True, dtype=dtype, **options)
+        self.llm.wait_until_compiled()
         self.llm.generate(
             {"prompt_token_ids": [1] * 8}, SamplingParams(max_tokens=2), use_tqdm=False
         )
