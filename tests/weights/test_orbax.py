@@ -184,6 +184,7 @@ def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monk
     source = make_checkpoint(tmp_path / "in", tiny_config("llama", max_position_embeddings=64))
     compiled = []
     monkeypatch.setattr(Programs, "_compile_each", lambda _, wanted: compiled.extend(wanted))
+    monkeypatch.setattr(Programs, "compile_in_background", lambda _: None)
     assert cli.main(["convert", str(source), str(tmp_path / "out")]) == 0
     assert f"model     {tmp_path / 'out'} (llama, 3 layers" in capsys.readouterr().out
     programs = engine_of(
