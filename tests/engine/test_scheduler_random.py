@@ -204,7 +204,7 @@ class Traffic:
         if is_search:  # what the front door lets in
             width = min(rng.randint(1, 4), self.config.max_num_seqs, self.config.num_pages)
             if retention is None or width * retention.full_pages > self.config.num_pages:
-                max_len = min(max_len, self.config.num_pages // width * self.config.block_size)
+                max_len = min(max_len, self.longest_of(width))
             prompt = prompt[: max_len - 1]
         requests = [
             Request(
@@ -222,6 +222,13 @@ class Traffic:
         if is_search:
             link(tuple(requests), new_search(width, requests[0].num_left))
         return requests
+
+    def longest_of(self, width: int) -> int:
+        """The longest beams of a search that fits alone, in tokens."""
+        config, pages = self.config, -(-self.config.max_model_len // self.config.block_size)
+        while width * config.row_pages_for(pages) > config.num_pages:
+            pages -= 1
+        return pages * config.block_size
 
     def expect(self, requests: list[Request]) -> None:
         for request in requests:
