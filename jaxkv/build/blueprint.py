@@ -230,8 +230,8 @@ class Blueprint:
 
         Raises: ValueError if the pool has more heads x pages than int32 can count.
         """
-        for num_layers, _, _ in self._stores(self.codecs):
-            kv_heads = self.spec.groups[0].num_kv_heads
+        for num_layers, heads, _ in self._stores(self.codecs):
+            kv_heads = heads.num_kv_heads * self.num_devices
             count = num_layers * self.limits.num_pages * 2 * kv_heads
             if count >= 2**31:
                 raise ValueError(

@@ -83,16 +83,17 @@ def plan_pool(
 
 
 def _check_row(limits: EngineConfig, num_pages: int, source: str) -> None:
-    """Raises: CapacityError if a row's budget is more than the pool."""
+    """Raises: CapacityError if a row's budget, or a page in each of its tables, is more than the
+    pool.
+    """
     if (needed := _row_pages(limits)) > num_pages:
-        raise CapacityError(
-            f"{needed} pages needed for a row's kv_budget, {source} has room for {num_pages}"
-        )
+        what = "a row's kv_budget" if limits.row_pages else "one in each page table of a row"
+        raise CapacityError(f"{needed} pages needed for {what}, {source} has room for {num_pages}")
 
 
 def _row_pages(limits: EngineConfig) -> int:
-    """Counts the pages that a row must be able to have; 0 if any number will do."""
-    return min(limits.row_pages, limits.pages_per_row)
+    """Counts the pages that a row must be able to have."""
+    return max(len(limits.windows), min(limits.row_pages, limits.pages_per_row))
 
 
 def _rounded(num_pages: int, kind: str) -> int:

@@ -11,6 +11,7 @@ import pytest
 from dense import Dense
 from jaxkv import LLM, RequestOutput, SamplingParams
 from jaxkv.build import blueprint
+from jaxkv.errors import CapacityError
 from jaxkv.models.spec import ModelSpec
 from jaxkv.testing import config_of, engine_of
 from poison import poisoned
@@ -135,3 +136,13 @@ def test_rows_that_push_each_other_out_get_what_they_get_alone(dense):
     want = [figures(generate(llm, [prompt], params)[0]) for prompt in prompts]
     assert [figures(output) for output in generate(tight, prompts, params)] == want
     assert engine_of(tight).scheduler.num_preemptions > 0
+
+
+def test_a_pool_has_a_page_for_each_table_of_a_row(dense):
+    num_tables = 1 if None not in dense.windows else 4
+    smallest = new_llm(dense, num_gpu_blocks_override=num_tables)
+    assert config_of(smallest).max_len == smallest.num_kv_tokens == SIZE
+    generate(smallest, [prompt_of(9)])
+    if num_tables > 1:
+        with pytest.raises(CapacityError, match="4 pages needed for one in each page table"):
+            new_llm(dense, num_gpu_blocks_override=num_tables - 1)
