@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxkv.build import compile_cache
-from jaxkv.build.compile_cache import open_store, use_compile_cache
+from jaxkv.build.compile_cache import open_program_files, use_compile_cache
 from tiny import make_checkpoint, tiny_config
 
 START = """
@@ -117,9 +117,9 @@ def test_the_users_own_settings_are_left_alone(configured, tmp_path, monkeypatch
         "jax_compilation_cache_dir": "/own",
         "jax_enable_compilation_cache": False,
     }
-    assert open_store(jax.devices()) is None
+    assert open_program_files(jax.devices()) is None
     configured.jax_enable_compilation_cache = True
-    assert open_store(jax.devices()) is None
+    assert open_program_files(jax.devices()) is None
     assert not (tmp_path / "xdg").exists()
 
 
@@ -130,7 +130,7 @@ def test_a_second_engine_of_a_process_keeps_the_folder(configured, tmp_path, mon
     assert use_compile_cache(jax.devices()[0]) == where
     for folder in (Path(where).parent, Path(where), Path(where) / "programs"):
         assert folder.stat().st_mode & 0o777 == 0o700
-    assert open_store(jax.devices()[:1]).folder == Path(where) / "programs"
+    assert open_program_files(jax.devices()[:1]).folder == Path(where) / "programs"
 
 
 def test_without_an_absolute_xdg_cache_home_it_is_the_home_directorys(
@@ -169,12 +169,12 @@ def test_a_folder_that_cannot_be_used_is_a_reason_and_no_error(configured, tmp_p
         )
         one.chmod(0o700)
         assert configured.jax_compilation_cache_dir is None
-        assert open_store(jax.devices()) is None
+        assert open_program_files(jax.devices()) is None
 
 
 def test_a_jax_that_nobody_has_tried_has_its_own_cache_only(configured, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use_compile_cache(jax.devices()[0])
-    assert open_store(jax.devices()) is not None
+    assert open_program_files(jax.devices()) is not None
     monkeypatch.setattr(compile_cache, "UNKNOWN_JAX", jax.__version_info__)
-    assert open_store(jax.devices()) is None
+    assert open_program_files(jax.devices()) is None
