@@ -75,8 +75,8 @@ class Engine:
         self._is_under_way = False
         """A change is further up in this thread's calls: aborts wait for its end."""
         self._aborted: list[Request] = []
-        self._touched: list[Request] = []
-        """Requests whose tokens, text and pages may disagree if the step does not end."""
+        self._touched: list[Flight | StepPlan | LoopPlan] = []
+        """Those whose requests' tokens, text and pages may disagree if the step does not end."""
 
     @property
     def has_work(self) -> bool:
@@ -155,7 +155,8 @@ class Engine:
         Ends those whose tokens may disagree with their text. May be cut off itself, and is then
         begun anew.
         """
-        lost = {*self._touched, *self._flying, *self._aborted}
+        lost = {*self._flying, *self._aborted}
+        lost |= {one for touched in self._touched for one in touched.requests}
         lost |= {one for one in self._requests if one.finish_reason or lost & {*one.beams}}
         lost |= {one for one in self._requests if not self._requests.issuperset(one.beams)}
         for request in self._requests & lost:
@@ -182,7 +183,8 @@ class Engine:
         return self._change(self._step)
 
     def _step(self) -> list[Request]:
-        self._touched += self._flying
+        if self._flight is not None:
+            self._touched.append(self._flight)
         self._restore_lost_kv()
         got: list[Request] = []
         if self._watching:
@@ -195,9 +197,8 @@ class Engine:
         if plan is None:
             self._flight = None
         else:
-            requests = plan.requests
-            self._touched += requests
-            self._flight = self._launch(plan, requests)
+            self._touched.append(plan)
+            self._flight = self._launch(plan, plan.requests)
         got += self.results.read(before)
         self._touched.clear()
         return got
@@ -205,7 +206,7 @@ class Engine:
     @property
     def _flying(self) -> list[Request]:
         """Requests that have tokens coming."""
-        return _requests_of(self._flight)
+        return [] if self._flight is None else self._flight.requests
 
     def metrics(self) -> list[Metric]:
         """Returns what there is to watch now, under vLLM's names without its prefix."""
@@ -350,10 +351,6 @@ class Engine:
                     pool.delete()  # before there is a second one
                 self.kv = self._make_kv()
         self._failed = False
-
-
-def _requests_of(flight: Flight | None) -> list[Request]:
-    return [] if flight is None else [request for request, _ in flight.rows]
 
 
 def _no_tokens(config: EngineConfig) -> Any:

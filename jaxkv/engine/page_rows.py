@@ -18,7 +18,8 @@ class PageRows:
     pages: the padding rows of a step.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, number: int) -> None:
+        self.number = number
         shape = (config.max_num_seqs + 1, config.table_width)
         self.page_size, self.aligned_len = config.block_size, config.aligned_len
         self.table_RW = np.zeros(shape, np.int32)
@@ -29,20 +30,25 @@ class PageRows:
         self._gaps_R = np.zeros(shape[0], np.bool_)
         self._num_gone_R = np.zeros(shape[0], np.int32)
 
-    def bind(self, row: int, hold: Hold, part: Part) -> None:
-        """Takes over the pages that the hold has got since its first `bound_len` tokens; all of
-        them where none is known.
+    def bind(self, changed: list[tuple[int, Hold]]) -> None:
+        """Takes over, for these rows, the pages that their holds have got since the first
+        `bound_len` tokens; all of them where none is known.
         """
-        if not hold.bound_len and (part.num_gone or part.first or self._gaps_R[row]):
-            self._set_first(row, hold, part)
-        pages, in_front = part.pages, self._num_in_front(hold, part) if part.num_gone else 0
-        new = (hold.room_len - hold.bound_len) // self.page_size
-        if new == 1:  # nearly always, and a slice costs several times as much
-            self.table_RW[row, in_front + len(pages) - 1] = pages[-1]
-        else:
-            # Those that have gone have no place in the table.
-            first = max(0, len(pages) - new)
-            self.table_RW[row, in_front + first : in_front + len(pages)] = pages[first:]
+        table_RW, page_size = self.table_RW, self.page_size
+        for row, hold in changed:
+            part = hold.parts[self.number]
+            if not hold.bound_len and (part.num_gone or part.first or self._gaps_R[row]):
+                self._set_first(row, hold, part)
+            end = len(part.pages)
+            if part.num_gone:
+                end += self._num_in_front(hold, part)
+            num_new = (hold.room_len - hold.bound_len) // page_size
+            if num_new == 1:  # nearly always, and a slice costs several times as much
+                table_RW[row, end - 1] = part.pages[-1]
+            else:
+                # Those that have gone have no place in the table.
+                new = part.pages[-num_new:]
+                table_RW[row, end - len(new) : end] = new
 
     def rows(self, row_B: np.ndarray, position_B: np.ndarray) -> PageTables:
         """Returns the tables of these rows, whose next tokens are at these positions.
@@ -61,8 +67,9 @@ class PageRows:
         """Has the positions of every row set anew, whatever state they were left in."""
         self._gaps_R[:-1] = True
 
-    def check(self, row: int, hold: Hold, part: Part) -> None:
+    def check(self, row: int, hold: Hold) -> None:
         """Raises RuntimeError if the hold has other pages than the table says that it has."""
+        part = hold.parts[self.number]
         unknown = (hold.room_len - hold.bound_len) // self.page_size
         start = self._num_in_front(hold, part)
         bound = part.pages[: max(0, len(part.pages) - unknown)]
@@ -99,16 +106,20 @@ class KeptRows:
         self._low_len_R = np.zeros(num_rows, np.int32)
         self._since_R = np.full(num_rows, MAX_INT32, np.int32)
 
-    def bind(self, row: int, hold: Hold) -> None:
-        """Takes over what is kept of the hold, in place of what the row had before."""
-        kept = hold.kept
-        if kept is None or hold.retention is None:
-            self._low_len_R[row], self._since_R[row] = 0, MAX_INT32
-            return
-        num_low = len(kept.low)
-        self._low_RW[row, :num_low], self._low_first_RW[row, :num_low] = kept.low, kept.low_first
-        self._low_len_R[row] = num_low * self.page_size
-        self._since_R[row] = hold.retention.since(hold.evict_len)
+    def bind(self, changed: list[tuple[int, Hold]]) -> None:
+        """Takes over, for these rows, what is kept of the holds of which no page is known yet."""
+        for row, hold in changed:
+            if hold.bound_len:
+                continue
+            kept = hold.kept
+            if kept is None or hold.retention is None:
+                self._low_len_R[row], self._since_R[row] = 0, MAX_INT32
+                continue
+            num_low = len(kept.low)
+            self._low_RW[row, :num_low] = kept.low
+            self._low_first_RW[row, :num_low] = kept.low_first
+            self._low_len_R[row] = num_low * self.page_size
+            self._since_R[row] = hold.retention.since(hold.evict_len)
 
     def added_to(self, tables: PageTables, row_B: np.ndarray) -> PageTables:
         """Returns the tables of these rows with what the engine's policy asks steps for."""

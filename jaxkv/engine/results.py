@@ -58,6 +58,10 @@ class Flight:
     batch: Batch | None = None
     scores: Scores | None = None
 
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self.rows]
+
 
 class Results:
     """Reads flights: gives every request its tokens, and takes those that end with them out of the
@@ -228,7 +232,7 @@ class Results:
 
     def _take_prompt_logprobs(self, flight: Flight) -> None:
         """Entries of the prompt tokens that this step has scored, in order."""
-        batch, requests = flight.batch, [request for request, _ in flight.rows]
+        batch, requests = flight.batch, flight.requests
         if batch is None or flight.scores is None:
             return
         scores, targets = jax.tree.map(np.asarray, flight.scores), np.asarray(batch.target_T)

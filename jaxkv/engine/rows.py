@@ -44,7 +44,7 @@ class RowTables:
 
     def __init__(self, config: EngineConfig, vocab_size: int, placement: Placement | None) -> None:
         self.num_rows = config.max_num_seqs
-        self.tables = tuple(PageRows(config) for _ in config.windows)
+        self.tables = tuple(PageRows(config, number) for number in range(len(config.windows)))
         policy = get_policy(config.kv_policy)
         self._kept = None if policy is None else KeptRows(config, policy)
         self.vocab_size = vocab_size
@@ -78,7 +78,7 @@ class RowTables:
         """Returns the requests' rows. Takes over who is new in its row, and the pages of who has
         got others since.
         """
-        owner_R, rows = self._owner_R, []
+        owner_R, rows, changed = self._owner_R, [], []
         for request in requests:
             row = request.row
             if row is None:
@@ -89,16 +89,19 @@ class RowTables:
                 self._same = None
             hold = request.hold
             if hold.bound_len != hold.room_len:
-                self._set_pages(row, hold)
+                changed.append((row, hold))
             rows.append(row)
+        if changed:
+            self._set_pages(changed)
         return rows
 
-    def _set_pages(self, row: int, hold: Hold) -> None:
-        if self._kept is not None and not hold.bound_len:
-            self._kept.bind(row, hold)
-        for table, part in zip(self.tables, hold.parts, strict=True):
-            table.bind(row, hold, part)
-        hold.bound_len = hold.room_len
+    def _set_pages(self, changed: list[tuple[int, Hold]]) -> None:
+        if self._kept is not None:
+            self._kept.bind(changed)
+        for table in self.tables:
+            table.bind(changed)
+        for _, hold in changed:
+            hold.bound_len = hold.room_len
 
     def _set_sampling(self, row: int, request: Request) -> None:
         params, table = request.params, self.sampling
@@ -244,10 +247,10 @@ class RowTables:
         has.
         """
         for request in running:
-            for table, part in zip(self.tables, request.hold.parts, strict=True):
+            for table in self.tables:
                 if request.row is None:
                     raise RuntimeError(f"request {request.id} runs without a row")
-                table.check(request.row, request.hold, part)
+                table.check(request.row, request.hold)
 
     def start_again(self) -> None:
         """Has every row taken over anew, whatever state it was left in."""
