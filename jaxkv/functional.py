@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.compile_cache import use_compile_cache
@@ -44,6 +43,7 @@ from jaxkv.programs.inputs import bind_tables, empty_newest, empty_rows, next_ch
 from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages
 from jaxkv.programs.step import logits_step
+from jaxkv.pytree import pytree, static
 from jaxkv.requests.by_row import check_rows, prompts_by_row, sampling_of, tokens_by_row
 from jaxkv.weights.tree import Weights
 
@@ -70,7 +70,7 @@ class Model:
         return self.blueprint.placement
 
 
-@struct.dataclass
+@pytree
 class State:
     """Holds a KV cache: its pages on the device, and on the host what each row has of them.
 
@@ -78,9 +78,9 @@ class State:
     """
 
     paged: PagedKV
-    rows: tuple[KVHandle, ...] = struct.field(pytree_node=False)
-    limits: EngineConfig = struct.field(pytree_node=False)
-    backend: str = struct.field(pytree_node=False)
+    rows: tuple[KVHandle, ...] = static()
+    limits: EngineConfig = static()
+    backend: str = static()
 
     @property
     def lengths(self) -> tuple[int, ...]:

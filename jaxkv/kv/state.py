@@ -12,18 +12,18 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxkv.kv.codecs import Codec, decode
 from jaxkv.kv.layout import HeadMajorLayout, PageLayout
 from jaxkv.kv.policies import Measure
+from jaxkv.pytree import pytree, static
 
 BEHIND = -(2**30)
 """The position of a table column without a page: behind every window (`EngineConfig.aligned_len`).
 """
 
 
-@struct.dataclass
+@pytree
 class Store:
     """Holds the pages of layers that keep keys and values alike, as long as the engine lives.
 
@@ -40,12 +40,12 @@ class Store:
     """
 
     pages: jax.Array
-    layout: PageLayout = struct.field(pytree_node=False)
-    num_layers: int = struct.field(pytree_node=False)
+    layout: PageLayout = static()
+    num_layers: int = static()
     scales: jax.Array | None = None
     low: Store | None = None
     extremes: jax.Array | None = None
-    num_read: int | None = struct.field(pytree_node=False, default=None)
+    num_read: int | None = static(default=None)
 
     @property
     def pools(self) -> tuple[jax.Array, ...]:
@@ -80,7 +80,7 @@ class Store:
         return self.layout.num_kv_heads * self.layout.num_devices(self.pages)
 
 
-@struct.dataclass
+@pytree
 class PageTables:
     """Says which pages the rows of one step have, in the KV groups that share a table.
 
@@ -100,10 +100,10 @@ class PageTables:
     len_B: jax.Array
     low: PageTables | None = None
     since_B: jax.Array | None = None
-    focused: bool = struct.field(pytree_node=False, default=False)
+    focused: bool = static(default=False)
 
 
-@struct.dataclass
+@pytree
 class Statistics:
     """Holds what queries have attended to in a step, added up over layers, query heads and the
     queries from position `PageTables.since_B` on.
@@ -117,7 +117,7 @@ class Statistics:
     mass_BW: jax.Array
     low_BW: jax.Array | None
     entropy_B: jax.Array | None
-    focused: bool = struct.field(pytree_node=False)
+    focused: bool = static()
 
     @classmethod
     def nothing(cls, tables: PageTables) -> Statistics | None:
@@ -133,7 +133,7 @@ class Statistics:
         )
 
 
-@struct.dataclass
+@pytree
 class PagedKV:
     """The whole KV state: stores, which live as long as the engine, and the rows of one step.
 

@@ -11,11 +11,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxkv.config import GREEDY_BELOW
 from jaxkv.ops.layers import by_pieces, total
 from jaxkv.ops.logits import NO_TOKEN, add_bias, allow, forbid, penalise
+from jaxkv.pytree import pytree
 
 NUM_STOP_TOKENS = 64
 """Stop-token ids per row that the device knows (width of `stop_BE`)."""
@@ -34,7 +34,7 @@ is a few MiB.
 """
 
 
-@struct.dataclass
+@pytree
 class Sampling:
     """Sampling parameters of B rows.
 
@@ -76,7 +76,7 @@ class Sampling:
     prompt_len_B: jax.Array
 
 
-@struct.dataclass
+@pytree
 class Sampled:
     """token_B int32; its logprob_B and rank_B (how many tokens are as likely or likelier); the
     best_BK token ids of each row and their best_logprob_BK.
@@ -92,7 +92,7 @@ class Sampled:
     best_logprob_BK: jax.Array
 
 
-@struct.dataclass
+@pytree
 class Scores:
     """Says of T given tokens what `Sampled` says of its own: logprob_T, rank_T, best_TK,
     best_logprob_TK.

@@ -197,7 +197,7 @@ def _around(devices: Sequence[jax.Device]) -> dict[str, Any]:
 
 @cache
 def _versions() -> list[str]:
-    return [f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "numpy")]
+    return [f"{name} {version(name)}" for name in ("jax", "jaxlib", "numpy")]
 
 
 @cache

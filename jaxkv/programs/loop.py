@@ -7,7 +7,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import decoder
@@ -24,10 +23,11 @@ from jaxkv.ops.sampling import (
 )
 from jaxkv.placement import Placement, on_every_device
 from jaxkv.programs.step import Newest, last_token
+from jaxkv.pytree import pytree
 from jaxkv.weights.tree import Weights
 
 
-@struct.dataclass
+@pytree
 class Rows:
     """Rows that decode: token_B (sampled, not yet stored), its position_B, and budget_B, the tokens
     still allowed.

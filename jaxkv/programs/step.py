@@ -9,7 +9,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import decoder
@@ -17,6 +16,7 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend, Batch
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.placement import Placement, on_every_device
+from jaxkv.pytree import pytree
 from jaxkv.weights.tree import Weights
 
 
@@ -58,7 +58,7 @@ def last_token(batch: Batch) -> jax.Array:
     return jnp.maximum(batch.start_B + batch.count_B - 1, 0)
 
 
-@struct.dataclass
+@pytree
 class Newest:
     """Holds what every row of the engine sampled last, which the next step begins with before the
     host has seen it.
@@ -85,7 +85,7 @@ class Newest:
         return replace(self, token_R=token_R)
 
 
-@struct.dataclass
+@pytree
 class Last:
     """Holds what a step knows of the last token of each row, from which `programs.draw.draw` draws
     the next one.

@@ -21,11 +21,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from flax import struct
 
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PageTables, Statistics, Store
+from jaxkv.pytree import pytree, static
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ class Backend(Attention, Protocol):
         ...
 
 
-@struct.dataclass
+@pytree
 class Batch:
     """A ragged step: packed tokens of up to B rows. Row r's tokens are `start_B[r] : start_B[r] +
     count_B[r]`.
@@ -147,7 +147,7 @@ class Batch:
     num_decode: jax.Array
     num_rows: jax.Array
     target_T: jax.Array | None = None
-    decode_only: bool = struct.field(pytree_node=False, default=False)
+    decode_only: bool = static(default=False)
 
 
 def refuse_statistics(at: Place) -> None:
