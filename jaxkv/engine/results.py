@@ -236,11 +236,14 @@ class Results:
         if batch is None or flight.scores is None:
             return
         scores, targets = jax.tree.map(np.asarray, flight.scores), np.asarray(batch.target_T)
+        position_T = np.asarray(batch.position_T)
         for request, start, count in zip(requests, batch.start_B, batch.count_B, strict=False):
             entries = (
                 [] if request.output.prompt_logprobs is None else request.output.prompt_logprobs
             )
             for t in start + np.flatnonzero(targets[start : start + count] != NO_TOKEN):
+                if position_T[t] + 1 != len(entries):
+                    continue  # scored before: preempted and begun anew with that step under way
                 one = Scores(
                     scores.logprob_T[t],
                     scores.rank_T[t],

@@ -196,15 +196,21 @@ class Scheduler:
             self._preempt(self.running[-1])
         # In order: a request that does not fit yet holds back those behind it, or it could wait
         # forever.
-        owed = self._owed_pages() if self._waiting and self._free_rows else 0
+        if not self._waiting or not self._free_rows:
+            return
+        owed, owed_low = self._owed_pages(), self._owed_low_pages()
         while self._waiting and self._free_rows:
             _, request = self._waiting[0]
             if request.num_coming:
                 return  # it was preempted, and all its tokens are computed anew
             request.hold.begin(self.allocators)
             found = self._take_cached(request)
-            needed = self._pages_to_come(request)
-            if self._is_ready() and needed > self.allocator.num_free - owed:
+            needed, low = self._pages_to_come(request), self._low_pages_to_come(request)
+            is_short = (
+                needed > self.allocator.num_free - owed
+                or low > self.allocators.low.num_free - owed_low
+            )
+            if is_short and self._is_ready():
                 request.hold.release()
                 return
             heapq.heappop(self._waiting)
@@ -215,7 +221,7 @@ class Scheduler:
                 self.num_looked_up += request.prompt_len
             self._count_found(request, found)
             insort(self.running, request, key=_order)
-            owed += needed + len(self.config.windows)
+            owed, owed_low = owed + needed + len(self.config.windows), owed_low + low
 
     def _is_ready(self) -> bool:
         """Tells whether anything that runs has something to compute."""
@@ -238,6 +244,17 @@ class Scheduler:
         held = ((len(part.pages), part.window) for part in hold.parts)
         left = (self.config.held_pages(num + num_pages, window) - num for num, window in held)
         return sum(max(0, num) for num in left)
+
+    def _owed_low_pages(self) -> int:
+        """Counts the pages that are still to be demoted of running requests."""
+        return sum(self._low_pages_to_come(request) for request in self.bounded)
+
+    def _low_pages_to_come(self, request: Request) -> int:
+        """Counts those of all its tokens: as long as it runs it gives none of them back."""
+        retention, kept = request.hold.retention, request.hold.kept
+        if retention is None or kept is None:
+            return 0
+        return max(0, retention.low_pages_for(request.max_len) - len(kept.low))
 
     def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
         left = [request.max_len - request.num_tokens for request in ready]
@@ -357,6 +374,8 @@ class Scheduler:
     def _trim(self) -> None:
         """Asks the policies of requests whose budget is reached, in order, which pages stay."""
         for request in [request for request in self.running if request.is_due]:
+            if request.row is None:  # one before it has pushed it out
+                continue
             self._publish(request)
             while request.is_due:  # until it is done, or preempted
                 try:

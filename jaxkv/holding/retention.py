@@ -48,6 +48,13 @@ class Retention:
         """
         return max(1, self.full_pages // 8)
 
+    def low_pages_for(self, num_tokens: int) -> int:
+        """Counts the demoted pages that a sequence of so many tokens may have."""
+        num_asked = max(0, num_tokens - self.limit + self.step * self.page_size) // (
+            self.step * self.page_size
+        )
+        return min(self.low_pages, num_asked * self.step)
+
     @property
     def recent(self) -> int:
         """Counts the last pages, which stay."""

@@ -271,6 +271,21 @@ def log_softmax(x_TV: np.ndarray) -> np.ndarray:
     return x_TV - np.log(np.exp(x_TV).sum(axis=1, keepdims=True))
 
 
+def test_prompt_logprobs_come_once_from_a_prompt_begun_anew_with_a_chunk_under_way(new_llm):
+    llm = new_llm(max_num_batched_tokens=NUM_CHUNK)
+    ids = np.random.default_rng(3).integers(0, VOCAB, 50).tolist()
+    params = replace(GREEDY, max_tokens=2, prompt_logprobs=2)
+    (want,) = run(llm, [ids], [params])
+    engine = engine_of(llm)
+    (submission,) = intake_of(llm).accept([{"prompt_token_ids": ids}], [params])
+    engine.add(submission)
+    engine.step()
+    engine.scheduler.start_over()
+    while engine.has_work:
+        engine.step()
+    assert submission.output().prompt_logprobs == want.prompt_logprobs
+
+
 @pytest.mark.parametrize("budget", [NUM_CHUNK, 96])
 def test_prompt_logprobs_equal_a_dense_pass_whatever_the_chunks(new_llm, dense, budget):
     """Prompts around the chunk of 16 and the pieces of 64 tokens, beside rows that decode and that

@@ -311,6 +311,19 @@ def test_a_policy_forgets_what_a_dense_decoder_forgets_by_the_same_rule(dense, p
     assert (outcomes["demoted"] > 0) is demotes
 
 
+def test_rows_are_admitted_where_their_demoted_pages_have_room_too(dense):
+    """They share their first pages, so there is room for more of them than can demote."""
+    llm = new_llm(dense, "streaming:fp8_e4m3", max_num_seqs=8, num_gpu_blocks_override=18)
+    (shared, *own) = prompts_of((30, 40, 45, 50, 55, 60, 65, 70, 75))
+    params = replace(GREEDY, max_tokens=90, logprobs=None)
+    prompts = [shared + tail for tail in own]
+    tight = [one.token_ids for one in generate(llm, prompts, params)]
+    assert engine_of(llm).scheduler.num_found > 0
+    assert engine_of(llm).scheduler.num_preemptions == 0
+    alone = new_llm(dense, "streaming:fp8_e4m3")
+    assert tight == [one.token_ids for one in generate(alone, prompts, params)]
+
+
 @pytest.mark.parametrize("policy", some(("streaming", "h2o_page", "entropy")))
 def test_tokens_do_not_depend_on_neighbours_chunks_or_preemption(dense, policy):
     prompts = [*prompts_of(LENGTHS), *prompts_of((12, 9, 10))]
