@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.holding.allocator import KVHandle
-from jaxkv.kv.codecs import get_codec
-from jaxkv.kv.layout import HeadMajorLayout
+from jaxkv.kv.codecs import Codec, get_codec
+from jaxkv.kv.codecs import decode as decode_
+from jaxkv.kv.layout import HeadMajorLayout, PageLayout
 from jaxkv.kv.state import PageTables, Statistics, Store
 from jaxkv.ops.attention import Batch, Place
 from poison import nan_of
@@ -44,13 +46,32 @@ class Case(NamedTuple):
         return Place(self.store, layer, self.tables, statistics)
 
 
+@partial(jax.jit, static_argnums=0)
+def encode(codec: Codec, x: jax.Array) -> jax.Array:
+    """What is stored of vectors. In one program, where each operation would be one."""
+    return codec.encode(x)
+
+
+@partial(jax.jit, static_argnums=0)
+def decode(codec: Codec, stored: jax.Array) -> jax.Array:
+    """What comes back. In a program of its own: what is stored has been rounded, whatever the
+    compiler might keep.
+    """
+    return decode_(codec, stored)
+
+
+@partial(jax.jit, static_argnums=0)
+def unpack(layout: PageLayout, arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return layout.unpack(arrays)
+
+
 def contents(store: Store) -> np.ndarray:
     """The keys and the values of every slot of the pool, [2, L, P, S, K, H] float64 (NaN stays
     NaN).
     """
     lead = (store.num_layers, store.num_pages)
     arrays = [x.reshape(*lead, *x.shape[1:]) for x in store.arrays]
-    x = np.stack(jax.jit(store.layout.unpack)(arrays)).astype(np.float64)
+    x = np.stack(unpack(store.layout, arrays)).astype(np.float64)
     return x.reshape(2, *lead, store.page_size, *x.shape[3:])
 
 
@@ -99,7 +120,7 @@ def random_case(
     pages = rng.normal(
         size=(NUM_LAYERS, len(owned_PS), 2 * shape.num_kv_heads, shape.page_size, shape.head_dim)
     )
-    stored = np.array(codec.encode(jnp.asarray(pages, jnp.float32)))
+    stored = np.array(encode(codec, pages.astype(np.float32)))
     stored.swapaxes(2, 3)[:, ~owned_PS] = nan_of(stored.dtype)
     store = Store(
         pages=jnp.asarray(stored.reshape(-1, *stored.shape[2:])),

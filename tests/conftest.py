@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
     "false"  # nothing is written to, or comes from, the user's own cache
 )
+# A GPU's threads that wait for each other in Pallas' interpreter each hold one of XLA's: with as many as a
+# small machine has cores, all wait for ever.
+os.environ.setdefault("PJRT_NPROC", "16")
 
 import jax
 import pytest
@@ -81,6 +85,17 @@ def _few_programs_are_kept(own) -> Iterator[None]:
         own.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def quick_compile() -> Iterator[None]:
+    """Compiles the programs of engines without optimising them, which takes half of the time: for
+    tests of what is around them. Those of numbers and bits run what users run.
+    """
+    options = compiled.COMPILER_OPTIONS.get("cpu", {}) | {"xla_backend_optimization_level": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(compiled.COMPILER_OPTIONS, "cpu", options)
+        yield
+
+
 @pytest.fixture
 def compile_once(monkeypatch):
     """For tests whose every command makes an engine of its own: equal programs are not compiled
@@ -96,3 +111,16 @@ def compile_once(monkeypatch):
         return get(self, kind, size)
 
     monkeypatch.setattr(Programs, "_get", shared)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tells which files take the time."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.split("::")[0]] += report.duration
+    slowest = [f"{total:5.0f} s  {file}" for file, total in seconds.most_common(20) if total >= 10]
+    if slowest:
+        terminalreporter.section("files of 10 seconds and more")
+        terminalreporter.write_line("\n".join(slowest))

@@ -134,18 +134,17 @@ def sinks_of(shape: Shape) -> np.ndarray | None:
 def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Returns (out, pages) in float64, from the same rounded inputs."""
     shape, arrays, num_pages = case.shape, case.arrays, len(case.held)
-    with jax.enable_x64(True):
-        q_TNH, k_TKH, v_TKH, pages = (
-            jnp.asarray(x, jnp.float64)
-            for x in (*(arrays[n] for n in ("q_TNH", "k_TKH", "v_TKH")), case.pages)
-        )
+    tables = tuple(arrays[name] for name in ("table_BW", "first_BW", "len_B"))
+
+    @jax.jit
+    def attend(q_TNH, k_TKH, v_TKH, pages):
         pages = reference.write_pages(
             pages, k_TKH, v_TKH, case.dest_T, layer=LAYER, num_pages=num_pages
         )
         out, _ = reference.ragged_paged_attention(
             q_TNH,
             pages,
-            *(arrays[name] for name in ("table_BW", "first_BW", "len_B")),
+            *map(jnp.asarray, tables),
             jnp.asarray(case.row_T),
             jnp.asarray(case.position_T),
             layer=LAYER,
@@ -155,6 +154,11 @@ def expected(case: Case) -> tuple[np.ndarray, np.ndarray]:
             softcap=shape.softcap,
             sinks_N=sinks_of(shape),
         )
+        return out, pages
+
+    inputs = (*(arrays[name] for name in ("q_TNH", "k_TKH", "v_TKH")), case.pages)
+    with jax.enable_x64(True):
+        out, pages = attend(*(np.asarray(x, np.float64) for x in inputs))
         return np.asarray(out), np.asarray(pages)
 
 

@@ -19,6 +19,8 @@ from jaxkv.programs.pages import copy_pages
 from jaxkv.programs.step import logits_step
 from tiny import SMALL, make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 VOCAB = 151
 PAGES, SIZE, ROWS, TOKENS = 30, 8, 4, 16
 TOLERANCE = 2e-5

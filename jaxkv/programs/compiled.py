@@ -53,6 +53,11 @@ arguments in tiles of 8, and so lays out all stacked weights anew in every step 
 Llama-3.1-8B; libtpu 0.0.42.1 and 0.0.50.1).
 """
 
+if jax.__version_info__ < (0, 11):
+    # A third less to compile, and no slower (docs/benchmarks/start.md); later versions have no such
+    # option.
+    COMPILER_OPTIONS["cpu"] = {"xla_cpu_use_fusion_emitters": "False"}
+
 
 class ProgramMemory(NamedTuple):
     """Counts what one program takes on its device beside weights and pool, in bytes, by the

@@ -32,6 +32,8 @@ from jaxkv.requests.request import Request
 from jaxkv.testing import blocking, engine_of, intake_of, thread_of
 from tiers import some
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 VOCAB, MAX_LEN, PATIENCE_S = 420, 128, 300
 OPTIONS = {
     "max_num_seqs": 4,

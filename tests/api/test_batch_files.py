@@ -42,7 +42,7 @@ OPTIONS = [
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
 USER = {"role": "user", "content": "The end"}
-pytestmark = pytest.mark.usefixtures("compile_once")
+pytestmark = pytest.mark.usefixtures("quick_compile", "compile_once")
 
 
 @pytest.fixture(scope="module")
@@ -787,6 +787,7 @@ class Command:
             "JAX_ENABLE_COMPILATION_CACHE": "true",
             "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
         }
 
     def start(self, source: Path, output: Path | None = None) -> subprocess.Popen:

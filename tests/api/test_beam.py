@@ -20,6 +20,8 @@ from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 PAGE = SMALL["block_size"]
 VOCAB = 151
 EOS = {"no": None, "one": [7], "many": list(range(7, VOCAB, 10))}
@@ -117,6 +119,7 @@ def cut(tokens: list[int], prompt_len: int, eos_ids: list[int]) -> list[int]:
 
 
 SETTINGS = [("llama", eos, penalty) for eos in EOS for penalty in (1, 0.0, 2.0, -1.0, 0.6)]
+SETTINGS = some(SETTINGS, *SETTINGS[::2])
 SETTINGS += some(("qwen3-layer-types", eos, 1.0) for eos in EOS)
 
 

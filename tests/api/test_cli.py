@@ -18,7 +18,7 @@ from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
 PROMPT = "Once upon a time"
-pytestmark = pytest.mark.usefixtures("compile_once")
+pytestmark = pytest.mark.usefixtures("quick_compile", "compile_once")
 
 
 @pytest.fixture(scope="module")

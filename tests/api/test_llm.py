@@ -24,6 +24,8 @@ from jaxkv.testing import engine_of, intake_of, model_of
 from poison import poison_kv
 from tokenizers_ import BOS, EOS, save_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 VOCAB = 420
 SMALL = {
     "max_num_seqs": 4,

@@ -12,6 +12,8 @@ from jaxkv.engine.metrics import LATENCY_S, Histogram, Metric, Observations
 from jaxkv.testing import engine_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": list(range(3 + i, 40 + 3 * i))} for i in range(6)]
 

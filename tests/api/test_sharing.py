@@ -15,6 +15,8 @@ from jaxkv.testing import engine_of, intake_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 PAGE = SMALL["block_size"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": list(range(3 + i, 23 + 3 * i))} for i in range(3)]

@@ -17,6 +17,8 @@ from jaxkv.programs.compiled import ProgramMemory, Programs
 from jaxkv.testing import budget_of, engine_of, model_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 KIB, MIB = 1024, 2**20
 
 

@@ -14,6 +14,8 @@ from jaxkv.errors import CheckpointError
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 VOCAB = 380
 
 

@@ -23,6 +23,8 @@ from jaxkv.ops.attention import BACKENDS, Attended, xla
 from jaxkv.programs.compiled import ProgramMemory, Programs
 from tiny import tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 LIMITS = EngineConfig(
     max_model_len=100,
     max_num_seqs=4,

@@ -20,6 +20,8 @@ from jaxkv.weights.orbax import convert
 from poison import poisoned
 from tiny import make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=1)
 SMALL = {"hidden_size": 64, "head_dim": 32, "num_key_value_heads": 2, "num_attention_heads": 4}
 

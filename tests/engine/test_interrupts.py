@@ -18,6 +18,8 @@ from jaxkv.config import BeamSearchParams
 from jaxkv.testing import engine_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 ROOT = Path(jaxkv.__file__).parent
 HOST = tuple(f"{ROOT / name}" for name in ("engine", "holding", "requests", "api/llm.py"))
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5] * 17, [7, 8, 9], [5] * 18, [4, 3])]

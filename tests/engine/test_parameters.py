@@ -21,6 +21,8 @@ from poison import poisoned
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 VOCAB, NUM_NEW, NUM_CHUNK = 420, 20, 16
 LEAD = 1e-4
 """Of a greedy token over the next, in logits; more than rounding can turn round."""

@@ -34,6 +34,8 @@ from poison import poisoned
 from tiers import some
 from tiny import make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 SIZE, PAGES = 8, 8
 BUDGET = SIZE * PAGES
 NUM_NEW = 12

@@ -29,6 +29,9 @@ from ragged import (
 )
 from tiers import some
 
+pack, unpack = (jax.jit(function, static_argnums=0) for function in (tpu.pack, tpu.unpack))
+"""In one program each, where they would be one per operation."""
+
 TILE = 16
 """Slots that are written back together: what else is in them may change where nobody holds it."""
 
@@ -107,7 +110,8 @@ def program(
     """
     shape, arrays = case.shape, case.arrays
 
-    @jax.jit
+    # Without optimising: what runs is the interpreter.
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
     def step(q_TNH, k_TKH, v_TKH, pages, layer, group, **rows):
         if windows:
             schedules = [schedule_of(case, window, **rows) for window in windows]
@@ -135,7 +139,7 @@ def program(
         arrays = arrays | {name: quantise(case.arrays[name], shape.num_bits) for name in names}
         pages = packed_pages(case)
     else:
-        pages = tpu.pack(layout_of(shape), jnp.asarray(case.pages))
+        pages = pack(layout_of(shape), case.pages)
     known = {"num_decode": case.num_decode, "num_rows": case.num_rows, "layer": LAYER}
     return lambda group: step(pages=pages, group=group, **known, **arrays)
 
@@ -149,7 +153,7 @@ def quantise(x: np.ndarray, num_bits: int) -> tpu.Quantised:
     scale.
     """
     x = np.asarray(x, np.float32)
-    rounded = lambda y: np.asarray(jnp.asarray(y, jnp.bfloat16), np.float32)  # noqa: E731
+    rounded = lambda y: y.astype(jnp.bfloat16).astype(np.float32)  # noqa: E731
     if num_bits == 8:
         scale, offset = rounded(np.abs(x).max(axis=-1) / 127), None
         values = np.clip(np.round(x / scale[..., None]), -127, 127)
@@ -169,18 +173,23 @@ def dequantise(x: tpu.Quantised, num_bits: int) -> np.ndarray:
 
 def packed_pages(case: Case) -> tpu.Packed:
     num_bits = case.shape.num_bits
-    return tpu.pack_pages(
-        layout_of(case.shape), tpu.Packing(num_bits), quantise(case.pages, num_bits)
+    stored = quantise(case.pages, num_bits)
+    return jax.jit(tpu.pack_pages, static_argnums=(0, 1))(
+        layout_of(case.shape), tpu.Packing(num_bits), stored
     )
 
 
 def numbers_of(case: Case, packed: tpu.Packed) -> tpu.Quantised:
-    packing, layout = tpu.Packing(case.shape.num_bits), layout_of(case.shape)
-    values = tpu.unpack(layout, packing.unpack_values(packed.words))
-    return tpu.Quantised(
-        values,
-        *tpu.unpack_scales(packing, packed.scales, case.shape.kv_heads, case.shape.page_size),
-    )
+    shape, packing = case.shape, tpu.Packing(case.shape.num_bits)
+
+    @jax.jit
+    def unpacked(words, scales):
+        values = tpu.unpack(layout_of(shape), packing.unpack_values(words))
+        return tpu.Quantised(
+            values, *tpu.unpack_scales(packing, scales, shape.kv_heads, shape.page_size)
+        )
+
+    return unpacked(packed.words, packed.scales)
 
 
 def assert_packed_right(case: Case, found: tuple) -> None:
@@ -222,7 +231,7 @@ def assert_right(case: Case, found: tuple) -> None:
 
     # Pages: held slots have their value, and only tiles that a token went into may have changed
     # anywhere else.
-    pages = np.asarray(tpu.unpack(layout_of(shape), jnp.asarray(pages, jnp.float32)))
+    pages = np.asarray(unpack(layout_of(shape), pages.astype(np.float32)))
     by_slot, want_by_slot = (
         pages.swapaxes(1, 2)[len(case.held) :],
         want_pages.swapaxes(1, 2)[len(case.held) :],
@@ -244,12 +253,12 @@ def check_modelling_dmas(seed: int, shape: Shape, capfd: pytest.CaptureFixture) 
     (assert_packed_right if shape.num_bits else assert_right)(case, found)
 
 
-@pytest.mark.parametrize("shape", MIXED, ids=str)
+@pytest.mark.parametrize("shape", some(MIXED, *MIXED[1:5], MIXED[7]), ids=str)
 def test_mixed_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
     check_modelling_dmas(MIXED.index(shape), shape, capfd)
 
 
-@pytest.mark.parametrize("shape", DECODE, ids=str)
+@pytest.mark.parametrize("shape", some(DECODE, *DECODE[1:4], *DECODE[6:]), ids=str)
 def test_decode_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
     check_modelling_dmas(DECODE.index(shape), replace(shape, decode_only=True), capfd)
 
@@ -338,11 +347,11 @@ def test_packing_keeps_the_bytes_and_can_be_undone(kv_heads, head_dim):
     pages = jnp.arange(3 * 2 * kv_heads * 16 * head_dim, dtype=jnp.float32).reshape(
         3, 2 * kv_heads, 16, head_dim
     )
-    packed = tpu.pack(layout, pages)
+    packed = pack(layout, pages)
     assert packed.size == pages.size
     assert packed.shape[1:] == (layout.rows, 16, layout.width)
     assert packed.shape[-1] % 128 == 0
-    np.testing.assert_array_equal(tpu.unpack(layout, packed), pages)
+    np.testing.assert_array_equal(unpack(layout, packed), pages)
 
 
 def test_what_the_kernels_do_not_take_is_refused_by_name():

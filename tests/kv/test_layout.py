@@ -5,14 +5,15 @@ written.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cases import contents
-from jaxkv.kv.codecs import decode, get_codec
+from cases import contents, decode, encode
+from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.layout import HeadMajorLayout, LaneLayout, PageLayout, ScalesApartLayout
 from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
 from jaxkv.ops.attention import Batch, Heads, Place, pallas_tpu
@@ -26,11 +27,8 @@ BACKENDS = {"cpu": Xla(), "gpu": MosaicGpu(), "tpu": PallasTpu(interpret=True)}
 KINDS = {"cpu": HeadMajorLayout, "gpu": HeadMajorLayout, "tpu": LaneLayout}
 CASES = [
     ("cpu", "float32", 2, 16, 8),
-    ("cpu", "bfloat16", 2, 16, 8),
     ("cpu", "int8", 3, 16, 8),
-    ("cpu", "int4", 2, 64, 8),
     ("cpu", "turboquant2.5", 2, 64, 8),
-    ("gpu", "bfloat16", 2, 64, 16),
     ("gpu", "int8", 2, 64, 64),
     ("tpu", "bfloat16", 2, 64, 16),  # two heads side by side
     ("tpu", "float32", 1, 64, 16),  # key and value side by side
@@ -40,6 +38,9 @@ CASES = [
 CASES += [
     pytest.param(case, marks=pytest.mark.slow)
     for case in (
+        ("cpu", "bfloat16", 2, 16, 8),
+        ("cpu", "int4", 2, 64, 8),
+        ("gpu", "bfloat16", 2, 64, 16),
         ("cpu", "fp8_e4m3", 2, 16, 8),
         ("cpu", "fp8_e5m2", 2, 16, 8),
         ("cpu", "turboquant4", 2, 64, 8),
@@ -92,7 +93,7 @@ def drawn(*shape: int) -> jax.Array:
 
 def stands_for(layout: PageLayout, x: jax.Array) -> np.ndarray:
     """What the codec gives back of vectors."""
-    return np.asarray(jax.jit(lambda x: decode(layout.codec, layout.codec.encode(x)))(x))
+    return np.asarray(decode(layout.codec, encode(layout.codec, x)))
 
 
 def assert_equal(got: np.ndarray, want: np.ndarray) -> None:
@@ -143,7 +144,7 @@ def written(layout: PageLayout, at: Place, k: jax.Array, v: jax.Array) -> tuple[
     return step_on_tpu(at, k, v, batch), dest_T
 
 
-@jax.jit
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 def step_on_tpu(at: Place, k: jax.Array, v: jax.Array, batch: Batch) -> Store:
     backend, tables = BACKENDS["tpu"], at.tables
     prepared = backend.prepare(at.store, tables, batch, heads_of(*k.shape[1:]))

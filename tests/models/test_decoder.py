@@ -10,6 +10,8 @@ from jaxkv import LLM
 from jaxkv.testing import blueprint_of, engine_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = ", re.MULTILINE)
 LAYER_LOOPS = re.compile(r" while\(.*layers/while\"")
 FULL = ["full_attention"]

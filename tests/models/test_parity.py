@@ -25,6 +25,8 @@ from jaxkv.weights.load import load_weights
 from poison import poison_kv, poisoned
 from tiny import VARIANTS, make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 PROMPT_LENS = (1, 5, 23, 41)
 NUM_NEW = 16
 TOLERANCE = 1e-4
@@ -75,7 +77,7 @@ def tiny_llm(directory: Path, **options: object) -> LLM:
     return LLM(directory, skip_tokenizer_init=True, **{"dtype": "float32"} | limits | options)
 
 
-@partial(jax.jit, static_argnames="spec")
+@partial(jax.jit, static_argnames="spec", compiler_options={"xla_backend_optimization_level": "0"})
 def all_logits(weights, kv, batch, *, spec):
     kv, x_TD, _ = decoder.forward(weights, kv, batch, spec=spec, backend="xla")
     return decoder.logits(weights, x_TD, spec=spec)

@@ -134,12 +134,9 @@ def test_extremes_are_those_of_the_keys_that_a_page_holds(dtype):
         count = int(rng.integers(1, size - filled[page] + 1))
         dest = page * size + filled[page] + np.arange(count)
         filled[page] += count
-        dest = jnp.asarray(np.append(dest, pages * size), jnp.int32)  # and padding
-        k, v = (
-            jnp.asarray(rng.normal(size=(count + 1, heads, head_dim)), jnp.float32)
-            for _ in range(2)
-        )
-        store = write(store, k, v, dest_T=dest, layer=1)
+        dest = np.append(dest, [pages * size] * (size + 1 - count)).astype(np.int32)  # and padding
+        k, v = rng.normal(size=(2, len(dest), heads, head_dim)).astype(np.float32)
+        store = jax.jit(write)(store, k, v, dest_T=dest, layer=1)
     source = int(np.argmax(filled[:-1]))
     (store,) = copy_pages(PagedKV((store,)), jnp.asarray([source]), jnp.asarray([pages - 1])).stores
     filled[pages - 1] = filled[source]

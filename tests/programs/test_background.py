@@ -20,6 +20,8 @@ from jaxkv.programs.background import Background, likely_first
 from jaxkv.programs.compiled import Programs
 from tiny import SMALL
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 EXIT = """
 import sys
 from jaxkv import LLM, SamplingParams

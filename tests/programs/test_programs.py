@@ -23,6 +23,8 @@ from tiers import some
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 COMPILED = "/jax/core/compile/backend_compile_duration"
 PAGES = (64, 4096)
 VOCAB = 420

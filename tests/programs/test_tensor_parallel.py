@@ -121,7 +121,10 @@ def runs(request, tmp_path_factory):
     path = make_checkpoint(
         tmp_path_factory.mktemp("model"), tiny_config(variant, **HEADS | changes), dtype=dtype
     )
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(SIZES)}"
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(SIZES)} "
+        f"--xla_backend_optimization_level=0"
+    )
     command = [sys.executable, "-c", RUN, path, dtype, kv_dtype, policies, *map(str, SIZES)]
     done = subprocess.run(
         command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False

@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 @pytest.fixture(scope="module")
 def soak(script):

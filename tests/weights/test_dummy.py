@@ -15,6 +15,8 @@ from jaxkv.weights.dummy import random_weights, weight_shapes
 from jaxkv.weights.load import load_weights
 from tiny import make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def described(weights: dict) -> dict:
     leaves = jax.tree_util.tree_leaves_with_path(weights)

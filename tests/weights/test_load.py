@@ -19,6 +19,8 @@ from jaxkv.weights.load import is_finite, load_weights
 from jaxkv.weights.safetensors import Checkpoint
 from tiny import SMALL, make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 GATE = "model.layers.1.mlp.gate_proj.weight"
 

@@ -26,6 +26,8 @@ from jaxkv.weights.orbax import convert, load_converted
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 LIMITS = {
     "max_num_seqs": 2,
     "max_num_batched_tokens": 16,
