@@ -77,7 +77,8 @@ class EngineConfig:
     row_pages 0: as many as its length takes. A decoding query reads at most `read_pages` of each
     row; 0: all. A row has a page table for each of `windows`: the tokens that queries see of it at
     most, whose pages a row gives back when no later query sees them; 0: all tokens. What is left
-    begins in a table at a multiple of `aligned_len` tokens.
+    begins in a table at a multiple of `aligned_len` tokens. `has_contexts`: rotary embeddings
+    depend on how long a row may get.
     """
 
     max_model_len: int
@@ -94,12 +95,13 @@ class EngineConfig:
     read_pages: int = 0
     windows: tuple[int, ...] = (0,)
     aligned_len: int = 1
+    has_contexts: bool = False
 
     def __post_init__(self) -> None:
         may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("kv_policy", "windows"):
+            if field.name not in ("kv_policy", "windows", "has_contexts"):
                 _expect(is_int(value), field.name, "a whole number", value)
                 least = 0 if field.name in may_be_zero else 1
                 _expect(value >= least, field.name, f"a number >= {least}", value)

@@ -74,6 +74,7 @@ class StubPrograms:
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, clock: Clock) -> None:
         self.spec = spec
+        self.is_compiling = False
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
         self.row_buckets = row_buckets(config.max_num_seqs)
         self._max_rows = config.max_num_seqs

@@ -29,7 +29,7 @@ NAN, INF = math.nan, math.inf
 def test_limits_are_kept_and_frozen():
     config = EngineConfig(**LIMITS)
     unbounded = {"row_pages": 0, "low_row_pages": 0, "read_pages": 0, "windows": (0,)}
-    others = {"kv_policy": "full", "aligned_len": 1}
+    others = {"kv_policy": "full", "aligned_len": 1, "has_contexts": False}
     assert dataclasses.asdict(config) == LIMITS | unbounded | others
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_pages = 3

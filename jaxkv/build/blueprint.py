@@ -96,6 +96,9 @@ class Blueprint:
         """Says whether keys are to be fitted to being quantised (`programs.fit_keys`), in some
         pages at least.
         """
+        asked = self.spec.attention
+        if asked.cap or asked.has_sinks:  # where an offset of all scores changes the softmax
+            return False
         return any(codec.fits_keys for codec in self.codecs + (self.low_codecs or ()))
 
     # --- other blueprints
@@ -358,6 +361,7 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         decode_steps=DECODE_STEPS,
         seed=asked.seed,
         max_logprobs=spec.vocab_size if asked.max_logprobs == -1 else asked.max_logprobs,
+        has_contexts=spec.depends_on_context,
     )
     if limits.max_model_len > spec.max_len:
         raise ValueError(

@@ -183,10 +183,16 @@ class Engine:
         return self._change(self._step)
 
     def _step(self) -> list[Request]:
+        got: list[Request] = []
         if self._flight is not None:
             self._touched.append(self._flight)
         self._restore_lost_kv()
-        got: list[Request] = []
+        if self._flight is not None and self.programs.is_compiling:
+            # The next program may take seconds to come: nobody waits so long for tokens that are
+            # there.
+            got, self._flight = self.results.read(self._flight), None
+            self._touched.clear()
+            return got
         if self._watching:
             if not self._watching.isdisjoint(self._flying + self.scheduler.running):
                 got, self._flight = self.results.read(self._flight), None
@@ -296,13 +302,15 @@ class Engine:
         num_tokens = sum(count for _, count in plan.work)
         size = fit_bucket(self.programs.token_buckets, num_tokens)
         num_rows = self.programs.num_step_rows(size)
-        program, batch = self.programs.step(size), self._rows.batch(plan.work, size, num_rows)
+        # First the draw: should both be missing, the thread behind begins with the step.
+        sample, program = self.programs.draw(num_rows), self.programs.step(size)
+        batch = self._rows.batch(plan.work, size, num_rows)
         position_B = self._rows.positions(requests, num_rows)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
         self.kv, last, hidden_TD, found = program(self.weights, kv, newest, batch)
         # Launched behind the step: the device has it in its queue before the step is done.
         head = head_of(self.weights)
-        newest, sampled = self.programs.draw(num_rows)(head, last, newest, sampling)
+        newest, sampled = sample(head, last, newest, sampling)
         self._newest_R = newest.token_R
         target_T = np.asarray(batch.target_T)
         is_scored = (target_T != NO_TOKEN).any()

@@ -57,6 +57,7 @@ class RowTables:
         self._needs_host_R = np.zeros(self.num_rows + 1, np.bool_)
         self._empty: dict[int, Sampling] = {}
         self._same: tuple[bytes, Sampling] | None = None
+        self._context_R = None if not config.has_contexts else np.zeros(self.num_rows + 1, np.int32)
         self._owner_R: list[Request | None] = [None] * self.num_rows
 
     def bind(
@@ -71,6 +72,9 @@ class RowTables:
         tables = tuple(table.rows(row_B, position_B) for table in self.tables)
         if self._kept is not None:
             tables = (self._kept.added_to(tables[0], row_B),)
+        if self._context_R is not None:
+            context_B: Any = self._context_R.take(row_B)
+            tables = tuple(replace(table, context_B=context_B) for table in tables)
         state = replace(kv, rows=tables)
         return state, Newest(newest_R, row_B), self._sampling_for(requests, row_B)
 
@@ -86,6 +90,8 @@ class RowTables:
             if owner_R[row] is not request:
                 owner_R[row] = request
                 self._set_sampling(row, request)
+                if self._context_R is not None:
+                    self._context_R[row] = request.max_len
                 self._same = None
             hold = request.hold
             if hold.bound_len != hold.room_len:

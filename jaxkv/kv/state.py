@@ -93,6 +93,7 @@ class PageTables:
     low      the same of `Store.low`.
     since_B  int32: the position from which on the queries of each row are observed (`Statistics`);
              None where nothing is. `focused` as there.
+    context_B int32: how long each row may get, where rotary embeddings depend on it; else None.
     """
 
     table_BW: jax.Array
@@ -100,6 +101,7 @@ class PageTables:
     len_B: jax.Array
     low: PageTables | None = None
     since_B: jax.Array | None = None
+    context_B: jax.Array | None = None
     focused: bool = static(default=False)
 
 

@@ -1,7 +1,7 @@
 """Runs every family: a model is a `ModelSpec` and a weight tree (`weights.tree`).
 
 A layer is a mixer, where tokens meet (attention over the pages of the layer's KV group), and a
-feed-forward, where each token is alone (a gated MLP): `mix` and `feed_forward` in `forward`. One
+feed-forward, where each token is alone (an MLP): `mix` and `feed_forward` in `forward`. One
 body, compiled once, runs all layers. Layers in different KV groups part only where they read and
 write their pages: they pick their tables by number, and branch only between unlike stores.
 
@@ -18,17 +18,19 @@ import jax.numpy as jnp
 
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.paged import Held, PagedAttention
-from jaxkv.models.rope import rope_frequencies
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.rope import Ropes
+from jaxkv.models.spec import ModelSpec, QueryTemperature
 from jaxkv.ops.attention import BACKENDS, Attention, Batch
 from jaxkv.ops.layers import (
     Matrix,
+    Rotation,
     apply_rope,
-    gated_mlp,
+    layer_norm,
     linear,
     linear_over,
+    mlp,
     rms_norm,
-    rope_tables,
+    soft_cap,
     values,
 )
 from jaxkv.weights.tree import Weights, layer_weights
@@ -55,27 +57,42 @@ def forward(
     attention = BACKENDS[backend] if isinstance(backend, str) else backend
     num_devices = 1 if axis is None else jax.lax.axis_size(axis)
     attend = PagedAttention(attention, kv, batch, spec, num_devices)
-    rope = rope_tables(batch.position_T, *rope_frequencies(spec))
+    ropes = Ropes(spec, batch.position_T, _contexts(kv, batch))
+    warmth_T = _query_factor(spec.attention.temperature, batch.position_T)
 
     def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> tuple[jax.Array, Held]:
-        q, k, v = _project(h_TD, w, rope, spec)
-        out, held = attend(held, number, q, k, v, out_dtype=w["o"].dtype)
-        out_TF = out.reshape(out.shape[0], -1)
-        return linear_over(out_TF, w["o"], w.get("o_bias"), axis=axis), held
+        q, k, v = _project(h_TD, w, ropes.of_layer(number), spec, axis)
+        if warmth_T is not None:
+            q = q * warmth_T[:, None, None]
+        found = attend(held, number, q, k, v, sinks_N=w.get("sinks"), out_dtype=w["o"].dtype)
+        out_TF = found[0].reshape(q.shape[0], -1)
+        return linear_over(out_TF, w["o"], w.get("o_bias"), axis=axis), found[1]
 
     def feed_forward(h_TD: jax.Array, w: Weights) -> jax.Array:
-        return gated_mlp(h_TD, w, activation=spec.activation, axis=axis)
+        return mlp(h_TD, w, activation=spec.activation, axis=axis)
 
     def layer(number: jax.Array, carry: tuple[jax.Array, Held]) -> tuple[jax.Array, Held]:
         x_TD, held = carry
         w = layer_weights(weights, number)
-        h_TD = rms_norm(x_TD, w["attn_norm"], eps=spec.norm_eps)
+        h_TD = _normed(x_TD, w, "attn_norm", spec)
         mixed_TD, held = mix(h_TD, w, held, number)
-        x_TD = x_TD + mixed_TD
-        h_TD = rms_norm(x_TD, w["mlp_norm"], eps=spec.norm_eps)
-        return x_TD + feed_forward(h_TD, w), held
+        mixed_TD = _scaled(_normed(mixed_TD, w, "post_attn_norm", spec), spec.residual_scale)
+        if spec.is_parallel:
+            # Some have one norm for both.
+            own = "mlp_norm" in w or "mlp_norm" in spec.unit_norms
+            h_TD = _normed(x_TD, w, "mlp_norm", spec) if own else h_TD
+            x_TD = x_TD + mixed_TD
+        else:
+            x_TD = x_TD + mixed_TD
+            h_TD = _normed(x_TD, w, "mlp_norm", spec)
+        out_TD = _normed(feed_forward(h_TD, w), w, "post_mlp_norm", spec)
+        return x_TD + _scaled(out_TD, spec.residual_scale), held
 
-    x_TD = _embed(weights["embed"], batch.token_T, spec, axis)
+    x_TD = _scaled(_embed(weights["embed"], batch.token_T, spec, axis), spec.embed_scale)
+    if "positions" in weights:
+        position_T = jnp.asarray(batch.position_T)
+        x_TD += values(weights["positions"].at[position_T].get(mode="clip")).astype(jnp.float32)
+    x_TD = _normed(x_TD, weights, "embed_norm", spec)
     # The pools are carried whole, with the layer's number beside them: as scan xs/ys they would be
     # copied (7.25 GiB against 0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e).
     with jax.named_scope("layers"):  # by which `jaxkv check` knows the loop in a compiled program
@@ -88,16 +105,20 @@ def head_of(weights: Weights) -> Weights:
     """Returns what `logits` takes of the weights: the final norm, and the head or the embeddings
     that are it.
     """
-    return {name: weights[name] for name in ("norm", "head" if "head" in weights else "embed")}
+    names = ("norm", "norm_bias", "head" if "head" in weights else "embed", "head_bias")
+    return {name: weights[name] for name in names if name in weights}
 
 
 def logits(
     weights: Weights, x_TD: jax.Array, *, spec: ModelSpec, axis: str | None = None
 ) -> jax.Array:
     """Applies the final norm and the head: [T, D] -> [T, V] float32."""
-    x_TD = rms_norm(x_TD, values(weights["norm"]), eps=spec.norm_eps)
+    x_TD = _normed(x_TD, weights, "norm", spec)
     head_VD = weights["head" if "head" in weights else "embed"]
-    part_TV = linear(x_TD, Matrix(head_VD))
+    bias_V = values(weights["head_bias"]) if "head_bias" in weights else None
+    part_TV = _scaled(linear(x_TD, Matrix(head_VD), bias_V), spec.logit_scale)
+    if spec.logit_cap:
+        part_TV = soft_cap(part_TV, spec.logit_cap)
     if axis is None or part_TV.shape[1] == spec.vocab_size:
         return part_TV
     return jax.lax.all_gather(part_TV, axis, axis=1, tiled=True)
@@ -113,24 +134,75 @@ def _embed(embed_VD: jax.Array, token_T: jax.Array, spec: ModelSpec, axis: str |
     return jax.lax.psum(jnp.where(((local_T >= 0) & (local_T < num_rows))[:, None], x_TD, 0), axis)
 
 
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1.0 else x * factor
+
+
+def _normed(
+    x: jax.Array, w: Weights, name: str, spec: ModelSpec, *, axis: str | None = None
+) -> jax.Array:
+    """Applies the norm of that name over the last axis; the same x where the model has none."""
+    if name in w:
+        scale = values(w[name]).astype(jnp.float32)
+        bias = values(w[f"{name}_bias"]) if f"{name}_bias" in w else None
+    elif name in spec.unit_norms:
+        scale, bias = jnp.ones(x.shape[-1], jnp.float32), None
+    else:
+        return x
+    if spec.norm.endswith("_one"):
+        scale = scale + 1
+    if spec.norm.startswith("layer"):
+        return layer_norm(x, scale, bias, eps=spec.norm_eps)
+    return rms_norm(x, scale, eps=spec.norm_eps, axis=axis)
+
+
+def _contexts(kv: PagedKV, batch: Batch) -> jax.Array | None:
+    """Returns how long each token's sequence may get, [T]; None where nothing depends on it."""
+    context_B = kv.rows[0].context_B
+    return None if context_B is None else jnp.asarray(context_B).at[batch.row_T].get(mode="clip")
+
+
+def _query_factor(temperature: QueryTemperature | None, position_T: jax.Array) -> jax.Array | None:
+    """Returns the factor of each token's queries, [T]; None where there is none."""
+    if temperature is None:
+        return None
+    period_T = jnp.floor((position_T + temperature.offset).astype(jnp.float32) / temperature.period)
+    return 1 + temperature.beta * jnp.log1p(period_T)
+
+
 def _project(
-    x_TD: jax.Array, w: Weights, rope: tuple[jax.Array, jax.Array], spec: ModelSpec
+    x_TD: jax.Array, w: Weights, rope: Rotation | None, spec: ModelSpec, axis: str | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H]; with qk-norm
     where the weights have it.
 
     Keys and queries are suited to being quantised where the weights say how (`programs.fit_keys`).
     """
+    attention = spec.attention
 
-    def heads(name: str) -> jax.Array:
+    def project(name: str) -> jax.Array:
         y = linear(x_TD, w[name], w.get(f"{name}_bias"))
+        if attention.clip:
+            y = jnp.clip(y, -attention.clip, attention.clip)
+        if attention.qk_norm == "whole":
+            y = _normed(y, w, f"{name}_norm", spec, axis=axis)
         return y.reshape(y.shape[0], -1, spec.head_dim)
 
-    q, k, v = heads("q"), heads("k"), heads("v")
-    if "q_norm" in w:
-        q = rms_norm(q, w["q_norm"], eps=spec.norm_eps)
-        k = rms_norm(k, w["k_norm"], eps=spec.norm_eps)
-    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+    def normed(x: jax.Array, name: str) -> jax.Array:
+        if attention.qk_norm == "whole":
+            return x
+        own = w
+        if attention.qk_norm == "heads" and name in w:
+            own = {name: w[name].reshape(-1, spec.head_dim)}
+        return _normed(x, own, name, spec)
+
+    q, k, v = project("q"), project("k"), project("v")
+    if not attention.norm_after_rope:
+        q, k = normed(q, "q_norm"), normed(k, "k_norm")
+    if rope is not None:
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+    if attention.norm_after_rope:
+        q, k = normed(q, "q_norm"), normed(k, "k_norm")
     if "k_affine" in w:
         mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, spec.head_dim), 2, 0)
         # What is stored of a key must not depend on whether the compiler rounds this product before

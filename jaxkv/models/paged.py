@@ -45,7 +45,9 @@ class PagedAttention:
         self, attention: Attention, kv: PagedKV, batch: Batch, spec: ModelSpec, num_devices: int
     ) -> None:
         self._attention, self._kv, self._batch = attention, kv, batch
-        self._scale = spec.head_dim**-0.5
+        asked = spec.attention
+        self._scale = spec.head_dim**-0.5 if asked.scale is None else asked.scale
+        self._cap = asked.cap
         places = [spec.group_of(layer) for layer in range(spec.num_layers)]
         if len(kv.stores) == len(kv.rows) == 1:  # every layer has a part of every page
             places = [(group, layer) for layer, (group, _) in enumerate(places)]
@@ -72,13 +74,18 @@ class PagedAttention:
         return PagedKV(tuple(map(_with, self._kv.stores, held.stores)), rows)
 
     def __call__(
-        self, held: Held, number: jax.Array, *qkv: jax.Array, out_dtype: np.dtype
+        self,
+        held: Held,
+        number: jax.Array,
+        *qkv: jax.Array,
+        sinks_N: jax.Array | None,
+        out_dtype: np.dtype,
     ) -> Result:
         """Attends the queries of layer `number` (int32) of the model.
 
         qkv: q [T, N, H], k and v [T, K, H]. Returns (out [T, N, H], what is held after it).
         """
-        attend = partial(self._attend, out_dtype=out_dtype)
+        attend = partial(self._attend, sinks_N=sinks_N, out_dtype=out_dtype)
         if len(self._of_groups) == 1:
             return attend(0, self._of_groups[0], held, number, *qkv)
         group, layer = jnp.asarray(self._places_L2)[number]
@@ -97,6 +104,7 @@ class PagedAttention:
         held: Held,
         layer: jax.Array,
         *qkv: jax.Array,
+        sinks_N: jax.Array | None,
         out_dtype: np.dtype,
     ) -> Result:
         """Attends in layer `layer` of a KV group, whose pages are in store s, with the tables of
@@ -113,6 +121,8 @@ class PagedAttention:
             self._batch,
             prepared,
             scale=self._scale,
+            cap=self._cap,
+            sinks_N=sinks_N,
             out_dtype=out_dtype,
         )
         stores = (*held.stores[:s], _pools(found.store), *held.stores[s + 1 :])
@@ -127,6 +137,8 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
             num_kv_heads=group.num_kv_heads // num_devices,
             head_dim=group.head_dim,
             window=group.window,
+            cap=spec.attention.cap,
+            has_sinks=spec.attention.has_sinks,
         )
         for group in spec.groups
     )

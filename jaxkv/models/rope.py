@@ -1,33 +1,85 @@
-"""Rotary frequencies of a model: what its `RopeSpec` means in numbers."""
+"""Rotary frequencies of a model: what its `RopeSpec`s mean in numbers."""
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.layers import default_inv_freq, llama3_inv_freq, yarn_inv_freq
+from jaxkv.models.spec import ModelSpec, RopeSpec
+from jaxkv.ops.layers import (
+    Rotation,
+    default_inv_freq,
+    llama3_inv_freq,
+    rope_tables,
+    yarn_inv_freq,
+)
 
 
-def rope_frequencies(spec: ModelSpec) -> tuple[np.ndarray, float]:
-    """Computes (inverse frequencies [H/2] float32, factor on cos and sin).
+class Ropes:
+    """Has the rotation of every layer in one step: tables are made once for each rope that some
+    layer has.
+
+    context_T: for each token how long its sequence may get, by which `dynamic` and `longrope`
+    choose their frequencies, once for a sequence; None: no longer than what the model was made for.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, position_T: jax.Array, context_T: jax.Array | None = None
+    ) -> None:
+        ropes = spec.layer_ropes or (spec.rope,) * spec.num_layers
+        kinds = list(dict.fromkeys(ropes))
+        self._kinds_L = np.array([kinds.index(rope) for rope in ropes], np.int32)
+        rotated = [rope for rope in kinds if rope is not None]
+        self._interleaved = bool(rotated) and rotated[0].interleaved
+        tables = []
+        for rope in rotated:
+            inv_freq: jax.Array | np.ndarray = rope_frequencies(rope, spec.head_dim)
+            if context_T is not None and rope.depends_on_context:
+                inv_freq = _frequencies_in_context(rope, spec.head_dim, context_T)
+            tables.append(rope_tables(position_T, inv_freq, rope.attention_factor))
+        if rotated and None in kinds:
+            cos, sin = tables[0]
+            tables.insert(kinds.index(None), (jnp.ones_like(cos), jnp.zeros_like(sin)))
+        self._tables = tables
+        if len(tables) > 1:
+            self._stacked = jax.tree.map(lambda *x: jnp.stack(x), *tables)
+
+    def of_layer(self, number: jax.Array) -> Rotation | None:
+        """Returns the rotation of layer `number` (int32); None where no layer has one."""
+        if not self._tables:
+            return None
+        if len(self._tables) == 1:
+            cos, sin = self._tables[0]
+        else:
+            kind = jnp.asarray(self._kinds_L)[number]
+            cos, sin = (table[kind] for table in self._stacked)
+        return Rotation(cos, sin, self._interleaved)
+
+
+def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
+    """Computes the inverse frequencies [dim/2] float32 of sequences that are no longer than what
+    the model was made for.
 
     Raises: ValueError for a rope kind that is not known.
     """
-    rope, head_dim = spec.rope, spec.head_dim
+    dim = rope.dim or head_dim
     if rope.kind == "yarn":
         inv_freq = yarn_inv_freq(
             rope.theta,
-            head_dim,
+            dim,
             factor=rope.factor,
             original_max_len=rope.original_max_len,
             beta_fast=rope.beta_fast,
             beta_slow=rope.beta_slow,
             truncate=rope.truncate,
         )
-        return inv_freq, rope.attention_factor
-    inv_freq = default_inv_freq(rope.theta, head_dim)
+        return -inv_freq if rope.reverse else inv_freq
+    inv_freq = default_inv_freq(rope.theta, dim)
     if rope.kind == "linear":
         inv_freq = (inv_freq / np.float32(rope.factor)).astype(np.float32)
+    elif rope.kind == "longrope":
+        inv_freq = (inv_freq / np.array(rope.short_factors, np.float32)).astype(np.float32)
     elif rope.kind == "llama3":
         inv_freq = llama3_inv_freq(
             inv_freq,
@@ -36,6 +88,20 @@ def rope_frequencies(spec: ModelSpec) -> tuple[np.ndarray, float]:
             high_freq_factor=rope.high_freq_factor,
             original_max_len=rope.original_max_len,
         )
-    elif rope.kind != "default":
-        raise ValueError(f"rope kind: expected default, linear, llama3 or yarn, got {rope.kind!r}")
-    return inv_freq, 1.0
+    elif rope.kind not in ("default", "dynamic"):
+        raise ValueError(f"rope kind: expected one that is known, got {rope.kind!r}")
+    return -inv_freq if rope.reverse else inv_freq
+
+
+def _frequencies_in_context(rope: RopeSpec, head_dim: int, context_T: jax.Array) -> jax.Array:
+    """Computes the inverse frequencies [T, dim/2] of tokens whose sequences may get so long."""
+    dim = rope.dim or head_dim
+    if rope.kind == "longrope":
+        long = default_inv_freq(rope.theta, dim) / np.array(rope.long_factors, np.float32)
+        is_long_T1 = context_T[:, None] > rope.original_max_len
+        return jnp.where(is_long_T1, long[None], rope_frequencies(rope, head_dim)[None])
+    longest_T = jnp.maximum(context_T, rope.original_max_len).astype(jnp.float32)
+    grown_T = rope.factor * longest_T / rope.original_max_len - (rope.factor - 1)
+    theta_T = rope.theta * grown_T ** (dim / (dim - 2))
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return theta_T[:, None] ** -exponent[None]

@@ -8,11 +8,14 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary embedding; `kind` is one of default, linear, llama3, yarn, the rest are that kind's
-    parameters.
+    """Rotary embedding; `kind` is one of default, linear, dynamic, llama3, longrope, yarn, the rest
+    are that kind's parameters.
 
-    Lengths are in tokens. Sources: RoFormer arXiv 2104.09864 (default), arXiv 2306.15595 (linear),
-    Llama 3.1 (llama3), YaRN arXiv 2309.00071 (yarn).
+    dim: dimensions of each head that are rotated, the first ones; 0: all. interleaved: dimension 2i
+    is paired with 2i + 1, else i with i + dim / 2. reverse: by the opposite angle. factors: of
+    longrope, what divides each frequency. Lengths are in tokens. Sources: RoFormer arXiv 2104.09864
+    (default), arXiv 2306.15595 (linear, dynamic), Llama 3.1 (llama3), LongRoPE arXiv 2402.13753
+    (longrope), YaRN arXiv 2309.00071 (yarn).
     """
 
     kind: str = "default"
@@ -25,6 +28,48 @@ class RopeSpec:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    dim: int = 0
+    interleaved: bool = False
+    reverse: bool = False
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def depends_on_context(self) -> bool:
+        """Says whether a sequence that may get longer than `original_max_len` has other
+        frequencies.
+        """
+        return self.kind in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryTemperature:
+    """Says how queries grow with their position: by 1 + beta * ln(1 + floor((position + offset) /
+    period)). Source: Llama 4's attention temperature tuning.
+    """
+
+    beta: float
+    period: float
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """Says what attention does beside what its tensors show.
+
+    scale: of the scores, head_dim**-0.5 if None. cap: scores are cap * tanh(score / cap), where it
+    is not 0. qk_norm: what a norm of queries and keys is over, each "head" alike, "heads" with
+    weights of their own, or the "whole" of them; before the rotation or `norm_after_rope`. clip:
+    bounds queries, keys and values from both sides, where it is not 0.
+    """
+
+    scale: float | None = None
+    cap: float = 0.0
+    qk_norm: str = "head"
+    norm_after_rope: bool = False
+    clip: float = 0.0
+    temperature: QueryTemperature | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +87,14 @@ class KVGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer. Biases, qk-norm and an untied head are not here: their tensors
-    are the flag.
+    """A decoder-only transformer. Biases, most norms, a gate and an untied head are not here: their
+    tensors are the flag.
+
+    norm: "rms" or "layer" (with the mean taken off), with "_one" where the weights are stored less
+    one. unit_norms: norms without weights. rope: of all layers, unless `layer_ropes` has one for
+    each, None where a layer rotates nothing. is_parallel: attention and feed-forward both take what
+    came into the layer. embed_scale, residual_scale, logit_scale: factors on embeddings, on what
+    joins the stream, on logits; logit_cap as `AttentionSpec.cap`.
     """
 
     family: str
@@ -58,6 +109,26 @@ class ModelSpec:
     groups: tuple[KVGroup, ...]
     max_len: int
     """Longest context the checkpoint declares, in tokens."""
+    attention: AttentionSpec = AttentionSpec()
+    norm: str = "rms"
+    unit_norms: tuple[str, ...] = ()
+    layer_ropes: tuple[RopeSpec | None, ...] = ()
+    is_parallel: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+
+    @property
+    def depends_on_context(self) -> bool:
+        """Says whether a sequence is rotated by how long it may get."""
+        return any(rope.depends_on_context for rope in (self.rope, *self.layer_ropes) if rope)
+
+    def context_of(self, max_len: int) -> int:
+        """Returns what a sequence's keys depend on of how long it may get: 0 if they do not."""
+        ropes = {rope for rope in (self.rope, *self.layer_ropes) if rope}
+        beyond = {rope.kind for rope in ropes if max_len > rope.original_max_len > 0}
+        return max_len if "dynamic" in beyond else int("longrope" in beyond)
 
     def group_of(self, layer: int) -> tuple[int, int]:
         """Returns (group, index of the layer within that group)."""

@@ -19,7 +19,14 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_fast": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+
+XIELU = "xielu"
+"""An activation with parameters of its own in each layer (`xielu`)."""
 
 PIECE_BYTES = 2**21
 """What a CPU takes of a matrix at once where it has to copy it: as much as a core keeps in its
@@ -169,13 +176,35 @@ def _total_by_tiles(x: Array) -> Array:
     )
 
 
-def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
-    """Normalises by the root mean square over the last axis, float32 in and out. Source: arXiv
-    1910.07467, equation 4.
+def rms_norm(x: Array, scale: Array, *, eps: float, axis: str | None = None) -> Array:
+    """Normalises by the root mean square over the last axis, of which each device along the mesh
+    axis has an equal part. Float32 in and out. Source: arXiv 1910.07467, equation 4.
     """
     x = x.astype(jnp.float32)
-    scale = jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))
-    return x * jax.lax.rsqrt(total(x * x)[..., None] / x.shape[-1] + eps) * scale
+    scale = jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - scale.ndim)))
+    squares, width = total(x * x)[..., None], x.shape[-1]
+    if axis is not None:
+        squares, width = jax.lax.psum(squares, axis), width * jax.lax.axis_size(axis)
+    return x * jax.lax.rsqrt(squares / width + eps) * scale
+
+
+def layer_norm(x: Array, scale: Array, bias: Array | None, *, eps: float) -> Array:
+    """Normalises by mean and variance over the last axis, float32 in and out. Source: arXiv
+    1607.06450, equation 4.
+    """
+    x = x.astype(jnp.float32)
+    centred = x - total(x)[..., None] / x.shape[-1]
+    y = rms_norm(centred, scale, eps=eps)
+    if bias is None:
+        return y
+    return y + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(x.ndim - 1)))
+
+
+def soft_cap(x: Array, cap: float) -> Array:
+    """Keeps values between -cap and cap, smoothly: cap * tanh(x / cap). Source: arXiv 2408.00118,
+    section 2.
+    """
+    return jnp.tanh(x / cap) * cap
 
 
 def by_pieces(function: Callable[..., Any], *rows: Any, size: int) -> Any:
@@ -200,19 +229,16 @@ def by_pieces(function: Callable[..., Any], *rows: Any, size: int) -> Any:
     return jax.lax.fori_loop(0, -(-num_rows // size), piece, empty)
 
 
-def gated_mlp(
-    x_TD: Array, w: Mapping[str, Any], *, activation: str, axis: str | None = None
-) -> Array:
-    """Computes down(act(gate(x)) * up(x)), each with its bias where `w` has one; `axis` as in
-    `linear_over`.
+def mlp(x_TD: Array, w: Mapping[str, Any], *, activation: str, axis: str | None = None) -> Array:
+    """Computes down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate, each with its bias
+    where `w` has one; `axis` as in `linear_over`.
 
     Source: arXiv 2002.05202, section 2.
     """
     names = ("gate", "gate_bias", "up", "up_bias", "down")
     own = {name: w[name] for name in names if name in w}
-    at_once, in_pieces = (
-        partial(mlp, activation=ACTIVATIONS[activation]) for mlp in (_mlp_at_once, _mlp_in_pieces)
-    )
+    act = partial(xielu, w=w) if activation == XIELU else ACTIVATIONS[activation]
+    at_once, in_pieces = (partial(one, activation=act) for one in (_mlp_at_once, _mlp_in_pieces))
     y_TD = jax.lax.platform_dependent(x_TD, own, tpu=in_pieces, default=at_once)
     return _add_up(y_TD, w.get("down_bias"), axis)
 
@@ -220,8 +246,10 @@ def gated_mlp(
 def _mlp_at_once(
     x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[Array], Array]
 ) -> Array:
-    gate_TF = linear(x_TD, w["gate"], w.get("gate_bias"))
     up_TF = linear(x_TD, w["up"], w.get("up_bias"))
+    if "gate" not in w:
+        return linear(activation(up_TF), w["down"])
+    gate_TF = linear(x_TD, w["gate"], w.get("gate_bias"))
     return linear(activation(gate_TF) * up_TF, w["down"])
 
 
@@ -233,7 +261,7 @@ def _mlp_in_pieces(
 
     Reads each weight once, whatever the number of pieces.
     """
-    num_tokens, width = x_TD.shape[0], w["gate"].num_rows
+    num_tokens, width = x_TD.shape[0], w["up"].num_rows
     size = _piece_of(width, MLP_BYTES // (4 * num_tokens))
     if size == width:
         return _mlp_at_once(x_TD, w, activation=activation)
@@ -246,8 +274,9 @@ def _mlp_in_pieces(
             bias_C = jax.lax.dynamic_slice_in_dim(w[f"{name}_bias"], i * size, size)
             return y_TC + bias_C.astype(jnp.float32)[None, :]
 
-        h_TC = (activation(part("gate")) * part("up")).astype(w["down"].dtype)
-        return y_TD + _dot(h_TC, w["down"].columns(i * size, size))
+        up_TC = part("up")
+        h_TC = activation(part("gate")) * up_TC if "gate" in w else activation(up_TC)
+        return y_TD + _dot(h_TC.astype(w["down"].dtype), w["down"].columns(i * size, size))
 
     return jax.lax.fori_loop(
         0, width // size, piece, jnp.zeros((num_tokens, w["down"].num_rows), jnp.float32)
@@ -262,20 +291,52 @@ def _piece_of(width: int, most: int) -> int:
     return next((size for size in sizes if size <= most), width)
 
 
-def rope_tables(position_T: Array, inv_freq: np.ndarray, factor: float) -> tuple[Array, Array]:
-    """Returns (cos, sin) [T, H/2] float32, times YaRN's attention factor."""
-    angle = position_T.astype(jnp.float32)[:, None] * jnp.asarray(inv_freq, jnp.float32)[None, :]
+def xielu(x: Array, *, w: Mapping[str, Any]) -> Array:
+    """Computes xIELU, whose parameters a layer has. Source: arXiv 2411.13010, equation 19."""
+    of_positive, of_negative, beta, eps = (
+        w[f"act_{name}"].astype(jnp.float32).reshape(())
+        for name in ("alpha_p", "alpha_n", "beta", "eps")
+    )
+    positive = jax.nn.softplus(of_positive) * x * x + beta * x
+    negative = (jnp.expm1(jnp.minimum(x, eps)) - x) * (beta + jax.nn.softplus(of_negative))
+    return jnp.where(x > 0, positive, negative + beta * x)
+
+
+class Rotation(NamedTuple):
+    """Holds cos and sin [T, dim/2] of the first `dim` dimensions of each head, which are paired as
+    `RopeSpec.interleaved` says.
+    """
+
+    cos_TP: Array
+    sin_TP: Array
+    interleaved: bool = False
+
+
+def rope_tables(
+    position_T: Array, inv_freq: np.ndarray | Array, factor: float
+) -> tuple[Array, Array]:
+    """Returns (cos, sin) [T, P] float32, times YaRN's attention factor; inv_freq [P] or [T, P]."""
+    angle = position_T.astype(jnp.float32)[:, None] * jnp.atleast_2d(
+        jnp.asarray(inv_freq, jnp.float32)
+    )
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
-def apply_rope(x_TNH: Array, cos: Array, sin: Array) -> Array:
-    """Rotates the two halves of every head ("rotate half" order of Hugging Face checkpoints).
+def apply_rope(x_TNH: Array, rotation: Rotation) -> Array:
+    """Rotates every head, or the first dimensions of it.
 
-    Source: arXiv 2104.09864, equation 34, with dimension i paired with i + H/2.
+    Source: arXiv 2104.09864, equation 34; without interleaving with dimension i paired with i +
+    dim/2 ("rotate half" order of Hugging Face checkpoints).
     """
-    lower, upper = jnp.split(x_TNH.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return jnp.concatenate([lower * cos - upper * sin, upper * cos + lower * sin], axis=-1)
+    cos, sin = rotation.cos_TP[:, None, :], rotation.sin_TP[:, None, :]
+    dim = 2 * cos.shape[-1]
+    x, rest = x_TNH[..., :dim].astype(jnp.float32), x_TNH[..., dim:].astype(jnp.float32)
+    if rotation.interleaved:
+        lower, upper = x[..., 0::2], x[..., 1::2]
+        pairs = jnp.stack([lower * cos - upper * sin, upper * cos + lower * sin], axis=-1)
+        return jnp.concatenate([pairs.reshape(x.shape), rest], axis=-1)
+    lower, upper = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([lower * cos - upper * sin, upper * cos + lower * sin, rest], axis=-1)
 
 
 def default_inv_freq(theta: float, head_dim: int) -> np.ndarray:

@@ -36,6 +36,10 @@ class Background:
         _RUNNING.add(self)
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def wait(self) -> None:
         """Returns when it has ended."""
         self._thread.join()

@@ -262,6 +262,13 @@ class Programs:
             likely_first(self._every), self._compile_behind, at_end=self._progress.clear
         )
 
+    @property
+    def is_compiling(self) -> bool:
+        """Says whether programs are compiled in the background: one that is wanted next may not be
+        there yet.
+        """
+        return self._background is not None and not self._background.has_ended
+
     def compile_largest(self) -> None:
         """Compiles the step, the draw, the scores and the loop that need the most memory."""
         tokens, rows = self.token_buckets[-1], self.row_buckets[-1]

@@ -17,6 +17,7 @@ from jaxkv.models import decoder
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Attended, Batch, Heads, Place
+from jaxkv.ops.attention.base import refuse_extras
 from jaxkv.placement import PAGES, Placement, on_every_device
 from jaxkv.weights.tree import Weights
 
@@ -60,7 +61,10 @@ class Moments:
         *,
         scale: float,
         out_dtype: np.dtype,
+        cap: float = 0.0,
+        sinks_N: jax.Array | None = None,
     ) -> Attended:
+        refuse_extras(at, cap, sinks_N)  # with which scores may not change by q . m
         out_TNH = jax.nn.dot_product_attention(
             *(x[None] for x in (q_TNH, k_TKH, v_TKH)),
             scale=scale,

@@ -161,6 +161,8 @@ def empty_tables(
 
     policy = get_policy(config.kv_policy)
     tables = of(config.table_width)
+    if config.has_contexts:
+        tables = replace(tables, context_B=make((num_rows,), 0))
     if policy is not None:
         tables = replace(
             tables,

@@ -228,8 +228,9 @@ class Intake:
         bad_words = self._processing(params, stop_ids | {self._model.eos_id})
         retention = self._retention(params, len(tokens))
         max_len, at_max_len = self._limit(len(tokens), params, retention)
-        salts = ("shared", salt) if self._share_prefixes else (str(number), salt)
-        root = root_key(self._cache_root, *salts)
+        shared = "shared" if self._share_prefixes else str(number)
+        context = self._model.spec.context_of(max_len)
+        root = root_key(self._cache_root, shared, salt, str(context))
         num_samples = params.n if num_samples is None else num_samples
         seed = self._seed(params, number)
         ends = Ends(

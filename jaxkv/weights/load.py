@@ -46,15 +46,40 @@ def load_weights(
     Raises: CheckpointError naming every missing, unexpected or misshapen tensor, before anything is
     allocated; naming the first tensor that holds NaN or infinity, unless `check` is False.
     """
-    with Checkpoint.open(directory) as checkpoint:
+    with open_checkpoint(directory, layout) as checkpoint:
         leaves = _present(checkpoint, spec, layout)
         _check(checkpoint, spec, layout, leaves)
 
         def load(leaf: TreeLeaf) -> Array:
-            host = _stack(checkpoint, leaf.sources, leaf.shape, jnp.dtype(dtype), check)
+            host = _stack(checkpoint, leaf, jnp.dtype(dtype), check)
             return put(host.view(np.uint16) if as_bits else host, leaf.name, placement)
 
         return make_tree((leaf, load(leaf)) for leaf in leaves)
+
+
+TEXT = (
+    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+    (re.compile(r"^(model\.language_model|language_model\.model|model\.text_model)\."), "model."),
+)
+"""How models of several parts call the tensors of their text part, and what it calls them."""
+
+ALONE = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
+"""How the text part's own tensors begin."""
+
+
+def open_checkpoint(directory: Path, layout: Layout) -> Checkpoint:
+    """Opens the tensors of the layout's model, under their names in the text part where it is a
+    part of another model.
+    """
+    checkpoint = Checkpoint.open(directory)
+    return checkpoint if layout.part_of is None else checkpoint.renamed(_name_in_text)
+
+
+def _name_in_text(name: str) -> str | None:
+    for pattern, replacement in TEXT:
+        if pattern.match(name):
+            return pattern.sub(replacement, name)
+    return name if name.startswith(ALONE) else None
 
 
 def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
@@ -92,7 +117,7 @@ def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, leaves: list[TreeLeaf]) -> None:
-    expected = {source: leaf.one.info.shape for leaf in leaves for source in leaf.sources}
+    expected = {source: leaf.one.stored_shape for leaf in leaves for source in leaf.sources}
     repeated = {leaf.source for leaf in layout.top.values()} - set(expected)
     entries = checkpoint.entries
     unknown = [
@@ -117,21 +142,18 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, leaves: list
         raise CheckpointError(f"{checkpoint.directory}: {shown}")
 
 
-def _stack(
-    checkpoint: Checkpoint,
-    sources: tuple[str, ...],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    check: bool,
-) -> np.ndarray:
-    """Stacks the named tensors in one host array of `shape`, converted as they are copied from the
-    file, and looked at if `check`.
+def _stack(checkpoint: Checkpoint, leaf: TreeLeaf, dtype: np.dtype, check: bool) -> np.ndarray:
+    """Makes the leaf in one host array, converted as it is copied from the file, and looked at if
+    `check`.
     """
-    host = aligned_empty(shape, dtype)
-    for part, name in zip(host.reshape(len(sources), -1), sources, strict=True):
-        stored = checkpoint.read(name).reshape(-1)
-        for start in range(0, part.size, CHECKED):
-            piece = part[start : start + CHECKED]
+    host = aligned_empty(leaf.shape, dtype)
+    for piece_of_host, name in zip(host.reshape(len(leaf.sources), -1), leaf.sources, strict=True):
+        stored = checkpoint.read(name)
+        if leaf.one.part is not None:
+            stored = leaf.one.part.take(stored)
+        stored = stored.reshape(-1)
+        for start in range(0, piece_of_host.size, CHECKED):
+            piece = piece_of_host[start : start + CHECKED]
             # What does not fit is named below.
             with np.errstate(over="ignore", invalid="ignore"):
                 piece[...] = stored[start : start + CHECKED]

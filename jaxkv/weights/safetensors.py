@@ -15,7 +15,7 @@ import re
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -126,6 +126,17 @@ class Checkpoint:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.entries)
+
+    def renamed(self, rename: Callable[[str], str | None]) -> Checkpoint:
+        """Returns the same tensors under other names, without those for which there is None.
+
+        Raises: CheckpointError if two have one name.
+        """
+        entries: dict[str, TensorEntry] = {}
+        for name, entry in self.entries.items():
+            if (new := rename(name)) is not None and entries.setdefault(new, entry) is not entry:
+                raise _wrong(entry.file, f"one tensor to be {new}", entries[new].name, name=name)
+        return Checkpoint(self.directory, entries, self._maps)
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """Reads the tensor as a read-only, zero-copy view; an offset that the dtype does not divide

@@ -30,7 +30,7 @@ class TreeLeaf(NamedTuple):
 
     name     its key, by which a `Placement` knows it: `embed`, `q`.
     one      what the family says of it, or of its part in one layer.
-    sources  the tensors of a checkpoint that it is made of, one for each layer if it is stacked.
+    sources  the tensors of a checkpoint that it is made of or a part of, in their order in it.
     """
 
     name: str
@@ -55,7 +55,11 @@ def tree_leaves(spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
         TreeLeaf(
             name,
             leaf,
-            tuple(leaf.source.format(layer=i) for i in range(spec.num_layers)),
+            tuple(
+                leaf.source.format(layer=layer, head=head)
+                for layer in range(spec.num_layers)
+                for head in range(leaf.num_sources)
+            ),
             (spec.num_layers, *leaf.info.shape),
             is_stacked=True,
         )
@@ -79,11 +83,11 @@ def with_layer_leaf(weights: Weights, name: str, stacked: Any) -> dict[str, Any]
 
 
 def layer_weights(weights: Weights, layer: Array) -> dict[str, Any]:
-    """Returns the weights of one layer by name: vectors as values, matrices as `Matrix`, which
-    stays in its stack until a matmul reads it.
+    """Returns the weights of one layer by name: vectors and numbers as values, matrices as
+    `Matrix`, which stays in its stack until a matmul reads it.
     """
     return {
-        name: values(leaf[layer]) if leaf.ndim == 2 else Matrix(leaf, layer)
+        name: values(leaf[layer]) if leaf.ndim < 3 else Matrix(leaf, layer)
         for name, leaf in weights[LAYERS].items()
     }
 

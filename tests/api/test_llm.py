@@ -1085,6 +1085,7 @@ def test_the_tokenizer_may_come_from_another_directory_or_not_at_all(make, check
 
 
 def test_describe_says_what_this_engine_is(llm, checkpoint):
+    llm.wait_until_compiled()
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     text = llm.describe()

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from jaxkv import LLM, SamplingParams
 from jaxkv.build.blueprint import make_blueprint
 from jaxkv.build.options import EngineOptions
 from jaxkv.errors import CapacityError
@@ -107,6 +108,24 @@ def test_one_that_is_wanted_does_not_wait_for_another(programs, compiler):
     programs.compile_all()
     assert got == ["step 16"]
     assert sorted(compiler.begun) == sorted(programs._every)
+
+
+def test_the_first_token_does_not_wait_for_the_program_of_the_second(checkpoint, monkeypatch):
+    compile_one, may_end, got = Programs._compile, Event(), []
+
+    def compile_loops_late(self: Programs, kind: str, size: int) -> object:
+        assert kind != "loop" or may_end.wait(60)
+        return compile_one(self, kind, size)
+
+    monkeypatch.setattr(Programs, "_compile", compile_loops_late)
+    llm = LLM(checkpoint, **SMALL | {"lazy_compile": False})
+    stream = llm.stream({"prompt_token_ids": [3, 1, 4]}, SamplingParams(max_tokens=2))
+    user = Thread(target=lambda: got.append(next(stream)))
+    user.start()
+    user.join(60)
+    assert [len(output.outputs[0].token_ids) for output in got] == [1]
+    may_end.set()
+    assert sum(len(output.outputs[0].token_ids) for output in stream) == 1
 
 
 def test_what_fails_raises_where_it_is_used_and_nowhere_else(programs, compiler):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import pkgutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxkv.errors import CheckpointError
-from jaxkv.models.families.base import ConfigReader, Layout, Leaf
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import Layout, Leaf
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
 
@@ -19,6 +22,22 @@ FAMILIES = tuple(
     sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
 )
 MAX_CONFIG_BYTES = 10_000_000
+DEFAULTS = Path(__file__).with_name("defaults.json")
+"""Written by scripts/family_defaults.py."""
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "ffn_hidden_size",
+)
+TEXT_OF = {"mistral3": "mistral", "llava": "llama", "gemma3": "gemma3_text"}
+"""The family of a text part that does not say which it is."""
 
 
 def read_config(directory: Path, name: str = "config.json") -> ConfigReader:
@@ -51,21 +70,53 @@ def check_json(path: Path) -> dict[str, Any]:
 
 
 def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    """Reads spec and layout by the config's `model_type`.
+    """Reads spec and layout by the config's `model_type`, those of its text part where it has
+    several.
 
-    Raises: CheckpointError for an unknown model_type, listing the known, and for rotary parameters
-    that do not compute.
+    Raises: CheckpointError for an unknown model_type, naming those that are spelt like it, and for
+    rotary parameters that do not compute.
     """
+    outer, config = config, _text_part(config)
     model_type = config.values.get("model_type")
     if model_type not in FAMILIES:
-        raise config.fail("model_type", f"one of {', '.join(FAMILIES)}")
-    spec, layout = importlib.import_module(f"{__name__}.{model_type}").read(config)
-    inv_freq, _ = rope_frequencies(spec)
-    if not np.isfinite(inv_freq).all():
-        raise CheckpointError(
-            f"{config.where}: expected finite rotary frequencies, got {inv_freq} from {spec.rope}"
-        )
+        near = difflib.get_close_matches(str(model_type), FAMILIES, n=3, cutoff=0.5)
+        nearest = f" (the nearest: {', '.join(near)})" if near else ""
+        raise config.fail("model_type", f"one of {', '.join(FAMILIES)}{nearest}")
+    family = importlib.import_module(f"{__name__}.{model_type}")
+    spec, layout = family.read(config.with_defaults(_defaults(model_type, config is not outer)))
+    for rope in {spec.rope, *spec.layer_ropes} - {None}:
+        inv_freq = rope_frequencies(rope, spec.head_dim)
+        if not np.isfinite(inv_freq).all():
+            raise CheckpointError(
+                f"{config.where}: expected finite rotary frequencies, got {inv_freq} from {rope}"
+            )
+    if config is not outer:
+        layout = replace(layout, part_of=outer.get("model_type", "another model"))
     return spec, layout
+
+
+def _text_part(config: ConfigReader) -> ConfigReader:
+    """Returns the reader of a model's text part: itself, unless it has a `text_config`."""
+    if not isinstance(config.get("text_config"), dict):
+        return config
+    text = config.section("text_config")
+    # The tie may be said on either level, a quantisation is said on the outer one.
+    above = {
+        key: config.values[key]
+        for key in ("tie_word_embeddings", "quantization_config")
+        if key in config.values
+    }
+    if text.get("model_type") is None:
+        above["model_type"] = TEXT_OF.get(config.get("model_type"))
+    return text.with_defaults(above)
+
+
+def _defaults(model_type: str, is_part: bool) -> dict[str, Any]:
+    """Returns what transformers takes for keys that a config.json leaves out. Sizes are always
+    there, but in a part of a model.
+    """
+    values = json.loads(DEFAULTS.read_text()).get(model_type, {})
+    return {key: value for key, value in values.items() if is_part or key not in SIZES}
 
 
 __all__ = ["FAMILIES", "ConfigReader", "Layout", "Leaf", "check_json", "read_config", "read_family"]

@@ -1,17 +1,15 @@
 """Defines what a family file gives: `read(config) -> (ModelSpec, Layout)`, from config.json to spec
 and expected tensors.
 
-A family is one file here, named after its `model_type`. It promises that the layout lists every
-tensor that the model
-computes with: the loader refuses a checkpoint with one missing and one with a tensor that nobody
-takes.
+A family is one file here, named after its `model_type`; one whose block is known needs
+`read_decoder` with what sets it apart. It promises that the layout lists every tensor that the
+model computes with: the loader refuses a checkpoint with one missing and one with a tensor that
+nobody takes.
 """
 
 from __future__ import annotations
 
-import math
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +17,30 @@ import numpy as np
 
 from jaxkv.axes import ArrayInfo
 from jaxkv.config import is_int
-from jaxkv.errors import CheckpointError
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.rope_config import extended_len, read_rope
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
-from jaxkv.ops.layers import ACTIVATIONS
+from jaxkv.ops.layers import ACTIVATIONS, XIELU
 
-MAX_SIZE = 2**24
-MAX_LAYERS = 2**12
-MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30
-"""Bounds of every other number: inside float32's range with room to divide."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Says which part of a stored tensor an array is: of its rows (after it is `transposed`) seen
+    as `num_blocks` blocks, those from `start` to `stop` of each. `shape` is the tensor's.
+    """
+
+    shape: tuple[int, ...]
+    num_blocks: int = 1
+    start: int = 0
+    stop: int | None = None
+    transposed: bool = False
+
+    def take(self, stored: np.ndarray) -> np.ndarray:
+        rows = stored.T if self.transposed else stored
+        blocks = rows.reshape(self.num_blocks, -1, *rows.shape[1:])[:, self.start : self.stop]
+        return blocks.reshape(-1, *rows.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,261 +49,192 @@ class Leaf:
     and its description.
 
     `same_as` names a leaf that this one may repeat: absent or equal in the checkpoint, it is left
-    out of the tree.
+    out of the tree. `part`: it is a part of the tensor only. `num_sources`: it is so many tensors
+    one behind the other, by `{head}`.
     """
 
     source: str
     info: ArrayInfo
     same_as: str | None = None
+    part: Part | None = None
+    num_sources: int = 1
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Returns the shape of each tensor in the checkpoint."""
+        if self.part is not None:
+            return self.part.shape
+        shape = self.info.shape
+        return shape if self.num_sources == 1 else (shape[0] // self.num_sources, *shape[1:])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Leaves outside the layers, leaves of each layer, and patterns of names that hold nothing of
     their own.
+
+    `part_of`: the model_type of a model of which this is the text part; its other tensors are not
+    loaded.
     """
 
     top: Mapping[str, Leaf]
     layer: Mapping[str, Leaf]
     derived: tuple[str, ...] = field(default=())
+    part_of: str | None = None
 
 
-class ConfigReader:
-    """config.json with checked access: every error says where it is, the key, what was expected and
-    what came.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """Says what a family's tensors are called, those of a layer behind `layer`. None: it has none.
 
-    A key that is null counts as absent: the reader's `default` holds.
+    qkv, gate_up: one tensor that holds the rows of several, in place of those.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values = values
-        self.where = where
-
-    def fail(self, key: str, expected: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.where}: {key}: expected {expected}, got {reprlib.repr(self.values.get(key))}"
-        )
-
-    def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(key)
-        return default if value is None else value
-
-    def size(self, key: str, default: int | None = None, *, at_most: int = MAX_SIZE) -> int:
-        """Reads a whole number from 1 to `at_most`."""
-        value = self.get(key, default)
-        if not is_int(value) or not 1 <= value <= at_most:
-            raise self.fail(key, f"a whole number from 1 to {at_most}")
-        return value
-
-    def number(
-        self, key: str, default: float | None = None, *, at_least: float = MIN_NUMBER
-    ) -> float:
-        """Reads a number from `at_least` to 1e30."""
-        value = self.get(key, default)
-        if not (is_int(value) or isinstance(value, float)) or not at_least <= value <= MAX_NUMBER:
-            raise self.fail(key, f"a number from {at_least:g} to {MAX_NUMBER:g}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise self.fail(key, "true or false")
-        return value
-
-    def section(self, key: str) -> ConfigReader:
-        """Reads the object under `key`, empty if there is none, as a reader of its own."""
-        value = self.get(key, {})
-        if not isinstance(value, dict):
-            raise self.fail(key, "an object")
-        return ConfigReader(value, f"{self.where}: {key}")
+    embed: str = "model.embed_tokens"
+    positions: str | None = None
+    norm: str | None = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{layer}."
+    attn_norm: str | None = "input_layernorm"
+    post_attn_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    post_mlp_norm: str | None = None
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
+    q_norm: str | None = None
+    k_norm: str | None = None
+    gate: str | None = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    qkv: str | None = None
+    gate_up: str | None = None
 
 
-def read_rope(config: ConfigReader, *, max_len: int) -> RopeSpec:
-    """Reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside
-    `rope_scaling` (older files).
-    """
-    rope, older = config.section("rope_parameters"), config.section("rope_scaling")
-    if rope.values and older.values and rope.values != older.values:
-        raise config.fail(
-            "rope_scaling",
-            "none beside a different rope_parameters: merge them into rope_parameters",
-        )
-    rope = rope if rope.values else older
-    key = "type" if "rope_type" not in rope.values and "type" in rope.values else "rope_type"
-    kind = rope.get(key, "default")
-    theta = rope.number(
-        "rope_theta", config.number("rope_theta", 10000.0, at_least=1.001), at_least=1.001
-    )
-    for reader in (config, rope):
-        if reader.get("partial_rotary_factor", 1.0) != 1.0:
-            raise reader.fail("partial_rotary_factor", "1 (a partly rotated head is not built yet)")
-    if kind == "default":
-        return RopeSpec(theta=theta)
-    if kind == "linear":
-        return RopeSpec(kind=kind, theta=theta, factor=rope.number("factor"))
-    if kind not in ("llama3", "yarn"):
-        raise rope.fail(key, "default, linear, llama3 or yarn")
-    original_max_len = config.size("original_max_position_embeddings", max_len)
-    original_max_len = rope.size("original_max_position_embeddings", original_max_len)
-    if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if high <= low:
-            raise rope.fail("high_freq_factor", f"a number above low_freq_factor={low}")
-        return RopeSpec(
-            kind=kind,
-            theta=theta,
-            factor=rope.number("factor"),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            original_max_len=original_max_len,
-        )
-    factor = rope.number("factor", max_len / original_max_len)
-    return RopeSpec(
-        kind=kind,
-        theta=theta,
-        factor=factor,
-        beta_fast=rope.number("beta_fast", 32.0, at_least=1e-3),
-        beta_slow=rope.number("beta_slow", 1.0, at_least=1e-3),
-        attention_factor=_yarn_attention_factor(rope, factor),
-        truncate=rope.flag("truncate", True),
-        original_max_len=original_max_len,
-    )
+LLAMA = Names()
+QK_NORMED = Names(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+SANDWICH = Names(
+    post_attn_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+)
+"""Norms before and behind attention and MLP."""
+
+POST_NORMED = Names(
+    attn_norm=None,
+    post_attn_norm="post_attention_layernorm",
+    mlp_norm=None,
+    post_mlp_norm="post_feedforward_layernorm",
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+)
+"""Norms behind attention and MLP, and of queries and keys."""
+
+QKV, MLP = ("q", "k", "v"), ("gate", "up", "down")
 
 
-def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
-    """Returns the factor on cos and sin: given, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section
-    3.4), or DeepSeek's mscale.
-    """
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if rope.get("attention_factor") is not None:
-        return rope.number("attention_factor")
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
-    return mscale(1.0)
-
-
-def extended_len(rope: RopeSpec, max_len: int) -> int:
-    """Returns the longest context that the scaled embedding is meant for: what vLLM derives from
-    the same keys.
-    """
-    if rope.kind == "linear":
-        return min(int(max_len * rope.factor), MAX_SIZE)
-    if rope.kind == "yarn":
-        return min(max(max_len, int(rope.original_max_len * rope.factor)), MAX_SIZE)
-    return max_len
-
-
-def sliding_window(config: ConfigReader) -> int | None:
-    """Returns the window that layers may use. An absent key means 4096, transformers' default; null
-    means none.
-    """
-    return (
-        config.size("sliding_window", 4096)
-        if config.values.get("sliding_window", 4096) is not None
-        else None
-    )
-
-
-def layer_windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Reads each layer's window in Qwen's spelling: `layer_types`, or `use_sliding_window` from
-    `max_window_layers` on.
-    """
-    window = sliding_window(config) if config.flag("use_sliding_window", False) else None
-    first = config.get("max_window_layers", 28)
-    if not is_int(first) or first < 0:
-        raise config.fail("max_window_layers", "a whole number >= 0")
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    known = {"full_attention": None, "sliding_attention": window}
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or not all(kind in list(known) for kind in kinds)
-    ):
-        raise config.fail("layer_types", f"a list of {num_layers} out of {sorted(known)}")
-    if "sliding_attention" in kinds and window is None:
-        raise config.fail("use_sliding_window", "true, because layer_types has sliding_attention")
-    return tuple(known[kind] for kind in kinds)
-
-
-def read_llama_like(
+def read_decoder(
     config: ConfigReader,
     *,
     family: str,
-    windows: Callable[[ConfigReader, int], tuple[int | None, ...]] | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    max_len: int = 2048,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
+    names: Names = LLAMA,
+    biased: Collection[str] = (),
+    kinds: Sequence[str] | None = None,
+    ropes: Sequence[RopeSpec | None] | None = None,
+    interleaved: bool = False,
+    partly: bool = False,
+    fused_by_head: bool = False,
+    transposed: bool = False,
+    eps: str | None = "rms_norm_eps",
+    activation: str = "hidden_act",
+    **spec: Any,
 ) -> tuple[ModelSpec, Layout]:
-    """Reads spec and layout of the pre-norm, gated-MLP, rotary decoder that most families are.
+    """Reads spec and layout of a decoder of attention and MLP.
 
-    `num_kv_heads`, `head_dim` and `max_len` are the family's defaults for configs that leave them
-    out (for the first
-    two: the query heads' number, and D / N). `windows(config, num_layers)` gives each layer's
-    window; without it attention is full everywhere.
+    biased: the leaves that have a bias. kinds: "full_attention" or "sliding_attention" for each
+    layer, all full by default. ropes: of each layer, all that of the config by default.
+    interleaved, partly: as in `read_rope`. fused_by_head: `qkv` has the rows of one KV head after
+    the other. transposed: weights of layers are stored [in, out]. eps, activation: under what the
+    config has them. spec: what else the `ModelSpec` has.
     """
-    if config.get("quantization_config") is not None:
-        raise config.fail("quantization_config", "none (quantised checkpoints are not built yet)")
+    config.refuse("quantization_config")
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    # transformers: a null number means one KV head per query head, an absent one the family's
-    # default.
-    absent = "num_key_value_heads" not in config.values
-    kv_heads = config.size(
-        "num_key_value_heads", num_kv_heads if absent and num_kv_heads else num_heads
-    )
-    head_dim = config.size("head_dim", head_dim or max(1, hidden // num_heads))
+    kv_heads = config.size("num_key_value_heads", num_heads)
+    head_dim = config.size("head_dim", max(1, hidden // num_heads))
     if num_heads % kv_heads:
         raise config.fail("num_key_value_heads", f"a divisor of num_attention_heads={num_heads}")
-    if head_dim % 2:
-        raise config.fail("head_dim", "an even number (rotary embedding pairs dimensions)")
-    activation = config.get("hidden_act", "silu")
-    if activation not in list(ACTIVATIONS):
-        raise config.fail("hidden_act", f"one of {sorted(ACTIVATIONS)}")
-    max_len = config.size("max_position_embeddings", max_len)
-    rope = read_rope(config, max_len=max_len)
-    spec = ModelSpec(
+    max_len = config.size("max_position_embeddings", 2048)
+    if ropes is None:
+        rope = read_rope(
+            config, max_len=max_len, head_dim=head_dim, interleaved=interleaved, partly=partly
+        )
+    else:
+        rotated = [one for one in ropes if one is not None]
+        rope = rotated[0] if rotated else RopeSpec()
+    has_unlike = ropes is not None and set(ropes) != {rope}
+    windows = _windows(config, kinds, num_layers)
+    made = ModelSpec(
         family=family,
         vocab_size=config.size("vocab_size"),
         hidden_size=hidden,
         num_layers=num_layers,
         num_heads=num_heads,
         head_dim=head_dim,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        activation=activation,
+        norm_eps=config.number(eps, 1e-6) if eps else 1e-5,
+        activation=config.choice(activation, "silu", (*ACTIVATIONS, XIELU)),
         rope=rope,
-        groups=group_layers(
-            windows(config, num_layers) if windows else (None,) * num_layers,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-        ),
+        groups=group_layers(windows, num_kv_heads=kv_heads, head_dim=head_dim),
         max_len=extended_len(rope, max_len),
+        layer_ropes=tuple(ropes or ()) if has_unlike else (),
+        **spec,
     )
-    ffn = config.size("intermediate_size")
-    layer = _attention_leaves(spec, qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm)
-    layer |= _mlp_leaves(hidden, ffn, bias=mlp_bias)
-    tied = config.flag("tie_word_embeddings", False)
-    top = {
-        "embed": _leaf("model.embed_tokens.weight", (spec.vocab_size, hidden), ("vocab", "model")),
-        "norm": _leaf("model.norm.weight", (hidden,), ("model",)),
-        "head": _leaf(
-            "lm_head.weight",
-            (spec.vocab_size, hidden),
-            ("vocab", "model"),
-            "embed" if tied else None,
-        ),
-    }
-    return spec, Layout(
-        top=top, layer=layer, derived=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-    )
+    layer = _LayerLeaves(made, names, biased, fused_by_head, transposed).of(config)
+    top = _top_leaves(made, config, names, biased, max_len)
+    derived = (names.layer.replace(".", r"\.").format(layer=r"\d+") + r".*rotary_emb\.inv_freq",)
+    return made, Layout(top=top, layer=layer, derived=derived)
+
+
+def read_kinds(
+    config: ConfigReader, num_layers: int, *, every: int = 0, first_full: bool = False
+) -> list[str]:
+    """Reads `layer_types`; without it every so many layers, the last of them (or the first), have
+    full attention, and all others a window. every: 0 for none.
+    """
+    if config.get("layer_types") is not None:
+        return config.kinds("layer_types", num_layers, (FULL, SLIDING))
+    place = 0 if first_full else every - 1
+    return [FULL if every and i % every == place else SLIDING for i in range(num_layers)]
+
+
+def qwen_kinds(config: ConfigReader) -> list[str]:
+    """Reads each layer's kind in Qwen's spelling: `layer_types`, or `use_sliding_window` from
+    `max_window_layers` on.
+    """
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    has_window = config.flag("use_sliding_window", False)
+    has_window = has_window and config.get("sliding_window") is not None
+    if has_window:
+        config.size("sliding_window")
+    first = config.get("max_window_layers", 28)
+    if not is_int(first) or first < 0:
+        raise config.fail("max_window_layers", "a whole number >= 0")
+    if config.get("layer_types") is None:
+        return [SLIDING if has_window and i >= first else FULL for i in range(num_layers)]
+    kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
+    if SLIDING in kinds and not has_window:
+        raise config.fail("use_sliding_window", "true, because layer_types has sliding_attention")
+    return kinds
+
+
+def _windows(
+    config: ConfigReader, kinds: Sequence[str] | None, num_layers: int
+) -> tuple[int | None, ...]:
+    if kinds is None or SLIDING not in kinds:
+        return (None,) * num_layers
+    window = config.size("sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def group_layers(
@@ -309,56 +254,143 @@ def group_layers(
     )
 
 
-def _leaf(
-    source: str, shape: tuple[int, ...], axes: tuple[str | None, ...], same_as: str | None = None
-) -> Leaf:
-    return Leaf(source, ArrayInfo(shape, np.dtype(np.float32), axes), same_as)
+def leaf(source: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **more: Any) -> Leaf:
+    """Describes an array that the checkpoint has under this name."""
+    return Leaf(source, ArrayInfo(shape, np.dtype(np.float32), axes), **more)
 
 
-def _projection(
-    name: str, source: str, shape: tuple[int, int], axes: tuple[str, str], *, bias: bool
+def _top_leaves(
+    spec: ModelSpec, config: ConfigReader, names: Names, biased: Collection[str], max_len: int
 ) -> dict[str, Leaf]:
-    """Describes a linear layer's weight [out, in] and, if it has one, its bias [out]."""
-    leaves = {name: _leaf(f"model.layers.{{layer}}.{source}.weight", shape, axes)}
-    if bias:
-        leaves[f"{name}_bias"] = _leaf(f"model.layers.{{layer}}.{source}.bias", shape[:1], axes[:1])
+    hidden, vocab = spec.hidden_size, spec.vocab_size
+    tied = config.flag("tie_word_embeddings", False)
+    leaves = {"embed": leaf(f"{names.embed}.weight", (vocab, hidden), ("vocab", "model"))}
+    if names.positions is not None:
+        leaves["positions"] = leaf(f"{names.positions}.weight", (max_len, hidden), (None, "model"))
+    if names.norm is not None:
+        leaves["norm"] = leaf(f"{names.norm}.weight", (hidden,), ("model",))
+        if "norm" in biased:
+            leaves["norm_bias"] = leaf(f"{names.norm}.bias", (hidden,), ("model",))
+    leaves["head"] = leaf(
+        f"{names.head}.weight",
+        (vocab, hidden),
+        ("vocab", "model"),
+        same_as="embed" if tied else None,
+    )
+    if "head" in biased:
+        leaves["head_bias"] = leaf(f"{names.head}.bias", (vocab,), ("vocab",))
     return leaves
 
 
-def _attention_leaves(
-    spec: ModelSpec, *, qkv_bias: bool, o_bias: bool, qk_norm: bool
-) -> dict[str, Leaf]:
-    hidden, queries = spec.hidden_size, spec.num_heads * spec.head_dim
-    keys = spec.groups[0].num_kv_heads * spec.head_dim
-    leaves = {
-        "attn_norm": _leaf("model.layers.{layer}.input_layernorm.weight", (hidden,), ("model",))
-    }
-    leaves |= _projection(
-        "q", "self_attn.q_proj", (queries, hidden), ("heads", "model"), bias=qkv_bias
-    )
-    leaves |= _projection(
-        "k", "self_attn.k_proj", (keys, hidden), ("kv_heads", "model"), bias=qkv_bias
-    )
-    leaves |= _projection(
-        "v", "self_attn.v_proj", (keys, hidden), ("kv_heads", "model"), bias=qkv_bias
-    )
-    leaves |= _projection(
-        "o", "self_attn.o_proj", (hidden, queries), ("model", "heads"), bias=o_bias
-    )
-    if qk_norm:
-        for name in ("q_norm", "k_norm"):
-            source = f"model.layers.{{layer}}.self_attn.{name}.weight"
-            leaves[name] = _leaf(source, (spec.head_dim,), ("head_dim",))
-    return leaves
+@dataclass(frozen=True, slots=True)
+class _LayerLeaves:
+    """Lists the arrays of a layer."""
 
+    spec: ModelSpec
+    names: Names
+    biased: Collection[str]
+    fused_by_head: bool
+    transposed: bool
 
-def _mlp_leaves(hidden: int, ffn: int, *, bias: bool) -> dict[str, Leaf]:
-    leaves = {
-        "mlp_norm": _leaf(
-            "model.layers.{layer}.post_attention_layernorm.weight", (hidden,), ("model",)
-        )
-    }
-    leaves |= _projection("gate", "mlp.gate_proj", (ffn, hidden), ("ffn", "model"), bias=bias)
-    leaves |= _projection("up", "mlp.up_proj", (ffn, hidden), ("ffn", "model"), bias=bias)
-    leaves |= _projection("down", "mlp.down_proj", (hidden, ffn), ("model", "ffn"), bias=bias)
-    return leaves
+    def of(self, config: ConfigReader) -> dict[str, Leaf]:
+        spec, names = self.spec, self.names
+        hidden, ffn = spec.hidden_size, config.size("intermediate_size")
+        heads, kv_heads = spec.num_heads, spec.groups[0].num_kv_heads
+        queries, keys = heads * spec.head_dim, kv_heads * spec.head_dim
+        leaves: dict[str, Leaf] = {}
+        for name in ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm"):
+            if (source := getattr(names, name)) is not None:
+                leaves |= self._vector(name, source, hidden, "model")
+        sizes = {"q": queries, "k": keys, "v": keys}
+        if names.qkv is None:
+            for name, size in sizes.items():
+                axis = "heads" if name == "q" else "kv_heads"
+                leaves |= self._matrix(name, getattr(names, name), (size, hidden), (axis, "model"))
+        else:
+            group = heads // kv_heads
+            rows = (group, 1, 1) if self.fused_by_head else (heads, kv_heads, kv_heads)
+            blocks = kv_heads if self.fused_by_head else 1
+            leaves |= self._fused(
+                names.qkv,
+                {name: count * spec.head_dim for name, count in zip(QKV, rows, strict=True)},
+                hidden,
+                ("heads", "kv_heads", "kv_heads"),
+                num_blocks=blocks,
+            )
+        leaves |= self._matrix("o", names.o, (hidden, queries), ("model", "heads"))
+        for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
+            if (source := getattr(names, name)) is not None:
+                leaves |= self._qk_norm(name, source, count)
+        if names.gate_up is not None:
+            parts = {"gate": ffn, "up": ffn}
+            leaves |= self._fused(names.gate_up, parts, hidden, ("ffn", "ffn"))
+        else:
+            for name in ("gate", "up"):
+                if (source := getattr(names, name)) is not None:
+                    leaves |= self._matrix(name, source, (ffn, hidden), ("ffn", "model"))
+        return leaves | self._matrix("down", names.down, (hidden, ffn), ("model", "ffn"))
+
+    def _vector(self, name: str, source: str, size: int, axis: str) -> dict[str, Leaf]:
+        leaves = {name: self._leaf(f"{source}.weight", (size,), (axis,))}
+        if name in self.biased:
+            leaves[f"{name}_bias"] = self._leaf(f"{source}.bias", (size,), (axis,))
+        return leaves
+
+    def _qk_norm(self, name: str, source: str, count: int) -> dict[str, Leaf]:
+        dim, kind = self.spec.head_dim, self.spec.attention.qk_norm
+        axis = "heads" if name == "q_norm" else "kv_heads"
+        if kind == "head":
+            return self._vector(name, source, dim, "head_dim")
+        if kind == "whole":
+            return self._vector(name, source, count * dim, axis)
+        if "{head}" in source:
+            return {
+                name: self._leaf(f"{source}.weight", (count * dim,), (axis,), num_sources=count)
+            }
+        part = Part(shape=(count, dim))
+        return {name: self._leaf(f"{source}.weight", (count * dim,), (axis,), part=part)}
+
+    def _matrix(
+        self, name: str, source: str, shape: tuple[int, int], axes: tuple[str, str]
+    ) -> dict[str, Leaf]:
+        """Describes a linear layer's weight [out, in] and, if it has one, its bias [out]."""
+        part = Part(shape=shape[::-1], transposed=True) if self.transposed else None
+        leaves = {name: self._leaf(f"{source}.weight", shape, axes, part=part)}
+        if name in self.biased:
+            leaves[f"{name}_bias"] = self._leaf(f"{source}.bias", shape[:1], axes[:1])
+        return leaves
+
+    def _fused(
+        self,
+        source: str,
+        rows: Mapping[str, int],
+        width: int,
+        axes: Sequence[str],
+        *,
+        num_blocks: int = 1,
+    ) -> dict[str, Leaf]:
+        """Describes linear layers whose weights are the rows of one, in `num_blocks` blocks that
+        have so many rows of each.
+        """
+        total, start = num_blocks * sum(rows.values()), 0
+        leaves: dict[str, Leaf] = {}
+        shape = (width, total) if self.transposed else (total, width)
+        for axis, (name, count) in zip(axes, rows.items(), strict=True):
+            place: dict[str, Any] = {
+                "num_blocks": num_blocks,
+                "start": start,
+                "stop": start + count,
+            }
+            part = Part(shape=shape, transposed=self.transposed, **place)
+            size = num_blocks * count
+            leaves[name] = self._leaf(f"{source}.weight", (size, width), (axis, "model"), part=part)
+            if name in self.biased:
+                part = Part(shape=(total,), **place)
+                leaves[f"{name}_bias"] = self._leaf(f"{source}.bias", (size,), (axis,), part=part)
+            start += count
+        return leaves
+
+    def _leaf(
+        self, source: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **more: Any
+    ) -> Leaf:
+        return leaf(self.names.layer + source, shape, axes, **more)

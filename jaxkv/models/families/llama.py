@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jaxkv.models.families.base import ConfigReader, Layout, read_llama_like
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import MLP, QKV, Layout, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    bias = config.flag("attention_bias", False)
-    return read_llama_like(
-        config, family="llama", qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", False)
-    )
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased += MLP * config.flag("mlp_bias", False)
+    return read_decoder(config, family="llama", biased=biased)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from jaxkv.models.families.base import ConfigReader, Layout, read_llama_like, sliding_window
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, SLIDING, Layout, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_llama_like(
-        config, family="mistral", windows=_windows, num_kv_heads=8, max_len=4096 * 32
-    )
-
-
-def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    return (sliding_window(config),) * num_layers
+    kind = FULL if config.get("sliding_window") is None else SLIDING
+    kinds = [kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    return read_decoder(config, family="mistral", kinds=kinds)

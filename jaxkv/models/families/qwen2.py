@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from jaxkv.models.families.base import ConfigReader, Layout, layer_windows, read_llama_like
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QKV, Layout, qwen_kinds, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    return read_llama_like(
-        config, family="qwen2", windows=layer_windows, num_kv_heads=32, max_len=32768, qkv_bias=True
-    )
+    return read_decoder(config, family="qwen2", biased=QKV, kinds=qwen_kinds(config))

@@ -4,20 +4,13 @@
 
 from __future__ import annotations
 
-from jaxkv.models.families.base import ConfigReader, Layout, layer_windows, read_llama_like
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QK_NORMED, QKV, Layout, qwen_kinds, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    bias = config.flag("attention_bias", False)
-    return read_llama_like(
-        config,
-        family="qwen3",
-        windows=layer_windows,
-        num_kv_heads=32,
-        head_dim=128,
-        max_len=32768,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    return read_decoder(
+        config, family="qwen3", names=QK_NORMED, biased=biased, kinds=qwen_kinds(config)
     )

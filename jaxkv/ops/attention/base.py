@@ -30,12 +30,16 @@ from jaxkv.pytree import pytree, static
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
-    """Says what attention is asked to do in the layers of one KV group, on one device."""
+    """Says what attention is asked to do in the layers of one KV group, on one device. `cap` and
+    `has_sinks`: as in `models.spec.AttentionSpec`.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     window: int | None
+    cap: float = 0.0
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,10 +104,14 @@ class Attention(Protocol):
         *,
         scale: float,
         out_dtype: np.dtype,
+        cap: float = 0.0,
+        sinks_N: jax.Array | None = None,
     ) -> Attended:
         """Attends one layer's queries, after storing its keys and values.
 
-        out is float32, or rounded to `out_dtype` already, which is what its caller does with it.
+        scale: of the scores. cap: if not 0, they are cap * tanh(score / cap). sinks_N: each head's
+        score of one more key, whose value is 0. out is float32, or rounded to `out_dtype` already,
+        which is what its caller does with it.
         """
         ...
 
@@ -150,7 +158,11 @@ class Batch:
     decode_only: bool = static(default=False)
 
 
-def refuse_statistics(at: Place) -> None:
-    """Raises: NotImplementedError where statistics are asked for; for backends without them."""
+def refuse_extras(at: Place, cap: float, sinks_N: jax.Array | None) -> None:
+    """Refuses what kernels do not compute. Raises: NotImplementedError."""
     if at.statistics is not None:
         raise NotImplementedError("statistics: only the xla backend observes attention")
+    if cap:
+        raise NotImplementedError(f"attention logits capped at {cap}: only xla computes them")
+    if sinks_N is not None:
+        raise NotImplementedError("attention sinks: only xla computes them")

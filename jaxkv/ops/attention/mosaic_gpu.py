@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout, ScalesApartLayout, is_int8
 from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
-from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_statistics
+from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_extras
 from kernels_pallas.gpu import Int8Pages, Schedule, make_schedule, ragged_paged_attention
 from kernels_pallas.rows import Rows
 
@@ -76,6 +76,8 @@ class MosaicGpu:
             prepared,
             scale=1.0,
             out_dtype=np.dtype(needs.codec.dtype),
+            cap=heads.cap,
+            sinks_N=jnp.zeros(heads.num_heads) if heads.has_sinks else None,
         ).out_TNH
 
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> HeadMajorLayout:
@@ -126,8 +128,10 @@ class MosaicGpu:
         *,
         scale: float,
         out_dtype: np.dtype,
+        cap: float = 0.0,
+        sinks_N: jax.Array | None = None,
     ) -> Attended:
-        refuse_statistics(at)
+        refuse_extras(at, cap, sinks_N)
         dest_T, schedule = prepared
         store = write(at.store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         out_TNH = ragged_paged_attention(

@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import LaneLayout, packing_of
 from jaxkv.kv.state import PageTables, Store, empty_store
-from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_statistics
+from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_extras
 from kernels_pallas.tpu import (
     Packed,
     Schedule,
@@ -72,6 +72,8 @@ class PallasTpu:
             prepared,
             scale=1.0,
             out_dtype=np.dtype(needs.codec.dtype),
+            cap=heads.cap,
+            sinks_N=jnp.zeros(heads.num_heads) if heads.has_sinks else None,
         ).out_TNH
 
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> LaneLayout:
@@ -117,8 +119,10 @@ class PallasTpu:
         *,
         scale: float,
         out_dtype: np.dtype,
+        cap: float = 0.0,
+        sinks_N: jax.Array | None = None,
     ) -> Attended:
-        refuse_statistics(at)
+        refuse_extras(at, cap, sinks_N)
         store = at.store
         codec = store.codec
         quantised = None if store.scales is None else _layout_of(store).quantise

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxkv.kv.state import BEHIND, PageTables, Statistics, Store, destinations, 
 from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place
 from jaxkv.ops.attention.select import select_pages
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
-from jaxkv.ops.layers import total
+from jaxkv.ops.layers import soft_cap, total
 
 BLOCK = 128
 """Keys gathered per row and iteration, for decode rows and prefill chunks alike: both add up in the
@@ -50,6 +50,16 @@ QUERY_BLOCK = 128
 
 Window = int | jax.Array | None
 """How many tokens a query sees, itself included; None: all before it."""
+
+
+class Scores(NamedTuple):
+    """Says what becomes of scores: which keys are seen, and cap and sinks as in `Attention`, these
+    by KV head.
+    """
+
+    window: Window
+    cap: float
+    sinks_KG: jax.Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,8 @@ class Xla:
         *,
         scale: float,
         out_dtype: np.dtype,
+        cap: float = 0.0,
+        sinks_N: jax.Array | None = None,
     ) -> Attended:
         dest_T, window = prepared
         store = write(at.store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
@@ -98,6 +110,8 @@ class Xla:
             batch,
             scale=scale,
             window=window,
+            cap=cap,
+            sinks_N=sinks_N,
             deterministic=self.deterministic,
         )
         return Attended(out_TNH, store, statistics)
@@ -110,6 +124,8 @@ def read(
     *,
     scale: float,
     window: Window,
+    cap: float = 0.0,
+    sinks_N: jax.Array | None = None,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends over pages that have the step's keys and values, `at.tables.len_B` its tokens, and
@@ -121,7 +137,9 @@ def read(
     num_rows, codec = at.tables.table_BW.shape[0], at.store.codec
     q_TNH = codec.rotate(q_TNH.astype(jnp.float32) * scale)
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
-    decode = partial(_decode, window=window)
+    sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
+    asked = Scores(window, cap, sinks_KG)
+    decode = partial(_decode, asked=asked)
     decoded, statistics = jax.lax.platform_dependent(
         q_TNH[:num_rows],
         at,
@@ -139,7 +157,7 @@ def read(
     if batch.decode_only:
         return codec.restore(decoded), statistics
     at = at._replace(statistics=statistics)
-    out_TNH, statistics = _prefill(q_TNH, decoded, at, batch, window=window)
+    out_TNH, statistics = _prefill(q_TNH, decoded, at, batch, asked=asked)
     return codec.restore(out_TNH), statistics
 
 
@@ -152,7 +170,7 @@ def _decode(
     tile_rows: int,
     min_queries: int,
     in_float32: bool,
-    window: Window,
+    asked: Scores,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends one query per row, `tile_rows` rows side by side, with at least `min_queries` queries
     per KV head.
@@ -164,6 +182,7 @@ def _decode(
     q_BKGH = jnp.pad(q_BKGH, ((0, 0), (0, 0), (0, max(0, min_queries - per_head)), (0, 0)))
     tables = at.tables
     len_B = jnp.where(live_B, tables.len_B, 0)
+    window = asked.window
     first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
     first_B = jnp.where(live_B, first_B, jnp.iinfo(jnp.int32).max)
 
@@ -187,7 +206,7 @@ def _decode(
             position_R[:, None],
             bounds,
             in_float32=in_float32,
-            window=window,
+            asked=asked,
         )
         if statistics is not None and found is not None and tables.since_B is not None:
             counts_R = take(live_B) & (position_R >= take(tables.since_B))
@@ -216,7 +235,7 @@ def _prefill(
     at: Place,
     batch: Batch,
     *,
-    window: Window,
+    asked: Scores,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends every prefill row's chunk, QUERY_BLOCK queries at a time, written over `out` (which
     holds the decode rows).
@@ -229,6 +248,7 @@ def _prefill(
     q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
     position_T = jnp.pad(batch.position_T, (0, size))
     out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
+    window = asked.window
     rows, tables = _rows_of(at.store, at.tables, window), at.tables
 
     def block(
@@ -256,7 +276,7 @@ def _prefill(
             jnp.repeat(position, per_head)[None, :],
             (low, jnp.minimum(index + size, length)),
             in_float32=False,
-            window=window,
+            asked=asked,
         )
         if statistics is not None and found is not None and tables.since_B is not None:
             counts_T = (done + jnp.arange(size) < batch.count_B[row]) & (
@@ -302,10 +322,13 @@ def _attend(
     bounds: tuple[jax.Array, jax.Array],
     *,
     in_float32: bool,
-    window: Window,
+    asked: Scores,
 ) -> tuple[jax.Array, Found | None]:
-    """Sweeps over the pages of both pools. Returns [R, K, M, H], and what `at.statistics` wants."""
-    sweep = partial(_sweep, in_float32=in_float32, window=window)
+    """Sweeps over the pages of both pools. Returns [R, K, M, H], and what `at.statistics` wants.
+
+    The M queries of a KV head are of its G heads by turns: query m of head m mod G.
+    """
+    sweep = partial(_sweep, in_float32=in_float32, asked=asked)
     softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds)
     low, of_low = at.store.low, None
     if low is not None and rows.low is not None:
@@ -314,7 +337,22 @@ def _attend(
         at_low = at._replace(store=low)
         found, of_low = sweep(codec.rotate(q_RKMH), at_low, rows.low, position_RM, all_slots)
         softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
+    if asked.sinks_KG is not None:
+        softmax = softmax.merged(_sinks(asked.sinks_KG, softmax))
     return softmax.result(), None if own is None else Found(softmax, own, of_low)
+
+
+def _sinks(sinks_KG: jax.Array, like: Softmax) -> Softmax:
+    """Returns the softmax over a key of value 0 that every query of a head sees with the head's
+    score. Source: arXiv 2309.17453, section 3.3, as gpt-oss learns them.
+    """
+    num_rows, heads, queries = like.max.shape
+    sinks_KG = sinks_KG.astype(jnp.float32)
+    score_KM = jnp.tile(sinks_KG, (1, -(-queries // sinks_KG.shape[1])))[:, :queries]
+    score_RKM = jnp.broadcast_to(score_KM, (num_rows, heads, queries))
+    zeros = jnp.zeros_like(like.acc)
+    entropy = None if like.entropy is None else zeros[..., 0]
+    return Softmax(score_RKM, jnp.ones_like(like.sum), zeros, entropy)
 
 
 def _sweep(
@@ -325,7 +363,7 @@ def _sweep(
     bounds: tuple[jax.Array, jax.Array],
     *,
     in_float32: bool,
-    window: Window,
+    asked: Scores,
 ) -> tuple[Softmax, Tally | None]:
     """Attends M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables,
     counted as if all pages were full, BLOCK of them (or one page) at a time.
@@ -337,7 +375,7 @@ def _sweep(
     position_RM has the position of each query, or [R, 1] where all queries of a row share it.
     """
     num_rows, heads, _, head_dim = q_RKMH.shape
-    store, asked = at.store, at.statistics
+    store, wanted = at.store, at.statistics
     size, page_rows = store.page_size, store.pages.shape[1]
     per_block = max(1, BLOCK // size)
     width = rows.table_RKW.shape[2]
@@ -372,8 +410,8 @@ def _sweep(
         key_position_RKJ = jnp.repeat(first_RKC, size, axis=2) + slot_1J
         distance_RKMJ = position_RM[:, None, :, None] - key_position_RKJ[:, :, None, :]
         seen_RKMJ = held_RKJ[:, :, None, :] & (distance_RKMJ >= 0)
-        if window is not None:
-            seen_RKMJ &= distance_RKMJ < window
+        if asked.window is not None:
+            seen_RKMJ &= distance_RKMJ < asked.window
         index_RKC = layer_base + page_RKC * page_rows + key_1K1
         keys, values = fetch(index_RKC), fetch(index_RKC + to_values)
         # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is
@@ -381,7 +419,7 @@ def _sweep(
         cleared = jnp.where(held_RKJ[..., None], values.values, 0)
         of_slot = (None if x is None else jnp.where(held_RKJ, x, 0.0) for x in values[1:])
         values = Elements(jnp.pad(cleared, ((0, 0), (0, 0), (0, 0), (0, padding))), *of_slot)
-        state, weight = _accumulate(state, q_RKMH, keys, values, seen_RKMJ)
+        state, weight = _accumulate(state, q_RKMH, keys, values, seen_RKMJ, asked.cap)
         if tally is not None:
             tally = tally.with_block(i, weight, state.max, seen_RKMJ[:, 0])
         return state, tally
@@ -391,10 +429,10 @@ def _sweep(
     num_blocks = padded[0].shape[2] // per_block
     found = (
         Tally.empty((num_blocks, *q_RKMH.shape[:-1], per_block), position_RM)
-        if asked is not None
+        if wanted is not None
         else None
     )
-    entropy = asked is not None and asked.entropy_B is not None
+    entropy = wanted is not None and wanted.entropy_B is not None
     empty = Softmax.empty(*q_RKMH.shape[:-1], head_dim + padding, entropy=entropy)
     state, found = jax.lax.fori_loop(
         low // block, (high + block - 1) // block, body, (empty, found)
@@ -414,7 +452,7 @@ def _rows_of_heads(layout: PageLayout) -> tuple[jax.Array, int]:
 
 
 def _accumulate(
-    state: Softmax, q: jax.Array, keys: Elements, values: Elements, seen: jax.Array
+    state: Softmax, q: jax.Array, keys: Elements, values: Elements, seen: jax.Array, cap: float
 ) -> tuple[Softmax, jax.Array]:
     """Adds one block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M,
     H]. Returns the weights [R, K, M, J] too.
@@ -434,6 +472,8 @@ def _accumulate(
         scores *= keys.scale[:, :, None]
     if keys.offset is not None:
         scores += total(q.astype(jnp.float32))[..., None] * keys.offset[:, :, None]
+    if cap:
+        scores = soft_cap(scores, cap)
     scores = jnp.where(seen, scores, MASKED)
     top = jnp.maximum(state.max, scores.max(axis=-1))
     # XLA:CPU would compute the exponentials anew for each of their sums.

@@ -1,0 +1,117 @@
+"""Reads a model's config.json: every value is checked, and every error says where it is."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jaxkv.config import is_int
+from jaxkv.errors import CheckpointError
+
+MAX_SIZE = 2**24
+MAX_LAYERS = 2**12
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30
+"""Bounds of every other number: inside float32's range with room to divide."""
+
+
+class ConfigReader:
+    """config.json with checked access: every error says where it is, the key, what was expected and
+    what came.
+
+    A key that is null counts as absent: the reader's `default` holds.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
+    ) -> None:
+        self.values = values
+        self.where = where
+        self._names: Mapping[str, str] = names or {}
+
+    def fail(self, key: str, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.where}: {self._names.get(key, key)}: expected {expected}, got "
+            f"{reprlib.repr(self.get(key))}"
+        )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(self._names.get(key, key))
+        return default if value is None else value
+
+    def size(self, key: str, default: int | None = None, *, at_most: int = MAX_SIZE) -> int:
+        """Reads a whole number from 1 to `at_most`."""
+        value = self.get(key, default)
+        if not is_int(value) or not 1 <= value <= at_most:
+            raise self.fail(key, f"a whole number from 1 to {at_most}")
+        return value
+
+    def number(
+        self, key: str, default: float | None = None, *, at_least: float = MIN_NUMBER
+    ) -> float:
+        """Reads a number from `at_least` to 1e30."""
+        value = self.get(key, default)
+        if not (is_int(value) or isinstance(value, float)) or not at_least <= value <= MAX_NUMBER:
+            raise self.fail(key, f"a number from {at_least:g} to {MAX_NUMBER:g}")
+        return float(value)
+
+    def cap(self, key: str) -> float:
+        """Reads a bound, 0 if it is absent or null."""
+        return 0.0 if self.get(key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value
+
+    def section(self, key: str) -> ConfigReader:
+        """Reads the object under `key`, empty if there is none, as a reader of its own."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise self.fail(key, "an object")
+        return ConfigReader(value, f"{self.where}: {key}")
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """Reads a list of so many numbers from 1e-30 to 1e30."""
+        given = self.get(key)
+        if not isinstance(given, list) or len(given) != count:
+            raise self.fail(key, f"a list of {count} numbers")
+        return tuple(ConfigReader({key: one}, self.where).number(key) for one in given)
+
+    def kinds(self, key: str, count: int, known: Sequence[str]) -> list[str]:
+        """Reads a list of so many of the known texts."""
+        given = self.get(key)
+        known = sorted(known)
+        if (
+            not isinstance(given, list)
+            or len(given) != count
+            or not all(isinstance(one, str) and one in known for one in given)
+        ):
+            raise self.fail(key, f"a list of {count} out of {known}")
+        return given
+
+    def choice(self, key: str, default: str | None, known: Collection[str]) -> str:
+        """Reads one of the known texts."""
+        value = self.get(key, default)
+        if not isinstance(value, str) or value not in known:
+            raise self.fail(key, f"one of {', '.join(sorted(known))}")
+        return value
+
+    def refuse(self, key: str, *harmless: Any) -> None:
+        """Raises for a value that asks for what is not built; null and absent ask for nothing."""
+        value = self.get(key)
+        if value is not None and not any(value == one for one in harmless):
+            raise self.fail(key, f"{' or '.join(map(str, harmless)) or 'none'} (not built)")
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
+        """Returns a reader that finds these where the file has no such key."""
+        return ConfigReader({**defaults, **self.values}, self.where, self._names)
+
+    def replaced(self, **values: Any) -> ConfigReader:
+        """Returns a reader that finds these whatever the file has."""
+        return ConfigReader({**self.values, **values}, self.where, self._names)
+
+    def renamed(self, **names: str) -> ConfigReader:
+        """Returns a reader that finds under a name what the file has under another."""
+        return ConfigReader(self.values, self.where, names)

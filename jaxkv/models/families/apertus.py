@@ -1,0 +1,27 @@
+"""Apertus: an MLP without a gate whose activation has parameters, xIELU. Source: arXiv
+2509.14233.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QK_NORMED, QKV, Layout, leaf, read_decoder
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    names = replace(
+        QK_NORMED, attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm", gate=None
+    )
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    spec, layout = read_decoder(config, family="apertus", names=names, biased=biased)
+    shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+    activation = {
+        f"act_{name}": leaf(
+            f"model.layers.{{layer}}.mlp.act_fn.{name}", shape, (None,) * len(shape)
+        )
+        for name, shape in shapes.items()
+    }
+    return spec, replace(layout, layer={**layout.layer, **activation})

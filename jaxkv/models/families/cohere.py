@@ -1,0 +1,30 @@
+"""Command R: attention and MLP side by side behind one LayerNorm without bias. Source: the model's
+card, CohereLabs/c4ai-command-r-v01.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.spec import AttentionSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    names = Names(mlp_norm=None)
+    if config.flag("use_qk_norm", False):
+        names = replace(names, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+    return read_decoder(
+        config,
+        family="cohere",
+        names=names,
+        biased=biased,
+        interleaved=True,
+        eps="layer_norm_eps",
+        norm="layer",
+        is_parallel=True,
+        logit_scale=config.number("logit_scale", 0.0625),
+        attention=AttentionSpec(qk_norm="heads"),
+    )

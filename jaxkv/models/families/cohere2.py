@@ -1,0 +1,34 @@
+"""Command R7B and Command A: Command R with a window in three of four layers; the fourth rotates
+nothing. Source: arXiv 2504.00698.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import QKV, SLIDING, Layout, Names, read_decoder, read_kinds
+from jaxkv.models.rope_config import read_rope
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    kinds = read_kinds(config, num_layers, every=config.size("sliding_window_pattern", 4))
+    rope = read_rope(
+        config,
+        max_len=config.size("max_position_embeddings"),
+        head_dim=config.size("head_dim"),
+        interleaved=True,
+    )
+    return read_decoder(
+        config,
+        family="cohere2",
+        names=Names(mlp_norm=None),
+        biased=biased,
+        kinds=kinds,
+        ropes=[rope if kind == SLIDING else None for kind in kinds],
+        eps="layer_norm_eps",
+        norm="layer",
+        is_parallel=True,
+        logit_scale=config.number("logit_scale", 0.0625),
+    )

@@ -1,0 +1,40 @@
+"""EXAONE 4: norms behind attention and MLP; where layers have windows, the others rotate nothing.
+Source: arXiv 2507.11407.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, POST_NORMED, SLIDING, Layout, read_decoder, read_kinds
+from jaxkv.models.rope_config import read_rope
+from jaxkv.models.spec import ModelSpec, RopeSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    rope = read_rope(
+        config,
+        max_len=config.size("max_position_embeddings"),
+        head_dim=config.size("head_dim", max(1, hidden // heads)),
+    )
+    kinds = [FULL] * num_layers
+    ropes: list[RopeSpec | None] = [rope] * num_layers
+    if config.get("sliding_window") is not None:
+        config.size("sliding_window")
+        kinds = _kinds(config, num_layers)
+        ropes = [rope if kind == SLIDING else None for kind in kinds]
+    return read_decoder(config, family="exaone4", names=POST_NORMED, kinds=kinds, ropes=ropes)
+
+
+def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
+    """Reads each layer's kind; a pattern may be a number, or a text such as "LLLG"."""
+    pattern = config.get("sliding_window_pattern", 4)
+    if config.get("layer_types") is not None or not isinstance(pattern, str):
+        every = config.size("sliding_window_pattern", 4)
+        return read_kinds(config, num_layers, every=every)
+    if not pattern or set(pattern) - {"L", "G"}:
+        raise config.fail("sliding_window_pattern", "a number or a text of L and G")
+    turns = [SLIDING if one == "L" else FULL for one in pattern]
+    kinds = [turns[layer % len(turns)] for layer in range(num_layers)]
+    return [*kinds[:-1], FULL]

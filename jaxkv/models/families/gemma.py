@@ -1,0 +1,24 @@
+"""Gemma: embeddings times sqrt(D), norms whose weights are stored less one. Source: arXiv
+2403.08295.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QKV, Layout, read_decoder
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    # Early files name an exact GELU in hidden_act and mean the one by tanh, as hidden_activation
+    # says.
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    named = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    return read_decoder(
+        config,
+        family="gemma",
+        biased=biased,
+        norm="rms_one",
+        activation=named,
+        embed_scale=config.size("hidden_size") ** 0.5,
+    )

@@ -1,0 +1,38 @@
+"""Gemma 2: norms on both sides, every other layer with a window, capped logits. Source: arXiv
+2408.00118.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import QKV, SANDWICH, Layout, read_decoder, read_kinds
+from jaxkv.models.spec import AttentionSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    config.refuse("use_bidirectional_attention", False)
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    return read_decoder(
+        config,
+        family="gemma2",
+        names=SANDWICH,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        kinds=read_kinds(config, num_layers, every=2),
+        **scales(config),
+    )
+
+
+def scales(config: ConfigReader) -> dict[str, Any]:
+    """Reads what Gemma 2 and those after it do to numbers on their way."""
+    return {
+        "activation": "hidden_activation",
+        "norm": "rms_one",
+        "embed_scale": config.size("hidden_size") ** 0.5,
+        "logit_cap": config.cap("final_logit_softcapping"),
+        "attention": AttentionSpec(
+            scale=config.number("query_pre_attn_scalar") ** -0.5,
+            cap=config.cap("attn_logit_softcapping"),
+        ),
+    }

@@ -1,0 +1,43 @@
+"""GPT-NeoX and Pythia: attention and MLP side by side, partly rotated heads, weights fused by head.
+Source: arXiv 2204.06745, 2304.01373.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.spec import ModelSpec
+
+NAMES = Names(
+    embed="gpt_neox.embed_in",
+    norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    layer="gpt_neox.layers.{layer}.",
+    qkv="attention.query_key_value",
+    o="attention.dense",
+    gate=None,
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+)
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    # Older files call the rotated part and its base by other names.
+    older = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
+    given = {new: config.values[old] for new, old in older.items() if old in config.values}
+    biased = ("attn_norm", "mlp_norm", "norm", "up", "down")
+    spec, layout = read_decoder(
+        config.replaced(**given, num_key_value_heads=None),
+        family="gpt_neox",
+        partly=True,
+        names=NAMES,
+        biased=biased + (*QKV, "o") * config.flag("attention_bias", True),
+        fused_by_head=True,
+        eps="layer_norm_eps",
+        norm="layer",
+        is_parallel=config.flag("use_parallel_residual", True),
+    )
+    masks = (r"gpt_neox\.layers\.\d+\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)",)
+    return spec, replace(layout, derived=masks)

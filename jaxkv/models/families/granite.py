@@ -1,0 +1,23 @@
+"""Granite 3 and 4 (dense): Llama with factors on embeddings, attention, what joins the stream and
+logits. Source: arXiv 2408.13359 (the factors).
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import MLP, QKV, Layout, read_decoder
+from jaxkv.models.spec import AttentionSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased += MLP * config.flag("mlp_bias", False)
+    return read_decoder(
+        config,
+        family="granite",
+        biased=biased,
+        embed_scale=config.number("embedding_multiplier", 1.0),
+        residual_scale=config.number("residual_multiplier", 1.0),
+        logit_scale=1 / config.number("logits_scaling", 1.0),
+        attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
+    )

@@ -1,0 +1,14 @@
+"""Helium 1: Llama with interleaved rotation. Source: the model's card,
+kyutai/helium-1-preview-2b.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import MLP, QKV, Layout, read_decoder
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    biased = QKV * config.flag("attention_bias", False) + MLP * config.flag("mlp_bias", False)
+    return read_decoder(config, family="helium", biased=biased, interleaved=True)

@@ -1,0 +1,25 @@
+"""HyperCLOVA X: Granite with norms behind attention and MLP where the config asks for them. Source:
+arXiv 2506.22403.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import MLP, QKV, Layout, Names, read_decoder
+from jaxkv.models.spec import AttentionSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased += MLP * config.flag("mlp_bias", False)
+    after = Names(post_attn_norm="post_norm1", post_mlp_norm="post_norm2")
+    return read_decoder(
+        config,
+        family="hyperclovax",
+        names=after if config.flag("use_post_norm", True) else Names(),
+        biased=biased,
+        embed_scale=config.number("embedding_multiplier", 1.0),
+        residual_scale=config.number("residual_multiplier", 1.0),
+        logit_scale=config.number("logits_scaling", 1.0),
+        attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
+    )

@@ -1,0 +1,26 @@
+"""Ministral 3: Mistral stretched by YaRN, whose queries grow with their position. Source: arXiv
+2601.08584.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, SLIDING, Layout, read_decoder
+from jaxkv.models.spec import AttentionSpec, ModelSpec, QueryTemperature
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    kind = FULL if config.get("sliding_window") is None else SLIDING
+    rope = config.section("rope_parameters")
+    temperature = None
+    if rope.get("llama_4_scaling_beta"):
+        temperature = QueryTemperature(
+            beta=rope.number("llama_4_scaling_beta"),
+            period=rope.number("original_max_position_embeddings"),
+        )
+    return read_decoder(
+        config,
+        family="ministral3",
+        kinds=[kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        attention=AttentionSpec(temperature=temperature),
+    )

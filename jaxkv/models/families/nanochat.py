@@ -1,0 +1,28 @@
+"""nanochat: norms without weights, also of embeddings, queries and keys. Source:
+karpathy/nanochat.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.rope_config import read_rope
+from jaxkv.models.spec import AttentionSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    head_dim = config.size("hidden_size") // config.size("num_attention_heads")
+    max_len = config.size("max_position_embeddings")
+    rope = read_rope(config, max_len=max_len, head_dim=head_dim, reverse=True)
+    return read_decoder(
+        config,
+        family="nanochat",
+        names=Names(
+            norm=None, attn_norm=None, mlp_norm=None, gate=None, up="mlp.fc1", down="mlp.fc2"
+        ),
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        ropes=[rope] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        unit_norms=("attn_norm", "mlp_norm", "norm", "embed_norm", "q_norm", "k_norm"),
+        logit_cap=config.cap("final_logit_softcapping"),
+        attention=AttentionSpec(norm_after_rope=True),
+    )

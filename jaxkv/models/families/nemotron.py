@@ -1,0 +1,24 @@
+"""Nemotron-4 and Minitron: LayerNorms whose weights are stored less one, an MLP without a gate.
+Source: arXiv 2402.16819, 2407.14679.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    biased: tuple[str, ...] = ("attn_norm", "mlp_norm", "norm")
+    biased += (*QKV, "o") * config.flag("attention_bias", False)
+    biased += ("up", "down") * config.flag("mlp_bias", False)
+    return read_decoder(
+        config,
+        family="nemotron",
+        partly=True,
+        names=Names(gate=None),
+        biased=biased,
+        eps="norm_eps",
+        norm="layer_one",
+    )

@@ -1,0 +1,22 @@
+"""OLMo: LayerNorms without weights, queries, keys and values that may be clipped. Source: arXiv
+2402.00838.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
+from jaxkv.models.spec import AttentionSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    return read_decoder(
+        config,
+        family="olmo",
+        names=Names(attn_norm=None, mlp_norm=None, norm=None),
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        eps=None,
+        norm="layer",
+        unit_norms=("attn_norm", "mlp_norm", "norm"),
+        attention=AttentionSpec(clip=config.cap("clip_qkv")),
+    )

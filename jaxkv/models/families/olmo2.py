@@ -1,0 +1,19 @@
+"""OLMo 2: norms behind attention and MLP, and over all queries and keys. Source: arXiv
+2501.00656.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import POST_NORMED, QKV, Layout, read_decoder
+from jaxkv.models.spec import AttentionSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    return read_decoder(
+        config,
+        family="olmo2",
+        names=POST_NORMED,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        attention=AttentionSpec(qk_norm="whole"),
+    )

@@ -1,0 +1,20 @@
+"""Phi-3 and Phi-4: Llama with fused weights, a rotary embedding stretched by longrope, partly
+rotated heads. Source: arXiv 2404.14219, 2503.01743.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, SLIDING, Layout, Names, read_decoder
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    kind = FULL if config.get("sliding_window") is None else SLIDING
+    return read_decoder(
+        config,
+        family="phi3",
+        partly=True,
+        names=Names(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+        kinds=[kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+    )

@@ -1,0 +1,48 @@
+"""SmolLM3: Llama of which every fourth layer rotates nothing. Source: arXiv 2501.18795 (layers
+without rope).
+"""
+
+from __future__ import annotations
+
+from jaxkv.config import is_int
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, MLP, QKV, SLIDING, Layout, read_decoder
+from jaxkv.models.rope_config import read_rope
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased += MLP * config.flag("mlp_bias", False)
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    rope = read_rope(
+        config,
+        max_len=config.size("max_position_embeddings"),
+        head_dim=config.size("head_dim", max(1, hidden // heads)),
+    )
+    rotates = _rotates(config, num_layers)
+    kinds = None
+    if config.get("layer_types") is not None:
+        kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
+    elif config.flag("use_sliding_window", False) and config.get("sliding_window"):
+        kinds = [FULL if one else SLIDING for one in rotates]
+    return read_decoder(
+        config,
+        family="smollm3",
+        biased=biased,
+        kinds=kinds,
+        ropes=[rope if one else None for one in rotates],
+    )
+
+
+def _rotates(config: ConfigReader, num_layers: int) -> list[bool]:
+    """Reads `no_rope_layers`, which has 1 for layers that do rotate."""
+    given = config.get("no_rope_layers")
+    if given is None:
+        every = config.size("no_rope_layer_interval", 4)
+        return [(layer + 1) % every != 0 for layer in range(num_layers)]
+    known = isinstance(given, list) and all(is_int(one) and one in (0, 1) for one in given)
+    if not known or len(given) != num_layers:
+        raise config.fail("no_rope_layers", f"a list of {num_layers} out of 0 and 1")
+    return [bool(one) for one in given]

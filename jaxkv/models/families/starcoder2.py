@@ -1,0 +1,22 @@
+"""StarCoder 2: LayerNorms, an MLP without a gate, biases. Source: arXiv 2402.19173."""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, Names, read_decoder
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    kind = FULL if config.get("sliding_window") is None else SLIDING
+    biased: tuple[str, ...] = ("attn_norm", "mlp_norm", "norm")
+    biased += (*QKV, "o", "up", "down") * config.flag("use_bias", True)
+    return read_decoder(
+        config,
+        family="starcoder2",
+        names=Names(gate=None, up="mlp.c_fc", down="mlp.c_proj"),
+        biased=biased,
+        kinds=[kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        eps="norm_epsilon",
+        norm="layer",
+    )

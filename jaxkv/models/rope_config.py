@@ -1,0 +1,162 @@
+"""Reads what config.json says of rotary embeddings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from jaxkv.models.config_reader import MAX_SIZE, ConfigReader
+from jaxkv.models.spec import RopeSpec
+
+KINDS = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+ALSO = {"su": "longrope", "mrope": "default"}
+"""Older names, and what is the same for text alone."""
+
+
+def read_rope(
+    config: ConfigReader,
+    *,
+    max_len: int,
+    head_dim: int,
+    interleaved: bool = False,
+    partly: bool = False,
+    reverse: bool = False,
+) -> RopeSpec:
+    """Reads the embedding that all layers share, in both spellings: `rope_parameters` (transformers
+    5), and `rope_theta` beside `rope_scaling` (older files).
+
+    partly: the family has heads of which a part is rotated.
+    """
+    rope, older = config.section("rope_parameters"), config.section("rope_scaling")
+    if rope.values and older.values and rope.values != older.values:
+        raise config.fail(
+            "rope_scaling",
+            "none beside a different rope_parameters: merge them into rope_parameters",
+        )
+    rope = rope if rope.values else older
+    return read_one_rope(
+        config,
+        rope,
+        max_len=max_len,
+        head_dim=head_dim,
+        interleaved=interleaved,
+        partly=partly,
+        reverse=reverse,
+    )
+
+
+def read_layer_ropes(
+    config: ConfigReader, kinds: list[str], *, max_len: int, head_dim: int
+) -> tuple[RopeSpec, ...]:
+    """Reads each layer's embedding by its kind, such as "sliding_attention", under which
+    `rope_parameters` has it; one that is there for all layers is that of all.
+    """
+    sections = config.section("rope_parameters")
+    if not any(kind in sections.values for kind in kinds):
+        return (read_rope(config, max_len=max_len, head_dim=head_dim),) * len(kinds)
+    of_kind = {
+        kind: read_one_rope(config, sections.section(kind), max_len=max_len, head_dim=head_dim)
+        for kind in dict.fromkeys(kinds)
+    }
+    return tuple(of_kind[kind] for kind in kinds)
+
+
+def read_one_rope(
+    config: ConfigReader,
+    rope: ConfigReader,
+    *,
+    max_len: int,
+    head_dim: int,
+    interleaved: bool = False,
+    partly: bool = False,
+    reverse: bool = False,
+) -> RopeSpec:
+    """Reads one embedding from its section; what that leaves out is in `config`."""
+    key = "type" if "rope_type" not in rope.values and "type" in rope.values else "rope_type"
+    given = rope.get(key, "default")
+    kind = ALSO.get(given, given) if isinstance(given, str) else given
+    if kind not in KINDS:
+        raise rope.fail(key, ", ".join(KINDS[:-1]) + " or " + KINDS[-1])
+    theta = rope.number(
+        "rope_theta", config.number("rope_theta", 10000.0, at_least=1.001), at_least=1.001
+    )
+    part = config.number("partial_rotary_factor", 1.0)
+    part = rope.number("partial_rotary_factor", part)
+    dim = int(head_dim * part)
+    if head_dim % 2:
+        raise config.fail("head_dim", f"an even number (rotary embedding pairs it), not {head_dim}")
+    if not partly and part != 1:
+        reader = rope if "partial_rotary_factor" in rope.values else config
+        raise reader.fail("partial_rotary_factor", "1 (this family rotates whole heads)")
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise rope.fail(
+            "partial_rotary_factor",
+            f"a part of head_dim={head_dim} that is an even number of dimensions",
+        )
+    plain = RopeSpec(
+        kind=kind,
+        theta=theta,
+        dim=0 if dim == head_dim else dim,
+        interleaved=interleaved,
+        reverse=reverse,
+    )
+    if kind == "default":
+        return plain
+    if kind == "linear":
+        return replace(plain, factor=rope.number("factor"))
+    original_max_len = config.size("original_max_position_embeddings", max_len)
+    original_max_len = rope.size("original_max_position_embeddings", original_max_len)
+    plain = replace(plain, original_max_len=original_max_len)
+    if kind == "dynamic":
+        return replace(plain, factor=rope.number("factor", at_least=1.0))
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if high <= low:
+            raise rope.fail("high_freq_factor", f"a number above low_freq_factor={low}")
+        return replace(
+            plain, factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high
+        )
+    if kind == "longrope":
+        factor = rope.number("factor", max_len / original_max_len)
+        stretch = 1 + math.log(max(factor, 1)) / math.log(original_max_len)
+        return replace(
+            plain,
+            attention_factor=rope.number("attention_factor", math.sqrt(stretch)),
+            short_factors=rope.numbers("short_factor", dim // 2),
+            long_factors=rope.numbers("long_factor", dim // 2),
+        )
+    factor = rope.number("factor", max_len / original_max_len)
+    return replace(
+        plain,
+        factor=factor,
+        beta_fast=rope.number("beta_fast", 32.0, at_least=1e-3),
+        beta_slow=rope.number("beta_slow", 1.0, at_least=1e-3),
+        attention_factor=_yarn_attention_factor(rope, factor),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
+    """Returns the factor on cos and sin: given, or 0.1 ln(factor) + 1 (arXiv 2309.00071, section
+    3.4), or DeepSeek's mscale.
+    """
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
+    return mscale(1.0)
+
+
+def extended_len(rope: RopeSpec, max_len: int) -> int:
+    """Returns the longest context that the scaled embedding is meant for: what vLLM derives from
+    the same keys.
+    """
+    if rope.kind in ("linear", "dynamic"):
+        return min(int(max_len * rope.factor), MAX_SIZE)
+    if rope.kind == "yarn":
+        return min(max(max_len, int(rope.original_max_len * rope.factor)), MAX_SIZE)
+    return max_len

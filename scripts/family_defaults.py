@@ -1,0 +1,51 @@
+"""Writes down what transformers takes for keys that a config.json leaves out, for every family.
+
+    python scripts/family_defaults.py
+
+Needs transformers, and no weights. Rotary embeddings are left out but for theta and the rotated
+part: their other parameters are always written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from jaxkv.models.families import DEFAULTS, FAMILIES
+
+LEFT_OUT = re.compile(
+    r"_.*|.*(_dropout|_pdrop|_token_id|_dropout_prob)|summary_.*|output_.*|is_.*|return_dict|"
+    r"architectures|chunk_size_feed_forward|dtype|initializer_range|layer_types|model_type|"
+    r"no_rope_layers|pretraining_tp|problem_type|rope_parameters|transformers_version|use_cache"
+)
+"""Of no meaning here, or made of other keys."""
+
+
+def defaults(model_type: str) -> dict[str, Any]:
+    """Returns the keys of a default config that are numbers, flags, texts or null."""
+    kind = CONFIG_MAPPING[model_type]
+    values = kind().to_dict()
+    rope = values.get("rope_parameters") or {}
+    # What a config makes of other keys is null in its class.
+    values |= {key: getattr(kind, key) for key in values if hasattr(kind, key)}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            values[key] = rope[key]
+    return {
+        key: value
+        for key, value in sorted(values.items())
+        if not isinstance(value, (dict, list)) and not LEFT_OUT.fullmatch(key)
+    }
+
+
+def main() -> None:
+    known = {name: defaults(name) for name in FAMILIES if name in CONFIG_MAPPING}
+    DEFAULTS.write_text(json.dumps(known, indent=1) + "\n")
+    print(f"{DEFAULTS}: {len(known)} of {len(FAMILIES)} families")
+
+
+if __name__ == "__main__":
+    main()

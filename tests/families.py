@@ -1,0 +1,182 @@
+"""Tiny models of every family, made by transformers with every weight drawn anew, as checkpoints.
+
+transformers' own initialisation (norms 1, biases 0) would give the same logits when a loader drops
+them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SMALL = {
+    "vocab_size": 151,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.5, 2.0, 3.0, 5.0],
+}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+WINDOW = {"sliding_window": 8, "layer_types": MIXED}
+HEAD = {"head_dim": 8}
+GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
+FALCON = {"num_kv_heads": 2, "ffn_hidden_size": 80}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
+    "cohere": {"logit_scale": 0.3, "tie_word_embeddings": True},
+    "cohere-qk-norm": {"use_qk_norm": True, "attention_bias": True},
+    "cohere2": WINDOW | HEAD | {"logit_scale": 0.3},
+    "cwm": WINDOW | HEAD,
+    "ernie4_5": HEAD | {"use_bias": True},
+    "exaone4": WINDOW,
+    "exaone4-full": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "falcon": FALCON | {"multi_query": True, "new_decoder_architecture": False},
+    "falcon-new": FALCON | {"new_decoder_architecture": True, "bias": True},
+    "falcon-new-one-norm": FALCON
+    | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    "falcon-in-turn": FALCON | {"multi_query": True, "parallel_attn": False, "bias": True},
+    "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    "gemma2": WINDOW
+    | {"head_dim": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}
+    | {"final_logit_softcapping": 2.0},
+    "gemma3_text": WINDOW
+    | {"head_dim": 16, "query_pre_attn_scalar": 20, "final_logit_softcapping": 2.0}
+    | {
+        "rope_parameters": {
+            "sliding_attention": ROPE,
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+        }
+    },
+    "glm": {"head_dim": 8, "attention_bias": True},
+    "glm4": {"head_dim": 8, "attention_bias": True},
+    "gpt2": GPT2,
+    "gpt2-inner": GPT2 | {"n_inner": 80, "scale_attn_weights": False},
+    "gpt_neox": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}},
+    "gpt_neox-in-turn": {"use_parallel_residual": False, "attention_bias": False},
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.5,
+        "attention_bias": True,
+    },
+    "helium": HEAD,
+    "hunyuan_v1_dense": HEAD | {"attention_bias": True},
+    "hyperclovax": HEAD | {"attention_multiplier": 0.2, "residual_multiplier": 0.4},
+    "internlm3": HEAD | {"qkv_bias": True, "bias": True},
+    "iquestcoder": HEAD | {"attention_bias": True},
+    "jais2": HEAD,
+    "ministral": WINDOW | HEAD,
+    "ministral3": HEAD
+    | {
+        "rope_parameters": ROPE
+        | {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.3,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        }
+    },
+    "nanochat": {"final_logit_softcapping": 2.0},
+    "nemotron": {"attention_bias": True, "mlp_bias": True},
+    "olmo": {"clip_qkv": 0.5, "attention_bias": True},
+    "olmo2": {"attention_bias": True},
+    "olmo3": WINDOW
+    | {
+        "rope_parameters": {
+            "sliding_attention": ROPE,
+            "full_attention": ROPE
+            | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        }
+    },
+    "phi": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+    "phi-qk-norm": {"qk_layernorm": True, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+    "phi3": {"sliding_window": 8},
+    "phi3-longrope": {"rope_parameters": LONG, "original_max_position_embeddings": 64},
+    "qwen3_vl": HEAD,
+    "seed_oss": HEAD | {"attention_bias": True, "mlp_bias": True},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
+    "stablelm": {"use_qkv_bias": True},
+    "stablelm-parallel": {"use_parallel_residual": True, "qk_layernorm": True},
+    "starcoder2": {"sliding_window": 8},
+    "vaultgemma": WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 20},
+    "llama-dynamic": {
+        "rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0},
+        "max_position_embeddings": 32,
+    },
+}
+
+
+def hf_config(variant: str) -> Any:
+    """Returns transformers' config of a tiny model."""
+    from transformers import AutoConfig
+
+    model_type = variant.split("-")[0]
+    changes = VARIANTS[variant]
+    if model_type == "qwen3_vl":
+        return _vision_config(model_type, SMALL | changes)
+    own = {key: value for key, value in SMALL.items() if not ("n_embd" in changes and key in OWN)}
+    return AutoConfig.for_model(model_type, **own | changes)
+
+
+OWN = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OWN += ("num_key_value_heads", "max_position_embeddings")
+
+
+def _vision_config(model_type: str, text: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+    vision |= {"out_hidden_size": 48, "deepstack_visual_indexes": [0]}
+    tie = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    return AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **tie)
+
+
+def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 0) -> Any:
+    """Returns the model of a config in float32, all weights drawn anew, which is also written to
+    the directory.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    config._attn_implementation = "eager"
+    model = auto.from_config(config, dtype=torch.float32).eval()
+    rng = np.random.default_rng(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        parameter.data.copy_(torch.from_numpy(drawn(rng, name, tuple(parameter.shape))))
+    model.save_pretrained(directory)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Vectors away from what they are made as, matrices of the size that keeps activations near
+    1.
+    """
+    is_scale = name.endswith("weight") and len(shape) <= 2 and ("norm" in name or "ln" in name)
+    if is_scale:
+        return rng.normal(1.0, 0.3, shape).astype(np.float32)
+    fan_in = shape[0] if "c_" in name else shape[-1]
+    is_table = "embed" in name or "wte" in name or "wpe" in name
+    scale = 0.3 if len(shape) == 1 else fan_in**-0.5 * (4.0 if is_table else 2.0)
+    return rng.normal(0.0, scale, shape).astype(np.float32)

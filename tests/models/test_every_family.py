@@ -1,0 +1,108 @@
+"""Every family in transformers (float32, eager attention) and here: equal logits at every position,
+equal tokens, from the checkpoint that transformers writes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from families import LONG, VARIANTS, hf_config, make_hf_model
+from jaxkv import SamplingParams
+from jaxkv.models.families import FAMILIES
+from parity import (
+    TOLERANCE,
+    assert_generates_equal,
+    assert_logits_equal,
+    logits_of,
+    tiny_llm,
+    torch,
+)
+
+__all__ = ["torch"]
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+QUICK = {
+    "apertus",  # an activation with parameters
+    "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
+    "cohere2",  # windows, layers without rotation
+    "falcon",  # one KV head, fused
+    "falcon-new",  # fused by head, two norms
+    "gemma2",  # capped logits, norms less one, a scale of its own
+    "gemma3_text",  # an embedding for each kind of layer
+    "gpt2",  # learned positions, transposed weights
+    "ministral3",  # queries that grow
+    "nanochat",  # norms without weights, the other way round
+    "nemotron",  # LayerNorms less one, no gate
+    "olmo2",  # norms over all heads, behind the blocks
+    "phi3-longrope",
+    "qwen3_vl",  # the text part of another model
+    "stablelm-parallel",  # a tensor for each head
+}
+"""One variant for each mechanism."""
+
+
+def variants(quick: set[str]) -> list:
+    return [
+        pytest.param(variant, marks=[] if variant in quick else pytest.mark.slow)
+        for variant in VARIANTS
+    ]
+
+
+@pytest.mark.parametrize("variant", variants(QUICK))
+def test_logits_and_their_greedy_tokens_equal_transformers(torch, tmp_path, variant):
+    model = make_hf_model(torch, hf_config(variant), tmp_path)
+    assert_logits_equal(torch, model, tiny_llm(tmp_path))
+
+
+@pytest.mark.parametrize("variant", variants({"gemma3_text"}))
+def test_generate_equals_transformers_generate(torch, tmp_path, variant):
+    model = make_hf_model(torch, hf_config(variant), tmp_path)
+    assert_generates_equal(torch, model, tiny_llm(tmp_path))
+
+
+@pytest.mark.parametrize("variant", ["phi3-longrope", "llama-dynamic"])
+def test_a_sequence_that_gets_longer_is_rotated_otherwise(torch, tmp_path, variant):
+    model = make_hf_model(torch, hf_config(variant), tmp_path)
+    llm = tiny_llm(tmp_path, max_num_batched_tokens=128)
+    rng = np.random.default_rng(5)
+    sequences = [rng.integers(0, 151, length).tolist() for length in (20, 90)]
+    for ids, got in zip(sequences, logits_of(llm, sequences), strict=True):
+        want = model(torch.tensor([ids])).logits[0].numpy()
+        np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * want.std())
+
+
+def test_the_engine_rotates_by_how_long_a_request_may_get(torch, tmp_path):
+    """Requests that begin alike share no pages where their keys differ."""
+    model = make_hf_model(torch, hf_config("phi3-longrope"), tmp_path)
+    llm = tiny_llm(tmp_path)
+    ids = np.random.default_rng(6).integers(0, 151, 60).tolist()
+    limits = [3, 100]  # 63 and 160 tokens at most, on both sides of the original length
+    got = [
+        llm.generate(
+            {"prompt_token_ids": ids},
+            SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, logprobs=1),
+            use_tqdm=False,
+        )[0]
+        for limit in limits
+    ]
+    assert [output.num_cached_tokens for output in got] == [0, 0]
+    long = torch.tensor([ids + list(got[1].outputs[0].token_ids)])
+    for output, whole in ((got[0], torch.tensor([ids])), (got[1], long)):
+        logits = model(whole).logits[0, len(ids) - 1]
+        (first, *_), (listed, *_) = output.outputs[0].token_ids, output.outputs[0].logprobs
+        assert first == int(logits.argmax())
+        want = float(logits.log_softmax(-1)[first])
+        assert abs(listed[first].logprob - want) < TOLERANCE * float(logits.std())
+    assert LONG["original_max_position_embeddings"] == 64
+
+
+def test_every_family_has_a_variant():
+    here = {"llama", "mistral", "qwen2", "qwen3"}  # those of tests/tiny.py
+    parts = {"qwen3_vl": "qwen3_vl_text"}
+    named = {variant.split("-")[0] for variant in VARIANTS}
+    assert {parts.get(name, name) for name in named} | here >= set(FAMILIES) - UNTESTED
+
+
+UNTESTED = {"qwen2_vl_text", "qwen2_5_vl_text"}
