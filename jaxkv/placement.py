@@ -149,7 +149,7 @@ def place(
         )
     if size == 1:
         return Placement((devices[0],))
-    leaves = [*layout.top.items(), *layout.layer.items()]
+    leaves = [one for leaves in (layout.top, *layout.layers) for one in leaves.items()]
     lengths = {("KV heads", group.num_kv_heads) for group in spec.groups}
     for _, leaf in leaves:
         sizes = zip(leaf.info.logical_axes, leaf.info.shape, strict=True)

@@ -30,7 +30,8 @@ def defaults(model_type: str) -> dict[str, Any]:
     values = kind().to_dict()
     rope = values.get("rope_parameters") or {}
     # What a config makes of other keys is null in its class.
-    values |= {key: getattr(kind, key) for key in values if hasattr(kind, key)}
+    own = {key: getattr(kind, key) for key in values if hasattr(kind, key)}
+    values |= {key: value for key, value in own.items() if not isinstance(value, property)}
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             values[key] = rope[key]

@@ -38,6 +38,18 @@ HEAD = {"head_dim": 8}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
 FALCON = {"num_kv_heads": 2, "ffn_hidden_size": 80}
 
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 151,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "final_logit_softcapping": 2.0,
+    "tie_word_embeddings": True,
+}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
@@ -65,12 +77,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
         }
     },
+    "gemma3_text-uncapped": WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 20},
+    "gemma4_text": GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "gemma4_text-k-is-v": GEMMA4
+    | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1},
     "glm": {"head_dim": 8, "attention_bias": True},
     "glm4": {"head_dim": 8, "attention_bias": True},
     "gpt2": GPT2,
     "gpt2-inner": GPT2 | {"n_inner": 80, "scale_attn_weights": False},
     "gpt_neox": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}},
     "gpt_neox-in-turn": {"use_parallel_residual": False, "attention_bias": False},
+    "gpt_bigcode": GPT2,
+    "gpt_bigcode-all-heads": GPT2 | {"multi_query": False, "n_inner": 80},
+    "gptj": GPT2 | {"rotary_dim": 4},
+    "granite_swa": WINDOW
+    | {
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "layer_rope_theta": [1e4, 0, 5e5],
+    },
+    "opt": {"word_embed_proj_dim": 48, "ffn_dim": 80},
     "granite": {
         "attention_multiplier": 0.2,
         "embedding_multiplier": 3.0,
@@ -80,10 +106,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "helium": HEAD,
     "hunyuan_v1_dense": HEAD | {"attention_bias": True},
-    "hyperclovax": HEAD | {"attention_multiplier": 0.2, "residual_multiplier": 0.4},
+    "hyperclovax": HEAD
+    | {"attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.5},
     "internlm3": HEAD | {"qkv_bias": True, "bias": True},
     "iquestcoder": HEAD | {"attention_bias": True},
     "jais2": HEAD,
+    "mistral": HEAD | {"sliding_window": None},
     "ministral": WINDOW | HEAD,
     "ministral3": HEAD
     | {
@@ -113,13 +141,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phi-qk-norm": {"qk_layernorm": True, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "phi3": {"sliding_window": 8},
     "phi3-longrope": {"rope_parameters": LONG, "original_max_position_embeddings": 64},
-    "qwen3_vl": HEAD,
+    "qwen2_vl_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
+    "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
+    "qwen3_vl_text": HEAD | {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
     "seed_oss": HEAD | {"attention_bias": True, "mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
     "stablelm": {"use_qkv_bias": True},
     "stablelm-parallel": {"use_parallel_residual": True, "qk_layernorm": True},
     "starcoder2": {"sliding_window": 8},
     "vaultgemma": WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 20},
+    "llama": {},
     "llama-dynamic": {
         "rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0},
         "max_position_embeddings": 32,
@@ -127,32 +158,66 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("gemma3_text-uncapped", SIGLIP, {"mm_tokens_per_image": 4}),
+    "gemma4": ("gemma4_text", SIGLIP | {"head_dim": 8}, {}),
+    "llava": ("llama", SIGLIP | {"model_type": "clip_vision_model"}, {}),
+    "mistral3": ("mistral", SIGLIP | {"model_type": "pixtral", "head_dim": 8}, {}),
+    "qwen2_vl": ("qwen2_vl_text", {"depth": 1, "num_heads": 2, "embed_dim": 16}, {}),
+    "qwen2_5_vl": ("qwen2_5_vl_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "qwen3_vl": (
+        "qwen3_vl_text",
+        QWEN_VISION | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+        {},
+    ),
+}
+"""Models of several parts: the variant of the text part, what the vision part has, and what both
+have.
+"""
+
+
 def hf_config(variant: str) -> Any:
     """Returns transformers' config of a tiny model."""
     from transformers import AutoConfig
 
-    model_type = variant.split("-")[0]
+    if variant in WRAPPED:
+        part, vision, more = WRAPPED[variant]
+        own = text_config(part)
+        tie = {"tie_word_embeddings": own["tie_word_embeddings"]}
+        given = {"text_config": own, "vision_config": vision} | tie | more
+        return AutoConfig.for_model(variant, **given)
+    return AutoConfig.for_model(**text_config(variant))
+
+
+def text_config(variant: str) -> dict[str, Any]:
+    """Returns what a tiny model's config.json says."""
     changes = VARIANTS[variant]
-    if model_type == "qwen3_vl":
-        return _vision_config(model_type, SMALL | changes)
-    own = {key: value for key, value in SMALL.items() if not ("n_embd" in changes and key in OWN)}
-    return AutoConfig.for_model(model_type, **own | changes)
+    left_out = OWN if "n_embd" in changes else ()
+    config = {key: value for key, value in SMALL.items() if key not in left_out}
+    return config | changes | {"model_type": variant.split("-")[0]}
 
 
-OWN = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-OWN += ("num_key_value_heads", "max_position_embeddings")
+OWN = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+"""Keys of most families that GPT-2 has other names for."""
 
 
-def _vision_config(model_type: str, text: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
-    vision |= {"out_hidden_size": 48, "deepstack_visual_indexes": [0]}
-    tie = {"tie_word_embeddings": text["tie_word_embeddings"]}
-    return AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **tie)
-
-
-def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 0) -> Any:
+def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) -> Any:
     """Returns the model of a config in float32, all weights drawn anew, which is also written to
     the directory.
     """

@@ -31,7 +31,7 @@ from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
 from jaxkv.placement import EXTREMES, PAGES, TENSOR, Placement, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.weights.dummy import weight_shapes
-from jaxkv.weights.tree import Weights, with_layer_leaf
+from jaxkv.weights.tree import Weights, tree_leaves, with_layer_leaf
 
 MAX_TABLES = 8
 """Page tables of a row at most: each costs the host time in every step."""
@@ -98,6 +98,8 @@ class Blueprint:
         """
         asked = self.spec.attention
         if asked.cap or asked.has_sinks:  # where an offset of all scores changes the softmax
+            return False
+        if self.spec.num_kinds > 1:  # no stack has the keys of all layers
             return False
         return any(codec.fits_keys for codec in self.codecs + (self.low_codecs or ()))
 
@@ -169,13 +171,11 @@ class Blueprint:
     @cached_property
     def weight_bytes(self) -> int:
         """Counts the weights; a head that may be tied is."""
-        top = {name: leaf for name, leaf in self.layout.top.items() if leaf.same_as is None}
         total = 0
-        for leaves, count in ((top, 1), (self.layout.layer, self.spec.num_layers)):
-            for name, leaf in leaves.items():
-                shape = leaf.info.shape
-                is_divided = TENSOR in self.placement.weight(name, len(shape))
-                nbytes = count * math.prod(shape) * jnp.dtype(self.dtype).itemsize
+        for leaf in tree_leaves(self.spec, self.layout):
+            if leaf.one.same_as is None:
+                is_divided = TENSOR in self.placement.weight(leaf.name, len(leaf.shape))
+                nbytes = math.prod(leaf.shape) * jnp.dtype(self.dtype).itemsize
                 total += nbytes // (self.num_devices if is_divided else 1)
         return total
 
@@ -385,7 +385,7 @@ def with_windows(
     if len({group.window for group in spec.groups}) == 1 or not are_alike(spec, codecs):
         return spec, shared
     longest, best = -(-limits.max_model_len // limits.block_size), (spec, shared)
-    least = spec.num_layers * shared.row_pages_for(longest)
+    least = len(spec.kv_layers) * shared.row_pages_for(longest)
     for size in range(max(len(group.layers) for group in spec.groups), 0, -1):
         cut = spec.cut(size)
         if len(cut.groups) > MAX_TABLES:

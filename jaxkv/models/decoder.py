@@ -5,16 +5,20 @@ feed-forward, where each token is alone (an MLP): `mix` and `feed_forward` in `f
 body, compiled once, runs all layers. Layers in different KV groups part only where they read and
 write their pages: they pick their tables by number, and branch only between unlike stores.
 
-How to add a layer of another kind: its family lists its tensors in `Layout.layer`, and `mix` or
-`feed_forward` picks it by the tensors that `w` has, as `_project` does for qk-norm; it takes the
-normed [T, D] and returns what joins the stream. Layers of several kinds in one model need a stack
-for each kind in `weights.tree` and a branch on the kind, as `PagedAttention` has one.
+How to add a layer of another kind: its family lists its tensors as one more of `Layout.layers`, and
+`mix` or the MLP picks what it does by the tensors that `w` has, as `_project` does for qk-norm; it
+takes the normed [T, D] and returns what joins the stream. Each kind has a stack of weights and a
+body of its own, between which the loop branches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.paged import Held, PagedAttention
@@ -22,6 +26,7 @@ from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import ModelSpec, QueryTemperature
 from jaxkv.ops.attention import BACKENDS, Attention, Batch
 from jaxkv.ops.layers import (
+    ACTIVATIONS,
     Matrix,
     Rotation,
     apply_rope,
@@ -34,6 +39,11 @@ from jaxkv.ops.layers import (
     values,
 )
 from jaxkv.weights.tree import Weights, layer_weights
+
+Carry = tuple[jax.Array, Held]
+"""The stream [T, D] and what layers change, from layer to layer."""
+
+Mixed = tuple[jax.Array, Held]
 
 
 def forward(
@@ -60,45 +70,84 @@ def forward(
     ropes = Ropes(spec, batch.position_T, _contexts(kv, batch))
     warmth_T = _query_factor(spec.attention.temperature, batch.position_T)
 
-    def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> tuple[jax.Array, Held]:
-        q, k, v = _project(h_TD, w, ropes.of_layer(number), spec, axis)
-        if warmth_T is not None:
-            q = q * warmth_T[:, None, None]
-        found = attend(held, number, q, k, v, sinks_N=w.get("sinks"), out_dtype=w["o"].dtype)
-        out_TF = found[0].reshape(q.shape[0], -1)
-        return linear_over(out_TF, w["o"], w.get("o_bias"), axis=axis), found[1]
+    def layer_of(kind: int) -> Callable[[jax.Array, Carry], Carry]:
+        layers = spec.layers_of(kind)
+        groups = sorted({spec.group_of(layer)[0] for layer in layers})
+        head_dim, rotation_of = spec.groups[groups[0]].head_dim, ropes.of(layers)
+        index_L = np.zeros(spec.num_layers, np.int32)
+        index_L[list(layers)] = range(len(layers))
 
-    def feed_forward(h_TD: jax.Array, w: Weights) -> jax.Array:
-        return mlp(h_TD, w, activation=spec.activation, axis=axis)
+        def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Mixed:
+            q, k, v = _project(h_TD, w, rotation_of(number), spec, head_dim, axis)
+            if warmth_T is not None:
+                q = q * warmth_T[:, None, None]
+            more: Any = {"sinks_N": w.get("sinks"), "out_dtype": w["o"].dtype}
+            out_TNH, held = attend(held, number, q, k, v, groups=groups, **more)
+            out_TF = out_TNH.reshape(q.shape[0], -1)
+            return linear_over(out_TF, w["o"], w.get("o_bias"), axis=axis), held
 
-    def layer(number: jax.Array, carry: tuple[jax.Array, Held]) -> tuple[jax.Array, Held]:
-        x_TD, held = carry
-        w = layer_weights(weights, number)
-        h_TD = _normed(x_TD, w, "attn_norm", spec)
-        mixed_TD, held = mix(h_TD, w, held, number)
-        mixed_TD = _scaled(_normed(mixed_TD, w, "post_attn_norm", spec), spec.residual_scale)
-        if spec.is_parallel:
-            # Some have one norm for both.
-            own = "mlp_norm" in w or "mlp_norm" in spec.unit_norms
-            h_TD = _normed(x_TD, w, "mlp_norm", spec) if own else h_TD
-            x_TD = x_TD + mixed_TD
-        else:
-            x_TD = x_TD + mixed_TD
-            h_TD = _normed(x_TD, w, "mlp_norm", spec)
-        out_TD = _normed(feed_forward(h_TD, w), w, "post_mlp_norm", spec)
-        return x_TD + _scaled(out_TD, spec.residual_scale), held
+        def layer(number: jax.Array, carry: Carry) -> Carry:
+            x_TD, held = carry
+            index = number if spec.num_kinds == 1 else jnp.asarray(index_L)[number]
+            w = layer_weights(weights, index, kind)
+            h_TD = _normed(x_TD, w, "attn_norm", spec)
+            mixed_TD, held = mix(h_TD, w, held, number)
+            mixed_TD = _scaled(_normed(mixed_TD, w, "post_attn_norm", spec), spec.residual_scale)
+            if spec.is_parallel:
+                # Some have one norm for both.
+                own = "mlp_norm" in w or "mlp_norm" in spec.unit_norms
+                h_TD = _normed(x_TD, w, "mlp_norm", spec) if own else h_TD
+                x_TD = x_TD + mixed_TD
+            else:
+                x_TD = x_TD + mixed_TD
+                h_TD = _normed(x_TD, w, "mlp_norm", spec)
+            out_TD = mlp(h_TD, w, activation=spec.activation, axis=axis)
+            out_TD = _normed(out_TD, w, "post_mlp_norm", spec)
+            x_TD = x_TD + _scaled(out_TD, spec.residual_scale)
+            if own_LTP is not None:
+                x_TD = x_TD + _of_layer(x_TD, own_LTP[number], w, spec)
+            return x_TD * w["scalar"][None] if "scalar" in w else x_TD, held
+
+        return layer
+
+    layers = [layer_of(kind) for kind in range(spec.num_kinds)]
+    kind_L = np.array(spec.layer_kinds or (0,) * spec.num_layers, np.int32)
+
+    def step(number: jax.Array, carry: Carry) -> Carry:
+        if len(layers) == 1:
+            return layers[0](number, carry)
+        return jax.lax.switch(jnp.asarray(kind_L)[number], layers, number, carry)
 
     x_TD = _scaled(_embed(weights["embed"], batch.token_T, spec, axis), spec.embed_scale)
     if "positions" in weights:
         position_T = jnp.asarray(batch.position_T)
         x_TD += values(weights["positions"].at[position_T].get(mode="clip")).astype(jnp.float32)
     x_TD = _normed(x_TD, weights, "embed_norm", spec)
+    own_LTP = _per_layer(weights, batch.token_T, x_TD, spec) if spec.per_layer_width else None
     # The pools are carried whole, with the layer's number beside them: as scan xs/ys they would be
     # copied (7.25 GiB against 0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e).
     with jax.named_scope("layers"):  # by which `jaxkv check` knows the loop in a compiled program
         carry = (x_TD, attend.held(statistics))
-        x_TD, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
+        x_TD, held = jax.lax.fori_loop(0, spec.num_layers, step, carry)
     return attend.state(held), x_TD, _of_all_devices(held.statistics, statistics, axis)
+
+
+def _per_layer(weights: Weights, token_T: jax.Array, x_TD: jax.Array, spec: ModelSpec) -> jax.Array:
+    """Computes what each layer gets of the tokens beside the stream, [L, T, P]: half of it looked
+    up, half projected from their embeddings. Source: Gemma 3n's and Gemma 4's reference code.
+    """
+    shape = (x_TD.shape[0], spec.num_layers, spec.per_layer_width)
+    found = values(weights["own_embed"].at[token_T].get(mode="clip")).astype(jnp.float32)
+    projected = linear(x_TD, Matrix(weights["own_proj"])).reshape(shape) * spec.hidden_size**-0.5
+    projected = _normed(projected, weights, "own_norm", spec)
+    both_TLP = (projected + found.reshape(shape) * spec.per_layer_width**0.5) * 2**-0.5
+    return both_TLP.transpose(1, 0, 2)
+
+
+def _of_layer(x_TD: jax.Array, own_TP: jax.Array, w: Weights, spec: ModelSpec) -> jax.Array:
+    """Computes what joins the stream of a layer's own inputs, which the stream gates."""
+    gate_TP = ACTIVATIONS[spec.activation](linear(x_TD, w["own_gate"]))
+    return _normed(linear(gate_TP * own_TP, w["own_out"]), w, "own_out_norm", spec)
 
 
 def head_of(weights: Weights) -> Weights:
@@ -171,10 +220,16 @@ def _query_factor(temperature: QueryTemperature | None, position_T: jax.Array) -
 
 
 def _project(
-    x_TD: jax.Array, w: Weights, rope: Rotation | None, spec: ModelSpec, axis: str | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H]; with qk-norm
-    where the weights have it.
+    x_TD: jax.Array,
+    w: Weights,
+    rope: Rotation | None,
+    spec: ModelSpec,
+    head_dim: int,
+    axis: str | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Computes rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H], which are what
+    keys are made of where the weights have none; without keys and values where they have neither.
+    With qk-norm where the weights have it.
 
     Keys and queries are suited to being quantised where the weights say how (`programs.fit_keys`).
     """
@@ -182,29 +237,39 @@ def _project(
 
     def project(name: str) -> jax.Array:
         y = linear(x_TD, w[name], w.get(f"{name}_bias"))
-        if attention.clip:
-            y = jnp.clip(y, -attention.clip, attention.clip)
+        return jnp.clip(y, -attention.clip, attention.clip) if attention.clip else y
+
+    def heads(y: jax.Array, name: str) -> jax.Array:
         if attention.qk_norm == "whole":
             y = _normed(y, w, f"{name}_norm", spec, axis=axis)
-        return y.reshape(y.shape[0], -1, spec.head_dim)
+        return y.reshape(y.shape[0], -1, head_dim)
 
     def normed(x: jax.Array, name: str) -> jax.Array:
         if attention.qk_norm == "whole":
             return x
         own = w
         if attention.qk_norm == "heads" and name in w:
-            own = {name: w[name].reshape(-1, spec.head_dim)}
+            own = {name: w[name].reshape(-1, head_dim)}
         return _normed(x, own, name, spec)
 
-    q, k, v = project("q"), project("k"), project("v")
-    if not attention.norm_after_rope:
-        q, k = normed(q, "q_norm"), normed(k, "k_norm")
-    if rope is not None:
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-    if attention.norm_after_rope:
-        q, k = normed(q, "q_norm"), normed(k, "k_norm")
+    def rotated(y: jax.Array, name: str) -> jax.Array:
+        x = heads(y, name)
+        if not attention.norm_after_rope:
+            x = normed(x, f"{name}_norm")
+        if rope is not None:
+            x = apply_rope(x, rope)
+        return normed(x, f"{name}_norm") if attention.norm_after_rope else x
+
+    q = rotated(project("q"), "q")
+    if "k" not in w:
+        return q, None, None
+    key = project("k")
+    value = project("v") if "v" in w else key
+    k, v = rotated(key, "k"), value.reshape(value.shape[0], -1, head_dim)
+    if "v_norm" in spec.unit_norms:
+        v = _normed(v, {}, "v_norm", spec)
     if "k_affine" in w:
-        mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, spec.head_dim), 2, 0)
+        mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, head_dim), 2, 0)
         # What is stored of a key must not depend on whether the compiler rounds this product before
         # it adds it up.
         k = jax.lax.optimization_barrier((k - mean_1KH) * factor_1KH)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,7 +50,10 @@ class PagedAttention:
         self._cap = asked.cap
         places = [spec.group_of(layer) for layer in range(spec.num_layers)]
         if len(kv.stores) == len(kv.rows) == 1:  # every layer has a part of every page
-            places = [(group, layer) for layer, (group, _) in enumerate(places)]
+            own = spec.kv_layers
+            places = [
+                (group, own.index(spec.source_of(layer))) for layer, (group, _) in enumerate(places)
+            ]
         self._places_L2 = np.array(places, np.int32)
         heads_G = heads_of(spec, num_devices=num_devices)
         if len(kv.stores) == 1 and len({heads.window for heads in heads_G}) > 1:
@@ -61,6 +64,8 @@ class PagedAttention:
             (_grown(rows, batch), attention.prepare(store, rows, batch, heads))
             for store, rows, heads in zip(stores_G, rows_G, heads_G, strict=True)
         ]
+        # Else the number of a layer is that of its keys and values.
+        self._has_places = len(heads_G) > 1 or bool(spec.kv_sources)
         if len(kv.stores) == 1 and len(heads_G) > 1:
             self._stacked = jax.tree.map(lambda *of_groups: jnp.stack(of_groups), *self._of_groups)
 
@@ -77,25 +82,34 @@ class PagedAttention:
         self,
         held: Held,
         number: jax.Array,
-        *qkv: jax.Array,
+        q_TNH: jax.Array,
+        *kv: jax.Array | None,
+        groups: Sequence[int],
         sinks_N: jax.Array | None,
         out_dtype: np.dtype,
     ) -> Result:
-        """Attends the queries of layer `number` (int32) of the model.
+        """Attends the queries of layer `number` (int32) of the model, which is in one of `groups`.
 
-        qkv: q [T, N, H], k and v [T, K, H]. Returns (out [T, N, H], what is held after it).
+        kv: keys and values [T, K, H], or None for those that another layer has stored.
+        Returns (out [T, N, H], what is held after it).
         """
         attend = partial(self._attend, sinks_N=sinks_N, out_dtype=out_dtype)
-        if len(self._of_groups) == 1:
-            return attend(0, self._of_groups[0], held, number, *qkv)
+        if not self._has_places:
+            return attend(0, self._of_groups[0], held, number, q_TNH, *kv)
         group, layer = jnp.asarray(self._places_L2)[number]
         if len(self._kv.stores) == 1:
-            own = jax.tree.map(lambda of_groups: of_groups[group], self._stacked)
-            return attend(0, own, held, layer, *qkv)
+            own = self._of_groups[0]
+            if len(self._of_groups) > 1:
+                own = jax.tree.map(lambda of_groups: of_groups[group], self._stacked)
+            return attend(0, own, held, layer, q_TNH, *kv)
         branches: list[Callable[..., Result]] = [
-            partial(attend, g, own) for g, own in enumerate(self._of_groups)
+            partial(attend, g, self._of_groups[g]) for g in groups
         ]
-        return jax.lax.switch(group, branches, held, layer, *qkv)
+        if len(branches) == 1:
+            return branches[0](held, layer, q_TNH, *kv)
+        # The numbers of the other groups lead nowhere.
+        branch = jnp.asarray(np.searchsorted(groups, range(len(self._of_groups))), jnp.int32)[group]
+        return jax.lax.switch(branch, branches, held, layer, q_TNH, *kv)
 
     def _attend(
         self,
@@ -103,7 +117,8 @@ class PagedAttention:
         own: tuple[PageTables, Any],
         held: Held,
         layer: jax.Array,
-        *qkv: jax.Array,
+        q_TNH: jax.Array,
+        *kv: jax.Array | None,
         sinks_N: jax.Array | None,
         out_dtype: np.dtype,
     ) -> Result:
@@ -112,7 +127,7 @@ class PagedAttention:
         """
         tables, prepared = own
         place = Place(_with(self._kv.stores[s], held.stores[s]), layer, tables, held.statistics)
-        q_TNH, k_TKH, v_TKH = qkv
+        k_TKH, v_TKH = kv
         found = self._attention.attend(
             q_TNH,
             k_TKH,
@@ -139,6 +154,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
             window=group.window,
             cap=spec.attention.cap,
             has_sinks=spec.attention.has_sinks,
+            has_readers=bool(spec.kv_sources),
         )
         for group in spec.groups
     )

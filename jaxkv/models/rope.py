@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jaxkv.ops.layers import (
     Rotation,
     default_inv_freq,
     llama3_inv_freq,
+    proportional_inv_freq,
     rope_tables,
     yarn_inv_freq,
 )
@@ -27,34 +30,42 @@ class Ropes:
     def __init__(
         self, spec: ModelSpec, position_T: jax.Array, context_T: jax.Array | None = None
     ) -> None:
-        ropes = spec.layer_ropes or (spec.rope,) * spec.num_layers
-        kinds = list(dict.fromkeys(ropes))
-        self._kinds_L = np.array([kinds.index(rope) for rope in ropes], np.int32)
-        rotated = [rope for rope in kinds if rope is not None]
-        self._interleaved = bool(rotated) and rotated[0].interleaved
-        tables = []
-        for rope in rotated:
-            inv_freq: jax.Array | np.ndarray = rope_frequencies(rope, spec.head_dim)
+        self._ropes_L = spec.layer_ropes or (spec.rope,) * spec.num_layers
+        self._tables: dict[RopeSpec, tuple[jax.Array, jax.Array]] = {}
+        for layer, rope in enumerate(self._ropes_L):
+            if rope is None or rope in self._tables:
+                continue
+            head_dim = spec.groups[spec.group_of(layer)[0]].head_dim
+            inv_freq: jax.Array | np.ndarray = rope_frequencies(rope, head_dim)
             if context_T is not None and rope.depends_on_context:
-                inv_freq = _frequencies_in_context(rope, spec.head_dim, context_T)
-            tables.append(rope_tables(position_T, inv_freq, rope.attention_factor))
-        if rotated and None in kinds:
-            cos, sin = tables[0]
-            tables.insert(kinds.index(None), (jnp.ones_like(cos), jnp.zeros_like(sin)))
-        self._tables = tables
-        if len(tables) > 1:
-            self._stacked = jax.tree.map(lambda *x: jnp.stack(x), *tables)
+                inv_freq = _frequencies_in_context(rope, head_dim, context_T)
+            self._tables[rope] = rope_tables(position_T, inv_freq, rope.attention_factor)
 
-    def of_layer(self, number: jax.Array) -> Rotation | None:
-        """Returns the rotation of layer `number` (int32); None where no layer has one."""
-        if not self._tables:
-            return None
-        if len(self._tables) == 1:
-            cos, sin = self._tables[0]
-        else:
-            kind = jnp.asarray(self._kinds_L)[number]
-            cos, sin = (table[kind] for table in self._stacked)
-        return Rotation(cos, sin, self._interleaved)
+    def of(self, layers: Sequence[int]) -> Callable[[jax.Array], Rotation | None]:
+        """Returns what gives each of these layers, by its number (int32), its rotation: of equally
+        many dimensions, or None where none of them has one.
+        """
+        ropes = [self._ropes_L[layer] for layer in layers]
+        kinds = list(dict.fromkeys(ropes))
+        rotated = [rope for rope in kinds if rope is not None]
+        if not rotated:
+            return lambda number: None
+        interleaved = rotated[0].interleaved
+        cos, sin = self._tables[rotated[0]]
+        if len(kinds) == 1:
+            rotation = Rotation(cos, sin, interleaved)
+            return lambda number: rotation
+        unmoved = jnp.ones_like(cos), jnp.zeros_like(sin)
+        tables = [unmoved if rope is None else self._tables[rope] for rope in kinds]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *tables)
+        kind_L = np.zeros(len(self._ropes_L), np.int32)
+        kind_L[list(layers)] = [kinds.index(rope) for rope in ropes]
+
+        def pick(number: jax.Array) -> Rotation:
+            kind = jnp.asarray(kind_L)[number]
+            return Rotation(stacked[0][kind], stacked[1][kind], interleaved)
+
+        return pick
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
@@ -88,6 +99,8 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
             high_freq_factor=rope.high_freq_factor,
             original_max_len=rope.original_max_len,
         )
+    elif rope.kind == "proportional":
+        inv_freq = proportional_inv_freq(rope.theta, head_dim, rope.part, rope.factor)
     elif rope.kind not in ("default", "dynamic"):
         raise ValueError(f"rope kind: expected one that is known, got {rope.kind!r}")
     return -inv_freq if rope.reverse else inv_freq

@@ -8,7 +8,7 @@ from dataclasses import replace
 from jaxkv.models.config_reader import MAX_SIZE, ConfigReader
 from jaxkv.models.spec import RopeSpec
 
-KINDS = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "longrope", "proportional", "yarn")
 ALSO = {"su": "longrope", "mrope": "default"}
 """Older names, and what is the same for text alone."""
 
@@ -82,10 +82,10 @@ def read_one_rope(
     )
     part = config.number("partial_rotary_factor", 1.0)
     part = rope.number("partial_rotary_factor", part)
-    dim = int(head_dim * part)
+    dim = head_dim if kind == "proportional" else int(head_dim * part)
     if head_dim % 2:
         raise config.fail("head_dim", f"an even number (rotary embedding pairs it), not {head_dim}")
-    if not partly and part != 1:
+    if not partly and dim != head_dim:
         reader = rope if "partial_rotary_factor" in rope.values else config
         raise reader.fail("partial_rotary_factor", "1 (this family rotates whole heads)")
     if not 2 <= dim <= head_dim or dim % 2:
@@ -102,6 +102,8 @@ def read_one_rope(
     )
     if kind == "default":
         return plain
+    if kind == "proportional":
+        return replace(plain, part=part, factor=rope.number("factor", 1.0))
     if kind == "linear":
         return replace(plain, factor=rope.number("factor"))
     original_max_len = config.size("original_max_position_embeddings", max_len)

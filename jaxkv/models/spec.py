@@ -8,14 +8,15 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
-    """Rotary embedding; `kind` is one of default, linear, dynamic, llama3, longrope, yarn, the rest
-    are that kind's parameters.
+    """Rotary embedding; `kind` is one of default, linear, dynamic, llama3, longrope, proportional,
+    yarn, the rest are that kind's parameters.
 
     dim: dimensions of each head that are rotated, the first ones; 0: all. interleaved: dimension 2i
     is paired with 2i + 1, else i with i + dim / 2. reverse: by the opposite angle. factors: of
-    longrope, what divides each frequency. Lengths are in tokens. Sources: RoFormer arXiv 2104.09864
-    (default), arXiv 2306.15595 (linear, dynamic), Llama 3.1 (llama3), LongRoPE arXiv 2402.13753
-    (longrope), YaRN arXiv 2309.00071 (yarn).
+    longrope, what divides each frequency. part: of proportional, of the pairs that rotate. Lengths
+    are in tokens. Sources: RoFormer arXiv 2104.09864 (default), arXiv 2306.15595 (linear, dynamic),
+    Llama 3.1 (llama3), LongRoPE arXiv 2402.13753 (longrope), Gemma 4 (proportional), YaRN arXiv
+    2309.00071 (yarn).
     """
 
     kind: str = "default"
@@ -28,6 +29,7 @@ class RopeSpec:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    part: float = 1.0
     dim: int = 0
     interleaved: bool = False
     reverse: bool = False
@@ -95,6 +97,11 @@ class ModelSpec:
     each, None where a layer rotates nothing. is_parallel: attention and feed-forward both take what
     came into the layer. embed_scale, residual_scale, logit_scale: factors on embeddings, on what
     joins the stream, on logits; logit_cap as `AttentionSpec.cap`.
+
+    layer_kinds: for each layer the number of its kind, whose tensors have shapes of their own; ()
+    if all are alike. kv_sources: for each layer the one whose keys and values it attends to; () if
+    each has its own. A layer without its own is in no KV group. per_layer_width: of what each layer
+    gets of a token beside the stream, 0: nothing.
     """
 
     family: str
@@ -118,6 +125,9 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
+    layer_kinds: tuple[int, ...] = ()
+    kv_sources: tuple[int, ...] = ()
+    per_layer_width: int = 0
 
     @property
     def depends_on_context(self) -> bool:
@@ -130,8 +140,27 @@ class ModelSpec:
         beyond = {rope.kind for rope in ropes if max_len > rope.original_max_len > 0}
         return max_len if "dynamic" in beyond else int("longrope" in beyond)
 
+    @property
+    def num_kinds(self) -> int:
+        return 1 + max(self.layer_kinds, default=0)
+
+    def layers_of(self, kind: int) -> tuple[int, ...]:
+        """Lists the layers of a kind."""
+        kinds = self.layer_kinds or (0,) * self.num_layers
+        return tuple(layer for layer, other in enumerate(kinds) if other == kind)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Lists the layers that have keys and values of their own."""
+        return tuple(sorted(layer for group in self.groups for layer in group.layers))
+
+    def source_of(self, layer: int) -> int:
+        """Returns the layer whose keys and values this one attends to."""
+        return self.kv_sources[layer] if self.kv_sources else layer
+
     def group_of(self, layer: int) -> tuple[int, int]:
-        """Returns (group, index of the layer within that group)."""
+        """Returns (group, index within that group) of a layer's keys and values."""
+        layer = self.source_of(layer)
         for g, group in enumerate(self.groups):
             if layer in group.layers:
                 return g, group.layers.index(layer)

@@ -345,6 +345,15 @@ def default_inv_freq(theta: float, head_dim: int) -> np.ndarray:
     return (1.0 / np.float32(theta) ** exponent).astype(np.float32)
 
 
+def proportional_inv_freq(theta: float, head_dim: int, part: float, factor: float) -> np.ndarray:
+    """Computes default frequencies, divided by `factor`, for that part of the pairs and 0 for the
+    others, which thus are not rotated. Source: Gemma 4's reference code.
+    """
+    inv_freq = default_inv_freq(theta, head_dim) / np.float32(factor)
+    inv_freq[int(part * head_dim // 2) :] = 0
+    return inv_freq.astype(np.float32)
+
+
 def llama3_inv_freq(
     inv_freq: np.ndarray,
     *,

@@ -53,8 +53,8 @@ class Moments:
     def attend(
         self,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        k_TKH: jax.Array | None,
+        v_TKH: jax.Array | None,
         at: Place,
         batch: Batch,
         prepared: int | None,
@@ -65,6 +65,8 @@ class Moments:
         sinks_N: jax.Array | None = None,
     ) -> Attended:
         refuse_extras(at, cap, sinks_N)  # with which scores may not change by q . m
+        if k_TKH is None or v_TKH is None:
+            raise NotImplementedError("keys of another layer have been fitted there")
         out_TNH = jax.nn.dot_product_attention(
             *(x[None] for x in (q_TNH, k_TKH, v_TKH)),
             scale=scale,

@@ -36,8 +36,16 @@ SIZES = (
     "n_head",
     "ffn_hidden_size",
 )
-TEXT_OF = {"mistral3": "mistral", "llava": "llama", "gemma3": "gemma3_text"}
-"""The family of a text part that does not say which it is."""
+TEXT_OF = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llava": "llama",
+    "mistral3": "mistral",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+}
+"""Models of several parts, each with the family of a text part that does not say which it is."""
 
 
 def read_config(directory: Path, name: str = "config.json") -> ConfigReader:
@@ -79,9 +87,9 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     outer, config = config, _text_part(config)
     model_type = config.values.get("model_type")
     if model_type not in FAMILIES:
-        near = difflib.get_close_matches(str(model_type), FAMILIES, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(str(model_type), (*FAMILIES, *TEXT_OF), n=3, cutoff=0.5)
         nearest = f" (the nearest: {', '.join(near)})" if near else ""
-        raise config.fail("model_type", f"one of {', '.join(FAMILIES)}{nearest}")
+        raise config.fail("model_type", f"one of {', '.join((*FAMILIES, *TEXT_OF))}{nearest}")
     family = importlib.import_module(f"{__name__}.{model_type}")
     spec, layout = family.read(config.with_defaults(_defaults(model_type, config is not outer)))
     for rope in {spec.rope, *spec.layer_ropes} - {None}:
@@ -97,18 +105,16 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def _text_part(config: ConfigReader) -> ConfigReader:
     """Returns the reader of a model's text part: itself, unless it has a `text_config`."""
-    if not isinstance(config.get("text_config"), dict):
+    outer = config.values.get("model_type")
+    if not isinstance(outer, str) or outer not in TEXT_OF:
         return config
+    if config.get("text_config") is None:  # older files have its keys among the others
+        return config.replaced(model_type=TEXT_OF[outer])
     text = config.section("text_config")
     # The tie may be said on either level, a quantisation is said on the outer one.
-    above = {
-        key: config.values[key]
-        for key in ("tie_word_embeddings", "quantization_config")
-        if key in config.values
-    }
-    if text.get("model_type") is None:
-        above["model_type"] = TEXT_OF.get(config.get("model_type"))
-    return text.with_defaults(above)
+    keys = ("tie_word_embeddings", "quantization_config")
+    above = {key: config.values[key] for key in keys if key in config.values}
+    return text.with_defaults(above | {"model_type": TEXT_OF[outer]})
 
 
 def _defaults(model_type: str, is_part: bool) -> dict[str, Any]:

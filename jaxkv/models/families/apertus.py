@@ -24,4 +24,4 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         )
         for name, shape in shapes.items()
     }
-    return spec, replace(layout, layer={**layout.layer, **activation})
+    return spec, replace(layout, layers=({**layout.layers[0], **activation},))

@@ -70,15 +70,15 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Leaves outside the layers, leaves of each layer, and patterns of names that hold nothing of
-    their own.
+    """Leaves outside the layers, leaves of a layer of each kind (`ModelSpec.layer_kinds`), and
+    patterns of names that hold nothing of their own.
 
     `part_of`: the model_type of a model of which this is the text part; its other tensors are not
     loaded.
     """
 
     top: Mapping[str, Leaf]
-    layer: Mapping[str, Leaf]
+    layers: tuple[Mapping[str, Leaf], ...]
     derived: tuple[str, ...] = field(default=())
     part_of: str | None = None
 
@@ -193,7 +193,7 @@ def read_decoder(
     layer = _LayerLeaves(made, names, biased, fused_by_head, transposed).of(config)
     top = _top_leaves(made, config, names, biased, max_len)
     derived = (names.layer.replace(".", r"\.").format(layer=r"\d+") + r".*rotary_emb\.inv_freq",)
-    return made, Layout(top=top, layer=layer, derived=derived)
+    return made, Layout(top=top, layers=(layer,), derived=derived)
 
 
 def read_kinds(

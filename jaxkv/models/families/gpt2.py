@@ -36,10 +36,8 @@ NAMES = Names(
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("scale_attn_by_inverse_layer_idx", False)
     config.refuse("add_cross_attention", False)
-    width = {} if config.get("n_inner") else {"n_inner": 4 * config.size("n_embd")}
-    reader = config.replaced(**width).renamed(**KEYS)
     spec, layout = read_decoder(
-        reader,
+        with_width(config).renamed(**KEYS),
         family="gpt2",
         names=NAMES,
         biased=("attn_norm", *QKV, "o", "mlp_norm", "up", "down", "norm"),
@@ -52,3 +50,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     masks = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)
     return spec, replace(layout, derived=masks)
+
+
+def with_width(config: ConfigReader) -> ConfigReader:
+    """Returns a reader in which the width of the MLP is never left out."""
+    width = config.get("n_inner") or 4 * config.size("n_embd")
+    return config.replaced(n_inner=width)

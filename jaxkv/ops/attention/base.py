@@ -31,7 +31,8 @@ from jaxkv.pytree import pytree, static
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heads:
     """Says what attention is asked to do in the layers of one KV group, on one device. `cap` and
-    `has_sinks`: as in `models.spec.AttentionSpec`.
+    `has_sinks`: as in `models.spec.AttentionSpec`. has_readers: some layers attend to what others
+    have stored.
     """
 
     num_heads: int
@@ -40,6 +41,7 @@ class Heads:
     window: int | None
     cap: float = 0.0
     has_sinks: bool = False
+    has_readers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +98,8 @@ class Attention(Protocol):
     def attend(
         self,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        k_TKH: jax.Array | None,
+        v_TKH: jax.Array | None,
         at: Place,
         batch: Batch,
         prepared: Any,
@@ -107,7 +109,8 @@ class Attention(Protocol):
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
     ) -> Attended:
-        """Attends one layer's queries, after storing its keys and values.
+        """Attends one layer's queries, after storing its keys and values. None: another layer has
+        stored them at the same place.
 
         scale: of the scores. cap: if not 0, they are cap * tanh(score / cap). sinks_N: each head's
         score of one more key, whose value is 0. out is float32, or rounded to `out_dtype` already,

@@ -69,8 +69,8 @@ class MosaicGpu:
         prepared = self.prepare(store, tables, made, heads)
         return self.attend(
             q_TNH,
-            k_TKH,
-            k_TKH,
+            None if heads.has_readers else k_TKH,
+            None if heads.has_readers else k_TKH,
             Place(store, 0, tables),
             made,
             prepared,
@@ -120,8 +120,8 @@ class MosaicGpu:
     def attend(
         self,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        k_TKH: jax.Array | None,
+        v_TKH: jax.Array | None,
         at: Place,
         batch: Batch,
         prepared: tuple[jax.Array, Schedule],
@@ -132,6 +132,8 @@ class MosaicGpu:
         sinks_N: jax.Array | None = None,
     ) -> Attended:
         refuse_extras(at, cap, sinks_N)
+        if k_TKH is None or v_TKH is None:
+            raise NotImplementedError("keys and values of another layer: only xla attends to them")
         dest_T, schedule = prepared
         store = write(at.store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         out_TNH = ragged_paged_attention(

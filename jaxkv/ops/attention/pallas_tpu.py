@@ -65,8 +65,8 @@ class PallasTpu:
         prepared = self.prepare(store, tables, made, heads)
         return self.attend(
             q_TNH,
-            k_TKH,
-            k_TKH,
+            None if heads.has_readers else k_TKH,
+            None if heads.has_readers else k_TKH,
             Place(store, 0, tables),
             made,
             prepared,
@@ -111,8 +111,8 @@ class PallasTpu:
     def attend(
         self,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        k_TKH: jax.Array | None,
+        v_TKH: jax.Array | None,
         at: Place,
         batch: Batch,
         prepared: Schedule,
@@ -123,6 +123,8 @@ class PallasTpu:
         sinks_N: jax.Array | None = None,
     ) -> Attended:
         refuse_extras(at, cap, sinks_N)
+        if k_TKH is None or v_TKH is None:
+            raise NotImplementedError("keys and values of another layer: only xla attends to them")
         store = at.store
         codec = store.codec
         quantised = None if store.scales is None else _layout_of(store).quantise

@@ -91,8 +91,8 @@ class Xla:
     def attend(
         self,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
-        v_TKH: jax.Array,
+        k_TKH: jax.Array | None,
+        v_TKH: jax.Array | None,
         at: Place,
         batch: Batch,
         prepared: tuple[jax.Array, Window],
@@ -103,7 +103,9 @@ class Xla:
         sinks_N: jax.Array | None = None,
     ) -> Attended:
         dest_T, window = prepared
-        store = write(at.store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
+        store = at.store
+        if k_TKH is not None and v_TKH is not None:
+            store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         out_TNH, statistics = read(
             q_TNH,
             at._replace(store=store),

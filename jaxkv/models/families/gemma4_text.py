@@ -1,0 +1,176 @@
+"""Gemma 4 (dense): heads of two sizes, layers that attend to what others stored, and inputs of each
+layer's own. Source: the model's card, google/gemma-4-E2B-it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import (
+    FULL,
+    QKV,
+    SANDWICH,
+    SLIDING,
+    Layout,
+    Leaf,
+    leaf,
+    read_decoder,
+    read_kinds,
+)
+from jaxkv.models.rope_config import read_one_rope
+from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
+
+NAMES = replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    config.refuse("use_bidirectional_attention", False, "vision")
+    config.refuse("enable_moe_block", False)
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    kinds = read_kinds(config, num_layers, every=6)
+    kinds[-1] = FULL
+    sources = _sources(config, kinds)
+    forms = [
+        (kind, source != layer)
+        for layer, (kind, source) in enumerate(zip(kinds, sources, strict=True))
+    ]
+    listed = list(dict.fromkeys(forms))
+    read_forms = [_read_form(config, form, kinds) for form in listed]
+    groups = []
+    for kind in dict.fromkeys(kinds):
+        (own, _) = read_forms[listed.index((kind, False))]
+        layers = tuple(i for i, other in enumerate(forms) if other == (kind, False))
+        window = config.size("sliding_window") if kind == SLIDING else None
+        groups.append(replace(own.groups[0], layers=layers, window=window))
+    spec, layout = read_forms[0]
+    width = config.get("hidden_size_per_layer_input") or 0
+    own_top, own_layer = _own_inputs(config, num_layers) if width else ({}, {})
+    own_layer["scalar"] = leaf("model.layers.{layer}.layer_scalar", (1,), (None,))
+    has_shared = any(source != layer for layer, source in enumerate(sources))
+    spec = replace(
+        spec,
+        num_layers=num_layers,
+        groups=tuple(groups),
+        layer_ropes=tuple(_rope(config, kind) for kind in kinds),
+        layer_kinds=tuple(map(listed.index, forms)) if len(listed) > 1 else (),
+        kv_sources=sources if has_shared else (),
+        per_layer_width=width,
+    )
+    return spec, replace(
+        layout,
+        top={**layout.top, **own_top},
+        layers=tuple({**one.layers[0], **own_layer} for _, one in read_forms),
+        # transformers drops what shared layers would have.
+        derived=(*layout.derived, *_unused(sources)),
+    )
+
+
+def _read_form(
+    config: ConfigReader, form: tuple[str, bool], kinds: Sequence[str]
+) -> tuple[ModelSpec, Layout]:
+    """Reads the layers of one form as if they were the whole model: with full attention or a
+    window, with keys and values of another layer or their own.
+    """
+    kind, is_shared = form
+    head_dim, kv_heads = _sizes(config, kinds, kind)
+    width = config.size("intermediate_size")
+    is_wide = is_shared and config.flag("use_double_wide_mlp", False)
+    names = NAMES
+    spec, layout = read_decoder(
+        config.replaced(
+            head_dim=head_dim,
+            num_key_value_heads=kv_heads,
+            intermediate_size=2 * width if is_wide else width,
+        ),
+        family="gemma4_text",
+        names=names,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        ropes=[_rope(config, kind)] * len(kinds),
+        activation="hidden_activation",
+        embed_scale=config.size("hidden_size") ** 0.5,
+        logit_cap=config.cap("final_logit_softcapping"),
+        unit_norms=("v_norm",),
+        attention=AttentionSpec(scale=1.0),
+    )
+    left_out: tuple[str, ...] = ()
+    if is_shared:
+        left_out = ("k", "k_bias", "k_norm", "v", "v_bias")
+    elif kind == FULL and config.flag("attention_k_eq_v", False):
+        left_out = ("v", "v_bias")
+    leaves = {name: one for name, one in layout.layers[0].items() if name not in left_out}
+    return spec, replace(layout, layers=(leaves,))
+
+
+def _sizes(config: ConfigReader, kinds: Sequence[str], kind: str) -> tuple[int, int]:
+    """Reads (head_dim, KV heads) of the layers of a kind, which `per_layer_config` may have by
+    their numbers, and older files under names for all with full attention.
+    """
+    own: set[tuple[int, int]] = set()
+    each = config.section("per_layer_config")
+    by_layer = {int(key): each.section(key) for key in each.values if key.isdecimal()}
+    dim, heads = config.size("head_dim"), config.size("num_key_value_heads")
+    if kind == FULL and not each.values:
+        dim = config.size("global_head_dim", 512)
+        if config.flag("attention_k_eq_v", False):
+            heads = config.size("num_global_key_value_heads", heads)
+    for layer, other in enumerate(kinds):
+        if other == kind:
+            reader = by_layer.get(layer, ConfigReader({}, each.where))
+            own.add((reader.size("head_dim", dim), reader.size("num_key_value_heads", heads)))
+    if len(own) > 1:
+        raise config.fail("per_layer_config", f"equal heads in all layers of {kind}")
+    return own.pop()
+
+
+def _sources(config: ConfigReader, kinds: Sequence[str]) -> tuple[int, ...]:
+    """Returns for each layer the one whose keys and values it attends to: the last ones share those
+    of the last layer of their kind that has its own.
+    """
+    num_shared = config.get("num_kv_shared_layers", 0) and config.size("num_kv_shared_layers")
+    own = kinds[: len(kinds) - num_shared]
+    if set(own) != set(kinds):
+        raise config.fail("num_kv_shared_layers", "a layer of each kind that has its own")
+    last = {kind: layer for layer, kind in enumerate(own)}
+    return tuple(layer if layer < len(own) else last[kind] for layer, kind in enumerate(kinds))
+
+
+def _rope(config: ConfigReader, kind: str) -> RopeSpec:
+    sections = config.section("rope_parameters")
+    if kind not in sections.values:
+        given: dict[str, Any] = {"rope_theta": 1e4}
+        if kind == FULL:
+            given = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+        sections = ConfigReader({kind: given}, config.where)
+    max_len = config.size("max_position_embeddings")
+    # The size of heads decides nothing here: all of each is rotated.
+    return read_one_rope(config, sections.section(kind), max_len=max_len, head_dim=2)
+
+
+def _own_inputs(config: ConfigReader, num_layers: int) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
+    """Lists the tensors that make what each layer gets beside the stream, and use it."""
+    hidden, width = config.size("hidden_size"), config.size("hidden_size_per_layer_input")
+    vocab, total = config.size("vocab_size_per_layer_input"), num_layers * width
+    layer = "model.layers.{layer}."
+    top = {
+        "own_embed": leaf("model.embed_tokens_per_layer.weight", (vocab, total), (None, None)),
+        "own_proj": leaf(
+            "model.per_layer_model_projection.weight", (total, hidden), (None, "model")
+        ),
+        "own_norm": leaf("model.per_layer_projection_norm.weight", (width,), (None,)),
+    }
+    own = {
+        "own_gate": leaf(f"{layer}per_layer_input_gate.weight", (width, hidden), (None, "model")),
+        "own_out": leaf(f"{layer}per_layer_projection.weight", (hidden, width), ("model", None)),
+        "own_out_norm": leaf(f"{layer}post_per_layer_input_norm.weight", (hidden,), ("model",)),
+    }
+    return top, own
+
+
+def _unused(sources: Sequence[int]) -> list[str]:
+    shared = [str(layer) for layer, source in enumerate(sources) if source != layer]
+    if not shared:
+        return []
+    return [rf"model\.layers\.({'|'.join(shared)})\.self_attn\.(k_proj|v_proj|k_norm)\.weight"]

@@ -1,0 +1,49 @@
+"""Granite with windows: attention sinks, and a rotary base of each layer's own. Source: the model's
+card, ibm-granite/granite-4.1-3b-base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import MLP, QKV, Layout, leaf, read_decoder, read_kinds
+from jaxkv.models.families.granite import factors
+from jaxkv.models.rope_config import read_rope
+from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased += MLP * config.flag("mlp_bias", False)
+    spec, layout = read_decoder(
+        config,
+        family="granite_swa",
+        biased=biased,
+        kinds=read_kinds(config, num_layers, every=4, first_full=True),
+        ropes=_ropes(config, num_layers),
+        attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0), has_sinks=True),
+        **factors(config),
+    )
+    sinks = leaf("model.layers.{layer}.self_attn.sinks", (spec.num_heads,), ("heads",))
+    return spec, replace(layout, layers=({**layout.layers[0], "sinks": sinks},))
+
+
+def _ropes(config: ConfigReader, num_layers: int) -> list[RopeSpec | None]:
+    """Reads `layer_rope_theta`, in which 0 or null is a layer that rotates nothing."""
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    max_len, head_dim = config.size("max_position_embeddings"), max(1, hidden // heads)
+    rope = read_rope(config, max_len=max_len, head_dim=head_dim)
+    given = config.get("layer_rope_theta")
+    if given is None:
+        return [rope] * num_layers
+    if not isinstance(given, list) or len(given) != num_layers:
+        raise config.fail("layer_rope_theta", f"a list of {num_layers} numbers or nulls")
+    one = [ConfigReader({"layer_rope_theta": theta or None}, config.where) for theta in given]
+    return [
+        replace(rope, theta=reader.number("layer_rope_theta", at_least=1.001))
+        if reader.get("layer_rope_theta") is not None
+        else None
+        for reader in one
+    ]

@@ -1,0 +1,201 @@
+"""Measures what holds for every family of models, and writes docs/models.md from it.
+
+    python scripts/model_table.py                    # all, about 20 minutes on 2 cores
+    python scripts/model_table.py gemma3_text phi3   # some, on the terminal only
+
+Needs transformers with PyTorch (`pip install ".[parity]"`) and tests/ beside it. Each model is a
+tiny one that transformers makes, with every weight drawn anew (tests/families.py), in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+# ruff: noqa: E402 (what follows is found there)
+
+from families import VARIANTS, WRAPPED, hf_config, make_hf_model
+from jaxkv import LLM, SamplingParams
+from jaxkv.build.blueprint import make_limits
+from jaxkv.build.options import EngineOptions
+from jaxkv.kv.codecs import get_codec
+from jaxkv.models.families import DEFAULTS, ConfigReader, read_family
+from jaxkv.models.paged import heads_of
+from jaxkv.ops.attention import BACKENDS, Needs
+from jaxkv.programs import compiled
+from parity import TOLERANCE, expected_tokens, logits_of, prompts, tiny_llm
+
+COLUMNS = ("logits", "tokens", "cached", "int8 pages", "2 devices", "TPU kernels", "GPU kernels")
+GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
+
+
+class Case:
+    """One model on both sides."""
+
+    def __init__(self, variant: str, directory: Path) -> None:
+        import torch
+
+        torch.set_grad_enabled(False)
+        self.torch = torch
+        self.directory = directory
+        self.model = make_hf_model(torch, hf_config(variant), directory)
+        self.llm = tiny_llm(directory)
+        self.want = expected_tokens(torch, self.model)
+
+    def check(self, column: str) -> str:
+        """Returns what stands in a column: "yes", a figure, or the reason."""
+        checks: dict[str, Callable[[], str]] = {
+            "logits": self._logits,
+            "tokens": self._tokens,
+            "cached": self._cached,
+            "int8 pages": self._int8,
+            "2 devices": self._devices,
+            "TPU kernels": lambda: self._kernels("pallas_tpu", "tpu", 64),
+            "GPU kernels": lambda: self._kernels("mosaic_gpu", "gpu", 64),
+        }
+        try:
+            return checks[column]()
+        except (NotImplementedError, ValueError) as error:
+            return str(error).splitlines()[0]
+
+    def _logits(self) -> str:
+        sequences = prompts() + [a + b for a, b in zip(prompts(), self.want, strict=True)]
+        worst = 0.0
+        for ids, got in zip(sequences, logits_of(self.llm, sequences), strict=True):
+            want = self.model(self.torch.tensor([ids])).logits[0].numpy()
+            worst = max(worst, float(np.abs(got - want).max() / want.std()))
+        return f"{worst:.0e}" if worst < TOLERANCE else f"NO: {worst:.1e}"
+
+    def _tokens(self) -> str:
+        return _yes(generate(self.llm) == self.want)
+
+    def _cached(self) -> str:
+        """Asks the same again: prompts are found in the cache, and the tokens are the same."""
+        before = generate(self.llm)
+        outputs = _outputs(self.llm)
+        found = sum(output.num_cached_tokens for output in outputs)
+        same = [output.outputs[0].token_ids for output in outputs] == before
+        return _yes(found > 0 and same)
+
+    def _int8(self) -> str:
+        """Compares logprobs of the prompts' greedy tokens, whatever is chosen after them."""
+        llm = tiny_llm(self.directory, kv_cache_dtype="int8")
+        pairs = zip(_outputs(llm), _outputs(self.llm), strict=True)
+        apart = [
+            abs(a.outputs[0].cumulative_logprob - b.outputs[0].cumulative_logprob)
+            / len(b.outputs[0].token_ids)
+            for a, b in pairs
+        ]
+        return f"{np.mean(apart):.0e} nats"
+
+    def _devices(self) -> str:
+        return _yes(generate(tiny_llm(self.directory, tensor_parallel_size=2)) == self.want)
+
+    def _kernels(self, backend: str, platform: str, page_size: int) -> str:
+        """Asks the kernels about the family's default sizes in bfloat16."""
+        config = json.loads((self.directory / "config.json").read_text())
+        family = config.get("text_config", config)["model_type"]
+        sizes = json.loads(DEFAULTS.read_text()).get(family)
+        if sizes is None:
+            return "no default sizes"
+        own = read_family(ConfigReader(config, "config.json"))[0]
+        full = {**config.get("text_config", config), **sizes}
+        count = sizes.get("num_hidden_layers", sizes.get("n_layer"))
+        listed = {key: one for key, one in full.items() if isinstance(one, list)}
+        full |= {key: (one * count)[:count] for key, one in listed.items()}
+        full["per_layer_config"] = {}
+        spec = read_family(ConfigReader({**full, "model_type": family}, "config.json"))[0]
+        limits = make_limits(EngineOptions(None), spec, platform)
+        codec = get_codec("bfloat16", platform=platform, dtype="bfloat16")
+        needs = Needs(
+            page_size=page_size,
+            num_rows=64,
+            pages_per_row=min(limits.max_model_len, 8192) // page_size,
+            codec=codec,
+            platform=platform,
+            compute_capability="9.0",
+        )
+        assert own.family == spec.family
+        refused = [BACKENDS[backend].refuses(heads, needs) for heads in heads_of(spec)]
+        return next(filter(None, refused), "yes")
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "NO"
+
+
+def _outputs(llm: LLM) -> list[Any]:
+    asked = [{"prompt_token_ids": ids} for ids in prompts()]
+    return llm.generate(asked, SamplingParams(**GREEDY), use_tqdm=False)
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in _outputs(llm)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("variants", nargs="*", help="of tests/families.py; default: all")
+    asked = parser.parse_args().variants
+    jax.config.update("jax_num_cpu_devices", 2)
+    quick = compiled.COMPILER_OPTIONS.get("cpu", {}) | {"xla_backend_optimization_level": "0"}
+    compiled.COMPILER_OPTIONS["cpu"] = quick
+    rows, reasons = [], {}
+    for variant in asked or [*VARIANTS, *WRAPPED]:
+        with tempfile.TemporaryDirectory() as directory:
+            case = Case(variant, Path(directory))
+            cells = [case.check(column) for column in COLUMNS]
+        for place, cell in enumerate(cells):
+            if len(cell) > 12:
+                cells[place] = f"no ({reasons.setdefault(cell, len(reasons) + 1)})"
+        rows.append([variant, *cells])
+        print(" | ".join(rows[-1]), flush=True)
+    for reason, number in reasons.items():
+        print(f"{number}. {reason}")
+    if not asked:
+        write(rows, reasons)
+
+
+def write(rows: list[list[str]], reasons: dict[str, int]) -> None:
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "transformers"))
+    lines = [
+        "# Models",
+        "",
+        f"Written by `python scripts/model_table.py` ({versions}, CPU): for tiny models that "
+        "transformers made, every weight drawn anew, float32. A name behind a hyphen is a variant "
+        "of a family; the last rows are the text parts of larger models.",
+        "",
+        "logits: largest difference from transformers' at any position, over their standard "
+        "deviation. tokens: 16 greedy ones of four prompts in one batch are transformers'. cached: "
+        "the same when prompts are found in the prefix cache. int8 pages: what a token's logprob "
+        "changes on average. 2 devices: the same tokens with `tensor_parallel_size=2`. Kernels: "
+        "whether they take the family's default sizes in bfloat16, in place of XLA.",
+        "",
+        "| | " + " | ".join(COLUMNS) + " |",
+        "|" + "---|" * (len(COLUMNS) + 1),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        *(f"{number}. {reason}" for reason, number in reasons.items()),
+        "",
+    ]
+    (ROOT / "docs" / "models.md").write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
