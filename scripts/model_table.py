@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 # ruff: noqa: E402 (what follows is found there)
 
-from families import VARIANTS, WRAPPED, hf_config, make_hf_model
+from families import ALONE, WRAPPED, hf_config, make_hf_model
 from jaxkv import LLM, SamplingParams
 from jaxkv.build.blueprint import make_limits
 from jaxkv.build.options import EngineOptions
@@ -157,7 +157,7 @@ def main() -> None:
     quick = compiled.COMPILER_OPTIONS.get("cpu", {}) | {"xla_backend_optimization_level": "0"}
     compiled.COMPILER_OPTIONS["cpu"] = quick
     rows, reasons = [], {}
-    for variant in asked or [*VARIANTS, *WRAPPED]:
+    for variant in asked or [*ALONE, *WRAPPED]:
         with tempfile.TemporaryDirectory() as directory:
             case = Case(variant, Path(directory))
             cells = [case.check(column) for column in COLUMNS]

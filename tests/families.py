@@ -167,6 +167,9 @@ SIGLIP = {
     "patch_size": 8,
 }
 QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+ALONE = tuple(name for name in VARIANTS if not name.endswith("_vl_text"))
+"""Variants that transformers has a model of; the others are parts of one."""
+
 WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("gemma3_text-uncapped", SIGLIP, {"mm_tokens_per_image": 4}),
     "gemma4": ("gemma4_text", SIGLIP | {"head_dim": 8}, {}),

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from jaxkv.config import EngineConfig
 from jaxkv.models.families import read_config, read_family
+from jaxkv.weights.tree import tree_leaves
 
 SMALL = {
     "max_num_seqs": 4,
@@ -173,14 +174,13 @@ def make_checkpoint(
     spec, layout = read_family(read_config(directory))
     rng = np.random.default_rng(seed)
     to = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    leaves = [
-        (leaf.source, leaf.info.shape) for leaf in layout.top.values() if leaf.same_as is None
-    ]
-    for layer in range(spec.num_layers):
-        leaves += [
-            (leaf.source.format(layer=layer), leaf.info.shape) for leaf in layout.layer.values()
-        ]
-    tensors = {name: draw(rng, name, shape).astype(to) for name, shape in leaves}
+    leaves = {
+        source: leaf.one.stored_shape
+        for leaf in tree_leaves(spec, layout)
+        if leaf.one.same_as is None
+        for source in leaf.sources
+    }
+    tensors = {name: draw(rng, name, shape).astype(to) for name, shape in leaves.items()}
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return directory

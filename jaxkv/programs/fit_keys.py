@@ -17,7 +17,6 @@ from jaxkv.models import decoder
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Attended, Batch, Heads, Place
-from jaxkv.ops.attention.base import refuse_extras
 from jaxkv.placement import PAGES, Placement, on_every_device
 from jaxkv.weights.tree import Weights
 
@@ -64,9 +63,8 @@ class Moments:
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
     ) -> Attended:
-        refuse_extras(at, cap, sinks_N)  # with which scores may not change by q . m
-        if k_TKH is None or v_TKH is None:
-            raise NotImplementedError("keys of another layer have been fitted there")
+        if cap or sinks_N is not None or k_TKH is None or v_TKH is None:
+            raise NotImplementedError("expected scores that may all change alike, and own keys")
         out_TNH = jax.nn.dot_product_attention(
             *(x[None] for x in (q_TNH, k_TKH, v_TKH)),
             scale=scale,

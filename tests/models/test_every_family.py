@@ -4,12 +4,16 @@ equal tokens, from the checkpoint that transformers writes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from families import LONG, VARIANTS, hf_config, make_hf_model
+import families
+from families import ALONE, LONG, VARIANTS, WRAPPED, hf_config, make_hf_model
 from jaxkv import SamplingParams
-from jaxkv.models.families import FAMILIES
+from jaxkv.models.families import FAMILIES, ConfigReader, read_family
+from jaxkv.models.spec import AttentionSpec
 from parity import (
     TOLERANCE,
     assert_generates_equal,
@@ -31,7 +35,9 @@ QUICK = {
     "falcon-new",  # fused by head, two norms
     "gemma2",  # capped logits, norms less one, a scale of its own
     "gemma3_text",  # an embedding for each kind of layer
+    "gemma4_text",  # kinds of layers, keys of others, inputs of their own
     "gpt2",  # learned positions, transposed weights
+    "granite_swa",  # sinks
     "ministral3",  # queries that grow
     "nanochat",  # norms without weights, the other way round
     "nemotron",  # LayerNorms less one, no gate
@@ -46,7 +52,9 @@ QUICK = {
 def variants(quick: set[str]) -> list:
     return [
         pytest.param(variant, marks=[] if variant in quick else pytest.mark.slow)
-        for variant in VARIANTS
+        for variant in (*ALONE, *WRAPPED)
+        # Which transformers rotates anew as its sequence grows: see below.
+        if variant != "llama-dynamic"
     ]
 
 
@@ -99,10 +107,25 @@ def test_the_engine_rotates_by_how_long_a_request_may_get(torch, tmp_path):
 
 
 def test_every_family_has_a_variant():
-    here = {"llama", "mistral", "qwen2", "qwen3"}  # those of tests/tiny.py
-    parts = {"qwen3_vl": "qwen3_vl_text"}
-    named = {variant.split("-")[0] for variant in VARIANTS}
-    assert {parts.get(name, name) for name in named} | here >= set(FAMILIES) - UNTESTED
+    assert {variant.split("-")[0] for variant in VARIANTS} | NOT_IN_TRANSFORMERS == set(FAMILIES)
 
 
-UNTESTED = {"qwen2_vl_text", "qwen2_5_vl_text"}
+def test_minicpm_is_granite_by_other_names():
+    common = families.SMALL | {"num_hidden_layers": 4, "hidden_size": 48}
+    minicpm = {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
+    granite = {
+        "model_type": "granite",
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 3,
+        "attention_multiplier": 8**-0.5,
+    }
+    (one, its), (other, others) = (
+        read_family(ConfigReader(common | own, "config.json")) for own in (minicpm, granite)
+    )
+    assert its == others
+    plain = AttentionSpec(scale=8**-0.5)
+    assert replace(one, family="granite", attention=plain) == other
+
+
+NOT_IN_TRANSFORMERS = {"minicpm"}

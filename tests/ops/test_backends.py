@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import families
 from jaxkv import LLM, SamplingParams
 from jaxkv.kv.codecs import PlainCodec, get_codec
 from jaxkv.ops.attention import BACKENDS, Heads, Needs, choose_backend
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.testing import engine_of
-from tiny import make_checkpoint, tiny_config
+from tiny import VARIANTS, make_checkpoint, tiny_config
 
 HEADS = Heads(num_heads=8, num_kv_heads=2, head_dim=128, window=None)
 ODD = Heads(num_heads=8, num_kv_heads=2, head_dim=80, window=None)
@@ -218,7 +219,10 @@ def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> dict:
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
-        ("llama", shape(4, 2, 64)),  # two heads side by side
+        # Two heads side by side; sinks, windows in some layers, a scale of its own.
+        ("granite_swa", shape(4, 2, 64) | {"hidden_size": 256}),
+        pytest.param("gemma2", shape(4, 2, 64), marks=pytest.mark.slow),  # capped scores
+        pytest.param("llama", shape(4, 2, 64), marks=pytest.mark.slow),
         pytest.param(
             "qwen3", shape(3, 1, 64), marks=pytest.mark.slow
         ),  # key and value side by side
@@ -231,7 +235,8 @@ def test_an_engine_on_the_tpu_kernels_gives_the_tokens_of_xla(
 ):
     """Chunks, mixed steps, decode loops and cached prefixes, in the kernels' plain interpreter."""
     monkeypatch.setitem(BACKENDS, "interpreted", PallasTpu(interpret=True))
-    path = make_checkpoint(tmp_path / "model", tiny_config(variant, **changes))
+    config = tiny_config(variant) if variant in VARIANTS else families.text_config(variant)
+    path = make_checkpoint(tmp_path / "model", config | changes)
     limits = {
         "max_num_seqs": 2,
         "max_num_batched_tokens": 16,

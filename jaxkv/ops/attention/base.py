@@ -161,11 +161,7 @@ class Batch:
     decode_only: bool = static(default=False)
 
 
-def refuse_extras(at: Place, cap: float, sinks_N: jax.Array | None) -> None:
-    """Refuses what kernels do not compute. Raises: NotImplementedError."""
+def refuse_statistics(at: Place) -> None:
+    """Raises: NotImplementedError where statistics are asked for; for backends without them."""
     if at.statistics is not None:
         raise NotImplementedError("statistics: only the xla backend observes attention")
-    if cap:
-        raise NotImplementedError(f"attention logits capped at {cap}: only xla computes them")
-    if sinks_N is not None:
-        raise NotImplementedError("attention sinks: only xla computes them")

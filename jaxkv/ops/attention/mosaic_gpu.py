@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout, ScalesApartLayout, is_int8
 from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
-from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_extras
+from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_statistics
 from kernels_pallas.gpu import Int8Pages, Schedule, make_schedule, ragged_paged_attention
 from kernels_pallas.rows import Rows
 
@@ -131,11 +131,11 @@ class MosaicGpu:
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
     ) -> Attended:
-        refuse_extras(at, cap, sinks_N)
-        if k_TKH is None or v_TKH is None:
-            raise NotImplementedError("keys and values of another layer: only xla attends to them")
+        refuse_statistics(at)
         dest_T, schedule = prepared
-        store = write(at.store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
+        store = at.store
+        if k_TKH is not None and v_TKH is not None:
+            store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         out_TNH = ragged_paged_attention(
             q_TNH,
             store.pages if store.scales is None else Int8Pages(store.pages, store.scales),
@@ -143,6 +143,8 @@ class MosaicGpu:
             layer=at.layer,
             num_pages=store.num_pages,
             scale=scale,
+            softcap=cap or None,
+            sinks_N=sinks_N,
             interpret=self.interpret,
         )
         return Attended(out_TNH, store, None)

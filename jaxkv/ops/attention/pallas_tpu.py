@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import LaneLayout, packing_of
 from jaxkv.kv.state import PageTables, Store, empty_store
-from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_extras
+from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_statistics
 from kernels_pallas.tpu import (
     Packed,
     Schedule,
@@ -122,9 +122,10 @@ class PallasTpu:
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
     ) -> Attended:
-        refuse_extras(at, cap, sinks_N)
+        refuse_statistics(at)
         if k_TKH is None or v_TKH is None:
-            raise NotImplementedError("keys and values of another layer: only xla attends to them")
+            # Decode writes where it attends.
+            raise NotImplementedError("layers that attend to what another has stored run on xla")
         store = at.store
         codec = store.codec
         quantised = None if store.scales is None else _layout_of(store).quantise
@@ -137,6 +138,8 @@ class PallasTpu:
             layer=at.layer,
             num_pages=store.num_pages,
             scale=scale,
+            softcap=cap or None,
+            sinks_N=sinks_N,
             out_dtype=out_dtype if quantised is None else jnp.float32,
             interpret=self.interpret,
         )
