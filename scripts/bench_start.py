@@ -76,7 +76,7 @@ def make_checkpoint(directory: Path, shape: dict[str, Any]) -> Path:
     leaves = {leaf.source: leaf.info.shape for leaf in layout.top.values() if leaf.same_as is None}
     for layer in range(spec.num_layers):
         leaves |= {
-            leaf.source.format(layer=layer): leaf.info.shape for leaf in layout.layer.values()
+            leaf.source.format(layer=layer): leaf.info.shape for leaf in layout.layers[0].values()
         }
     values = (0.02 * np.random.default_rng(0).standard_normal(2**20)).astype(ml_dtypes.bfloat16)
     save_file(

@@ -14,8 +14,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxkv.config import EngineConfig
-from jaxkv.models.families import read_config, read_family
-from jaxkv.weights.tree import tree_leaves
+from jaxkv.models.families import Layout, read_config, read_family
+from jaxkv.models.spec import ModelSpec
+from jaxkv.weights.tree import stack_name, tree_leaves
 
 SMALL = {
     "max_num_seqs": 4,
@@ -174,13 +175,9 @@ def make_checkpoint(
     spec, layout = read_family(read_config(directory))
     rng = np.random.default_rng(seed)
     to = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    leaves = {
-        source: leaf.one.stored_shape
-        for leaf in tree_leaves(spec, layout)
-        if leaf.one.same_as is None
-        for source in leaf.sources
+    tensors = {
+        name: draw(rng, name, shape).astype(to) for name, shape in stored(spec, layout).items()
     }
-    tensors = {name: draw(rng, name, shape).astype(to) for name, shape in leaves.items()}
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return directory
@@ -196,3 +193,17 @@ def make_checkpoint(
     }
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
+
+
+def stored(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a checkpoint's tensors, layer after layer, without a tied head."""
+    leaves = [leaf for leaf in tree_leaves(spec, layout) if leaf.one.same_as is None]
+    shapes = {leaf.sources[0]: leaf.one.stored_shape for leaf in leaves if not leaf.is_stacked}
+    for kind in range(spec.num_kinds):
+        own = [leaf for leaf in leaves if leaf.stack == stack_name(kind)]
+        for place in range(len(spec.layers_of(kind))):
+            for leaf in own:
+                count = leaf.one.num_sources
+                for source in leaf.sources[place * count : (place + 1) * count]:
+                    shapes[source] = leaf.one.stored_shape
+    return shapes

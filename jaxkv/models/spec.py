@@ -75,6 +75,18 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Scales:
+    """Holds factors on embeddings, on what joins the stream, and on logits, which `logit_cap` then
+    bounds as `AttentionSpec.cap` bounds scores.
+    """
+
+    embed: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    logit_cap: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KVGroup:
     """Layers that share a cache shape and a window, and so a page table.
 
@@ -95,8 +107,7 @@ class ModelSpec:
     norm: "rms" or "layer" (with the mean taken off), with "_one" where the weights are stored less
     one. unit_norms: norms without weights. rope: of all layers, unless `layer_ropes` has one for
     each, None where a layer rotates nothing. is_parallel: attention and feed-forward both take what
-    came into the layer. embed_scale, residual_scale, logit_scale: factors on embeddings, on what
-    joins the stream, on logits; logit_cap as `AttentionSpec.cap`.
+    came into the layer.
 
     layer_kinds: for each layer the number of its kind, whose tensors have shapes of their own; ()
     if all are alike. kv_sources: for each layer the one whose keys and values it attends to; () if
@@ -121,10 +132,7 @@ class ModelSpec:
     unit_norms: tuple[str, ...] = ()
     layer_ropes: tuple[RopeSpec | None, ...] = ()
     is_parallel: bool = False
-    embed_scale: float = 1.0
-    residual_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_cap: float = 0.0
+    scales: Scales = Scales()
     layer_kinds: tuple[int, ...] = ()
     kv_sources: tuple[int, ...] = ()
     per_layer_width: int = 0

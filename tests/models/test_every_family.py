@@ -107,7 +107,7 @@ def test_the_engine_rotates_by_how_long_a_request_may_get(torch, tmp_path):
 
 
 def test_every_family_has_a_variant():
-    assert {variant.split("-")[0] for variant in VARIANTS} | NOT_IN_TRANSFORMERS == set(FAMILIES)
+    assert {variant.split("-")[0] for variant in VARIANTS} | ELSEWHERE == set(FAMILIES)
 
 
 def test_minicpm_is_granite_by_other_names():
@@ -128,4 +128,5 @@ def test_minicpm_is_granite_by_other_names():
     assert replace(one, family="granite", attention=plain) == other
 
 
-NOT_IN_TRANSFORMERS = {"minicpm"}
+ELSEWHERE = {"minicpm", "qwen2", "qwen3"}
+"""Families that are tested below, or with the variants of tests/tiny.py."""

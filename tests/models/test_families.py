@@ -154,7 +154,7 @@ def test_biases_and_qk_norms_are_leaves_where_the_family_has_them():
     def optional(variant: str) -> set[str]:
         return {
             name
-            for name in read(tiny_config(variant))[1].layer
+            for name in read(tiny_config(variant))[1].layers[0]
             if name.endswith(("_bias", "q_norm", "k_norm"))
         }
 
@@ -242,7 +242,7 @@ BAD = {
     "bias as text": ({"attention_bias": "no"}, ["attention_bias", "true or false", "'no'"]),
     "unknown rope": (
         {ROPE_KEYS: {"rope_type": "spiral"}},
-        [ROPE_KEYS, "rope_type", "longrope or yarn", "'spiral'"],
+        [ROPE_KEYS, "rope_type", "proportional or yarn", "'spiral'"],
     ),
     "unknown old rope": (
         {"rope_scaling": {"type": "whirl", "factor": 2.0}},
@@ -462,7 +462,7 @@ def test_weights_are_the_checkpoints_values_stacked_by_layer(tmp_path, variant):
             want = tensors[leaf.source].astype(np.dtype(dtype)).astype(np.float32)
             np.testing.assert_array_equal(value(weights[name]), want)
         for layer in range(spec.num_layers):
-            for name, leaf in layout.layer.items():
+            for name, leaf in layout.layers[0].items():
                 got = weights["layers"][name][layer]
                 want = (
                     tensors[leaf.source.format(layer=layer)]

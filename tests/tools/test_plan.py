@@ -123,7 +123,8 @@ def test_each_device_has_its_part(tmp_path, vocab_size):
     top = {name: leaf for name, leaf in part.layout.top.items() if leaf.same_as is None}
     leaves = [(name, leaf.info.shape) for name, leaf in top.items()]
     leaves += [
-        (name, (part.spec.num_layers, *leaf.info.shape)) for name, leaf in part.layout.layer.items()
+        (name, (part.spec.num_layers, *leaf.info.shape))
+        for name, leaf in part.layout.layers[0].items()
     ]
     shapes = (
         NamedSharding(mesh, part.placement.weight(name, len(dims))).shard_shape(dims)

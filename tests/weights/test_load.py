@@ -41,7 +41,7 @@ def expected(directory: Path) -> dict[str, np.ndarray]:
         for name, leaf in layout.top.items()
         if leaf.source in tensors
     }
-    for name, leaf in layout.layer.items():
+    for name, leaf in layout.layers[0].items():
         layers = [tensors[leaf.source.format(layer=layer)] for layer in range(spec.num_layers)]
         tree[f"['layers']['{name}']"] = np.stack(layers)
     return tree
@@ -352,7 +352,7 @@ def large(tmp_path_factory) -> Path:
     leaves = [(leaf.source, leaf.info.shape) for leaf in layout.top.values()]
     for layer in range(spec.num_layers):
         leaves += [
-            (leaf.source.format(layer=layer), leaf.info.shape) for leaf in layout.layer.values()
+            (leaf.source.format(layer=layer), leaf.info.shape) for leaf in layout.layers[0].values()
         ]
     weight_map = {}
     for shard in range(4):

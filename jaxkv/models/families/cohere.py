@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
-from jaxkv.models.spec import AttentionSpec, ModelSpec
+from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -25,6 +25,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         eps="layer_norm_eps",
         norm="layer",
         is_parallel=True,
-        logit_scale=config.number("logit_scale", 0.0625),
+        scales=Scales(logits=config.number("logit_scale", 0.0625)),
         attention=AttentionSpec(qk_norm="heads"),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import QKV, SLIDING, Layout, Names, read_decoder, read_kinds
 from jaxkv.models.rope_config import read_rope
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.spec import ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -30,5 +30,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         eps="layer_norm_eps",
         norm="layer",
         is_parallel=True,
-        logit_scale=config.number("logit_scale", 0.0625),
+        scales=Scales(logits=config.number("logit_scale", 0.0625)),
     )

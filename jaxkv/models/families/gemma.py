@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QKV, Layout, read_decoder
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.spec import ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -20,5 +20,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         biased=biased,
         norm="rms_one",
         activation=named,
-        embed_scale=config.size("hidden_size") ** 0.5,
+        scales=Scales(embed=config.size("hidden_size") ** 0.5),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import QKV, SANDWICH, Layout, read_decoder, read_kinds
-from jaxkv.models.spec import AttentionSpec, ModelSpec
+from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -29,8 +29,10 @@ def scales(config: ConfigReader) -> dict[str, Any]:
     return {
         "activation": "hidden_activation",
         "norm": "rms_one",
-        "embed_scale": config.size("hidden_size") ** 0.5,
-        "logit_cap": config.cap("final_logit_softcapping"),
+        "scales": Scales(
+            embed=config.size("hidden_size") ** 0.5,
+            logit_cap=config.cap("final_logit_softcapping"),
+        ),
         "attention": AttentionSpec(
             scale=config.number("query_pre_attn_scalar") ** -0.5,
             cap=config.cap("attn_logit_softcapping"),

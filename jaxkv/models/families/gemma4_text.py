@@ -21,7 +21,7 @@ from jaxkv.models.families.base import (
     read_kinds,
 )
 from jaxkv.models.rope_config import read_one_rope
-from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
+from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec, Scales
 
 NAMES = replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 
@@ -90,8 +90,9 @@ def _read_form(
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         ropes=[_rope(config, kind)] * len(kinds),
         activation="hidden_activation",
-        embed_scale=config.size("hidden_size") ** 0.5,
-        logit_cap=config.cap("final_logit_softcapping"),
+        scales=Scales(
+            embed=config.size("hidden_size") ** 0.5, logit_cap=config.cap("final_logit_softcapping")
+        ),
         unit_norms=("v_norm",),
         attention=AttentionSpec(scale=1.0),
     )

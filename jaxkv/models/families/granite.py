@@ -4,11 +4,9 @@ logits. Source: arXiv 2408.13359 (the factors).
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import MLP, QKV, Layout, read_decoder
-from jaxkv.models.spec import AttentionSpec, ModelSpec
+from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -19,14 +17,14 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         family="granite",
         biased=biased,
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
-        **factors(config),
+        scales=scales(config),
     )
 
 
-def factors(config: ConfigReader) -> dict[str, Any]:
+def scales(config: ConfigReader) -> Scales:
     """Reads the factors on embeddings, what joins the stream, and logits."""
-    return {
-        "embed_scale": config.number("embedding_multiplier", 1.0),
-        "residual_scale": config.number("residual_multiplier", 1.0),
-        "logit_scale": 1 / config.number("logits_scaling", 1.0),
-    }
+    return Scales(
+        embed=config.number("embedding_multiplier", 1.0),
+        residual=config.number("residual_multiplier", 1.0),
+        logits=1 / config.number("logits_scaling", 1.0),
+    )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import MLP, QKV, Layout, leaf, read_decoder, read_kinds
-from jaxkv.models.families.granite import factors
+from jaxkv.models.families.granite import scales
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
 
@@ -24,7 +24,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         kinds=read_kinds(config, num_layers, every=4, first_full=True),
         ropes=_ropes(config, num_layers),
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0), has_sinks=True),
-        **factors(config),
+        scales=scales(config),
     )
     sinks = leaf("model.layers.{layer}.self_attn.sinks", (spec.num_heads,), ("heads",))
     return spec, replace(layout, layers=({**layout.layers[0], "sinks": sinks},))

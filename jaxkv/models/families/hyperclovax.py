@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import MLP, QKV, Layout, Names, read_decoder
-from jaxkv.models.spec import AttentionSpec, ModelSpec
+from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -18,8 +18,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         family="hyperclovax",
         names=after if config.flag("use_post_norm", True) else Names(),
         biased=biased,
-        embed_scale=config.number("embedding_multiplier", 1.0),
-        residual_scale=config.number("residual_multiplier", 1.0),
-        logit_scale=config.number("logits_scaling", 1.0),
+        scales=Scales(
+            embed=config.number("embedding_multiplier", 1.0),
+            residual=config.number("residual_multiplier", 1.0),
+            logits=config.number("logits_scaling", 1.0),
+        ),
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
     )

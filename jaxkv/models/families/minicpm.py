@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Layout, read_decoder
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.spec import ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -15,7 +15,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return read_decoder(
         config,
         family="minicpm",
-        embed_scale=config.number("scale_emb", 1.0),
-        residual_scale=config.number("scale_depth", 1.0) / depth**0.5,
-        logit_scale=config.size("dim_model_base", 1) / hidden,
+        scales=Scales(
+            embed=config.number("scale_emb", 1.0),
+            residual=config.number("scale_depth", 1.0) / depth**0.5,
+            logits=config.size("dim_model_base", 1) / hidden,
+        ),
     )

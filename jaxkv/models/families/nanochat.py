@@ -7,7 +7,7 @@ from __future__ import annotations
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
 from jaxkv.models.rope_config import read_rope
-from jaxkv.models.spec import AttentionSpec, ModelSpec
+from jaxkv.models.spec import AttentionSpec, ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -23,6 +23,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         ropes=[rope] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
         unit_norms=("attn_norm", "mlp_norm", "norm", "embed_norm", "q_norm", "k_norm"),
-        logit_cap=config.cap("final_logit_softcapping"),
+        scales=Scales(logit_cap=config.cap("final_logit_softcapping")),
         attention=AttentionSpec(norm_after_rope=True),
     )

@@ -1,0 +1,212 @@
+"""Runs the layers of the decoder. Each is a mixer, where tokens meet (attention over the pages of
+the layer's KV group), and a feed-forward, where each token is alone (an MLP).
+
+What a layer does is read in the tensors that it has: a norm, a bias, a gate or values that are not
+there are left out. How to add a layer of another kind: its family lists its tensors as one more of
+`Layout.layers`, and `mix` or the MLP picks what it does by them. Each kind has a stack of weights
+and a body of its own, between which the loop over layers branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.kv.state import PagedKV
+from jaxkv.models.paged import Held, PagedAttention
+from jaxkv.models.rope import Ropes
+from jaxkv.models.spec import ModelSpec, QueryTemperature
+from jaxkv.ops.attention import Batch
+from jaxkv.ops.layers import (
+    ACTIVATIONS,
+    Rotation,
+    apply_rope,
+    layer_norm,
+    linear,
+    linear_over,
+    mlp,
+    rms_norm,
+    values,
+)
+from jaxkv.weights.tree import Weights, layer_weights
+
+Carry = tuple[jax.Array, Held]
+"""The stream [T, D] and what layers change, from layer to layer."""
+
+
+class Layers:
+    """Runs the layers of one step by their number.
+
+    own_LTP: what each layer gets of the tokens beside the stream, None for nothing. axis: as in
+    `decoder.forward`.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        kv: PagedKV,
+        batch: Batch,
+        attend: PagedAttention,
+        own_LTP: jax.Array | None,
+        *,
+        spec: ModelSpec,
+        axis: str | None,
+    ) -> None:
+        self._weights, self._spec, self._axis = weights, spec, axis
+        self._attend, self._own_LTP = attend, own_LTP
+        self._ropes = Ropes(spec, batch.position_T, _contexts(kv, batch))
+        self._warmth_T = _query_factor(spec.attention.temperature, batch.position_T)
+        self._bodies = [self._body(kind) for kind in range(spec.num_kinds)]
+        self._kind_L = np.array(spec.layer_kinds or (0,) * spec.num_layers, np.int32)
+
+    def __call__(self, number: jax.Array, carry: Carry) -> Carry:
+        """Runs layer `number` (int32)."""
+        if len(self._bodies) == 1:
+            return self._bodies[0](number, carry)
+        return jax.lax.switch(jnp.asarray(self._kind_L)[number], self._bodies, number, carry)
+
+    def _body(self, kind: int) -> Callable[[jax.Array, Carry], Carry]:
+        """Returns what runs any layer of a kind."""
+        spec, layers = self._spec, self._spec.layers_of(kind)
+        groups = sorted({spec.group_of(layer)[0] for layer in layers})
+        head_dim, rotation_of = spec.groups[groups[0]].head_dim, self._ropes.of(layers)
+        index_L = np.zeros(spec.num_layers, np.int32)
+        index_L[list(layers)] = range(len(layers))
+
+        def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+            q, k, v = _project(h_TD, w, rotation_of(number), spec, head_dim, self._axis)
+            if self._warmth_T is not None:
+                q = q * self._warmth_T[:, None, None]
+            sinks_N, dtype = w.get("sinks"), w["o"].dtype
+            out_TNH, held = self._attend(
+                held, number, q, k, v, groups=groups, sinks_N=sinks_N, out_dtype=dtype
+            )
+            out_TF = out_TNH.reshape(q.shape[0], -1)
+            return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held
+
+        def run(number: jax.Array, carry: Carry) -> Carry:
+            x_TD, held = carry
+            index = number if spec.num_kinds == 1 else jnp.asarray(index_L)[number]
+            w = layer_weights(self._weights, index, kind)
+            h_TD = normed(x_TD, w, "attn_norm", spec)
+            mixed_TD, held = mix(h_TD, w, held, number)
+            mixed_TD = scaled(normed(mixed_TD, w, "post_attn_norm", spec), spec.scales.residual)
+            if spec.is_parallel:
+                # Some have one norm for both.
+                own = "mlp_norm" in w or "mlp_norm" in spec.unit_norms
+                h_TD = normed(x_TD, w, "mlp_norm", spec) if own else h_TD
+                x_TD = x_TD + mixed_TD
+            else:
+                x_TD = x_TD + mixed_TD
+                h_TD = normed(x_TD, w, "mlp_norm", spec)
+            out_TD = mlp(h_TD, w, activation=spec.activation, axis=self._axis)
+            x_TD = x_TD + scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
+            if self._own_LTP is not None:
+                x_TD = x_TD + _of_layer(x_TD, self._own_LTP[number], w, spec)
+            return x_TD * w["scalar"][None] if "scalar" in w else x_TD, held
+
+        return run
+
+
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Multiplies by a factor that is mostly 1."""
+    return x if factor == 1.0 else x * factor
+
+
+def normed(
+    x: jax.Array, w: Weights, name: str, spec: ModelSpec, *, axis: str | None = None
+) -> jax.Array:
+    """Applies the norm of that name over the last axis; the same x where the model has none."""
+    if name in w:
+        scale = values(w[name]).astype(jnp.float32)
+        bias = values(w[f"{name}_bias"]) if f"{name}_bias" in w else None
+    elif name in spec.unit_norms:
+        scale, bias = jnp.ones(x.shape[-1], jnp.float32), None
+    else:
+        return x
+    if spec.norm.endswith("_one"):
+        scale = scale + 1
+    if spec.norm.startswith("layer"):
+        return layer_norm(x, scale, bias, eps=spec.norm_eps)
+    return rms_norm(x, scale, eps=spec.norm_eps, axis=axis)
+
+
+def _project(
+    x_TD: jax.Array,
+    w: Weights,
+    rope: Rotation | None,
+    spec: ModelSpec,
+    head_dim: int,
+    axis: str | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Computes rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H], which are what
+    keys are made of where the weights have none; without keys and values where they have neither.
+    With qk-norm where the weights have it.
+
+    Keys and queries are suited to being quantised where the weights say how (`programs.fit_keys`).
+    """
+    attention = spec.attention
+
+    def project(name: str) -> jax.Array:
+        y = linear(x_TD, w[name], w.get(f"{name}_bias"))
+        return jnp.clip(y, -attention.clip, attention.clip) if attention.clip else y
+
+    def heads(y: jax.Array, name: str) -> jax.Array:
+        if attention.qk_norm == "whole":
+            y = normed(y, w, f"{name}_norm", spec, axis=axis)
+        return y.reshape(y.shape[0], -1, head_dim)
+
+    def by_head(x: jax.Array, name: str) -> jax.Array:
+        if attention.qk_norm == "whole":
+            return x
+        own = w
+        if attention.qk_norm == "heads" and name in w:
+            own = {name: w[name].reshape(-1, head_dim)}
+        return normed(x, own, name, spec)
+
+    def rotated(y: jax.Array, name: str) -> jax.Array:
+        x = heads(y, name)
+        if not attention.norm_after_rope:
+            x = by_head(x, f"{name}_norm")
+        if rope is not None:
+            x = apply_rope(x, rope)
+        return by_head(x, f"{name}_norm") if attention.norm_after_rope else x
+
+    q = rotated(project("q"), "q")
+    if "k" not in w:
+        return q, None, None
+    key = project("k")
+    value = project("v") if "v" in w else key
+    k, v = rotated(key, "k"), value.reshape(value.shape[0], -1, head_dim)
+    if "v_norm" in spec.unit_norms:
+        v = normed(v, {}, "v_norm", spec)
+    if "k_affine" in w:
+        mean_1KH, factor_1KH = jnp.moveaxis(w["k_affine"].reshape(1, -1, 2, head_dim), 2, 0)
+        # What is stored of a key must not depend on whether the compiler rounds this product before
+        # it adds it up.
+        k = jax.lax.optimization_barrier((k - mean_1KH) * factor_1KH)
+        q = q / jnp.repeat(factor_1KH, q.shape[1] // k.shape[1], axis=1)
+    return q, k, v
+
+
+def _of_layer(x_TD: jax.Array, own_TP: jax.Array, w: Weights, spec: ModelSpec) -> jax.Array:
+    """Computes what joins the stream of a layer's own inputs, which the stream gates."""
+    gate_TP = ACTIVATIONS[spec.activation](linear(x_TD, w["own_gate"]))
+    return normed(linear(gate_TP * own_TP, w["own_out"]), w, "own_out_norm", spec)
+
+
+def _query_factor(temperature: QueryTemperature | None, position_T: jax.Array) -> jax.Array | None:
+    """Returns the factor of each token's queries, [T]; None where there is none."""
+    if temperature is None:
+        return None
+    period_T = jnp.floor((position_T + temperature.offset).astype(jnp.float32) / temperature.period)
+    return 1 + temperature.beta * jnp.log1p(period_T)
+
+
+def _contexts(kv: PagedKV, batch: Batch) -> jax.Array | None:
+    """Returns how long each token's sequence may get, [T]; None where nothing depends on it."""
+    context_B = kv.rows[0].context_B
+    return None if context_B is None else jnp.asarray(context_B).at[batch.row_T].get(mode="clip")
