@@ -160,7 +160,7 @@ def draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndar
     """
     if "norm" in name:
         return rng.normal(1.0, 0.3, shape).astype(np.float32)
-    scale = 0.3 if len(shape) == 1 else shape[-1] ** -0.5 * (2.0 if "embed" not in name else 4.0)
+    scale = 0.3 if len(shape) < 2 else shape[-1] ** -0.5 * (2.0 if "embed" not in name else 4.0)
     return rng.normal(0.0, scale, shape).astype(np.float32)
 
 

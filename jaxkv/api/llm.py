@@ -30,6 +30,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.streams import complete, stream
 from jaxkv.holding.prefix import root_key
+from jaxkv.models.families import Layout
 from jaxkv.ops.attention import check_backend
 from jaxkv.requests.intake import Intake, Prompt
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput
@@ -273,11 +274,11 @@ class LLM:
             (
                 (
                     f"model     {model.directory} ({spec.family}, {spec.num_layers} layers, "
-                    f"{spec.num_heads} query heads)"
+                    f"{spec.num_heads} query heads{_part(model.layout.part_of)})"
                 ),
                 (
                     f"weights   {model.weight_bytes / 2**20:.1f} MiB {blueprint.dtype} on "
-                    f"{blueprint.placement}"
+                    f"{blueprint.placement}{_stored(model.layout)}"
                 ),
                 f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of "
                 f"{config.block_size}, "
@@ -406,3 +407,14 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
             f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}"
         )
     return listed
+
+
+def _part(whole: str | None) -> str:
+    return (
+        "" if whole is None else f"; the text part of {whole}, whose other tensors are not loaded"
+    )
+
+
+def _stored(layout: Layout) -> str:
+    how = layout.quantisation
+    return "" if how is None else f"; stored quantised ({how.method}), dequantised when loaded"

@@ -18,8 +18,11 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
+from jaxkv.weights.quantised import Dequantised
 from jaxkv.weights.safetensors import Checkpoint
 from jaxkv.weights.tree import TreeLeaf, make_tree, tree_leaves
+
+Tensors = Checkpoint | Dequantised
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 CHECKED = 2**18
@@ -46,7 +49,7 @@ def load_weights(
     Raises: CheckpointError naming every missing, unexpected or misshapen tensor, before anything is
     allocated; naming the first tensor that holds NaN or infinity, unless `check` is False.
     """
-    with open_checkpoint(directory, layout) as checkpoint:
+    with open_checkpoint(directory, spec, layout) as checkpoint:
         leaves = _present(checkpoint, spec, layout)
         _check(checkpoint, spec, layout, leaves)
 
@@ -63,23 +66,26 @@ TEXT = (
 )
 """How models of several parts call the tensors of their text part, and what it calls them."""
 
-ALONE = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")
-"""How the text part's own tensors begin."""
 
-
-def open_checkpoint(directory: Path, layout: Layout) -> Checkpoint:
-    """Opens the tensors of the layout's model, under their names in the text part where it is a
-    part of another model.
+def open_checkpoint(directory: Path, spec: ModelSpec, layout: Layout) -> Tensors:
+    """Opens the tensors of the layout's model: under their names in the text part where it is a
+    part of another model, and as if they were not quantised.
     """
     checkpoint = Checkpoint.open(directory)
-    return checkpoint if layout.part_of is None else checkpoint.renamed(_name_in_text)
+    known = {source for leaf in tree_leaves(spec, layout) for source in leaf.sources}
+    modules = {source.rpartition(".")[0] for source in known}
 
+    def name_in_text(name: str) -> str | None:
+        for pattern, replacement in TEXT:
+            if pattern.match(name):
+                return pattern.sub(replacement, name)
+        return name if name.rpartition(".")[0] in modules else None
 
-def _name_in_text(name: str) -> str | None:
-    for pattern, replacement in TEXT:
-        if pattern.match(name):
-            return pattern.sub(replacement, name)
-    return name if name.startswith(ALONE) else None
+    if layout.part_of is not None:
+        checkpoint = checkpoint.renamed(name_in_text)
+    if layout.quantisation is None:
+        return checkpoint
+    return Dequantised(checkpoint, layout.quantisation, known)
 
 
 def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
@@ -88,7 +94,7 @@ def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
     return jax.device_put(host, where).block_until_ready()
 
 
-def _present(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
+def _present(checkpoint: Tensors, spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
     """Returns the leaves without those that repeat another one (a tied head: absent, or stored
     twice with equal values).
     """
@@ -102,7 +108,7 @@ def _present(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout) -> list[Tr
     return [leaf for leaf in tree_leaves(spec, layout) if not repeats(leaf)]
 
 
-def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+def _equal(checkpoint: Tensors, one: str, other: str) -> bool:
     a, b = checkpoint.entries[one], checkpoint.entries.get(other)
     if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
@@ -116,7 +122,7 @@ def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     return same
 
 
-def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, leaves: list[TreeLeaf]) -> None:
+def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[TreeLeaf]) -> None:
     expected = {source: leaf.one.stored_shape for leaf in leaves for source in leaf.sources}
     repeated = {leaf.source for leaf in layout.top.values()} - set(expected)
     entries = checkpoint.entries
@@ -142,7 +148,7 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, layout: Layout, leaves: list
         raise CheckpointError(f"{checkpoint.directory}: {shown}")
 
 
-def _stack(checkpoint: Checkpoint, leaf: TreeLeaf, dtype: np.dtype, check: bool) -> np.ndarray:
+def _stack(checkpoint: Tensors, leaf: TreeLeaf, dtype: np.dtype, check: bool) -> np.ndarray:
     """Makes the leaf in one host array, converted as it is copied from the file, and looked at if
     `check`.
     """

@@ -378,3 +378,45 @@ def test_peak_memory_stays_near_the_weights_themselves(large, dtype, form):
     assert peak < 1.35 * num_bytes + shard, (
         f"{peak / num_bytes:.2f} times the parameters' {num_bytes / 1e6:.0f} MB"
     )
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [
+        ("language_model.model.", "language_model.lm_head."),
+        ("model.language_model.", "lm_head."),
+        ("model.", "lm_head."),
+    ],
+)
+def test_the_text_part_of_a_larger_model_is_found_under_every_name(tmp_path, prefix, head):
+    config = tiny_config("qwen2")
+    plain = make_checkpoint(tmp_path / "plain", config | {"tie_word_embeddings": False})
+    tensors = load_file(plain / "model.safetensors")
+    named = {
+        name.replace("model.", prefix, 1).replace("lm_head.", head, 1): tensor
+        for name, tensor in tensors.items()
+    }
+    named["visual.blocks.0.attn.qkv.weight"] = np.ones((3, 3), np.float32)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    save_file(named, whole / "model.safetensors")
+    text = config | {"model_type": "qwen2_vl_text", "tie_word_embeddings": None}
+    outer = {"model_type": "qwen2_vl", "text_config": text, "tie_word_embeddings": False}
+    (whole / "config.json").write_text(json.dumps(outer))
+    want, got = (jax.tree.map(np.asarray, loaded(path)) for path in (plain, whole))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    # The same without a section of its own, as older files have it.
+    (whole / "config.json").write_text(json.dumps(text | outer | {"text_config": None}))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, loaded(whole)), want)
+
+
+def test_two_tensors_that_are_one_by_name_are_refused(tmp_path):
+    config = tiny_config("qwen2") | {"tie_word_embeddings": False}
+    plain = make_checkpoint(tmp_path, config)
+    tensors = load_file(plain / "model.safetensors")
+    twice = tensors | {f"model.language_{name}": one for name, one in tensors.items()}
+    save_file(twice, plain / "model.safetensors")
+    outer = {"model_type": "qwen2_vl", "text_config": config | {"model_type": "qwen2_vl_text"}}
+    (plain / "config.json").write_text(json.dumps(outer))
+    with pytest.raises(CheckpointError, match="expected one tensor to be model"):
+        loaded(plain)

@@ -15,6 +15,7 @@ import numpy as np
 from jaxkv.errors import CheckpointError
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Layout, Leaf
+from jaxkv.models.quantisation import read_quantisation
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
 
@@ -98,6 +99,7 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             raise CheckpointError(
                 f"{config.where}: expected finite rotary frequencies, got {inv_freq} from {rope}"
             )
+    layout = replace(layout, quantisation=read_quantisation(config))
     if config is not outer:
         layout = replace(layout, part_of=outer.get("model_type", "another model"))
     return spec, layout

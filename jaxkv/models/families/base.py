@@ -18,6 +18,7 @@ import numpy as np
 from jaxkv.axes import ArrayInfo
 from jaxkv.config import is_int
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.rope_config import extended_len, read_rope
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
 from jaxkv.ops.layers import ACTIVATIONS, XIELU
@@ -81,6 +82,7 @@ class Layout:
     layers: tuple[Mapping[str, Leaf], ...]
     derived: tuple[str, ...] = field(default=())
     part_of: str | None = None
+    quantisation: Quantisation | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +160,6 @@ def read_decoder(
     the other. transposed: weights of layers are stored [in, out]. eps, activation: under what the
     config has them. spec: what else the `ModelSpec` has.
     """
-    config.refuse("quantization_config")
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     kv_heads = config.size("num_key_value_heads", num_heads)

@@ -1,0 +1,88 @@
+"""Reads what config.json says of quantised weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxkv.config import is_int
+from jaxkv.models.config_reader import ConfigReader
+
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+"""Of compressed-tensors."""
+
+BLOCK = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantisation:
+    """Says how a checkpoint stores its quantised weights.
+
+    kind: "scaled" (8 bits each), "packed" (compressed-tensors), "gptq" or "awq", which pack several
+    values of `bits` into each int32. block: how many [rows, columns] share a scale, 0 where that is
+    not said, because all do. zero_offset: what GPTQ's stored zero points are less than they mean.
+    """
+
+    method: str
+    kind: str
+    bits: int = 8
+    block: tuple[int, int] = BLOCK
+    zero_offset: int = 0
+
+
+def read_quantisation(config: ConfigReader) -> Quantisation | None:
+    """Reads `quantization_config`, None without one.
+
+    Raises: CheckpointError for what is not built, by its name.
+    """
+    if config.get("quantization_config") is None:
+        return None
+    given = config.section("quantization_config")
+    method = given.choice("quant_method", None, METHODS)
+    if method == "fp8":
+        block = _block(given, "weight_block_size")
+        return Quantisation(method=method, kind="scaled", block=block)
+    if method == "compressed-tensors":
+        return _compressed(given)
+    group = given.get("group_size", -1)
+    columns = 0 if group == -1 else given.size("group_size")
+    bits = given.size("bits")
+    if bits not in ((4, 8) if method == "gptq" else (4,)):
+        raise given.fail("bits", "4 or 8" if method == "gptq" else "4")
+    if method == "awq":
+        given.choice("version", "gemm", ("gemm", "GEMM"))
+        return Quantisation(method=method, kind="awq", bits=bits, block=(0, columns))
+    offset = 1 if given.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq" else 0
+    block = (0, columns)
+    return Quantisation(method=method, kind="gptq", bits=bits, block=block, zero_offset=offset)
+
+
+def _compressed(given: ConfigReader) -> Quantisation:
+    """Reads what compressed-tensors says: all groups of layers must be stored alike."""
+    form = given.choice("format", None, FORMATS)
+    groups, found = given.section("config_groups"), set()
+    for name in groups.values:
+        weights = groups.section(name).section("weights")
+        if weights.get("actorder") not in (None, "weight", "static"):
+            raise weights.fail("actorder", "none, static or weight (by group: not built)")
+        block = _block(weights, "block_structure")
+        if weights.get("group_size") is not None:
+            block = (0, weights.size("group_size"))
+        bits = weights.size("num_bits")
+        if bits not in (4, 8) or (form != "pack-quantized" and bits != 8):
+            raise weights.fail("num_bits", "8, or 4 in pack-quantized")
+        found.add((bits, block))
+    if len(found) != 1:
+        raise given.fail("config_groups", "one or more groups that are stored alike")
+    ((bits, block),) = found
+    kind = "packed" if form == "pack-quantized" else "scaled"
+    return Quantisation(method=f"compressed-tensors, {form}", kind=kind, bits=bits, block=block)
+
+
+def _block(given: ConfigReader, key: str) -> tuple[int, int]:
+    size = given.get(key)
+    if size is None:
+        return BLOCK
+    if not isinstance(size, list) or len(size) != 2 or not all(is_int(n) and n > 0 for n in size):
+        raise given.fail(key, "two whole numbers from 1 on")
+    return size[0], size[1]

@@ -1,0 +1,201 @@
+"""A quantised checkpoint loads as the one whose weights are the values that its bits stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxkv import LLM
+from jaxkv.errors import CheckpointError
+from jaxkv.models.families import read_config, read_family
+from jaxkv.weights.load import load_weights
+from tiny import SMALL, make_checkpoint, tiny_config
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+GROUP = 16
+
+Stored = tuple[dict[str, np.ndarray], np.ndarray]
+"""Tensors by their last name, and the weight that they stand for."""
+
+
+def words(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
+    """Packs along the last axis, one value after the other."""
+    per_word = 32 // bits
+    packed = np.zeros((values.shape[0], values.shape[1] // per_word), np.uint32)
+    for column in range(values.shape[1]):
+        place = column % per_word if order is None else order[column % per_word]
+        field = values[:, column].astype(np.uint32) << np.uint32(place * bits)
+        packed[:, column // per_word] |= field
+    return packed.view(np.int32)
+
+
+def fp8_blocks(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
+    out, width = shape
+    values = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.uniform(0.01, 0.1, (-(-out // 40), -(-width // 24))).astype(np.float32)
+    want = np.zeros(shape, np.float32)
+    for i in range(out):
+        for j in range(width):
+            want[i, j] = np.float32(values[i, j]) * scale[i // 40, j // 24]
+    return {"weight": values, "weight_scale_inv": scale}, want
+
+
+def int8_rows(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
+    values = rng.integers(-128, 128, shape).astype(np.int8)
+    scale = rng.uniform(1e-4, 1e-3, (shape[0], 1)).astype(np.float32)
+    return {"weight": values, "weight_scale": scale}, values.astype(np.float32) * scale
+
+
+def packed(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
+    values = rng.integers(0, 16, shape)
+    scale = rng.uniform(0.01, 0.1, (shape[0], shape[1] // GROUP)).astype(np.float32)
+    want = (values - 8).astype(np.float32) * scale.repeat(GROUP, axis=1)
+    size = np.array(shape, np.int64)
+    return {"weight_packed": words(values, 4), "weight_scale": scale, "weight_shape": size}, want
+
+
+def gptq(rng: np.random.Generator, shape: tuple[int, int], *, reorder: bool = False) -> Stored:
+    out, width = shape
+    values, group = rng.integers(0, 16, shape), np.arange(width) // GROUP
+    if reorder:
+        group = rng.permutation(group)
+    zero = rng.integers(0, 15, (width // GROUP, out))
+    scale = rng.uniform(0.01, 0.1, zero.shape).astype(np.float32)
+    want = np.zeros(shape, np.float32)
+    for j in range(width):
+        want[:, j] = (values[:, j] - (zero[group[j]] + 1)) * scale[group[j]]
+    parts = {"qweight": words(values, 4).T.copy(), "qzeros": words(zero, 4), "scales": scale}
+    return parts | {"g_idx": group.astype(np.int32)}, want
+
+
+def awq(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
+    out, width = shape
+    order = (0, 4, 1, 5, 2, 6, 3, 7)
+    values, zero = rng.integers(0, 16, (width, out)), rng.integers(0, 16, (width // GROUP, out))
+    scale = rng.uniform(0.01, 0.1, zero.shape).astype(np.float32)
+    want = (values - zero.repeat(GROUP, axis=0)).astype(np.float32) * scale.repeat(GROUP, axis=0)
+    parts = {"qweight": words(values, 4, order), "qzeros": words(zero, 4, order), "scales": scale}
+    return parts, want.T
+
+
+def compressed(form: str, **weights: object) -> dict:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [40, 24]}
+CASES: dict[str, tuple[dict, Callable[..., Stored]]] = {
+    "fp8": (FP8, fp8_blocks),
+    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), int8_rows),
+    "packed": (compressed("pack-quantized", num_bits=4, group_size=GROUP), packed),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq),
+    "gptq-act-order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
+        lambda rng, shape: gptq(rng, shape, reorder=True),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+}
+
+
+def quantised(tmp_path: Path, case: str) -> tuple[Path, Path]:
+    """Makes the directories of a checkpoint with quantised layers and of what it stands for."""
+    about, quantise = CASES[case]
+    config, rng = tiny_config("qwen2", **SIZES), np.random.default_rng(0)
+    plain = make_checkpoint(tmp_path / "plain", config)
+    tensors = load_file(plain / "model.safetensors")
+    stored = {}
+    for name in sorted(tensors):
+        if "_proj.weight" in name:
+            parts, tensors[name] = quantise(rng, tensors[name].shape)
+            module = name.removesuffix(".weight")
+            stored |= {f"{module}.{last}": np.ascontiguousarray(x) for last, x in parts.items()}
+        else:
+            stored[name] = tensors[name]
+    save_file(
+        {name: np.ascontiguousarray(x) for name, x in tensors.items()}, plain / "model.safetensors"
+    )
+    small = tmp_path / "small"
+    small.mkdir()
+    save_file(stored, small / "model.safetensors")
+    (small / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
+    return small, plain
+
+
+def loaded(directory: Path) -> dict:
+    spec, layout = read_family(read_config(directory))
+    return jax.tree.map(np.asarray, load_weights(directory, spec, layout, dtype="float32"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_what_the_stored_bits_stand_for(tmp_path, case):
+    small, plain = quantised(tmp_path, case)
+    jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
+
+
+def test_biases_of_zeros_that_the_model_has_not_are_left_out(tmp_path):
+    """Older GPTQ files have one for every layer."""
+    small, plain = quantised(tmp_path, "gptq")
+    tensors, name = load_file(small / "model.safetensors"), "model.layers.1.mlp.down_proj.bias"
+    save_file(tensors | {name: np.zeros(64, np.float16)}, small / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
+    save_file(tensors | {name: np.ones(64, np.float16)}, small / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"does not use: {name}"):
+        loaded(small)
+
+
+def test_an_engine_says_that_it_dequantised(tmp_path):
+    small, _ = quantised(tmp_path, "awq")
+    assert "stored quantised (awq), dequantised when loaded" in LLM(small, **SMALL).describe()
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method: expected one of awq"),
+        ({"quant_method": "gptq", "bits": 3}, "bits: expected 4 or 8, got 3"),
+        ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version: expected one of"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "expected two whole numbers"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups"),
+        (compressed("nvfp4-pack-quantized", num_bits=4), "format: expected one of"),
+        (compressed("float-quantized", num_bits=4), "num_bits: expected 8"),
+        ("fp8", "quantization_config: expected an object"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(tmp_path, about, message):
+    (tmp_path / "config.json").write_text(
+        json.dumps(tiny_config("qwen2") | {"quantization_config": about})
+    )
+    with pytest.raises(CheckpointError, match=message):
+        read_family(read_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("case", "last", "change"),
+    [
+        ("int8", "weight_scale", lambda x: x[:-1]),
+        ("packed", "weight_scale", lambda x: x[:, :-1]),
+        ("gptq", "qzeros", lambda x: x[:-1]),
+        ("gptq", "g_idx", lambda x: x + 99),
+        ("gptq", "qweight", lambda x: x.astype(np.int16)),
+        ("awq", "scales", lambda x: x[:, :-1]),
+        ("awq", "qzeros", None),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_named(tmp_path, case, last, change):
+    small, _ = quantised(tmp_path, case)
+    tensors = load_file(small / "model.safetensors")
+    name = f"model.layers.0.mlp.up_proj.{last}"
+    part = tensors.pop(name)
+    if change is not None:
+        tensors[name] = np.ascontiguousarray(change(part))
+    save_file(tensors, small / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: expected"):
+        loaded(small)
