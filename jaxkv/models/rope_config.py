@@ -15,6 +15,7 @@ ALSO = {"su": "longrope", "mrope": "default"}
 
 def read_rope(
     config: ConfigReader,
+    section: ConfigReader | None = None,
     *,
     max_len: int,
     head_dim: int,
@@ -22,56 +23,12 @@ def read_rope(
     partly: bool = False,
     reverse: bool = False,
 ) -> RopeSpec:
-    """Reads the embedding that all layers share, in both spellings: `rope_parameters` (transformers
-    5), and `rope_theta` beside `rope_scaling` (older files).
+    """Reads one embedding from its section, by default the one that all layers share; what that
+    leaves out is in `config`.
 
     partly: the family has heads of which a part is rotated.
     """
-    rope, older = config.section("rope_parameters"), config.section("rope_scaling")
-    if rope.values and older.values and rope.values != older.values:
-        raise config.fail(
-            "rope_scaling",
-            "none beside a different rope_parameters: merge them into rope_parameters",
-        )
-    rope = rope if rope.values else older
-    return read_one_rope(
-        config,
-        rope,
-        max_len=max_len,
-        head_dim=head_dim,
-        interleaved=interleaved,
-        partly=partly,
-        reverse=reverse,
-    )
-
-
-def read_layer_ropes(
-    config: ConfigReader, kinds: list[str], *, max_len: int, head_dim: int
-) -> tuple[RopeSpec, ...]:
-    """Reads each layer's embedding by its kind, such as "sliding_attention", under which
-    `rope_parameters` has it; one that is there for all layers is that of all.
-    """
-    sections = config.section("rope_parameters")
-    if not any(kind in sections.values for kind in kinds):
-        return (read_rope(config, max_len=max_len, head_dim=head_dim),) * len(kinds)
-    of_kind = {
-        kind: read_one_rope(config, sections.section(kind), max_len=max_len, head_dim=head_dim)
-        for kind in dict.fromkeys(kinds)
-    }
-    return tuple(of_kind[kind] for kind in kinds)
-
-
-def read_one_rope(
-    config: ConfigReader,
-    rope: ConfigReader,
-    *,
-    max_len: int,
-    head_dim: int,
-    interleaved: bool = False,
-    partly: bool = False,
-    reverse: bool = False,
-) -> RopeSpec:
-    """Reads one embedding from its section; what that leaves out is in `config`."""
+    rope = _shared_section(config) if section is None else section
     key = "type" if "rope_type" not in rope.values and "type" in rope.values else "rope_type"
     given = rope.get(key, "default")
     kind = ALSO.get(given, given) if isinstance(given, str) else given
@@ -136,6 +93,35 @@ def read_one_rope(
         attention_factor=_yarn_attention_factor(rope, factor),
         truncate=rope.flag("truncate", True),
     )
+
+
+def read_layer_ropes(
+    config: ConfigReader, kinds: list[str], *, max_len: int, head_dim: int
+) -> tuple[RopeSpec, ...]:
+    """Reads each layer's embedding by its kind, such as "sliding_attention", under which
+    `rope_parameters` has it; one that is there for all layers is that of all.
+    """
+    sections = config.section("rope_parameters")
+    if not any(kind in sections.values for kind in kinds):
+        return (read_rope(config, max_len=max_len, head_dim=head_dim),) * len(kinds)
+    of_kind = {
+        kind: read_rope(config, sections.section(kind), max_len=max_len, head_dim=head_dim)
+        for kind in dict.fromkeys(kinds)
+    }
+    return tuple(of_kind[kind] for kind in kinds)
+
+
+def _shared_section(config: ConfigReader) -> ConfigReader:
+    """Returns the section in either spelling: `rope_parameters` (transformers 5), or `rope_scaling`
+    beside `rope_theta` (older files).
+    """
+    rope, older = config.section("rope_parameters"), config.section("rope_scaling")
+    if rope.values and older.values and rope.values != older.values:
+        raise config.fail(
+            "rope_scaling",
+            "none beside a different rope_parameters: merge them into rope_parameters",
+        )
+    return rope if rope.values else older
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:

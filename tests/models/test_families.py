@@ -267,8 +267,8 @@ BAD = {
     ),
     "partly rotated": ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     "quantised": (
-        {"quantization_config": {"quant_method": "gptq"}},
-        ["quantization_config", "none", "gptq"],
+        {"quantization_config": {"quant_method": "nf9"}},
+        ["quantization_config", "quant_method", "gptq", "'nf9'"],
     ),
     "model type of another kind": ({"model_type": ["llama"]}, ["model_type", "['llama']"]),
     "no model type": ({"model_type": None}, ["model_type", "None"]),

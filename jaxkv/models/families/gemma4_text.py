@@ -20,7 +20,7 @@ from jaxkv.models.families.base import (
     read_decoder,
     read_kinds,
 )
-from jaxkv.models.rope_config import read_one_rope
+from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec, Scales
 
 NAMES = replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
@@ -147,7 +147,7 @@ def _rope(config: ConfigReader, kind: str) -> RopeSpec:
         sections = ConfigReader({kind: given}, config.where)
     max_len = config.size("max_position_embeddings")
     # The size of heads decides nothing here: all of each is rotated.
-    return read_one_rope(config, sections.section(kind), max_len=max_len, head_dim=2)
+    return read_rope(config, sections.section(kind), max_len=max_len, head_dim=2)
 
 
 def _own_inputs(config: ConfigReader, num_layers: int) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
