@@ -118,7 +118,9 @@ def test_windows_put_layers_into_groups():
     without_key = {
         key: value for key, value in tiny_config("mistral").items() if key != "sliding_window"
     }
-    assert [group.window for group in read(without_key)[0].groups] == [4096]
+    for max_len, window in ((8192, 4096), (4096, None)):
+        spec, _ = read(without_key | {"max_position_embeddings": max_len})
+        assert [group.window for group in spec.groups] == [window]
     assert groups("qwen2") == {None: (0, 1, 2)}
     assert groups("qwen2-mixed-windows") == {None: (0,), 8: (1, 2)}
     assert groups("qwen2-mixed-windows", use_sliding_window=False) == {None: (0, 1, 2)}

@@ -475,4 +475,5 @@ def test_windows_of_published_configs():
     assert windows("gemma-3-1b") == {512: 22, None: 4}
     assert windows("starcoder2-3b") == {4096: 30}
     assert windows("qwen2.5-vl-7b") == {None: 28}
+    assert windows("phi-3.5-mini") == {None: 32}  # a window as long as the context is none
     assert windows("exaone-4-1.2b") == {None: 30}

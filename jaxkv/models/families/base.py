@@ -175,7 +175,8 @@ def read_decoder(
         rotated = [one for one in ropes if one is not None]
         rope = rotated[0] if rotated else RopeSpec()
     has_unlike = ropes is not None and set(ropes) != {rope}
-    windows = _windows(config, kinds, num_layers)
+    longest = extended_len(rope, max_len)
+    windows = _windows(config, kinds, num_layers, longest)
     made = ModelSpec(
         family=family,
         vocab_size=config.size("vocab_size"),
@@ -187,7 +188,7 @@ def read_decoder(
         activation=config.choice(activation, "silu", (*ACTIVATIONS, XIELU)),
         rope=rope,
         groups=group_layers(windows, num_kv_heads=kv_heads, head_dim=head_dim),
-        max_len=extended_len(rope, max_len),
+        max_len=longest,
         layer_ropes=tuple(ropes or ()) if has_unlike else (),
         **spec,
     )
@@ -230,11 +231,14 @@ def qwen_kinds(config: ConfigReader) -> list[str]:
 
 
 def _windows(
-    config: ConfigReader, kinds: Sequence[str] | None, num_layers: int
+    config: ConfigReader, kinds: Sequence[str] | None, num_layers: int, max_len: int
 ) -> tuple[int | None, ...]:
+    """Returns each layer's window, None where it sees everything, a sequence of `max_len` too."""
     if kinds is None or SLIDING not in kinds:
         return (None,) * num_layers
     window = config.size("sliding_window")
+    if window >= max_len:
+        return (None,) * num_layers
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
