@@ -7,6 +7,7 @@ import importlib
 import json
 import pkgutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,13 @@ def _defaults(model_type: str, is_part: bool) -> dict[str, Any]:
     """Returns what transformers takes for keys that a config.json leaves out. Sizes are always
     there, but in a part of a model.
     """
-    values = json.loads(DEFAULTS.read_text()).get(model_type, {})
+    values = _written_defaults().get(model_type, {})
     return {key: value for key, value in values.items() if is_part or key not in SIZES}
+
+
+@cache
+def _written_defaults() -> dict[str, Any]:
+    return json.loads(DEFAULTS.read_text())
 
 
 __all__ = ["FAMILIES", "ConfigReader", "Layout", "Leaf", "check_json", "read_config", "read_family"]
