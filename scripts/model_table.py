@@ -194,7 +194,8 @@ def write(rows: list[list[str]], reasons: dict[str, int]) -> None:
         "logits: largest difference from transformers' at any position, over their standard "
         "deviation. tokens: 16 greedy ones of four prompts in one batch are transformers'. cached: "
         "the same when prompts are found in the prefix cache. int8 pages: how far apart the mean "
-        "logprobs of the greedy tokens are, which may be other ones. 2 devices: the same tokens with `tensor_parallel_size=2`. Kernels: "
+        "logprobs of the greedy tokens are, which may be other ones. 2 devices: the same tokens "
+        "with `tensor_parallel_size=2`. Kernels: "
         "whether they take the family's default sizes in bfloat16, in place of XLA.",
         "",
         "| | " + " | ".join(COLUMNS) + " |",

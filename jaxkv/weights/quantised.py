@@ -24,7 +24,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 STORED = {"scaled": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
 SCALES = ("weight_scale_inv", "weight_scale")
-NOT_WEIGHTS = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale")
+NOT_WEIGHTS = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale")
 """What is stored of activations, which are not quantised here."""
 
 
@@ -41,7 +41,7 @@ class Dequantised:
         self._checkpoint, self._how = checkpoint, how
         self._parts: dict[str, dict[str, str]] = {}
         """For each quantised weight its stored tensors by their last name."""
-        used: set[str] = set()
+        used = {name for name in checkpoint.entries if name.endswith(NOT_WEIGHTS)}
         stored = f".{STORED[how.kind]}"
         for name in checkpoint.entries:
             if name.endswith(stored) and self._is_quantised(name):
@@ -53,7 +53,6 @@ class Dequantised:
                 }
                 self._parts[f"{module}.weight"] = own
                 used |= set(own.values())
-                used |= {f"{module}.{last}" for last in NOT_WEIGHTS}
                 bias = f"{module}.bias"
                 if bias in checkpoint.entries and bias not in known:
                     used |= set() if checkpoint.read(bias).any() else {bias}

@@ -151,6 +151,15 @@ def test_biases_of_zeros_that_the_model_has_not_are_left_out(tmp_path):
         loaded(small)
 
 
+def test_scales_of_activations_and_of_a_cache_are_left_out(tmp_path):
+    small, plain = quantised(tmp_path, "int8")
+    tensors, layer = load_file(small / "model.safetensors"), "model.layers.1.self_attn."
+    for name in ("k_scale", "q_proj.input_scale"):
+        tensors[layer + name] = np.ones(1, np.float32)
+    save_file(tensors, small / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
+
+
 def test_an_engine_says_that_it_dequantised(tmp_path):
     small, _ = quantised(tmp_path, "awq")
     assert "stored quantised (awq), dequantised when loaded" in LLM(small, **SMALL).describe()
