@@ -302,10 +302,7 @@ class _LayerLeaves:
         hidden, ffn = spec.hidden_size, config.size("intermediate_size")
         heads, kv_heads = spec.num_heads, spec.groups[0].num_kv_heads
         queries, keys = heads * spec.head_dim, kv_heads * spec.head_dim
-        leaves: dict[str, Leaf] = {}
-        for name in ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm"):
-            if (source := getattr(names, name)) is not None:
-                leaves |= self._vector(name, source, hidden, "model")
+        leaves = self._norms("attn_norm", "post_attn_norm")
         sizes = {"q": queries, "k": keys, "v": keys}
         if names.qkv is None:
             for name, size in sizes.items():
@@ -326,6 +323,7 @@ class _LayerLeaves:
         for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
             if (source := getattr(names, name)) is not None:
                 leaves |= self._qk_norm(name, source, count)
+        leaves |= self._norms("mlp_norm", "post_mlp_norm")
         if names.gate_up is not None:
             parts = {"gate": ffn, "up": ffn}
             leaves |= self._fused(names.gate_up, parts, hidden, ("ffn", "ffn"))
@@ -334,6 +332,14 @@ class _LayerLeaves:
                 if (source := getattr(names, name)) is not None:
                     leaves |= self._matrix(name, source, (ffn, hidden), ("ffn", "model"))
         return leaves | self._matrix("down", names.down, (hidden, ffn), ("model", "ffn"))
+
+    def _norms(self, *norms: str) -> dict[str, Leaf]:
+        """Describes those of these norms over the stream that there are."""
+        leaves: dict[str, Leaf] = {}
+        for name in norms:
+            if (source := getattr(self.names, name)) is not None:
+                leaves |= self._vector(name, source, self.spec.hidden_size, "model")
+        return leaves
 
     def _vector(self, name: str, source: str, size: int, axis: str) -> dict[str, Leaf]:
         leaves = {name: self._leaf(f"{source}.weight", (size,), (axis,))}
