@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import families
 from jaxkv.errors import CheckpointError
-from jaxkv.models.families import FAMILIES, ConfigReader, Layout, read_config, read_family
+from jaxkv.models.families import DEFAULTS, FAMILIES, ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
 from jaxkv.weights.load import load_weights
 from tiny import BASE, LLAMA3, VARIANTS, YARN, make_checkpoint, tiny_config
@@ -195,9 +195,10 @@ def test_an_absurd_size_is_refused_by_name(family, value):
         assert str(caught.value).endswith(f"got {value!r}")
 
 
-@pytest.mark.parametrize(
-    "variant", [name for name in families.VARIANTS if name.split("-")[0] in FAMILIES]
-)
+WITH_A_READER = [name for name in families.VARIANTS if name.split("-")[0] in FAMILIES]
+
+
+@pytest.mark.parametrize("variant", WITH_A_READER)
 def test_an_absurd_size_of_any_family_is_refused_by_name(variant):
     config = families.SMALL | families.VARIANTS[variant]
     config |= {"model_type": variant.split("-")[0]}
@@ -208,6 +209,18 @@ def test_an_absurd_size_of_any_family_is_refused_by_name(variant):
             changed = config | {key: value}
             with suppress(CheckpointError):
                 assert read(changed)[0] == known, f"{key}={value!r} is taken"
+
+
+@pytest.mark.parametrize("variant", WITH_A_READER)
+def test_a_key_of_another_kind_is_a_checkpoint_error(variant):
+    """Whatever key it is; some values of some keys are fine."""
+    config = families.SMALL | families.VARIANTS[variant]
+    config |= {"model_type": variant.split("-")[0]}
+    defaults = json.loads(DEFAULTS.read_text()).get(config["model_type"], {})
+    for key in {*config, *defaults, "rope_scaling", "rope_parameters", "layer_types"}:
+        for value in (-1, "x", [], {"a": 1}, [[1]], ["full_attention"] * 3, float("nan")):
+            with suppress(CheckpointError):
+                read(config | {key: value})
 
 
 def test_a_size_that_must_be_there_and_is_not_is_named():
@@ -232,6 +245,7 @@ BAD = {
     "odd head_dim": ({"head_dim": 7}, ["head_dim", "even", "7"]),
     "odd head_dim by division": ({"hidden_size": 54}, ["head_dim", "even"]),
     "unknown activation": ({"hidden_act": "relu7"}, ["hidden_act", "silu", "'relu7'"]),
+    "activation of another family": ({"hidden_act": "xielu"}, ["hidden_act", "silu", "'xielu'"]),
     "activation of another type": ({"hidden_act": ["silu"]}, ["hidden_act", "['silu']"]),
     "no epsilon": ({"rms_norm_eps": 0}, ["rms_norm_eps", "got 0"]),
     "NaN epsilon": ({"rms_norm_eps": float("nan")}, ["rms_norm_eps", "a number from", "nan"]),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QK_NORMED, QKV, Layout, leaf, read_decoder
 from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.layers import XIELU
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -16,7 +17,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         QK_NORMED, attn_norm="attention_layernorm", mlp_norm="feedforward_layernorm", gate=None
     )
     biased = (*QKV, "o") * config.flag("attention_bias", False)
-    spec, layout = read_decoder(config, family="apertus", names=names, biased=biased)
+    spec, layout = read_decoder(
+        config, family="apertus", names=names, biased=biased, activations=(XIELU,)
+    )
     shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     activation = {
         f"act_{name}": leaf(

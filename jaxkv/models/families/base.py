@@ -21,7 +21,7 @@ from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.rope_config import extended_len, read_rope
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
-from jaxkv.ops.layers import ACTIVATIONS, XIELU
+from jaxkv.ops.layers import ACTIVATIONS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -150,6 +150,7 @@ def read_decoder(
     transposed: bool = False,
     eps: str | None = "rms_norm_eps",
     activation: str = "hidden_act",
+    activations: Collection[str] = tuple(ACTIVATIONS),
     **spec: Any,
 ) -> tuple[ModelSpec, Layout]:
     """Reads spec and layout of a decoder of attention and MLP.
@@ -158,7 +159,8 @@ def read_decoder(
     layer, all full by default. ropes: of each layer, all that of the config by default.
     interleaved, partly: as in `read_rope`. fused_by_head: `qkv` has the rows of one KV head after
     the other. transposed: weights of layers are stored [in, out]. eps, activation: under what the
-    config has them. spec: what else the `ModelSpec` has.
+    config has them. activations: those that the family's tensors are enough for. spec: what else
+    the `ModelSpec` has.
     """
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
@@ -185,7 +187,7 @@ def read_decoder(
         num_heads=num_heads,
         head_dim=head_dim,
         norm_eps=config.number(eps, 1e-6) if eps else 1e-5,
-        activation=config.choice(activation, "silu", (*ACTIVATIONS, XIELU)),
+        activation=config.choice(activation, "silu", activations),
         rope=rope,
         groups=group_layers(windows, num_kv_heads=kv_heads, head_dim=head_dim),
         max_len=longest,

@@ -111,7 +111,12 @@ def _sizes(config: ConfigReader, kinds: Sequence[str], kind: str) -> tuple[int, 
     """
     own: set[tuple[int, int]] = set()
     each = config.section("per_layer_config")
-    by_layer = {int(key): each.section(key) for key in each.values if key.isdecimal()}
+    if not all(key.isdecimal() for key in each.values):
+        raise config.fail("per_layer_config", "an object with the numbers of layers as its keys")
+    by_layer = {int(key): each.section(key) for key in each.values}
+    for reader in by_layer.values():
+        if reader.values.keys() - {"head_dim", "num_key_value_heads"}:
+            raise config.fail("per_layer_config", "head_dim and num_key_value_heads only")
     dim, heads = config.size("head_dim"), config.size("num_key_value_heads")
     if kind == FULL and not each.values:
         dim = config.size("global_head_dim", 512)
@@ -121,6 +126,8 @@ def _sizes(config: ConfigReader, kinds: Sequence[str], kind: str) -> tuple[int, 
         if other == kind:
             reader = by_layer.get(layer, ConfigReader({}, each.where))
             own.add((reader.size("head_dim", dim), reader.size("num_key_value_heads", heads)))
+    if any(dim % 2 for dim, _ in own):
+        raise config.fail("head_dim", "an even number (rotary embedding pairs dimensions)")
     if len(own) > 1:
         raise config.fail("per_layer_config", f"equal heads in all layers of {kind}")
     return own.pop()
@@ -130,7 +137,8 @@ def _sources(config: ConfigReader, kinds: Sequence[str]) -> tuple[int, ...]:
     """Returns for each layer the one whose keys and values it attends to: the last ones share those
     of the last layer of their kind that has its own.
     """
-    num_shared = config.get("num_kv_shared_layers", 0) and config.size("num_kv_shared_layers")
+    key = "num_kv_shared_layers"
+    num_shared = 0 if config.get(key) in (None, 0) else config.size(key)
     own = kinds[: len(kinds) - num_shared]
     if set(own) != set(kinds):
         raise config.fail("num_kv_shared_layers", "a layer of each kind that has its own")
