@@ -7,6 +7,7 @@ libraries that write them define them, github.com/AutoGPTQ/AutoGPTQ (gptq), casp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
@@ -59,7 +60,9 @@ class Dequantised:
         entries = {name: entry for name, entry in checkpoint.entries.items() if name not in used}
         for name, own in self._parts.items():
             entry = checkpoint.entries[own[STORED[how.kind]]]
-            entries[name] = replace(entry, name=name, dtype=FLOAT32, shape=self._shape(own))
+            shape = self._shape(own)
+            nbytes = math.prod(shape) * FLOAT32.itemsize
+            entries[name] = replace(entry, name=name, dtype=FLOAT32, shape=shape, nbytes=nbytes)
         self.entries: Mapping[str, TensorEntry] = entries
 
     def read(self, name: str) -> npt.NDArray[Any]:
@@ -72,6 +75,8 @@ class Dequantised:
         try:
             compute = {"scaled": _scaled, "packed": _packed, "gptq": _gptq, "awq": _awq}
             found = compute[self._how.kind](own, self._how)
+            if found.shape != self.entries[name].shape:
+                raise ValueError(f"they make {list(found.shape)}")
         except (KeyError, ValueError, IndexError) as error:
             shapes = ", ".join(f"{last} {list(x.shape)}" for last, x in own.items())
             raise CheckpointError(
@@ -119,7 +124,13 @@ class Dequantised:
         if self._how.kind == "awq":
             return shape[1] * per_word, shape[0]
         if "weight_shape" in own:
-            return tuple(int(size) for size in self._checkpoint.read(own["weight_shape"]))
+            given = self._checkpoint.read(own["weight_shape"])
+            if given.dtype.kind != "i" or given.shape != (2,) or given.min() < 1:
+                raise CheckpointError(
+                    f"{self.directory}: {own['weight_shape']}: expected two whole numbers from 1 "
+                    f"on, got {given.dtype} {list(given.shape)}"
+                )
+            return tuple(given.tolist())
         return shape[0], shape[1] * per_word
 
 

@@ -140,6 +140,16 @@ def test_weights_are_what_the_stored_bits_stand_for(tmp_path, case):
     jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
 
 
+@pytest.mark.parametrize("size", [[64.0, 96.0], [64], [-64, 96], [[96, 64]]])
+def test_a_shape_that_is_none_is_named(tmp_path, size):
+    small, _ = quantised(tmp_path, "packed")
+    tensors = load_file(small / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight_shape"
+    save_file(tensors | {name: np.array(size)}, small / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name}: expected two whole numbers"):
+        loaded(small)
+
+
 def test_biases_of_zeros_that_the_model_has_not_are_left_out(tmp_path):
     """Older GPTQ files have one for every layer."""
     small, plain = quantised(tmp_path, "gptq")
@@ -191,6 +201,7 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, about, message):
     [
         ("int8", "weight_scale", lambda x: x[:-1]),
         ("packed", "weight_scale", lambda x: x[:, :-1]),
+        ("packed", "weight_packed", lambda x: x[:, :-1]),
         ("gptq", "qzeros", lambda x: x[:-1]),
         ("gptq", "g_idx", lambda x: x + 99),
         ("gptq", "qweight", lambda x: x.astype(np.int16)),

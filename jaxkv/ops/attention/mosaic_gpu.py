@@ -132,10 +132,10 @@ class MosaicGpu:
         sinks_N: jax.Array | None = None,
     ) -> Attended:
         refuse_statistics(at)
+        if k_TKH is None or v_TKH is None:
+            raise NotImplementedError("layers that attend to what another has stored run on xla")
         dest_T, schedule = prepared
-        store = at.store
-        if k_TKH is not None and v_TKH is not None:
-            store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
+        store = write(at.store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         out_TNH = ragged_paged_attention(
             q_TNH,
             store.pages if store.scales is None else Int8Pages(store.pages, store.scales),
