@@ -240,8 +240,8 @@ class LLM:
         A request's i-th page is for its tokens from i * block_size on, but for what a kv_policy or
         a sliding window has let go. Where layers have unlike windows, the pages of one page table
         come after those of another.
-        Pages taken for its next tokens are listed too; what waits or needs no more steps holds none
-        and is not listed.
+        Pages taken for its next tokens are listed too; what waits holds none, and neither that nor
+        what needs no more steps is listed.
         """
         with self._lock:
             running = self._engine.scheduler.running

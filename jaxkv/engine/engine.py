@@ -11,7 +11,13 @@ import numpy as np
 
 from jaxkv.config import EngineConfig
 from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
-from jaxkv.engine.pages import freed_nbytes, is_computed, measure_pages, move_pages
+from jaxkv.engine.pages import (
+    freed_nbytes,
+    is_computed,
+    measure_pages,
+    move_pages,
+    slot_nbytes,
+)
 from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
 from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
@@ -267,7 +273,9 @@ class Engine:
             Gauge(
                 "kv_cache_bytes_per_token",
                 "Bytes of pages per token that they hold, mean over steps.",
-                self._recorder.bytes_per_token(self.kv.nbytes, allocator),
+                self._recorder.bytes_per_token(
+                    *slot_nbytes(self.kv), len(scheduler.config.windows)
+                ),
             ),
         ]
 
@@ -318,7 +326,7 @@ class Engine:
         self._recorder.step(num_tokens, size)
         rows = self.scheduler.launched(plan)
         # What a chunk fills is held, what a loop may fill is not yet.
-        self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
+        self._recorder.pages(self.scheduler.running, self.scheduler.allocators)
         return Flight(rows, sampled, num_rows, self._observed(plan, requests, found), batch, scores)
 
     def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
@@ -331,7 +339,7 @@ class Engine:
             self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps)
         )
         self._newest_R = newest.token_R
-        self._recorder.pages(self.scheduler.running, self.scheduler.allocator)
+        self._recorder.pages(self.scheduler.running, self.scheduler.allocators)
         coming = self.scheduler.launched(plan)
         return Flight(coming, sampled, num_rows, self._observed(plan, requests, found))
 

@@ -10,7 +10,7 @@ from collections import Counter as Tally
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jaxkv.holding.allocator import PageAllocator
+from jaxkv.holding.hold import Allocators
 from jaxkv.requests.request import Request
 
 LATENCY_S = (
@@ -92,7 +92,7 @@ class Recorder:
         self.queue, self.prefill, self.decode = (Observations() for _ in range(3))
         self.num_tokens = self.num_padded_tokens = 0
         self.num_row_steps = self.num_padded_row_steps = self.num_possible_row_steps = 0
-        self.held_slots = self.allocated_slots = 0
+        self.held_slots = self.allocated_slots = self.low_slots = 0
 
     def added(self, request: Request) -> None:
         request.record.times.arrival_time = time.time()
@@ -108,19 +108,23 @@ class Recorder:
                     request.record.times.arrival_time + request.record.times.time_in_queue
                 )
 
-    def pages(self, running: Iterable[Request], allocator: PageAllocator) -> None:
+    def pages(self, running: Iterable[Request], allocators: Allocators) -> None:
         """Counts the pages in use. Called once per step."""
         # A page that is being filled is never shared, so what is allocated and not held is each
         # request's own.
-        allocated = allocator.num_used * allocator.page_size
+        allocated = allocators.pages.num_used * allocators.page_size
         free = [request.hold.room_len - request.hold.num_stored for request in running]
         self.allocated_slots += allocated
-        self.held_slots += allocated - sum(free)
+        self.held_slots += allocated - sum(free) * len(allocators.config.windows)
+        self.low_slots += allocators.low.num_used * allocators.page_size  # those are full
 
-    def bytes_per_token(self, pool_nbytes: int, allocator: PageAllocator) -> float:
-        """Divides the bytes of a pool by the tokens stored; 0.0 before the first step."""
-        slot_nbytes = pool_nbytes / (allocator.num_pages * allocator.page_size)
-        return slot_nbytes * _share(self.allocated_slots, self.held_slots)
+    def bytes_per_token(self, slot_nbytes: float, low_slot_nbytes: float, num_tables: int) -> float:
+        """Divides the bytes of pages in use by the tokens in them, each with a slot in every page
+        table; 0.0 before the first step. Arguments: bytes of a slot, of a demoted one, page tables
+        of a row.
+        """
+        nbytes = self.allocated_slots * slot_nbytes + self.low_slots * low_slot_nbytes
+        return num_tables * _share(nbytes, self.held_slots + self.low_slots)
 
     def step(self, num_tokens: int, padded_tokens: int) -> None:
         self.num_tokens += num_tokens

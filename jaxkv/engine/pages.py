@@ -49,14 +49,26 @@ def observe(kept: tuple[Kept | None, ...], statistics: Statistics) -> None:
                 one.low_mass += low_BW[row]
 
 
-def freed_nbytes(kv: PagedKV, outcomes: Mapping[str, int]) -> int:
-    """Bytes of pages that policies have given back, by what became of the pages."""
+def page_nbytes(kv: PagedKV) -> tuple[int, int]:
+    """Returns the bytes of one page in all layers that it is of, and of a demoted one (0: none)."""
 
-    def page_nbytes(store: Store) -> int:
+    def of(store: Store) -> int:
         return sum(pool.nbytes for pool in store.arrays) // store.num_pages
 
-    full = sum(map(page_nbytes, kv.stores))
-    low = sum(page_nbytes(store.low) for store in kv.stores if store.low is not None)
+    lows = [store.low for store in kv.stores if store.low is not None]
+    return sum(map(of, kv.stores)), sum(map(of, lows))
+
+
+def slot_nbytes(kv: PagedKV) -> tuple[float, float]:
+    """Returns the bytes of a token in one page table: in a page, and in a demoted one."""
+    full, low = page_nbytes(kv)
+    size = kv.stores[0].page_size
+    return full / size, low / size
+
+
+def freed_nbytes(kv: PagedKV, outcomes: Mapping[str, int]) -> int:
+    """Bytes of pages that policies have given back, by what became of the pages."""
+    full, low = page_nbytes(kv)
     freed = (outcomes["demoted"] + outcomes["dropped"]) * full
     return freed + (outcomes["demoted_dropped"] - outcomes["demoted"]) * low
 

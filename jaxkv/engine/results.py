@@ -111,21 +111,24 @@ class Results:
         packed, width = token_Bn.tobytes(), token_Bn[0].nbytes
         last_B = token_Bn[np.arange(len(num_B)), num_B - 1].tolist()
         rows = zip(flight.rows, num_B.tolist(), last_B, range(0, len(packed), width), strict=False)
-        for one, num_tokens, last, start in rows:
-            request, num_coming = one
-            if not num_coming or request.finish_reason is not None:
-                continue
-            got.append(request)
-            is_whole = num_tokens == num_coming and last not in request.ends.stop_ids
-            if is_whole and request.is_plain and len(request.tokens) + num_coming < request.max_len:
-                request.tokens.frombytes(packed[start : start + num_tokens * token_Bn.itemsize])
-                going_on.append(one)
-            else:
-                row = start // width
-                self._accept(
-                    request, token_Bn[row, :num_tokens].tolist(), num_coming, out, row, now
-                )
-        self._recorder.generated(going_on, now)
+        try:
+            for one, num_tokens, last, start in rows:
+                request, num_coming = one
+                if not num_coming or request.finish_reason is not None:
+                    continue
+                got.append(request)
+                is_whole = num_tokens == num_coming and last not in request.ends.stop_ids
+                is_going = is_whole and len(request.tokens) + num_coming < request.max_len
+                if is_going and request.is_plain:
+                    request.tokens.frombytes(packed[start : start + num_tokens * token_Bn.itemsize])
+                    going_on.append(one)
+                else:
+                    row = start // width
+                    self._accept(
+                        request, token_Bn[row, :num_tokens].tolist(), num_coming, out, row, now
+                    )
+        finally:  # making text of one row's tokens may raise, and the others' count all the same
+            self._recorder.generated(going_on, now)
         return got
 
     def _accept(
@@ -146,17 +149,19 @@ class Results:
             self._accept_candidates(request, request.search, out, row, now)
             return
         start = len(request.tokens)
-        if request.looks_at_each or tokens[-1] in request.ends.stop_ids:
-            self._accept_one_by_one(request, tokens, out, row)
-        else:
-            request.tokens.extend(tokens)
-            if len(request.tokens) >= request.max_len:
-                request.finish_reason = request.ends.at_max_len
-        # Text can wait for the end of the chunk unless a stop string may end it in the middle.
-        if request.output.text is not None and not request.params.stop:
-            new = request.tokens[start:]
-            request.output.text.push(new[:-1] if self._hides(request, new[-1]) else new)
-        self._recorder.generated([(request, len(request.tokens) - start)], now)
+        try:
+            if request.looks_at_each or tokens[-1] in request.ends.stop_ids:
+                self._accept_one_by_one(request, tokens, out, row)
+            else:
+                request.tokens.extend(tokens)
+                if len(request.tokens) >= request.max_len:
+                    request.finish_reason = request.ends.at_max_len
+            # Text can wait for the end of the chunk unless a stop string may end it in the middle.
+            if request.output.text is not None and not request.params.stop:
+                new = request.tokens[start:]
+                request.output.text.push(new[:-1] if self._hides(request, new[-1]) else new)
+        finally:
+            self._recorder.generated([(request, len(request.tokens) - start)], now)
         if request.finish_reason is not None:
             self._end(request)
 

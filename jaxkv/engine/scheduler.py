@@ -51,6 +51,10 @@ class Scheduler:
         self.running: list[Request] = []
         self.bounded: set[Request] = set()
         """Running requests that have a policy."""
+        self.leaving: set[Request] = set()
+        """Requests without a row whose last tokens are coming. They keep their pages until those
+        are read, and listed with them, unless somebody else needs the pages.
+        """
         self.num_preemptions = 0
         self.num_looked_up = 0
         self.num_found = 0
@@ -150,7 +154,10 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Takes a request out wherever it is and frees what it holds; full pages stay cached."""
-        if request.row is not None:
+        if request in self.leaving:
+            self._publish(request)
+            self._give_back(request)
+        elif request.row is not None:
             self._publish(request)
             self._release(request)
         elif (request.order, request) in self._waiting:
@@ -158,8 +165,8 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def _publish_and_let_go(self) -> None:
-        """Lists new full pages, of prompts at once; frees the rows and pages of requests whose last
-        tokens are coming.
+        """Lists new full pages, of prompts at once; frees the rows of requests whose last tokens
+        are coming.
 
         The device works in order: what takes their place is written after their last step.
         """
@@ -171,7 +178,8 @@ class Scheduler:
         for request in due:
             self._publish(request)
             if request.num_tokens == request.max_len:
-                self._release(request)
+                self._leave_row(request)
+                self.leaving.add(request)
 
     def _drop_unseen(self) -> None:
         """Gives back pages that are behind every window, after listing them."""
@@ -181,6 +189,10 @@ class Scheduler:
             request.hold.drop_unseen()
 
     def _release(self, request: Request) -> None:
+        self._leave_row(request)
+        self._give_back(request)
+
+    def _leave_row(self, request: Request) -> None:
         if request.row is None:
             raise RuntimeError(f"request {request.id} is not running")
         del self.running[bisect_left(self.running, request.order, key=_order)]
@@ -188,8 +200,18 @@ class Scheduler:
         self._copies.pop(request, None)
         self.bounded.discard(request)
         self.eviction.forget(request.hold)
-        request.hold.release()
         request.row = None
+
+    def _give_back(self, request: Request) -> None:
+        self.leaving.discard(request)
+        request.hold.release()
+
+    def _make_room(self) -> None:
+        """Frees pages: of all that are leaving, or else of the running request that is last."""
+        if not self.leaving:
+            self._preempt(self.running[-1])
+        for request in list(self.leaving):
+            self._give_back(request)
 
     def _admit(self) -> None:
         if self._waiting and not self._free_rows and not self._is_ready():
@@ -206,10 +228,10 @@ class Scheduler:
             request.hold.begin(self.allocators)
             found = self._take_cached(request)
             needed, low = self._pages_to_come(request), self._low_pages_to_come(request)
-            is_short = (
-                needed > self.allocator.num_free - owed
-                or low > self.allocators.low.num_free - owed_low
-            )
+            is_short = not self._has_free(owed + needed, owed_low + low)
+            if is_short and self.leaving:
+                self._make_room()
+                is_short = not self._has_free(owed + needed, owed_low + low)
             if is_short and self._is_ready():
                 request.hold.release()
                 return
@@ -222,6 +244,11 @@ class Scheduler:
             self._count_found(request, found)
             insort(self.running, request, key=_order)
             owed, owed_low = owed + needed + len(self.config.windows), owed_low + low
+
+    def _has_free(self, num_pages: int, num_low_pages: int) -> bool:
+        """Tells whether so many pages and so many for demoted ones are free."""
+        allocators = self.allocators
+        return num_pages <= allocators.pages.num_free and num_low_pages <= allocators.low.num_free
 
     def _is_ready(self) -> bool:
         """Tells whether anything that runs has something to compute."""
@@ -362,7 +389,7 @@ class Scheduler:
                 request.hold.extend(length)
                 return
             except CapacityError:
-                self._preempt(self.running[-1])
+                self._make_room()
 
     def _preempt(self, request: Request) -> None:
         self._publish(request)
@@ -381,18 +408,18 @@ class Scheduler:
                 try:
                     self.eviction.ask(request.hold)
                 except CapacityError:
-                    self._preempt(self.running[-1])
+                    self._make_room()
 
     def forget(self) -> None:
-        """Makes nothing that is computed so far be found again, nor what running requests list
-        later of it.
-        """
+        """Makes nothing that is computed so far be found again, nor what requests list later."""
         self.allocators.forget()
-        for request in self.running:
+        for request in (*self.running, *self.leaving):
             request.hold.is_listed = False
 
     def start_over(self) -> None:
         """Preempts every request and forgets what was cached: the pages' contents are lost."""
+        for request in list(self.leaving):
+            self._give_back(request)
         for request in list(self.running):
             self._preempt(request)
         self.allocators.forget()
@@ -405,6 +432,7 @@ class Scheduler:
         self.eviction.outcomes = outcomes
         self.running.clear()
         self.bounded.clear()
+        self.leaving.clear()
         self._copies.clear()
         self._free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         for request in requests:
@@ -452,7 +480,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows or order do not add up."""
-        self.allocators.check([request.hold for request in self.running])
+        self.allocators.check([request.hold for request in (*self.running, *self.leaving)])
         if self.bounded != {one for one in self.running if one.hold.retention is not None}:
             raise RuntimeError("requests with a policy are not the running ones that have one")
         if not self.eviction.undone.keys() <= {request.hold for request in self.bounded}:

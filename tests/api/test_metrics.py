@@ -1,16 +1,22 @@
 """What an operator sees adds up with what was run."""
 
 import re
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxkv import LLM, SamplingParams, prometheus_text
-from jaxkv.engine.metrics import LATENCY_S, Histogram, Metric, Observations
+from jaxkv.engine.metrics import LATENCY_S, Histogram, Metric, Observations, Recorder
+from jaxkv.engine.results import Results
+from jaxkv.holding.hold import Allocators, Hold
+from jaxkv.holding.prefix import PageChain
+from jaxkv.requests.request import Request
 from jaxkv.testing import engine_of
-from tiny import SMALL, make_checkpoint, tiny_config
+from tiny import ENGINE, SMALL, make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -74,6 +80,23 @@ def test_counts_are_those_of_what_was_run(make):
     assert 0 <= metrics["step_padding"].value < 1
 
 
+def test_tokens_count_whose_text_cannot_be_made(make, monkeypatch):
+    """What one row's text raises ends the step; other rows had their tokens before."""
+    llm, prompts = make(), [{"prompt_token_ids": [token, 9]} for token in (3, 4, 5)]
+    accept = Results._accept
+
+    def failing(self: Results, request: Request, *rest: Any) -> None:
+        accept(self, request, *rest)
+        if request.draw.seed == 5:
+            raise OSError("no text")
+
+    monkeypatch.setattr(Results, "_accept", failing)
+    looked_at = replace(GREEDY, logprobs=0, seed=5)
+    with pytest.raises(OSError, match="no text"):
+        llm.generate(prompts, [GREEDY, GREEDY, looked_at], use_tqdm=False)
+    assert value(llm, "generation_tokens") == 3
+
+
 def test_the_times_of_a_request_are_in_order(make):
     for output in make().generate(PROMPTS, GREEDY, use_tqdm=False):
         times = output.metrics
@@ -97,6 +120,29 @@ def test_a_single_full_row_wastes_what_can_be_counted(make):
     assert metrics["loop_padding"].value == 1 / 2  # a loop has two rows at least
     assert metrics["effective_batch"].value == 1 / 4
     assert metrics["kv_cache_utilization"].value == pytest.approx((32 + 32) / (32 + 40))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_low", "expected"),
+    [
+        ({}, 0, 10 * 24 / 20),
+        ({"row_pages": 4, "low_row_pages": 2}, 2, (10 * 24 + 4 * 16) / (20 + 16)),
+        ({"windows": (0, 64)}, 0, 2 * 10 * 24 / 20),
+    ],
+)
+def test_bytes_per_token_are_those_of_pages_in_use(changes, num_low, expected):
+    """20 tokens in 3 pages of 8, in every page table; a slot has 10 bytes, a demoted one 4."""
+    config = replace(ENGINE, **changes)
+    allocators, hold = Allocators(config), Hold(PageChain(b""), 20)
+    hold.begin(allocators)
+    hold.extend(20)
+    hold.advance(20)
+    allocators.low.take(num_low)
+    ids = array("i", range(20))
+    one = Request(id="", tokens=ids, prompt_len=20, params=GREEDY, max_len=30, hold=hold)
+    recorder = Recorder()
+    recorder.pages([one], allocators)
+    assert recorder.bytes_per_token(10, 4, len(config.windows)) == pytest.approx(expected)
 
 
 @pytest.mark.slow
