@@ -9,7 +9,6 @@ after its MLP. Source: Megatron-LM, arXiv 1909.08053, section 3.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from jaxkv.config import is_int
 from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
+from jaxkv.weights.packing import base_name, num_bytes
 
 TENSOR = "tensor"
 """The mesh axis."""
@@ -68,18 +68,25 @@ class Placement:
     def abstract(self, shape: tuple[int, ...], dtype: Any, parts: PartitionSpec = WHOLE) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(parts))
 
-    def weight(self, name: str, ndim: int) -> PartitionSpec:
+    def weight(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Returns the sharding of a leaf; one of more dimensions than its logical axes is stacked
-        over layers.
+        over layers. Of a quantised one (`weights.packing`) columns are divided by groups, or within
+        the only one.
         """
-        axes = dict(self.axes).get(name, ())
+        of = base_name(name)
+        axes = dict(self.axes).get(of, ())
         parts = [TENSOR if axis in (*MUST_DIVIDE, "vocab") else None for axis in axes]
-        return PartitionSpec(*[None] * (ndim - len(parts)), *parts)
+        if len(parts) == 2 and (of != name or len(shape) == 4):
+            rows, columns = parts
+            has_groups = shape[1] > 1
+            parts = [columns if has_groups else None, rows]
+            parts += [None if has_groups else columns] * (of == name)
+        return PartitionSpec(*[None] * (len(shape) - len(parts)), *parts)
 
     def weights(self, tree: Any) -> Any:
         """Returns the sharding of every leaf of a weight tree."""
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self.weight(path[-1].key, leaf.ndim), tree
+            lambda path, leaf: self.weight(path[-1].key, leaf.shape), tree
         )
 
     def kv(self, kv: PagedKV) -> PagedKV:
@@ -173,7 +180,6 @@ def bytes_per_device(tree: Any) -> int:
 
     def of(x: Any) -> int:
         sharding = getattr(x, "sharding", None)
-        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
-        return math.prod(shape) * x.dtype.itemsize
+        return num_bytes(x, x.shape if sharding is None else sharding.shard_shape(x.shape))
 
     return sum(map(of, jax.tree.leaves(tree)))

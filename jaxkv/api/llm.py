@@ -35,6 +35,7 @@ from jaxkv.ops.attention import check_backend
 from jaxkv.requests.intake import Intake, Prompt
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput
 from jaxkv.requests.request import Submission
+from jaxkv.weights.tree import describe_packed
 
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
@@ -278,7 +279,8 @@ class LLM:
                 ),
                 (
                     f"weights   {model.weight_bytes / 2**20:.1f} MiB {blueprint.dtype} on "
-                    f"{blueprint.placement}{_stored(model.layout)}"
+                    f"{blueprint.placement}{describe_packed(model.weights)}"
+                    f"{_stored(model.layout)}"
                 ),
                 f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of "
                 f"{config.block_size}, "
@@ -417,4 +419,4 @@ def _part(whole: str | None) -> str:
 
 def _stored(layout: Layout) -> str:
     how = layout.quantisation
-    return "" if how is None else f"; stored quantised ({how.method}), dequantised when loaded"
+    return "" if how is None else f"; stored as {how.method}"

@@ -4,7 +4,6 @@ the kind of its devices, before there are weights or pages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -28,10 +27,10 @@ from jaxkv.models.families import Layout
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
-from jaxkv.placement import EXTREMES, PAGES, TENSOR, Placement, place
+from jaxkv.placement import EXTREMES, PAGES, Placement, bytes_per_device, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.weights.dummy import weight_shapes
-from jaxkv.weights.tree import Weights, tree_leaves, with_layer_leaf
+from jaxkv.weights.tree import Weights, with_layer_leaf
 
 MAX_TABLES = 8
 """Page tables of a row at most: each costs the host time in every step."""
@@ -171,13 +170,7 @@ class Blueprint:
     @cached_property
     def weight_bytes(self) -> int:
         """Counts the weights; a head that may be tied is."""
-        total = 0
-        for leaf in tree_leaves(self.spec, self.layout):
-            if leaf.one.same_as is None:
-                is_divided = TENSOR in self.placement.weight(leaf.name, len(leaf.shape))
-                nbytes = math.prod(leaf.shape) * jnp.dtype(self.dtype).itemsize
-                total += nbytes // (self.num_devices if is_divided else 1)
-        return total
+        return bytes_per_device(self._weight_shapes)
 
     # --- what is built from it
 
@@ -219,14 +212,23 @@ class Blueprint:
         """Returns the shapes of the loaded weights on their devices, which may be those of a
         topology.
         """
-        spec, placement = self.spec, self.placement
-        weights = weight_shapes(spec, self.layout, dtype=self.dtype, placement=placement)
+        spec, placement, weights = self.spec, self.placement, self._weight_shapes
         if not self.fits_keys:
             return weights
         # The leaf that `programs.fit_keys` adds.
         shape = (spec.num_layers, spec.groups[0].num_kv_heads * 2 * spec.groups[0].head_dim)
-        parts = placement.weight("k_affine", len(shape))
+        parts = placement.weight("k_affine", shape)
         return with_layer_leaf(weights, "k_affine", placement.abstract(shape, jnp.float32, parts))
+
+    @property
+    def _weight_shapes(self) -> dict[str, Any]:
+        return weight_shapes(
+            self.spec,
+            self.layout,
+            dtype=self.dtype,
+            placement=self.placement,
+            quantization=self.options.quantization,
+        )
 
     def empty_kv(self) -> PagedKV:
         """Returns the engine's zeroed KV state as the backend keeps it, on its devices.
@@ -311,6 +313,11 @@ def make_blueprint(
     """
     skipped = options.kv_cache_dtype_skip_layers
     spec = spec.apart(exact_layers(spec, skipped))
+    if options.quantization is not None and layout.quantisation is not None:
+        raise ValueError(
+            f"quantization: expected None for weights that are stored quantised "
+            f"({layout.quantisation.method}), got {options.quantization!r}"
+        )
     placement = place(spec, layout, devices, options.tensor_parallel_size)
     platform = placement.devices[0].platform
     dtype = options.dtype

@@ -92,6 +92,7 @@ class Model:
                 as_bits=as_bits,
                 placement=blueprint.placement,
                 seed=options.seed,
+                quantization=options.quantization,
             )
         from_files = load_weights if self.stored_dtype is None else load_converted
         directory = with_weights(_given(options), self.directory)
@@ -103,6 +104,7 @@ class Model:
             as_bits=as_bits,
             placement=blueprint.placement,
             check=options.load_format != "unchecked",
+            quantization=options.quantization,
         )
 
     @property

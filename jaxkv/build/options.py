@@ -30,7 +30,6 @@ ONLY = {
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
     "trust_remote_code": False,
-    "quantization": None,
     "enable_lora": False,
 }
 """Arguments of vLLM's `LLM` that have one possible value so far."""
@@ -150,6 +149,17 @@ class EngineOptions:
         "config.json is all there is, to measure its speed and memory",
         check=one_of("auto", "unchecked", "dummy"),
         commands=ENGINES,
+    )
+    quantization: str | None = option(
+        None,
+        "what the matrices of the layers are quantised to as they are loaded: int8, int4 (by "
+        "groups of 128) or fp8, or int8_dynamic, which multiplies int8 with int8 and quantises "
+        "each token for that; None: as they are stored",
+        check=Check(
+            expected="None or one of int8, int8_dynamic, int4, fp8",
+            holds=lambda value: value in (None, "int8", "int8_dynamic", "int4", "fp8"),
+        ),
+        commands=ENGINES + TARGETS,
     )
     tensor_parallel_size: int = option(
         1,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.axes import Array
+from jaxkv.pytree import pytree, static
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -64,6 +65,15 @@ class Matrix(NamedTuple):
         return self.leaf.shape[-2]
 
     @property
+    def num_columns(self) -> int:
+        return self.leaf.shape[-1]
+
+    @property
+    def column_unit(self) -> int:
+        """Returns a number of columns of which `dot_columns` may take any multiple."""
+        return LANES
+
+    @property
     def dtype(self) -> np.dtype:
         return jnp.dtype(jnp.bfloat16) if self.leaf.dtype == jnp.uint16 else self.leaf.dtype
 
@@ -81,13 +91,124 @@ class Matrix(NamedTuple):
         size = (1, self.num_rows, num_columns)
         return values(jax.lax.dynamic_slice(self.leaf, (self.layer, 0, start), size)[0])
 
+    def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
+        """Multiplies with so many rows: [T, num_rows] float32."""
+        return _dot(x_TD.astype(self.dtype), self.rows(start, num_rows))
+
+    def dot_columns(self, x_TC: Array, start: int | Array) -> Array:
+        """Multiplies with as many columns as x has: [T, F] float32."""
+        return _dot(x_TC.astype(self.dtype), self.columns(start, x_TC.shape[1]))
+
+
+@pytree
+class Packed:
+    """A weight [F, D] that is kept quantised, of one layer in stacked leaves: values [L, G, F, C]
+    for G groups of C = D / G columns, scales [L, G, F], and zero points like those if it has some.
+    It is (value - zero point) * scale, and multiplied as `dtype`.
+
+    A leaf of uint8 [L, G, F, C / 2] has pairs of 4 bits (`packing.in_pairs`). is_dynamic: what it
+    is multiplied with is quantised too, each token with a scale of its own, and the products are
+    those of int8.
+    """
+
+    leaf: Array
+    scales: Array
+    zeros: Array | None
+    layer: Array
+    dtype: np.dtype = static()
+    is_dynamic: bool = static(default=False)
+
+    @property
+    def num_groups(self) -> int:
+        return self.leaf.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        return self.leaf.shape[2]
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_groups * self.group
+
+    @property
+    def group(self) -> int:
+        """Returns how many columns share a scale."""
+        width = self.leaf.shape[3]
+        return 2 * width if self.leaf.dtype == jnp.uint8 else width
+
+    @property
+    def column_unit(self) -> int:
+        return LANES if self.num_groups == 1 else math.lcm(LANES, self.group)
+
+    def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
+        rows = (0, start), (self.num_groups, num_rows)
+        values_GFC = self._of_layer(self.leaf, *rows, 0, self.leaf.shape[3])
+        return self._multiply(x_TD, values_GFC, *rows)
+
+    def dot_columns(self, x_TC: Array, start: int | Array) -> Array:
+        count, width = x_TC.shape[1], self.leaf.shape[3]
+        if self.num_groups == 1 and self.leaf.dtype == jnp.uint8:
+            start, count = start // 2, count // 2
+        if self.num_groups == 1:
+            whole = (0, 0), (1, self.num_rows)
+            return self._multiply(x_TC, self._of_layer(self.leaf, *whole, start, count), *whole)
+        groups = (start // self.group, 0), (count // self.group, self.num_rows)
+        return self._multiply(x_TC, self._of_layer(self.leaf, *groups, 0, width), *groups)
+
+    def _of_layer(
+        self, leaf: Array, starts: tuple[Any, Any], sizes: tuple[int, int], *columns: Any
+    ) -> Array:
+        """Returns groups and rows of the layer from `starts` on, and (start, count) of columns."""
+        first, count = ((columns[0],), (columns[1],)) if columns else ((), ())
+        return jax.lax.dynamic_slice(leaf, (self.layer, *starts, *first), (1, *sizes, *count))[0]
+
+    def _multiply(
+        self, x_TD: Array, values_GFC: Array, starts: tuple[Any, Any], sizes: tuple[int, int]
+    ) -> Array:
+        scale_GF = self._of_layer(self.scales, starts, sizes).astype(jnp.float32)
+        if self.is_dynamic and values_GFC.dtype == jnp.int8 and self.num_groups == 1:
+            return _dot_int8(x_TD, values_GFC[0]) * scale_GF
+        if values_GFC.dtype == jnp.uint8:
+            pairs = jax.lax.bitcast_convert_type(values_GFC, jnp.int4)
+            values_GFC = pairs.reshape(*values_GFC.shape[:2], -1)
+        x_TD, w_GFC = x_TD.astype(self.dtype), values_GFC.astype(self.dtype)
+        if self.zeros is None and self.num_groups == 1:
+            return _dot(x_TD, w_GFC[0]) * scale_GF
+        if self.zeros is not None:
+            w_GFC -= self._of_layer(self.zeros, starts, sizes).astype(self.dtype)[..., None]
+        w_GFC *= scale_GF.astype(self.dtype)[..., None]
+        x_TGC = x_TD.reshape(x_TD.shape[0], *w_GFC.shape[::2])
+        return jax.lax.dot_general(
+            x_TGC,
+            w_GFC,
+            (((1, 2), (0, 2)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+
+AnyMatrix = Matrix | Packed
+
+
+def _dot_int8(x_TD: Array, w_FD: Array) -> Array:
+    """Multiplies int8 with int8 in int32. Source: arXiv 2211.10438, section 3 (a scale per token
+    and output).
+    """
+    x_TD = x_TD.astype(jnp.float32)
+    scale_T1 = jnp.maximum(jnp.abs(x_TD).max(axis=1, keepdims=True), 1e-30) / 127
+    rounded_TD = jnp.round(x_TD / scale_T1).astype(jnp.int8)
+    y_TF = jax.lax.dot_general(
+        rounded_TD, w_FD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+    )
+    return y_TF.astype(jnp.float32) * scale_T1
+
 
 def values(leaf: Array) -> Array:
     """Returns the leaf's values where it holds bits."""
     return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf
 
 
-def linear(x_TD: Array, w: Matrix, bias_F: Array | None = None) -> Array:
+def linear(x_TD: Array, w: AnyMatrix, bias_F: Array | None = None) -> Array:
     """Computes x @ w.T + bias with a float32 result.
 
     The weight keeps the checkpoint's [out, in] layout. Asking for a float32 result is what makes
@@ -97,13 +218,15 @@ def linear(x_TD: Array, w: Matrix, bias_F: Array | None = None) -> Array:
     """
     x_TD = x_TD.astype(w.dtype)
     if w.layer is None and w.leaf.dtype != jnp.uint16:
-        y_TF = _dot(x_TD, w.leaf)
+        y_TF = w.dot(x_TD, 0, w.num_rows)
     else:
         y_TF = jax.lax.platform_dependent(x_TD, w, cpu=_linear_in_pieces, default=_linear_at_once)
     return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
 
 
-def linear_over(x_TD: Array, w: Matrix, bias_F: Array | None = None, *, axis: str | None) -> Array:
+def linear_over(
+    x_TD: Array, w: AnyMatrix, bias_F: Array | None = None, *, axis: str | None
+) -> Array:
     """Computes `linear` where each device along the mesh axis has some columns of x and w: their
     products are added up.
     """
@@ -116,18 +239,18 @@ def _add_up(y_TF: Array, bias_F: Array | None, axis: str | None) -> Array:
     return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
 
 
-def _linear_at_once(x_TD: Array, w: Matrix) -> Array:
-    return _dot(x_TD, w.rows(0, w.num_rows))
+def _linear_at_once(x_TD: Array, w: AnyMatrix) -> Array:
+    return w.dot(x_TD, 0, w.num_rows)
 
 
-def _linear_in_pieces(x_TD: Array, w: Matrix) -> Array:
+def _linear_in_pieces(x_TD: Array, w: AnyMatrix) -> Array:
     """Multiplies piece by piece of w: XLA:CPU writes out what is sliced or bitcast for a matmul,
     here into the cache.
 
     A decode step of a 1.1B model spends half of its time on that copy otherwise
     (docs/benchmarks/cpu.md).
     """
-    num_pieces = -(-w.num_rows * w.leaf.shape[-1] * w.leaf.dtype.itemsize // PIECE_BYTES)
+    num_pieces = -(-w.num_rows * w.num_columns * w.dtype.itemsize // PIECE_BYTES)
     # In pieces or not, a bfloat16 result has the same bits. One of float32 has not: there T must
     # not decide.
     copy_is_small = x_TD.shape[0] >= MANY_TOKENS and w.dtype == jnp.bfloat16
@@ -138,9 +261,7 @@ def _linear_in_pieces(x_TD: Array, w: Matrix) -> Array:
     def piece(i: Array, y_TF: Array) -> Array:
         # The last piece starts early rather than end late: what it computes twice is the same.
         start = jnp.minimum(i * rows, w.num_rows - rows)
-        return jax.lax.dynamic_update_slice_in_dim(
-            y_TF, _dot(x_TD, w.rows(start, rows)), start, axis=1
-        )
+        return jax.lax.dynamic_update_slice_in_dim(y_TF, w.dot(x_TD, start, rows), start, axis=1)
 
     y_TF = jnp.zeros((x_TD.shape[0], w.num_rows), jnp.float32)
     return jax.lax.fori_loop(0, num_pieces, piece, y_TF)
@@ -262,13 +383,13 @@ def _mlp_in_pieces(
     Reads each weight once, whatever the number of pieces.
     """
     num_tokens, width = x_TD.shape[0], w["up"].num_rows
-    size = _piece_of(width, MLP_BYTES // (4 * num_tokens))
+    size = _piece_of(width, MLP_BYTES // (4 * num_tokens), w["down"].column_unit)
     if size == width:
         return _mlp_at_once(x_TD, w, activation=activation)
 
     def piece(i: Array, y_TD: Array) -> Array:
         def part(name: str) -> Array:
-            y_TC = _dot(x_TD.astype(w[name].dtype), w[name].rows(i * size, size))
+            y_TC = w[name].dot(x_TD, i * size, size)
             if f"{name}_bias" not in w:
                 return y_TC
             bias_C = jax.lax.dynamic_slice_in_dim(w[f"{name}_bias"], i * size, size)
@@ -276,18 +397,18 @@ def _mlp_in_pieces(
 
         up_TC = part("up")
         h_TC = activation(part("gate")) * up_TC if "gate" in w else activation(up_TC)
-        return y_TD + _dot(h_TC.astype(w["down"].dtype), w["down"].columns(i * size, size))
+        return y_TD + w["down"].dot_columns(h_TC, i * size)
 
     return jax.lax.fori_loop(
         0, width // size, piece, jnp.zeros((num_tokens, w["down"].num_rows), jnp.float32)
     )
 
 
-def _piece_of(width: int, most: int) -> int:
-    """Returns the largest part of `width` of at most `most`, in whole registers; `width` where
-    there is none.
+def _piece_of(width: int, most: int, unit: int) -> int:
+    """Returns the largest part of `width` of at most `most`, in whole units; `width` where there is
+    none.
     """
-    sizes = (width // n for n in range(1, width // LANES + 1) if width % (n * LANES) == 0)
+    sizes = (width // n for n in range(1, width // unit + 1) if width % (n * unit) == 0)
     return next((size for size in sizes if size <= most), width)
 
 

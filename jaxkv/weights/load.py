@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.axes import Array
+from jaxkv.config import bfloat16_as_bits
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
+from jaxkv.weights.packing import INT4, ZEROS, Packing, in_pairs, packing_for, quantise
 from jaxkv.weights.quantised import Dequantised
 from jaxkv.weights.safetensors import Checkpoint
-from jaxkv.weights.tree import TreeLeaf, make_tree, tree_leaves
+from jaxkv.weights.tree import TreeLeaf, is_matrix, make_tree, tree_leaves
 
 Tensors = Checkpoint | Dequantised
 
@@ -40,9 +42,11 @@ def load_weights(
     as_bits: bool = False,
     placement: Placement | None = None,
     check: bool = True,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Returns the weight tree (`weights.tree`) with every tensor as `dtype`, bfloat16 as raw uint16
-    bits if `as_bits`.
+    bits if `as_bits`. Matrices that the checkpoint stores quantised stay so where a matmul can read
+    them; those of other checkpoints are quantised by the method `quantization` (`packing.METHODS`).
 
     Tensors go one by one from the mapped file to the device and their file pages are dropped at
     once.
@@ -53,9 +57,13 @@ def load_weights(
         leaves = _present(checkpoint, spec, layout)
         _check(checkpoint, spec, layout, leaves)
 
-        def load(leaf: TreeLeaf) -> Array:
+        def load(leaf: TreeLeaf) -> dict[str, Array]:
+            num_parts = 1 if placement is None else placement.size
+            packing = _packing(checkpoint, leaf, quantization, num_parts)
+            if packing is not None:
+                return put_packed(_packed(checkpoint, leaf, packing, check), leaf, placement)
             host = _stack(checkpoint, leaf, jnp.dtype(dtype), check)
-            return put(host.view(np.uint16) if as_bits else host, leaf.name, placement)
+            return {"": put(host.view(np.uint16) if as_bits else host, leaf.name, placement)}
 
         return make_tree((leaf, load(leaf)) for leaf in leaves)
 
@@ -90,8 +98,55 @@ def open_checkpoint(directory: Path, spec: ModelSpec, layout: Layout) -> Tensors
 
 def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
     """Puts a leaf of the weight tree on its devices, on the default one without a placement."""
-    where = None if placement is None else placement.sharding(placement.weight(name, host.ndim))
+    where = None if placement is None else placement.sharding(placement.weight(name, host.shape))
     return jax.device_put(host, where).block_until_ready()
+
+
+def put_packed(
+    parts: dict[str, np.ndarray], leaf: TreeLeaf, placement: Placement | None
+) -> dict[str, Array]:
+    """Puts the arrays of a quantised leaf on its devices, without zero points that all are 0."""
+    values = parts[""]
+    device = jax.devices()[0] if placement is None else placement.devices[0]
+    if values.dtype == INT4 and bfloat16_as_bits(device.platform):
+        parts[""] = in_pairs(values)  # those versions refuse arrays of int4 as arguments
+    if ZEROS in parts and not parts[ZEROS].any():
+        del parts[ZEROS]
+    return {suffix: put(x, leaf.name + suffix, placement) for suffix, x in parts.items()}
+
+
+def _packing(
+    checkpoint: Tensors, leaf: TreeLeaf, quantization: str | None, num_parts: int
+) -> Packing | None:
+    """Returns what the leaf is to be kept in, None for the dtype of the model."""
+    if not is_matrix(leaf):
+        return None
+    if quantization is not None:
+        return packing_for(quantization, leaf.shape[-1], num_parts)
+    if isinstance(checkpoint, Dequantised):
+        return checkpoint.packing(leaf.sources, num_parts)
+    return None
+
+
+def _packed(
+    checkpoint: Tensors, leaf: TreeLeaf, packing: Packing, check: bool
+) -> dict[str, np.ndarray]:
+    """Makes the arrays of a quantised leaf, layer by layer."""
+    made = _empty(packing, leaf.shape)
+    for index, name in enumerate(leaf.sources):
+        if isinstance(checkpoint, Dequantised):
+            parts = checkpoint.packed(name, packing, leaf.one.part)
+            for x in parts.values() if check else ():
+                if not is_finite(x):
+                    file = checkpoint.entries[name].file
+                    raise _not_finite(f"{file}: what makes {name}", x.reshape(-1), 0)
+            checkpoint.release(name)
+        else:
+            one = leaf._replace(sources=(name,), shape=(1, *leaf.shape[1:]))
+            parts = quantise(_stack(checkpoint, one, np.dtype(np.float32), check)[0], packing)
+        for suffix, x in parts.items():
+            made[suffix][index] = x
+    return made
 
 
 def _present(checkpoint: Tensors, spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
@@ -148,6 +203,20 @@ def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[Tr
         raise CheckpointError(f"{checkpoint.directory}: {shown}")
 
 
+def quantise_layers(host: np.ndarray, packing: Packing) -> dict[str, np.ndarray]:
+    """Makes the arrays of a quantised leaf of float32 values [L, F, D]."""
+    made = _empty(packing, host.shape)
+    for index, w_FD in enumerate(host):
+        for suffix, x in quantise(w_FD, packing).items():
+            made[suffix][index] = x
+    return made
+
+
+def _empty(packing: Packing, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    arrays = packing.arrays(shape).items()
+    return {suffix: aligned_empty(shape, dtype) for suffix, (shape, dtype) in arrays}
+
+
 def _stack(checkpoint: Tensors, leaf: TreeLeaf, dtype: np.dtype, check: bool) -> np.ndarray:
     """Makes the leaf in one host array, converted as it is copied from the file, and looked at if
     `check`.
@@ -175,6 +244,10 @@ def is_finite(x: np.ndarray) -> bool:
 
     By their bits, since numpy's `isfinite` takes five times as long for bfloat16.
     """
+    if x.dtype.kind == "i" or x.dtype.name in ("int4", "uint4"):
+        return True
+    if x.itemsize == 1 or x.dtype == np.float16:
+        return bool(np.isfinite(x).all())
     bits = x.view(f"u{x.itemsize}")
     without_sign = bits.dtype.type(2 ** (8 * x.itemsize - 1) - 1)
     infinity = 0x7F80 << 8 * (x.itemsize - 2)

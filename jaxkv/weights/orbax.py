@@ -2,10 +2,11 @@
 without any work.
 
 A converted directory holds copies of the model's other files, `jaxkv.json` (format, dtype, spec,
-and the CRC-32 of each array, which loading compares) and `orbax/`, which orbax's v1 API loads too.
-Its arrays are stored uncompressed, whole and without OCDBT, so that each is one plain file, and
-`load_converted` reads that file straight into the memory which the device takes over. Through
-orbax it took five times as long and 1.4 times the memory (docs/benchmarks/start.md).
+the CRC-32 of each array, which loading compares, and how quantised ones are packed) and `orbax/`,
+which orbax's v1 API loads too. Its arrays are stored uncompressed, whole and without OCDBT, so that
+each is one plain file, and `load_converted` reads that file straight into the memory which the
+device takes over. Through orbax it took five times as long and 1.4 times the memory
+(docs/benchmarks/start.md).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,30 @@ import numpy as np
 
 from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
-from jaxkv.models.families import Layout, read_config, read_family
+from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
-from jaxkv.weights.load import aligned_empty, load_weights, put
-from jaxkv.weights.tree import TreeLeaf, make_tree, tree_leaves
+from jaxkv.weights.load import aligned_empty, load_weights, put, put_packed, quantise_layers
+from jaxkv.weights.packing import (
+    INT4,
+    METHODS,
+    SCALES,
+    ZEROS,
+    Packing,
+    from_pairs,
+    in_pairs,
+    packing_for,
+)
+from jaxkv.weights.tree import TreeLeaf, is_matrix, make_tree, tree_leaves
 
-FORMAT = 2
+FORMAT = 3
 """To be raised with every change of the weight tree, of ModelSpec or of the header."""
 
 HEADER = "jaxkv.json"
 ARRAYS = ("orbax", "weights")
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 ZARR_DTYPES = {"float32": "<f4", "bfloat16": "bfloat16"}
+PACKED_DTYPES = {"float16": "<f2", "int8": "|i1", "uint8": "|u1"}
 PIECE = 2**23
 """Values that are read at once: what a conversion takes beside the weights."""
 
@@ -73,9 +85,11 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
         }:
             if not file.name.endswith(".safetensors.index.json"):
                 shutil.copyfile(file, unfinished / file.name)
-        host = jax.tree.map(np.asarray, weights)
+        packings = _packings(weights)
+        host = jax.tree.map(lambda x: _for_disk(np.asarray(x)), weights)
         sums = {path: zlib.crc32(x.view(np.uint8).data) for path, x in _by_path(host).items()}
         header = {"format": FORMAT, "dtype": dtype, "spec": _as_json(spec), "crc32": sums}
+        header["packing"] = packings
         (unfinished / HEADER).write_text(json.dumps(header, indent=1))
         _save(unfinished, host)
         _compare(unfinished, spec, layout, host)
@@ -118,6 +132,7 @@ def load_converted(
     as_bits: bool = False,
     placement: Placement | None = None,
     check: bool = True,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Loads from a converted directory what `load_weights` gives; a dtype other than the stored one
     is converted.
@@ -125,21 +140,92 @@ def load_converted(
     Raises: CheckpointError naming every missing, unexpected or misshapen array, before anything is
     allocated; naming the first array that is not the one that was stored, unless `check` is False.
     """
-    stored, arrays = _locate(directory, spec, layout)
+    arrays = _locate(directory, spec, layout)
     sums = read_config(directory, HEADER).section("crc32")
+    if quantization is not None and any(len(parts) > 1 for _, parts in arrays):
+        raise ValueError(
+            f"quantization: expected None for weights that are stored quantised ({directory}), got "
+            f"{quantization!r}"
+        )
 
-    def load(leaf: TreeLeaf, file: Path) -> Array:
-        with file.open("rb") as stream:
-            host, crc32 = _read(stream, leaf.shape, stored, jnp.dtype(dtype), check)
-        if check and crc32 != sums.values.get(leaf.path):
+    def read(part: _Stored, dtype: np.dtype) -> np.ndarray:
+        with part.file.open("rb") as stream:
+            host, crc32 = _read(stream, part, dtype, check)
+        if check and crc32 != sums.values.get(part.path):
             raise CheckpointError(
-                f"{file}: expected the CRC-32 {sums.values.get(leaf.path)!r:.80} of "
+                f"{part.file}: expected the CRC-32 {sums.values.get(part.path)!r:.80} of "
                 f"{sums.where}, got {crc32}: one of the two has changed since; convert the model "
                 f'again, or load_format="unchecked" to compute with it all the same'
             )
-        return put(host.view(np.uint16) if as_bits else host, leaf.name, placement)
+        return host
 
-    return make_tree((leaf, load(leaf, file)) for leaf, file in arrays)
+    def load(leaf: TreeLeaf, parts: dict[str, _Stored]) -> dict[str, Array]:
+        if len(parts) > 1:
+            packed = {end: read(x, x.dtype) for end, x in parts.items()}
+            return put_packed(packed, leaf, placement)
+        if quantization is not None and is_matrix(leaf):
+            num_parts = 1 if placement is None else placement.size
+            packing = packing_for(quantization, leaf.shape[-1], num_parts)
+            host = read(parts[""], np.dtype(np.float32))
+            return put_packed(quantise_layers(host, packing), leaf, placement)
+        host = read(parts[""], jnp.dtype(dtype))
+        return {"": put(host.view(np.uint16) if as_bits else host, leaf.name, placement)}
+
+    return make_tree((leaf, load(leaf, parts)) for leaf, parts in arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Says where an array lies, and what it is: two values of 4 bits share a byte, and 8-bit
+    floats are stored as their bits.
+    """
+
+    path: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def on_disk(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Returns shape and dtype of the file."""
+        if self.dtype == INT4:
+            return (*self.shape[:-1], self.shape[-1] // 2), np.dtype(np.uint8)
+        is_float8 = self.dtype.itemsize == 1 and self.dtype != np.int8
+        return self.shape, np.dtype(np.uint8) if is_float8 else self.dtype
+
+
+def _for_disk(x: np.ndarray) -> np.ndarray:
+    """Returns what is stored of an array."""
+    if x.dtype == INT4:
+        return in_pairs(x)
+    return x.view(np.uint8) if x.dtype.itemsize == 1 and x.dtype != np.int8 else x
+
+
+def _packings(weights: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the quantised leaves are kept in, by their paths as in `TreeLeaf.path`."""
+    arrays, found = _by_path(weights), {}
+    for path in (path.removesuffix(SCALES) for path in arrays if path.endswith(SCALES)):
+        values, scales = arrays[path], arrays[path + SCALES]
+        dtype, width = ("int4", 2) if values.dtype == np.uint8 else (values.dtype.name, 1)
+        found[path] = {
+            "dtype": dtype,
+            "group": width * values.shape[3] if values.shape[1] > 1 else 0,
+            "scales": scales.dtype.name,
+            "has_zeros": path + ZEROS in arrays,
+        }
+    return found
+
+
+def _read_packings(header: ConfigReader) -> dict[str, Packing]:
+    found, given = {}, header.section("packing")
+    for path in given.values:
+        one = given.section(path)
+        dtype = one.choice("dtype", None, [kind.name for kind in METHODS.values()])
+        scales = one.choice("scales", None, ("float16", "bfloat16", "float32"))
+        group = 0 if one.get("group") == 0 else one.size("group")
+        has_zeros = one.flag("has_zeros", False)
+        found[path] = Packing(jnp.dtype(dtype), group, jnp.dtype(scales), has_zeros)
+    return found
 
 
 def _as_json(spec: ModelSpec) -> dict[str, Any]:
@@ -176,66 +262,76 @@ def _by_path(weights: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _compare(directory: Path, spec: ModelSpec, layout: Layout, weights: dict[str, Any]) -> None:
-    stored, arrays = _locate(directory, spec, layout)
+    parts = [part for _, of_leaf in _locate(directory, spec, layout) for part in of_leaf.values()]
     written = _by_path(weights)
-    found = {leaf.path for leaf, _ in arrays}
+    found = {part.path for part in parts}
     if found != written.keys():
         raise CheckpointError(
             f"{directory}: expected the arrays {sorted(written)}, got {sorted(found)}"
         )
-    for leaf, file in arrays:
-        with file.open("rb") as stream:
-            got, _ = _read(stream, leaf.shape, stored, stored, check=False)
-        bits = np.dtype(f"u{stored.itemsize}")
-        if not np.array_equal(got.view(bits), written[leaf.path].view(bits)):
-            raise CheckpointError(f"{file}: expected the values that were written, got others")
+    for part in parts:
+        with part.file.open("rb") as stream:
+            got, _ = _read(stream, part, part.dtype, check=False)
+        if not np.array_equal(_for_disk(got).view(np.uint8), written[part.path].view(np.uint8)):
+            raise CheckpointError(f"{part.file}: expected the values that were written, got others")
 
 
 def _locate(
     directory: Path, spec: ModelSpec, layout: Layout
-) -> tuple[np.dtype, list[tuple[TreeLeaf, Path]]]:
-    """Returns the stored dtype, and each leaf that is there with its file, all checked."""
+) -> list[tuple[TreeLeaf, dict[str, _Stored]]]:
+    """Returns each leaf that is there with its arrays by what follows its name, all checked."""
     dtype = stored_dtype(directory, spec)
     if dtype is None:
         raise CheckpointError(
             f"{directory / HEADER}: not found; expected a directory made by `jaxkv convert`"
         )
+    packings = _read_packings(read_config(directory, HEADER))
     leaves = tree_leaves(spec, layout)
     folder = directory.joinpath(*ARRAYS)
     found = {path.name for path in folder.iterdir() if path.is_dir()} if folder.is_dir() else set()
-    problems = [
-        f"missing array {leaf.path}"
-        for leaf in leaves
-        if leaf.path not in found and leaf.one.same_as is None
-    ]
-    problems += [
-        f"array that {spec.family} does not use: {name}"
-        for name in sorted(found - {leaf.path for leaf in leaves})
-    ]
-    arrays = []
+    arrays, problems, known = [], [], set[str]()
     for leaf in leaves:
-        if leaf.path in found:
-            file = folder / leaf.path / ".".join("0" * len(leaf.shape))
-            arrays.append((leaf, file))
-            problems += _problems(file, leaf.shape, dtype)
+        packing = packings.get(leaf.path)
+        if packing is not None and (not is_matrix(leaf) or leaf.shape[-1] % (packing.group or 1)):
+            problems.append(f"{leaf.path}: expected a matrix of groups of {packing.group} columns")
+            continue
+        plain = {"": (leaf.shape, jnp.dtype(dtype))}
+        parts = {
+            suffix: _Stored(
+                leaf.path + suffix,
+                folder / (leaf.path + suffix) / ".".join("0" * len(shape)),
+                shape,
+                kind,
+            )
+            for suffix, (shape, kind) in (packing.arrays(leaf.shape) if packing else plain).items()
+        }
+        known |= {part.path for part in parts.values()}
+        missing = [part.path for part in parts.values() if part.path not in found]
+        if not missing:
+            arrays.append((leaf, parts))
+            problems += [problem for part in parts.values() for problem in _problems(part)]
+        elif leaf.one.same_as is None:
+            problems += [f"missing array {path}" for path in missing]
+    problems += [f"array that {spec.family} does not use: {name}" for name in sorted(found - known)]
     if problems:
         shown = "; ".join(problems[:10]) + (
             f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
         )
         raise CheckpointError(f"{folder}: {shown}")
-    return jnp.dtype(dtype), arrays
+    return arrays
 
 
-def _problems(file: Path, shape: tuple[int, ...], dtype: str) -> list[str]:
+def _problems(part: _Stored) -> list[str]:
     """Lists what is wrong with an array's metadata and file; its one chunk is the whole array."""
-    name = file.parent.name
+    name, (shape, dtype) = part.path, part.on_disk
+    file = part.file
     if not file.is_file() or not (file.parent / ".zarray").is_file():
         return [f"{name}: expected the files .zarray and {file.name}"]
     expected = {
         "zarr_format": 2,
         "shape": [*shape],
         "chunks": [*shape],
-        "dtype": ZARR_DTYPES[dtype],
+        "dtype": (ZARR_DTYPES | PACKED_DTYPES)[dtype.name],
         "order": "C",
         "compressor": None,
         "filters": None,
@@ -247,31 +343,35 @@ def _problems(file: Path, shape: tuple[int, ...], dtype: str) -> list[str]:
         for key, value in expected.items()
         if metadata.get(key) != value
     ]
-    nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     if (size := file.stat().st_size) != nbytes:
         problems.append(f"{name}: {file.name}: expected {nbytes} bytes, got {size}")
     return problems
 
 
 def _read(
-    stream: BufferedReader, shape: tuple[int, ...], stored: np.dtype, dtype: np.dtype, check: bool
+    stream: BufferedReader, part: _Stored, dtype: np.dtype, check: bool
 ) -> tuple[np.ndarray, int]:
-    """Reads the next values of the file in one host array of `shape`, converted piece by piece from
-    another dtype. Returns it with the CRC-32 of what was read, 0 without `check`.
+    """Reads the next values of the file in one host array, converted piece by piece from another
+    dtype. Returns it with the CRC-32 of what was read, 0 without `check`.
 
     Raises: CheckpointError for a file that ends before.
     """
-    host, crc32 = aligned_empty(shape, dtype), 0
+    shape, stored = part.on_disk
+    is_same = part.dtype == dtype
+    host, crc32 = aligned_empty(shape, stored if is_same else dtype), 0
     flat = host.reshape(-1)
     for start in range(0, flat.size, PIECE):
-        part = flat[start : start + PIECE]
-        raw = part if stored == dtype else np.empty(part.shape, stored)
+        piece = flat[start : start + PIECE]
+        raw = piece if is_same else np.empty(piece.shape, stored)
         if stream.readinto(raw.view(np.uint8).data) != raw.nbytes:
             raise CheckpointError(
                 f"{stream.name}: expected {raw.nbytes} more bytes, got its end: it was changed"
             )
         if check:
             crc32 = zlib.crc32(raw.view(np.uint8).data, crc32)
-        if raw is not part:
-            part[...] = raw
-    return host, crc32
+        if raw is not piece:
+            piece[...] = raw
+    if part.dtype == INT4:
+        return from_pairs(host), crc32
+    return host.view(part.dtype) if is_same else host, crc32

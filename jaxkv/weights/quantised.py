@@ -1,4 +1,5 @@
-"""Reads quantised checkpoints: each weight is computed from what is stored when it is asked for.
+"""Reads quantised checkpoints: a weight stays packed in the form of `weights.packing` where that
+can hold it, or is computed from what is stored when it is asked for.
 
 Values are little-endian in their int32, the first in the lowest bits. Sources: the formats as the
 libraries that write them define them, github.com/AutoGPTQ/AutoGPTQ (gptq), casper-hansen/AutoAWQ
@@ -8,23 +9,29 @@ libraries that write them define them, github.com/AutoGPTQ/AutoGPTQ (gptq), casp
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
-from dataclasses import replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from jaxkv.errors import CheckpointError
+from jaxkv.models.families.base import Part
 from jaxkv.models.quantisation import Quantisation
+from jaxkv.weights.packing import INT4, SCALES, ZEROS, Packing
 from jaxkv.weights.safetensors import Checkpoint, TensorEntry
 
 FLOAT32 = np.dtype(np.float32)
+KEPT = (FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+"""What scales may stay; others become float32."""
+
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """At which place in its int32 each of eight neighbours is."""
 
 STORED = {"scaled": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
-SCALES = ("weight_scale_inv", "weight_scale")
+SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 NOT_WEIGHTS = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale")
 """What is stored of activations, which are not quantised here."""
 
@@ -71,12 +78,55 @@ class Dequantised:
         """
         if name not in self._parts:
             return self._checkpoint.read(name)
+        return self._stored(name).weight()
+
+    def packing(self, names: Sequence[str], num_parts: int) -> Packing | None:
+        """Returns what these weights, of layers of one kind, can all be kept in; None where they
+        have to be computed. num_parts: into how many their columns are divided.
+        """
+        if not all(name in self._parts for name in names):
+            return None
+        found = {self._packing(name, num_parts) for name in names}
+        return found.pop() if len(found) == 1 else None
+
+    def _packing(self, name: str, num_parts: int) -> Packing | None:
+        own, width = self._parts[name], self.entries[name].shape[-1]
+        entries = self._checkpoint.entries
+        scales = next((own[last] for last in (*SCALE_NAMES, "scales") if last in own), None)
+        if scales is None or len(self.entries[name].shape) != 2:
+            return None  # to be refused when it is read
+        shape, dtype = entries[scales].shape, entries[scales].dtype
+        if len(shape) != 2:
+            num_groups = 1
+        else:
+            num_groups = shape[0] if self._how.kind in ("gptq", "awq") else shape[1]
+        group = self._how.block[1] if num_groups > 1 else 0
+        is_odd = self._how.bits == 4 and (group or width) % 2
+        if is_odd or (group and (width != group * num_groups or width // num_parts % group)):
+            return None
+        if "g_idx" in own:
+            of_columns = np.arange(width) // (group or width)
+            if not np.array_equal(self._checkpoint.read(own["g_idx"]), of_columns):
+                return None  # columns of a group are not neighbours
+        values = entries[own[STORED[self._how.kind]]].dtype
+        if self._how.kind != "scaled":
+            values = INT4 if self._how.bits == 4 else np.dtype(np.int8)
+        has_zeros = not own.keys().isdisjoint(("qzeros", "weight_zero_point"))
+        return Packing(values, group, dtype if dtype in KEPT else FLOAT32, has_zeros)
+
+    def packed(self, name: str, packing: Packing, part: Part | None) -> dict[str, Any]:
+        """Returns the arrays of a weight, or a part of it, as it is kept."""
+        return self._stored(name).packed(packing, part)
+
+    def _stored(self, name: str) -> _Stored:
+        """Raises: CheckpointError if what the weight is made of does not fit together."""
         own = {last: self._checkpoint.read(full) for last, full in self._parts[name].items()}
         try:
             compute = {"scaled": _scaled, "packed": _packed, "gptq": _gptq, "awq": _awq}
             found = compute[self._how.kind](own, self._how)
-            if found.shape != self.entries[name].shape:
-                raise ValueError(f"they make {list(found.shape)}")
+            found.check()
+            if found.values.shape != self.entries[name].shape:
+                raise ValueError(f"they make {list(found.values.shape)}")
         except (KeyError, ValueError, IndexError) as error:
             shapes = ", ".join(f"{last} {list(x.shape)}" for last, x in own.items())
             raise CheckpointError(
@@ -102,7 +152,7 @@ class Dequantised:
     @property
     def _lasts(self) -> tuple[str, ...]:
         return {
-            "scaled": ("weight", *SCALES),
+            "scaled": ("weight", *SCALE_NAMES),
             "packed": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
             "gptq": ("qweight", "qzeros", "scales", "g_idx"),
             "awq": ("qweight", "qzeros", "scales"),
@@ -112,7 +162,7 @@ class Dequantised:
         if self._how.kind != "scaled":
             return True
         module = name.removesuffix(".weight")
-        return any(f"{module}.{scale}" in self._checkpoint.entries for scale in SCALES)
+        return any(f"{module}.{scale}" in self._checkpoint.entries for scale in SCALE_NAMES)
 
     def _shape(self, own: Mapping[str, str]) -> tuple[int, ...]:
         shape = self._checkpoint.entries[own[STORED[self._how.kind]]].shape
@@ -137,51 +187,104 @@ class Dequantised:
 Parts = Mapping[str, npt.NDArray[Any]]
 
 
-def _scaled(own: Parts, how: Quantisation) -> npt.NDArray[Any]:
-    """Multiplies each block with its scale: one of all, one of each row, or one of each tile."""
-    weight = own["weight"].astype(np.float32)
-    scale = own[next(last for last in SCALES if last in own)].astype(np.float32)
-    return weight * _by_blocks(np.atleast_2d(scale), weight.shape, how)
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Holds a weight [F, D] as values of few bits with scales [F, G] of G groups of columns, and
+    maybe zero points like those. block: columns of a group; group_D: which group each column is in,
+    if they are in no order.
+    """
+
+    values: npt.NDArray[Any]
+    scales: npt.NDArray[Any]
+    zeros: npt.NDArray[np.int32] | None = None
+    block: int = 0
+    group_D: npt.NDArray[np.int64] | None = None
+
+    def check(self) -> None:
+        """Raises: ValueError, IndexError if they do not fit together."""
+        shape = self.scales.shape
+        if self.zeros is not None and self.zeros.shape != shape:
+            raise ValueError(f"expected as many zero points as scales, {list(shape)}")
+        size, count = self.values.shape[1], shape[1]
+        if self.group_D is not None:
+            if (
+                len(self.group_D) != size
+                or not 0 <= self.group_D.min() <= self.group_D.max() < count
+            ):
+                raise ValueError("expected a group for each column")
+        elif count != 1 and (not self.block or -(-size // self.block) != count):
+            raise ValueError(f"expected blocks of {self.block} along {size}, got {count}")
+
+    def weight(self) -> npt.NDArray[np.float32]:
+        """Computes the weight."""
+        values = self.values.astype(np.float32)
+        if self.zeros is not None:
+            values -= self._by_columns(self.zeros.astype(np.float32))
+        return values * self._by_columns(self.scales.astype(np.float32))
+
+    def _by_columns(self, x_FG: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self.group_D is not None:
+            return x_FG[:, self.group_D]
+        if x_FG.shape[1] == 1:
+            return x_FG
+        return np.repeat(x_FG, self.block, axis=1)[:, : self.values.shape[1]]
+
+    def packed(self, packing: Packing, part: Part | None) -> dict[str, npt.NDArray[Any]]:
+        """Returns its arrays as `packing` has them."""
+
+        def rows(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return x if part is None else part.take(x)
+
+        values, scales = rows(self.values), rows(self.scales.astype(packing.scales))
+        group = packing.group or values.shape[1]
+        found = {"": values.reshape(len(values), -1, group).swapaxes(0, 1), SCALES: scales.T}
+        if packing.has_zeros and self.zeros is not None:
+            found[ZEROS] = rows(self.zeros.astype(np.int8)).T
+        return found
 
 
-def _packed(own: Parts, how: Quantisation) -> npt.NDArray[Any]:
+def _scaled(own: Parts, how: Quantisation) -> _Stored:
+    """Each block has a scale: one of all, one of each row, or one of each tile."""
+    values = own["weight"]
+    scale = np.atleast_2d(own[next(last for last in SCALE_NAMES if last in own)])
+    return _Stored(values, _by_rows(scale, values, how), block=how.block[1])
+
+
+def _packed(own: Parts, how: Quantisation) -> _Stored:
+    middle = 2 ** (how.bits - 1)
     values = _unpacked(own["weight_packed"], how.bits)
     if "weight_shape" in own:
         values = values[:, : int(own["weight_shape"][1])]
-    zero: Any = float(2 ** (how.bits - 1))
+    values, zeros = values - middle, None
     if "weight_zero_point" in own:
         # Packed along the rows.
         points = _unpacked(own["weight_zero_point"].T, how.bits).T
-        zero = _by_blocks(points[: len(values)].astype(np.float32), values.shape, how)
-    scale = own["weight_scale"].astype(np.float32)
-    return (values.astype(np.float32) - zero) * _by_blocks(scale, values.shape, how)
+        zeros = _by_rows(points[: len(values)] - middle, values, how)
+    scales = _by_rows(own["weight_scale"], values, how)
+    return _Stored(_small(values, how.bits), scales, zeros, how.block[1])
 
 
-def _gptq(own: Parts, how: Quantisation) -> npt.NDArray[Any]:
-    values = _unpacked(own["qweight"].T, how.bits)  # [out, in]
-    scale = own["scales"].astype(np.float32).T  # [out, groups]
-    zero = _unpacked(own["qzeros"], how.bits).T.astype(np.float32) + how.zero_offset
-    if zero.shape != scale.shape:
-        raise ValueError(f"expected as many zero points as scales, {list(scale.shape)}")
-    if "g_idx" in own:
-        group = own["g_idx"].astype(np.int64)
-        if len(group) != values.shape[1] or group.min() < 0:
-            raise ValueError("expected a group for each column")
-        return (values - zero[:, group]) * scale[:, group]
-    zero, scale = (_by_blocks(x, values.shape, how) for x in (zero, scale))
-    return (values - zero) * scale
+def _gptq(own: Parts, how: Quantisation) -> _Stored:
+    middle = 2 ** (how.bits - 1)
+    values = _unpacked(own["qweight"].T, how.bits) - middle  # [out, in]
+    zeros = _unpacked(own["qzeros"], how.bits).T + (how.zero_offset - middle)  # [out, groups]
+    group_D = own["g_idx"].astype(np.int64) if "g_idx" in own else None
+    small = _small(values, how.bits)
+    return _Stored(small, own["scales"].T, zeros, how.block[1], group_D)
 
 
-def _awq(own: Parts, how: Quantisation) -> npt.NDArray[Any]:
-    values, zero = (
+def _awq(own: Parts, how: Quantisation) -> _Stored:
+    middle = 2 ** (how.bits - 1)
+    values, zeros = (
         _unpacked(own[last], how.bits).reshape(len(own[last]), -1, 8)[..., AWQ_ORDER]
         for last in ("qweight", "qzeros")
     )
-    values, zero = (x.reshape(len(x), -1).T.astype(np.float32) for x in (values, zero))
-    scale = own["scales"].astype(np.float32).T
-    if zero.shape != scale.shape:
-        raise ValueError(f"expected as many zero points as scales, {list(scale.shape)}")
-    return (values - _by_blocks(zero, values.shape, how)) * _by_blocks(scale, values.shape, how)
+    values, zeros = (x.reshape(len(x), -1).T - middle for x in (values, zeros))
+    return _Stored(_small(values, how.bits), own["scales"].T, zeros, how.block[1])
+
+
+def _small(values: npt.NDArray[np.int32], bits: int) -> npt.NDArray[Any]:
+    return values.astype(np.int8).astype(INT4) if bits == 4 else values.astype(np.int8)
 
 
 def _unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[Any]:
@@ -194,17 +297,15 @@ def _unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[Any]:
     return values.reshape(len(words), -1).astype(np.int32)
 
 
-def _by_blocks(
-    of_blocks: npt.NDArray[Any], shape: tuple[int, ...], how: Quantisation
+def _by_rows(
+    of_blocks: npt.NDArray[Any], values: npt.NDArray[Any], how: Quantisation
 ) -> npt.NDArray[Any]:
-    """Repeats the figures of blocks to all values of a matrix of this shape, whose last blocks may
-    be cut off; along an axis of which there is one for all, or one for each, they stay as they are.
-    """
-    for axis, (size, block) in enumerate(zip(shape, how.block, strict=True)):
-        count = of_blocks.shape[axis]
-        if count not in (1, size):
-            if not block or -(-size // block) != count:
-                raise ValueError(f"expected blocks of {block} along {size}, got {count}")
-            of_blocks = np.repeat(of_blocks, block, axis=axis)
-            of_blocks = of_blocks[:size] if axis == 0 else of_blocks[:, :size]
-    return of_blocks
+    """Repeats the figures of blocks of rows to all rows, of which the last block may have fewer."""
+    size, block, count = len(values), how.block[0], len(of_blocks)
+    if count == size:
+        return of_blocks
+    if count == 1:
+        return np.repeat(of_blocks, size, axis=0)
+    if not block or -(-size // block) != count:
+        raise ValueError(f"expected blocks of {block} along {size}, got {count}")
+    return np.repeat(of_blocks, block, axis=0)[:size]

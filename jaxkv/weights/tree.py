@@ -5,7 +5,8 @@ Each kind of tensor of the layers is one stacked leaf with the layers in front, 
 the layers are in, so that one body, compiled once, runs them all. Everybody else asks here: loaders
 which leaves there are and what they are made of, the decoder for the weights of one layer.
 
-A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`).
+A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`). A quantised leaf
+`q` is values with `q_scales`, and maybe `q_zeros`, beside it (`weights.packing`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxkv.axes import Array
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.layers import Matrix, values
+from jaxkv.ops.layers import AnyMatrix, Matrix, Packed, values
+from jaxkv.weights.packing import DYNAMIC, SCALES, ZEROS, base_name, num_bytes
 
 Weights = Mapping[str, Any]
 
@@ -76,12 +79,14 @@ def stack_name(kind: int) -> str:
     return LAYERS if kind == 0 else f"{LAYERS}_{kind}"
 
 
-def make_tree(arrays: Iterable[tuple[TreeLeaf, Any]]) -> dict[str, Any]:
-    """Returns the weight tree of these arrays, each beside the leaf that it is."""
+def make_tree(arrays: Iterable[tuple[TreeLeaf, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Returns the weight tree of these arrays: for each leaf those that it is made of, by what
+    follows its name, one under "" unless it is quantised (`Packing.arrays`).
+    """
     weights: dict[str, Any] = {LAYERS: {}}
-    for leaf, array in arrays:
+    for leaf, parts in arrays:
         where = weights if leaf.stack is None else weights.setdefault(leaf.stack, {})
-        where[leaf.name] = array
+        where |= {leaf.name + suffix: array for suffix, array in parts.items()}
     return weights
 
 
@@ -90,14 +95,47 @@ def with_layer_leaf(weights: Weights, name: str, stacked: Any) -> dict[str, Any]
     return {**weights, LAYERS: {**weights[LAYERS], name: stacked}}
 
 
+def is_matrix(leaf: TreeLeaf) -> bool:
+    """Tells whether the leaf may be kept quantised: it is a linear map of each layer."""
+    return leaf.is_stacked and len(leaf.one.info.shape) == 2
+
+
+def describe_packed(weights: Weights) -> str:
+    """Says which matrices are kept quantised, in what, and how many bytes all of them have; "" if
+    none is.
+    """
+    nbytes, kinds = 0, dict[str, list[str]]()
+    for stack in (stack for name, stack in weights.items() if name.startswith(LAYERS)):
+        for name in dict.fromkeys(base_name(name) for name in stack if base_name(name) != name):
+            parts = [part for other, part in stack.items() if base_name(other) == name]
+            nbytes += sum(map(num_bytes, parts))
+            values = stack[name]
+            dtype, width = ("int4", 2) if values.dtype == np.uint8 else (values.dtype.name, 1)
+            group = "" if values.shape[1] == 1 else f" by {width * values.shape[3]}"
+            names = kinds.setdefault(dtype + group, [])
+            names += [] if name in names else [name]
+    if not kinds:
+        return ""
+    listed = "; ".join(f"{', '.join(names)} in {kind}" for kind, names in kinds.items())
+    return f"; {nbytes / 2**20:.1f} MiB of them quantised: {listed}"
+
+
 def layer_weights(weights: Weights, layer: Array, kind: int = 0) -> dict[str, Any]:
     """Returns the weights of one layer of a kind, counted among those, by name: vectors and numbers
-    as values, matrices as `Matrix`, which stays in its stack until a matmul reads it.
+    as values, matrices as `Matrix` or `Packed`, which stay in their stack until a matmul reads
+    them.
     """
-    return {
-        name: values(leaf[layer]) if leaf.ndim < 3 else Matrix(leaf, layer)
-        for name, leaf in weights[stack_name(kind)].items()
-    }
+    stack = weights[stack_name(kind)]
+    dtype = Matrix(weights["embed"]).dtype
+
+    def of_layer(name: str, leaf: Array) -> Array | AnyMatrix:
+        for suffix in (SCALES, DYNAMIC):
+            if (scales := stack.get(name + suffix)) is not None:
+                zeros = stack.get(name + ZEROS)
+                return Packed(leaf, scales, zeros, layer, dtype, is_dynamic=suffix == DYNAMIC)
+        return values(leaf[layer]) if leaf.ndim < 3 else Matrix(leaf, layer)
+
+    return {name: of_layer(name, leaf) for name, leaf in stack.items() if base_name(name) == name}
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:

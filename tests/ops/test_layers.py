@@ -75,7 +75,7 @@ def test_bits_of_a_sum_do_not_depend_on_the_number_of_rows(width):
     ("width", "size"), [(512, 128), (200, 200)]
 )  # 200 has no part of whole registers
 def test_an_mlp_in_pieces_gives_what_it_gives_at_once(monkeypatch, biases, layer, width, size):
-    assert layers._piece_of(width, 150) == size
+    assert layers._piece_of(width, 150, layers.LANES) == size
     monkeypatch.setattr(layers, "MLP_BYTES", 4 * 24 * 128)
     rng = np.random.default_rng(0)
     shapes = {"gate": (width, 96), "up": (width, 96), "down": (96, width)}

@@ -127,7 +127,7 @@ def test_each_device_has_its_part(tmp_path, vocab_size):
         for name, leaf in part.layout.layers[0].items()
     ]
     shapes = (
-        NamedSharding(mesh, part.placement.weight(name, len(dims))).shard_shape(dims)
+        NamedSharding(mesh, part.placement.weight(name, dims)).shard_shape(dims)
         for name, dims in leaves
     )
     assert (

@@ -12,10 +12,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxkv import LLM
+from jaxkv import LLM, SamplingParams
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
+from jaxkv.testing import model_of
 from jaxkv.weights.load import load_weights
+from jaxkv.weights.orbax import convert, load_converted
+from jaxkv.weights.packing import (
+    DYNAMIC,
+    METHODS,
+    SCALES,
+    ZEROS,
+    base_name,
+    from_pairs,
+    num_bytes,
+    packing_for,
+    quantise,
+)
+from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
@@ -129,15 +143,133 @@ def quantised(tmp_path: Path, case: str) -> tuple[Path, Path]:
     return small, plain
 
 
-def loaded(directory: Path) -> dict:
+def loaded(directory: Path, load: Callable[..., dict] = load_weights, **options: object) -> dict:
+    """The weight tree, in which quantised matrices are what they stand for."""
     spec, layout = read_family(read_config(directory))
-    return jax.tree.map(np.asarray, load_weights(directory, spec, layout, dtype="float32"))
+    weights = load(directory, spec, layout, dtype="float32", **options)
+    return {
+        name: meant(leaf) if isinstance(leaf, dict) else np.asarray(leaf)
+        for name, leaf in weights.items()
+    }
+
+
+def meant(stack: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    found = {}
+    for name in {base_name(name) for name in stack}:
+        x = np.asarray(stack[name])
+        if x.ndim == 4:
+            scales = np.asarray(stack.get(name + SCALES, stack.get(name + DYNAMIC)))[..., None]
+            values = (from_pairs(x) if x.dtype == np.uint8 else x).astype(np.float32)
+            if name + ZEROS in stack:
+                values -= np.asarray(stack[name + ZEROS], np.float32)[..., None]
+            values = (values * scales.astype(np.float32)).swapaxes(1, 2)
+            x = values.reshape(*values.shape[:2], -1)
+        found[name] = x
+    return found
+
+
+def packed_names(directory: Path) -> set[str]:
+    spec, layout = read_family(read_config(directory))
+    layers = load_weights(directory, spec, layout, dtype="float32")["layers"]
+    return {name for name, x in layers.items() if x.ndim == 4}
+
+
+MATRICES = {"q", "k", "v", "o", "gate", "up", "down"}
+STAY = {"fp8": {"down"}, "gptq-act-order": set()}
+"""Which matrices stay packed where not all do: 64 columns are no whole blocks of 24."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_what_the_stored_bits_stand_for(tmp_path, case):
     small, plain = quantised(tmp_path, case)
     jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
+    assert packed_names(small) == STAY.get(case, MATRICES)
+    convert(small, tmp_path / "converted", dtype="float32")
+    again = loaded(tmp_path / "converted", load_converted)
+    jax.tree.map(np.testing.assert_array_equal, again, loaded(plain))
+
+
+def logprobs(llm: LLM) -> np.ndarray:
+    """Of 24 tokens of a prompt and 4 more, each over the whole vocabulary."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=-1, prompt_logprobs=-1)
+    prompt = {"prompt_token_ids": [(7 * i) % 97 for i in range(24)]}
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return np.array([[entry[token].logprob for token in sorted(entry)] for entry in entries])
+
+
+def make(directory: Path, **options: object) -> LLM:
+    return LLM(directory, **SMALL | {"max_logprobs": -1} | options)
+
+
+def kept_bytes(llm: LLM) -> int:
+    """Of what stays quantised, on the device."""
+    stack = model_of(llm).weights["layers"]
+    kept = {name for name in stack if base_name(name) != name or stack[name].ndim == 4}
+    return sum(num_bytes(stack[name]) for name in kept)
+
+
+@pytest.mark.parametrize("case", some(CASES, "awq", "int8"))
+def test_a_model_computes_what_its_dequantised_weights_do(tmp_path, case):
+    small, plain = quantised(tmp_path, case)
+    llm = make(small)
+    want = logprobs(make(plain))
+    np.testing.assert_allclose(logprobs(llm), want, rtol=0, atol=2e-4 * want.std())
+    if case in ("awq", "int8"):
+        parts = load_file(small / "model.safetensors")
+        stored = sum(
+            x.nbytes for name, x in parts.items() if "_proj" in name and "bias" not in name
+        )
+        assert kept_bytes(llm) == pytest.approx(stored, rel=0.05)
+
+
+@pytest.mark.parametrize("method", some(METHODS, "int4", "int8_dynamic"))
+def test_weights_are_quantised_as_asked(tmp_path, method):
+    """The model computes with the values that are nearest to its own among those it may have."""
+    config = tiny_config("qwen2", **SIZES)
+    source = make_checkpoint(tmp_path / "model", config)
+    llm = make(source, quantization=method)
+    weights, own = meant(model_of(llm).weights["layers"]), loaded(source)["layers"]
+    tensors = load_file(source / "model.safetensors")
+    modules = {name: f"self_attn.{name}_proj" for name in "qkvo"}
+    modules |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    for name, module in modules.items():
+        most = {"int4": 0.3, "fp8": 1 / 16}.get(method, 0.51 / 127)  # 4 bits may cut off 0.3
+        bound = most * np.abs(own[name]).max(axis=2, keepdims=True)
+        assert (np.abs(weights[name] - own[name]) <= bound).all(), name
+        assert (weights[name] != own[name]).any()
+        for layer, x in enumerate(weights[name]):
+            tensors[f"model.layers.{layer}.{module}.weight"] = np.ascontiguousarray(x)
+    save_file(tensors, source / "model.safetensors")
+    want, got = logprobs(make(source)), logprobs(llm)
+    if method == "int8_dynamic":  # activations are quantised too
+        assert 1e-3 < np.abs(got - want).mean() / want.std() < 0.1
+    else:
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * want.std())
+
+
+def test_four_bits_cut_off_what_costs_less_than_it_spares():
+    w = np.random.default_rng(0).standard_t(3, size=(64, 256)).astype(np.float32)
+    made = quantise(w, packing_for("int4", 256))
+    got = made[""].astype(np.float32) * made[SCALES][..., None]
+    groups = w.reshape(64, 2, 128).swapaxes(0, 1)
+    scale = np.abs(groups).max(axis=2, keepdims=True) / 7
+    plain = np.rint(groups / scale) * scale
+    error, before = (np.square(x - groups).sum(axis=2) for x in (got, plain))
+    assert (error <= before * (1 + 1e-6)).all()
+    assert error.sum() < 0.9 * before.sum()
+
+
+def test_a_matrix_that_four_bits_have_no_groups_for_is_refused(tmp_path):
+    config = tiny_config("qwen2", **SIZES | {"intermediate_size": 84})
+    with pytest.raises(ValueError, match="multiple of 8 for int4, got 84 columns on 1 devices"):
+        make(make_checkpoint(tmp_path / "model", config), quantization="int4")
+
+
+def test_what_is_stored_quantised_is_not_quantised_again(tmp_path):
+    small, _ = quantised(tmp_path, "awq")
+    with pytest.raises(ValueError, match=r"quantization: expected None .*\(awq\), got 'int8'"):
+        make(small, quantization="int8")
 
 
 @pytest.mark.parametrize("size", [[64.0, 96.0], [64], [-64, 96], [[96, 64]]])
@@ -170,9 +302,10 @@ def test_scales_of_activations_and_of_a_cache_are_left_out(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
 
 
-def test_an_engine_says_that_it_dequantised(tmp_path):
-    small, _ = quantised(tmp_path, "awq")
-    assert "stored quantised (awq), dequantised when loaded" in LLM(small, **SMALL).describe()
+def test_an_engine_says_what_stays_quantised(tmp_path):
+    small, _ = quantised(tmp_path, "gptq")
+    text = LLM(small, **SMALL).describe()
+    assert "MiB of them quantised: q, k, v, o, gate, up, down in int4 by 16; stored as gptq" in text
 
 
 @pytest.mark.parametrize(

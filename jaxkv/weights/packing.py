@@ -1,0 +1,156 @@
+"""Keeps matrices quantised: which form they have on the device, and how a matrix gets it.
+
+A matrix [F, D] becomes values [G, F, D / G] in 4 or 8 bits for G groups of columns, scales [G, F],
+and maybe zero points like those. XLA for TPUs computes that form within the matmul that reads it;
+with groups as a part of the columns, [F, G, D / G], it writes out the matrix first
+(docs/benchmarks/quantised.md).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from jaxkv.axes import Array
+
+FLOAT32 = np.dtype(np.float32)
+SCALES, ZEROS = "_scales", "_zeros"
+"""What follows the name of a leaf in the names of those that it is read with."""
+
+DYNAMIC = "_dynamic_scales"
+"""In place of `SCALES` where what a matrix is multiplied with is quantised too."""
+
+GROUP = 128
+"""Columns that share a scale in 4 bits, fewer where that is no divisor."""
+
+LEAST_GROUP = 8
+
+INT4 = np.dtype(ml_dtypes.int4)
+METHODS = {"int8": np.dtype(np.int8), "int4": INT4}
+METHODS["int8_dynamic"] = METHODS["int8"]
+METHODS["fp8"] = np.dtype(ml_dtypes.float8_e4m3fn)
+"""How weights can be quantised as they are loaded, and what of."""
+
+LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
+
+CUT = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""What scales in 4 bits are tried to be, as parts of those that cut nothing off."""
+
+AT_ONCE = 2**16
+"""Values that are quantised together, so that they stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Says what a matrix is kept in. group: how many columns share a scale, 0 for all of a row.
+    scales: the dtype of those. is_dynamic: what it is multiplied with is quantised too.
+    """
+
+    dtype: np.dtype[Any]
+    group: int = 0
+    scales: np.dtype[Any] = FLOAT32
+    has_zeros: bool = False
+    is_dynamic: bool = False
+
+    def arrays(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Returns shapes and dtypes for matrices [..., F, D], by what follows a leaf's name."""
+        *stack, rows, columns = shape
+        group = self.group or columns
+        num_groups = columns // group
+        found = {"": ((*stack, num_groups, rows, group), self.dtype)}
+        of_scales = DYNAMIC if self.is_dynamic else SCALES
+        found[of_scales] = ((*stack, num_groups, rows), self.scales)
+        if self.has_zeros:
+            found[ZEROS] = ((*stack, num_groups, rows), np.dtype(np.int8))
+        return found
+
+
+def packing_for(method: str, num_columns: int, num_parts: int = 1) -> Packing:
+    """Returns what a matrix of so many columns is quantised to, which are divided in so many parts
+    for as many devices. Raises: ValueError for columns that 4 bits have no groups for.
+    """
+    dtype = METHODS[method]
+    if dtype != INT4:
+        return Packing(dtype, is_dynamic=method == "int8_dynamic")
+    group = GROUP
+    while num_columns // num_parts % group:
+        group //= 2
+    if group < LEAST_GROUP:
+        raise ValueError(
+            f"quantization: expected matrices whose columns on a device are a multiple of "
+            f"{LEAST_GROUP} for int4, got {num_columns} columns on {num_parts} devices"
+        )
+    return Packing(dtype, group)
+
+
+def quantise(w_FD: npt.NDArray[np.float32], packing: Packing) -> dict[str, npt.NDArray[Any]]:
+    """Rounds a matrix to multiples of its scales. Symmetric: there are no zero points. The largest
+    value of a group becomes the largest that there is; in 4 bits it may be cut off where that
+    lessens the squared error of the group.
+    """
+    arrays = packing.arrays(w_FD.shape).items()
+    made = {suffix: np.empty(shape, dtype) for suffix, (shape, dtype) in arrays}
+    values_GFC, scales_GF = made.values()
+    piece = max(1, AT_ONCE // w_FD.shape[1])
+
+    def run(start: int) -> None:
+        rows = slice(start, start + piece)
+        w_GFC = w_FD[rows].reshape(-1, len(values_GFC), values_GFC.shape[2]).swapaxes(0, 1)
+        values_GFC[:, rows], scales_GF[:, rows] = _rounded(w_GFC, packing.dtype)
+
+    with ThreadPoolExecutor() as threads:  # numpy lets others run meanwhile
+        list(threads.map(run, range(0, len(w_FD), piece)))
+    return made
+
+
+def _rounded(w: npt.NDArray[np.float32], dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """Returns values and scales of matrices [..., C]."""
+    most = LARGEST[dtype.name]
+    largest = np.abs(w).max(axis=-1, keepdims=True)
+    scale = np.where(largest == 0, 1, largest) / np.float32(most)
+    if dtype.name.startswith("float"):
+        return (w / scale).astype(dtype), scale[..., 0]
+    found = np.rint(w / scale)
+    if dtype == INT4:
+        least = np.square(found * scale - w).sum(axis=-1, keepdims=True)
+        whole = scale
+        for part in CUT:
+            tried = whole * np.float32(part)
+            other = np.clip(np.rint(w / tried), -most, most)
+            error = np.square(other * tried - w).sum(axis=-1, keepdims=True)
+            is_less = error < least
+            found, scale = np.where(is_less, other, found), np.where(is_less, tried, scale)
+            least = np.minimum(error, least)
+    return found.astype(np.int8).astype(dtype), scale[..., 0]
+
+
+def in_pairs(x: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Packs values of 4 bits [..., C] in bytes [..., C / 2], the first in the lower half."""
+    bits = x.astype(np.int8).view(np.uint8) & 15
+    return (bits[..., 0::2] | bits[..., 1::2] << 4).astype(np.uint8)
+
+
+def from_pairs(x: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """Returns the values that `in_pairs` has packed."""
+    bits = np.stack([x & 15, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
+    return ((bits ^ 8).astype(np.int8) - 8).astype(INT4)
+
+
+def base_name(name: str) -> str:
+    """Returns the name of the leaf that this one is, or is read with."""
+    for suffix in (DYNAMIC, SCALES, ZEROS):
+        name = name.removesuffix(suffix)
+    return name
+
+
+def num_bytes(x: Array | npt.NDArray[Any], shape: tuple[int, ...] | None = None) -> int:
+    """Counts the bytes of an array on a device, where two values of 4 bits share one; of a part of
+    this shape.
+    """
+    size = int(np.prod(x.shape if shape is None else shape, dtype=np.int64))
+    return -(-size // 2) if x.dtype == INT4 else size * x.dtype.itemsize
