@@ -71,6 +71,7 @@ def large_sizes(programs: Any) -> dict[str, int]:
     """
     from jax.tree_util import keystr, tree_leaves_with_path
 
+    from jaxkv.weights.packing import base_name
     from jaxkv.weights.tree import is_stacked
 
     def elements(leaf: Any) -> int:
@@ -83,7 +84,9 @@ def large_sizes(programs: Any) -> dict[str, int]:
             sizes[f"kv.stores[{i}].{name}"] = elements(pool) // store.num_layers
     for path, leaf in tree_leaves_with_path(weights):
         num_layers = leaf.shape[0] if is_stacked(path) else 1
-        if leaf.ndim - is_stacked(path) == 2:
+        is_quantised = is_stacked(path) and leaf.ndim == 4
+        is_matrix = leaf.ndim - is_stacked(path) == 2 and base_name(path[-1].key) == path[-1].key
+        if is_quantised or is_matrix:
             sizes[f"weights{keystr(path)}"] = elements(leaf) // num_layers
     return sizes
 

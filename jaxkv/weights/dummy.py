@@ -31,7 +31,7 @@ def weight_shapes(
     def abstract(leaf: TreeLeaf) -> dict[str, jax.ShapeDtypeStruct]:
         arrays = {"": (leaf.shape, jnp.dtype(dtype))}
         if quantization is not None and is_matrix(leaf):
-            packing = packing_for(quantization, leaf.shape[-1], placement.size)
+            packing = packing_for(quantization, leaf.shape[-1], placement.size, dtype=dtype)
             arrays = packing.arrays(leaf.shape)
         return {
             suffix: placement.abstract(shape, kind, placement.weight(leaf.name + suffix, shape))

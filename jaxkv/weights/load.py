@@ -59,7 +59,7 @@ def load_weights(
 
         def load(leaf: TreeLeaf) -> dict[str, Array]:
             num_parts = 1 if placement is None else placement.size
-            packing = _packing(checkpoint, leaf, quantization, num_parts)
+            packing = _packing(checkpoint, leaf, quantization, num_parts, dtype)
             if packing is not None:
                 return put_packed(_packed(checkpoint, leaf, packing, check), leaf, placement)
             host = _stack(checkpoint, leaf, jnp.dtype(dtype), check)
@@ -116,13 +116,13 @@ def put_packed(
 
 
 def _packing(
-    checkpoint: Tensors, leaf: TreeLeaf, quantization: str | None, num_parts: int
+    checkpoint: Tensors, leaf: TreeLeaf, quantization: str | None, num_parts: int, dtype: str
 ) -> Packing | None:
     """Returns what the leaf is to be kept in, None for the dtype of the model."""
     if not is_matrix(leaf):
         return None
     if quantization is not None:
-        return packing_for(quantization, leaf.shape[-1], num_parts)
+        return packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
     if isinstance(checkpoint, Dequantised):
         return checkpoint.packing(leaf.sources, num_parts)
     return None

@@ -165,7 +165,7 @@ def load_converted(
             return put_packed(packed, leaf, placement)
         if quantization is not None and is_matrix(leaf):
             num_parts = 1 if placement is None else placement.size
-            packing = packing_for(quantization, leaf.shape[-1], num_parts)
+            packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
             host = read(parts[""], np.dtype(np.float32))
             return put_packed(quantise_layers(host, packing), leaf, placement)
         host = read(parts[""], jnp.dtype(dtype))

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from jaxkv.axes import Array
 
 FLOAT32 = np.dtype(np.float32)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SCALES, ZEROS = "_scales", "_zeros"
 """What follows the name of a leaf in the names of those that it is read with."""
 
@@ -70,13 +71,17 @@ class Packing:
         return found
 
 
-def packing_for(method: str, num_columns: int, num_parts: int = 1) -> Packing:
+def packing_for(
+    method: str, num_columns: int, num_parts: int = 1, *, dtype: str = "float32"
+) -> Packing:
     """Returns what a matrix of so many columns is quantised to, which are divided in so many parts
-    for as many devices. Raises: ValueError for columns that 4 bits have no groups for.
+    for as many devices. dtype: what it is multiplied in, which the scales of groups are of.
+
+    Raises: ValueError for columns that 4 bits have no groups for.
     """
-    dtype = METHODS[method]
-    if dtype != INT4:
-        return Packing(dtype, is_dynamic=method == "int8_dynamic")
+    of_values = METHODS[method]
+    if of_values != INT4:
+        return Packing(of_values, is_dynamic=method == "int8_dynamic")
     group = GROUP
     while num_columns // num_parts % group:
         group //= 2
@@ -85,7 +90,7 @@ def packing_for(method: str, num_columns: int, num_parts: int = 1) -> Packing:
             f"quantization: expected matrices whose columns on a device are a multiple of "
             f"{LEAST_GROUP} for int4, got {num_columns} columns on {num_parts} devices"
         )
-    return Packing(dtype, group)
+    return Packing(INT4, group, BFLOAT16 if dtype == "bfloat16" else FLOAT32)
 
 
 def quantise(w_FD: npt.NDArray[np.float32], packing: Packing) -> dict[str, npt.NDArray[Any]]:
@@ -101,26 +106,30 @@ def quantise(w_FD: npt.NDArray[np.float32], packing: Packing) -> dict[str, npt.N
     def run(start: int) -> None:
         rows = slice(start, start + piece)
         w_GFC = w_FD[rows].reshape(-1, len(values_GFC), values_GFC.shape[2]).swapaxes(0, 1)
-        values_GFC[:, rows], scales_GF[:, rows] = _rounded(w_GFC, packing.dtype)
+        values_GFC[:, rows], scales_GF[:, rows] = _rounded(w_GFC, packing)
 
     with ThreadPoolExecutor() as threads:  # numpy lets others run meanwhile
         list(threads.map(run, range(0, len(w_FD), piece)))
     return made
 
 
-def _rounded(w: npt.NDArray[np.float32], dtype: np.dtype[Any]) -> tuple[Any, Any]:
+def _rounded(w: npt.NDArray[np.float32], packing: Packing) -> tuple[Any, Any]:
     """Returns values and scales of matrices [..., C]."""
-    most = LARGEST[dtype.name]
+
+    def stored(scale: Any) -> Any:
+        return scale.astype(packing.scales).astype(np.float32)
+
+    dtype, most = packing.dtype, LARGEST[packing.dtype.name]
     largest = np.abs(w).max(axis=-1, keepdims=True)
-    scale = np.where(largest == 0, 1, largest) / np.float32(most)
+    scale = stored(np.where(largest == 0, 1, largest) / np.float32(most))
     if dtype.name.startswith("float"):
         return (w / scale).astype(dtype), scale[..., 0]
-    found = np.rint(w / scale)
+    found = np.clip(np.rint(w / scale), -most, most)
     if dtype == INT4:
         least = np.square(found * scale - w).sum(axis=-1, keepdims=True)
         whole = scale
         for part in CUT:
-            tried = whole * np.float32(part)
+            tried = stored(whole * np.float32(part))
             other = np.clip(np.rint(w / tried), -most, most)
             error = np.square(other * tried - w).sum(axis=-1, keepdims=True)
             is_less = error < least
