@@ -180,6 +180,7 @@ def bytes_per_device(tree: Any) -> int:
 
     def of(x: Any) -> int:
         sharding = getattr(x, "sharding", None)
-        return num_bytes(x, x.shape if sharding is None else sharding.shard_shape(x.shape))
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return num_bytes(shape, x.dtype)
 
     return sum(map(of, jax.tree.leaves(tree)))

@@ -50,6 +50,12 @@ GEMMA4 = {
     "tie_word_embeddings": True,
 }
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GROUPED = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3}
+GROUPED |= {"n_group": 4, "topk_group": 2, "moe_intermediate_size": 24}
+GROUPED |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "norm_topk_prob": True}
+LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 3}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
@@ -57,7 +63,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cohere-qk-norm": {"use_qk_norm": True, "attention_bias": True},
     "cohere2": WINDOW | HEAD | {"logit_scale": 0.3},
     "cwm": WINDOW | HEAD,
+    "dots1": GROUPED | HEAD,
     "ernie4_5": HEAD | {"use_bias": True},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
+    | {"moe_layer_start_index": 1, "moe_num_shared_experts": 2},
     "exaone4": WINDOW,
     "exaone4-full": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     "falcon": FALCON | {"multi_query": True, "new_decoder_architecture": False},
@@ -90,6 +99,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_bigcode": GPT2,
     "gpt_bigcode-all-heads": GPT2 | {"multi_query": False, "n_inner": 80},
     "gptj": GPT2 | {"rotary_dim": 4},
+    "glm4_moe": GROUPED | HEAD | {"use_qk_norm": True, "attention_bias": True},
+    "granitemoe": LOCAL
+    | {"attention_multiplier": 0.2, "embedding_multiplier": 1.5}
+    | {"residual_multiplier": 0.7, "logits_scaling": 2.0},
     "granite_swa": WINDOW
     | {
         "attention_multiplier": 0.2,
@@ -128,7 +141,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nanochat": {"final_logit_softcapping": 2.0},
     "nemotron": {"attention_bias": True, "mlp_bias": True},
     "olmo": {"clip_qkv": 0.5, "attention_bias": True},
+    "minimax_m2": LOCAL | HEAD | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+    "mixtral": LOCAL | {"sliding_window": 8},
     "olmo2": {"attention_bias": True},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "olmo3": WINDOW
     | {
         "rope_parameters": {
@@ -143,6 +159,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phi3-longrope": {"rope_parameters": LONG, "original_max_position_embeddings": 64},
     "qwen2_vl_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "qkv_bias": True},
+    "qwen3_moe": EXPERTS | HEAD | {"mlp_only_layers": [1], "norm_topk_prob": True},
     "qwen3_vl_text": HEAD | {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
     "seed_oss": HEAD | {"attention_bias": True, "mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},

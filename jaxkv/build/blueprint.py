@@ -27,10 +27,11 @@ from jaxkv.models.families import Layout
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
-from jaxkv.placement import EXTREMES, PAGES, Placement, bytes_per_device, place
+from jaxkv.placement import EXTREMES, PAGES, TENSOR, Placement, place
 from jaxkv.programs.compiled import Programs
-from jaxkv.weights.dummy import weight_shapes
-from jaxkv.weights.tree import Weights, with_layer_leaf
+from jaxkv.weights.dummy import leaf_arrays, weight_shapes
+from jaxkv.weights.packing import num_bytes
+from jaxkv.weights.tree import Weights, tree_leaves, with_layer_leaf
 
 MAX_TABLES = 8
 """Page tables of a row at most: each costs the host time in every step."""
@@ -170,7 +171,15 @@ class Blueprint:
     @cached_property
     def weight_bytes(self) -> int:
         """Counts the weights; a head that may be tied is."""
-        return bytes_per_device(self._weight_shapes)
+        total, size = 0, self.num_devices
+        for leaf in tree_leaves(self.spec, self.layout):
+            arrays = leaf_arrays(
+                leaf, dtype=self.dtype, num_parts=size, quantization=self.options.quantization
+            )
+            for suffix, (shape, dtype) in arrays.items() if leaf.one.same_as is None else ():
+                is_divided = TENSOR in self.placement.weight(leaf.name + suffix, shape)
+                total += num_bytes(shape, dtype) // (size if is_divided else 1)
+        return total
 
     # --- what is built from it
 

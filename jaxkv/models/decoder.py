@@ -45,7 +45,7 @@ def forward(
         position_T = jnp.asarray(batch.position_T)
         x_TD += values(weights["positions"].at[position_T].get(mode="clip")).astype(jnp.float32)
     x_TD = normed(x_TD, weights, "embed_norm", spec)
-    own_LTP = _per_layer(weights, batch.token_T, x_TD, spec) if spec.per_layer_width else None
+    own_LTP = _per_layer(weights, batch.token_T, x_TD, spec) if "own_embed" in weights else None
     layers = Layers(weights, kv, batch, attend, own_LTP, spec=spec, axis=axis)
     # The pools are carried whole, with the layer's number beside them: as scan xs/ys they would be
     # copied (7.25 GiB against 0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e).
@@ -59,11 +59,12 @@ def _per_layer(weights: Weights, token_T: jax.Array, x_TD: jax.Array, spec: Mode
     """Computes what each layer gets of the tokens beside the stream, [L, T, P]: half of it looked
     up, half projected from their embeddings. Source: Gemma 3n's and Gemma 4's reference code.
     """
-    shape = (x_TD.shape[0], spec.num_layers, spec.per_layer_width)
+    width = weights["own_embed"].shape[1] // spec.num_layers
+    shape = (x_TD.shape[0], spec.num_layers, width)
     found = values(weights["own_embed"].at[token_T].get(mode="clip")).astype(jnp.float32)
     projected = linear(x_TD, Matrix(weights["own_proj"])).reshape(shape) * spec.hidden_size**-0.5
     projected = normed(projected, weights, "own_norm", spec)
-    both_TLP = (projected + found.reshape(shape) * spec.per_layer_width**0.5) * 2**-0.5
+    both_TLP = (projected + found.reshape(shape) * width**0.5) * 2**-0.5
     return both_TLP.transpose(1, 0, 2)
 
 

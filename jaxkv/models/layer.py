@@ -20,18 +20,21 @@ from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import ModelSpec, QueryTemperature
 from jaxkv.ops.attention import Batch
+from jaxkv.ops.experts import run_experts
 from jaxkv.ops.layers import (
     ACTIVATIONS,
     Rotation,
+    add_up,
     apply_rope,
     layer_norm,
     linear,
+    linear_float32,
     linear_over,
     mlp,
     rms_norm,
     values,
 )
-from jaxkv.weights.tree import Weights, layer_weights
+from jaxkv.weights.tree import EXPERT, Weights, layer_weights
 
 Carry = tuple[jax.Array, Held]
 """The stream [T, D] and what layers change, from layer to layer."""
@@ -58,6 +61,7 @@ class Layers:
         self._weights, self._spec, self._axis = weights, spec, axis
         self._attend, self._own_LTP = attend, own_LTP
         self._ropes = Ropes(spec, batch.position_T, _contexts(kv, batch))
+        self._is_real_T = jnp.asarray(batch.row_T) < kv.rows[0].len_B.shape[0]
         self._warmth_T = _query_factor(spec.attention.temperature, batch.position_T)
         self._bodies = [self._body(kind) for kind in range(spec.num_kinds)]
         self._kind_L = np.array(spec.layer_kinds or (0,) * spec.num_layers, np.int32)
@@ -102,13 +106,35 @@ class Layers:
             else:
                 x_TD = x_TD + mixed_TD
                 h_TD = normed(x_TD, w, "mlp_norm", spec)
-            out_TD = mlp(h_TD, w, activation=spec.activation, axis=self._axis)
+            out_TD = self._feed_forward(h_TD, w)
             x_TD = x_TD + scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
             if self._own_LTP is not None:
                 x_TD = x_TD + _of_layer(x_TD, self._own_LTP[number], w, spec)
             return x_TD * w["scalar"][None] if "scalar" in w else x_TD, held
 
         return run
+
+    def _feed_forward(self, x_TD: jax.Array, w: Weights) -> jax.Array:
+        """Runs the MLP of a layer, or the experts that its router chooses and the shared one."""
+        router, activation = self._spec.router, self._spec.activation
+        if router is None or "router" not in w:
+            return mlp(x_TD, w, activation=activation, axis=self._axis)
+        num_experts = w["router"].num_rows
+        expert_TK, weight_TK = router(linear_float32(x_TD, w["router"]), w.get("router_bias"))
+        expert_TK = jnp.where(self._is_real_T[:, None], expert_TK, num_experts)
+
+        def run(x_RD: jax.Array, expert: jax.Array) -> jax.Array:
+            own = {name: w[f"{EXPERT}{name}"].after(expert) for name in ("gate", "up", "down")}
+            return mlp(x_RD, own, activation=activation)
+
+        y_TD = run_experts(x_TD, expert_TK, weight_TK, run, num_experts=num_experts)
+        if "shared_up" in w:
+            own = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
+            shared_TD = mlp(x_TD, own, activation=activation)
+            if "shared_weight" in w:
+                shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))
+            y_TD += shared_TD
+        return add_up(y_TD, None, self._axis)
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from jaxkv.ops.experts import Router
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeSpec:
@@ -111,8 +113,7 @@ class ModelSpec:
 
     layer_kinds: for each layer the number of its kind, whose tensors have shapes of their own; ()
     if all are alike. kv_sources: for each layer the one whose keys and values it attends to; () if
-    each has its own. A layer without its own is in no KV group. per_layer_width: of what each layer
-    gets of a token beside the stream, 0: nothing.
+    each has its own. A layer without its own is in no KV group. router: of layers with experts.
     """
 
     family: str
@@ -135,7 +136,7 @@ class ModelSpec:
     scales: Scales = Scales()
     layer_kinds: tuple[int, ...] = ()
     kv_sources: tuple[int, ...] = ()
-    per_layer_width: int = 0
+    router: Router | None = None
 
     @property
     def depends_on_context(self) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,6 +78,10 @@ class Matrix(NamedTuple):
     def dtype(self) -> np.dtype:
         return jnp.dtype(jnp.bfloat16) if self.leaf.dtype == jnp.uint16 else self.leaf.dtype
 
+    def after(self, number: Array) -> Matrix:
+        """Returns the matrix that comes so many after this one in the stack."""
+        return self if self.layer is None else self._replace(layer=self.layer + number)
+
     def rows(self, start: int | Array, num_rows: int) -> Array:
         """Rows [start, start + num_rows) as values, [num_rows, D]."""
         if self.layer is None:
@@ -139,6 +144,9 @@ class Packed:
     @property
     def column_unit(self) -> int:
         return LANES if self.num_groups == 1 else math.lcm(LANES, self.group)
+
+    def after(self, number: Array) -> Packed:
+        return replace(self, layer=self.layer + number)
 
     def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
         rows = (0, start), (self.num_groups, num_rows)
@@ -224,16 +232,22 @@ def linear(x_TD: Array, w: AnyMatrix, bias_F: Array | None = None) -> Array:
     return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
 
 
+def linear_float32(x_TD: Array, w: Matrix) -> Array:
+    """Computes `linear` in float32 whatever the weight's dtype: for what chooses."""
+    w_FD = w.rows(0, w.num_rows).astype(jnp.float32)
+    return _dot(x_TD.astype(jnp.float32), w_FD)
+
+
 def linear_over(
     x_TD: Array, w: AnyMatrix, bias_F: Array | None = None, *, axis: str | None
 ) -> Array:
     """Computes `linear` where each device along the mesh axis has some columns of x and w: their
     products are added up.
     """
-    return _add_up(linear(x_TD, w), bias_F, axis)
+    return add_up(linear(x_TD, w), bias_F, axis)
 
 
-def _add_up(y_TF: Array, bias_F: Array | None, axis: str | None) -> Array:
+def add_up(y_TF: Array, bias_F: Array | None, axis: str | None) -> Array:
     if axis is not None:
         y_TF = jax.lax.psum(y_TF, axis)
     return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
@@ -361,7 +375,7 @@ def mlp(x_TD: Array, w: Mapping[str, Any], *, activation: str, axis: str | None 
     act = partial(xielu, w=w) if activation == XIELU else ACTIVATIONS[activation]
     at_once, in_pieces = (partial(one, activation=act) for one in (_mlp_at_once, _mlp_in_pieces))
     y_TD = jax.lax.platform_dependent(x_TD, own, tpu=in_pieces, default=at_once)
-    return _add_up(y_TD, w.get("down_bias"), axis)
+    return add_up(y_TD, w.get("down_bias"), axis)
 
 
 def _mlp_at_once(

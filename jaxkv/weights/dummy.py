@@ -8,12 +8,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
 from jaxkv.weights.packing import LARGEST, SCALES, base_name, packing_for
 from jaxkv.weights.tree import TreeLeaf, is_matrix, is_stacked, make_tree, tree_leaves
+
+
+def leaf_arrays(
+    leaf: TreeLeaf, *, dtype: str, num_parts: int, quantization: str | None
+) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Returns shapes and dtypes of the arrays that a leaf becomes, by what follows its name; those
+    that a checkpoint stores quantised are counted as if they were not.
+    """
+    if quantization is None or not is_matrix(leaf):
+        return {"": (leaf.shape, jnp.dtype(dtype))}
+    return packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype).arrays(leaf.shape)
 
 
 def weight_shapes(
@@ -29,10 +41,7 @@ def weight_shapes(
     """
 
     def abstract(leaf: TreeLeaf) -> dict[str, jax.ShapeDtypeStruct]:
-        arrays = {"": (leaf.shape, jnp.dtype(dtype))}
-        if quantization is not None and is_matrix(leaf):
-            packing = packing_for(quantization, leaf.shape[-1], placement.size, dtype=dtype)
-            arrays = packing.arrays(leaf.shape)
+        arrays = leaf_arrays(leaf, dtype=dtype, num_parts=placement.size, quantization=quantization)
         return {
             suffix: placement.abstract(shape, kind, placement.weight(leaf.name + suffix, shape))
             for suffix, (shape, kind) in arrays.items()

@@ -133,6 +133,7 @@ def _packed(
 ) -> dict[str, np.ndarray]:
     """Makes the arrays of a quantised leaf, layer by layer."""
     made = _empty(packing, leaf.shape)
+    per_source = leaf.shape[0] // len(leaf.sources)
     for index, name in enumerate(leaf.sources):
         if isinstance(checkpoint, Dequantised):
             parts = checkpoint.packed(name, packing, leaf.one.part)
@@ -142,10 +143,11 @@ def _packed(
                     raise _not_finite(f"{file}: what makes {name}", x.reshape(-1), 0)
             checkpoint.release(name)
         else:
-            one = leaf._replace(sources=(name,), shape=(1, *leaf.shape[1:]))
-            parts = quantise(_stack(checkpoint, one, np.dtype(np.float32), check)[0], packing)
+            one = leaf._replace(sources=(name,), shape=(per_source, *leaf.shape[1:]))
+            host = _stack(checkpoint, one, np.dtype(np.float32), check)
+            parts = quantise_layers(host, packing)
         for suffix, x in parts.items():
-            made[suffix][index] = x
+            made[suffix][index * per_source : (index + 1) * per_source] = x
     return made
 
 

@@ -2,12 +2,12 @@
 
 A matrix [F, D] becomes values [G, F, D / G] in 4 or 8 bits for G groups of columns, scales [G, F],
 and maybe zero points like those. XLA for TPUs computes that form within the matmul that reads it;
-with groups as a part of the columns, [F, G, D / G], it writes out the matrix first
-(docs/benchmarks/quantised.md).
+with groups as a part of the columns, [F, G, D / G], it writes out the matrix first.
 """
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-
-from jaxkv.axes import Array
 
 FLOAT32 = np.dtype(np.float32)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -157,9 +155,7 @@ def base_name(name: str) -> str:
     return name
 
 
-def num_bytes(x: Array | npt.NDArray[Any], shape: tuple[int, ...] | None = None) -> int:
-    """Counts the bytes of an array on a device, where two values of 4 bits share one; of a part of
-    this shape.
-    """
-    size = int(np.prod(x.shape if shape is None else shape, dtype=np.int64))
-    return -(-size // 2) if x.dtype == INT4 else size * x.dtype.itemsize
+def num_bytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Counts the bytes of an array on a device, where two values of 4 bits share one."""
+    size = math.prod(shape)
+    return -(-size // 2) if dtype == INT4 else size * dtype.itemsize

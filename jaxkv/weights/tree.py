@@ -25,7 +25,7 @@ from jaxkv.weights.packing import DYNAMIC, SCALES, ZEROS, base_name, num_bytes
 
 Weights = Mapping[str, Any]
 
-LAYERS = "layers"
+LAYERS, EXPERT = "layers", "expert_"
 
 
 class TreeLeaf(NamedTuple):
@@ -66,12 +66,15 @@ def tree_leaves(spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
 
 
 def _stacked(name: str, leaf: Leaf, kind: int, layers: Sequence[int]) -> TreeLeaf:
+    """Experts of a layer are neighbours in the stack."""
+    num_named = leaf.num_experts if "{expert}" in leaf.source else leaf.num_sources
     sources = tuple(
-        leaf.source.format(layer=layer, head=head)
+        leaf.source.format(layer=layer, head=number, expert=number)
         for layer in layers
-        for head in range(leaf.num_sources)
+        for number in range(num_named)
     )
-    return TreeLeaf(name, leaf, sources, (len(layers), *leaf.info.shape), stack_name(kind))
+    count = len(layers) * leaf.num_experts
+    return TreeLeaf(name, leaf, sources, (count, *leaf.info.shape), stack_name(kind))
 
 
 def stack_name(kind: int) -> str:
@@ -96,8 +99,11 @@ def with_layer_leaf(weights: Weights, name: str, stacked: Any) -> dict[str, Any]
 
 
 def is_matrix(leaf: TreeLeaf) -> bool:
-    """Tells whether the leaf may be kept quantised: it is a linear map of each layer."""
-    return leaf.is_stacked and len(leaf.one.info.shape) == 2
+    """Tells whether the leaf may be kept quantised: it is a linear map of each layer, and does not
+    choose experts.
+    """
+    info = leaf.one.info
+    return leaf.is_stacked and len(info.shape) == 2 and "experts" not in info.logical_axes
 
 
 def describe_packed(weights: Weights) -> str:
@@ -108,7 +114,7 @@ def describe_packed(weights: Weights) -> str:
     for stack in (stack for name, stack in weights.items() if name.startswith(LAYERS)):
         for name in dict.fromkeys(base_name(name) for name in stack if base_name(name) != name):
             parts = [part for other, part in stack.items() if base_name(other) == name]
-            nbytes += sum(map(num_bytes, parts))
+            nbytes += sum(num_bytes(part.shape, part.dtype) for part in parts)
             values = stack[name]
             dtype, width = ("int4", 2) if values.dtype == np.uint8 else (values.dtype.name, 1)
             group = "" if values.shape[1] == 1 else f" by {width * values.shape[3]}"
@@ -123,17 +129,19 @@ def describe_packed(weights: Weights) -> str:
 def layer_weights(weights: Weights, layer: Array, kind: int = 0) -> dict[str, Any]:
     """Returns the weights of one layer of a kind, counted among those, by name: vectors and numbers
     as values, matrices as `Matrix` or `Packed`, which stay in their stack until a matmul reads
-    them.
+    them; for a matrix of experts that of the first one (`Matrix.after`).
     """
     stack = weights[stack_name(kind)]
     dtype = Matrix(weights["embed"]).dtype
 
     def of_layer(name: str, leaf: Array) -> Array | AnyMatrix:
+        is_expert = name.startswith(EXPERT)
+        at = layer * (leaf.shape[0] // stack["router"].shape[0]) if is_expert else layer
         for suffix in (SCALES, DYNAMIC):
             if (scales := stack.get(name + suffix)) is not None:
                 zeros = stack.get(name + ZEROS)
-                return Packed(leaf, scales, zeros, layer, dtype, is_dynamic=suffix == DYNAMIC)
-        return values(leaf[layer]) if leaf.ndim < 3 else Matrix(leaf, layer)
+                return Packed(leaf, scales, zeros, at, dtype, is_dynamic=suffix == DYNAMIC)
+        return values(leaf[at]) if leaf.ndim < 3 else Matrix(leaf, at)
 
     return {name: of_layer(name, leaf) for name, leaf in stack.items() if base_name(name) == name}
 

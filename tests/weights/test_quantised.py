@@ -206,7 +206,7 @@ def kept_bytes(llm: LLM) -> int:
     """Of what stays quantised, on the device."""
     stack = model_of(llm).weights["layers"]
     kept = {name for name in stack if base_name(name) != name or stack[name].ndim == 4}
-    return sum(num_bytes(stack[name]) for name in kept)
+    return sum(num_bytes(stack[name].shape, stack[name].dtype) for name in kept)
 
 
 @pytest.mark.parametrize("case", some(CASES, "awq", "int8"))

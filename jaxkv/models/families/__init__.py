@@ -21,7 +21,11 @@ from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
 
 FAMILIES = tuple(
-    sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
+    sorted(
+        module.name
+        for module in pkgutil.iter_modules(__path__)
+        if module.name not in ("base", "experts")
+    )
 )
 MAX_CONFIG_BYTES = 10_000_000
 DEFAULTS = Path(__file__).with_name("defaults.json")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,13 +23,17 @@ from jaxkv.models.rope_config import extended_len, read_rope
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
 from jaxkv.ops.layers import ACTIVATIONS
 
+if TYPE_CHECKING:
+    from jaxkv.models.families.experts import Experts
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """Says which part of a stored tensor an array is: of its rows (after it is `transposed`) seen
-    as `num_blocks` blocks, those from `start` to `stop` of each. `shape` is the tensor's.
+    as `num_blocks` blocks, those from `start` to `stop` of each. `shape` is the tensor's; of one
+    with three axes, for all experts, the rows of all are meant.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +43,8 @@ class Part:
     transposed: bool = False
 
     def take(self, stored: np.ndarray) -> np.ndarray:
-        rows = stored.T if self.transposed else stored
+        rows = stored.swapaxes(-1, -2) if self.transposed else stored
+        rows = rows.reshape(-1, rows.shape[-1]) if rows.ndim == 3 else rows
         blocks = rows.reshape(self.num_blocks, -1, *rows.shape[1:])[:, self.start : self.stop]
         return blocks.reshape(-1, *rows.shape[1:])
 
@@ -51,7 +56,8 @@ class Leaf:
 
     `same_as` names a leaf that this one may repeat: absent or equal in the checkpoint, it is left
     out of the tree. `part`: it is a part of the tensor only. `num_sources`: it is so many tensors
-    one behind the other, by `{head}`.
+    one behind the other, by `{head}`. `num_experts`: a layer has so many of these arrays, by
+    `{expert}` or all in one tensor.
     """
 
     source: str
@@ -59,6 +65,7 @@ class Leaf:
     same_as: str | None = None
     part: Part | None = None
     num_sources: int = 1
+    num_experts: int = 1
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -151,6 +158,8 @@ def read_decoder(
     eps: str | None = "rms_norm_eps",
     activation: str = "hidden_act",
     activations: Collection[str] = tuple(ACTIVATIONS),
+    experts: Experts | None = None,
+    is_dense: Collection[int] = (),
     **spec: Any,
 ) -> tuple[ModelSpec, Layout]:
     """Reads spec and layout of a decoder of attention and MLP.
@@ -159,8 +168,9 @@ def read_decoder(
     layer, all full by default. ropes: of each layer, all that of the config by default.
     interleaved, partly: as in `read_rope`. fused_by_head: `qkv` has the rows of one KV head after
     the other. transposed: weights of layers are stored [in, out]. eps, activation: under what the
-    config has them. activations: those that the family's tensors are enough for. spec: what else
-    the `ModelSpec` has.
+    config has them. activations: those that the family's tensors are enough for. experts: what
+    layers have in place of an MLP, but for those of `is_dense`. spec: what else the `ModelSpec`
+    has.
     """
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
@@ -179,6 +189,7 @@ def read_decoder(
     has_unlike = ropes is not None and set(ropes) != {rope}
     longest = extended_len(rope, max_len)
     windows = _windows(config, kinds, num_layers, longest)
+    has_both = experts is not None and 0 < len(is_dense) < num_layers
     made = ModelSpec(
         family=family,
         vocab_size=config.size("vocab_size"),
@@ -192,12 +203,18 @@ def read_decoder(
         groups=group_layers(windows, num_kv_heads=kv_heads, head_dim=head_dim),
         max_len=longest,
         layer_ropes=tuple(ropes or ()) if has_unlike else (),
+        layer_kinds=tuple(int(i not in is_dense) for i in range(num_layers)) if has_both else (),
         **spec,
     )
     layer = _LayerLeaves(made, names, biased, fused_by_head, transposed).of(config)
     top = _top_leaves(made, config, names, biased, max_len)
     derived = (names.layer.replace(".", r"\.").format(layer=r"\d+") + r".*rotary_emb\.inv_freq",)
-    return made, Layout(top=top, layers=(layer,), derived=derived)
+    layers: tuple[Mapping[str, Leaf], ...] = (layer,)
+    if experts is not None:
+        routed = {name: one for name, one in layer.items() if name.removesuffix("_bias") not in MLP}
+        routed |= experts.leaves(names.layer, hidden)
+        layers = (layer, routed) if has_both else (routed,)
+    return made, Layout(top=top, layers=layers, derived=derived)
 
 
 def read_kinds(

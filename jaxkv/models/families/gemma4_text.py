@@ -57,7 +57,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         layer_ropes=tuple(_rope(config, kind) for kind in kinds),
         layer_kinds=tuple(map(listed.index, forms)) if len(listed) > 1 else (),
         kv_sources=sources if has_shared else (),
-        per_layer_width=width,
     )
     return spec, replace(
         layout,

@@ -1,0 +1,22 @@
+"""dots.llm1: Qwen3's attention with the experts of DeepSeek V3. Source: arXiv 2506.05767."""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QK_NORMED, QKV, Layout, qwen_kinds, read_decoder
+from jaxkv.models.families.experts import first_dense, read_grouped
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    experts, router = read_grouped(config)
+    return read_decoder(
+        config,
+        family="dots1",
+        names=QK_NORMED,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        kinds=qwen_kinds(config),
+        experts=experts,
+        is_dense=first_dense(config),
+        router=router,
+    )

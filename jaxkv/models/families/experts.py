@@ -1,0 +1,148 @@
+"""Describes the experts of a family: their names, sizes and tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jaxkv.config import is_int
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import Leaf, Part, leaf
+from jaxkv.ops.experts import Router
+
+MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """Says what a family's experts are called behind the layer's prefix, and how large they are.
+
+    width: rows of an expert's gate. one: the prefix of one expert. bias: what is added to scores to
+    choose by, stored as `bias_shape` if that is not a vector. shared: the prefix of an MLP of
+    `shared_width` for all tokens, which `shared_gate` weighs. `fused_gate_up` and `fused_down` name
+    tensors that have the weights of all experts.
+    """
+
+    count: int
+    width: int
+    router: str = "mlp.gate"
+    one: str = "mlp.experts.{expert}."
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    bias: str | None = None
+    bias_shape: tuple[int, ...] = ()
+    shared: str | None = None
+    shared_width: int = 0
+    shared_gate: str | None = None
+    fused_gate_up: str | None = None
+    fused_down: str | None = None
+
+    def leaves(self, prefix: str, hidden: int) -> dict[str, Leaf]:
+        """Describes the arrays of a layer's experts, those of all experts in one stack."""
+        router = leaf(f"{prefix}{self.router}.weight", (self.count, hidden), ("experts", "model"))
+        found = {"router": router}
+        if self.bias is not None:
+            part = Part(shape=self.bias_shape) if self.bias_shape else None
+            bias = leaf(prefix + self.bias, (self.count,), ("experts",), part=part)
+            found["router_bias"] = bias
+        found |= self._fused(prefix, hidden) if self.fused_gate_up else self._apart(prefix, hidden)
+        if self.shared is not None and self.shared_width:
+            own = _mlp(prefix + self.shared, self.shared_width, hidden)
+            found |= {f"shared_{name}": one for name, one in own.items()}
+            if self.shared_gate is not None:
+                source = f"{prefix}{self.shared_gate}.weight"
+                found["shared_weight"] = leaf(source, (1, hidden), ("experts", "model"))
+        return found
+
+    def _apart(self, prefix: str, hidden: int) -> dict[str, Leaf]:
+        names = (self.gate, self.up, self.down)
+        own = _mlp(prefix + self.one, self.width, hidden, names)
+        return {f"expert_{name}": replace(x, num_experts=self.count) for name, x in own.items()}
+
+    def _fused(self, prefix: str, hidden: int) -> dict[str, Leaf]:
+        own = _mlp(prefix, self.width, hidden)
+        both, down = (self.count, 2 * self.width, hidden), (self.count, hidden, self.width)
+        found = {}
+        for name, start in (("gate", 0), ("up", self.width)):
+            part = Part(shape=both, num_blocks=self.count, start=start, stop=start + self.width)
+            found[name] = replace(own[name], source=f"{prefix}{self.fused_gate_up}", part=part)
+        part = Part(shape=down)
+        found["down"] = replace(own["down"], source=f"{prefix}{self.fused_down}", part=part)
+        return {f"expert_{name}": replace(x, num_experts=self.count) for name, x in found.items()}
+
+
+def _mlp(
+    prefix: str,
+    width: int,
+    hidden: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, Leaf]:
+    gate, up, down = (f"{prefix}{name}.weight" for name in names)
+    return {
+        "gate": leaf(gate, (width, hidden), ("ffn", "model")),
+        "up": leaf(up, (width, hidden), ("ffn", "model")),
+        "down": leaf(down, (hidden, width), ("model", "ffn")),
+    }
+
+
+def read_router(config: ConfigReader, count: int, *, used: str, **router: object) -> Router:
+    """Reads how many of `count` experts a token uses. router: what else is known of the router."""
+    num_used = config.size(used)
+    if num_used > count:
+        raise config.fail(used, f"at most the {count} experts that there are")
+    made = Router(num_used=num_used)
+    return replace(made, **router)  # type: ignore[arg-type]
+
+
+def qwen_dense(config: ConfigReader) -> list[int]:
+    """Lists the layers without experts, as Qwen's configs say it: `mlp_only_layers`, and all but
+    every `decoder_sparse_step`th.
+    """
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    step, listed = config.size("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(is_int(layer) for layer in listed):
+        raise config.fail("mlp_only_layers", "a list of layers")
+    return [i for i in range(num_layers) if i in listed or (i + 1) % step]
+
+
+def first_dense(config: ConfigReader, key: str = "first_k_dense_replace") -> range:
+    """Reads how many layers from the first on have no experts."""
+    given, num_layers = config.get(key, 0), config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    if not is_int(given) or not 0 <= given <= num_layers:
+        raise config.fail(key, f"a number of the {num_layers} layers")
+    return range(given)
+
+
+def read_grouped(config: ConfigReader) -> tuple[Experts, Router]:
+    """Reads experts as DeepSeek V3's configs say them: chosen by sigmoid scores and a bias, within
+    groups, beside shared ones. Source: arXiv 2412.19437, section 2.1.2.
+    """
+    count, width = (
+        config.size("n_routed_experts", at_most=MAX_EXPERTS),
+        config.size("moe_intermediate_size"),
+    )
+    num_shared = (
+        0 if config.get("n_shared_experts") in (None, 0) else config.size("n_shared_experts")
+    )
+    groups = config.size("n_group", 1)
+    if count % groups or count // groups < 2:
+        raise config.fail("n_group", f"groups of two or more of the {count} experts")
+    used = config.size("topk_group", 1, at_most=groups)
+    experts = Experts(
+        count=count,
+        width=width,
+        bias="mlp.gate.e_score_correction_bias",
+        shared="mlp.shared_experts.",
+        shared_width=num_shared * width,
+    )
+    router = read_router(
+        config,
+        count,
+        used="num_experts_per_tok",
+        score="sigmoid",
+        is_normalised=config.flag("norm_topk_prob", True),
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=groups,
+        num_groups_used=used,
+    )
+    return experts, router

@@ -1,0 +1,29 @@
+"""Granite 3 MoE: Granite with experts. Source: arXiv 2408.13359 (the factors)."""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QKV, Layout, read_decoder
+from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
+from jaxkv.models.families.granite import scales
+from jaxkv.models.spec import AttentionSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    count = config.size("num_local_experts", at_most=MAX_EXPERTS)
+    experts = Experts(
+        count=count,
+        width=config.size("intermediate_size"),
+        router="block_sparse_moe.router.layer",
+        fused_gate_up="block_sparse_moe.input_linear.weight",
+        fused_down="block_sparse_moe.output_linear.weight",
+    )
+    return read_decoder(
+        config,
+        family="granitemoe",
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
+        scales=scales(config),
+        experts=experts,
+        router=read_router(config, count, used="num_experts_per_tok", of_chosen=True),
+    )

@@ -1,0 +1,24 @@
+"""OLMoE: OLMo 2's norms of whole queries and keys, with experts. Source: arXiv 2409.02060."""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QK_NORMED, QKV, Layout, read_decoder
+from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
+from jaxkv.models.spec import AttentionSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    count = config.size("num_experts", at_most=MAX_EXPERTS)
+    if config.get("clip_qkv") is not None:
+        raise config.fail("clip_qkv", "null (values clipped behind the norms are not built)")
+    is_normalised = config.flag("norm_topk_prob", False)
+    return read_decoder(
+        config,
+        family="olmoe",
+        names=QK_NORMED,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        attention=AttentionSpec(qk_norm="whole"),
+        experts=Experts(count=count, width=config.size("intermediate_size")),
+        router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
+    )

@@ -1,0 +1,31 @@
+"""Qwen2 MoE: Qwen2 with experts and one shared by all tokens. Source: arXiv 2407.10671, section
+2.2.2.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QKV, Layout, qwen_kinds, read_decoder
+from jaxkv.models.families.experts import MAX_EXPERTS, Experts, qwen_dense, read_router
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    count = config.size("num_experts", at_most=MAX_EXPERTS)
+    experts = Experts(
+        count=count,
+        width=config.size("moe_intermediate_size"),
+        shared="mlp.shared_expert.",
+        shared_width=config.size("shared_expert_intermediate_size"),
+        shared_gate="mlp.shared_expert_gate",
+    )
+    is_normalised = config.flag("norm_topk_prob", False)
+    return read_decoder(
+        config,
+        family="qwen2_moe",
+        biased=QKV * config.flag("qkv_bias", True),
+        kinds=qwen_kinds(config),
+        experts=experts,
+        is_dense=qwen_dense(config),
+        router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
+    )

@@ -1,0 +1,116 @@
+"""Runs mixtures of experts: each token goes through the few MLPs that its router chooses. No token
+is ever dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.axes import Array
+
+CPU_ROWS, ROWS = 16, 128
+"""Tokens that an expert takes at once. It does not depend on the number of tokens, so neither do
+the bits of a result.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Router:
+    """Says how a token chooses `num_used` experts and what their outputs count.
+
+    score: "softmax" or "sigmoid" of the logits, of those of the chosen ones only if `of_chosen`.
+    is_normalised: the weights are divided by their sum. scale: of all weights. num_groups: experts
+    are in so many groups, and those of `num_groups_used` can be chosen: of the largest sums of two
+    scores, or if not `by_two` the largest scores.
+    Source: arXiv 2401.04088, section 2.1; with groups arXiv 2412.19437, section 2.1.2.
+    """
+
+    num_used: int
+    score: str = "softmax"
+    of_chosen: bool = False
+    is_normalised: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    num_groups_used: int = 1
+    by_two: bool = True
+
+    def __call__(self, logits_TE: Array, bias_E: Array | None = None) -> tuple[Array, Array]:
+        """Returns the experts of each token [T, K] int32, and their weights [T, K] float32. The
+        bias counts for the choice only.
+        """
+        score = jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid
+        if self.of_chosen:
+            chosen_TK, expert_TK = jax.lax.top_k(logits_TE, self.num_used)
+            return expert_TK, score(chosen_TK) * self.scale
+        score_TE = score(logits_TE)
+        rank_TE = score_TE if bias_E is None else score_TE + bias_E[None, :]
+        _, expert_TK = jax.lax.top_k(self._within_groups(rank_TE), self.num_used)
+        weight_TK = jnp.take_along_axis(score_TE, expert_TK, axis=1)
+        if self.is_normalised:
+            weight_TK /= weight_TK.sum(axis=1, keepdims=True) + 1e-20
+        return expert_TK, weight_TK * self.scale
+
+    def _within_groups(self, rank_TE: Array) -> Array:
+        """Leaves -inf for experts of groups that are not chosen."""
+        if self.num_groups == 1:
+            return rank_TE
+        rank_TGX = rank_TE.reshape(rank_TE.shape[0], self.num_groups, -1)
+        best_TG = jax.lax.top_k(rank_TGX, 2)[0].sum(2) if self.by_two else rank_TGX.max(2)
+        least_T1 = jax.lax.top_k(best_TG, self.num_groups_used)[0][:, -1:]
+        kept = (best_TG >= least_T1)[..., None]
+        return jnp.where(kept, rank_TGX, -jnp.inf).reshape(rank_TE.shape)
+
+
+def run_experts(
+    x_TD: Array,
+    expert_TK: Array,
+    weight_TK: Array,
+    run: Callable[[Array, Array], Array],
+    *,
+    num_experts: int,
+) -> Array:
+    """Adds up what each token's experts make of it, [T, D] float32; `run(x, expert)` is one expert
+    on some rows. A token of expert `num_experts` is in none.
+
+    Tokens are sorted by expert and taken in blocks of one expert each; a block's last rows may be
+    those of the next expert, whose own block overwrites what this one wrote there. Cost: an
+    expert's weights are read once for each of its blocks.
+    """
+    at = {rows: partial(_by_blocks, run, num_experts, rows) for rows in (CPU_ROWS, ROWS)}
+    return jax.lax.platform_dependent(
+        x_TD, expert_TK, weight_TK, cpu=at[CPU_ROWS], default=at[ROWS]
+    )
+
+
+def _by_blocks(
+    run: Callable[[Array, Array], Array],
+    num_experts: int,
+    num_rows: int,
+    x_TD: Array,
+    expert_TK: Array,
+    weight_TK: Array,
+) -> Array:
+    num_tokens, num_used = expert_TK.shape
+    expert_P = expert_TK.reshape(-1)
+    order_P = jnp.argsort(expert_P, stable=True)
+    size_E = jnp.zeros(num_experts, jnp.int32).at[expert_P].add(1, mode="drop")
+    start_E, blocks_E = jnp.cumsum(size_E) - size_E, -(-size_E // num_rows)
+    end_E = jnp.cumsum(blocks_E)
+    token_P = jnp.pad(order_P // num_used, (0, num_rows))
+
+    def block(i: Array, y_PD: Array) -> Array:
+        expert = jnp.searchsorted(end_E, i, side="right")
+        start = start_E[expert] + (i - end_E[expert] + blocks_E[expert]) * num_rows
+        token_R = jax.lax.dynamic_slice(token_P, (start,), (num_rows,))
+        return jax.lax.dynamic_update_slice(y_PD, run(x_TD[token_R], expert), (start, 0))
+
+    y_PD = jnp.zeros((token_P.shape[0], x_TD.shape[1]), jnp.float32)
+    y_PD = jax.lax.fori_loop(0, end_E[-1], block, y_PD)
+    place_P = jnp.zeros_like(order_P).at[order_P].set(jnp.arange(order_P.shape[0]))
+    y_TKD = y_PD[place_P].reshape(num_tokens, num_used, -1)
+    return (y_TKD * weight_TK[..., None]).sum(axis=1)

@@ -1,0 +1,80 @@
+"""What quantised weights cost and save: perplexity, bytes and speed of the demo model, method by
+method in one process.
+
+    python scripts/bench_quantised.py --json docs/benchmarks/quantised.json
+
+The text is code of Python's own library, whose modules differ between versions of Python: compare
+methods, not versions. Seconds are the best of three runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import heapq
+import json
+import platform
+import textwrap
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jaxkv import LLM, SamplingParams
+from jaxkv.testing import model_of
+
+METHODS = (None, "int8", "int8_dynamic", "fp8", "int4")
+MODULES = (csv, heapq, textwrap, argparse, platform)
+CHARACTERS, NEW_TOKENS = 4500, 96
+
+
+def nll_of(llm: LLM) -> tuple[float, int]:
+    """Returns the mean negative log-likelihood of the text's tokens, and how many they are."""
+    texts = [Path(module.__file__ or "").read_text()[500:][:CHARACTERS] for module in MODULES]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = [
+        next(iter(entry.values())).logprob
+        for output in llm.generate(texts, params, use_tqdm=False)
+        for entry in output.prompt_logprobs[1:]
+    ]
+    return -sum(found) / len(found), len(found)
+
+
+def seconds(llm: LLM, num_rows: int) -> float:
+    prompts = [{"prompt_token_ids": list(range(10, 30))}] * num_rows
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def measure(method: str | None) -> dict[str, Any]:
+    llm = LLM(dtype="bfloat16", quantization=method)
+    llm.wait_until_compiled()
+    nll, num_tokens = nll_of(llm)
+    row = {"method": method or "none", "nll": round(nll, 4), "num_tokens": num_tokens}
+    row["weight_bytes"] = model_of(llm).weight_bytes
+    return row | {f"rows_{n}_s": round(seconds(llm, n), 3) for n in (1, 32)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for method in METHODS:
+        rows.append(measure(method))
+        change = rows[-1]["nll"] / rows[0]["nll"] - 1
+        print(f"{rows[-1]['method']:13} {change:+.2%} {rows[-1]}", flush=True)
+    where = {"python": platform.python_version(), "jax": metadata.version("jax")}
+    if args.json:
+        args.json.write_text(json.dumps(where | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
