@@ -100,6 +100,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_bigcode-all-heads": GPT2 | {"multi_query": False, "n_inner": 80},
     "gptj": GPT2 | {"rotary_dim": 4},
     "glm4_moe": GROUPED | HEAD | {"use_qk_norm": True, "attention_bias": True},
+    "gpt_oss": LOCAL
+    | HEAD
+    | {"sliding_window": 8, "layer_types": MIXED, "swiglu_limit": 7.0}
+    | {
+        "rope_parameters": ROPE
+        | {"rope_type": "yarn", "factor": 4.0, "truncate": False}
+        | {"original_max_position_embeddings": 64}
+    },
     "granitemoe": LOCAL
     | {"attention_multiplier": 0.2, "embedding_multiplier": 1.5}
     | {"residual_multiplier": 0.7, "logits_scaling": 2.0},

@@ -203,7 +203,7 @@ def stored(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
         own = [leaf for leaf in leaves if leaf.stack == stack_name(kind)]
         for place in range(len(spec.layers_of(kind))):
             for leaf in own:
-                count = leaf.one.num_sources
+                count = len(leaf.sources) // len(spec.layers_of(kind))
                 for source in leaf.sources[place * count : (place + 1) * count]:
                     shapes[source] = leaf.one.stored_shape
     return shapes

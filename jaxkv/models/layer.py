@@ -120,11 +120,21 @@ class Layers:
         if router is None or "router" not in w:
             return mlp(x_TD, w, activation=activation, axis=self._axis)
         num_experts = w["router"].num_rows
-        expert_TK, weight_TK = router(linear_float32(x_TD, w["router"]), w.get("router_bias"))
+        logits_TE = linear_float32(x_TD, w["router"])
+        if "router_offset" in w:
+            logits_TE += w["router_offset"].astype(jnp.float32)[None, :]
+        expert_TK, weight_TK = router(logits_TE, w.get("router_bias"))
         expert_TK = jnp.where(self._is_real_T[:, None], expert_TK, num_experts)
 
         def run(x_RD: jax.Array, expert: jax.Array) -> jax.Array:
-            own = {name: w[f"{EXPERT}{name}"].after(expert) for name in ("gate", "up", "down")}
+            own = {
+                name.removeprefix(EXPERT): leaf.after(expert)
+                for name, leaf in w.items()
+                if name.startswith(EXPERT)
+            }
+            if "down_bias" in own and self._axis is not None:  # added up over devices: once
+                is_first = jax.lax.axis_index(self._axis) == 0
+                own["down_bias"] = jnp.where(is_first, own["down_bias"], 0)
             return mlp(x_RD, own, activation=activation)
 
         y_TD = run_experts(x_TD, expert_TK, weight_TK, run, num_experts=num_experts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
 
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 """Of compressed-tensors."""
 
@@ -19,8 +19,9 @@ class Quantisation:
     """Says how a checkpoint stores its quantised weights.
 
     kind: "scaled" (8 bits each), "packed" (compressed-tensors), "gptq" or "awq", which pack several
-    values of `bits` into each int32. block: how many [rows, columns] share a scale, 0 where that is
-    not said, because all do. zero_offset: what GPTQ's stored zero points are less than they mean.
+    values of `bits` into each int32, or "mxfp4" (experts of gpt-oss). block: how many [rows,
+    columns] share a scale, 0 where that is not said, because all do. zero_offset: what GPTQ's
+    stored zero points are less than they mean.
     """
 
     method: str
@@ -42,6 +43,8 @@ def read_quantisation(config: ConfigReader) -> Quantisation | None:
     if method == "fp8":
         block = _block(given, "weight_block_size")
         return Quantisation(method=method, kind="scaled", block=block)
+    if method == "mxfp4":
+        return Quantisation(method=method, kind="mxfp4", bits=4, block=(0, 32))
     if method == "compressed-tensors":
         return _compressed(given)
     group = given.get("group_size", -1)

@@ -27,8 +27,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
-XIELU = "xielu"
-"""An activation with parameters of its own in each layer (`xielu`)."""
+XIELU, CLAMPED = "xielu", "clamped_swiglu"
+"""Activations with parameters of their own in each layer (`xielu`), and of gate and up together."""
 
 PIECE_BYTES = 2**21
 """What a CPU takes of a matrix at once where it has to copy it: as much as a core keeps in its
@@ -211,6 +211,17 @@ def _dot_int8(x_TD: Array, w_FD: Array) -> Array:
     return y_TF.astype(jnp.float32) * scale_T1
 
 
+class Vectors(NamedTuple):
+    """A vector [F] of one expert in a stacked leaf [L * experts, F]."""
+
+    leaf: Array
+    layer: Array
+
+    def after(self, number: Array) -> Array:
+        """Returns the vector that comes so many after this one, as values."""
+        return values(self.leaf[self.layer + number])
+
+
 def values(leaf: Array) -> Array:
     """Returns the leaf's values where it holds bits."""
     return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf
@@ -372,25 +383,39 @@ def mlp(x_TD: Array, w: Mapping[str, Any], *, activation: str, axis: str | None 
     """
     names = ("gate", "gate_bias", "up", "up_bias", "down")
     own = {name: w[name] for name in names if name in w}
-    act = partial(xielu, w=w) if activation == XIELU else ACTIVATIONS[activation]
-    at_once, in_pieces = (partial(one, activation=act) for one in (_mlp_at_once, _mlp_in_pieces))
+    join = clamped_swiglu if activation == CLAMPED else gated(activation, w)
+    at_once, in_pieces = (partial(one, join=join) for one in (_mlp_at_once, _mlp_in_pieces))
     y_TD = jax.lax.platform_dependent(x_TD, own, tpu=in_pieces, default=at_once)
     return add_up(y_TD, w.get("down_bias"), axis)
 
 
-def _mlp_at_once(
-    x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[Array], Array]
-) -> Array:
+Join = Callable[[Array | None, Array], Array]
+"""(gate or None, up) -> what goes down."""
+
+
+def gated(activation: str, w: Mapping[str, Any]) -> Join:
+    """Returns act(gate) * up, or act(up) without a gate."""
+    act = partial(xielu, w=w) if activation == XIELU else ACTIVATIONS[activation]
+    return lambda gate, up: act(up) if gate is None else act(gate) * up
+
+
+def clamped_swiglu(gate: Array | None, up: Array) -> Array:
+    """Computes (up + 1) * gate * sigmoid(1.702 gate), both bounded by 7. Source: gpt-oss's
+    reference code.
+    """
+    if gate is None:
+        raise ValueError("clamped_swiglu: expected a gate, got None")
+    gate = jnp.minimum(gate, 7.0)
+    return (jnp.clip(up, -7.0, 7.0) + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+
+
+def _mlp_at_once(x_TD: Array, w: Mapping[str, Any], *, join: Join) -> Array:
     up_TF = linear(x_TD, w["up"], w.get("up_bias"))
-    if "gate" not in w:
-        return linear(activation(up_TF), w["down"])
-    gate_TF = linear(x_TD, w["gate"], w.get("gate_bias"))
-    return linear(activation(gate_TF) * up_TF, w["down"])
+    gate_TF = linear(x_TD, w["gate"], w.get("gate_bias")) if "gate" in w else None
+    return linear(join(gate_TF, up_TF), w["down"])
 
 
-def _mlp_in_pieces(
-    x_TD: Array, w: Mapping[str, Any], *, activation: Callable[[Array], Array]
-) -> Array:
+def _mlp_in_pieces(x_TD: Array, w: Mapping[str, Any], *, join: Join) -> Array:
     """Takes some of F after the other, so that its float32 values never exist together: 112 MiB for
     2,048 tokens of 14,336.
 
@@ -399,7 +424,7 @@ def _mlp_in_pieces(
     num_tokens, width = x_TD.shape[0], w["up"].num_rows
     size = _piece_of(width, MLP_BYTES // (4 * num_tokens), w["down"].column_unit)
     if size == width:
-        return _mlp_at_once(x_TD, w, activation=activation)
+        return _mlp_at_once(x_TD, w, join=join)
 
     def piece(i: Array, y_TD: Array) -> Array:
         def part(name: str) -> Array:
@@ -409,8 +434,7 @@ def _mlp_in_pieces(
             bias_C = jax.lax.dynamic_slice_in_dim(w[f"{name}_bias"], i * size, size)
             return y_TC + bias_C.astype(jnp.float32)[None, :]
 
-        up_TC = part("up")
-        h_TC = activation(part("gate")) * up_TC if "gate" in w else activation(up_TC)
+        h_TC = join(part("gate") if "gate" in w else None, part("up"))
         return y_TD + w["down"].dot_columns(h_TC, i * size)
 
     return jax.lax.fori_loop(

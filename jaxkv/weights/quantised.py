@@ -30,7 +30,17 @@ KEPT = (FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """At which place in its int32 each of eight neighbours is."""
 
-STORED = {"scaled": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+STORED = {
+    "scaled": "weight",
+    "packed": "weight_packed",
+    "gptq": "qweight",
+    "awq": "qweight",
+    "mxfp4": "blocks",
+}
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FP4 = np.concatenate([FP4, -FP4])
+"""What 4 bits of E2M1 mean."""
+
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 NOT_WEIGHTS = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale")
 """What is stored of activations, which are not quantised here."""
@@ -50,16 +60,17 @@ class Dequantised:
         self._parts: dict[str, dict[str, str]] = {}
         """For each quantised weight its stored tensors by their last name."""
         used = {name for name in checkpoint.entries if name.endswith(NOT_WEIGHTS)}
-        stored = f".{STORED[how.kind]}"
+        joint, whole = ("_", "") if how.kind == "mxfp4" else (".", ".weight")
+        stored = f"{joint}{STORED[how.kind]}"
         for name in checkpoint.entries:
             if name.endswith(stored) and self._is_quantised(name):
                 module = name.removesuffix(stored)
                 own = {
-                    last: f"{module}.{last}"
+                    last: f"{module}{joint}{last}"
                     for last in self._lasts
-                    if f"{module}.{last}" in checkpoint.entries
+                    if f"{module}{joint}{last}" in checkpoint.entries
                 }
-                self._parts[f"{module}.weight"] = own
+                self._parts[f"{module}{whole}"] = own
                 used |= set(own.values())
                 bias = f"{module}.bias"
                 if bias in checkpoint.entries and bias not in known:
@@ -78,6 +89,8 @@ class Dequantised:
         """
         if name not in self._parts:
             return self._checkpoint.read(name)
+        if self._how.kind == "mxfp4":
+            return self._mxfp4(name)
         return self._stored(name).weight()
 
     def packing(self, names: Sequence[str], num_parts: int) -> Packing | None:
@@ -92,6 +105,8 @@ class Dequantised:
     def _packing(self, name: str, num_parts: int) -> Packing | None:
         own, width = self._parts[name], self.entries[name].shape[-1]
         entries = self._checkpoint.entries
+        if self._how.kind == "mxfp4":
+            return None
         scales = next((own[last] for last in (*SCALE_NAMES, "scales") if last in own), None)
         if scales is None or len(self.entries[name].shape) != 2:
             return None  # to be refused when it is read
@@ -135,6 +150,28 @@ class Dequantised:
             ) from error
         return found
 
+    def _mxfp4(self, name: str) -> npt.NDArray[np.float32]:
+        """Computes the weights [E, in, out] of all experts. Raises: CheckpointError.
+
+        Blocks [E, out, in / 32, 16] hold pairs of 4 bits, the first in the lower half; each block
+        of 32 has a power of two. Source: OCP Microscaling Formats (MX) 1.0, sections 5.3 and 5.4.
+        """
+        own = {last: self._checkpoint.read(full) for last, full in self._parts[name].items()}
+        blocks, scales = own["blocks"], own.get("scales")
+        fits = blocks.dtype == np.uint8 and blocks.ndim == 4 and blocks.shape[-1] == 16
+        if scales is None or not fits or scales.dtype != np.uint8:
+            shapes = ", ".join(f"{last} {x.dtype} {list(x.shape)}" for last, x in own.items())
+            raise CheckpointError(
+                f"{self.entries[name].file}: {name}: expected uint8 blocks [E, out, in / 32, 16] "
+                f"and scales [E, out, in / 32], got {shapes}"
+            )
+        found = np.empty((*blocks.shape[:2], blocks.shape[2] * 32), np.float32)
+        for expert, x in enumerate(blocks):  # one by one: what they take beside the result is small
+            values = FP4[np.stack([x & 15, x >> 4], axis=-1)].reshape(*x.shape[:2], 32)
+            exponent = scales[expert].astype(np.int32)[..., None] - 127
+            found[expert] = np.ldexp(values, exponent).reshape(x.shape[0], -1)
+        return found.swapaxes(1, 2)
+
     def release(self, name: str) -> None:
         """Takes the tensor's pages out of this process."""
         for full in self._parts.get(name, {"": name}).values():
@@ -156,6 +193,7 @@ class Dequantised:
             "packed": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
             "gptq": ("qweight", "qzeros", "scales", "g_idx"),
             "awq": ("qweight", "qzeros", "scales"),
+            "mxfp4": ("blocks", "scales"),
         }[self._how.kind]
 
     def _is_quantised(self, name: str) -> bool:
@@ -166,6 +204,8 @@ class Dequantised:
 
     def _shape(self, own: Mapping[str, str]) -> tuple[int, ...]:
         shape = self._checkpoint.entries[own[STORED[self._how.kind]]].shape
+        if self._how.kind == "mxfp4":
+            return (shape[0], math.prod(shape[2:]) * 2, shape[1]) if len(shape) == 4 else shape
         if self._how.kind == "scaled" or len(shape) != 2:
             return shape
         per_word = 32 // self._how.bits

@@ -20,7 +20,7 @@ import numpy as np
 from jaxkv.axes import Array
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.layers import AnyMatrix, Matrix, Packed, values
+from jaxkv.ops.layers import AnyMatrix, Matrix, Packed, Vectors, values
 from jaxkv.weights.packing import DYNAMIC, SCALES, ZEROS, base_name, num_bytes
 
 Weights = Mapping[str, Any]
@@ -129,19 +129,21 @@ def describe_packed(weights: Weights) -> str:
 def layer_weights(weights: Weights, layer: Array, kind: int = 0) -> dict[str, Any]:
     """Returns the weights of one layer of a kind, counted among those, by name: vectors and numbers
     as values, matrices as `Matrix` or `Packed`, which stay in their stack until a matmul reads
-    them; for a matrix of experts that of the first one (`Matrix.after`).
+    them; of experts those of the first one (`Matrix.after`, `Vectors`).
     """
     stack = weights[stack_name(kind)]
     dtype = Matrix(weights["embed"]).dtype
 
-    def of_layer(name: str, leaf: Array) -> Array | AnyMatrix:
+    def of_layer(name: str, leaf: Array) -> Array | AnyMatrix | Vectors:
         is_expert = name.startswith(EXPERT)
         at = layer * (leaf.shape[0] // stack["router"].shape[0]) if is_expert else layer
         for suffix in (SCALES, DYNAMIC):
             if (scales := stack.get(name + suffix)) is not None:
                 zeros = stack.get(name + ZEROS)
                 return Packed(leaf, scales, zeros, at, dtype, is_dynamic=suffix == DYNAMIC)
-        return values(leaf[at]) if leaf.ndim < 3 else Matrix(leaf, at)
+        if leaf.ndim >= 3:
+            return Matrix(leaf, at)
+        return Vectors(leaf, at) if is_expert else values(leaf[at])
 
     return {name: of_layer(name, leaf) for name, leaf in stack.items() if base_name(name) == name}
 

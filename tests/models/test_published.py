@@ -455,6 +455,95 @@ PUBLISHED = {
             "vocab_size": 49152,
         },
     ),
+    "mixtral-8x7b": (
+        46_702_792_704,
+        {
+            "model_type": "mixtral",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 32,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "sliding_window": None,
+            "vocab_size": 32000,
+        },
+    ),
+    "qwen3-30b-a3b": (
+        30_532_122_624,
+        {
+            "model_type": "qwen3_moe",
+            "decoder_sparse_step": 1,
+            "head_dim": 128,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "olmoe-1b-7b": (
+        6_919_161_856,
+        {
+            "model_type": "olmoe",
+            "clip_qkv": None,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 16,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 16,
+            "vocab_size": 50304,
+        },
+    ),
+    "gpt-oss-20b": (
+        20_914_757_184,
+        {
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "head_dim": 64,
+            "hidden_size": 2880,
+            "initial_context_length": 4096,
+            "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"] * 12,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "quantization_config": {
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+            },
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 201088,
+        },
+    ),
 }
 
 
@@ -473,6 +562,7 @@ def test_windows_of_published_configs():
 
     assert windows("gemma-2-9b") == {4096: 21, None: 21}
     assert windows("gemma-3-1b") == {512: 22, None: 4}
+    assert windows("gpt-oss-20b") == {128: 12, None: 12}
     assert windows("starcoder2-3b") == {4096: 30}
     assert windows("qwen2.5-vl-7b") == {None: 28}
     assert windows("phi-3.5-mini") == {None: 32}  # a window as long as the context is none

@@ -90,7 +90,7 @@ def test_an_mlp_in_pieces_gives_what_it_gives_at_once(monkeypatch, biases, layer
     w |= {name: jnp.asarray(rng.normal(size=width), jnp.bfloat16) for name in biases}
     x = jnp.asarray(rng.normal(size=(24, 96)), jnp.float32)
     at_once, in_pieces = (
-        jax.jit(lambda x, w, mlp=mlp: mlp(x, w, activation=jax.nn.silu))(x, w)
+        jax.jit(lambda x, w, mlp=mlp: mlp(x, w, join=layers.gated("silu", w)))(x, w)
         for mlp in (layers._mlp_at_once, layers._mlp_in_pieces)
     )
     # The sum over `width` is only added up in another order; rounding to bfloat16 between the

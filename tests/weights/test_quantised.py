@@ -189,6 +189,52 @@ def test_weights_are_what_the_stored_bits_stand_for(tmp_path, case):
     jax.tree.map(np.testing.assert_array_equal, again, loaded(plain))
 
 
+def mxfp4(tmp_path: Path) -> tuple[Path, Path]:
+    """Directories of a gpt-oss whose experts are stored in pairs of 4 bits, and of what they
+    mean.
+    """
+    config = tiny_config("llama") | {"hidden_size": 64, "intermediate_size": 32}
+    config |= {"model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2}
+    plain, rng = make_checkpoint(tmp_path / "plain", config), np.random.default_rng(0)
+    tensors = load_file(plain / "model.safetensors")
+    stored, meaning = {}, [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    for name in sorted(tensors):
+        if not name.endswith("_proj") or ".experts." not in name:
+            stored[name] = tensors[name]
+            continue
+        experts, inner, outer = tensors[name].shape
+        bits = rng.integers(0, 16, (experts, outer, inner))
+        scales = rng.integers(117, 124, (experts, outer, inner // 32))
+        want = np.zeros(tensors[name].shape, np.float32)
+        for e, o, i in np.ndindex(*bits.shape):
+            value = meaning[bits[e, o, i] % 8] * (-1 if bits[e, o, i] >= 8 else 1)
+            want[e, i, o] = value * 2.0 ** (int(scales[e, o, i // 32]) - 127)
+        tensors[name] = want
+        pairs = bits.reshape(experts, outer, inner // 32, 16, 2)
+        stored[f"{name}_blocks"] = (pairs[..., 0] + 16 * pairs[..., 1]).astype(np.uint8)
+        stored[f"{name}_scales"] = scales.astype(np.uint8)
+    save_file(tensors, plain / "model.safetensors")
+    small = tmp_path / "small"
+    small.mkdir()
+    save_file(stored, small / "model.safetensors")
+    about = {"quantization_config": {"quant_method": "mxfp4"}}
+    (small / "config.json").write_text(json.dumps(config | about))
+    return small, plain
+
+
+def test_experts_in_mxfp4_are_what_their_bits_stand_for(tmp_path):
+    small, plain = mxfp4(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
+    tensors = load_file(small / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[f"{name}_scales"] = tensors[f"{name}_scales"][:, :-1].copy()
+    save_file(tensors, small / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=rf"{name}: expected uint8 blocks .* got blocks uint8"
+    ):
+        loaded(small)
+
+
 def logprobs(llm: LLM) -> np.ndarray:
     """Of 24 tokens of a prompt and 4 more, each over the whole vocabulary."""
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=-1, prompt_logprobs=-1)

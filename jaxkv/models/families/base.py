@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """Says which part of a stored tensor an array is: of its rows (after it is `transposed`) seen
-    as `num_blocks` blocks, those from `start` to `stop` of each. `shape` is the tensor's; of one
-    with three axes, for all experts, the rows of all are meant.
+    as `num_blocks` blocks, those from `start` to `stop` of each. `shape` is the tensor's.
+    of_all: it is that of all experts, one behind the other.
     """
 
     shape: tuple[int, ...]
@@ -41,10 +41,11 @@ class Part:
     start: int = 0
     stop: int | None = None
     transposed: bool = False
+    of_all: bool = False
 
     def take(self, stored: np.ndarray) -> np.ndarray:
         rows = stored.swapaxes(-1, -2) if self.transposed else stored
-        rows = rows.reshape(-1, rows.shape[-1]) if rows.ndim == 3 else rows
+        rows = rows.reshape(-1, *rows.shape[2:]) if self.of_all else rows
         blocks = rows.reshape(self.num_blocks, -1, *rows.shape[1:])[:, self.start : self.stop]
         return blocks.reshape(-1, *rows.shape[1:])
 

@@ -42,7 +42,7 @@ class Experts:
         router = leaf(f"{prefix}{self.router}.weight", (self.count, hidden), ("experts", "model"))
         found = {"router": router}
         if self.bias is not None:
-            part = Part(shape=self.bias_shape) if self.bias_shape else None
+            part = Part(shape=self.bias_shape, of_all=True) if self.bias_shape else None
             bias = leaf(prefix + self.bias, (self.count,), ("experts",), part=part)
             found["router_bias"] = bias
         found |= self._fused(prefix, hidden) if self.fused_gate_up else self._apart(prefix, hidden)
@@ -64,9 +64,15 @@ class Experts:
         both, down = (self.count, 2 * self.width, hidden), (self.count, hidden, self.width)
         found = {}
         for name, start in (("gate", 0), ("up", self.width)):
-            part = Part(shape=both, num_blocks=self.count, start=start, stop=start + self.width)
+            part = Part(
+                shape=both,
+                num_blocks=self.count,
+                start=start,
+                stop=start + self.width,
+                of_all=True,
+            )
             found[name] = replace(own[name], source=f"{prefix}{self.fused_gate_up}", part=part)
-        part = Part(shape=down)
+        part = Part(shape=down, of_all=True)
         found["down"] = replace(own["down"], source=f"{prefix}{self.fused_down}", part=part)
         return {f"expert_{name}": replace(x, num_experts=self.count) for name, x in found.items()}
 
