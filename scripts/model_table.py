@@ -120,6 +120,7 @@ class Case:
         sizes = json.loads(DEFAULTS.read_text()).get(family)
         if sizes is None:
             return "no default sizes"
+        sizes = {key: size for key, size in sizes.items() if size is not None}
         own = read_family(ConfigReader(config, "config.json"))[0]
         full = {**config.get("text_config", config), **sizes}
         count = sizes.get("num_hidden_layers", sizes.get("n_layer"))

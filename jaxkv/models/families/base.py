@@ -9,9 +9,9 @@ nobody takes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.rope_config import extended_len, read_rope
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
 from jaxkv.ops.layers import ACTIVATIONS
-
-if TYPE_CHECKING:
-    from jaxkv.models.families.experts import Experts
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -159,7 +156,7 @@ def read_decoder(
     eps: str | None = "rms_norm_eps",
     activation: str = "hidden_act",
     activations: Collection[str] = tuple(ACTIVATIONS),
-    experts: Experts | None = None,
+    experts: Callable[[str, int], Mapping[str, Leaf]] | None = None,
     is_dense: Collection[int] = (),
     **spec: Any,
 ) -> tuple[ModelSpec, Layout]:
@@ -169,9 +166,9 @@ def read_decoder(
     layer, all full by default. ropes: of each layer, all that of the config by default.
     interleaved, partly: as in `read_rope`. fused_by_head: `qkv` has the rows of one KV head after
     the other. transposed: weights of layers are stored [in, out]. eps, activation: under what the
-    config has them. activations: those that the family's tensors are enough for. experts: what
-    layers have in place of an MLP, but for those of `is_dense`. spec: what else the `ModelSpec`
-    has.
+    config has them. activations: those that the family's tensors are enough for. experts: gives
+    what layers have in place of an MLP (`Experts.leaves`), but for those of `is_dense`. spec: what
+    else the `ModelSpec` has.
     """
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
@@ -213,7 +210,7 @@ def read_decoder(
     layers: tuple[Mapping[str, Leaf], ...] = (layer,)
     if experts is not None:
         routed = {name: one for name, one in layer.items() if name.removesuffix("_bias") not in MLP}
-        routed |= experts.leaves(names.layer, hidden)
+        routed |= experts(names.layer, hidden)
         layers = (layer, routed) if has_both else (routed,)
     return made, Layout(top=top, layers=layers, derived=derived)
 

@@ -16,7 +16,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=qwen_kinds(config),
-        experts=experts,
+        experts=experts.leaves,
         is_dense=first_dense(config),
         router=router,
     )

@@ -38,7 +38,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config,
         family="ernie4_5_moe",
         interleaved=True,
-        experts=experts,
+        experts=experts.leaves,
         is_dense=[i for i in range(num_layers) if not start <= i <= end or (i + 1) % step],
         router=read_router(config, count, used="moe_k", is_normalised=True),
     )

@@ -16,7 +16,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         names=QK_NORMED if config.flag("use_qk_norm", False) else LLAMA,
         biased=QKV * config.flag("attention_bias", False),
         partly=True,
-        experts=experts,
+        experts=experts.leaves,
         is_dense=first_dense(config),
         router=router,
     )

@@ -28,7 +28,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         biased=(*QKV, "o"),
         kinds=read_kinds(config, num_layers, every=2),
         attention=AttentionSpec(has_sinks=True),
-        experts=Experts(count=count, width=width, router="mlp.router"),
+        experts=Experts(count=count, width=width, router="mlp.router").leaves,
         router=read_router(config, count, used="num_experts_per_tok", of_chosen=True),
     )
     own = _experts(count, width, hidden)

@@ -24,6 +24,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
         scales=scales(config),
-        experts=experts,
+        experts=experts.leaves,
         router=read_router(config, count, used="num_experts_per_tok", of_chosen=True),
     )

@@ -29,6 +29,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         names=QK_NORMED,
         partly=True,
         attention=AttentionSpec(qk_norm="whole"),
-        experts=experts,
+        experts=experts.leaves,
         router=read_router(config, count, used="num_experts_per_tok", **how),
     )

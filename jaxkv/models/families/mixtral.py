@@ -22,4 +22,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         down="w2",
     )
     router = read_router(config, count, used="num_experts_per_tok", is_normalised=True)
-    return read_decoder(config, family="mixtral", kinds=kinds, experts=experts, router=router)
+    return read_decoder(
+        config, family="mixtral", kinds=kinds, experts=experts.leaves, router=router
+    )

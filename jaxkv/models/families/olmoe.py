@@ -19,6 +19,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         attention=AttentionSpec(qk_norm="whole"),
-        experts=Experts(count=count, width=config.size("intermediate_size")),
+        experts=Experts(count=count, width=config.size("intermediate_size")).leaves,
         router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
     )

@@ -25,7 +25,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         family="qwen2_moe",
         biased=QKV * config.flag("qkv_bias", True),
         kinds=qwen_kinds(config),
-        experts=experts,
+        experts=experts.leaves,
         is_dense=qwen_dense(config),
         router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
     )

@@ -19,7 +19,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=qwen_kinds(config),
-        experts=Experts(count=count, width=config.size("moe_intermediate_size")),
+        experts=Experts(count=count, width=config.size("moe_intermediate_size")).leaves,
         is_dense=qwen_dense(config),
         router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
     )
