@@ -113,4 +113,6 @@ def _by_blocks(
     y_PD = jax.lax.fori_loop(0, end_E[-1], block, y_PD)
     place_P = jnp.zeros_like(order_P).at[order_P].set(jnp.arange(order_P.shape[0]))
     y_TKD = y_PD[place_P].reshape(num_tokens, num_used, -1)
-    return (y_TKD * weight_TK[..., None]).sum(axis=1)
+    # Behind the last expert's rows are those of its last block, which nobody writes over.
+    is_in_one = (expert_TK < num_experts)[..., None]
+    return jnp.where(is_in_one, y_TKD * weight_TK[..., None], 0).sum(axis=1)

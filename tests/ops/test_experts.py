@@ -1,0 +1,62 @@
+"""What experts make of tokens is what they make of each one alone, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.ops.experts import CPU_ROWS, Router, run_experts
+
+NUM_EXPERTS, WIDTH = 5, 12
+
+
+def run(x: np.ndarray, chosen: np.ndarray, weight: np.ndarray, w: np.ndarray) -> np.ndarray:
+    def one(x_RD: jax.Array, expert: jax.Array) -> jax.Array:
+        return jnp.dot(x_RD, jnp.asarray(w)[expert].T, precision=jax.lax.Precision.HIGHEST)
+
+    @jax.jit
+    def all_experts(*given: jax.Array) -> jax.Array:
+        return run_experts(*given, one, num_experts=NUM_EXPERTS)
+
+    return np.asarray(all_experts(x, chosen.astype(np.int32), weight.astype(np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "likely"),
+    [(3, None), (5 * CPU_ROWS, None), (3 * CPU_ROWS + 1, 2), (CPU_ROWS, 4)],
+)
+def test_every_token_goes_through_its_experts(num_tokens, likely):
+    """Also where one expert has nearly all of them, in several blocks, or none."""
+    rng = np.random.default_rng(0)
+    chosen = np.array([rng.permutation(NUM_EXPERTS)[:2] for _ in range(num_tokens)])
+    if likely is not None:
+        chosen[1:] = [likely, (likely + 1) % NUM_EXPERTS]
+    chosen[num_tokens // 2] = NUM_EXPERTS  # padding
+    x, w = rng.normal(size=(num_tokens, WIDTH)), rng.normal(size=(NUM_EXPERTS, WIDTH, WIDTH))
+    weight = rng.uniform(size=chosen.shape)
+    want = np.zeros(x.shape)
+    for token, experts_of in enumerate(chosen):
+        for place, expert in enumerate(experts_of):
+            if expert < NUM_EXPERTS:
+                want[token] += weight[token, place] * (w[expert] @ x[token])
+    x, w = x.astype(np.float32), w.astype(np.float32)
+    got = run(x, chosen, weight, w)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(run(x[:2], chosen[:2], weight[:2], w), got[:2])  # to the bit
+
+
+def test_groups_bound_the_choice():
+    """Two of four groups, by the sum of their two largest scores: the best expert may be in none of
+    them.
+    """
+    logits = np.full((1, 8), -4.0, np.float32)
+    logits[0, 0] = 3.0  # alone in its group
+    logits[0, [2, 3]], logits[0, [6, 7]] = 2.5, 2.0
+    how = {"num_used": 3, "score": "sigmoid", "num_groups": 4, "num_groups_used": 2}
+    chosen, weight = Router(**how, is_normalised=True, scale=1.5)(logits)
+    assert set(chosen[0].tolist()) == {2, 3, 6} or set(chosen[0].tolist()) == {2, 3, 7}
+    assert float(weight.sum()) == pytest.approx(1.5)
+    by_best = Router(**how, by_two=False)(logits)[0]
+    assert 0 in by_best[0].tolist()
+    biased = Router(**how)(logits, jnp.zeros(8).at[jnp.array([4, 5])].set(9.0))[0]
+    assert {4, 5} < set(biased[0].tolist())
