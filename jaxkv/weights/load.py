@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,15 @@ from jaxkv.weights.safetensors import Checkpoint
 from jaxkv.weights.tree import TreeLeaf, is_matrix, make_tree, tree_leaves
 
 Tensors = Checkpoint | Dequantised
+Told = Callable[[int], object]
+"""Takes how many values more have been read."""
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+READERS = 4
+"""Tensors of one leaf that are read at a time, each of which a quantised checkpoint may have to
+compute.
+"""
+
 CHECKED = 2**18
 """Values that are converted and looked at together, so that they are still in the processor's
 cache.
@@ -56,16 +66,38 @@ def load_weights(
     with open_checkpoint(directory, spec, layout) as checkpoint:
         leaves = _present(checkpoint, spec, layout)
         _check(checkpoint, spec, layout, leaves)
+        num_parts = 1 if placement is None else placement.size
+        with progress(leaves, jnp.dtype(dtype)) as told:
 
-        def load(leaf: TreeLeaf) -> dict[str, Array]:
-            num_parts = 1 if placement is None else placement.size
-            packing = _packing(checkpoint, leaf, quantization, num_parts, dtype)
-            if packing is not None:
-                return put_packed(_packed(checkpoint, leaf, packing, check), leaf, placement)
-            host = _stack(checkpoint, leaf, jnp.dtype(dtype), check)
-            return {"": put(host.view(np.uint16) if as_bits else host, leaf.name, placement)}
+            def load(leaf: TreeLeaf) -> dict[str, Array]:
+                packing = _packing(checkpoint, leaf, quantization, num_parts, dtype)
+                if packing is not None:
+                    parts = _packed(checkpoint, leaf, packing, check, told)
+                    return put_packed(parts, leaf, placement)
+                host = _stack(checkpoint, leaf, jnp.dtype(dtype), check, told)
+                return {"": put(host.view(np.uint16) if as_bits else host, leaf.name, placement)}
 
-        return make_tree((leaf, load(leaf)) for leaf in leaves)
+            return make_tree((leaf, load(leaf)) for leaf in leaves)
+
+
+@contextmanager
+def progress(leaves: Sequence[TreeLeaf], dtype: np.dtype) -> Iterator[Told]:
+    """Shows on a terminal how much of the weights is there and bytes per second, once that has
+    taken a second; gives what to tell of so many values more.
+    """
+    from tqdm import tqdm
+
+    total = sum(math.prod(leaf.shape) for leaf in leaves) * dtype.itemsize
+    with tqdm(
+        total=total,
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        delay=1,
+        leave=False,
+        disable=None,
+    ) as bar:
+        yield lambda count: bar.update(count * dtype.itemsize)
 
 
 TEXT = (
@@ -129,7 +161,7 @@ def _packing(
 
 
 def _packed(
-    checkpoint: Tensors, leaf: TreeLeaf, packing: Packing, check: bool
+    checkpoint: Tensors, leaf: TreeLeaf, packing: Packing, check: bool, told: Told
 ) -> dict[str, np.ndarray]:
     """Makes the arrays of a quantised leaf, layer by layer."""
     made = _empty(packing, leaf.shape)
@@ -142,9 +174,10 @@ def _packed(
                     file = checkpoint.entries[name].file
                     raise _not_finite(f"{file}: what makes {name}", x.reshape(-1), 0)
             checkpoint.release(name)
+            told(math.prod(leaf.shape) // len(leaf.sources))
         else:
             one = leaf._replace(sources=(name,), shape=(per_source, *leaf.shape[1:]))
-            host = _stack(checkpoint, one, np.dtype(np.float32), check)
+            host = _stack(checkpoint, one, np.dtype(np.float32), check, told)
             parts = quantise_layers(host, packing)
         for suffix, x in parts.items():
             made[suffix][index * per_source : (index + 1) * per_source] = x
@@ -219,12 +252,15 @@ def _empty(packing: Packing, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     return {suffix: aligned_empty(shape, dtype) for suffix, (shape, dtype) in arrays}
 
 
-def _stack(checkpoint: Tensors, leaf: TreeLeaf, dtype: np.dtype, check: bool) -> np.ndarray:
+def _stack(
+    checkpoint: Tensors, leaf: TreeLeaf, dtype: np.dtype, check: bool, told: Told
+) -> np.ndarray:
     """Makes the leaf in one host array, converted as it is copied from the file, and looked at if
     `check`.
     """
     host = aligned_empty(leaf.shape, dtype)
-    for piece_of_host, name in zip(host.reshape(len(leaf.sources), -1), leaf.sources, strict=True):
+
+    def read(piece_of_host: np.ndarray, name: str) -> None:
         stored = checkpoint.read(name)
         if leaf.one.part is not None:
             stored = leaf.one.part.take(stored)
@@ -238,6 +274,11 @@ def _stack(checkpoint: Tensors, leaf: TreeLeaf, dtype: np.dtype, check: bool) ->
                 file = checkpoint.entries[name].file
                 raise _not_finite(f"{file}: tensor {name}", piece, start)
         checkpoint.release(name)
+
+    pieces = host.reshape(len(leaf.sources), -1)
+    with ThreadPoolExecutor(READERS) as threads:  # numpy lets others run meanwhile
+        for _ in threads.map(read, pieces, leaf.sources):
+            told(pieces[0].size)
     return host
 
 

@@ -32,7 +32,14 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
-from jaxkv.weights.load import aligned_empty, load_weights, put, put_packed, quantise_layers
+from jaxkv.weights.load import (
+    aligned_empty,
+    load_weights,
+    progress,
+    put,
+    put_packed,
+    quantise_layers,
+)
 from jaxkv.weights.packing import (
     INT4,
     METHODS,
@@ -151,6 +158,7 @@ def load_converted(
     def read(part: _Stored, dtype: np.dtype) -> np.ndarray:
         with part.file.open("rb") as stream:
             host, crc32 = _read(stream, part, dtype, check)
+        told(math.prod(part.shape))
         if check and crc32 != sums.values.get(part.path):
             raise CheckpointError(
                 f"{part.file}: expected the CRC-32 {sums.values.get(part.path)!r:.80} of "
@@ -171,7 +179,8 @@ def load_converted(
         host = read(parts[""], jnp.dtype(dtype))
         return {"": put(host.view(np.uint16) if as_bits else host, leaf.name, placement)}
 
-    return make_tree((leaf, load(leaf, parts)) for leaf, parts in arrays)
+    with progress([leaf for leaf, _ in arrays], jnp.dtype(dtype)) as told:
+        return make_tree((leaf, load(leaf, parts)) for leaf, parts in arrays)
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,9 @@ class Dequantised:
         own = {last: self._checkpoint.read(full) for last, full in self._parts[name].items()}
         blocks, scales = own["blocks"], own.get("scales")
         fits = blocks.dtype == np.uint8 and blocks.ndim == 4 and blocks.shape[-1] == 16
-        if scales is None or not fits or scales.dtype != np.uint8:
+        if scales is not None:
+            fits = fits and scales.dtype == np.uint8 and scales.shape == blocks.shape[:3]
+        if scales is None or not fits:
             shapes = ", ".join(f"{last} {x.dtype} {list(x.shape)}" for last, x in own.items())
             raise CheckpointError(
                 f"{self.entries[name].file}: {name}: expected uint8 blocks [E, out, in / 32, 16] "
