@@ -1,7 +1,7 @@
 """Measures what holds for every family of models, and writes docs/models.md from it.
 
-    python scripts/model_table.py                    # all, about 20 minutes on 2 cores
-    python scripts/model_table.py gemma3_text phi3   # some, on the terminal only
+    python scripts/model_table.py                    # all, about 25 minutes on 2 cores
+    python scripts/model_table.py gemma3_text phi3   # some; the other rows stay as they were
 
 Needs transformers with PyTorch (`pip install ".[parity]"`) and tests/ beside it. Each model is a
 tiny one that transformers makes, with every weight drawn anew (tests/families.py), in float32.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -40,6 +41,8 @@ from jaxkv.programs import compiled
 from jaxkv.testing import model_of
 from parity import TOLERANCE, expected_tokens, logits_of, prompts, tiny_llm
 
+TABLE = ROOT / "docs" / "models.md"
+VERSIONS = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "transformers"))
 COLUMNS = ("logits", "tokens", "cached", "int8 pages", "2 devices", "TPU kernels", "GPU kernels")
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 1}
 
@@ -167,28 +170,45 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     quick = compiled.COMPILER_OPTIONS.get("cpu", {}) | {"xla_backend_optimization_level": "0"}
     compiled.COMPILER_OPTIONS["cpu"] = quick
-    rows, reasons = [], {}
+    rows = read() if asked else {}
     for variant in asked or [*ALONE, *WRAPPED]:
         with tempfile.TemporaryDirectory() as directory:
             case = Case(variant, Path(directory))
-            cells = [case.check(column) for column in COLUMNS]
-        for place, cell in enumerate(cells):
-            if len(cell) > 12:
-                cells[place] = f"no ({reasons.setdefault(cell, len(reasons) + 1)})"
-        rows.append([variant, *cells])
-        print(" | ".join(rows[-1]), flush=True)
-    for reason, number in reasons.items():
-        print(f"{number}. {reason}")
-    if not asked:
-        write(rows, reasons)
+            rows[variant] = [case.check(column) for column in COLUMNS]
+        print(" | ".join([variant, *rows[variant]]), flush=True)
+    write({variant: rows[variant] for variant in (*ALONE, *WRAPPED) if variant in rows})
 
 
-def write(rows: list[list[str]], reasons: dict[str, int]) -> None:
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "transformers"))
+def read() -> dict[str, list[str]]:
+    """Returns the rows of the table that is there, with reasons in place of their numbers.
+
+    Raises: ValueError if it was measured with other versions.
+    """
+    text = TABLE.read_text()
+    if VERSIONS not in text:
+        raise ValueError(f"{TABLE}: expected figures of {VERSIONS}; measure all models anew")
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+    rows = {}
+    for line in re.findall(r"^\| (\w.*) \|$", text, re.MULTILINE):
+        variant, *cells = line.split(" | ")
+        numbers = [re.fullmatch(r"no \((\d+)\)", cell) for cell in cells]
+        pairs = zip(cells, numbers, strict=True)
+        rows[variant] = [cell if number is None else reasons[number[1]] for cell, number in pairs]
+    return rows
+
+
+def write(rows: dict[str, list[str]]) -> None:
+    reasons: dict[str, int] = {}
+
+    def short(cell: str) -> str:
+        is_short = len(cell) <= 12
+        return cell if is_short else f"no ({reasons.setdefault(cell, len(reasons) + 1)})"
+
+    table = [[variant, *map(short, cells)] for variant, cells in rows.items()]
     lines = [
         "# Models",
         "",
-        f"Written by `python scripts/model_table.py` ({versions}, CPU): for tiny models that "
+        f"Written by `python scripts/model_table.py` ({VERSIONS}, CPU): for tiny models that "
         "transformers made, every weight drawn anew, float32. A name behind a hyphen is a variant "
         "of a family; the last rows are the text parts of larger models.",
         "",
@@ -201,12 +221,12 @@ def write(rows: list[list[str]], reasons: dict[str, int]) -> None:
         "",
         "| | " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * (len(COLUMNS) + 1),
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *("| " + " | ".join(row) + " |" for row in table),
         "",
         *(f"{number}. {reason}" for reason, number in reasons.items()),
         "",
     ]
-    (ROOT / "docs" / "models.md").write_text("\n".join(lines))
+    TABLE.write_text("\n".join(lines))
 
 
 if __name__ == "__main__":
