@@ -123,7 +123,8 @@ class Case:
         sizes = json.loads(DEFAULTS.read_text()).get(family)
         if sizes is None:
             return "no default sizes"
-        sizes = {key: size for key, size in sizes.items() if size is not None}
+        # Of what its config leaves open, heads have the size that follows from the others.
+        sizes = {key: x for key, x in sizes.items() if x is not None or key == "head_dim"}
         own = read_family(ConfigReader(config, "config.json"))[0]
         full = {**config.get("text_config", config), **sizes}
         count = sizes.get("num_hidden_layers", sizes.get("n_layer"))
