@@ -123,10 +123,9 @@ class Case:
         sizes = json.loads(DEFAULTS.read_text()).get(family)
         if sizes is None:
             return "no default sizes"
-        # Of what its config leaves open, heads have the size that follows from the others.
-        sizes = {key: x for key, x in sizes.items() if x is not None or key == "head_dim"}
+        sizes = {key: size for key, size in sizes.items() if size is not None}
         own = read_family(ConfigReader(config, "config.json"))[0]
-        full = {**config.get("text_config", config), **sizes}
+        full = {**config.get("text_config", config), "head_dim": None, **sizes}
         count = sizes.get("num_hidden_layers", sizes.get("n_layer"))
         listed = {key: one for key, one in full.items() if isinstance(one, list)}
         full |= {key: (one * count)[:count] for key, one in listed.items()}
