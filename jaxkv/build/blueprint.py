@@ -30,7 +30,7 @@ from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
 from jaxkv.placement import EXTREMES, PAGES, TENSOR, Placement, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.weights.dummy import leaf_arrays, weight_shapes
-from jaxkv.weights.packing import num_bytes
+from jaxkv.weights.packing import METHODS, num_bytes
 from jaxkv.weights.tree import Weights, tree_leaves, with_layer_leaf
 
 MAX_TABLES = 8
@@ -114,6 +114,13 @@ class Blueprint:
         placement = place(self.spec, self.layout, devices, self.num_devices)
         return replace(self, placement=placement)
 
+    @property
+    def quantization(self) -> str | None:
+        """Returns what weights are quantised to as they are loaded; None for those that are stored
+        so.
+        """
+        return None if self.layout.quantisation else self.options.quantization
+
     # --- what it takes, in bytes of one device
 
     @cached_property
@@ -174,7 +181,7 @@ class Blueprint:
         total, size = 0, self.num_devices
         for leaf in tree_leaves(self.spec, self.layout):
             arrays = leaf_arrays(
-                leaf, dtype=self.dtype, num_parts=size, quantization=self.options.quantization
+                leaf, dtype=self.dtype, num_parts=size, quantization=self.quantization
             )
             for suffix, (shape, dtype) in arrays.items() if leaf.one.same_as is None else ():
                 is_divided = TENSOR in self.placement.weight(leaf.name + suffix, shape)
@@ -236,7 +243,7 @@ class Blueprint:
             self.layout,
             dtype=self.dtype,
             placement=self.placement,
-            quantization=self.options.quantization,
+            quantization=self.quantization,
         )
 
     def empty_kv(self) -> PagedKV:
@@ -303,6 +310,21 @@ class Blueprint:
         return PagedKV(tuple(stores))
 
 
+def _check_quantization(asked: str | None, layout: Layout) -> None:
+    """Raises ValueError for a method that is none, or another one than weights are stored by."""
+    stored = layout.quantisation
+    if stored is not None and asked not in (None, stored.method.partition(",")[0]):
+        raise ValueError(
+            f"quantization: expected None for weights that are stored quantised "
+            f"({stored.method}), got {asked!r}"
+        )
+    if stored is None and asked not in (None, *METHODS):
+        raise ValueError(
+            f"quantization: expected None or one of {', '.join(METHODS)} for weights that are not "
+            f"stored quantised, got {asked!r}"
+        )
+
+
 def make_blueprint(
     options: EngineOptions,
     spec: ModelSpec,
@@ -322,11 +344,7 @@ def make_blueprint(
     """
     skipped = options.kv_cache_dtype_skip_layers
     spec = spec.apart(exact_layers(spec, skipped))
-    if options.quantization is not None and layout.quantisation is not None:
-        raise ValueError(
-            f"quantization: expected None for weights that are stored quantised "
-            f"({layout.quantisation.method}), got {options.quantization!r}"
-        )
+    _check_quantization(options.quantization, layout)
     placement = place(spec, layout, devices, options.tensor_parallel_size)
     platform = placement.devices[0].platform
     dtype = options.dtype

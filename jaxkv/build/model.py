@@ -92,7 +92,7 @@ class Model:
                 as_bits=as_bits,
                 placement=blueprint.placement,
                 seed=options.seed,
-                quantization=options.quantization,
+                quantization=blueprint.quantization,
             )
         from_files = load_weights if self.stored_dtype is None else load_converted
         directory = with_weights(_given(options), self.directory)
@@ -104,7 +104,7 @@ class Model:
             as_bits=as_bits,
             placement=blueprint.placement,
             check=options.load_format != "unchecked",
-            quantization=options.quantization,
+            quantization=blueprint.quantization,
         )
 
     @property

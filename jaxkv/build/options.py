@@ -154,11 +154,9 @@ class EngineOptions:
         None,
         "what the matrices of the layers are quantised to as they are loaded: int8, int4 (by "
         "groups of 128) or fp8, or int8_dynamic, which multiplies int8 with int8 and quantises "
-        "each token for that; None: as they are stored",
-        check=Check(
-            expected="None or one of int8, int8_dynamic, int4, fp8",
-            holds=lambda value: value in (None, "int8", "int8_dynamic", "int4", "fp8"),
-        ),
+        "each token for that; None: as they are stored. Of weights that are stored quantised, the "
+        "method that their config.json names",
+        check=IS_TEXT_OR_NONE,
         commands=ENGINES + TARGETS,
     )
     tensor_parallel_size: int = option(

@@ -27,7 +27,7 @@ DYNAMIC = "_dynamic_scales"
 GROUP = 128
 """Columns that share a scale in 4 bits, fewer where that is no divisor."""
 
-LEAST_GROUP = 8
+LEAST_GROUP, TINY = 8, 1e-30
 
 INT4 = np.dtype(ml_dtypes.int4)
 METHODS = {"int8": np.dtype(np.int8), "int4": INT4}
@@ -119,7 +119,8 @@ def _rounded(w: npt.NDArray[np.float32], packing: Packing) -> tuple[Any, Any]:
 
     dtype, most = packing.dtype, LARGEST[packing.dtype.name]
     largest = np.abs(w).max(axis=-1, keepdims=True)
-    scale = stored(np.where(largest == 0, 1, largest) / np.float32(most))
+    is_zero = largest < TINY  # whose scales might be 0
+    scale = stored(np.where(is_zero, 1, largest) / np.float32(most))
     if dtype.name.startswith("float"):
         return np.clip(w / scale, -most, most).astype(dtype), scale[..., 0]
     found = np.clip(np.rint(w / scale), -most, most)
@@ -129,7 +130,7 @@ def _rounded(w: npt.NDArray[np.float32], packing: Packing) -> tuple[Any, Any]:
         least = np.square(found * scale - w).sum(axis=-1, keepdims=True)
         for part in CUT:
             # The extreme becomes -8 or is cut off there, so that all sixteen values count.
-            tried = stored(np.where(extreme == 0, 1, extreme) * np.float32(part / -8))
+            tried = stored(np.where(is_zero, 1, extreme) * np.float32(part / -8))
             other = np.clip(np.rint(w / tried), -8, 7)
             error = np.square(other * tried - w).sum(axis=-1, keepdims=True)
             is_less = error < least

@@ -316,6 +316,9 @@ def test_what_is_stored_quantised_is_not_quantised_again(tmp_path):
     small, _ = quantised(tmp_path, "awq")
     with pytest.raises(ValueError, match=r"quantization: expected None .*\(awq\), got 'int8'"):
         make(small, quantization="int8")
+    assert "stored as awq" in make(small, quantization="awq").describe()
+    with pytest.raises(ValueError, match=r"one of int8, int4, int8_dynamic, fp8 .*, got 'awq'"):
+        make(tmp_path / "plain", quantization="awq")
 
 
 @pytest.mark.parametrize("size", [[64.0, 96.0], [64], [-64, 96], [[96, 64]]])
