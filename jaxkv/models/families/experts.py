@@ -100,6 +100,20 @@ def read_router(config: ConfigReader, count: int, *, used: str, **router: object
     return replace(made, **router)  # type: ignore[arg-type]
 
 
+def read_mixtral(config: ConfigReader, *, bias: str | None = None) -> Experts:
+    """Reads experts that are called as Mixtral's are."""
+    return Experts(
+        count=config.size("num_local_experts", at_most=MAX_EXPERTS),
+        width=config.size("intermediate_size"),
+        router="block_sparse_moe.gate",
+        one="block_sparse_moe.experts.{expert}.",
+        gate="w1",
+        up="w3",
+        down="w2",
+        bias=bias,
+    )
+
+
 def qwen_dense(config: ConfigReader) -> list[int]:
     """Lists the layers without experts, as Qwen's configs say it: `mlp_only_layers`, and all but
     every `decoder_sparse_step`th.

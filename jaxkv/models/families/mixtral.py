@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import FULL, SLIDING, Layout, read_decoder
-from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
+from jaxkv.models.families.experts import read_mixtral, read_router
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kind = FULL if config.get("sliding_window") is None else SLIDING
     kinds = [kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    count = config.size("num_local_experts", at_most=MAX_EXPERTS)
-    experts = Experts(
-        count=count,
-        width=config.size("intermediate_size"),
-        router="block_sparse_moe.gate",
-        one="block_sparse_moe.experts.{expert}.",
-        gate="w1",
-        up="w3",
-        down="w2",
-    )
-    router = read_router(config, count, used="num_experts_per_tok", is_normalised=True)
+    experts = read_mixtral(config)
+    router = read_router(config, experts.count, used="num_experts_per_tok", is_normalised=True)
     return read_decoder(
         config, family="mixtral", kinds=kinds, experts=experts.leaves, router=router
     )
