@@ -127,9 +127,10 @@ class PagedAttention:
         """
         tables, prepared = own
         place = Place(_with(self._kv.stores[s], held.stores[s]), layer, tables, held.statistics)
-        k_TKH, v_TKH = kv
+        size = place.store.layout.head_dim
+        k_TKH, v_TKH = (None if x is None else _padded(x, size) for x in kv)
         found = self._attention.attend(
-            q_TNH,
+            _padded(q_TNH, size),
             k_TKH,
             v_TKH,
             place,
@@ -141,7 +142,7 @@ class PagedAttention:
             out_dtype=out_dtype,
         )
         stores = (*held.stores[:s], _pools(found.store), *held.stores[s + 1 :])
-        return found.out_TNH, Held(stores, found.statistics)
+        return found.out_TNH[..., : q_TNH.shape[2]], Held(stores, found.statistics)
 
 
 def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
@@ -158,6 +159,12 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
         )
         for group in spec.groups
     )
+
+
+def _padded(x: jax.Array, size: int) -> jax.Array:
+    """Returns vectors with zeros behind them, as pages of a larger head size hold them."""
+    missing = size - x.shape[-1]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, missing))) if missing else x
 
 
 def _grown(rows: PageTables, batch: Batch) -> PageTables:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kernels_pallas.gpu.pages import Int8Pages
+from kernels_pallas.gpu.pages import Int8Pages, padded_head_dim
 from kernels_pallas.gpu.schedule import Schedule, make_schedule
 
 if TYPE_CHECKING:
@@ -16,4 +16,4 @@ else:
         return attention.ragged_paged_attention(*operands, **options)
 
 
-__all__ = ["Int8Pages", "Schedule", "make_schedule", "ragged_paged_attention"]
+__all__ = ["Int8Pages", "Schedule", "make_schedule", "padded_head_dim", "ragged_paged_attention"]

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from kernels_pallas.gpu import decode as of_rows
 from kernels_pallas.gpu import prefill as of_chunks
 from kernels_pallas.gpu.block import LOG2E, MASKED, Pools, Problem
-from kernels_pallas.gpu.pages import Int8Pages
+from kernels_pallas.gpu.pages import HEAD_DIMS, Int8Pages
 from kernels_pallas.gpu.schedule import DecodeItems, PrefillItems, Schedule, rows_per_query
 
-HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 INT8_PAGE_SIZES = (64, 128)
 """A copy to shared memory begins at a multiple of 128 bytes there: the scales of 64 tokens."""

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kernels_pallas.tpu.layout import Layout, layout_of, pack, unpack
+from kernels_pallas.tpu.layout import Layout, layout_of, pack, padded_head_dim, unpack
 from kernels_pallas.tpu.packing import Packed, Packing, Quantised, pack_pages, unpack_scales
 from kernels_pallas.tpu.schedule import Schedule, make_schedule
 from kernels_pallas.tpu.tiles import Tiles, choose_tiles
@@ -30,6 +30,7 @@ __all__ = [
     "make_schedule",
     "pack",
     "pack_pages",
+    "padded_head_dim",
     "ragged_paged_attention",
     "unpack",
     "unpack_scales",

@@ -53,6 +53,11 @@ class Layout:
         return 0 if self.kind == "beside" else self.joined
 
 
+def padded_head_dim(head_dim: int) -> int:
+    """Returns the smallest head size that the kernels take and that is at least as large."""
+    return LANES // 2 if head_dim <= LANES // 2 else -(-head_dim // LANES) * LANES
+
+
 def layout_of(*, kv_heads: int, head_dim: int) -> Layout:
     """Raises: NotImplementedError for a head_dim other than 64 and the multiples of 128."""
     if head_dim % LANES == 0:

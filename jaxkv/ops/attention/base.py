@@ -130,7 +130,9 @@ class Backend(Attention, Protocol):
         ...
 
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> PageLayout:
-        """Returns how it keeps the keys and values of a page."""
+        """Returns how it keeps the keys and values of a page. Its heads may be larger than the
+        model's: then whoever asks it to attend puts zeros behind queries, keys and values.
+        """
         ...
 
 

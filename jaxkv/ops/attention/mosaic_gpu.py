@@ -16,7 +16,13 @@ from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout, ScalesApartLayout, is_int8
 from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
 from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_statistics
-from kernels_pallas.gpu import Int8Pages, Schedule, make_schedule, ragged_paged_attention
+from kernels_pallas.gpu import (
+    Int8Pages,
+    Schedule,
+    make_schedule,
+    padded_head_dim,
+    ragged_paged_attention,
+)
 from kernels_pallas.rows import Rows
 
 HOPPER = "9.0"
@@ -64,7 +70,7 @@ class MosaicGpu:
         tables = PageTables(table_BW, table_BW, batch)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH, k_TKH = (
-            jnp.zeros((2, n, heads.head_dim)) for n in (heads.num_heads, heads.num_kv_heads)
+            jnp.zeros((2, n, layout.head_dim)) for n in (heads.num_heads, heads.num_kv_heads)
         )
         prepared = self.prepare(store, tables, made, heads)
         return self.attend(
@@ -84,7 +90,7 @@ class MosaicGpu:
         kind = ScalesApartLayout if is_int8(codec) else HeadMajorLayout
         return kind(
             num_kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
+            head_dim=padded_head_dim(heads.head_dim),
             page_size=page_size,
             codec=codec,
         )
@@ -111,7 +117,7 @@ class MosaicGpu:
             num_tokens=batch.token_T.shape[0],
             num_heads=heads.num_heads,
             kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
+            head_dim=store.layout.head_dim,
             num_processors=self.num_processors or num_processors(),
             decode_only=batch.decode_only,
         )

@@ -21,6 +21,7 @@ from kernels_pallas.tpu import (
     Schedule,
     choose_tiles,
     make_schedule,
+    padded_head_dim,
     ragged_paged_attention,
 )
 
@@ -60,8 +61,8 @@ class PallasTpu:
         store = empty_store(num_layers=1, layout=layout, num_pages=1)
         tables = PageTables(table_BW, table_BW, batch)
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
-        q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, heads.head_dim))
-        k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, heads.head_dim))
+        q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, layout.head_dim))
+        k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, layout.head_dim))
         prepared = self.prepare(store, tables, made, heads)
         return self.attend(
             q_TNH,
@@ -79,7 +80,7 @@ class PallasTpu:
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> LaneLayout:
         return LaneLayout(
             num_kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
+            head_dim=padded_head_dim(heads.head_dim),
             page_size=page_size,
             codec=codec,
         )
