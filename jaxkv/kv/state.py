@@ -94,6 +94,8 @@ class PageTables:
     since_B  int32: the position from which on the queries of each row are observed (`Statistics`);
              None where nothing is. `focused` as there.
     context_B int32: how long each row may get, where rotary embeddings depend on it; else None.
+    slot_B   int32: where each row keeps its recurrent state, past the last slot for padding; None
+             of a model without.
     """
 
     table_BW: jax.Array
@@ -102,6 +104,7 @@ class PageTables:
     low: PageTables | None = None
     since_B: jax.Array | None = None
     context_B: jax.Array | None = None
+    slot_B: jax.Array | None = None
     focused: bool = static(default=False)
 
 
@@ -140,15 +143,19 @@ class PagedKV:
     """The whole KV state: stores, which live as long as the engine, and the rows of one step.
 
     By KV group of the model. Where there is one store or one entry of `rows`, all groups share it.
+    states: recurrent states, for each entry of `ModelSpec.states` its arrays
+    [layers * slots, ..]: slot s of layer l is row l * slots + s.
     """
 
     stores: tuple[Store, ...]
     rows: tuple[PageTables, ...] = ()
+    states: tuple[tuple[jax.Array, ...], ...] = ()
 
     @property
     def pools(self) -> list[jax.Array]:
-        """Lists all arrays that hold keys and values."""
-        return [pool for store in self.stores for pool in store.pools]
+        """Lists all arrays that live from step to step: keys, values and recurrent states."""
+        pages = [pool for store in self.stores for pool in store.pools]
+        return pages + [array for arrays in self.states for array in arrays]
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ and a body of its own, between which the loop over layers branches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,14 @@ from jaxkv.ops.layers import (
     rms_norm,
     values,
 )
+from jaxkv.ops.recurrent import Rows
 from jaxkv.weights.tree import EXPERT, Weights, layer_weights
 
 Carry = tuple[jax.Array, Held]
 """The stream [T, D] and what layers change, from layer to layer."""
+
+Mix = Callable[[jax.Array, Weights, Held, jax.Array], Carry]
+"""Mixes the tokens [T, D] that come into the layer of this number (int32) with these weights."""
 
 
 class Layers:
@@ -59,6 +63,7 @@ class Layers:
         axis: str | None,
     ) -> None:
         self._weights, self._spec, self._axis = weights, spec, axis
+        self._kv, self._batch = kv, batch
         self._attend, self._own_LTP = attend, own_LTP
         self._ropes = Ropes(spec, batch.position_T, _contexts(kv, batch))
         self._is_real_T = jnp.asarray(batch.row_T) < kv.rows[0].len_B.shape[0]
@@ -75,21 +80,17 @@ class Layers:
     def _body(self, kind: int) -> Callable[[jax.Array, Carry], Carry]:
         """Returns what runs any layer of a kind."""
         spec, layers = self._spec, self._spec.layers_of(kind)
-        groups = sorted({spec.group_of(layer)[0] for layer in layers})
-        head_dim, rotation_of = spec.groups[groups[0]].head_dim, self._ropes.of(layers)
         index_L = np.zeros(spec.num_layers, np.int32)
         index_L[list(layers)] = range(len(layers))
+        mixers = [self._attention(layers)] * spec.has_attention(layers[0])
+        mixers += [self._recurrence(layers)] * (spec.state_of(layers[0]) is not None)
 
         def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
-            q, k, v = _project(h_TD, w, rotation_of(number), spec, head_dim, self._axis)
-            if self._warmth_T is not None:
-                q = q * self._warmth_T[:, None, None]
-            sinks_N, dtype = w.get("sinks"), w["o"].dtype
-            out_TNH, held = self._attend(
-                held, number, q, k, v, groups=groups, sinks_N=sinks_N, out_dtype=dtype
-            )
-            out_TF = out_TNH.reshape(q.shape[0], -1)
-            return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held
+            mixed_TD, held = mixers[0](h_TD, w, held, number)
+            for one in mixers[1:]:
+                more_TD, held = one(h_TD, w, held, number)
+                mixed_TD += more_TD
+            return mixed_TD, held
 
         def run(number: jax.Array, carry: Carry) -> Carry:
             x_TD, held = carry
@@ -113,6 +114,46 @@ class Layers:
             return x_TD * w["scalar"][None] if "scalar" in w else x_TD, held
 
         return run
+
+    def _attention(self, layers: Sequence[int]) -> Mix:
+        """Returns what attends in any of these layers."""
+        spec = self._spec
+        groups = sorted({spec.group_of(layer)[0] for layer in layers})
+        head_dim, rotation_of = spec.groups[groups[0]].head_dim, self._ropes.of(layers)
+
+        def attend(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+            q, k, v = _project(h_TD, w, rotation_of(number), spec, head_dim, self._axis)
+            if self._warmth_T is not None:
+                q = q * self._warmth_T[:, None, None]
+            sinks_N, dtype = w.get("sinks"), w["o"].dtype
+            out_TNH, held = self._attend(
+                held, number, q, k, v, groups=groups, sinks_N=sinks_N, out_dtype=dtype
+            )
+            out_TF = out_TNH.reshape(q.shape[0], -1)
+            return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held
+
+        return attend
+
+    def _recurrence(self, layers: Sequence[int]) -> Mix:
+        """Returns what mixes tokens by recurrent states in any of these layers."""
+        spec, batch, kv = self._spec, self._batch, self._kv
+        places = [spec.state_of(layer) or (0, 0) for layer in range(spec.num_layers)]
+        number_of, slot_B = places[layers[0]][0], kv.rows[0].slot_B
+        if slot_B is None:
+            raise ValueError("expected page tables with the slots of recurrent states, got none")
+        state, index_L = spec.states[number_of], np.array([index for _, index in places], np.int32)
+        num_slots = kv.states[number_of][0].shape[0] // len(state.layers)
+        slot_B = jnp.where(batch.count_B > 0, slot_B, num_slots)
+        len_B = jnp.asarray(batch.position_T)[batch.start_B]
+
+        def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+            rows = Rows(slot_B, len_B, batch, jnp.asarray(index_L)[number], num_slots)
+            own = held.states[number_of]
+            mixed_TD, own = state.mixer(h_TD, w, own, rows, axis=self._axis)
+            states = (*held.states[:number_of], own, *held.states[number_of + 1 :])
+            return mixed_TD, held._replace(states=states)
+
+        return mix
 
     def _feed_forward(self, x_TD: jax.Array, w: Weights) -> jax.Array:
         """Runs the MLP of a layer, or the experts that its router chooses and the shared one."""

@@ -25,12 +25,13 @@ Result = tuple[jax.Array, "Held"]
 
 
 class Held(NamedTuple):
-    """Holds what layers change: the pools of each store, and what is observed. All else of the KV
-    state stays outside of the loop.
+    """Holds what layers change: the pools of each store, what is observed, and recurrent states.
+    All else of the KV state stays outside of the loop.
     """
 
     stores: tuple[Pools, ...]
     statistics: Statistics | None
+    states: tuple[tuple[jax.Array, ...], ...] = ()
 
 
 class PagedAttention:
@@ -48,11 +49,14 @@ class PagedAttention:
         asked = spec.attention
         self._scale = spec.head_dim**-0.5 if asked.scale is None else asked.scale
         self._cap = asked.cap
-        places = [spec.group_of(layer) for layer in range(spec.num_layers)]
+        layers = range(spec.num_layers)
+        # A layer without keys and values asks for none.
+        places = [spec.group_of(x) if spec.has_attention(x) else (0, 0) for x in layers]
         if len(kv.stores) == len(kv.rows) == 1:  # every layer has a part of every page
             own = spec.kv_layers
             places = [
-                (group, own.index(spec.source_of(layer))) for layer, (group, _) in enumerate(places)
+                (group, own.index(spec.source_of(layer)) if spec.has_attention(layer) else 0)
+                for layer, (group, _) in enumerate(places)
             ]
         self._places_L2 = np.array(places, np.int32)
         heads_G = heads_of(spec, num_devices=num_devices)
@@ -65,18 +69,18 @@ class PagedAttention:
             for store, rows, heads in zip(stores_G, rows_G, heads_G, strict=True)
         ]
         # Else the number of a layer is that of its keys and values.
-        self._has_places = len(heads_G) > 1 or bool(spec.kv_sources)
+        self._has_places = len(heads_G) > 1 or spec.kv_layers != tuple(layers)
         if len(kv.stores) == 1 and len(heads_G) > 1:
             self._stacked = jax.tree.map(lambda *of_groups: jnp.stack(of_groups), *self._of_groups)
 
     def held(self, statistics: Statistics | None) -> Held:
         """Returns what the first layer begins with."""
-        return Held(tuple(map(_pools, self._kv.stores)), statistics)
+        return Held(tuple(map(_pools, self._kv.stores)), statistics, self._kv.states)
 
     def state(self, held: Held) -> PagedKV:
         """Returns the KV state after the step, its lengths grown by the step's tokens."""
         rows = tuple(_grown(rows, self._batch) for rows in self._kv.rows)
-        return PagedKV(tuple(map(_with, self._kv.stores, held.stores)), rows)
+        return PagedKV(tuple(map(_with, self._kv.stores, held.stores)), rows, held.states)
 
     def __call__(
         self,
@@ -142,7 +146,8 @@ class PagedAttention:
             out_dtype=out_dtype,
         )
         stores = (*held.stores[:s], _pools(found.store), *held.stores[s + 1 :])
-        return found.out_TNH[..., : q_TNH.shape[2]], Held(stores, found.statistics)
+        out_TNH = found.out_TNH[..., : q_TNH.shape[2]]
+        return out_TNH, held._replace(stores=stores, statistics=found.statistics)
 
 
 def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:

@@ -33,7 +33,7 @@ class Ropes:
         self._ropes_L = spec.layer_ropes or (spec.rope,) * spec.num_layers
         self._tables: dict[RopeSpec, tuple[jax.Array, jax.Array]] = {}
         for layer, rope in enumerate(self._ropes_L):
-            if rope is None or rope in self._tables:
+            if rope is None or rope in self._tables or not spec.has_attention(layer):
                 continue
             head_dim = spec.groups[spec.group_of(layer)[0]].head_dim
             inv_freq: jax.Array | np.ndarray = rope_frequencies(rope, head_dim)

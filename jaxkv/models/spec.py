@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from jaxkv.models.recurrent import Mixer, StateArray
 from jaxkv.ops.experts import Router
 
 
@@ -102,6 +103,19 @@ class KVGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateSpec:
+    """Layers whose mixer keeps a recurrent state, of one size however long a row is."""
+
+    layers: tuple[int, ...]
+    mixer: Mixer
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """Describes the state of a row in one layer."""
+        return self.mixer.arrays
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer. Biases, most norms, a gate and an untied head are not here: their
     tensors are the flag.
@@ -114,6 +128,7 @@ class ModelSpec:
     layer_kinds: for each layer the number of its kind, whose tensors have shapes of their own; ()
     if all are alike. kv_sources: for each layer the one whose keys and values it attends to; () if
     each has its own. A layer without its own is in no KV group. router: of layers with experts.
+    states: layers with recurrent states, beside keys and values or without any.
     """
 
     family: str
@@ -137,6 +152,7 @@ class ModelSpec:
     layer_kinds: tuple[int, ...] = ()
     kv_sources: tuple[int, ...] = ()
     router: Router | None = None
+    states: tuple[StateSpec, ...] = ()
 
     @property
     def depends_on_context(self) -> bool:
@@ -162,6 +178,17 @@ class ModelSpec:
     def kv_layers(self) -> tuple[int, ...]:
         """Lists the layers that have keys and values of their own."""
         return tuple(sorted(layer for group in self.groups for layer in group.layers))
+
+    def has_attention(self, layer: int) -> bool:
+        """Says whether a layer attends to keys and values, its own or another layer's."""
+        return self.source_of(layer) in self.kv_layers
+
+    def state_of(self, layer: int) -> tuple[int, int] | None:
+        """Returns (entry of `states`, index within it) of a layer; None if it keeps no state."""
+        for number, state in enumerate(self.states):
+            if layer in state.layers:
+                return number, state.layers.index(layer)
+        return None
 
     def source_of(self, layer: int) -> int:
         """Returns the layer whose keys and values this one attends to."""

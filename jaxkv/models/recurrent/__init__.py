@@ -1,0 +1,7 @@
+"""Mixers that keep a recurrent state of one size per row, beside or in place of attention: one file
+each.
+"""
+
+from jaxkv.models.recurrent.mixer import Mixer, StateArray
+
+__all__ = ["Mixer", "StateArray"]
