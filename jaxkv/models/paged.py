@@ -160,7 +160,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
             window=group.window,
             cap=spec.attention.cap,
             has_sinks=spec.attention.has_sinks,
-            has_readers=bool(spec.kv_sources),
+            has_readers=bool(spec.attention.kv_sources),
         )
         for group in spec.groups
     )

@@ -65,7 +65,8 @@ class AttentionSpec:
     scale: of the scores, head_dim**-0.5 if None. cap: scores are cap * tanh(score / cap), where it
     is not 0. qk_norm: what a norm of queries and keys is over, each "head" alike, "heads" with
     weights of their own, or the "whole" of them; before the rotation or `norm_after_rope`. clip:
-    bounds queries, keys and values from both sides, where it is not 0.
+    bounds queries, keys and values from both sides, where it is not 0. kv_sources: for each layer
+    the one whose keys and values it attends to; () if each has its own.
     """
 
     scale: float | None = None
@@ -75,6 +76,7 @@ class AttentionSpec:
     clip: float = 0.0
     temperature: QueryTemperature | None = None
     has_sinks: bool = False
+    kv_sources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +128,8 @@ class ModelSpec:
     came into the layer.
 
     layer_kinds: for each layer the number of its kind, whose tensors have shapes of their own; ()
-    if all are alike. kv_sources: for each layer the one whose keys and values it attends to; () if
-    each has its own. A layer without its own is in no KV group. router: of layers with experts.
-    states: layers with recurrent states, beside keys and values or without any.
+    if all are alike. router: of layers with experts. states: layers with recurrent states, beside
+    keys and values or without any. A layer without keys and values of its own is in no KV group.
     """
 
     family: str
@@ -150,7 +151,6 @@ class ModelSpec:
     is_parallel: bool = False
     scales: Scales = Scales()
     layer_kinds: tuple[int, ...] = ()
-    kv_sources: tuple[int, ...] = ()
     router: Router | None = None
     states: tuple[StateSpec, ...] = ()
 
@@ -192,7 +192,8 @@ class ModelSpec:
 
     def source_of(self, layer: int) -> int:
         """Returns the layer whose keys and values this one attends to."""
-        return self.kv_sources[layer] if self.kv_sources else layer
+        sources = self.attention.kv_sources
+        return sources[layer] if sources else layer
 
     def group_of(self, layer: int) -> tuple[int, int]:
         """Returns (group, index within that group) of a layer's keys and values."""

@@ -56,7 +56,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         groups=tuple(groups),
         layer_ropes=tuple(_rope(config, kind) for kind in kinds),
         layer_kinds=tuple(map(listed.index, forms)) if len(listed) > 1 else (),
-        kv_sources=sources if has_shared else (),
+        attention=replace(spec.attention, kv_sources=sources if has_shared else ()),
     )
     return spec, replace(
         layout,
