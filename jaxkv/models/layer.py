@@ -82,15 +82,7 @@ class Layers:
         spec, layers = self._spec, self._spec.layers_of(kind)
         index_L = np.zeros(spec.num_layers, np.int32)
         index_L[list(layers)] = range(len(layers))
-        mixers = [self._attention(layers)] * spec.has_attention(layers[0])
-        mixers += [self._recurrence(layers)] * (spec.state_of(layers[0]) is not None)
-
-        def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
-            mixed_TD, held = mixers[0](h_TD, w, held, number)
-            for one in mixers[1:]:
-                more_TD, held = one(h_TD, w, held, number)
-                mixed_TD += more_TD
-            return mixed_TD, held
+        mix = self._mix(layers)
 
         def run(number: jax.Array, carry: Carry) -> Carry:
             x_TD, held = carry
@@ -114,6 +106,25 @@ class Layers:
             return x_TD * w["scalar"][None] if "scalar" in w else x_TD, held
 
         return run
+
+    def _mix(self, layers: Sequence[int]) -> Mix:
+        """Returns what mixes tokens in any of these layers: attention, a recurrence, or both side
+        by side, which are added up.
+        """
+        mixers = []
+        if self._spec.has_attention(layers[0]):
+            mixers.append(self._attention(layers))
+        if self._spec.state_of(layers[0]) is not None:
+            mixers.append(self._recurrence(layers))
+
+        def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+            mixed_TD, held = mixers[0](h_TD, w, held, number)
+            for one in mixers[1:]:
+                more_TD, held = one(h_TD, w, held, number)
+                mixed_TD += more_TD
+            return mixed_TD, held
+
+        return mix
 
     def _attention(self, layers: Sequence[int]) -> Mix:
         """Returns what attends in any of these layers."""
