@@ -149,6 +149,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nanochat": {"final_logit_softcapping": 2.0},
     "nemotron": {"attention_bias": True, "mlp_bias": True},
     "olmo": {"clip_qkv": 0.5, "attention_bias": True},
+    "mimo_v2_flash": WINDOW
+    | GROUPED
+    | {
+        "head_dim": 12,
+        "v_head_dim": 8,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rope_parameters": {
+            "sliding_attention": ROPE | {"partial_rotary_factor": 0.334},
+            "full_attention": ROPE | {"rope_theta": 1e5, "partial_rotary_factor": 0.5},
+        },
+    },
     "minimax_m2": LOCAL | HEAD | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "mixtral": LOCAL | {"sliding_window": 8},
     "olmo2": {"attention_bias": True},

@@ -140,7 +140,8 @@ class Layers:
             out_TNH, held = self._attend(
                 held, number, q, k, v, groups=groups, sinks_N=sinks_N, out_dtype=dtype
             )
-            out_TF = out_TNH.reshape(q.shape[0], -1)
+            value_dim = w["o"].num_columns // q.shape[1]
+            out_TF = out_TNH[..., :value_dim].reshape(q.shape[0], -1)
             return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held
 
         return attend
@@ -230,9 +231,9 @@ def _project(
     head_dim: int,
     axis: str | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Computes rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H], which are what
-    keys are made of where the weights have none; without keys and values where they have neither.
-    With qk-norm where the weights have it.
+    """Computes rotated queries [T, N, H] and keys [T, K, H], and values [T, K, H or less], which
+    are what keys are made of where the weights have none; without keys and values where they have
+    neither. With qk-norm where the weights have it.
 
     Keys and queries are suited to being quantised where the weights say how (`programs.fit_keys`).
     """
@@ -267,8 +268,9 @@ def _project(
     if "k" not in w:
         return q, None, None
     key = project("k")
-    value = project("v") if "v" in w else key
-    k, v = rotated(key, "k"), value.reshape(value.shape[0], -1, head_dim)
+    k = rotated(key, "k")
+    value = scaled(project("v") if "v" in w else key, spec.scales.values)
+    v = value.reshape(*k.shape[:2], -1)
     if "v_norm" in spec.unit_norms:
         v = normed(v, {}, "v_norm", spec)
     if "k_affine" in w:

@@ -81,11 +81,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scales:
-    """Holds factors on embeddings, on what joins the stream, and on logits, which `logit_cap` then
-    bounds as `AttentionSpec.cap` bounds scores.
+    """Holds factors on embeddings, on values, on what joins the stream, and on logits, which
+    `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
     """
 
     embed: float = 1.0
+    values: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
     logit_cap: float = 0.0

@@ -38,6 +38,7 @@ QUICK = {
     "gemma4_text",  # kinds of layers, keys of others, inputs of their own
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
+    "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts
     "ministral3",  # queries that grow
     "nanochat",  # norms without weights, the other way round
     "nemotron",  # LayerNorms less one, no gate

@@ -9,9 +9,9 @@ nobody takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
 from jaxkv.ops.layers import ACTIVATIONS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+Form = TypeVar("Form", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ def read_decoder(
     activations: Collection[str] = tuple(ACTIVATIONS),
     experts: Callable[[str, int], Mapping[str, Leaf]] | None = None,
     is_dense: Collection[int] = (),
+    value_dim: int | None = None,
     **spec: Any,
 ) -> tuple[ModelSpec, Layout]:
     """Reads spec and layout of a decoder of attention and MLP.
@@ -167,8 +169,9 @@ def read_decoder(
     interleaved, partly: as in `read_rope`. fused_by_head: `qkv` has the rows of one KV head after
     the other. transposed: weights of layers are stored [in, out]. eps, activation: under what the
     config has them. activations: those that the family's tensors are enough for. experts: gives
-    what layers have in place of an MLP (`Experts.leaves`), but for those of `is_dense`. spec: what
-    else the `ModelSpec` has.
+    what layers have in place of an MLP (`Experts.leaves`), but for those of `is_dense`. value_dim:
+    the size of a head's values, at most that of its keys, which it is by default. spec: what else
+    the `ModelSpec` has.
     """
     hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
@@ -204,7 +207,8 @@ def read_decoder(
         layer_kinds=tuple(int(i not in is_dense) for i in range(num_layers)) if has_both else (),
         **spec,
     )
-    layer = _LayerLeaves(made, names, biased, fused_by_head, transposed).of(config)
+    dims = (head_dim, head_dim, value_dim or head_dim)
+    layer = _LayerLeaves(made, names, biased, fused_by_head, transposed, dims).of(config)
     top = _top_leaves(made, config, names, biased, max_len)
     derived = (names.layer.replace(".", r"\.").format(layer=r"\d+") + r".*rotary_emb\.inv_freq",)
     layers: tuple[Mapping[str, Leaf], ...] = (layer,)
@@ -213,6 +217,34 @@ def read_decoder(
         routed |= experts(names.layer, hidden)
         layers = (layer, routed) if has_both else (routed,)
     return made, Layout(top=top, layers=layers, derived=derived)
+
+
+def read_forms(
+    forms: Sequence[Form], read: Callable[[Form], tuple[ModelSpec, Layout]]
+) -> tuple[ModelSpec, Layout]:
+    """Reads a decoder whose layers are of several forms, each with tensors of its own shapes.
+
+    forms: that of each layer. read: reads a form as if all layers were of it. What is not of layers
+    is the first one's; layers whose keys and values are alike share a KV group.
+    """
+    listed = list(dict.fromkeys(forms))
+    found = {form: read(form) for form in listed}
+    specs, layouts = zip(*found.values(), strict=True)
+    groups: dict[KVGroup, list[int]] = {}
+    ropes = []
+    for layer, form in enumerate(forms):
+        spec, _ = found[form]
+        groups.setdefault(replace(spec.groups[0], layers=()), []).append(layer)
+        ropes.append(spec.layer_ropes[layer] if spec.layer_ropes else spec.rope)
+    routers = [spec.router for spec in specs if spec.router is not None]
+    whole = replace(
+        specs[0],
+        groups=tuple(replace(group, layers=tuple(of)) for group, of in groups.items()),
+        layer_ropes=tuple(ropes) if len(set(ropes)) > 1 else specs[0].layer_ropes,
+        layer_kinds=tuple(map(listed.index, forms)) if len(listed) > 1 else (),
+        router=routers[0] if routers else None,
+    )
+    return whole, replace(layouts[0], layers=tuple(one.layers[0] for one in layouts))
 
 
 def read_kinds(
@@ -306,37 +338,37 @@ def _top_leaves(
 
 @dataclass(frozen=True, slots=True)
 class _LayerLeaves:
-    """Lists the arrays of a layer."""
+    """Lists the arrays of a layer. dims: sizes of a head's query, key and value."""
 
     spec: ModelSpec
     names: Names
     biased: Collection[str]
     fused_by_head: bool
     transposed: bool
+    dims: tuple[int, int, int]
 
     def of(self, config: ConfigReader) -> dict[str, Leaf]:
         spec, names = self.spec, self.names
         hidden, ffn = spec.hidden_size, config.size("intermediate_size")
         heads, kv_heads = spec.num_heads, spec.groups[0].num_kv_heads
-        queries, keys = heads * spec.head_dim, kv_heads * spec.head_dim
         leaves = self._norms("attn_norm", "post_attn_norm")
-        sizes = {"q": queries, "k": keys, "v": keys}
         if names.qkv is None:
-            for name, size in sizes.items():
+            for name, count, dim in zip(QKV, (heads, kv_heads, kv_heads), self.dims, strict=True):
+                shape = (count * dim, hidden)
                 axis = "heads" if name == "q" else "kv_heads"
-                leaves |= self._matrix(name, getattr(names, name), (size, hidden), (axis, "model"))
+                leaves |= self._matrix(name, getattr(names, name), shape, (axis, "model"))
         else:
             group = heads // kv_heads
             rows = (group, 1, 1) if self.fused_by_head else (heads, kv_heads, kv_heads)
             blocks = kv_heads if self.fused_by_head else 1
             leaves |= self._fused(
                 names.qkv,
-                {name: count * spec.head_dim for name, count in zip(QKV, rows, strict=True)},
+                {name: count * dim for name, count, dim in zip(QKV, rows, self.dims, strict=True)},
                 hidden,
                 ("heads", "kv_heads", "kv_heads"),
                 num_blocks=blocks,
             )
-        leaves |= self._matrix("o", names.o, (hidden, queries), ("model", "heads"))
+        leaves |= self._matrix("o", names.o, (hidden, heads * self.dims[2]), ("model", "heads"))
         for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
             if (source := getattr(names, name)) is not None:
                 leaves |= self._qk_norm(name, source, count)

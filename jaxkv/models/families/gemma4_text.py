@@ -13,11 +13,11 @@ from jaxkv.models.families.base import (
     FULL,
     QKV,
     SANDWICH,
-    SLIDING,
     Layout,
     Leaf,
     leaf,
     read_decoder,
+    read_forms,
     read_kinds,
 )
 from jaxkv.models.rope_config import read_rope
@@ -37,31 +37,21 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         (kind, source != layer)
         for layer, (kind, source) in enumerate(zip(kinds, sources, strict=True))
     ]
-    listed = list(dict.fromkeys(forms))
-    read_forms = [_read_form(config, form, kinds) for form in listed]
-    groups = []
-    for kind in dict.fromkeys(kinds):
-        (own, _) = read_forms[listed.index((kind, False))]
-        layers = tuple(i for i, other in enumerate(forms) if other == (kind, False))
-        window = config.size("sliding_window") if kind == SLIDING else None
-        groups.append(replace(own.groups[0], layers=layers, window=window))
-    spec, layout = read_forms[0]
+    spec, layout = read_forms(forms, lambda form: _read_form(config, form, kinds))
     width = config.get("hidden_size_per_layer_input") or 0
     own_top, own_layer = _own_inputs(config, num_layers) if width else ({}, {})
     own_layer["scalar"] = leaf("model.layers.{layer}.layer_scalar", (1,), (None,))
     has_shared = any(source != layer for layer, source in enumerate(sources))
-    spec = replace(
-        spec,
-        num_layers=num_layers,
-        groups=tuple(groups),
-        layer_ropes=tuple(_rope(config, kind) for kind in kinds),
-        layer_kinds=tuple(map(listed.index, forms)) if len(listed) > 1 else (),
-        attention=replace(spec.attention, kv_sources=sources if has_shared else ()),
+    groups = (
+        replace(group, layers=tuple(layer for layer in group.layers if sources[layer] == layer))
+        for group in spec.groups
     )
+    attention = replace(spec.attention, kv_sources=sources if has_shared else ())
+    spec = replace(spec, groups=tuple(groups), attention=attention)
     return spec, replace(
         layout,
         top={**layout.top, **own_top},
-        layers=tuple({**one.layers[0], **own_layer} for _, one in read_forms),
+        layers=tuple({**one, **own_layer} for one in layout.layers),
         # transformers drops what shared layers would have.
         derived=(*layout.derived, *_unused(sources)),
     )
@@ -87,6 +77,7 @@ def _read_form(
         family="gemma4_text",
         names=names,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
+        kinds=[kind] * len(kinds),
         ropes=[_rope(config, kind)] * len(kinds),
         activation="hidden_activation",
         scales=Scales(

@@ -1,0 +1,73 @@
+"""MiMo-V2-Flash: values smaller than keys, windows with attention sinks and more KV heads, experts
+as DeepSeek V3 chooses them. Source: the model's card, XiaomiMiMo/MiMo-V2-Flash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import (
+    FULL,
+    QKV,
+    SLIDING,
+    Layout,
+    leaf,
+    read_decoder,
+    read_forms,
+)
+from jaxkv.models.families.experts import read_grouped
+from jaxkv.models.rope_config import read_rope
+from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec, Scales
+
+DENSE, SPARSE = "dense", "sparse"
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    if config.get("sliding_window_size") is not None:  # which does not count the query itself
+        config = config.replaced(sliding_window=config.size("sliding_window_size") + 1)
+    kinds = [SLIDING if i and (i + 1) % 6 else FULL for i in range(num_layers)]
+    if config.get("layer_types") is not None:
+        kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
+    mlps = [DENSE] + [SPARSE] * (num_layers - 1)
+    if config.get("mlp_layer_types") is not None:
+        mlps = config.kinds("mlp_layer_types", num_layers, (DENSE, SPARSE))
+    forms = list(zip(kinds, mlps, strict=True))
+    return read_forms(forms, lambda form: _read_form(config, form, num_layers))
+
+
+def _read_form(
+    config: ConfigReader, form: tuple[str, str], num_layers: int
+) -> tuple[ModelSpec, Layout]:
+    kind, mlp = form
+    experts, router = read_grouped(config)
+    kv_heads = config.size("num_key_value_heads")
+    head_dim = config.size("head_dim")
+    is_routed = mlp == SPARSE
+    spec, layout = read_decoder(
+        config.replaced(num_key_value_heads=kv_heads * (2 if kind == SLIDING else 1)),
+        family="mimo_v2_flash",
+        biased=QKV * config.flag("attention_bias", False),
+        kinds=[kind] * num_layers,
+        ropes=[_rope(config, kind, head_dim)] * num_layers,
+        value_dim=config.size("v_head_dim", at_most=head_dim),
+        scales=Scales(values=config.number("attention_value_scale", 1.0)),
+        attention=AttentionSpec(has_sinks=True),
+        experts=replace(experts, shared=None).leaves if is_routed else None,
+        router=router if is_routed else None,
+    )
+    if kind == SLIDING:
+        source = "model.layers.{layer}.self_attn.attention_sink_bias"
+        sinks = leaf(source, (spec.num_heads,), ("heads",))
+        layout = replace(layout, layers=({**layout.layers[0], "sinks": sinks},))
+    return spec, layout
+
+
+def _rope(config: ConfigReader, kind: str, head_dim: int) -> RopeSpec:
+    sections = config.section("rope_parameters")
+    if kind not in sections.values:
+        sections = ConfigReader({kind: {"rope_theta": 5e6 if kind == FULL else 1e4}}, config.where)
+    section = sections.section(kind).with_defaults({"partial_rotary_factor": 0.334})
+    max_len = config.size("max_position_embeddings")
+    return read_rope(config, section, max_len=max_len, head_dim=head_dim, partly=True)
