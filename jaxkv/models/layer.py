@@ -240,7 +240,8 @@ def _project(
     attention = spec.attention
 
     def project(name: str) -> jax.Array:
-        y = linear(x_TD, w[name], w.get(f"{name}_bias"))
+        # Else XLA splits the weight into heads, not the result, and copies it for that (tpu7x).
+        y = jax.lax.optimization_barrier(linear(x_TD, w[name], w.get(f"{name}_bias")))
         return jnp.clip(y, -attention.clip, attention.clip) if attention.clip else y
 
     def heads(y: jax.Array, name: str) -> jax.Array:
