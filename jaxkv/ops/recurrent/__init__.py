@@ -1,5 +1,23 @@
-"""Recurrences over the tokens of a ragged batch, whose states are kept by slot between steps."""
+"""Recurrences over the tokens of a ragged batch, whose states are kept by slot between steps:
+rules, and what runs them.
+"""
 
+from jaxkv.ops.recurrent.base import Rule
+from jaxkv.ops.recurrent.conv import short_conv
+from jaxkv.ops.recurrent.diagonal import Diagonal, Gains, Selected, Selective
+from jaxkv.ops.recurrent.drive import run
+from jaxkv.ops.recurrent.linear import LinearAttention, Tokens
 from jaxkv.ops.recurrent.rows import Rows
 
-__all__ = ["Rows"]
+__all__ = [
+    "Diagonal",
+    "Gains",
+    "LinearAttention",
+    "Rows",
+    "Rule",
+    "Selected",
+    "Selective",
+    "Tokens",
+    "run",
+    "short_conv",
+]

@@ -1,12 +1,19 @@
-"""Says where the rows of a step keep their recurrent states."""
+"""Says where the rows of a step keep their recurrent states, reads and writes them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from jaxkv.axes import Array
 from jaxkv.ops.attention import Batch
+
+NOWHERE = 2**31 - 1
+"""An index past every array of states: what is read there is anything, what is written is
+dropped.
+"""
 
 
 class Rows(NamedTuple):
@@ -26,3 +33,24 @@ class Rows(NamedTuple):
     batch: Batch
     layer: jax.Array
     num_slots: int
+
+    @property
+    def index_B(self) -> Array:
+        """Returns where in an array of states each row's is: NOWHERE for rows without tokens."""
+        is_here = (self.slot_B < self.num_slots) & (self.batch.count_B > 0)
+        return jnp.where(is_here, self.layer * self.num_slots + self.slot_B, NOWHERE)
+
+    @property
+    def is_new_B(self) -> Array:
+        return self.len_B == 0
+
+
+def read(pool: Array, index_R: Array, is_new_R: Array) -> Array:
+    """Returns the states of some rows in float32, zeros for new ones."""
+    state_R = pool.at[index_R].get(mode="clip").astype(jnp.float32)
+    return jnp.where(is_new_R.reshape(-1, *[1] * (pool.ndim - 1)), 0, state_R)
+
+
+def write(pool: Array, index_R: Array, state_R: Array) -> Array:
+    """Returns the array with new states of some rows."""
+    return pool.at[index_R].set(state_R.astype(pool.dtype), mode="drop")

@@ -1,0 +1,86 @@
+"""Rules whose state decays and grows number by number: no number of it meets another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.axes import Array
+from jaxkv.ops.recurrent.base import einsum
+
+BLOCK = 32
+
+
+def _advance(state: Array, decay_C: Array, gain_C: Array) -> Array:
+    """Returns the states after each of the tokens, [C, ...]: h = exp(decay) h + gain."""
+
+    def both(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    left_C, gained_C = jax.lax.associative_scan(both, (jnp.exp(decay_C), gain_C))
+    return left_C * state[None] + gained_C
+
+
+class Gains(NamedTuple):
+    """Holds the logarithm of what is left of each number of the state (0 at most), and what joins
+    it, [T, X].
+    """
+
+    decay: Array
+    gain: Array
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """Computes h = exp(decay) h + gain and y = h: the RG-LRU. A state is [X]. Source: arXiv
+    2402.19427, section 2.4.
+    """
+
+    block_len: int = BLOCK
+
+    def step(self, state_R: Array, tokens: Gains) -> tuple[Array, Array]:
+        state_R = jnp.exp(tokens.decay) * state_R + tokens.gain
+        return state_R, state_R
+
+    def block(self, state: Array, tokens: Gains) -> tuple[Array, Array]:
+        state_C = _advance(state, tokens.decay, tokens.gain)
+        return state_C[-1], state_C
+
+
+class Selected(NamedTuple):
+    """Holds a step size and a value per channel [T, X], and what the token writes to and reads of
+    the N numbers of each channel, b and c [T, N].
+    """
+
+    delta: Array
+    x: Array
+    b: Array
+    c: Array
+
+
+@dataclass(frozen=True)
+class Selective:
+    """Computes h = exp(delta a) h + delta x b and y = h . c for each channel: the selective scan of
+    Mamba. A state is [X, N]. Source: arXiv 2312.00752, section 3.
+
+    a_XN: below 0.
+    """
+
+    a_XN: Array
+    block_len: int = BLOCK
+
+    def _gains(self, tokens: Selected) -> tuple[Array, Array]:
+        decay = tokens.delta[:, :, None] * self.a_XN[None]
+        return decay, (tokens.delta * tokens.x)[:, :, None] * tokens.b[:, None, :]
+
+    def step(self, state_R: Array, tokens: Selected) -> tuple[Array, Array]:
+        decay, gain = self._gains(tokens)
+        state_R = jnp.exp(decay) * state_R + gain
+        return state_R, (state_R * tokens.c[:, None, :]).sum(axis=2)
+
+    def block(self, state: Array, tokens: Selected) -> tuple[Array, Array]:
+        state_C = _advance(state, *self._gains(tokens))
+        return state_C[-1], einsum("txn,tn->tx", state_C, tokens.c)

@@ -1,0 +1,209 @@
+"""Recurrent rules over ragged steps are the recurrence token by token, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.ops.recurrent import (
+    Diagonal,
+    Gains,
+    LinearAttention,
+    Rows,
+    Selected,
+    Selective,
+    Tokens,
+    drive,
+    run,
+    short_conv,
+)
+from jaxkv.programs.inputs import empty_batch
+
+NUM_ROWS, NUM_SLOTS, NUM_LAYERS, LAYER = 7, 9, 3, 1
+SLOT_OF = [4, 0, 8, 5, 1, 7, NUM_SLOTS]
+"""The last row is padding."""
+
+STEPS = [
+    {3: 70, 4: 5, 5: 2},
+    {0: 1, 4: 1, 3: 33},
+    {0: 1, 5: 1, 2: 17, 4: 64},
+    dict.fromkeys(range(6), 1),
+    {0: 1, 3: 1, 5: 1},
+]
+"""Tokens that each row has in each step, rows with one first; the last two are decode steps."""
+
+quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
+
+KEY_HEADS, HEADS, X, Y, KERNEL = 2, 6, 8, 5, 4
+
+
+def log_decay(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """From hardly any to one that leaves nothing of a block."""
+    return -np.exp(rng.normal(-2, 3, shape))
+
+
+def linear_tokens(rng: np.random.Generator, count: int, *, by_channel: bool, delta: bool) -> Tokens:
+    q, k = rng.normal(size=(2, count, KEY_HEADS, X))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    k[count // 3 : count // 2] = k[0]  # tokens that repeat
+    v = rng.normal(size=(count, HEADS, Y))
+    decay = log_decay(rng, count, HEADS, *([X] * by_channel))
+    return Tokens(q, k, v, decay, rng.uniform(size=(count, HEADS)) if delta else None)
+
+
+def linear_reference(tokens: Tokens) -> np.ndarray:
+    state, found = np.zeros((HEADS, X, Y)), []
+    for t in range(len(tokens.v)):
+        q, k = (np.repeat(x[t], HEADS // KEY_HEADS, axis=0) for x in (tokens.q, tokens.k))
+        state = state * np.exp(tokens.decay[t].reshape(HEADS, -1))[..., None]
+        added = tokens.v[t]
+        if tokens.beta is not None:
+            added = tokens.beta[t][:, None] * (added - np.einsum("hxy,hx->hy", state, k))
+        state = state + k[..., None] * added[:, None]
+        found.append(np.einsum("hxy,hx->hy", state, q))
+    return np.array(found)
+
+
+def diagonal_reference(tokens: Gains) -> np.ndarray:
+    state, found = np.zeros(X), []
+    for decay, gain in zip(*tokens, strict=True):
+        state = np.exp(decay) * state + gain
+        found.append(state)
+    return np.array(found)
+
+
+A_XN = -np.exp(np.random.default_rng(1).normal(size=(X, Y)))
+
+
+def selective_reference(tokens: Selected) -> np.ndarray:
+    state, found = np.zeros((X, Y)), []
+    for delta, x, b, c in zip(*tokens, strict=True):
+        state = np.exp(delta[:, None] * A_XN) * state + (delta * x)[:, None] * b
+        found.append(state @ c)
+    return np.array(found)
+
+
+def linear_case(rng, count, by_channel=False, delta=False):
+    tokens = linear_tokens(rng, count, by_channel=by_channel, delta=delta)
+    return LinearAttention(by_channel=by_channel), tokens, linear_reference(tokens)
+
+
+def diagonal_case(rng, count):
+    tokens = Gains(log_decay(rng, count, X), rng.normal(size=(count, X)))
+    return Diagonal(), tokens, diagonal_reference(tokens)
+
+
+def selective_case(rng, count):
+    step = np.exp(rng.normal(-1, 2, (count, X)))
+    rest = (rng.normal(size=(count, size)) for size in (X, Y, Y))
+    tokens = Selected(step, *rest)
+    return Selective(jnp.asarray(A_XN, jnp.float32)), tokens, selective_reference(tokens)
+
+
+RULES = {
+    "gated_delta": (lambda *of: linear_case(*of, delta=True), (HEADS, X, Y)),
+    "kda": (lambda *of: linear_case(*of, by_channel=True, delta=True), (HEADS, X, Y)),
+    "ssd": (linear_case, (HEADS, X, Y)),
+    "rg_lru": (diagonal_case, (X,)),
+    "selective": (selective_case, (X, Y)),
+}
+
+
+def run_steps(advance, tokens_of: list, shape: tuple[int, ...]) -> list[np.ndarray]:
+    """Returns what `advance(inputs, pool, rows) -> (y, pool)` makes of each row over all steps, in a
+    pool where all that is not the rows' own is NaN, and stays so.
+    """
+    rng = np.random.default_rng(3)
+    pool = jnp.full((NUM_LAYERS * NUM_SLOTS, *shape), jnp.nan, jnp.float32)
+    kept = rng.normal(size=(NUM_LAYERS, NUM_SLOTS, *shape)).astype(np.float32)
+    kept[LAYER, SLOT_OF[:6]] = np.nan  # a new row begins with zeros whatever is there
+    pool = jnp.asarray(kept.reshape(pool.shape))
+    held, found = np.zeros(NUM_ROWS, np.int32), [[] for _ in range(NUM_ROWS)]
+    for step in STEPS:
+        decode_only = set(step.values()) == {1}
+        batch = empty_batch(NUM_ROWS if decode_only else 128, NUM_ROWS)
+        row_of = list(range(NUM_ROWS))  # of the step -> of the test
+        if not decode_only:
+            row_of = [*step, *(row for row in range(NUM_ROWS) if row not in step)]
+        inputs = padding_of(tokens_of[0], len(batch.token_T))
+        token, places = 0, {}
+        for b, row in enumerate(row_of):
+            start = b if decode_only else token
+            count = step.get(row, 0)
+            batch.start_B[b], batch.count_B[b] = start, count
+            own = slice(start, start + count)
+            batch.row_T[own], places[row] = b, own
+            taken = slice(held[row], held[row] + count)
+            for packed, source in zip(
+                jax.tree.leaves(inputs), jax.tree.leaves(tokens_of[row]), strict=True
+            ):
+                packed[own] = source[taken]
+            token += count
+        num_decode = NUM_ROWS if decode_only else sum(n == 1 for n in step.values())
+        batch = replace(
+            batch,
+            num_decode=np.int32(num_decode),
+            num_rows=np.int32(NUM_ROWS if decode_only else len(step)),
+            decode_only=decode_only,
+        )
+        slot_B = np.int32([SLOT_OF[row] for row in row_of])
+        rows = Rows(slot_B, held[row_of], batch, np.int32(LAYER), NUM_SLOTS)
+        y, pool = advance(inputs, pool, rows)
+        for row, count in step.items():
+            found[row].append(np.asarray(y)[places[row]])
+            held[row] += count
+        now = np.array(pool).reshape(kept.shape)
+        is_own = np.zeros((NUM_LAYERS, NUM_SLOTS), bool)
+        is_own[LAYER, [SLOT_OF[row] for row in range(6) if held[row]]] = True
+        np.testing.assert_array_equal(now[~is_own], kept[~is_own])
+    return [np.concatenate(of) if of else None for of in found]
+
+
+def padding_of(tokens, count: int):
+    return jax.tree.map(lambda x: np.full((count, *x.shape[1:]), np.nan), tokens)
+
+
+def lengths() -> list[int]:
+    return [sum(step.get(row, 0) for step in STEPS) for row in range(NUM_ROWS)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_steps_and_blocks_are_the_recurrence(name, monkeypatch):
+    """Chunks of any length, decoding rows, rows that rest, new rows in used slots."""
+    monkeypatch.setattr(drive, "DECODE_ROWS", 3)
+    make, shape = RULES[name]
+    rng = np.random.default_rng(0)
+    rules, tokens_of, want = zip(*(make(rng, max(n, 1)) for n in lengths()), strict=True)
+
+    @quick_jit
+    def advance(inputs, pool, rows):
+        return run(rules[0], inputs, pool, rows._replace(num_slots=NUM_SLOTS))
+
+    for row, got in enumerate(run_steps(advance, list(tokens_of), shape)):
+        if got is not None:
+            bound = 2e-5 * max(1.0, np.abs(want[row]).max())
+            np.testing.assert_allclose(got, want[row], rtol=0, atol=bound)
+
+
+def test_short_convolution_sees_the_last_tokens_of_its_row():
+    rng = np.random.default_rng(0)
+    kernel, bias = rng.normal(size=(X, KERNEL)), rng.normal(size=X)
+    tokens_of = [rng.normal(size=(max(n, 1), X)) for n in lengths()]
+
+    @quick_jit
+    def advance(x, pool, rows):
+        rows = rows._replace(num_slots=NUM_SLOTS)
+        return short_conv(x, jnp.asarray(kernel), pool, rows, jnp.asarray(bias))
+
+    for row, got in enumerate(run_steps(advance, tokens_of, (X, KERNEL - 1))):
+        if got is not None:
+            padded = np.pad(tokens_of[row], ((KERNEL - 1, 0), (0, 0)))
+            want = bias + sum(
+                padded[i : i + len(tokens_of[row])] * kernel[:, i] for i in range(KERNEL)
+            )
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
