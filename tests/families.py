@@ -56,6 +56,8 @@ GROUPED |= {"n_group": 4, "topk_group": 2, "moe_intermediate_size": 24}
 GROUPED |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "norm_topk_prob": True}
 LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 3}
 
+SHARED = {"shared_intermediate_size": 40, "attention_multiplier": 0.2}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
@@ -164,6 +166,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "minimax_m2": LOCAL | HEAD | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "mixtral": LOCAL | {"sliding_window": 8},
+    "exaone_moe": WINDOW | EXPERTS | {"num_shared_experts": 2, "n_group": 2},
+    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 2, "num_key_value_heads": 3},
+    "granitemoe_swa": WINDOW | LOCAL | SHARED | {"layer_rope_theta": [1e4, 0, 5e5]},
+    "granitemoeshared": LOCAL | SHARED,
+    "hunyuan_v1_moe": HEAD | {"num_experts": 6, "moe_topk": [2, 2, 2], "attention_bias": True},
+    "hy_v3": EXPERTS | HEAD | {"num_shared_experts": 2},
+    "mellum": WINDOW | EXPERTS | HEAD | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "phimoe": LOCAL
+    | {"num_experts_per_tok": 2, "router_jitter_noise": 0.2}
+    | {"attention_bias": True, "lm_head_bias": True},
+    "phimoe-longrope": LOCAL
+    | {"num_experts_per_tok": 2, "original_max_position_embeddings": 64}
+    | {"rope_parameters": LONG | {"short_mscale": 1.2, "long_mscale": 1.2}},
+    "solar_open": GROUPED | HEAD | {"attention_bias": True},
     "olmo2": {"attention_bias": True},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "olmo3": WINDOW

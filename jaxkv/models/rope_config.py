@@ -28,7 +28,7 @@ def read_rope(
 
     partly: the family has heads of which a part is rotated.
     """
-    rope = _shared_section(config) if section is None else section
+    rope = rope_section(config) if section is None else section
     key = "type" if "rope_type" not in rope.values and "type" in rope.values else "rope_type"
     given = rope.get(key, "default")
     kind = ALSO.get(given, given) if isinstance(given, str) else given
@@ -111,7 +111,7 @@ def read_layer_ropes(
     return tuple(of_kind[kind] for kind in kinds)
 
 
-def _shared_section(config: ConfigReader) -> ConfigReader:
+def rope_section(config: ConfigReader) -> ConfigReader:
     """Returns the section in either spelling: `rope_parameters` (transformers 5), or `rope_scaling`
     beside `rope_theta` (older files).
     """

@@ -26,8 +26,11 @@ class Router:
     score: "softmax" or "sigmoid" of the logits, of those of the chosen ones only if `of_chosen`.
     is_normalised: the weights are divided by their sum. scale: of all weights. num_groups: experts
     are in so many groups, and those of `num_groups_used` can be chosen: of the largest sums of two
-    scores, or if not `by_two` the largest scores.
-    Source: arXiv 2401.04088, section 2.1; with groups arXiv 2412.19437, section 2.1.2.
+    scores, or if not `by_two` the largest scores. margin: if not 0, experts are chosen one after
+    the other, and each weighs as in a softmax over those left whose logits are less than such a
+    part of their size behind it.
+    Sources: arXiv 2401.04088, section 2.1; with groups arXiv 2412.19437, section 2.1.2; one after
+    the other arXiv 2409.12136, as its authors' code has it.
     """
 
     num_used: int
@@ -38,12 +41,15 @@ class Router:
     num_groups: int = 1
     num_groups_used: int = 1
     by_two: bool = True
+    margin: float = 0.0
 
     def __call__(self, logits_TE: Array, bias_E: Array | None = None) -> tuple[Array, Array]:
         """Returns the experts of each token [T, K] int32, and their weights [T, K] float32. The
         bias counts for the choice only.
         """
         score = jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid
+        if self.margin:
+            return self._in_turn(logits_TE)
         if self.of_chosen:
             chosen_TK, expert_TK = jax.lax.top_k(logits_TE, self.num_used)
             return expert_TK, score(chosen_TK) * self.scale
@@ -54,6 +60,19 @@ class Router:
         if self.is_normalised:
             weight_TK /= weight_TK.sum(axis=1, keepdims=True) + 1e-20
         return expert_TK, weight_TK * self.scale
+
+    def _in_turn(self, logits_TE: Array) -> tuple[Array, Array]:
+        left_TE, found = logits_TE, []
+        for _ in range(self.num_used):
+            best_T1 = left_TE.max(axis=1, keepdims=True)
+            expert_T1 = jnp.argmax(left_TE, axis=1, keepdims=True)
+            size_TE = jnp.maximum(jnp.abs(logits_TE), best_T1)
+            is_near = (best_T1 - logits_TE) / size_TE <= self.margin
+            mass_T1 = jnp.where(is_near, jnp.exp(left_TE - best_T1), 0).sum(axis=1, keepdims=True)
+            found.append((expert_T1, 1 / mass_T1))
+            left_TE = jnp.where(jnp.arange(left_TE.shape[1])[None] == expert_T1, -jnp.inf, left_TE)
+        expert_TK, weight_TK = (jnp.concatenate(x, axis=1) for x in zip(*found, strict=True))
+        return expert_TK, weight_TK
 
     def _within_groups(self, rank_TE: Array) -> Array:
         """Leaves -inf for experts of groups that are not chosen."""

@@ -210,7 +210,7 @@ def read_decoder(
     dims = (head_dim, head_dim, value_dim or head_dim)
     layer = _LayerLeaves(made, names, biased, fused_by_head, transposed, dims).of(config)
     top = _top_leaves(made, config, names, biased, max_len)
-    derived = (names.layer.replace(".", r"\.").format(layer=r"\d+") + r".*rotary_emb\.inv_freq",)
+    derived = _unread(config, names, num_layers)
     layers: tuple[Mapping[str, Leaf], ...] = (layer,)
     if experts is not None:
         routed = {name: one for name, one in layer.items() if name.removesuffix("_bias") not in MLP}
@@ -245,6 +245,19 @@ def read_forms(
         router=routers[0] if routers else None,
     )
     return whole, replace(layouts[0], layers=tuple(one.layers[0] for one in layouts))
+
+
+def _unread(config: ConfigReader, names: Names, num_layers: int) -> tuple[str, ...]:
+    """Returns patterns of what a checkpoint may have beside the model: rotary frequencies, and
+    layers behind the last that predict later tokens (arXiv 2412.19437, section 2.2).
+    """
+    layer = names.layer.replace(".", r"\.")
+    patterns = [layer.format(layer=r"\d+") + r".*rotary_emb\.inv_freq"]
+    if config.get("num_nextn_predict_layers") not in (None, 0):
+        count = config.size("num_nextn_predict_layers", at_most=MAX_LAYERS)
+        extra = "|".join(str(num_layers + i) for i in range(count))
+        patterns += [layer.format(layer=f"({extra})") + ".*", r"mtp\..*"]
+    return tuple(patterns)
 
 
 def read_kinds(

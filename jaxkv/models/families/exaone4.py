@@ -11,6 +11,12 @@ from jaxkv.models.spec import ModelSpec, RopeSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    kinds, ropes = read_kinds_and_ropes(config)
+    return read_decoder(config, family="exaone4", names=POST_NORMED, kinds=kinds, ropes=ropes)
+
+
+def read_kinds_and_ropes(config: ConfigReader) -> tuple[list[str], list[RopeSpec | None]]:
+    """Reads of each layer whether it has a window, and its rotary embedding, if it has one."""
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     rope = read_rope(
@@ -24,7 +30,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config.size("sliding_window")
         kinds = _kinds(config, num_layers)
         ropes = [rope if kind == SLIDING else None for kind in kinds]
-    return read_decoder(config, family="exaone4", names=POST_NORMED, kinds=kinds, ropes=ropes)
+    return kinds, ropes
 
 
 def _kinds(config: ConfigReader, num_layers: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from jaxkv.config import is_int
@@ -18,8 +19,9 @@ class Experts:
 
     width: rows of an expert's gate. one: the prefix of one expert. bias: what is added to scores to
     choose by, stored as `bias_shape` if that is not a vector. shared: the prefix of an MLP of
-    `shared_width` for all tokens, which `shared_gate` weighs. `fused_gate_up` and `fused_down` name
-    tensors that have the weights of all experts.
+    `shared_width` for all tokens, which `shared_gate` weighs. fused: the names of two tensors that
+    have the weights of all experts, gates in front of what they weigh in the first, [E, out, in] or
+    `transposed`. shared_fused: those of the shared MLP behind `shared`.
     """
 
     count: int
@@ -34,8 +36,9 @@ class Experts:
     shared: str | None = None
     shared_width: int = 0
     shared_gate: str | None = None
-    fused_gate_up: str | None = None
-    fused_down: str | None = None
+    shared_fused: tuple[str, str] | None = None
+    fused: tuple[str, str] | None = None
+    transposed: bool = False
 
     def leaves(self, prefix: str, hidden: int) -> dict[str, Leaf]:
         """Describes the arrays of a layer's experts, those of all experts in one stack."""
@@ -45,36 +48,51 @@ class Experts:
             part = Part(shape=self.bias_shape, of_all=True) if self.bias_shape else None
             bias = leaf(prefix + self.bias, (self.count,), ("experts",), part=part)
             found["router_bias"] = bias
-        found |= self._fused(prefix, hidden) if self.fused_gate_up else self._apart(prefix, hidden)
+        found |= {f"expert_{name}": one for name, one in self._routed(prefix, hidden).items()}
         if self.shared is not None and self.shared_width:
             own = _mlp(prefix + self.shared, self.shared_width, hidden)
+            if self.shared_fused is not None:
+                own = _fused(own, prefix + self.shared, self.shared_fused)
             found |= {f"shared_{name}": one for name, one in own.items()}
             if self.shared_gate is not None:
                 source = f"{prefix}{self.shared_gate}.weight"
                 found["shared_weight"] = leaf(source, (1, hidden), ("experts", "model"))
         return found
 
-    def _apart(self, prefix: str, hidden: int) -> dict[str, Leaf]:
+    def _routed(self, prefix: str, hidden: int) -> dict[str, Leaf]:
         names = (self.gate, self.up, self.down)
         own = _mlp(prefix + self.one, self.width, hidden, names)
-        return {f"expert_{name}": replace(x, num_experts=self.count) for name, x in own.items()}
+        if self.fused is not None:
+            own = _fused(own, prefix, self.fused, count=self.count, transposed=self.transposed)
+        return {name: replace(one, num_experts=self.count) for name, one in own.items()}
 
-    def _fused(self, prefix: str, hidden: int) -> dict[str, Leaf]:
-        own = _mlp(prefix, self.width, hidden)
-        both, down = (self.count, 2 * self.width, hidden), (self.count, hidden, self.width)
-        found = {}
-        for name, start in (("gate", 0), ("up", self.width)):
-            part = Part(
-                shape=both,
-                num_blocks=self.count,
-                start=start,
-                stop=start + self.width,
-                of_all=True,
-            )
-            found[name] = replace(own[name], source=f"{prefix}{self.fused_gate_up}", part=part)
-        part = Part(shape=down, of_all=True)
-        found["down"] = replace(own["down"], source=f"{prefix}{self.fused_down}", part=part)
-        return {f"expert_{name}": replace(x, num_experts=self.count) for name, x in found.items()}
+
+def _fused(
+    own: Mapping[str, Leaf],
+    prefix: str,
+    names: tuple[str, str],
+    *,
+    count: int | None = None,
+    transposed: bool = False,
+) -> dict[str, Leaf]:
+    """Describes an MLP's weights as parts of two tensors, which may be those of `count` MLPs."""
+    width, hidden = own["gate"].info.shape
+    of_all = () if count is None else (count,)
+    place = {"transposed": transposed, "of_all": count is not None}
+    both, down = (
+        (*of_all, *(shape[::-1] if transposed else shape))
+        for shape in ((2 * width, hidden), (hidden, width))
+    )
+    gate, up = (
+        Part(shape=both, num_blocks=count or 1, start=start, stop=start + width, **place)
+        for start in (0, width)
+    )
+    parts = {"gate": gate, "up": up, "down": Part(shape=down, **place)}
+    sources = {"gate": names[0], "up": names[0], "down": names[1]}
+    return {
+        name: replace(one, source=prefix + sources[name], part=parts[name])
+        for name, one in own.items()
+    }
 
 
 def _mlp(
@@ -131,6 +149,15 @@ def first_dense(config: ConfigReader, key: str = "first_k_dense_replace") -> ran
     if not is_int(given) or not 0 <= given <= num_layers:
         raise config.fail(key, f"a number of the {num_layers} layers")
     return range(given)
+
+
+def listed_dense(config: ConfigReader, otherwise: Collection[int] = ()) -> Collection[int]:
+    """Lists the layers without experts, those that are "dense" in `mlp_layer_types`."""
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    if config.get("mlp_layer_types") is None:
+        return otherwise
+    kinds = config.kinds("mlp_layer_types", num_layers, ("dense", "sparse"))
+    return [layer for layer, kind in enumerate(kinds) if kind == "dense"]
 
 
 def read_grouped(config: ConfigReader) -> tuple[Experts, Router]:

@@ -5,6 +5,7 @@ card, ibm-granite/granite-4.1-3b-base.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import MLP, QKV, Layout, leaf, read_decoder, read_kinds
@@ -13,18 +14,22 @@ from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
 
 
-def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+def read(
+    config: ConfigReader, *, family: str = "granite_swa", **more: Any
+) -> tuple[ModelSpec, Layout]:
+    """Reads the model, or one that is alike but for what `more` says."""
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
     spec, layout = read_decoder(
         config,
-        family="granite_swa",
+        family=family,
         biased=biased,
         kinds=read_kinds(config, num_layers, every=4, first_full=True),
         ropes=_ropes(config, num_layers),
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0), has_sinks=True),
         scales=scales(config),
+        **more,
     )
     sinks = leaf("model.layers.{layer}.self_attn.sinks", (spec.num_heads,), ("heads",))
     return spec, replace(layout, layers=({**layout.layers[0], "sinks": sinks},))

@@ -9,21 +9,26 @@ from jaxkv.models.families.granite import scales
 from jaxkv.models.spec import AttentionSpec, ModelSpec
 
 
-def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    count = config.size("num_local_experts", at_most=MAX_EXPERTS)
-    experts = Experts(
-        count=count,
-        width=config.size("intermediate_size"),
-        router="block_sparse_moe.router.layer",
-        fused_gate_up="block_sparse_moe.input_linear.weight",
-        fused_down="block_sparse_moe.output_linear.weight",
-    )
+def read(
+    config: ConfigReader, *, family: str = "granitemoe", experts: Experts | None = None
+) -> tuple[ModelSpec, Layout]:
+    experts = experts or read_experts(config)
     return read_decoder(
         config,
-        family="granitemoe",
+        family=family,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
         scales=scales(config),
         experts=experts.leaves,
-        router=read_router(config, count, used="num_experts_per_tok", of_chosen=True),
+        router=read_router(config, experts.count, used="num_experts_per_tok", of_chosen=True),
+    )
+
+
+def read_experts(config: ConfigReader) -> Experts:
+    """Reads experts whose weights are in two tensors."""
+    return Experts(
+        count=config.size("num_local_experts", at_most=MAX_EXPERTS),
+        width=config.size("intermediate_size"),
+        router="block_sparse_moe.router.layer",
+        fused=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     )

@@ -1,0 +1,22 @@
+"""FlexOlmo: OLMo 2 with experts, each trained on data of its own. Source: arXiv 2507.07024."""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import POST_NORMED, QKV, Layout, read_decoder
+from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
+from jaxkv.models.spec import AttentionSpec, ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    count = config.size("num_experts", at_most=MAX_EXPERTS)
+    is_normalised = config.flag("norm_topk_prob", False)
+    return read_decoder(
+        config,
+        family="flex_olmo",
+        names=POST_NORMED,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        attention=AttentionSpec(qk_norm="whole"),
+        experts=Experts(count=count, width=config.size("intermediate_size")).leaves,
+        router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
+    )

@@ -1,0 +1,42 @@
+"""Mellum 2: Qwen3 MoE with windows, which have a rotary embedding of their own. Source: the model's
+card, JetBrains/Mellum2-12B-A2.5B-Base.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, QK_NORMED, QKV, SLIDING, Layout, read_decoder
+from jaxkv.models.families.experts import MAX_EXPERTS, Experts, listed_dense, read_router
+from jaxkv.models.rope_config import read_layer_ropes
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    kinds = [FULL] * num_layers
+    if config.get("layer_types") is not None:
+        kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
+    if not config.section("rope_parameters").values:
+        thetas = {FULL: {"rope_theta": 500000.0}, SLIDING: {"rope_theta": 10000.0}}
+        config = config.replaced(rope_parameters=thetas)
+    ropes = read_layer_ropes(
+        config,
+        kinds,
+        max_len=config.size("max_position_embeddings"),
+        head_dim=config.size("head_dim"),
+    )
+    # transformers 5 writes the second name.
+    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    count = config.size(name, at_most=MAX_EXPERTS)
+    is_normalised = config.flag("norm_topk_prob", True)
+    return read_decoder(
+        config,
+        family="mellum",
+        names=QK_NORMED,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        kinds=kinds,
+        ropes=ropes,
+        experts=Experts(count=count, width=config.size("moe_intermediate_size")).leaves,
+        is_dense=listed_dense(config),
+        router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
+    )

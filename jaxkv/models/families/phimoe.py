@@ -1,0 +1,51 @@
+"""Phi-3.5-MoE: LayerNorms, and experts that are chosen one after the other. Sources: arXiv
+2404.14219, 2409.12136 (the router).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, read_decoder
+from jaxkv.models.families.experts import read_mixtral, read_router
+from jaxkv.models.rope_config import read_rope, rope_section
+from jaxkv.models.spec import ModelSpec, RopeSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased += ("head",) * config.flag("lm_head_bias", False)
+    experts = read_mixtral(config)
+    if config.get("num_experts_per_tok") != 2:
+        raise config.fail("num_experts_per_tok", "2 (the router chooses one, then another)")
+    return read_decoder(
+        config,
+        family="phimoe",
+        biased=(*biased, "attn_norm", "mlp_norm", "norm"),
+        kinds=[FULL if config.get("sliding_window") is None else SLIDING] * num_layers,
+        ropes=[_rope(config)] * num_layers,
+        norm="layer",
+        experts=experts.leaves,
+        router=read_router(
+            config,
+            experts.count,
+            used="num_experts_per_tok",
+            margin=2 * config.number("router_jitter_noise", 0.01),
+        ),
+    )
+
+
+def _rope(config: ConfigReader) -> RopeSpec:
+    """Reads the embedding, whose factor on cos and sin has a name of its own."""
+    heads = config.size("num_attention_heads")
+    head_dim = config.size("head_dim", max(1, config.size("hidden_size") // heads))
+    rope = read_rope(config, max_len=config.size("max_position_embeddings"), head_dim=head_dim)
+    if rope.kind != "longrope":
+        return rope
+    section = rope_section(config)
+    short, long = section.number("short_mscale"), section.number("long_mscale")
+    if short != long:
+        raise section.fail("long_mscale", f"that of short sequences, {short} (else not built)")
+    return replace(rope, attention_factor=short)
