@@ -8,8 +8,8 @@ V vocabulary                      E stop tokens per row         C pages gathered
 R rows of the engine (a step's B rows are some of them, in any order)
 
 Logical axes, the names that shardings are derived from:
-"layer", "vocab", "model" (D), "heads" (N*H), "kv_heads" (K*H), "head_dim" (H), "ffn" (F); None is
-never sharded.
+"layer", "vocab", "model" (D), "heads" (N*H), "kv_heads" (K*H), "head_dim" (H), "ffn" (F),
+"channels" (rows of a recurrent mixer); None is never sharded.
 """
 
 from __future__ import annotations

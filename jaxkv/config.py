@@ -78,7 +78,8 @@ class EngineConfig:
     row; 0: all. A row has a page table for each of `windows`: the tokens that queries see of it at
     most, whose pages a row gives back when no later query sees them; 0: all tokens. What is left
     begins in a table at a multiple of `aligned_len` tokens. `has_contexts`: rotary embeddings
-    depend on how long a row may get.
+    depend on how long a row may get. `num_slots`: places for the recurrent state of a row, the
+    first ones those of the rows; 0: the model has none.
     """
 
     max_model_len: int
@@ -96,9 +97,11 @@ class EngineConfig:
     windows: tuple[int, ...] = (0,)
     aligned_len: int = 1
     has_contexts: bool = False
+    num_slots: int = 0
 
     def __post_init__(self) -> None:
         may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages")
+        may_be_zero += ("num_slots",)
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in ("kv_policy", "windows", "has_contexts"):
@@ -123,6 +126,11 @@ class EngineConfig:
             f"at most max_num_batched_tokens = {self.max_num_batched_tokens}",
             self.max_num_seqs,
         )
+
+    @property
+    def has_states(self) -> bool:
+        """Tells whether rows have a recurrent state beside their pages."""
+        return self.num_slots > 0
 
     @property
     def num_low_pages(self) -> int:

@@ -114,6 +114,11 @@ def load(
     devices = jax.devices()
     use_compile_cache(devices[0])
     found = find_model(options)
+    if found.spec.states:
+        raise NotImplementedError(
+            f"{found.directory}: its layers keep recurrent states, which rows here cannot share or "
+            f"be rewound with; use LLM"
+        )
     if found.spec.depends_on_context:
         raise NotImplementedError(
             f"{found.directory}: its rotary embedding depends on how long a sequence may get, "

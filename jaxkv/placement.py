@@ -21,13 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxkv.config import is_int
 from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.families import Layout
+from jaxkv.models.recurrent import StateArray
 from jaxkv.models.spec import ModelSpec
 from jaxkv.weights.packing import base_name, num_bytes
 
 TENSOR = "tensor"
 """The mesh axis."""
 
-MUST_DIVIDE = ("heads", "kv_heads", "ffn")
+MUST_DIVIDE = ("heads", "kv_heads", "ffn", "channels")
 """Logical axes whose parts the devices have. "vocab" is divided too where that leaves no rest."""
 
 WHOLE = PartitionSpec()
@@ -41,13 +42,14 @@ KV heads, then their values.
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The devices, and for more than one the logical axes of each leaf of the weight tree by its
-    name.
+    name. states: how the arrays of recurrent states are divided.
 
     Hashable: a static argument of steps.
     """
 
     devices: tuple[jax.Device, ...]
     axes: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+    states: tuple[tuple[PartitionSpec, ...], ...] = ()
 
     def __str__(self) -> str:
         names = ", ".join(map(str, self.devices))
@@ -105,7 +107,8 @@ class Placement:
             )
 
         rows = jax.tree.map(lambda _: whole, kv.rows)
-        return replace(kv, stores=tuple(map(of, kv.stores)), rows=rows)
+        states: Any = self.states
+        return replace(kv, stores=tuple(map(of, kv.stores)), rows=rows, states=states)
 
     @property
     def mesh(self) -> Mesh:
@@ -154,13 +157,18 @@ def place(
         raise ValueError(
             f"tensor_parallel_size: expected 1 to {len(devices)}, the devices here, got {size!r}"
         )
+    states = tuple(tuple(map(_state_parts, state.arrays)) for state in spec.states)
     if size == 1:
-        return Placement((devices[0],))
+        return Placement((devices[0],), states=states)
     leaves = [one for leaves in (layout.top, *layout.layers) for one in leaves.items()]
     lengths = {("KV heads", group.num_kv_heads) for group in spec.groups}
     for _, leaf in leaves:
         sizes = zip(leaf.info.logical_axes, leaf.info.shape, strict=True)
-        lengths |= {("feed-forward dimension", length) for axis, length in sizes if axis == "ffn"}
+        names = {"ffn": "feed-forward dimension", "channels": "recurrent channels"}
+        lengths |= {(names[axis], length) for axis, length in sizes if axis in names}
+    for array in (array for state in spec.states for array in state.arrays):
+        if array.axis is not None:
+            lengths.add(("recurrent channels or heads", array.shape[array.axis]))
     for what, length in sorted(lengths):
         if length % size:
             raise ValueError(
@@ -172,7 +180,12 @@ def place(
         (name, tuple(axis if axis in divided else None for axis in leaf.info.logical_axes))
         for name, leaf in leaves
     ]
-    return Placement(tuple(devices[:size]), (*axes, ("k_affine", ("kv_heads",))))
+    return Placement(tuple(devices[:size]), (*axes, ("k_affine", ("kv_heads",))), states)
+
+
+def _state_parts(array: StateArray) -> PartitionSpec:
+    """Returns how a pool of such states, with layers and slots in front, is divided."""
+    return WHOLE if array.axis is None else PartitionSpec(*[None] * (array.axis + 1), TENSOR)
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -119,6 +119,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "layer_rope_theta": [1e4, 0, 5e5],
     },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2-biases": {"conv_bias": True, "conv_L_cache": 4, "full_attn_idxs": [1]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
+    | EXPERTS
+    | {"routed_scaling_factor": 1.7},
     "opt": {"word_embed_proj_dim": 48, "ffn_dim": 80},
     "granite": {
         "attention_multiplier": 0.2,

@@ -93,8 +93,10 @@ def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> l
         np.zeros(num_rows, np.int32),
     )
     context_B = np.int32(lengths) if config_of(llm).has_contexts else None
+    slot_B = np.arange(num_rows, dtype=np.int32) if config_of(llm).has_states else None
     rows = tuple(
-        PageTables(table_BW, first_BW, len_B, context_B=context_B) for table_BW in table_MBW
+        PageTables(table_BW, first_BW, len_B, context_B=context_B, slot_B=slot_B)
+        for table_BW in table_MBW
     )
     kv = replace(kv, rows=rows)
     batch = empty_batch(num_tokens, num_rows)

@@ -159,6 +159,23 @@ class Blueprint:
         total = max(sizes) if len(self.limits.windows) > 1 else sum(sizes)
         return [(total, *each[0][1:])]
 
+    @cached_property
+    def slot_nbytes(self) -> int:
+        """Counts the recurrent state of one row, over all layers."""
+        size, nbytes = self.num_devices, 0
+        for state in self.spec.states:
+            for array in state.arrays:
+                parts = 1 if array.axis is None else size
+                nbytes += (
+                    len(state.layers) * num_bytes(array.shape, jnp.dtype(array.dtype)) // parts
+                )
+        return nbytes
+
+    @property
+    def state_nbytes(self) -> int:
+        """Counts the recurrent states of all slots."""
+        return self.limits.num_slots * self.slot_nbytes
+
     @property
     def token_nbytes(self) -> int:
         """Counts one token of the KV cache, on all devices together."""
@@ -197,7 +214,7 @@ class Blueprint:
         return plan_pool(
             self.limits,
             self.page_nbytes,
-            memory,
+            memory.with_states(self.state_nbytes),
             memory_bytes=self.options.kv_cache_memory_bytes,
             pages_override=self.options.num_gpu_blocks_override,
             programs_for=lambda limits, num_pages: replace(self, limits=limits).programs(
@@ -307,7 +324,18 @@ class Blueprint:
         if (low := self.low_codecs) is not None:
             of_low = (empty(*store, limits.num_low_pages) for store in self._stores(low))
             stores = [replace(store, low=of) for store, of in zip(stores, of_low, strict=True)]
-        return PagedKV(tuple(stores))
+        states = tuple(
+            tuple(
+                jnp.zeros(
+                    (len(state.layers) * limits.num_slots, *array.shape),
+                    array.dtype,
+                    device=where(parts),
+                )
+                for array, parts in zip(state.arrays, parts_of, strict=True)
+            )
+            for state, parts_of in zip(self.spec.states, self.placement.states, strict=True)
+        )
+        return PagedKV(tuple(stores), states=states)
 
 
 def _check_quantization(asked: str | None, layout: Layout) -> None:
@@ -397,6 +425,8 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         max_logprobs=spec.vocab_size if asked.max_logprobs == -1 else asked.max_logprobs,
         has_contexts=spec.depends_on_context,
     )
+    if spec.states:
+        limits = replace(limits, num_slots=limits.max_num_seqs)
     if limits.max_model_len > spec.max_len:
         raise ValueError(
             f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got "
@@ -477,6 +507,10 @@ def _under_policy(everything: Blueprint) -> Blueprint:
         if budget is not None:
             raise ValueError(f"kv_budget: expected None with kv_policy {name}, got {budget!r}")
         return everything
+    if limits.has_states:
+        raise NotImplementedError(
+            f"kv_policy {name}: expected full for a model whose layers keep recurrent states"
+        )
     limits = replace(limits, kv_policy=name)
     low = replace(everything, limits=limits).low_codecs
     rotating = [codec.name for codec in codecs if not isinstance(codec, (PlainCodec, ScaledCodec))]

@@ -5,7 +5,7 @@ beside them.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -27,13 +27,25 @@ class Memory:
     """Bytes of one device: what an engine may use of it (None: it does not say), and what of that
     is in use before the pool comes, mostly weights. `source` says where the limit comes from.
     `pool_limit`: what the pool may take unless told otherwise; None: all that weights and programs
-    leave.
+    leave. `state_bytes`: what the recurrent states of all slots take, whatever the pool has.
     """
 
     limit: int | None
     used: int
     source: str
     pool_limit: int | None = None
+    state_bytes: int = 0
+
+    @property
+    def taken(self) -> int:
+        """Returns what is not there for pool and programs."""
+        return self.used + self.state_bytes
+
+    def with_states(self, nbytes: int) -> Memory:
+        """Returns the memory of an engine with so many bytes of recurrent states."""
+        limit = self.pool_limit
+        limit = None if limit is None else max(0, limit - nbytes)
+        return replace(self, state_bytes=nbytes, pool_limit=limit)
 
     @property
     def free(self) -> int:
@@ -44,7 +56,7 @@ class Memory:
             raise CapacityError(
                 f"{self.source}; pass kv_cache_memory_bytes or num_gpu_blocks_override"
             )
-        return self.limit - self.used
+        return self.limit - self.taken
 
 
 def device_memory(device: jax.Device, *, weight_bytes: int, utilization: float) -> Memory:
@@ -124,7 +136,7 @@ class Budget:
         """Raises CapacityError if pool and programs, those that are compiled, do not fit beside
         what was in use.
         """
-        needed = self.memory.used + self.pool_bytes + _program_bytes(programs)
+        needed = self.memory.taken + self.pool_bytes + _program_bytes(programs)
         if self.memory.limit is not None and needed > self.memory.limit:
             lines = "\n".join(self.lines(programs)[1:-1])
             raise CapacityError(
@@ -140,14 +152,16 @@ class Budget:
         left = (
             None
             if memory.limit is None
-            else memory.limit - memory.used - self.pool_bytes - _program_bytes(programs)
+            else memory.limit - memory.taken - self.pool_bytes - _program_bytes(programs)
         )
+        states = _line(memory.state_bytes, "recurrent states of all slots")
         return [
             _line(memory.limit, f"limit: {memory.source}", label="memory"),
             _line(
                 memory.used,
                 "in use before the KV cache: weights, and on an accelerator whatever else there is",
             ),
+            *[states] * (memory.state_bytes > 0),
             _line(self.pool_bytes, f"KV cache: {self.num_pages} pages, {self.reason}"),
             _line(
                 _largest(compiled).temp_bytes if compiled else None, _describe_programs(programs)

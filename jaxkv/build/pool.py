@@ -151,7 +151,7 @@ def most_pages(
 
     Raises: CapacityError if not even one page fits.
     """
-    room = memory.free - kept_bytes - int(MARGIN * (memory.free + memory.used))
+    room = memory.free - kept_bytes - int(MARGIN * (memory.free + memory.taken))
     lines = list(lines)
     num_pages = min((room - fixed) // (page_nbytes + per_page) for fixed, per_page in lines)
     if num_pages < 1:

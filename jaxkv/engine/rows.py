@@ -58,6 +58,7 @@ class RowTables:
         self._empty: dict[int, Sampling] = {}
         self._same: tuple[bytes, Sampling] | None = None
         self._context_R = None if not config.has_contexts else np.zeros(self.num_rows + 1, np.int32)
+        self._has_states = config.has_states
         self._owner_R: list[Request | None] = [None] * self.num_rows
 
     def bind(
@@ -75,6 +76,8 @@ class RowTables:
         if self._context_R is not None:
             context_B: Any = self._context_R.take(row_B)
             tables = tuple(replace(table, context_B=context_B) for table in tables)
+        if self._has_states:  # in the slot of its row's number
+            tables = tuple(replace(table, slot_B=row_B) for table in tables)
         state = replace(kv, rows=tables)
         return state, Newest(newest_R, row_B), self._sampling_for(requests, row_B)
 

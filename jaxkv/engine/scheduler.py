@@ -449,7 +449,11 @@ class Scheduler:
 
     def _take_cached(self, request: Request) -> int:
         """Extends what the request holds by the cached pages that follow; returns their tokens."""
-        return request.hold.take_cached(request.tokens) if request.reads_cache else 0
+        return request.hold.take_cached(request.tokens) if self._reads_cache(request) else 0
+
+    def _reads_cache(self, request: Request) -> bool:
+        """Tells whether it may go on from cached pages, which do not have recurrent states."""
+        return request.reads_cache and not self.config.has_states
 
     def _publish(self, request: Request) -> None:
         """Lists the request's full pages for others."""
@@ -460,7 +464,7 @@ class Scheduler:
         one after this step.
         """
         self._count_found(request, self._take_cached(request))
-        if not request.reads_cache:
+        if not self._reads_cache(request):
             return True
         index = request.hold.next_page(len(request.tokens))
         return index is None or request.hold.key(index, request.tokens) not in coming

@@ -163,6 +163,8 @@ def empty_tables(
     tables = of(config.table_width)
     if config.has_contexts:
         tables = replace(tables, context_B=make((num_rows,), 0))
+    if config.has_states:
+        tables = replace(tables, slot_B=make((num_rows,), 0))
     if policy is not None:
         tables = replace(
             tables,

@@ -3,5 +3,6 @@ each.
 """
 
 from jaxkv.models.recurrent.mixer import Mixer, StateArray
+from jaxkv.models.recurrent.short_conv import ShortConv
 
-__all__ = ["Mixer", "StateArray"]
+__all__ = ["Mixer", "ShortConv", "StateArray"]

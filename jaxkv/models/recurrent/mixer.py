@@ -11,13 +11,13 @@ from jaxkv.ops.recurrent import Rows
 
 
 class StateArray(NamedTuple):
-    """Describes what one row keeps in one layer. The first axis is the one that devices divide
-    (channels, heads), unless the whole is on every device.
+    """Describes what one row keeps in one layer. axis: the one that devices divide (channels,
+    heads); None: every device has the whole.
     """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
-    is_divided: bool = True
+    axis: int | None = 0
 
 
 class Mixer(Protocol):

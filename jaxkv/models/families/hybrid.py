@@ -1,0 +1,71 @@
+"""Gives layers of a decoder a recurrent mixer, in place of attention or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from jaxkv.models.families.base import Layout, Leaf, Part, leaf
+from jaxkv.models.recurrent import Mixer
+from jaxkv.models.spec import ModelSpec, StateSpec
+
+ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm")
+
+
+def with_mixer(
+    read: tuple[ModelSpec, Layout],
+    layers: Collection[int],
+    mixer: Mixer,
+    leaves: Mapping[str, Leaf],
+    *,
+    beside: bool = False,
+) -> tuple[ModelSpec, Layout]:
+    """Returns a decoder of which some layers mix tokens by a recurrence.
+
+    leaves: the arrays of such a layer's mixer. beside: the layers attend as well, and what both
+    give is added up.
+    """
+    spec, layout = read
+    before = spec.layer_kinds or (0,) * spec.num_layers
+    kinds = [(kind, layer in layers) for layer, kind in enumerate(before)]
+    listed = list(dict.fromkeys(kinds))
+    made: list[Mapping[str, Leaf]] = []
+    for kind, is_recurrent in listed:
+        own = layout.layers[kind]
+        if is_recurrent:
+            kept = own if beside else without_attention(own)
+            own = {**kept, **leaves}
+        made.append(own)
+    groups = spec.groups
+    if not beside:
+        cut = [[one for one in group.layers if one not in layers] for group in groups]
+        pairs = zip(groups, cut, strict=True)
+        groups = tuple(replace(group, layers=tuple(left)) for group, left in pairs if left)
+    state = StateSpec(layers=tuple(sorted(layers)), mixer=mixer)
+    spec = replace(
+        spec,
+        layer_kinds=tuple(map(listed.index, kinds)) if len(listed) > 1 else (),
+        groups=groups,
+        states=(*spec.states, state) if layers else spec.states,
+    )
+    return spec, replace(layout, layers=tuple(made))
+
+
+def without_attention(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Returns the arrays of a layer but for those of its attention."""
+    names = {*ATTENTION, *(f"{name}_bias" for name in ATTENTION), "sinks"}
+    return {name: one for name, one in leaves.items() if name not in names}
+
+
+def rows_of(
+    source: str, sizes: Mapping[str, int], width: int, axes: Mapping[str, str | None]
+) -> dict[str, Leaf]:
+    """Describes matrices [size, width] whose rows one tensor has, one behind the other, each with
+    its logical axis: what devices divide of each is theirs.
+    """
+    total, start, found = sum(sizes.values()), 0, {}
+    for name, size in sizes.items():
+        part = Part(shape=(total, width), start=start, stop=start + size)
+        found[name] = leaf(source, (size, width), (axes[name], "model"), part=part)
+        start += size
+    return found
