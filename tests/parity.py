@@ -16,7 +16,7 @@ from jaxkv.kv.state import PageTables
 from jaxkv.models import decoder
 from jaxkv.programs.inputs import empty_batch
 from jaxkv.testing import config_of, engine_of, model_of
-from poison import poison_kv, poisoned
+from poison import poison_kv, poison_states, poisoned
 
 PROMPT_LENS = (1, 5, 23, 41)
 NUM_NEW = 16
@@ -79,6 +79,7 @@ def logits_of(llm: LLM, sequences: list[list[int]], *, weights: Any = None) -> l
     packed step, in a pool full of NaN.
     """
     kv, lengths = poison_kv(engine_of(llm).kv, []), [len(ids) for ids in sequences]
+    kv = poison_states(kv, (), num_slots=config_of(llm).num_slots)
     num_rows, num_tokens = len(lengths), sum(lengths)
     size, width = kv.stores[0].page_size, -(-max(lengths) // kv.stores[0].page_size)
     num_tables = len(config_of(llm).windows)

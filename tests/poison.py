@@ -4,7 +4,7 @@ if it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -63,7 +63,22 @@ def poison(engine: Engine) -> None:
     held = [hold.handle(part.number) for hold in holds for part in hold.parts]
     kv = poison_kv(engine.kv, held + cached)
     kept = [hold.kept.handle for hold in holds if hold.kept]
-    engine.kv = replace(kv, stores=tuple(poison_low(store, kept) for store in kv.stores))
+    kv = replace(kv, stores=tuple(poison_low(store, kept) for store in kv.stores))
+    running = engine.scheduler.running
+    used = {request.row for request in running if request.hold.num_stored}
+    engine.kv = poison_states(kv, used, num_slots=engine.scheduler.config.num_slots)
+
+
+def poison_states(kv: PagedKV, used: Collection[int | None], *, num_slots: int) -> PagedKV:
+    """The state with NaN in the recurrent states of every slot that is not in use."""
+    states = []
+    for arrays in kv.states:
+        made = [np.array(array) for array in arrays]
+        for array in made:
+            by_slot = array.reshape(-1, num_slots, *array.shape[1:])  # a view
+            by_slot[:, [slot for slot in range(num_slots) if slot not in used]] = np.nan
+        states.append(tuple(jnp.array(array, copy=True) for array in made))
+    return replace(kv, states=tuple(states))
 
 
 def poison_low(store: Store, handles: Iterable[KVHandle]) -> Store:
