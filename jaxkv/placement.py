@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxkv.config import is_int
+from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.families import Layout
 from jaxkv.models.recurrent import StateArray
@@ -37,6 +38,13 @@ PAGES = PartitionSpec(None, TENSOR)
 """Pages are divided by heads, in the order in which those are stored: a device has the keys of its
 KV heads, then their values.
 """
+
+
+def kv_parts(layout: PageLayout) -> tuple[PartitionSpec, PartitionSpec]:
+    """Returns how the pages and the extremes of a store are divided: not at all where one row is
+    the key of every head.
+    """
+    return (PAGES, EXTREMES) if layout.latent_dim is None else (WHOLE, WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +102,10 @@ class Placement:
     def kv(self, kv: PagedKV) -> PagedKV:
         """Returns the sharding of the KV state: pages by heads, tables and lengths whole."""
         whole: Any = WHOLE
-        pages: Any = PAGES
-        extremes: Any = EXTREMES
 
         def of(store: Store) -> Store:
+            parts: Any = kv_parts(store.layout)
+            pages, extremes = parts
             return replace(
                 store,
                 pages=pages,
@@ -161,7 +169,12 @@ def place(
     if size == 1:
         return Placement((devices[0],), states=states)
     leaves = [one for leaves in (layout.top, *layout.layers) for one in leaves.items()]
-    lengths = {("KV heads", group.num_kv_heads) for group in spec.groups}
+    lengths = {
+        ("KV heads", group.num_kv_heads)
+        if group.latent_dim is None
+        else ("attention heads", spec.num_heads)
+        for group in spec.groups
+    }
     for _, leaf in leaves:
         sizes = zip(leaf.info.logical_axes, leaf.info.shape, strict=True)
         names = {"ffn": "feed-forward dimension", "channels": "recurrent channels"}

@@ -284,7 +284,8 @@ class LLM:
                 ),
                 f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of "
                 f"{config.block_size}, "
-                f"{blueprint.kv_cache_dtype}, {used} pages in use{self._describe_row()}",
+                f"{spec.token_numbers} numbers per token and layer in {blueprint.kv_cache_dtype}, "
+                f"{used} pages in use{self._describe_row()}",
                 f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
                 f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode "
                 f"steps per loop",

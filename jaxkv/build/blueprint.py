@@ -27,7 +27,7 @@ from jaxkv.models.families import Layout
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
-from jaxkv.placement import EXTREMES, PAGES, TENSOR, Placement, place
+from jaxkv.placement import TENSOR, Placement, kv_parts, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.weights.dummy import leaf_arrays, weight_shapes
 from jaxkv.weights.packing import METHODS, num_bytes
@@ -101,6 +101,8 @@ class Blueprint:
             return False
         if self.spec.num_kinds > 1:  # no stack has the keys of all layers
             return False
+        if any(group.latent_dim for group in self.spec.groups):  # keys are values too
+            return False
         return any(codec.fits_keys for codec in self.codecs + (self.low_codecs or ()))
 
     # --- other blueprints
@@ -130,10 +132,10 @@ class Blueprint:
         """
         limits, nbytes, low = self.limits, self._page_nbytes(self.codecs), self.low_codecs
         if limits.read_pages:
-            wide = [group for group in self.spec.groups if group.window is None]
             nbytes += sum(
-                len(one.layers) * 2 * one.num_kv_heads // self.num_devices * one.head_dim * 4
-                for one in wide
+                len(group.layers) * 2 * heads.num_kv_heads * heads.head_dim * 4
+                for group, heads in zip(self.spec.groups, self._heads, strict=True)
+                if group.window is None
             )
         if low is None:
             return nbytes
@@ -269,7 +271,7 @@ class Blueprint:
         Raises: ValueError if the pool has more heads x pages than int32 can count.
         """
         for num_layers, heads, _ in self._stores(self.codecs):
-            kv_heads = heads.num_kv_heads * self.num_devices
+            kv_heads = heads.num_kv_heads * self._num_parts(heads)
             count = num_layers * self.limits.num_pages * 2 * kv_heads
             if count >= 2**31:
                 raise ValueError(
@@ -293,22 +295,29 @@ class Blueprint:
     def _heads(self) -> tuple[Heads, ...]:
         return heads_of(self.spec, num_devices=self.num_devices)
 
+    def _num_parts(self, heads: Heads) -> int:
+        """Counts the devices that divide a store's heads."""
+        return self.num_devices if heads.latent_dim is None else 1
+
     def _empty(self, placement: Placement | None) -> PagedKV:
         """placement: where it is allocated; without one on the default device, whatever it is
         divided over.
         """
-        limits, num_devices = self.limits, self.num_devices
+        limits = self.limits
 
         def where(parts: PartitionSpec) -> jax.sharding.Sharding | None:
             return None if placement is None else placement.sharding(parts)
 
         def empty(num_layers: int, heads: Heads, codec: Codec, num_pages: int) -> Store:
+            layout = self.attention.page_layout(heads, limits.block_size, codec)
+            pages, extremes = kv_parts(layout)
+            num_devices = self._num_parts(heads)
             made = empty_store(
                 num_layers=num_layers,
-                layout=self.attention.page_layout(heads, limits.block_size, codec),
+                layout=layout,
                 num_pages=num_pages,
                 num_devices=num_devices,
-                device=where(PAGES),
+                device=where(pages),
             )
             if not limits.read_pages or heads.window is not None:
                 return made
@@ -317,7 +326,7 @@ class Blueprint:
                 heads.num_kv_heads * num_devices,
                 heads.head_dim,
                 num_read=limits.read_pages,
-                device=where(EXTREMES),
+                device=where(extremes),
             )
 
         stores = [empty(*store, limits.num_pages) for store in self._stores(self.codecs)]
@@ -462,7 +471,7 @@ def with_windows(
 
 def are_alike(spec: ModelSpec, codecs: Codecs) -> bool:
     """Tells whether the pages of all KV groups are alike."""
-    heads = {(group.num_kv_heads, group.head_dim) for group in spec.groups}
+    heads = {(group.num_kv_heads, group.head_dim, group.latent_dim) for group in spec.groups}
     return len(heads) == 1 and len(set(codecs)) == 1
 
 

@@ -1,7 +1,8 @@
 """Says what a page looks like: the one place that knows where a backend keeps which key and value.
 
 A `PageLayout` says which arrays a page is made of, and goes between those and the canonical form,
-keys and values [layers, tokens, KV heads, dim], which is alike for all backends and codecs.
+keys and values [layers, tokens, KV heads, dim], which is alike for all backends and codecs. Where
+values are the first numbers of their keys (latent attention), pages hold the keys alone.
 
 - `pack` encodes vectors just as a backend's own writes do.
 - `unpack` gives the vectors that the pages stand for, float32 and not rotated. A plain codec gives
@@ -10,8 +11,9 @@ keys and values [layers, tokens, KV heads, dim], which is alike for all backends
 - Keys are as the layers store them: with their positions, and shifted and scaled for those models
   whose keys are fitted to being quantised (`programs.fit_keys`).
 
-Between the two forms there are vectors in page order [.., D, 2K, S, H]: of each device first the
-keys of its K heads, then their values, each head with the S tokens of a page.
+Between the two forms there are vectors in page order [.., D, V, S, H]: of each device first the
+keys of its K heads, then their values, each head with the S tokens of a page. V is `num_vectors`:
+2K, or K without values.
 """
 
 from __future__ import annotations
@@ -33,15 +35,22 @@ from kernels_pallas import tpu
 class PageLayout(ABC):
     """Describes the part of one page of one layer that one device has.
 
-    num_kv_heads: K of that part. page_size: S tokens. codec: how vectors are stored. Hashable: a
-    static part of the KV state. Where heads are divided over D devices, the first axis of each of
-    a page's arrays is D times as long, device by device.
+    num_kv_heads: K of that part. page_size: S tokens. codec: how vectors are stored. latent_dim:
+    values are the first so many numbers of the keys, which every device has all of; None: they are
+    stored beside them. Hashable: a static part of the KV state. Where heads are divided over D
+    devices, the first axis of each of a page's arrays is D times as long, device by device.
     """
 
     num_kv_heads: int
     head_dim: int
     page_size: int
     codec: Codec
+    latent_dim: int | None = None
+
+    @property
+    def num_vectors(self) -> int:
+        """Counts the vectors that a page has of each token."""
+        return self.num_kv_heads * (2 if self.latent_dim is None else 1)
 
     @property
     @abstractmethod
@@ -50,7 +59,7 @@ class PageLayout(ABC):
 
     @abstractmethod
     def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Vectors [.., 2K, S, H] -> each of `arrays`, [.., *shape]."""
+        """Vectors [.., V, S, H] -> each of `arrays`, [.., *shape]."""
 
     @abstractmethod
     def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
@@ -68,7 +77,7 @@ class PageLayout(ABC):
         return pages.shape[-len(self.arrays[0].shape)] // self.arrays[0].shape[0]
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """Stores vectors in page order [.., D, 2K, S, H] as the arrays of pages."""
+        """Stores vectors in page order [.., D, V, S, H] as the arrays of pages."""
         lead = x.shape[:-4]
         return tuple(
             stored.reshape(*lead, x.shape[-4] * page.shape[0], *page.shape[1:])
@@ -76,7 +85,7 @@ class PageLayout(ABC):
         )
 
     def decode(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Returns the vectors that pages stand for, in page order [.., D, 2K, S, H], float32."""
+        """Returns the vectors that pages stand for, in page order [.., D, V, S, H], float32."""
         num_devices = self.num_devices(arrays[0])
         return self._decode(
             tuple(
@@ -85,49 +94,63 @@ class PageLayout(ABC):
             )
         )
 
-    def pack(self, k_LTKH: jax.Array, v_LTKH: jax.Array) -> tuple[jax.Array, ...]:
+    def split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the keys and values, [.., K, S, H], of vectors in page order."""
+        if self.latent_dim is not None:
+            return x, x[..., : self.latent_dim]
+        k, v = jnp.split(x, 2, axis=-3)
+        return k, v
+
+    def pack(self, k_LTKH: jax.Array, v_LTKH: jax.Array | None) -> tuple[jax.Array, ...]:
         """Stores the keys and values of T tokens, in order, in ceil(T / S) pages of each layer:
-        arrays [L, P, *shape]. Slots past the last token get the vector 0.
+        arrays [L, P, *shape]. Slots past the last token get the vector 0. No values where keys have
+        them (`latent_dim`).
 
         Raises: ValueError for keys and values of another shape.
         """
         num_layers, num_tokens, num_heads, head_dim = k_LTKH.shape
         num_devices, rest = divmod(num_heads, self.num_kv_heads)
-        if rest or head_dim != self.head_dim or v_LTKH.shape != k_LTKH.shape:
+        v_shape = None if v_LTKH is None else v_LTKH.shape
+        expected = k_LTKH.shape if self.latent_dim is None else None
+        if rest or head_dim != self.head_dim or v_shape != expected:
+            what = "keys and values" if self.latent_dim is None else "keys alone"
             raise ValueError(
-                f"expected keys and values [layers, tokens, {self.num_kv_heads}, {self.head_dim}] "
-                f"or a multiple of those heads, got {k_LTKH.shape} and {v_LTKH.shape}"
+                f"expected {what} [layers, tokens, {self.num_kv_heads}, {self.head_dim}] or a "
+                f"multiple of those heads, got {k_LTKH.shape} and {v_shape}"
             )
         size = self.page_size
         of_axes = [(0, 0)] * 5
         of_axes[2] = (0, -num_tokens % size)
-        x = jnp.pad(jnp.stack([k_LTKH, v_LTKH]), of_axes)
-        x = x.reshape(2, num_layers, -1, size, num_devices, self.num_kv_heads, head_dim)
-        x = x.transpose(1, 2, 4, 0, 5, 3, 6)  # [L, P, D, 2, K, S, H]
+        stored = [k_LTKH] if v_LTKH is None else [k_LTKH, v_LTKH]
+        x = jnp.pad(jnp.stack(stored), of_axes)
+        x = x.reshape(len(stored), num_layers, -1, size, num_devices, self.num_kv_heads, head_dim)
+        x = x.transpose(1, 2, 4, 0, 5, 3, 6)  # [L, P, D, 1 or 2, K, S, H]
         return self.encode(x.reshape(*x.shape[:3], -1, size, head_dim))
 
     def unpack(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Returns the keys and the values [L, P * S, K, H] float32, of all devices, that pages
-        [L, P, *shape] stand for. Those of slots that nobody holds are anything.
+        [L, P, *shape] stand for; values may be narrower (`latent_dim`). Those of slots that nobody
+        holds are anything.
         """
-        x = self.decode(arrays)
-        num_layers, num_pages, num_devices = x.shape[:3]
-        x = x.reshape(
-            num_layers, num_pages, num_devices, 2, -1, self.page_size, self.head_dim
-        ).transpose(3, 0, 1, 5, 2, 4, 6)  # [2, L, P, S, D, K, H]
-        k, v = x.reshape(2, num_layers, num_pages * self.page_size, -1, self.head_dim)
+
+        def by_token(x: jax.Array) -> jax.Array:
+            num_layers, num_pages = x.shape[:2]
+            x = x.transpose(0, 1, 4, 2, 3, 5)  # [L, P, S, D, K, H]
+            return x.reshape(num_layers, num_pages * self.page_size, -1, x.shape[-1])
+
+        k, v = map(by_token, self.split(self.decode(arrays)))
         return k, v
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadMajorLayout(PageLayout):
-    """Pages of the XLA backend: [2K, S, X], keys before values, X elements of the codec per vector.
+    """Pages of the XLA backend: [V, S, X], keys before values, X elements of the codec per vector.
     One head of one page is contiguous, and so is a whole page.
     """
 
     @property
     def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        shape = (2 * self.num_kv_heads, self.page_size, self.codec.width(self.head_dim))
+        shape = (self.num_vectors, self.page_size, self.codec.width(self.head_dim))
         return (jax.ShapeDtypeStruct(shape, self.codec.storage_dtype),)
 
     @property
@@ -137,14 +160,15 @@ class HeadMajorLayout(PageLayout):
 
     @property
     def values(self) -> range:
-        return range(self.num_kv_heads, 2 * self.num_kv_heads)
+        """Rows of a page that are, or begin with, values."""
+        return range(self.num_vectors - self.num_kv_heads, self.num_vectors)
 
-    def encode_tokens(self, k_TKH: jax.Array, v_TKH: jax.Array) -> tuple[jax.Array, ...]:
-        """Returns what tokens have in their slots: [T, 2K, ..] for each of `by_slot`."""
-        return (self.codec.encode(jnp.concatenate([k_TKH, v_TKH], axis=1)),)
+    def encode_tokens(self, x_TVH: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns what tokens have in their slots: [T, V, ..] for each of `by_slot`."""
+        return (self.codec.encode(x_TVH),)
 
     def by_slot(self, pools: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Views the arrays of many pages as [N, 2K, S, ..]."""
+        """Views the arrays of many pages as [N, V, S, ..]."""
         (pages,) = pools
         return (pages,)
 
@@ -157,18 +181,18 @@ class HeadMajorLayout(PageLayout):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalesApartLayout(HeadMajorLayout):
-    """int8 pages of the GPU backend: numbers [2K, S, H], and beside them, head by head, the scales
-    [1, 2K * S] in bfloat16.
+    """int8 pages of the GPU backend: numbers [V, S, H], and beside them, head by head, the scales
+    [1, V * S] in bfloat16.
     """
 
     @property
     def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        num_rows = 2 * self.num_kv_heads
+        num_rows = self.num_vectors
         numbers = jax.ShapeDtypeStruct((num_rows, self.page_size, self.head_dim), jnp.int8)
         return numbers, jax.ShapeDtypeStruct((1, num_rows * self.page_size), jnp.bfloat16)
 
-    def encode_tokens(self, k_TKH: jax.Array, v_TKH: jax.Array) -> tuple[jax.Array, ...]:
-        return self._quantise(jnp.concatenate([k_TKH, v_TKH], axis=1))
+    def encode_tokens(self, x_TVH: jax.Array) -> tuple[jax.Array, ...]:
+        return self._quantise(x_TVH)
 
     def by_slot(self, pools: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         numbers, scales = pools

@@ -225,9 +225,15 @@ def destinations(
 
 
 def write(
-    store: Store, k_TKH: jax.Array, v_TKH: jax.Array, *, dest_T: jax.Array, layer: int | jax.Array
+    store: Store,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array | None,
+    *,
+    dest_T: jax.Array,
+    layer: int | jax.Array,
 ) -> Store:
-    """Stores one key and one value row per token in its slot; a dest_T past the pool is dropped.
+    """Stores one key and one value row per token in its slot, the key alone where it has the value
+    (`PageLayout.latent_dim`); a dest_T past the pool is dropped.
 
     Units: dest_T is page * S + slot; `layer` counts within the KV group. Cost: 2*T*K*H values, in
     place when donated.
@@ -237,17 +243,17 @@ def write(
     layout = store.layout
     if not isinstance(layout, HeadMajorLayout):
         raise TypeError(f"expected pages whose slots XLA can write, got {layout}")
+    given = [k_TKH] if v_TKH is None else [k_TKH, v_TKH]
+    shapes = [x.shape[1:] for x in given]
     expected = (layout.num_kv_heads, layout.head_dim)
-    if {x.shape[1:] for x in (k_TKH, v_TKH)} != {expected}:
-        raise ValueError(
-            f"expected keys and values of (K, H) = {expected}, got {k_TKH.shape[1:]} and "
-            f"{v_TKH.shape[1:]}"
-        )
+    if shapes != [expected] * (layout.num_vectors // layout.num_kv_heads):
+        what = "keys and values" if layout.latent_dim is None else "keys alone"
+        raise ValueError(f"expected {what} of (K, H) = {expected}, got {shapes}")
     page_T, slot_T = dest_T // store.page_size, dest_T % store.page_size
     row_T = jnp.where(
         page_T < store.num_pages, layer * store.num_pages + page_T, store.pages.shape[0]
     )
-    new = layout.encode_tokens(k_TKH, v_TKH)
+    new = layout.encode_tokens(jnp.concatenate(given, axis=1))
     stored = zip(store.arrays, layout.by_slot(store.arrays), new, strict=True)
     written = store.with_arrays(
         *(
@@ -298,8 +304,9 @@ def measure_pages(kv: PagedKV, page_W: jax.Array, *, measure: Measure) -> jax.Ar
         def of_layer(layer: jax.Array, store: Store = store) -> jax.Array:
             row_W = layer * store.num_pages + page_W
             x = store.layout.decode([pool[row_W] for pool in store.arrays])
-            x = x.reshape(*x.shape[:2], 2, -1, *x.shape[3:])
-            k_WKSH, v_WKSH = (x[:, :, i].reshape(x.shape[0], -1, *x.shape[4:]) for i in (0, 1))
+            k_WKSH, v_WKSH = (
+                y.reshape(y.shape[0], -1, *y.shape[3:]) for y in store.layout.split(x)
+            )
             return measure(k_WKSH, v_WKSH)
 
         found.append(jax.lax.map(of_layer, jnp.arange(store.num_layers)).sum(axis=0))

@@ -94,8 +94,8 @@ class PagedAttention:
     ) -> Result:
         """Attends the queries of layer `number` (int32) of the model, which is in one of `groups`.
 
-        kv: keys and values [T, K, H], or None for those that another layer has stored.
-        Returns (out [T, N, H], what is held after it).
+        kv: keys and values [T, K, H], or None (`Attention.attend`).
+        Returns (out [T, N, H] of the values' H, what is held after it).
         """
         attend = partial(self._attend, sinks_N=sinks_N, out_dtype=out_dtype)
         if not self._has_places:
@@ -146,7 +146,8 @@ class PagedAttention:
             out_dtype=out_dtype,
         )
         stores = (*held.stores[:s], _pools(found.store), *held.stores[s + 1 :])
-        out_TNH = found.out_TNH[..., : q_TNH.shape[2]]
+        size = place.store.layout.latent_dim or q_TNH.shape[2]
+        out_TNH = found.out_TNH[..., :size]
         return out_TNH, held._replace(stores=stores, statistics=found.statistics)
 
 
@@ -155,12 +156,14 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
     return tuple(
         Heads(
             num_heads=spec.num_heads // num_devices,
-            num_kv_heads=group.num_kv_heads // num_devices,
+            # What all query heads share every device has.
+            num_kv_heads=group.num_kv_heads // (1 if group.latent_dim else num_devices),
             head_dim=group.head_dim,
             window=group.window,
             cap=spec.attention.cap,
             has_sinks=spec.attention.has_sinks,
             has_readers=bool(spec.attention.kv_sources),
+            latent_dim=group.latent_dim,
         )
         for group in spec.groups
     )

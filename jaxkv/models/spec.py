@@ -97,12 +97,20 @@ class KVGroup:
     """Layers that share a cache shape and a window, and so a page table.
 
     `window` counts the tokens that a query sees, itself included; None sees everything before it.
+    latent_dim: one row of `head_dim` numbers per token is the key of every query head, whose first
+    so many are the value (latent attention); None: values are as large as keys, and beside them.
     """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    latent_dim: int | None = None
+
+    @property
+    def token_numbers(self) -> int:
+        """Counts the numbers that one layer keeps of a token."""
+        return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,6 +220,11 @@ class ModelSpec:
             ends = [num_layers * i // count for i in range(count + 1)]
             groups += [replace(group, layers=group.layers[a:b]) for a, b in pairwise(ends)]
         return replace(self, groups=tuple(groups))
+
+    @property
+    def token_numbers(self) -> str:
+        """Says how many numbers a layer keeps of a token: "2048", or "256 or 512"."""
+        return " or ".join(map(str, sorted({group.token_numbers for group in self.groups})))
 
     @property
     def longest_window(self) -> int | None:

@@ -224,9 +224,11 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     blueprint = deployment.blueprint
     spec, token = blueprint.spec, blueprint.token_nbytes
     heads = f"{spec.num_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
+    if (rank := spec.groups[0].latent_dim) is not None:
+        heads = f"{spec.num_heads} query heads over one latent row of {rank}"
     kinds = (
-        f"weights {blueprint.dtype}, KV cache {blueprint.kv_cache_dtype}, kv_policy "
-        f"{blueprint.limits.kv_policy}"
+        f"weights {blueprint.dtype}, KV cache of {spec.token_numbers} numbers per token and layer "
+        f"in {blueprint.kv_cache_dtype}, kv_policy {blueprint.limits.kv_policy}"
     )
     lines = [f"{deployment.name}: {spec.family}, {spec.num_layers} layers, {heads}, {kinds}"]
     lines.append(_row("KV cache of a token", [f"{token / 2**10:.2f} KiB"]))

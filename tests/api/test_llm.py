@@ -1094,7 +1094,7 @@ def test_describe_says_what_this_engine_is(llm, checkpoint):
         str(checkpoint),
         "llama, 3 layers, 6 query heads",
         f"MiB float32 on {jax.devices()[0]}",
-        "512 tokens = 64 pages of 8",
+        "512 tokens = 64 pages of 8, 32 numbers per token and layer in float32",
         "MiB float32",
         f"{used} pages in use",
         "4 rows, 128 tokens per row, 32 tokens per step, 8 decode steps per loop",

@@ -181,6 +181,28 @@ def test_what_a_backend_writes_is_read_back_from_the_slots_of_its_tokens(layout,
     np.testing.assert_array_equal(found[:, :, is_old], want[:, :, is_old])
 
 
+@pytest.mark.parametrize("name", ["float32", pytest.param("int4", marks=pytest.mark.slow)])
+def test_pages_hold_a_row_once_whose_first_numbers_are_the_value(name):
+    """What is packed, what is unpacked, and what is written token by token."""
+    codec, num_tokens, size = get_codec(name, platform="cpu"), 19, 8
+    heads = Heads(num_heads=4, num_kv_heads=1, head_dim=24, window=None, latent_dim=16)
+    layout = Xla().page_layout(heads, size, codec)
+    assert layout.nbytes == size * codec.width(24) * codec.storage_dtype.itemsize
+    k = drawn(L, num_tokens, 1, 24)
+    (packed,) = layout.pack(k, None)
+    keys, values = layout.unpack([packed])
+    assert_equal(np.asarray(keys)[:, :num_tokens], stands_for(layout, k))
+    np.testing.assert_array_equal(values, keys[..., :16])
+    store = empty_store(num_layers=L, layout=layout, num_pages=3)
+    for layer in range(L):
+        store = jax.jit(write)(store, k[layer], None, dest_T=jnp.arange(num_tokens), layer=layer)
+    stored = store.pages.reshape(packed.shape)
+    np.testing.assert_array_equal(stored[:, :2], packed[:, :2])
+    for given in ((k[0], k[0]), (k[0, :, :, :16], None)):
+        with pytest.raises(ValueError, match="expected keys alone"):
+            write(store, *given, dest_T=jnp.arange(num_tokens), layer=0)
+
+
 def test_keys_and_values_of_other_shapes_are_refused_and_layouts_are_values():
     codec = get_codec("int8", platform="gpu")
     layout, same = (MosaicGpu().page_layout(heads_of(2, 64), 64, codec) for _ in range(2))

@@ -180,6 +180,18 @@ def test_backends_and_oracle_equal_float64_on_decode_rows_with_resting_ones(shap
         assert_equal(oracle(case, layer=layer, window=shape.window), want, case.batch)
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("int4", marks=pytest.mark.slow)])
+def test_values_that_are_the_first_numbers_of_keys_equal_float64(dtype):
+    case = step_case(1, Shape(16, None, 4, 1, 24, dtype), num_tokens=120)
+    keys = case.store.pages[:, :1]
+    twice = replace(case.store, pages=jnp.concatenate([keys, keys], axis=1))
+    want, _ = expected(case._replace(store=twice), layer=1, window=None)
+    latent = replace(case.store, pages=keys, layout=replace(case.store.layout, latent_dim=16))
+    got = run_backend("xla", case._replace(store=only_layer(latent, 1)), layer=1, window=None)
+    assert got.shape == (*want.shape[:2], 16)
+    assert_equal(got, want[..., :16], case.batch)
+
+
 def test_a_batch_of_resting_rows_gives_no_nan():
     shape = SHAPES[0]
     zeros = np.zeros(NUM_ROWS, int)

@@ -32,7 +32,7 @@ from jaxkv.pytree import pytree, static
 class Heads:
     """Says what attention is asked to do in the layers of one KV group, on one device. `cap` and
     `has_sinks`: as in `models.spec.AttentionSpec`. has_readers: some layers attend to what others
-    have stored.
+    have stored. latent_dim: values are the first so many numbers of keys; None: they are apart.
     """
 
     num_heads: int
@@ -42,6 +42,7 @@ class Heads:
     cap: float = 0.0
     has_sinks: bool = False
     has_readers: bool = False
+    latent_dim: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +75,9 @@ class Place(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Holds what a layer's attention returns: out [T, N, H], the store with the step's keys and
-    values, and the statistics with this layer's added.
+    """Holds what a layer's attention returns: out [T, N, H], H of the values where keys are wider
+    (`Heads.latent_dim`), the store with the step's keys and values, and the statistics with this
+    layer's added.
     """
 
     out_TNH: jax.Array
@@ -109,8 +111,8 @@ class Attention(Protocol):
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
     ) -> Attended:
-        """Attends one layer's queries, after storing its keys and values. None: another layer has
-        stored them at the same place.
+        """Attends one layer's queries, after storing its keys and values. No values: keys have
+        them (`Heads.latent_dim`); no keys: another layer has stored both at the same place.
 
         scale: of the scores. cap: if not 0, they are cap * tanh(score / cap). sinks_N: each head's
         score of one more key, whose value is 0. out is float32, or rounded to `out_dtype` already,

@@ -45,6 +45,8 @@ class PallasTpu:
                 f"kv_cache_dtype {needs.codec.name}: expected a model in bfloat16, got "
                 f"{needs.codec.dtype}"
             )
+        if heads.latent_dim is not None:
+            return "latent attention: expected values apart from keys; its kernel is not built"
         try:
             jax.eval_shape(partial(self._try, heads, needs))
         except NotImplementedError as error:

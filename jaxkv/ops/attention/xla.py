@@ -79,6 +79,7 @@ class Xla:
             head_dim=heads.head_dim,
             page_size=page_size,
             codec=codec,
+            latent_dim=heads.latent_dim,
         )
 
     def prepare(
@@ -104,7 +105,7 @@ class Xla:
     ) -> Attended:
         dest_T, window = prepared
         store = at.store
-        if k_TKH is not None and v_TKH is not None:
+        if k_TKH is not None:
             store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         out_TNH, statistics = read(
             q_TNH,
@@ -131,8 +132,8 @@ def read(
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends over pages that have the step's keys and values, `at.tables.len_B` its tokens, and
-    over those of `at.store.low`. Returns [T, N, H] float32, and `at.statistics` with this layer's
-    added.
+    over those of `at.store.low`. Returns [T, N, H] float32, as wide as values are, and
+    `at.statistics` with this layer's added.
 
     `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
     """
@@ -156,11 +157,12 @@ def read(
         ),
         default=partial(decode, tile_rows=num_rows, min_queries=1, in_float32=False),
     )
-    if batch.decode_only:
-        return codec.restore(decoded), statistics
-    at = at._replace(statistics=statistics)
-    out_TNH, statistics = _prefill(q_TNH, decoded, at, batch, asked=asked)
-    return codec.restore(out_TNH), statistics
+    out_TNH = decoded
+    if not batch.decode_only:
+        at = at._replace(statistics=statistics)
+        out_TNH, statistics = _prefill(q_TNH, decoded, at, batch, asked=asked)
+    # A codec may have rotated a key as a whole: only now do its first numbers stand apart.
+    return codec.restore(out_TNH)[..., : at.store.layout.latent_dim], statistics
 
 
 def _decode(
@@ -415,7 +417,8 @@ def _sweep(
         if asked.window is not None:
             seen_RKMJ &= distance_RKMJ < asked.window
         index_RKC = layer_base + page_RKC * page_rows + key_1K1
-        keys, values = fetch(index_RKC), fetch(index_RKC + to_values)
+        keys = fetch(index_RKC)
+        values = fetch(index_RKC + to_values) if to_values else keys
         # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is
         # not enough.
         cleared = jnp.where(held_RKJ[..., None], values.values, 0)
