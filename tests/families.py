@@ -58,6 +58,9 @@ LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 SHARED = {"shared_intermediate_size": 40, "attention_multiplier": 0.2}
 
+LLAMA4 = LOCAL | HEAD | {"attention_chunk_size": 8, "floor_scale": 8, "attn_scale": 0.3}
+LLAMA4 |= {"intermediate_size_mlp": 64, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1]}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
@@ -184,6 +187,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phimoe-longrope": LOCAL
     | {"num_experts_per_tok": 2, "original_max_position_embeddings": 64}
     | {"rope_parameters": LONG | {"short_mscale": 1.2, "long_mscale": 1.2}},
+    "llama4_text": LLAMA4,
+    "llama4_text-no-norm": LLAMA4
+    | {"use_qk_norm": False, "attn_temperature_tuning": False, "moe_layers": [0, 1, 2]},
     "solar_open": GROUPED | HEAD | {"attention_bias": True},
     "olmo2": {"attention_bias": True},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
@@ -233,6 +239,11 @@ ALONE = tuple(name for name in VARIANTS if not name.endswith("_vl_text"))
 WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("gemma3_text-uncapped", SIGLIP, {"mm_tokens_per_image": 4}),
     "gemma4": ("gemma4_text", SIGLIP | {"head_dim": 8}, {}),
+    "llama4": (
+        "llama4_text",
+        SIGLIP | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        {},
+    ),
     "llava": ("llama", SIGLIP | {"model_type": "clip_vision_model"}, {}),
     "mistral3": ("mistral", SIGLIP | {"model_type": "pixtral", "head_dim": 8}, {}),
     "qwen2_vl": ("qwen2_vl_text", {"depth": 1, "num_heads": 2, "embed_dim": 16}, {}),
@@ -293,6 +304,8 @@ def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) ->
     for name, parameter in sorted(model.named_parameters()):
         parameter.data.copy_(torch.from_numpy(drawn(rng, name, tuple(parameter.shape))))
     model.save_pretrained(directory)
+    if config.model_type == "llama4":  # the whole model's own code fails in transformers 5.24
+        model = model.language_model
     model.generation_config.eos_token_id = None
     return model
 

@@ -131,10 +131,13 @@ class Layers:
         spec = self._spec
         groups = sorted({spec.group_of(layer)[0] for layer in layers})
         head_dim, rotation_of = spec.groups[groups[0]].head_dim, self._ropes.of(layers)
+        temperature = spec.attention.temperature
+        warms_rotated = temperature is not None and not temperature.unrotated_only
 
         def attend(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
-            q, k, v = _project(h_TD, w, rotation_of(number), spec, head_dim, self._axis)
-            if self._warmth_T is not None:
+            rotation = rotation_of(number)
+            q, k, v = _project(h_TD, w, rotation, spec, head_dim, self._axis)
+            if self._warmth_T is not None and (rotation is None or warms_rotated):
                 q = q * self._warmth_T[:, None, None]
             sinks_N, dtype = w.get("sinks"), w["o"].dtype
             out_TNH, held = self._attend(
@@ -190,7 +193,14 @@ class Layers:
                 own["down_bias"] = jnp.where(is_first, own["down_bias"], 0)
             return mlp(x_RD, own, activation=activation)
 
-        y_TD = run_experts(x_TD, expert_TK, weight_TK, run, num_experts=num_experts)
+        y_TD = run_experts(
+            x_TD,
+            expert_TK,
+            weight_TK,
+            run,
+            num_experts=num_experts,
+            on_input=router.on_input,
+        )
         if "shared_up" in w:
             own = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
             shared_TD = mlp(x_TD, own, activation=activation)
@@ -263,7 +273,8 @@ def _project(
             x = by_head(x, f"{name}_norm")
         if rope is not None:
             x = apply_rope(x, rope)
-        return by_head(x, f"{name}_norm") if attention.norm_after_rope else x
+        is_next = attention.norm_after_rope and rope is not None
+        return by_head(x, f"{name}_norm") if is_next else x
 
     q = rotated(project("q"), "q")
     if "k" not in w:

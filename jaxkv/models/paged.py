@@ -16,7 +16,9 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Attention, Batch, Heads, Place
 
 EVERYTHING = 2**30
-"""The window of layers that see all tokens, where others have one."""
+"""The window of layers that see all tokens, and the chunk of those that cut nothing, where others
+have one.
+"""
 
 Pools = tuple[jax.Array, jax.Array | None, jax.Array | None]
 """Pages, scales and extremes of a store."""
@@ -60,8 +62,8 @@ class PagedAttention:
             ]
         self._places_L2 = np.array(places, np.int32)
         heads_G = heads_of(spec, num_devices=num_devices)
-        if len(kv.stores) == 1 and len({heads.window for heads in heads_G}) > 1:
-            heads_G = tuple(replace(one, window=one.window or EVERYTHING) for one in heads_G)
+        if len(kv.stores) == 1:
+            heads_G = _comparable(heads_G)
         stores_G = kv.stores * (len(heads_G) // len(kv.stores))
         rows_G = kv.rows * (len(heads_G) // len(kv.rows))
         self._of_groups = [
@@ -160,6 +162,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
             num_kv_heads=group.num_kv_heads // (1 if group.latent_dim else num_devices),
             head_dim=group.head_dim,
             window=group.window,
+            chunk=group.window if group.is_chunked else None,
             cap=spec.attention.cap,
             has_sinks=spec.attention.has_sinks,
             has_readers=bool(spec.attention.kv_sources),
@@ -167,6 +170,15 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
         )
         for group in spec.groups
     )
+
+
+def _comparable(heads_G: tuple[Heads, ...]) -> tuple[Heads, ...]:
+    """Returns heads that all have a window, or a chunk, if some have: then they differ in data."""
+    if len({one.window for one in heads_G}) > 1:
+        heads_G = tuple(replace(one, window=one.window or EVERYTHING) for one in heads_G)
+    if len({one.chunk for one in heads_G}) > 1:
+        heads_G = tuple(replace(one, chunk=one.chunk or EVERYTHING) for one in heads_G)
+    return heads_G
 
 
 def _padded(x: jax.Array, size: int) -> jax.Array:

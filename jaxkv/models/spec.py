@@ -50,12 +50,14 @@ class RopeSpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryTemperature:
     """Says how queries grow with their position: by 1 + beta * ln(1 + floor((position + offset) /
-    period)). Source: Llama 4's attention temperature tuning.
+    period)). unrotated_only: those of layers that rotate nothing. Source: Llama 4's attention
+    temperature tuning.
     """
 
     beta: float
     period: float
     offset: int = 0
+    unrotated_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +66,8 @@ class AttentionSpec:
 
     scale: of the scores, head_dim**-0.5 if None. cap: scores are cap * tanh(score / cap), where it
     is not 0. qk_norm: what a norm of queries and keys is over, each "head" alike, "heads" with
-    weights of their own, or the "whole" of them; before the rotation or `norm_after_rope`. clip:
+    weights of their own, or the "whole" of them; before the rotation, or `norm_after_rope` where
+    there is one. clip:
     bounds queries, keys and values from both sides, where it is not 0. kv_sources: for each layer
     the one whose keys and values it attends to; () if each has its own.
     """
@@ -96,7 +99,9 @@ class Scales:
 class KVGroup:
     """Layers that share a cache shape and a window, and so a page table.
 
-    `window` counts the tokens that a query sees, itself included; None sees everything before it.
+    `window` counts the tokens that a query sees at most, itself included; None sees everything
+    before it. is_chunked: sequences are cut into chunks of `window` tokens, and a query sees its
+    own. Source: Llama 4's reference code.
     latent_dim: one row of `head_dim` numbers per token is the key of every query head, whose first
     so many are the value (latent attention); None: values are as large as keys, and beside them.
     """
@@ -105,6 +110,7 @@ class KVGroup:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    is_chunked: bool = False
     latent_dim: int | None = None
 
     @property

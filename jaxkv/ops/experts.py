@@ -28,7 +28,8 @@ class Router:
     are in so many groups, and those of `num_groups_used` can be chosen: of the largest sums of two
     scores, or if not `by_two` the largest scores. margin: if not 0, experts are chosen one after
     the other, and each weighs as in a softmax over those left whose logits are less than such a
-    part of their size behind it.
+    part of their size behind it. on_input: a weight multiplies what comes into its expert, not what
+    goes out.
     Sources: arXiv 2401.04088, section 2.1; with groups arXiv 2412.19437, section 2.1.2; one after
     the other arXiv 2409.12136, as its authors' code has it.
     """
@@ -42,6 +43,7 @@ class Router:
     num_groups_used: int = 1
     by_two: bool = True
     margin: float = 0.0
+    on_input: bool = False
 
     def __call__(self, logits_TE: Array, bias_E: Array | None = None) -> tuple[Array, Array]:
         """Returns the experts of each token [T, K] int32, and their weights [T, K] float32. The
@@ -92,15 +94,17 @@ def run_experts(
     run: Callable[[Array, Array], Array],
     *,
     num_experts: int,
+    on_input: bool = False,
 ) -> Array:
     """Adds up what each token's experts make of it, [T, D] float32; `run(x, expert)` is one expert
-    on some rows. A token of expert `num_experts` is in none.
+    on some rows. A token of expert `num_experts` is in none. on_input: as in `Router`.
 
     Tokens are sorted by expert and taken in blocks of one expert each; a block's last rows may be
     those of the next expert, whose own block overwrites what this one wrote there. Cost: an
     expert's weights are read once for each of its blocks.
     """
-    at = {rows: partial(_by_blocks, run, num_experts, rows) for rows in (CPU_ROWS, ROWS)}
+    fixed = (run, num_experts, on_input)
+    at = {rows: partial(_by_blocks, *fixed, rows) for rows in (CPU_ROWS, ROWS)}
     return jax.lax.platform_dependent(
         x_TD, expert_TK, weight_TK, cpu=at[CPU_ROWS], default=at[ROWS]
     )
@@ -109,6 +113,7 @@ def run_experts(
 def _by_blocks(
     run: Callable[[Array, Array], Array],
     num_experts: int,
+    on_input: bool,
     num_rows: int,
     x_TD: Array,
     expert_TK: Array,
@@ -121,12 +126,16 @@ def _by_blocks(
     start_E, blocks_E = jnp.cumsum(size_E) - size_E, -(-size_E // num_rows)
     end_E = jnp.cumsum(blocks_E)
     token_P = jnp.pad(order_P // num_used, (0, num_rows))
+    weight_P = jnp.pad(weight_TK.reshape(-1)[order_P], (0, num_rows))
 
     def block(i: Array, y_PD: Array) -> Array:
         expert = jnp.searchsorted(end_E, i, side="right")
         start = start_E[expert] + (i - end_E[expert] + blocks_E[expert]) * num_rows
-        token_R = jax.lax.dynamic_slice(token_P, (start,), (num_rows,))
-        return jax.lax.dynamic_update_slice(y_PD, run(x_TD[token_R], expert), (start, 0))
+        token_R, weight_R = (
+            jax.lax.dynamic_slice(of_P, (start,), (num_rows,)) for of_P in (token_P, weight_P)
+        )
+        x_RD = x_TD[token_R] * weight_R[:, None] if on_input else x_TD[token_R]
+        return jax.lax.dynamic_update_slice(y_PD, run(x_RD, expert), (start, 0))
 
     y_PD = jnp.zeros((token_P.shape[0], x_TD.shape[1]), jnp.float32)
     y_PD = jax.lax.fori_loop(0, end_E[-1], block, y_PD)
@@ -134,4 +143,5 @@ def _by_blocks(
     y_TKD = y_PD[place_P].reshape(num_tokens, num_used, -1)
     # Behind the last expert's rows are those of its last block, which nobody writes over.
     is_in_one = (expert_TK < num_experts)[..., None]
-    return jnp.where(is_in_one, y_TKD * weight_TK[..., None], 0).sum(axis=1)
+    y_TKD = y_TKD if on_input else y_TKD * weight_TK[..., None]
+    return jnp.where(is_in_one, y_TKD, 0).sum(axis=1)

@@ -17,6 +17,7 @@ from jaxkv.models import decoder
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Attended, Batch, Heads, Place
+from jaxkv.ops.attention.base import refuse_chunks
 from jaxkv.placement import PAGES, Placement, on_every_device
 from jaxkv.weights.tree import Weights
 
@@ -47,6 +48,7 @@ class Moments:
     """
 
     def prepare(self, store: Store, tables: PageTables, batch: Batch, heads: Heads) -> int | None:
+        refuse_chunks(heads)
         return heads.window
 
     def attend(

@@ -39,12 +39,12 @@ QUICK = {
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
     "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts
+    "llama4",  # chunks, experts that take weighed inputs; the text part of another model
     "ministral3",  # queries that grow
     "nanochat",  # norms without weights, the other way round
     "nemotron",  # LayerNorms less one, no gate
     "olmo2",  # norms over all heads, behind the blocks
     "phi3-longrope",
-    "qwen3_vl",  # the text part of another model
     "stablelm-parallel",  # a tensor for each head
 }
 """One variant for each mechanism."""

@@ -66,15 +66,19 @@ def each(shapes: list[Shape], *fast: Shape) -> list:
     ]
 
 
-STATIC = ("scale", "window")
+STATIC = ("scale", "window", "chunk")
 ATTEND = {
     "xla": jax.jit(xla.read, static_argnames=STATIC),
     "xla_deterministic": jax.jit(partial(xla.read, deterministic=True), static_argnames=STATIC),
 }
-ATTEND_ORACLE = jax.jit(reference.ragged_paged_attention, static_argnames=(*STATIC, "num_pages"))
+ATTEND_ORACLE = jax.jit(
+    reference.ragged_paged_attention, static_argnames=("scale", "window", "num_pages")
+)
 
 
-def expected(case: Case, *, layer: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+def expected(
+    case: Case, *, layer: int, window: int | None, chunk: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Outputs token by token in float64, from nothing but what its row holds, and the same of
     |value|; zeros for padding.
     """
@@ -90,6 +94,8 @@ def expected(case: Case, *, layer: int, window: int | None) -> tuple[np.ndarray,
         seen_J = position_J <= batch.position_T[t]
         if window is not None:
             seen_J &= position_J > batch.position_T[t] - window
+        if chunk is not None:
+            seen_J &= position_J // chunk == batch.position_T[t] // chunk
         held = pages[tables.table_BW[row, page], slot][seen_J]  # [J, 2K, H]
         keys, values = np.split(
             held.repeat(q_TNH.shape[1] // store.num_kv_heads, axis=1), 2, axis=1
@@ -122,9 +128,11 @@ def oracle(case: Case, *, layer: int, window: int | None) -> np.ndarray:
     return np.asarray(call(q_TNH, *arrays, batch.row_T, batch.position_T)[0])
 
 
-def run_backend(backend: str, case: Case, *, layer: int, window: int | None) -> np.ndarray:
+def run_backend(
+    backend: str, case: Case, *, layer: int, window: int | None, chunk: int | None = None
+) -> np.ndarray:
     out_TNH, _ = ATTEND[backend](
-        case.q_TNH, case.at(layer), case.batch, scale=scale_of(case), window=window
+        case.q_TNH, case.at(layer), case.batch, scale=scale_of(case), window=window, chunk=chunk
     )
     return np.asarray(out_TNH)
 
@@ -190,6 +198,18 @@ def test_values_that_are_the_first_numbers_of_keys_equal_float64(dtype):
     got = run_backend("xla", case._replace(store=only_layer(latent, 1)), layer=1, window=None)
     assert got.shape == (*want.shape[:2], 16)
     assert_equal(got, want[..., :16], case.batch)
+
+
+@pytest.mark.parametrize("chunk", [24, pytest.param(300, marks=pytest.mark.slow)])
+def test_queries_see_their_own_chunk_only(chunk):
+    """Chunks that begin within pages and blocks of keys, in decode rows and in prefill chunks."""
+    shape = Shape(16, chunk, 4, 2, 16, "float32")
+    for case in (step_case(1, shape, num_tokens=300), decode_case(1, shape)):
+        case = case._replace(store=only_layer(case.store, 1))
+        want, _ = expected(case, layer=1, window=chunk, chunk=chunk)
+        for backend in ATTEND:
+            got = run_backend(backend, case, layer=1, window=chunk, chunk=chunk)
+            assert_equal(got, want, case.batch)
 
 
 def test_a_batch_of_resting_rows_gives_no_nan():

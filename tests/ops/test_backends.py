@@ -140,6 +140,15 @@ def test_the_gpu_kernels_refuse_heads_that_leave_no_shared_memory():
             choose_backend("mosaic_gpu", [heads], [needs])
 
 
+@pytest.mark.parametrize("name", ["pallas_tpu", "mosaic_gpu"])
+def test_the_kernels_refuse_attention_within_chunks(name):
+    needs = replace(NEEDS, platform=name[-3:], compute_capability="9.0")
+    heads = replace(HEADS, window=64, chunk=64)
+    with pytest.raises(NotImplementedError, match="attention within chunks runs on xla"):
+        choose_backend(name, [heads], [needs])
+    assert choose_backend("auto", [heads], [needs])[0] == "xla"
+
+
 def test_what_deterministic_asks_for_has_no_name_of_its_own():
     """Also with `deterministic=True`, which takes it."""
     needs = replace(NEEDS, platform="cpu")

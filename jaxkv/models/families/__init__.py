@@ -45,6 +45,7 @@ SIZES = (
 TEXT_OF = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
     "llava": "llama",
     "mistral3": "mistral",
     "qwen2_vl": "qwen2_vl_text",

@@ -21,7 +21,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         max_len=config.size("max_position_embeddings"),
         head_dim=config.size("head_dim", max(1, hidden // heads)),
     )
-    rotates = _rotates(config, num_layers)
+    rotates = read_rotates(config, num_layers)
     kinds = None
     if config.get("layer_types") is not None:
         kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
@@ -36,7 +36,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
 
 
-def _rotates(config: ConfigReader, num_layers: int) -> list[bool]:
+def read_rotates(config: ConfigReader, num_layers: int) -> list[bool]:
     """Reads `no_rope_layers`, which has 1 for layers that do rotate."""
     given = config.get("no_rope_layers")
     if given is None:

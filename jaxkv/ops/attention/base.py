@@ -4,7 +4,8 @@ A backend is one file here. What it promises of `Backend.attend`:
 - every token's key and value are in its slot of the pages afterwards, and of what anybody holds
   nothing else has changed;
 - query t of row r sees exactly the held slots of r whose position is at most t's own, and, with a
-  window, above position - window, those of the step itself included;
+  window, above position - window, those of the step itself included; with a chunk, only those whose
+  position divided by it is the same whole number as t's own;
 - memory that a row does not hold never influences its result, whatever it contains (NaN included);
 - rows with one token in this step (decoding, or the last of a prompt) come first in packed order,
   longer chunks after them; outputs of padding tokens are unspecified;
@@ -33,6 +34,7 @@ class Heads:
     """Says what attention is asked to do in the layers of one KV group, on one device. `cap` and
     `has_sinks`: as in `models.spec.AttentionSpec`. has_readers: some layers attend to what others
     have stored. latent_dim: values are the first so many numbers of keys; None: they are apart.
+    chunk: in tokens; None: sequences are not cut.
     """
 
     num_heads: int
@@ -43,6 +45,7 @@ class Heads:
     has_sinks: bool = False
     has_readers: bool = False
     latent_dim: int | None = None
+    chunk: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +166,12 @@ class Batch:
     num_rows: jax.Array
     target_T: jax.Array | None = None
     decode_only: bool = static(default=False)
+
+
+def refuse_chunks(heads: Heads) -> None:
+    """Raises: NotImplementedError for attention within chunks; for backends without it."""
+    if heads.chunk is not None:
+        raise NotImplementedError("attention within chunks runs on xla")
 
 
 def refuse_statistics(at: Place) -> None:

@@ -15,7 +15,15 @@ import numpy as np
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout, ScalesApartLayout, is_int8
 from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
-from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_statistics
+from jaxkv.ops.attention.base import (
+    Attended,
+    Batch,
+    Heads,
+    Needs,
+    Place,
+    refuse_chunks,
+    refuse_statistics,
+)
 from kernels_pallas.gpu import (
     Int8Pages,
     Schedule,
@@ -100,6 +108,7 @@ class MosaicGpu:
     def prepare(
         self, store: Store, tables: PageTables, batch: Batch, heads: Heads
     ) -> tuple[jax.Array, Schedule]:
+        refuse_chunks(heads)
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
         offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
         len_B = tables.len_B + batch.count_B

@@ -15,7 +15,15 @@ import numpy as np
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import LaneLayout, packing_of
 from jaxkv.kv.state import PageTables, Store, empty_store
-from jaxkv.ops.attention.base import Attended, Batch, Heads, Needs, Place, refuse_statistics
+from jaxkv.ops.attention.base import (
+    Attended,
+    Batch,
+    Heads,
+    Needs,
+    Place,
+    refuse_chunks,
+    refuse_statistics,
+)
 from kernels_pallas.tpu import (
     Packed,
     Schedule,
@@ -88,6 +96,7 @@ class PallasTpu:
         )
 
     def prepare(self, store: Store, tables: PageTables, batch: Batch, heads: Heads) -> Schedule:
+        refuse_chunks(heads)
         layout = _layout_of(store)
         return make_schedule(
             tables.table_BW,

@@ -49,7 +49,7 @@ QUERY_BLOCK = 128
 """Queries of one prefill work item."""
 
 Window = int | jax.Array | None
-"""How many tokens a query sees, itself included; None: all before it."""
+"""How many tokens a query sees, itself included, or are in a chunk; None: all before it."""
 
 
 class Scores(NamedTuple):
@@ -58,8 +58,18 @@ class Scores(NamedTuple):
     """
 
     window: Window
+    chunk: Window
     cap: float
     sinks_KG: jax.Array | None
+
+    def reach(self, position: jax.Array) -> Window:
+        """Returns how many tokens queries at these positions see at most, themselves included: one
+        number for all, or an array like `position`.
+        """
+        if self.chunk is None:
+            return self.window
+        own = position % self.chunk + 1
+        return own if self.window is None else jnp.minimum(own, self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +94,11 @@ class Xla:
 
     def prepare(
         self, store: Store, tables: PageTables, batch: Batch, heads: Heads
-    ) -> tuple[jax.Array, Window]:
+    ) -> tuple[jax.Array, Window, Window]:
         start_T = batch.start_B.at[batch.row_T].get(mode="fill", fill_value=0)
         offset_T = jnp.arange(batch.token_T.shape[0], dtype=jnp.int32) - start_T
-        return destinations(store, tables, row_T=batch.row_T, offset_T=offset_T), heads.window
+        dest_T = destinations(store, tables, row_T=batch.row_T, offset_T=offset_T)
+        return dest_T, heads.window, heads.chunk
 
     def attend(
         self,
@@ -96,14 +107,14 @@ class Xla:
         v_TKH: jax.Array | None,
         at: Place,
         batch: Batch,
-        prepared: tuple[jax.Array, Window],
+        prepared: tuple[jax.Array, Window, Window],
         *,
         scale: float,
         out_dtype: np.dtype,
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
     ) -> Attended:
-        dest_T, window = prepared
+        dest_T, window, chunk = prepared
         store = at.store
         if k_TKH is not None:
             store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
@@ -113,6 +124,7 @@ class Xla:
             batch,
             scale=scale,
             window=window,
+            chunk=chunk,
             cap=cap,
             sinks_N=sinks_N,
             deterministic=self.deterministic,
@@ -127,6 +139,7 @@ def read(
     *,
     scale: float,
     window: Window,
+    chunk: Window = None,
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
     deterministic: bool = False,
@@ -141,7 +154,7 @@ def read(
     q_TNH = codec.rotate(q_TNH.astype(jnp.float32) * scale)
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
     sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
-    asked = Scores(window, cap, sinks_KG)
+    asked = Scores(window, chunk, cap, sinks_KG)
     decode = partial(_decode, asked=asked)
     decoded, statistics = jax.lax.platform_dependent(
         q_TNH[:num_rows],
@@ -186,8 +199,8 @@ def _decode(
     q_BKGH = jnp.pad(q_BKGH, ((0, 0), (0, 0), (0, max(0, min_queries - per_head)), (0, 0)))
     tables = at.tables
     len_B = jnp.where(live_B, tables.len_B, 0)
-    window = asked.window
-    first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
+    reach = asked.reach(position_B)
+    first_B = jnp.zeros_like(len_B) if reach is None else jnp.maximum(len_B - reach, 0)
     first_B = jnp.where(live_B, first_B, jnp.iinfo(jnp.int32).max)
 
     def tile(
@@ -229,7 +242,7 @@ def _decode(
         return jax.lax.dynamic_update_slice_in_dim(out_BNH, out, start, 0), statistics
 
     before = at.statistics
-    every_row = _rows_of(at.store, replace(tables, len_B=len_B), window)
+    every_row = _rows_of(at.store, replace(tables, len_B=len_B), asked.window)
     return jax.lax.fori_loop(0, -(-num_rows // size), tile, (jnp.zeros_like(q_BNH), before))
 
 
@@ -252,8 +265,7 @@ def _prefill(
     q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
     position_T = jnp.pad(batch.position_T, (0, size))
     out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
-    window = asked.window
-    rows, tables = _rows_of(at.store, at.tables, window), at.tables
+    rows, tables = _rows_of(at.store, at.tables, asked.window), at.tables
 
     def block(
         row: jax.Array, done: jax.Array, carry: tuple[jax.Array, Statistics | None]
@@ -271,7 +283,8 @@ def _prefill(
         )
         length = tables.len_B[row]
         index = length - batch.count_B[row] + done
-        low = jnp.int32(0) if window is None else jnp.maximum(index + 1 - window, 0)
+        reach = asked.reach(position[0])
+        low = jnp.int32(0) if reach is None else jnp.maximum(index + 1 - reach, 0)
         take_row = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=1)
         out, found = _attend(
             q,
@@ -414,8 +427,8 @@ def _sweep(
         key_position_RKJ = jnp.repeat(first_RKC, size, axis=2) + slot_1J
         distance_RKMJ = position_RM[:, None, :, None] - key_position_RKJ[:, :, None, :]
         seen_RKMJ = held_RKJ[:, :, None, :] & (distance_RKMJ >= 0)
-        if asked.window is not None:
-            seen_RKMJ &= distance_RKMJ < asked.window
+        if (reach := asked.reach(position_RM[:, None, :, None])) is not None:
+            seen_RKMJ &= distance_RKMJ < reach
         index_RKC = layer_base + page_RKC * page_rows + key_1K1
         keys = fetch(index_RKC)
         values = fetch(index_RKC + to_values) if to_values else keys
