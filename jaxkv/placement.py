@@ -24,7 +24,7 @@ from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.families import Layout
 from jaxkv.models.recurrent import StateArray
 from jaxkv.models.spec import ModelSpec
-from jaxkv.weights.packing import base_name, num_bytes
+from jaxkv.weights.packing import FACTOR, TABLE, base_name, num_bytes
 
 TENSOR = "tensor"
 """The mesh axis."""
@@ -81,10 +81,12 @@ class Placement:
     def weight(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Returns the sharding of a leaf; one of more dimensions than its logical axes is stacked
         over layers. Of a quantised one (`weights.packing`) columns are divided by groups, or within
-        the only one.
+        the only one, and all devices have its tables and factors.
         """
         of = base_name(name)
         axes = dict(self.axes).get(of, ())
+        if name.endswith((TABLE, FACTOR)):
+            return WHOLE
         parts = [TENSOR if axis in (*MUST_DIVIDE, "vocab") else None for axis in axes]
         if len(parts) == 2 and (of != name or len(shape) == 4):
             rows, columns = parts

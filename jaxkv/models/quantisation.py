@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
 
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
-FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
+GROUP_OF_FP4 = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", *GROUP_OF_FP4)
 """Of compressed-tensors."""
 
 BLOCK = (0, 0)
@@ -18,10 +19,11 @@ BLOCK = (0, 0)
 class Quantisation:
     """Says how a checkpoint stores its quantised weights.
 
-    kind: "scaled" (8 bits each), "packed" (compressed-tensors), "gptq" or "awq", which pack several
-    values of `bits` into each int32, or "mxfp4" (experts of gpt-oss). block: how many [rows,
-    columns] share a scale, 0 where that is not said, because all do. zero_offset: what GPTQ's
-    stored zero points are less than they mean.
+    kind: "scaled" (8 bits each); "packed" (compressed-tensors), "gptq" or "awq", which pack several
+    values of `bits` into each int32; or pairs of floats of 4 bits: "mxfp4" (experts of gpt-oss),
+    "fp4" (compressed-tensors), "modelopt" and "bitsandbytes". block: how many [rows, columns] share
+    a scale, 0 where that is not said, because all do. zero_offset: what GPTQ's stored zero points
+    are less than they mean.
     """
 
     method: str
@@ -47,6 +49,17 @@ def read_quantisation(config: ConfigReader) -> Quantisation | None:
         return Quantisation(method=method, kind="mxfp4", bits=4, block=(0, 32))
     if method == "compressed-tensors":
         return _compressed(given)
+    if method == "modelopt":
+        algorithm = given.choice("quant_algo", None, ("NVFP4", "FP8"))
+        method = f"modelopt, {algorithm}"
+        if algorithm == "FP8":
+            return Quantisation(method=method, kind="scaled")
+        return Quantisation(method=method, kind="modelopt", bits=4, block=(0, 16))
+    if method == "bitsandbytes":
+        if not given.flag("load_in_4bit", False):
+            raise given.fail("load_in_4bit", "true (8 bits: not built)")
+        method = f"bitsandbytes, {given.choice('bnb_4bit_quant_type', 'fp4', ('fp4', 'nf4'))}"
+        return Quantisation(method=method, kind="bitsandbytes", bits=4, block=(0, 64))
     group = given.get("group_size", -1)
     columns = 0 if group == -1 else given.size("group_size")
     bits = given.size("bits")
@@ -72,13 +85,19 @@ def _compressed(given: ConfigReader) -> Quantisation:
         if weights.get("group_size") is not None:
             block = (0, weights.size("group_size"))
         bits = weights.size("num_bits")
-        if bits not in (4, 8) or (form != "pack-quantized" and bits != 8):
+        if bits not in ((4,) if form in GROUP_OF_FP4 else (4, 8)):
+            raise weights.fail("num_bits", f"{'4' if form in GROUP_OF_FP4 else '4 or 8'} in {form}")
+        if form in GROUP_OF_FP4:
+            group = GROUP_OF_FP4[form]
+            if block != (0, group):
+                raise weights.fail("group_size", f"{group} in {form}")
+        elif form != "pack-quantized" and bits != 8:
             raise weights.fail("num_bits", "8, or 4 in pack-quantized")
         found.add((bits, block))
     if len(found) != 1:
         raise given.fail("config_groups", "one or more groups that are stored alike")
     ((bits, block),) = found
-    kind = "packed" if form == "pack-quantized" else "scaled"
+    kind = "packed" if form == "pack-quantized" else "fp4" if form in GROUP_OF_FP4 else "scaled"
     return Quantisation(method=f"compressed-tensors, {form}", kind=kind, bits=bits, block=block)
 
 

@@ -109,7 +109,8 @@ class Matrix(NamedTuple):
 class Packed:
     """A weight [F, D] that is kept quantised, of one layer in stacked leaves: values [L, G, F, C]
     for G groups of C = D / G columns, scales [L, G, F], and zero points like those if it has some.
-    It is (value - zero point) * scale, and multiplied as `dtype`.
+    It is (value - zero point) * scale, and multiplied as `dtype`. tables: values of 4 bits stand
+    for 16 numbers [L, 16]. factors: another scale of each whole weight, [L].
 
     A leaf of uint8 [L, G, F, C / 2] has pairs of 4 bits (`packing.in_pairs`). is_dynamic: what it
     is multiplied with is quantised too, each token with a scale of its own, and the products are
@@ -119,6 +120,8 @@ class Packed:
     leaf: Array
     scales: Array
     zeros: Array | None
+    tables: Array | None
+    factors: Array | None
     layer: Array
     dtype: np.dtype = static()
     is_dynamic: bool = static(default=False)
@@ -176,23 +179,40 @@ class Packed:
         scale_GF = self._of_layer(self.scales, starts, sizes).astype(jnp.float32)
         if self.is_dynamic and values_GFC.dtype == jnp.int8 and self.num_groups == 1:
             return _dot_int8(x_TD, values_GFC[0]) * scale_GF
-        if values_GFC.dtype == jnp.uint8:
-            pairs = jax.lax.bitcast_convert_type(values_GFC, jnp.int4)
-            values_GFC = pairs.reshape(*values_GFC.shape[:2], -1)
-        x_TD, w_GFC = x_TD.astype(self.dtype), values_GFC.astype(self.dtype)
+        x_TD, w_GFC = x_TD.astype(self.dtype), self._numbers(values_GFC)
         if self.zeros is None and self.num_groups == 1:
-            return _dot(x_TD, w_GFC[0]) * scale_GF
-        if self.zeros is not None:
-            w_GFC -= self._of_layer(self.zeros, starts, sizes).astype(self.dtype)[..., None]
-        w_GFC *= scale_GF.astype(self.dtype)[..., None]
-        x_TGC = x_TD.reshape(x_TD.shape[0], *w_GFC.shape[::2])
-        return jax.lax.dot_general(
-            x_TGC,
-            w_GFC,
-            (((1, 2), (0, 2)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None,
-            preferred_element_type=jnp.float32,
-        )
+            y_TF = _dot(x_TD, w_GFC[0].astype(self.dtype)) * scale_GF
+        else:
+            if self.zeros is not None:
+                w_GFC -= self._of_layer(self.zeros, starts, sizes).astype(w_GFC.dtype)[..., None]
+            w_GFC *= scale_GF.astype(w_GFC.dtype)[..., None]
+            y_TF = jax.lax.dot_general(
+                x_TD.reshape(x_TD.shape[0], *w_GFC.shape[::2]),
+                w_GFC.astype(self.dtype),
+                (((1, 2), (0, 2)), ((), ())),
+                precision=jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None,
+                preferred_element_type=jnp.float32,
+            )
+        return y_TF if self.factors is None else y_TF * self.factors[self.layer]
+
+    def _numbers(self, values: Array) -> Array:
+        """Returns the numbers that values stand for before they are scaled: as `dtype`, those of a
+        table as float32, so that what is scaled is rounded once.
+        """
+        if values.dtype == jnp.uint8:
+            pairs = jax.lax.bitcast_convert_type(values, jnp.int4)
+            values = pairs.reshape(*values.shape[:-1], -1)
+        if self.tables is None:
+            return values.astype(self.dtype)
+        # Halving the table by each bit takes 15 selections, which compilers make part of the matmul
+        # that reads them; a gather would be one load for each number.
+        bits = values.astype(jnp.int32)
+        numbers = list(self.tables[self.layer])
+        for place in range(4):
+            is_set = (bits >> place) & 1 != 0
+            evens_and_odds = zip(numbers[::2], numbers[1::2], strict=True)
+            numbers = [jnp.where(is_set, odd, even) for even, odd in evens_and_odds]
+        return numbers[0]
 
 
 AnyMatrix = Matrix | Packed

@@ -21,7 +21,7 @@ from jaxkv.config import bfloat16_as_bits
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
-from jaxkv.placement import Placement
+from jaxkv.placement import MUST_DIVIDE, Placement
 from jaxkv.weights.packing import INT4, ZEROS, Packing, in_pairs, packing_for, quantise
 from jaxkv.weights.quantised import Dequantised
 from jaxkv.weights.safetensors import Checkpoint
@@ -156,31 +156,35 @@ def _packing(
     if quantization is not None:
         return packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
     if isinstance(checkpoint, Dequantised):
-        return checkpoint.packing(leaf.sources, num_parts)
+        is_divided = leaf.one.info.logical_axes[1] in MUST_DIVIDE
+        parts = num_parts if is_divided else 1
+        return checkpoint.packing(leaf.sources, leaf.one.part, parts, dtype)
     return None
 
 
 def _packed(
     checkpoint: Tensors, leaf: TreeLeaf, packing: Packing, check: bool, told: Told
 ) -> dict[str, np.ndarray]:
-    """Makes the arrays of a quantised leaf, layer by layer."""
+    """Makes the arrays of a quantised leaf, matrix by matrix."""
     made = _empty(packing, leaf.shape)
     per_source = leaf.shape[0] // len(leaf.sources)
-    for index, name in enumerate(leaf.sources):
+
+    def matrices(name: str) -> Iterator[dict[str, np.ndarray]]:
         if isinstance(checkpoint, Dequantised):
-            parts = checkpoint.packed(name, packing, leaf.one.part)
-            for x in parts.values() if check else ():
-                if not is_finite(x):
+            return checkpoint.packed(name, packing, leaf.one.part)
+        one = leaf._replace(sources=(name,), shape=(per_source, *leaf.shape[1:]))
+        host = _stack(checkpoint, one, np.dtype(np.float32), check, lambda _: None)
+        return (quantise(w_FD, packing) for w_FD in host)
+
+    for index, name in enumerate(leaf.sources):
+        for number, parts in enumerate(matrices(name), index * per_source):
+            for suffix, x in parts.items():
+                if check and not is_finite(x):
                     file = checkpoint.entries[name].file
                     raise _not_finite(f"{file}: what makes {name}", x.reshape(-1), 0)
-            checkpoint.release(name)
-            told(math.prod(leaf.shape) // len(leaf.sources))
-        else:
-            one = leaf._replace(sources=(name,), shape=(per_source, *leaf.shape[1:]))
-            host = _stack(checkpoint, one, np.dtype(np.float32), check, told)
-            parts = quantise_layers(host, packing)
-        for suffix, x in parts.items():
-            made[suffix][index * per_source : (index + 1) * per_source] = x
+                made[suffix][number] = x
+            told(math.prod(leaf.shape[1:]))
+        checkpoint.release(name)
     return made
 
 

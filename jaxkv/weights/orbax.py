@@ -32,6 +32,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
+from jaxkv.weights.formats import KEPT
 from jaxkv.weights.load import (
     aligned_empty,
     load_weights,
@@ -41,9 +42,11 @@ from jaxkv.weights.load import (
     quantise_layers,
 )
 from jaxkv.weights.packing import (
+    FACTOR,
     INT4,
     METHODS,
     SCALES,
+    TABLE,
     ZEROS,
     Packing,
     from_pairs,
@@ -221,6 +224,8 @@ def _packings(weights: dict[str, Any]) -> dict[str, Any]:
             "group": width * values.shape[3] if values.shape[1] > 1 else 0,
             "scales": scales.dtype.name,
             "has_zeros": path + ZEROS in arrays,
+            "has_table": path + TABLE in arrays,
+            "has_factor": path + FACTOR in arrays,
         }
     return found
 
@@ -230,10 +235,10 @@ def _read_packings(header: ConfigReader) -> dict[str, Packing]:
     for path in given.values:
         one = given.section(path)
         dtype = one.choice("dtype", None, [kind.name for kind in METHODS.values()])
-        scales = one.choice("scales", None, ("float16", "bfloat16", "float32"))
+        scales = one.choice("scales", None, [kind.name for kind in KEPT])
         group = 0 if one.get("group") == 0 else one.size("group")
-        has_zeros = one.flag("has_zeros", False)
-        found[path] = Packing(jnp.dtype(dtype), group, jnp.dtype(scales), has_zeros)
+        has = {key: one.flag(key, False) for key in ("has_zeros", "has_table", "has_factor")}
+        found[path] = Packing(jnp.dtype(dtype), group, jnp.dtype(scales), **has)
     return found
 
 

@@ -1,8 +1,11 @@
 """Keeps matrices quantised: which form they have on the device, and how a matrix gets it.
 
 A matrix [F, D] becomes values [G, F, D / G] in 4 or 8 bits for G groups of columns, scales [G, F],
-and maybe zero points like those. XLA for TPUs computes that form within the matmul that reads it;
-with groups as a part of the columns, [F, G, D / G], it writes out the matrix first.
+and maybe zero points like those. Where 4 bits stand for numbers that are not evenly spaced (E2M1 in
+MXFP4 and NVFP4, NF4), a table [16] says for which; NVFP4 has a factor of the whole matrix, too.
+
+XLA for TPUs computes that form within the matmul that reads it; with groups as a part of the
+columns, [F, G, D / G], it writes out the matrix first.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy.typing as npt
 
 FLOAT32 = np.dtype(np.float32)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-SCALES, ZEROS = "_scales", "_zeros"
+SCALES, ZEROS, TABLE, FACTOR = "_scales", "_zeros", "_table", "_factor"
 """What follows the name of a leaf in the names of those that it is read with."""
 
 DYNAMIC = "_dynamic_scales"
@@ -47,7 +50,8 @@ AT_ONCE = 2**16
 @dataclass(frozen=True, slots=True)
 class Packing:
     """Says what a matrix is kept in. group: how many columns share a scale, 0 for all of a row.
-    scales: the dtype of those. is_dynamic: what it is multiplied with is quantised too.
+    scales: the dtype of those. is_dynamic: what it is multiplied with is quantised too. has_table:
+    values are 4 bits that stand for 16 numbers. has_factor: there is a scale of all, too.
     """
 
     dtype: np.dtype[Any]
@@ -55,6 +59,8 @@ class Packing:
     scales: np.dtype[Any] = FLOAT32
     has_zeros: bool = False
     is_dynamic: bool = False
+    has_table: bool = False
+    has_factor: bool = False
 
     def arrays(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Returns shapes and dtypes for matrices [..., F, D], by what follows a leaf's name."""
@@ -66,6 +72,10 @@ class Packing:
         found[of_scales] = ((*stack, num_groups, rows), self.scales)
         if self.has_zeros:
             found[ZEROS] = ((*stack, num_groups, rows), np.dtype(np.int8))
+        if self.has_table:
+            found[TABLE] = ((*stack, 16), FLOAT32)
+        if self.has_factor:
+            found[FACTOR] = ((*stack,), FLOAT32)
         return found
 
 
@@ -145,15 +155,20 @@ def in_pairs(x: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return (bits[..., 0::2] | bits[..., 1::2] << 4).astype(np.uint8)
 
 
+_BYTES = np.arange(256, dtype=np.uint8)
+_PAIRS = (np.stack([_BYTES & 15, _BYTES >> 4], axis=-1) ^ 8).view(np.int8) - np.int8(8)
+_PAIRS = _PAIRS.view(np.int16)[:, 0]
+"""Two values of 4 bits side by side for each byte: one look-up takes a third of the time."""
+
+
 def from_pairs(x: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     """Returns the values that `in_pairs` has packed."""
-    bits = np.stack([x & 15, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)
-    return ((bits ^ 8).astype(np.int8) - 8).astype(INT4)
+    return _PAIRS[x].view(np.int8).view(INT4)
 
 
 def base_name(name: str) -> str:
     """Returns the name of the leaf that this one is, or is read with."""
-    for suffix in (DYNAMIC, SCALES, ZEROS):
+    for suffix in (DYNAMIC, SCALES, ZEROS, TABLE, FACTOR):
         name = name.removesuffix(suffix)
     return name
 

@@ -6,7 +6,8 @@ the layers are in, so that one body, compiled once, runs them all. Everybody els
 which leaves there are and what they are made of, the decoder for the weights of one layer.
 
 A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`). A quantised leaf
-`q` is values with `q_scales`, and maybe `q_zeros`, beside it (`weights.packing`).
+`q` is values with `q_scales` beside it, and maybe `q_zeros`, `q_table` and `q_factor`
+(`weights.packing`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from jaxkv.axes import Array
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.layers import AnyMatrix, Matrix, Packed, Vectors, values
-from jaxkv.weights.packing import DYNAMIC, SCALES, ZEROS, base_name, num_bytes
+from jaxkv.weights.packing import (
+    DYNAMIC,
+    FACTOR,
+    SCALES,
+    TABLE,
+    ZEROS,
+    base_name,
+    num_bytes,
+)
 
 Weights = Mapping[str, Any]
 
@@ -117,6 +126,7 @@ def describe_packed(weights: Weights) -> str:
             nbytes += sum(num_bytes(part.shape, part.dtype) for part in parts)
             values = stack[name]
             dtype, width = ("int4", 2) if values.dtype == np.uint8 else (values.dtype.name, 1)
+            dtype = "codes of 4 bits" if name + TABLE in stack else dtype
             group = "" if values.shape[1] == 1 else f" by {width * values.shape[3]}"
             names = kinds.setdefault(dtype + group, [])
             names += [] if name in names else [name]
@@ -139,8 +149,9 @@ def layer_weights(weights: Weights, layer: Array, kind: int = 0) -> dict[str, An
         at = layer * (leaf.shape[0] // stack["router"].shape[0]) if is_expert else layer
         for suffix in (SCALES, DYNAMIC):
             if (scales := stack.get(name + suffix)) is not None:
-                zeros = stack.get(name + ZEROS)
-                return Packed(leaf, scales, zeros, at, dtype, is_dynamic=suffix == DYNAMIC)
+                zeros, tables, factors = (stack.get(name + end) for end in (ZEROS, TABLE, FACTOR))
+                is_dynamic = suffix == DYNAMIC
+                return Packed(leaf, scales, zeros, tables, factors, at, dtype, is_dynamic)
         if leaf.ndim >= 3:
             return Matrix(leaf, at)
         return Vectors(leaf, at) if is_expert else values(leaf[at])

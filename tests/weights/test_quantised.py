@@ -3,270 +3,61 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
-import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxkv import LLM, SamplingParams
+from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.testing import model_of
-from jaxkv.weights.load import load_weights
 from jaxkv.weights.orbax import convert, load_converted
-from jaxkv.weights.packing import (
-    DYNAMIC,
-    METHODS,
-    SCALES,
-    ZEROS,
-    base_name,
-    from_pairs,
-    num_bytes,
-    packing_for,
-    quantise,
+from jaxkv.weights.packing import METHODS, SCALES, packing_for, quantise
+from quantised import (
+    BITSANDBYTES,
+    CASES,
+    SIZES,
+    check_equal,
+    compressed,
+    kept_bytes,
+    loaded,
+    logprobs,
+    make,
+    meant,
+    packed_names,
+    quantised,
+    stored_bytes,
+    tensors_of,
 )
 from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-GROUP = 16
-
-Stored = tuple[dict[str, np.ndarray], np.ndarray]
-"""Tensors by their last name, and the weight that they stand for."""
-
-
-def words(values: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Packs along the last axis, one value after the other."""
-    per_word = 32 // bits
-    packed = np.zeros((values.shape[0], values.shape[1] // per_word), np.uint32)
-    for column in range(values.shape[1]):
-        place = column % per_word if order is None else order[column % per_word]
-        field = values[:, column].astype(np.uint32) << np.uint32(place * bits)
-        packed[:, column // per_word] |= field
-    return packed.view(np.int32)
-
-
-def fp8_blocks(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
-    out, width = shape
-    values = rng.normal(size=shape).astype(ml_dtypes.float8_e4m3fn)
-    scale = rng.uniform(0.01, 0.1, (-(-out // 40), -(-width // 24))).astype(np.float32)
-    want = np.zeros(shape, np.float32)
-    for i in range(out):
-        for j in range(width):
-            want[i, j] = np.float32(values[i, j]) * scale[i // 40, j // 24]
-    return {"weight": values, "weight_scale_inv": scale}, want
-
-
-def int8_rows(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
-    values = rng.integers(-128, 128, shape).astype(np.int8)
-    scale = rng.uniform(1e-4, 1e-3, (shape[0], 1)).astype(np.float32)
-    return {"weight": values, "weight_scale": scale}, values.astype(np.float32) * scale
-
-
-def packed(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
-    values = rng.integers(0, 16, shape)
-    scale = rng.uniform(0.01, 0.1, (shape[0], shape[1] // GROUP)).astype(np.float32)
-    want = (values - 8).astype(np.float32) * scale.repeat(GROUP, axis=1)
-    size = np.array(shape, np.int64)
-    return {"weight_packed": words(values, 4), "weight_scale": scale, "weight_shape": size}, want
-
-
-def gptq(rng: np.random.Generator, shape: tuple[int, int], *, reorder: bool = False) -> Stored:
-    out, width = shape
-    values, group = rng.integers(0, 16, shape), np.arange(width) // GROUP
-    if reorder:
-        group = rng.permutation(group)
-    zero = rng.integers(0, 15, (width // GROUP, out))
-    scale = rng.uniform(0.01, 0.1, zero.shape).astype(np.float32)
-    want = np.zeros(shape, np.float32)
-    for j in range(width):
-        want[:, j] = (values[:, j] - (zero[group[j]] + 1)) * scale[group[j]]
-    parts = {"qweight": words(values, 4).T.copy(), "qzeros": words(zero, 4), "scales": scale}
-    return parts | {"g_idx": group.astype(np.int32)}, want
-
-
-def awq(rng: np.random.Generator, shape: tuple[int, int]) -> Stored:
-    out, width = shape
-    order = (0, 4, 1, 5, 2, 6, 3, 7)
-    values, zero = rng.integers(0, 16, (width, out)), rng.integers(0, 16, (width // GROUP, out))
-    scale = rng.uniform(0.01, 0.1, zero.shape).astype(np.float32)
-    want = (values - zero.repeat(GROUP, axis=0)).astype(np.float32) * scale.repeat(GROUP, axis=0)
-    parts = {"qweight": words(values, 4, order), "qzeros": words(zero, 4, order), "scales": scale}
-    return parts, want.T
-
-
-def compressed(form: str, **weights: object) -> dict:
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
-
-
-FP8 = {"quant_method": "fp8", "weight_block_size": [40, 24]}
-CASES: dict[str, tuple[dict, Callable[..., Stored]]] = {
-    "fp8": (FP8, fp8_blocks),
-    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), int8_rows),
-    "packed": (compressed("pack-quantized", num_bits=4, group_size=GROUP), packed),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq),
-    "gptq-act-order": (
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
-        lambda rng, shape: gptq(rng, shape, reorder=True),
-    ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
-}
-
-
-def quantised(tmp_path: Path, case: str) -> tuple[Path, Path]:
-    """Makes the directories of a checkpoint with quantised layers and of what it stands for."""
-    about, quantise = CASES[case]
-    config, rng = tiny_config("qwen2", **SIZES), np.random.default_rng(0)
-    plain = make_checkpoint(tmp_path / "plain", config)
-    tensors = load_file(plain / "model.safetensors")
-    stored = {}
-    for name in sorted(tensors):
-        if "_proj.weight" in name:
-            parts, tensors[name] = quantise(rng, tensors[name].shape)
-            module = name.removesuffix(".weight")
-            stored |= {f"{module}.{last}": np.ascontiguousarray(x) for last, x in parts.items()}
-        else:
-            stored[name] = tensors[name]
-    save_file(
-        {name: np.ascontiguousarray(x) for name, x in tensors.items()}, plain / "model.safetensors"
-    )
-    small = tmp_path / "small"
-    small.mkdir()
-    save_file(stored, small / "model.safetensors")
-    (small / "config.json").write_text(json.dumps(config | {"quantization_config": about}))
-    return small, plain
-
-
-def loaded(directory: Path, load: Callable[..., dict] = load_weights, **options: object) -> dict:
-    """The weight tree, in which quantised matrices are what they stand for."""
-    spec, layout = read_family(read_config(directory))
-    weights = load(directory, spec, layout, dtype="float32", **options)
-    return {
-        name: meant(leaf) if isinstance(leaf, dict) else np.asarray(leaf)
-        for name, leaf in weights.items()
-    }
-
-
-def meant(stack: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    found = {}
-    for name in {base_name(name) for name in stack}:
-        x = np.asarray(stack[name])
-        if x.ndim == 4:
-            scales = np.asarray(stack.get(name + SCALES, stack.get(name + DYNAMIC)))[..., None]
-            values = (from_pairs(x) if x.dtype == np.uint8 else x).astype(np.float32)
-            if name + ZEROS in stack:
-                values -= np.asarray(stack[name + ZEROS], np.float32)[..., None]
-            values = (values * scales.astype(np.float32)).swapaxes(1, 2)
-            x = values.reshape(*values.shape[:2], -1)
-        found[name] = x
-    return found
-
-
-def packed_names(directory: Path) -> set[str]:
-    spec, layout = read_family(read_config(directory))
-    layers = load_weights(directory, spec, layout, dtype="float32")["layers"]
-    return {name for name, x in layers.items() if x.ndim == 4}
-
-
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down"}
 STAY = {"fp8": {"down"}, "gptq-act-order": set()}
-"""Which matrices stay packed where not all do: 64 columns are no whole blocks of 24."""
+STAY |= dict.fromkeys(("nf4", "nf4-simple"), MATRICES - {"down"})
+"""Which matrices stay packed where not all do: 64 columns are no whole blocks of 24, 96 none of
+64.
+"""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_what_the_stored_bits_stand_for(tmp_path, case):
     small, plain = quantised(tmp_path, case)
-    jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
+    check_equal(loaded(small), loaded(plain))
     assert packed_names(small) == STAY.get(case, MATRICES)
     convert(small, tmp_path / "converted", dtype="float32")
-    again = loaded(tmp_path / "converted", load_converted)
-    jax.tree.map(np.testing.assert_array_equal, again, loaded(plain))
+    check_equal(loaded(tmp_path / "converted", load_converted), loaded(plain))
 
 
-def mxfp4(tmp_path: Path) -> tuple[Path, Path]:
-    """Directories of a gpt-oss whose experts are stored in pairs of 4 bits, and of what they
-    mean.
-    """
-    config = tiny_config("llama") | {"hidden_size": 64, "intermediate_size": 32}
-    config |= {"model_type": "gpt_oss", "num_local_experts": 3, "num_experts_per_tok": 2}
-    plain, rng = make_checkpoint(tmp_path / "plain", config), np.random.default_rng(0)
-    tensors = load_file(plain / "model.safetensors")
-    stored, meaning = {}, [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    for name in sorted(tensors):
-        if not name.endswith("_proj") or ".experts." not in name:
-            stored[name] = tensors[name]
-            continue
-        experts, inner, outer = tensors[name].shape
-        bits = rng.integers(0, 16, (experts, outer, inner))
-        scales = rng.integers(117, 124, (experts, outer, inner // 32))
-        want = np.zeros(tensors[name].shape, np.float32)
-        for e, o, i in np.ndindex(*bits.shape):
-            value = meaning[bits[e, o, i] % 8] * (-1 if bits[e, o, i] >= 8 else 1)
-            want[e, i, o] = value * 2.0 ** (int(scales[e, o, i // 32]) - 127)
-        tensors[name] = want
-        pairs = bits.reshape(experts, outer, inner // 32, 16, 2)
-        stored[f"{name}_blocks"] = (pairs[..., 0] + 16 * pairs[..., 1]).astype(np.uint8)
-        stored[f"{name}_scales"] = scales.astype(np.uint8)
-    save_file(tensors, plain / "model.safetensors")
-    small = tmp_path / "small"
-    small.mkdir()
-    save_file(stored, small / "model.safetensors")
-    about = {"quantization_config": {"quant_method": "mxfp4"}}
-    (small / "config.json").write_text(json.dumps(config | about))
-    return small, plain
-
-
-def test_experts_in_mxfp4_are_what_their_bits_stand_for(tmp_path):
-    small, plain = mxfp4(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
-    tensors = load_file(small / "model.safetensors")
-    name = "model.layers.1.mlp.experts.down_proj"
-    tensors[f"{name}_scales"] = tensors[f"{name}_scales"][:, :-1].copy()
-    save_file(tensors, small / "model.safetensors")
-    with pytest.raises(
-        CheckpointError, match=rf"{name}: expected uint8 blocks .* got blocks uint8"
-    ):
-        loaded(small)
-
-
-def logprobs(llm: LLM) -> np.ndarray:
-    """Of 24 tokens of a prompt and 4 more, each over the whole vocabulary."""
-    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=-1, prompt_logprobs=-1)
-    prompt = {"prompt_token_ids": [(7 * i) % 97 for i in range(24)]}
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
-    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
-    return np.array([[entry[token].logprob for token in sorted(entry)] for entry in entries])
-
-
-def make(directory: Path, **options: object) -> LLM:
-    return LLM(directory, **SMALL | {"max_logprobs": -1} | options)
-
-
-def kept_bytes(llm: LLM) -> int:
-    """Of what stays quantised, on the device."""
-    stack = model_of(llm).weights["layers"]
-    kept = {name for name in stack if base_name(name) != name or stack[name].ndim == 4}
-    return sum(num_bytes(stack[name].shape, stack[name].dtype) for name in kept)
-
-
-@pytest.mark.parametrize("case", some(CASES, "awq", "int8"))
+@pytest.mark.parametrize("case", some(CASES, "awq", "int8", "nvfp4"))
 def test_a_model_computes_what_its_dequantised_weights_do(tmp_path, case):
     small, plain = quantised(tmp_path, case)
     llm = make(small)
     want = logprobs(make(plain))
     np.testing.assert_allclose(logprobs(llm), want, rtol=0, atol=2e-4 * want.std())
-    if case in ("awq", "int8"):
-        parts = load_file(small / "model.safetensors")
-        stored = sum(
-            x.nbytes for name, x in parts.items() if "_proj" in name and "bias" not in name
-        )
-        assert kept_bytes(llm) == pytest.approx(stored, rel=0.05)
+    if case in ("awq", "int8", "nvfp4", "mxfp4", "modelopt"):
+        assert kept_bytes(llm) == pytest.approx(stored_bytes(small), rel=0.05)
 
 
 @pytest.mark.parametrize("method", some(METHODS, "int4", "int8_dynamic"))
@@ -321,22 +112,34 @@ def test_what_is_stored_quantised_is_not_quantised_again(tmp_path):
         make(tmp_path / "plain", quantization="awq")
 
 
+@pytest.mark.parametrize(
+    "state", [b"[]", b"{", b'{"shape": [0, 64]}', b'{"shape": [96, 64], "blocksize": 128}']
+)
+def test_a_state_of_bitsandbytes_that_is_none_is_named(tmp_path, state):
+    small, _ = quantised(tmp_path, "nf4")
+    tensors = tensors_of(small)
+    name = "model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4"
+    save_file(tensors | {name: np.frombuffer(state, np.uint8)}, small / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: .*(quant_state|Expecting)"):
+        loaded(small)
+
+
 @pytest.mark.parametrize("size", [[64.0, 96.0], [64], [-64, 96], [[96, 64]]])
 def test_a_shape_that_is_none_is_named(tmp_path, size):
     small, _ = quantised(tmp_path, "packed")
-    tensors = load_file(small / "model.safetensors")
+    tensors = tensors_of(small)
     name = "model.layers.0.mlp.up_proj.weight_shape"
     save_file(tensors | {name: np.array(size)}, small / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"{name}: expected two whole numbers"):
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: weight_shape: expected two whole"):
         loaded(small)
 
 
 def test_biases_of_zeros_that_the_model_has_not_are_left_out(tmp_path):
     """Older GPTQ files have one for every layer."""
     small, plain = quantised(tmp_path, "gptq")
-    tensors, name = load_file(small / "model.safetensors"), "model.layers.1.mlp.down_proj.bias"
+    tensors, name = tensors_of(small), "model.layers.1.mlp.down_proj.bias"
     save_file(tensors | {name: np.zeros(64, np.float16)}, small / "model.safetensors")
-    jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
+    check_equal(loaded(small), loaded(plain))
     save_file(tensors | {name: np.ones(64, np.float16)}, small / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"does not use: {name}"):
         loaded(small)
@@ -344,11 +147,11 @@ def test_biases_of_zeros_that_the_model_has_not_are_left_out(tmp_path):
 
 def test_scales_of_activations_and_of_a_cache_are_left_out(tmp_path):
     small, plain = quantised(tmp_path, "int8")
-    tensors, layer = load_file(small / "model.safetensors"), "model.layers.1.self_attn."
+    tensors, layer = tensors_of(small), "model.layers.1.self_attn."
     for name in ("k_scale", "q_proj.input_scale"):
         tensors[layer + name] = np.ones(1, np.float32)
     save_file(tensors, small / "model.safetensors")
-    jax.tree.map(np.testing.assert_array_equal, loaded(small), loaded(plain))
+    check_equal(loaded(small), loaded(plain))
 
 
 def test_an_engine_says_what_stays_quantised(tmp_path):
@@ -360,12 +163,16 @@ def test_an_engine_says_what_stays_quantised(tmp_path):
 @pytest.mark.parametrize(
     ("about", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method: expected one of awq"),
+        ({"quant_method": "hqq"}, "quant_method: expected one of awq"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_4bit: expected true"),
+        (BITSANDBYTES | {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type: expected one of"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo: expected one of"),
         ({"quant_method": "gptq", "bits": 3}, "bits: expected 4 or 8, got 3"),
         ({"quant_method": "awq", "bits": 4, "version": "marlin"}, "version: expected one of"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "expected two whole numbers"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups"),
-        (compressed("nvfp4-pack-quantized", num_bits=4), "format: expected one of"),
+        (compressed("marlin-24", num_bits=4), "format: expected one of"),
+        (compressed("nvfp4-pack-quantized", num_bits=4), "group_size: expected 16"),
         (compressed("float-quantized", num_bits=4), "num_bits: expected 8"),
         ("fp8", "quantization_config: expected an object"),
     ],
@@ -389,11 +196,23 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, about, message):
         ("gptq", "qweight", lambda x: x.astype(np.int16)),
         ("awq", "scales", lambda x: x[:, :-1]),
         ("awq", "qzeros", None),
+        ("nvfp4", "weight_scale", lambda x: x[:, :-1]),
+        ("nvfp4", "weight_scale", None),
+        ("nvfp4", "weight_scale", lambda x: x.astype(np.float32)),
+        ("nvfp4", "weight_global_scale", None),
+        ("nvfp4", "weight_global_scale", lambda x: x.repeat(2)),
+        ("mxfp4", "weight_scale", lambda x: x[:-1]),
+        ("modelopt", "weight_scale_2", None),
+        ("nf4", "weight.absmax", lambda x: x[:-1]),
+        ("nf4", "weight.quant_map", lambda x: x[:-1]),
+        ("nf4", "weight.nested_absmax", lambda x: x[:0]),
+        ("nf4", "weight.nested_quant_map", lambda x: x[:9]),
+        ("nf4", "weight.nested_quant_map", None),
     ],
 )
 def test_parts_that_do_not_fit_together_are_named(tmp_path, case, last, change):
     small, _ = quantised(tmp_path, case)
-    tensors = load_file(small / "model.safetensors")
+    tensors = tensors_of(small)
     name = f"model.layers.0.mlp.up_proj.{last}"
     part = tensors.pop(name)
     if change is not None:

@@ -43,9 +43,16 @@ class Part:
 
     def take(self, stored: np.ndarray) -> np.ndarray:
         rows = stored.swapaxes(-1, -2) if self.transposed else stored
-        rows = rows.reshape(-1, *rows.shape[2:]) if self.of_all else rows
+        return self.of_rows(rows.reshape(-1, *rows.shape[2:]) if self.of_all else rows)
+
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Takes the part of rows that are in the order of the array's."""
         blocks = rows.reshape(self.num_blocks, -1, *rows.shape[1:])[:, self.start : self.stop]
         return blocks.reshape(-1, *rows.shape[1:])
+
+    def of_one(self, num_experts: int) -> Part:
+        """Returns the same part of the rows of one expert."""
+        return replace(self, num_blocks=max(1, self.num_blocks // num_experts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,481 @@
+"""Defines the formats of quantised weights: what their tensors are called, and which values, scales
+and zero points these stand for.
+
+Values are little-endian in their int32, the first in the lowest bits. Sources: the formats as the
+libraries that write them define them, github.com/AutoGPTQ/AutoGPTQ (gptq), casper-hansen/AutoAWQ
+(awq), vllm-project/compressed-tensors, NVIDIA/Model-Optimizer (modelopt), bitsandbytes-foundation/
+bitsandbytes; for blocks of fp8 arXiv 2412.19437, section 3.3; for E2M1 and E8M0 the OCP
+Microscaling Formats (MX) 1.0, section 5.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from jaxkv.config import is_int
+from jaxkv.models.families.base import Part
+from jaxkv.models.quantisation import Quantisation
+from jaxkv.weights.packing import FACTOR, INT4, SCALES, TABLE, ZEROS, Packing, from_pairs
+
+Parts = Mapping[str, npt.NDArray[Any]]
+"""The stored tensors of a weight, by what `Form.parts` calls them."""
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""At which place in its int32 each of eight neighbours is."""
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FP4 = np.concatenate([FP4, -FP4])
+"""What 4 bits of E2M1 mean."""
+
+E8M0, E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
+
+FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+KEPT = (FLOAT32, BFLOAT16, np.dtype(np.float16), E8M0, E4M3)
+"""What scales may stay; others become float32."""
+
+LEAST_GROUP = 8
+"""Columns: with fewer, scales would take as much as the values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Holds a weight [F, D] as values of few bits with scales [F, G] of G groups of columns, and
+    maybe zero points like those. block: columns of a group; group_D: which group each column is in,
+    if they are in no order. table: values are 4 bits that stand for its 16 numbers. factor: of
+    the whole weight, beside the scales.
+    """
+
+    values: npt.NDArray[Any]
+    scales: npt.NDArray[Any]
+    zeros: npt.NDArray[np.int32] | None = None
+    block: int = 0
+    group_D: npt.NDArray[np.int64] | None = None
+    table: npt.NDArray[np.float32] | None = None
+    factor: npt.NDArray[np.float32] | None = None
+
+    def check(self) -> None:
+        """Raises: ValueError, IndexError if they do not fit together."""
+        shape = self.scales.shape
+        if self.values.ndim != 2 or self.scales.ndim != 2 or shape[0] != len(self.values):
+            raise ValueError(f"expected a matrix and scales of its {len(self.values)} rows")
+        if self.zeros is not None and self.zeros.shape != shape:
+            raise ValueError(f"expected as many zero points as scales, {list(shape)}")
+        size, count = self.values.shape[1], shape[1]
+        if self.group_D is not None:
+            if (
+                len(self.group_D) != size
+                or not 0 <= self.group_D.min() <= self.group_D.max() < count
+            ):
+                raise ValueError("expected a group for each column")
+        elif count != 1 and (not self.block or -(-size // self.block) != count):
+            raise ValueError(f"expected blocks of {self.block} along {size}, got {count}")
+        if self.table is not None and self.table.shape != (16,):
+            raise ValueError(f"expected a table of 16 numbers, got {list(self.table.shape)}")
+
+    def weight(self) -> npt.NDArray[np.float32]:
+        """Computes the weight."""
+        if self.table is None:
+            values = self.values.astype(np.float32)
+        else:
+            values = self.table[self.values.view(np.uint8) & 15]
+        if self.zeros is not None:
+            values -= self._by_columns(self.zeros.astype(np.float32))
+        values *= self._by_columns(self.scales.astype(np.float32))
+        return values if self.factor is None else values * self.factor
+
+    def _by_columns(self, x_FG: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self.group_D is not None:
+            return x_FG[:, self.group_D]
+        if x_FG.shape[1] == 1:
+            return x_FG
+        return np.repeat(x_FG, self.block, axis=1)[:, : self.values.shape[1]]
+
+    def packed(self, packing: Packing, part: Part | None) -> dict[str, npt.NDArray[Any]]:
+        """Returns its arrays, or those of a part of its rows, as `packing` has them."""
+
+        def rows(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return x if part is None else part.of_rows(x)
+
+        def of_groups(x_FG: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            # A group that several devices have parts of has become several ones.
+            return np.repeat(rows(x_FG), num_groups // x_FG.shape[1], axis=1).T
+
+        values = rows(self.values)
+        group = packing.group or values.shape[1]
+        num_groups = values.shape[1] // group
+        found = {"": values.reshape(len(values), -1, group).swapaxes(0, 1)}
+        found[SCALES] = of_groups(self.scales.astype(packing.scales))
+        if packing.has_zeros and self.zeros is not None:
+            found[ZEROS] = of_groups(self.zeros.astype(np.int8))
+        if self.table is not None:
+            found[TABLE] = self.table
+        if self.factor is not None:
+            found[FACTOR] = np.asarray(self.factor)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """Says what the tensors of a quantised weight are called, and how it is computed of them.
+
+    parts: for each part, what its name has in place of `whole` at the end of the weight's; the
+    first has the values. marks: parts of which one shows that a weight is quantised, where its
+    values are called as the weight is. shape: of the weight. scales: parts of which one has the
+    scales, with groups on `group_axis`; none where they have to be computed. is_turned: a matrix is
+    computed as [out, in] of a weight that stands for [in, out].
+    """
+
+    parts: Mapping[str, str]
+    shape: Callable[[Parts, Quantisation], tuple[int, ...]]
+    compute: Callable[[Parts, Quantisation], Stored]
+    whole: str = ".weight"
+    marks: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ()
+    group_axis: int = -1
+    factors: tuple[str, ...] = ()
+    has_table: bool = False
+    is_turned: bool = False
+
+    @property
+    def values(self) -> str:
+        return next(iter(self.parts))
+
+    def matrices(self, own: Parts, how: Quantisation, part: Part | None) -> Iterator[Stored]:
+        """Computes the matrices that a weight is made of, that of each expert or one: as they are
+        stored, or as the model multiplies with `part` of them.
+
+        Raises: KeyError, ValueError, IndexError if its parts do not fit together.
+        """
+        shape = self.shape(own, how)
+        is_turned = self.is_turned or (part is not None and part.transposed)
+        if is_turned and not self.is_turned:
+            own = {last: x.swapaxes(-1, -2) if x.ndim > 1 else x for last, x in own.items()}
+            how = replace(how, block=how.block[::-1])
+        of_one = shape[:-3:-1] if is_turned else shape[-2:]
+        if len(shape) == 3 and any(x.shape[:1] != shape[:1] for x in own.values()):
+            raise ValueError(f"expected parts of {shape[0]} experts each")
+        for expert in range(shape[0]) if len(shape) == 3 else (...,):
+            found = self.compute({last: x[expert] for last, x in own.items()}, how)
+            found.check()
+            if found.values.shape != of_one:
+                raise ValueError(f"they make {list(found.values.shape)}")
+            yield found
+
+    def packing(
+        self, own: Parts, how: Quantisation, part: Part | None, num_parts: int, dtype: str
+    ) -> Packing | None:
+        """Returns what the weight can be kept in; None where it cannot, or its parts are not those
+        of a weight. num_parts: into how many its columns are divided. dtype: the model's.
+        """
+        shape = self.shape(own, how)
+        is_turned = part is not None and part.transposed
+        if (self.is_turned and not is_turned) or len(shape) < 2:
+            return None
+        width, block, axis = shape[-1], how.block[1], self.group_axis
+        if is_turned:
+            width = shape[-2]
+        if is_turned and not self.is_turned:
+            block, axis = how.block[0], axis - 1
+        scales, kind = next((own[last] for last in self.scales if last in own), None), FLOAT32
+        if scales is not None:
+            num_groups = scales.shape[axis] if scales.ndim == len(shape) else 1
+            kind = E8M0 if scales.dtype == np.uint8 else scales.dtype
+        elif not self.scales and width % block == 0:
+            num_groups, kind = width // block, BFLOAT16 if dtype == "bfloat16" else FLOAT32
+        else:
+            return None
+        group = block if num_groups > 1 else 0
+        if "g_idx" in own and not np.array_equal(
+            own["g_idx"], np.arange(width) // (group or width)
+        ):
+            return None  # columns of a group are not neighbours
+        if group and width != group * num_groups:
+            return None
+        group = math.gcd(group, width // num_parts) if group else 0
+        if (group and group < LEAST_GROUP) or (how.bits == 4 and (group or width // num_parts) % 2):
+            return None
+        values = own[self.values].dtype
+        if how.kind != "scaled":
+            values = INT4 if how.bits == 4 else np.dtype(np.int8)
+        return Packing(
+            values,
+            group,
+            kind if kind in KEPT else FLOAT32,
+            has_zeros=not own.keys().isdisjoint(("qzeros", "weight_zero_point")),
+            has_table=self.has_table,
+            has_factor=not own.keys().isdisjoint(self.factors),
+        )
+
+
+def _scaled(own: Parts, how: Quantisation) -> Stored:
+    """Each block has a scale: one of all, one of each row, or one of each tile."""
+    values = own["weight"]
+    scale = np.atleast_2d(own[next(last for last in SCALED.marks if last in own)])
+    return Stored(values, _by_rows(scale, values, how), block=how.block[1])
+
+
+def _packed(own: Parts, how: Quantisation) -> Stored:
+    middle = 2 ** (how.bits - 1)
+    values = _unpacked(own["weight_packed"], how.bits)
+    if "weight_shape" in own:
+        values = values[:, : int(own["weight_shape"][1])]
+    values, zeros = values - middle, None
+    if "weight_zero_point" in own:
+        # Packed along the rows.
+        points = _unpacked(own["weight_zero_point"].T, how.bits).T
+        zeros = _by_rows(points[: len(values)] - middle, values, how)
+    scales = _by_rows(own["weight_scale"], values, how)
+    return Stored(_small(values, how.bits), scales, zeros, how.block[1])
+
+
+def _gptq(own: Parts, how: Quantisation) -> Stored:
+    middle = 2 ** (how.bits - 1)
+    values = _unpacked(own["qweight"].T, how.bits) - middle  # [out, in]
+    zeros = _unpacked(own["qzeros"], how.bits).T + (how.zero_offset - middle)  # [out, groups]
+    group_D = own["g_idx"].astype(np.int64) if "g_idx" in own else None
+    small = _small(values, how.bits)
+    return Stored(small, own["scales"].T, zeros, how.block[1], group_D)
+
+
+def _awq(own: Parts, how: Quantisation) -> Stored:
+    middle = 2 ** (how.bits - 1)
+    values, zeros = (
+        _unpacked(own[last], how.bits).reshape(len(own[last]), -1, 8)[..., AWQ_ORDER]
+        for last in ("qweight", "qzeros")
+    )
+    values, zeros = (x.reshape(len(x), -1).T - middle for x in (values, zeros))
+    return Stored(_small(values, how.bits), own["scales"].T, zeros, how.block[1])
+
+
+def _mxfp4(own: Parts, how: Quantisation) -> Stored:
+    """Blocks [out, in / 32, 16] hold pairs of values, each block of 32 has a power of two."""
+    blocks = own["blocks"]
+    if blocks.ndim != 3 or blocks.shape[-1] != 16:
+        raise ValueError("expected blocks [E, out, in / 32, 16]")
+    packed = blocks.reshape(len(blocks), -1)
+    return _fp4({"weight_packed": packed, "weight_scale": own["scales"]}, how)
+
+
+def _fp4(own: Parts, how: Quantisation) -> Stored:
+    """Pairs of E2M1 [out, in / 2], scales of groups, and maybe one of all: what scales are divided
+    by (compressed-tensors), or multiplied with (modelopt).
+    """
+    packed, scales = _pairs(own), own["weight_scale"]
+    expected = E8M0 if how.block[1] == 32 else E4M3
+    if scales.dtype == np.uint8:
+        scales = scales.view(E8M0)
+    if packed.dtype != np.uint8 or scales.dtype != expected:
+        raise ValueError(f"expected pairs of 4 bits in uint8, and scales in {expected}")
+    if "weight_scale_2" in own:
+        factor = own["weight_scale_2"].astype(np.float32)
+    elif expected == E4M3:
+        with np.errstate(divide="ignore"):  # what is not finite is named when it is looked at
+            factor = np.float32(1) / own["weight_global_scale"].astype(np.float32)
+    else:
+        factor = None
+    factor = None if factor is None else factor.reshape(())
+    values = from_pairs(np.ascontiguousarray(packed))
+    return Stored(values, scales, block=how.block[1], table=FP4, factor=factor)
+
+
+def _pairs(own: Parts) -> npt.NDArray[Any]:
+    return own["weight_packed"] if "weight_packed" in own else own["weight"]
+
+
+def _bitsandbytes(own: Parts, how: Quantisation) -> Stored:
+    """Pairs of 4 bits, the first in the upper half, in blocks over all rows; what a block is
+    multiplied with may be quantised too, to 8 bits that stand for the numbers of a table.
+    """
+    shape, block = _bitsandbytes_shape(own, how), how.block[1]
+    pairs = np.ascontiguousarray(own["weight"]).reshape(-1).view(np.uint8)
+    largest: npt.NDArray[Any] = own["absmax"]
+    if "nested_absmax" in own:
+        state, nested = _quant_state(own), own["nested_absmax"].astype(np.float32)
+        size, offset = state["nested_blocksize"], state["nested_offset"]
+        if not is_int(size) or size < 1 or not isinstance(offset, float | int):
+            raise ValueError("expected nested_blocksize and nested_offset in quant_state")
+        largest = own["nested_quant_map"].astype(np.float32)[largest]
+        largest = largest * np.repeat(nested, size)[: len(largest)] + np.float32(offset)
+    if pairs.size * 2 != math.prod(shape) or largest.shape != (-(-pairs.size * 2 // block),):
+        raise ValueError(f"expected {list(shape)} values in blocks of {block}")
+    values = from_pairs((pairs >> 4 | pairs << 4).astype(np.uint8)).reshape(shape)
+    table = own["quant_map"].astype(np.float32)
+    if shape[1] % block:  # a block may have columns of two rows
+        scales = np.repeat(largest, block)[: values.size].reshape(shape)
+        return Stored(values, scales, block=1, table=table)
+    return Stored(values, largest.reshape(shape[0], -1), block=block, table=table)
+
+
+def _small(values: npt.NDArray[np.int32], bits: int) -> npt.NDArray[Any]:
+    return values.astype(np.int8).astype(INT4) if bits == 4 else values.astype(np.int8)
+
+
+def _unpacked(words: npt.NDArray[Any], bits: int) -> npt.NDArray[Any]:
+    """Takes the values out of words, [R, C] int32 -> [R, C * 32 / bits] int32."""
+    if words.ndim != 2 or words.dtype != np.int32:
+        raise ValueError(f"expected a matrix of int32, got {words.dtype}")
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    fields = np.ascontiguousarray(words).view(np.uint32)[..., None]
+    values = (fields >> shifts) & np.uint32(2**bits - 1)
+    return values.reshape(len(words), -1).astype(np.int32)
+
+
+def _by_rows(
+    of_blocks: npt.NDArray[Any], values: npt.NDArray[Any], how: Quantisation
+) -> npt.NDArray[Any]:
+    """Repeats the figures of blocks of rows to all rows, of which the last block may have fewer."""
+    size, block, count = len(values), how.block[0], len(of_blocks)
+    if count == size:
+        return of_blocks
+    if count == 1:
+        return np.repeat(of_blocks, size, axis=0)
+    if not block or -(-size // block) != count:
+        raise ValueError(f"expected blocks of {block} along {size}, got {count}")
+    return np.repeat(of_blocks, block, axis=0)[:size]
+
+
+def _quant_state(own: Parts) -> dict[str, Any]:
+    stored = next(own[last] for last in BITSANDBYTES.marks if last in own)
+    state: Any = json.loads(stored.tobytes())
+    if not isinstance(state, dict):
+        raise ValueError("expected quant_state to be an object")
+    return state
+
+
+def _bitsandbytes_shape(own: Parts, how: Quantisation) -> tuple[int, ...]:
+    state = _quant_state(own)
+    shape, block = state.get("shape"), state.get("blocksize")
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 2
+        or not all(is_int(n) and n > 0 for n in shape)
+    ):
+        raise ValueError(
+            f"quant_state: expected a shape of two whole numbers from 1 on, got {shape}"
+        )
+    if block != how.block[1]:
+        raise ValueError(f"quant_state: expected blocksize {how.block[1]}, got {block}")
+    return tuple(shape)
+
+
+def _as_stored(own: Parts, how: Quantisation) -> tuple[int, ...]:
+    return own["weight"].shape
+
+
+def _packed_shape(own: Parts, how: Quantisation) -> tuple[int, ...]:
+    shape = own["weight_packed"].shape
+    if "weight_shape" not in own:
+        return _of_words(shape, how)
+    given = own["weight_shape"]
+    if given.dtype.kind != "i" or given.shape != (2,) or given.min() < 1:
+        raise ValueError(
+            f"weight_shape: expected two whole numbers from 1 on, got {given.dtype} "
+            f"{list(given.shape)}"
+        )
+    return tuple(given.tolist())
+
+
+def _of_words(shape: tuple[int, ...], how: Quantisation) -> tuple[int, ...]:
+    return (*shape[:-1], shape[-1] * 32 // how.bits) if shape else shape
+
+
+def _gptq_shape(own: Parts, how: Quantisation) -> tuple[int, ...]:
+    return _of_words(own["qweight"].shape[::-1], how)
+
+
+def _awq_shape(own: Parts, how: Quantisation) -> tuple[int, ...]:
+    return _of_words(own["qweight"].shape, how)[::-1]
+
+
+def _mxfp4_shape(own: Parts, how: Quantisation) -> tuple[int, ...]:
+    shape = own["blocks"].shape
+    return (shape[0], math.prod(shape[2:]) * 2, shape[1]) if len(shape) == 4 else shape
+
+
+def _pairs_shape(own: Parts, how: Quantisation) -> tuple[int, ...]:
+    shape = _pairs(own).shape
+    return (*shape[:-1], shape[-1] * 2) if shape else shape
+
+
+def _named(prefix: str, *lasts: str) -> dict[str, str]:
+    return {last: prefix + last for last in lasts}
+
+
+SCALED = Form(
+    parts={"weight": "", "weight_scale_inv": "_scale_inv", "weight_scale": "_scale"},
+    whole="",
+    marks=("weight_scale_inv", "weight_scale"),
+    scales=("weight_scale_inv", "weight_scale"),
+    shape=_as_stored,
+    compute=_scaled,
+)
+BITSANDBYTES = Form(
+    parts={"weight": ""}
+    | _named(".", "absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    | {kind: f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4")},
+    whole="",
+    marks=("nf4", "fp4"),
+    shape=_bitsandbytes_shape,
+    compute=_bitsandbytes,
+    has_table=True,
+)
+FORMS = {
+    "scaled": SCALED,
+    "packed": Form(
+        parts=_named(".", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
+        scales=("weight_scale",),
+        shape=_packed_shape,
+        compute=_packed,
+    ),
+    "gptq": Form(
+        parts=_named(".", "qweight", "qzeros", "scales", "g_idx"),
+        scales=("scales",),
+        group_axis=0,
+        shape=_gptq_shape,
+        compute=_gptq,
+    ),
+    "awq": Form(
+        parts=_named(".", "qweight", "qzeros", "scales"),
+        scales=("scales",),
+        group_axis=0,
+        shape=_awq_shape,
+        compute=_awq,
+    ),
+    "mxfp4": Form(
+        parts=_named("_", "blocks", "scales"),
+        whole="",
+        scales=("scales",),
+        shape=_mxfp4_shape,
+        compute=_mxfp4,
+        has_table=True,
+        is_turned=True,
+    ),
+    "fp4": Form(
+        parts=_named(".", "weight_packed", "weight_scale", "weight_global_scale"),
+        scales=("weight_scale",),
+        shape=_pairs_shape,
+        compute=_fp4,
+        factors=("weight_global_scale",),
+        has_table=True,
+    ),
+    "modelopt": Form(
+        parts={"weight": "", "weight_scale": "_scale", "weight_scale_2": "_scale_2"},
+        whole="",
+        marks=("weight_scale", "weight_scale_2"),
+        scales=("weight_scale",),
+        shape=_pairs_shape,
+        compute=_fp4,
+        factors=("weight_scale_2",),
+        has_table=True,
+    ),
+    "bitsandbytes": BITSANDBYTES,
+}
+"""By `Quantisation.kind`."""

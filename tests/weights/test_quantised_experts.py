@@ -1,0 +1,186 @@
+"""Experts that a checkpoint stores quantised stay so on the device, and are what their bits stand
+for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxkv.errors import CheckpointError
+from jaxkv.testing import model_of
+from jaxkv.weights.orbax import convert, load_converted
+from jaxkv.weights.packing import METHODS
+from quantised import (
+    CASES,
+    SIZES,
+    check_equal,
+    fp8_blocks,
+    kept_bytes,
+    loaded,
+    logprobs,
+    make,
+    meant,
+    mxfp4,
+    packed_names,
+    quantised,
+    stored_bytes,
+    tensors_of,
+    written,
+)
+from tiers import some
+from tiny import make_checkpoint, tiny_config
+
+EXPERTS = {"expert_gate", "expert_up", "expert_down"}
+QWEN = tiny_config("llama", **SIZES) | {"model_type": "qwen3_moe", "num_experts": 3}
+QWEN |= {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+GRANITE = tiny_config("llama", **SIZES) | {"model_type": "granitemoe", "num_local_experts": 3}
+GRANITE |= {"num_experts_per_tok": 2}
+GPT_OSS = tiny_config("llama", **SIZES) | {"model_type": "gpt_oss", "num_local_experts": 3}
+GPT_OSS |= {"num_experts_per_tok": 2, "intermediate_size": 80}
+STAY = {"fp8": {"expert_down"}, "gptq-act-order": set()}
+STAY |= {case: {"expert_gate", "expert_up"} for case in ("nf4", "nf4-simple")}
+"""Which experts stay packed where not all do: 64 columns are no whole blocks of 24, 96 none of
+64.
+"""
+
+
+@pytest.mark.parametrize("case", some(CASES, "fp8", "packed", "nvfp4"))
+def test_experts_of_a_tensor_each_stay_packed(tmp_path, case):
+    small, plain = quantised(tmp_path, case, QWEN)
+    check_equal(loaded(small), loaded(plain))
+    assert packed_names(small) & EXPERTS == STAY.get(case, EXPERTS)
+
+
+def fp8_fused(tmp_path: Path, config: dict, names: tuple[str, str]) -> tuple[Path, Path]:
+    """Directories of a model whose experts are in two tensors of fp8 by blocks [40, 24], and of
+    what they stand for.
+    """
+    plain, rng = make_checkpoint(tmp_path / "plain", config), np.random.default_rng(0)
+    tensors = tensors_of(plain)
+    stored = dict(tensors)
+    for name in tensors:
+        if name.endswith(names):
+            made = [fp8_blocks(rng, x.shape) for x in tensors[name]]
+            tensors[name] = np.stack([want for _, want in made])
+            stored[name] = np.stack([parts["weight"] for parts, _ in made])
+            stored[f"{name}_scale_inv"] = np.stack([p["weight_scale_inv"] for p, _ in made])
+    about = {"quant_method": "fp8", "weight_block_size": [40, 24]}
+    save_file(tensors, plain / "model.safetensors")
+    return written(tmp_path / "small", stored, config | {"quantization_config": about}), plain
+
+
+FUSED = {
+    # [E, out, in]: blocks of 24 columns divide the 96 of the way down.
+    "granitemoe": (GRANITE, ("input_linear.weight", "output_linear.weight"), {"expert_down"}),
+    # [E, in, out]: blocks of 40 rows divide the 80 of the way down.
+    "gpt_oss": (GPT_OSS, ("gate_up_proj", "down_proj"), {"expert_down"}),
+}
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_experts_of_one_tensor_in_fp8_stay_packed(tmp_path, family):
+    config, names, packed = FUSED[family]
+    small, plain = fp8_fused(tmp_path, config, names)
+    check_equal(loaded(small), loaded(plain))
+    assert packed_names(small) == packed
+
+
+def test_experts_of_gpt_oss_stay_packed(tmp_path):
+    small, plain = mxfp4(tmp_path)
+    check_equal(loaded(small), loaded(plain))
+    convert(small, tmp_path / "converted", dtype="float32")
+    check_equal(loaded(tmp_path / "converted", load_converted), loaded(plain))
+    for directory in (small, tmp_path / "converted"):
+        llm = make(directory)
+        assert kept_bytes(llm) == pytest.approx(stored_bytes(small, "experts"), rel=0.05)
+        assert (
+            "quantised: expert_gate, expert_up, expert_down in codes of 4 bits by 32; "
+            "stored as mxfp4"
+        ) in llm.describe()
+    want = logprobs(make(plain))
+    np.testing.assert_allclose(logprobs(llm), want, rtol=0, atol=2e-4 * want.std())
+
+
+@pytest.mark.parametrize(
+    ("last", "change", "message"),
+    [
+        ("scales", lambda x: x[:, :-1], "they make|scales of its"),
+        ("scales", lambda x: x[:-1], "parts of 3 experts"),
+        ("scales", lambda x: x.astype(np.float32), "scales in float8_e8m0fnu"),
+        ("scales", None, "'scales'"),
+        ("scales", lambda x: np.full_like(x, 255), "expected finite values"),
+        ("blocks", lambda x: x.astype(np.int16), "4 bits in uint8"),
+        ("blocks", lambda x: x.reshape(*x.shape[:2], -1), "expected shape"),
+        ("blocks", lambda x: x[:, :, :, :8], "expected shape"),
+    ],
+)
+def test_experts_in_mxfp4_that_do_not_fit_are_named(tmp_path, last, change, message):
+    small, _ = mxfp4(tmp_path)
+    tensors, name = tensors_of(small), "model.layers.1.mlp.experts.down_proj"
+    part = tensors.pop(f"{name}_{last}")
+    if change is not None:
+        tensors[f"{name}_{last}"] = np.ascontiguousarray(change(part))
+    save_file(tensors, small / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name}.*({message})"):
+        loaded(small)
+
+
+@pytest.mark.parametrize("method", some(METHODS, "int4"))
+@pytest.mark.parametrize("family", FUSED)
+def test_experts_of_one_tensor_are_quantised_as_asked(tmp_path, family, method):
+    config, *_ = FUSED[family]
+    source = make_checkpoint(tmp_path / "model", config)
+    llm = make(source, quantization=method)
+    stack = meant(model_of(llm).weights["layers"])
+    own = loaded(source)["layers"]
+    assert {name for name, x in model_of(llm).weights["layers"].items() if x.ndim == 4} > EXPERTS
+    for name in EXPERTS:
+        most = {"int4": 0.3, "fp8": 1 / 16}.get(method, 0.51 / 127)
+        bound = most * np.abs(own[name]).max(axis=2, keepdims=True)
+        assert (np.abs(stack[name] - own[name]) <= bound).all(), name
+        assert (stack[name] != own[name]).any()
+
+
+TWO = """
+import json, sys
+from jaxkv import LLM, SamplingParams
+params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5)
+prompts = [{"prompt_token_ids": [(7 * i + n) % 97 for i in range(n)]} for n in (24, 7)]
+found = []
+for size in (1, 2):
+    llm = LLM(sys.argv[1], tensor_parallel_size=size, dtype="float32", max_num_seqs=2, block_size=8,
+              max_num_batched_tokens=32, max_model_len=64, skip_tokenizer_init=True,
+              lazy_compile=True, num_gpu_blocks_override=32)
+    outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    logprobs = [one.logprob for out in outputs for entry in out.logprobs for one in entry.values()]
+    found.append([[out.token_ids for out in outputs], logprobs, llm.describe()])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mxfp4", "nvfp4"])
+def test_two_devices_with_packed_experts_give_the_tokens_of_one(tmp_path, case):
+    """Of gpt-oss each device has half of a group of 32 columns of the way down."""
+    small, _ = mxfp4(tmp_path) if case == "mxfp4" else quantised(tmp_path, case, QWEN)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-c", TWO, small],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (tokens, logprobs, _), (tokens_of_two, logprobs_of_two, text) = json.loads(done.stdout)
+    assert tokens_of_two == tokens
+    np.testing.assert_allclose(logprobs_of_two, logprobs, rtol=0, atol=1e-4)
+    assert "expert_down in codes of 4 bits by 16" in text
