@@ -54,6 +54,10 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 GROUPED = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3}
 GROUPED |= {"n_group": 4, "topk_group": 2, "moe_intermediate_size": 24}
 GROUPED |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "norm_topk_prob": True}
+LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 24, "q_lora_rank": 20}
+LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
+YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+YARN |= {"mscale": 0.7, "mscale_all_dim": 1.3}
 LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 SHARED = {"shared_intermediate_size": 40, "attention_multiplier": 0.2}
@@ -68,6 +72,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cohere-qk-norm": {"use_qk_norm": True, "attention_bias": True},
     "cohere2": WINDOW | HEAD | {"logit_scale": 0.3},
     "cwm": WINDOW | HEAD,
+    "axk1": GROUPED | LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "deepseek_v2": GROUPED
+    | LATENT
+    | {"topk_method": "group_limited_greedy", "rope_parameters": YARN, "attention_bias": True},
+    "deepseek_v2-lite": GROUPED | LATENT | {"q_lora_rank": None, "n_group": None},
+    "deepseek_v3": GROUPED | LATENT | {"rope_parameters": YARN, "attention_bias": True},
+    "deepseek_v3-in-halves": GROUPED | LATENT | {"rope_interleave": False, "q_lora_rank": None},
     "dots1": GROUPED | HEAD,
     "ernie4_5": HEAD | {"use_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
@@ -104,6 +115,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_bigcode": GPT2,
     "gpt_bigcode-all-heads": GPT2 | {"multi_query": False, "n_inner": 80},
     "gptj": GPT2 | {"rotary_dim": 4},
+    "glm4_moe_lite": GROUPED | LATENT,
+    "minicpm3": LATENT | {"scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 24},
+    "mistral4": GROUPED
+    | LATENT
+    | {
+        "rope_parameters": YARN
+        | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16}
+    },
+    "sarvam_mla": GROUPED | LATENT | {"q_lora_rank": None},
+    "youtu": LATENT | {"tie_word_embeddings": True},
     "glm4_moe": GROUPED | HEAD | {"use_qk_norm": True, "attention_bias": True},
     "gpt_oss": LOCAL
     | HEAD
@@ -297,11 +318,14 @@ def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) ->
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    # Mistral 4 is listed there though it is a text model.
+    has_parts = hasattr(config, "vision_config") or config.model_type == "mistral4"
+    auto = AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
     config._attn_implementation = "eager"
     model = auto.from_config(config, dtype=torch.float32).eval()
     rng = np.random.default_rng(seed)
-    for name, parameter in sorted(model.named_parameters()):
+    biases = [one for one in model.named_buffers() if one[0].endswith("e_score_correction_bias")]
+    for name, parameter in [*sorted(model.named_parameters()), *sorted(biases)]:
         parameter.data.copy_(torch.from_numpy(drawn(rng, name, tuple(parameter.shape))))
     model.save_pretrained(directory)
     if config.model_type == "llama4":  # the whole model's own code fails in transformers 5.24

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV
+from jaxkv.models import latent
 from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import ModelSpec, QueryTemperature
@@ -135,14 +136,19 @@ class Layers:
         warms_rotated = temperature is not None and not temperature.unrotated_only
 
         def attend(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
-            rotation = rotation_of(number)
-            q, k, v = _project(h_TD, w, rotation, spec, head_dim, self._axis)
-            if self._warmth_T is not None and (rotation is None or warms_rotated):
+            rope, is_latent = rotation_of(number), "kv_down" in w
+            if is_latent:
+                q, k, v = latent.project(h_TD, w, rope, spec)
+            else:
+                q, k, v = _project(h_TD, w, rope, spec, head_dim, self._axis)
+            if self._warmth_T is not None and (rope is None or warms_rotated):
                 q = q * self._warmth_T[:, None, None]
             sinks_N, dtype = w.get("sinks"), w["o"].dtype
             out_TNH, held = self._attend(
                 held, number, q, k, v, groups=groups, sinks_N=sinks_N, out_dtype=dtype
             )
+            if is_latent:
+                out_TNH = latent.expand(out_TNH, w)
             value_dim = w["o"].num_columns // q.shape[1]
             out_TF = out_TNH[..., :value_dim].reshape(q.shape[0], -1)
             return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held

@@ -129,14 +129,19 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
     3.4), or DeepSeek's mscale.
     """
 
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if rope.get("attention_factor") is not None:
         return rope.number("attention_factor")
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
-    return mscale(1.0)
+        above, below = (rope.number(key) for key in ("mscale", "mscale_all_dim"))
+        return yarn_mscale(above, factor) / yarn_mscale(below, factor)
+    return yarn_mscale(1.0, factor)
+
+
+def yarn_mscale(weight: float, factor: float) -> float:
+    """Returns by what YaRN makes scores, on either side, larger. Source: arXiv 2309.00071, section
+    3.4, with DeepSeek's weight.
+    """
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def extended_len(rope: RopeSpec, max_len: int) -> int:

@@ -69,7 +69,8 @@ class AttentionSpec:
     weights of their own, or the "whole" of them; before the rotation, or `norm_after_rope` where
     there is one. clip:
     bounds queries, keys and values from both sides, where it is not 0. kv_sources: for each layer
-    the one whose keys and values it attends to; () if each has its own.
+    the one whose keys and values it attends to; () if each has its own. latent_eps: of the norms
+    inside of latent attention.
     """
 
     scale: float | None = None
@@ -80,6 +81,7 @@ class AttentionSpec:
     temperature: QueryTemperature | None = None
     has_sinks: bool = False
     kv_sources: tuple[int, ...] = ()
+    latent_eps: float = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

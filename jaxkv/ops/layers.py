@@ -231,6 +231,44 @@ def _dot_int8(x_TD: Array, w_FD: Array) -> Array:
     return y_TF.astype(jnp.float32) * scale_T1
 
 
+class HeadMatrices(NamedTuple):
+    """A weight [F, D] of each of N heads, of one layer in a stacked leaf [L, N, F, D]."""
+
+    leaf: Array
+    layer: Array
+
+    @property
+    def num_heads(self) -> int:
+        return self.leaf.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        return self.leaf.shape[2]
+
+    @property
+    def num_columns(self) -> int:
+        return self.leaf.shape[3]
+
+    def dot(self, x_TND: Array) -> Array:
+        """Multiplies each head's part with the rows of its weight: [T, N, F] float32."""
+        return self._dot(x_TND, contracted=2)
+
+    def dot_back(self, x_TNF: Array) -> Array:
+        """Multiplies each head's part with the columns of its weight: [T, N, D] float32."""
+        return self._dot(x_TNF, contracted=1)
+
+    def _dot(self, x: Array, *, contracted: int) -> Array:
+        w_NFD = values(self.leaf[self.layer])
+        y_NTX = jax.lax.dot_general(
+            x.astype(w_NFD.dtype),
+            w_NFD,
+            (((2,), (contracted,)), ((1,), (0,))),
+            precision=jax.lax.Precision.HIGHEST if w_NFD.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        return y_NTX.transpose(1, 0, 2)
+
+
 class Vectors(NamedTuple):
     """A vector [F] of one expert in a stacked leaf [L * experts, F]."""
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv.axes import Array
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.layers import AnyMatrix, Matrix, Packed, Vectors, values
+from jaxkv.ops.layers import AnyMatrix, HeadMatrices, Matrix, Packed, Vectors, values
 from jaxkv.weights.packing import (
     DYNAMIC,
     FACTOR,
@@ -144,7 +144,7 @@ def layer_weights(weights: Weights, layer: Array, kind: int = 0) -> dict[str, An
     stack = weights[stack_name(kind)]
     dtype = Matrix(weights["embed"]).dtype
 
-    def of_layer(name: str, leaf: Array) -> Array | AnyMatrix | Vectors:
+    def of_layer(name: str, leaf: Array) -> Array | AnyMatrix | HeadMatrices | Vectors:
         is_expert = name.startswith(EXPERT)
         at = layer * (leaf.shape[0] // stack["router"].shape[0]) if is_expert else layer
         for suffix in (SCALES, DYNAMIC):
@@ -152,7 +152,9 @@ def layer_weights(weights: Weights, layer: Array, kind: int = 0) -> dict[str, An
                 zeros, tables, factors = (stack.get(name + end) for end in (ZEROS, TABLE, FACTOR))
                 is_dynamic = suffix == DYNAMIC
                 return Packed(leaf, scales, zeros, tables, factors, at, dtype, is_dynamic)
-        if leaf.ndim >= 3:
+        if leaf.ndim == 4:
+            return HeadMatrices(leaf, at)
+        if leaf.ndim == 3:
             return Matrix(leaf, at)
         return Vectors(leaf, at) if is_expert else values(leaf[at])
 

@@ -31,6 +31,7 @@ QUICK = {
     "apertus",  # an activation with parameters
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
     "cohere2",  # windows, layers without rotation
+    "deepseek_v3",  # latent attention
     "falcon",  # one KV head, fused
     "falcon-new",  # fused by head, two norms
     "gemma2",  # capped logits, norms less one, a scale of its own
@@ -111,6 +112,16 @@ def test_every_family_has_a_variant():
     assert {variant.split("-")[0] for variant in VARIANTS} | ELSEWHERE == set(FAMILIES)
 
 
+def test_kimi_k2_is_deepseek_v3():
+    common = families.text_config("deepseek_v3") | {"num_nextn_predict_layers": 0}
+    config = ConfigReader(common, "config.json")
+    (one, its), (other, others) = (
+        read_family(config.replaced(model_type=name)) for name in ("kimi_k2", "deepseek_v3")
+    )
+    assert its == others
+    assert replace(one, family="deepseek_v3") == other
+
+
 def test_minicpm_is_granite_by_other_names():
     common = families.SMALL | {"num_hidden_layers": 4, "hidden_size": 48}
     minicpm = {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
@@ -129,5 +140,5 @@ def test_minicpm_is_granite_by_other_names():
     assert replace(one, family="granite", attention=plain) == other
 
 
-ELSEWHERE = {"minicpm", "qwen2", "qwen3"}
+ELSEWHERE = {"kimi_k2", "minicpm", "qwen2", "qwen3"}
 """Families that are tested below, or with the variants of tests/tiny.py."""

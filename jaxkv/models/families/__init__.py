@@ -24,7 +24,7 @@ FAMILIES = tuple(
     sorted(
         module.name
         for module in pkgutil.iter_modules(__path__)
-        if module.name not in ("base", "experts", "hybrid")
+        if module.name not in ("base", "experts", "hybrid", "latent")
     )
 )
 MAX_CONFIG_BYTES = 10_000_000

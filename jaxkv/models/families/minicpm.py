@@ -11,13 +11,15 @@ from jaxkv.models.spec import ModelSpec, Scales
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("num_experts", 0)
+    config = config.with_defaults({"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1})
+    return read_decoder(config, family="minicpm", scales=read_scales(config))
+
+
+def read_scales(config: ConfigReader) -> Scales:
+    """Reads MiniCPM's factors; one that is null changes nothing."""
     hidden, depth = config.size("hidden_size"), config.size("num_hidden_layers")
-    return read_decoder(
-        config,
-        family="minicpm",
-        scales=Scales(
-            embed=config.number("scale_emb", 1.0),
-            residual=config.number("scale_depth", 1.0) / depth**0.5,
-            logits=config.size("dim_model_base", 1) / hidden,
-        ),
+    return Scales(
+        embed=config.number("scale_emb", 1.0),
+        residual=config.number("scale_depth", depth**0.5) / depth**0.5,
+        logits=config.size("dim_model_base", hidden) / hidden,
     )

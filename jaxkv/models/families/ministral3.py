@@ -11,16 +11,20 @@ from jaxkv.models.spec import AttentionSpec, ModelSpec, QueryTemperature
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     kind = FULL if config.get("sliding_window") is None else SLIDING
-    rope = config.section("rope_parameters")
-    temperature = None
-    if rope.get("llama_4_scaling_beta"):
-        temperature = QueryTemperature(
-            beta=rope.number("llama_4_scaling_beta"),
-            period=rope.number("original_max_position_embeddings"),
-        )
     return read_decoder(
         config,
         family="ministral3",
         kinds=[kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
-        attention=AttentionSpec(temperature=temperature),
+        attention=AttentionSpec(temperature=read_temperature(config)),
+    )
+
+
+def read_temperature(config: ConfigReader) -> QueryTemperature | None:
+    """Reads how queries grow with their position; None where they do not."""
+    rope = config.section("rope_parameters")
+    if not rope.get("llama_4_scaling_beta"):
+        return None
+    return QueryTemperature(
+        beta=rope.number("llama_4_scaling_beta"),
+        period=rope.number("original_max_position_embeddings"),
     )

@@ -1,0 +1,109 @@
+"""Describes latent attention (`models.latent`) as DeepSeek's configs and checkpoints have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import LLAMA, Layout, Leaf, Part, leaf, read_decoder
+from jaxkv.models.families.hybrid import without_attention
+from jaxkv.models.rope_config import read_rope, rope_section, yarn_mscale
+from jaxkv.models.spec import AttentionSpec, ModelSpec, QueryTemperature, RopeSpec
+
+MAX_HEAD = 2**14
+"""Of the sizes of a head's parts and of a latent."""
+
+
+def read_latent(
+    config: ConfigReader,
+    *,
+    interleaved: bool,
+    temperature: QueryTemperature | None = None,
+    **more: Any,
+) -> tuple[ModelSpec, Layout]:
+    """Reads a decoder whose layers have latent attention. more: as `read_decoder` takes it.
+
+    Raises: CheckpointError for sizes that are none, or a rotated part that is odd.
+    """
+    num_heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    rank = config.size("kv_lora_rank", at_most=MAX_HEAD)
+    plain = config.size("qk_nope_head_dim", at_most=MAX_HEAD)
+    rotated = config.size("qk_rope_head_dim", at_most=MAX_HEAD)
+    if rotated % 2:
+        raise config.fail("qk_rope_head_dim", "an even number (rotary embedding pairs it)")
+    if config.get("num_key_value_heads", num_heads) != num_heads:
+        raise config.fail("num_key_value_heads", f"{num_heads}, one for each query head")
+    rope, factor = _rope(config, rotated, interleaved)
+    config = config.replaced(num_key_value_heads=num_heads, head_dim=plain + rotated)
+    spec, layout = read_decoder(
+        config,
+        ropes=[rope] * config.size("num_hidden_layers"),
+        attention=AttentionSpec(scale=factor * (plain + rotated) ** -0.5, temperature=temperature),
+        **more,
+    )
+    groups = tuple(
+        replace(group, num_kv_heads=1, head_dim=rank + rotated, latent_dim=rank)
+        for group in spec.groups
+    )
+    own = _leaves(config, spec, (plain, rotated, rank), hidden)
+    layers = tuple({**without_attention(layer), **own} for layer in layout.layers)
+    return replace(spec, groups=groups), replace(layout, layers=layers)
+
+
+def _rope(config: ConfigReader, rotated: int, interleaved: bool) -> tuple[RopeSpec, float]:
+    """Reads how the rotated part of heads is, and what scores are multiplied by beside it (YaRN's
+    factor, which DeepSeek's configs say apart).
+    """
+    max_len = config.size("max_position_embeddings", 2048)
+    # The rotated part stands apart: a share of a head says nothing more of it.
+    whole = {"partial_rotary_factor": 1.0}
+    config, section = config.replaced(**whole), rope_section(config).replaced(**whole)
+    rope = read_rope(config, section, max_len=max_len, head_dim=rotated, interleaved=interleaved)
+    factor = 1.0
+    if rope.kind != "default" and section.get("mscale_all_dim"):
+        factor = yarn_mscale(section.number("mscale_all_dim"), section.number("factor")) ** 2
+    return replace(rope, dim=rotated), factor
+
+
+def _leaves(
+    config: ConfigReader, spec: ModelSpec, dims: tuple[int, int, int], hidden: int
+) -> Mapping[str, Leaf]:
+    """Describes the arrays of a layer's attention."""
+    (plain, rotated, rank), num_heads = dims, spec.num_heads
+    value = config.size("v_head_dim", max(1, hidden // num_heads), at_most=MAX_HEAD)
+    prefix, has_biases = f"{LLAMA.layer}self_attn.", config.flag("attention_bias", False)
+
+    def matrix(name: str, source: str, shape: tuple[int, int], *axes: str | None) -> None:
+        found[name] = leaf(f"{prefix}{source}.weight", shape, axes)
+
+    def biased(name: str, source: str, shape: tuple[int, int], *axes: str | None) -> None:
+        matrix(name, source, shape, *axes)
+        if has_biases:
+            bias = leaf(f"{prefix}{source}.bias", shape[:1], axes[:1])
+            found[f"{name}_bias"] = bias
+
+    def norm(name: str, source: str, size: int) -> None:
+        found[name] = leaf(f"{prefix}{source}.weight", (size,), (None,))
+
+    found: dict[str, Leaf] = {}
+    queries = num_heads * (plain + rotated)
+    if config.get("q_lora_rank") is None:
+        matrix("q", "q_proj", (queries, hidden), "heads", "model")
+    else:
+        q_rank = config.size("q_lora_rank", at_most=MAX_HEAD)
+        biased("q_down", "q_a_proj", (q_rank, hidden), None, "model")
+        norm("q_down_norm", "q_a_layernorm", q_rank)
+        matrix("q", "q_b_proj", (queries, q_rank), "heads", None)
+    biased("kv_down", "kv_a_proj_with_mqa", (rank + rotated, hidden), None, "model")
+    norm("kv_down_norm", "kv_a_layernorm", rank)
+    # One tensor has, head by head, what makes its key and what makes its value.
+    ends = {"k_up": (0, plain), "v_up": (plain, plain + value)}
+    for name, (start, stop) in ends.items():
+        stored = (num_heads * (plain + value), rank)
+        part = Part(shape=stored, num_blocks=num_heads, start=start, stop=stop)
+        shape, axes = (num_heads, stop - start, rank), ("heads", None, None)
+        found[name] = leaf(f"{prefix}kv_b_proj.weight", shape, axes, part=part)
+    biased("o", "o_proj", (hidden, num_heads * value), "model", "heads")
+    return found

@@ -1,0 +1,19 @@
+"""MiniCPM3: MiniCPM with latent attention. Source: transformers' MiniCPM3."""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import MLP, Layout
+from jaxkv.models.families.latent import read_latent
+from jaxkv.models.families.minicpm import read_scales
+from jaxkv.models.spec import ModelSpec
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    return read_latent(
+        config,
+        family="minicpm3",
+        interleaved=False,
+        biased=MLP * config.flag("mlp_bias", False),
+        scales=read_scales(config),
+    )

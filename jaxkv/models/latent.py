@@ -1,0 +1,51 @@
+"""Latent attention: all that a token leaves in the cache is one row for all heads, a latent from
+which each head could make its key and value, and behind it a key part that is rotated.
+
+It runs absorbed: instead of expanding every row by W_uk and W_uv, a query goes through W_uk once
+and meets the rows as they are, and what it has gathered of them goes through W_uv. Source:
+DeepSeek-V2, arXiv 2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.axes import Array
+from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.layers import HeadMatrices, Rotation, apply_rope, linear, rms_norm, values
+from jaxkv.weights.tree import Weights
+
+
+def project(
+    x_TD: Array, w: Weights, rope: Rotation | None, spec: ModelSpec
+) -> tuple[Array, Array | None, Array | None]:
+    """Computes the queries [T, N, R + P] that meet rows of the cache, and the rows [T, 1, R + P] of
+    these tokens: a latent of R numbers and P rotated ones. There are no values: they are the
+    latents (`KVGroup.latent_dim`).
+    """
+    up: HeadMatrices = w["k_up"]
+    h_TD = x_TD
+    if "q_down" in w:
+        h_TD = linear(x_TD, w["q_down"], w.get("q_down_bias"))
+        h_TD = rms_norm(h_TD, values(w["q_down_norm"]), eps=spec.attention.latent_eps)
+    # As in attention of other kinds: else XLA may split the weight into heads, not the result.
+    q_TF = jax.lax.optimization_barrier(linear(h_TD, w["q"]))
+    q_TNH = q_TF.reshape(x_TD.shape[0], up.num_heads, -1)
+    row_TF = jax.lax.optimization_barrier(linear(x_TD, w["kv_down"], w.get("kv_down_bias")))
+    row_T1H = row_TF[:, None]
+    rank, num_plain = up.num_columns, up.num_rows
+    latent_T1R = rms_norm(
+        row_T1H[..., :rank], values(w["kv_down_norm"]), eps=spec.attention.latent_eps
+    )
+    rotated = [q_TNH[..., num_plain:], row_T1H[..., rank:]]
+    if rope is not None:
+        rotated = [apply_rope(x, rope) for x in rotated]
+    q_TNH = jnp.concatenate([up.dot_back(q_TNH[..., :num_plain]), rotated[0]], axis=-1)
+    return q_TNH, jnp.concatenate([latent_T1R, rotated[1]], axis=-1), None
+
+
+def expand(out_TNR: Array, w: Weights) -> Array:
+    """Returns each head's value [T, N, V] of what it has gathered of latents."""
+    up: HeadMatrices = w["v_up"]
+    return up.dot(out_TNR)
