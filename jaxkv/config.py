@@ -100,8 +100,8 @@ class EngineConfig:
     num_slots: int = 0
 
     def __post_init__(self) -> None:
-        may_be_zero = ("seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages")
-        may_be_zero += ("num_slots",)
+        may_be_zero = {"seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages"}
+        may_be_zero |= {"num_slots"}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in ("kv_policy", "windows", "has_contexts"):

@@ -435,7 +435,9 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         has_contexts=spec.depends_on_context,
     )
     if spec.states:
-        limits = replace(limits, num_slots=limits.max_num_seqs)
+        given, caches = asked.num_state_snapshots, asked.enable_prefix_caching
+        kept = max(8, limits.max_num_seqs // 4) if given is None else given
+        limits = replace(limits, num_slots=limits.max_num_seqs + kept * caches)
     if limits.max_model_len > spec.max_len:
         raise ValueError(
             f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got "

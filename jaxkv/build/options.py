@@ -16,7 +16,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
-from jaxkv.config import take_over
+from jaxkv.config import is_int, take_over
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -99,6 +99,10 @@ IS_PATH = Check(
 )
 IS_TEXT_OR_NONE = Check(
     expected="None or a text", holds=lambda value: value is None or isinstance(value, str)
+)
+IS_COUNT_OR_NONE = Check(
+    expected="None or a number >= 0",
+    holds=lambda value: value is None or (is_int(value) and value >= 0),
 )
 IS_SECRET = Check(
     expected="bytes or None", holds=lambda value: isinstance(value, bytes | None), is_secret=True
@@ -235,6 +239,14 @@ class EngineOptions:
         "full pages of prompts and outputs stay in the cache until their room is needed, and "
         "requests that begin with the same tokens take them over",
         check=IS_BOOL,
+    )
+    num_state_snapshots: int | None = option(
+        None,
+        "of a model with recurrent states: how many the prefix cache keeps, each of which takes "
+        "what a row's state does (default: a quarter of max_num_seqs, at least 8; 0 without "
+        "enable_prefix_caching)",
+        check=IS_COUNT_OR_NONE,
+        commands=TARGETS,
     )
     prefix_cache_secret: bytes | None = option(
         None,

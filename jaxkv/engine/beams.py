@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxkv.engine.scheduler import Scheduler
+from jaxkv.holding.hold import Pairs
 from jaxkv.requests.beam import Beam, BeamSearch
 from jaxkv.requests.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
 from jaxkv.requests.request import Request, Submission
@@ -16,7 +18,7 @@ from jaxkv.requests.request import Request, Submission
 Decode = Callable[[Sequence[int]], str]
 
 
-def search_on(search: BeamSearch, beams: tuple[Request, ...]) -> bool:
+def search_on(search: BeamSearch, beams: tuple[Request, ...], scheduler: Scheduler) -> bool:
     """Gives every beam its next token, and the sequence before it, once the candidates of all are
     known.
 
@@ -30,6 +32,8 @@ def search_on(search: BeamSearch, beams: tuple[Request, ...]) -> bool:
     chosen = search.advance(np.stack(tokens), np.stack(logprobs))
     if chosen:
         _take_over(beams, chosen)
+        if scheduler.config.has_states:
+            scheduler.copy_states(_take_rows(beams, [parent for parent, _ in chosen]))
     return True
 
 
@@ -49,6 +53,25 @@ def _take_over(beams: tuple[Request, ...], chosen: list[tuple[int, int]]) -> Non
         beam.hold, beam.tokens = hold, known
         beam.num_tokens = len(known)
         beam.candidates = None
+
+
+def _take_rows(beams: tuple[Request, ...], parents: list[int]) -> Pairs:
+    """Gives the row of each parent, which has its recurrent state, to one that goes on with it, and
+    rows of which nobody goes on to the others; returns from which row to which states are to be
+    copied for those.
+    """
+    rows = [beam.row for beam in beams]
+    left = [row for number, row in enumerate(rows) if number not in parents]
+    pairs, taken = [], set[int]()
+    for beam, parent in zip(beams, parents, strict=True):
+        beam.row, source = rows[parent], rows[parent]
+        if parent in taken:
+            beam.row = left.pop()
+            if source is None or beam.row is None:
+                raise RuntimeError(f"beam {beam.id} goes on without a row")
+            pairs.append((source, beam.row))
+        taken.add(parent)
+    return tuple(pairs)
 
 
 def beam_output(

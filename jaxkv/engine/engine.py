@@ -16,6 +16,7 @@ from jaxkv.engine.pages import (
     is_computed,
     measure_pages,
     move_pages,
+    move_states,
     slot_nbytes,
 )
 from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
@@ -294,8 +295,9 @@ class Engine:
 
     def _launch(self, plan: StepPlan | LoopPlan, requests: list[Request]) -> Flight:
         self._recorder.begun(requests)
-        if plan.demotions or plan.copies:
+        if plan.demotions or plan.copies or plan.state_copies:
             self._move_pages(plan.copies, plan.demotions)
+            self.kv = move_states(self.programs, self.kv, plan.state_copies)
             self.scheduler.copied()
         return (
             self._launch_loop(plan, requests)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxkv.holding.hold import Kept, Pairs
 from jaxkv.kv.state import PagedKV, Statistics, Store
-from jaxkv.programs.compiled import DEMOTED_AT_ONCE, Programs
+from jaxkv.programs.compiled import COPIED_AT_ONCE, DEMOTED_AT_ONCE, Programs
 
 
 def move_pages(programs: Programs, kv: PagedKV, *, copies: Pairs, demotions: Pairs) -> PagedKV:
@@ -21,6 +21,17 @@ def move_pages(programs: Programs, kv: PagedKV, *, copies: Pairs, demotions: Pai
         kv = programs.demote()(kv, *_padded(some, DEMOTED_AT_ONCE), np.int32(len(some)))
     if copies:
         kv = programs.copy()(kv, *_padded(copies, programs.num_copies), np.int32(len(copies)))
+    return kv
+
+
+def move_states(programs: Programs, kv: PagedKV, copies: Pairs) -> PagedKV:
+    """Returns the state with recurrent states copied from slot to slot, one after the other,
+    without rows. Consumes `kv`.
+    """
+    kv = replace(kv, rows=())
+    for first in range(0, len(copies), COPIED_AT_ONCE):
+        some = copies[first : first + COPIED_AT_ONCE]
+        kv = programs.copy_states()(kv, *_padded(some, COPIED_AT_ONCE), np.int32(len(some)))
     return kv
 
 

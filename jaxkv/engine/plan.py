@@ -13,13 +13,14 @@ class StepPlan:
     """Plans one ragged step: (request, number of its pending tokens to compute), those with one
     token in this step first, shortest first. `copies` of pages, (source, target), come before it,
     in this order, and before those `demotions`. `measures`: pages of which policies want to know
-    something once the step has filled them.
+    something once the step has filled them. `state_copies`: slots of recurrent states, likewise.
     """
 
     work: list[tuple[Request, int]]
     copies: Pairs = ()
     demotions: Pairs = ()
     measures: Measures = ()
+    state_copies: Pairs = ()
 
     @property
     def requests(self) -> list[Request]:
@@ -29,7 +30,7 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
     """Plans up to `num_steps` decode steps on the device: (request, tokens that it may get),
-    shortest first; their pages are reserved. `copies`, `demotions` and `measures` as in `StepPlan`.
+    shortest first; their pages are reserved. The rest as in `StepPlan`.
     """
 
     work: list[tuple[Request, int]]
@@ -37,6 +38,7 @@ class LoopPlan:
     copies: Pairs = ()
     demotions: Pairs = ()
     measures: Measures = ()
+    state_copies: Pairs = ()
 
     @property
     def requests(self) -> list[Request]:

@@ -174,7 +174,7 @@ class Results:
             np.array(out.best_logprob_BK[0, row, best]),
         )
         request.num_tokens = len(request.tokens)  # what was sampled is none of its tokens
-        if not search_on(search, request.beams):
+        if not search_on(search, request.beams, self._scheduler):
             return
         for beam in request.beams:
             self._recorder.generated([(beam, 1)], now)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import compress
 
 from jaxkv.config import EngineConfig
@@ -62,6 +62,7 @@ class Scheduler:
         self._num_added = 0
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._copies: dict[Request, Pairs] = {}
+        self._state_copies: list[tuple[int, int]] = []
 
     @property
     def allocator(self) -> PageAllocator:
@@ -100,6 +101,8 @@ class Scheduler:
             self._trim()
         if self.config.has_windows:
             self._drop_unseen()
+        if self.config.has_states:
+            self._keep_states()
         while True:
             self._admit()
             if not self.running:
@@ -123,7 +126,21 @@ class Scheduler:
     def copied(self) -> None:
         """Notes that the demotions and copies of the last plan are made."""
         self._copies.clear()
+        self._state_copies.clear()
         self.eviction.done()
+
+    def copy_states(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Has recurrent states copied from slot to slot before the next step, after the copies that
+        are to be made already.
+        """
+        self._state_copies += pairs
+
+    def _keep_states(self) -> None:
+        """Keeps the states of rows that have come to where others will go on from."""
+        for request in self.running:
+            slot = request.hold.keep_state()
+            if slot is not None and request.row is not None:
+                self._state_copies.append((request.row, slot))
 
     def _drop_undone(self) -> None:
         """Preempts requests whose copies or demotions an interrupt kept from being made: these
@@ -239,6 +256,7 @@ class Scheduler:
             request.row = self._free_rows.pop()
             if request.hold.retention is not None:
                 self.bounded.add(request)
+            self._begin_state(request)
             if not request.record.num_preemptions:
                 self.num_looked_up += request.prompt_len
             self._count_found(request, found)
@@ -299,7 +317,12 @@ class Scheduler:
         work = self._reserve_all(wanted)
         if not work:
             return None
-        return LoopPlan(self._by_length(work), num_steps, *self._beside(work))
+        return LoopPlan(
+            self._by_length(work),
+            num_steps,
+            *self._beside(work),
+            state_copies=tuple(self._state_copies),
+        )
 
     def _by_length(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Lists decode rows by what they hold: attention sweeps neighbouring rows together, as far
@@ -339,7 +362,11 @@ class Scheduler:
             return None
         # A prompt's last token alone is a decode row too.
         decode = self._by_length([item for item in work if item[1] == 1])
-        return StepPlan(decode + [item for item in work if item[1] > 1], *self._beside(work))
+        return StepPlan(
+            decode + [item for item in work if item[1] > 1],
+            *self._beside(work),
+            state_copies=tuple(self._state_copies),
+        )
 
     def _step_tokens(self, num_decoding: int) -> int:
         """Returns the most tokens of the next step: what is pending, or as many as fill the next
@@ -422,6 +449,7 @@ class Scheduler:
             self._give_back(request)
         for request in list(self.running):
             self._preempt(request)
+        self._state_copies.clear()
         self.allocators.forget()
 
     def start_again(self, requests: Collection[Request]) -> None:
@@ -434,6 +462,7 @@ class Scheduler:
         self.bounded.clear()
         self.leaving.clear()
         self._copies.clear()
+        self._state_copies.clear()
         self._free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         for request in requests:
             if request.row is not None:
@@ -452,8 +481,18 @@ class Scheduler:
         return request.hold.take_cached(request.tokens) if self._reads_cache(request) else 0
 
     def _reads_cache(self, request: Request) -> bool:
-        """Tells whether it may go on from cached pages, which do not have recurrent states."""
-        return request.reads_cache and not self.config.has_states
+        """Tells whether it may go on from cached pages: where rows have recurrent states, there
+        have to be snapshots of those.
+        """
+        are_there = not self.config.has_states or self.allocator.snapshots.num_slots > 0
+        return request.reads_cache and are_there
+
+    def _begin_state(self, request: Request) -> None:
+        """Has the state copied that the request goes on from, if it does from a cached one."""
+        hold = request.hold
+        if hold.source is not None and request.row is not None:
+            self._state_copies.append((hold.source, request.row))
+            hold.source = None
 
     def _publish(self, request: Request) -> None:
         """Lists the request's full pages for others."""
@@ -464,6 +503,7 @@ class Scheduler:
         one after this step.
         """
         self._count_found(request, self._take_cached(request))
+        self._begin_state(request)
         if not self._reads_cache(request):
             return True
         index = request.hold.next_page(len(request.tokens))
@@ -478,6 +518,8 @@ class Scheduler:
     def _expect(self, request: Request, count: int, coming: set[PageKey]) -> None:
         """Adds the pages that the next `count` tokens fill."""
         hold, size = request.hold, self.config.block_size
+        if self.config.has_states and hold.num_stored + count not in hold.goals:
+            return  # without the state nobody goes on from them
         if hold.is_whole:
             first, end = hold.num_stored // size, (hold.num_stored + count) // size
             coming.update(hold.key(index, request.tokens) for index in range(first, end))

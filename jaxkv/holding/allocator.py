@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jaxkv.errors import CapacityError
 from jaxkv.holding.prefix import PageKey, PrefixIndex
+from jaxkv.holding.snapshots import Snapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,15 @@ class PageAllocator:
     whether or not the one before it is. Then a sequence's last pages stay cached longest.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, snapshots: Snapshots | None = None) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._references = [0] * num_pages
         self._empty = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._index = PrefixIndex(num_pages)
+        self._index = PrefixIndex(num_pages, snapshots)
+        self.snapshots = self._index.snapshots
+        """Of the states after listed pages."""
 
     @property
     def num_free(self) -> int:
@@ -119,6 +122,9 @@ class PageAllocator:
             else:  # whatever ends behind it needs it too
                 n, found = n - 1 - len(found), []
         return n, found[::-1]
+
+    def is_listed(self, page: int) -> bool:
+        return self._index.key_of[page] is not None
 
     def share(self, pages: Iterable[int]) -> None:
         """Adds a reference to each of these pages, which are listed or held."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from jaxkv.errors import CapacityError
 from jaxkv.holding.allocator import KVHandle, PageAllocator
 from jaxkv.holding.prefix import PageChain, PageKey
 from jaxkv.holding.retention import NEVER, Retention
+from jaxkv.holding.snapshots import Snapshots
 
 PAGES_AT_ONCE = 8
 """Pages of an output that are listed together: one at a time costs the host half as much again, all
@@ -34,7 +36,8 @@ class Allocators:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.page_size = config.block_size
-        self.pages = PageAllocator(config.num_pages, config.block_size)
+        snapshots = Snapshots(range(config.max_num_seqs, config.num_slots))
+        self.pages = PageAllocator(config.num_pages, config.block_size, snapshots)
         self.low = PageAllocator(config.num_low_pages, config.block_size)
 
     def extend(self, short: Sequence[tuple[Hold, int]]) -> None:
@@ -168,6 +171,10 @@ class Hold:
 
     `chain` names its full pages for the prefix index. `is_listed` is False where no more of them
     are to be listed. `kept` is there while it holds anything under a retention.
+
+    Of a model with recurrent states: `goals` are the lengths at which steps are to end, so that the
+    state is kept beside the page that ends there, and `source` is the slot whose state it goes on
+    from, until that is copied.
     """
 
     chain: PageChain
@@ -182,6 +189,8 @@ class Hold:
     is_listed: bool = True
     kept: Kept | None = None
     evict_len: int = NEVER
+    goals: tuple[int, ...] = ()
+    source: int | None = None
 
     @property
     def page_size(self) -> int:
@@ -196,6 +205,16 @@ class Hold:
     def is_due(self) -> bool:
         """Tells whether it has come to where its policy is asked."""
         return self.num_stored >= self.evict_len
+
+    @property
+    def has_states(self) -> bool:
+        """Tells whether it goes on from snapshots of recurrent states only."""
+        return self.parts[0].allocator.snapshots.num_slots > 0
+
+    @property
+    def stop_len(self) -> int:
+        """Returns with how many tokens the next step has to end at the latest."""
+        return min(self.evict_len, self.goals[0]) if self.goals else self.evict_len
 
     @property
     def is_empty(self) -> bool:
@@ -222,6 +241,7 @@ class Hold:
         )
         if self.retention is not None:
             self.kept, self.evict_len = Kept.nothing(allocators), self.retention.limit
+        self.goals = allocators.pages.snapshots.goals(self.prompt_len, allocators.page_size)
         self._set_published(0)
 
     def release(self) -> None:
@@ -241,6 +261,7 @@ class Hold:
         self.parts, self.kept, self.evict_len = (), None, NEVER
         self.num_stored = self.room_len = self.bound_len = 0
         self.num_published, self.publish_len, self.is_listed = 0, 0, True
+        self.goals, self.source = (), None
 
     def fork(self) -> Hold:
         """Returns a second hold on the same tokens, which shares all of their pages, a partly
@@ -371,9 +392,43 @@ class Hold:
         # Page after page, up to the one that has the last token.
         end = min(len(tokens) - 1, self._most_cached) // self.page_size
         num_found, found = self._find_cached(first, end, tokens)
+        if self.has_states:
+            num_found, found = self._with_state(first, num_found, found, tokens)
         if num_found:
             self._take_over(first, num_found, found)
         return num_found * self.page_size
+
+    def _with_state(
+        self, first: int, num_found: int, found: list[list[int]], tokens: array[int]
+    ) -> tuple[int, list[list[int]]]:
+        """Leaves of what was found as much as ends where a snapshot of the state is. Has one made
+        where the pages end: other sequences begin with them too.
+        """
+        snapshots, goal = self.parts[0].allocator.snapshots, (first + num_found) * self.page_size
+        while num_found:
+            behind = takewhile(lambda page: page not in snapshots, reversed(found[0]))
+            if not (count := sum(1 for _ in behind)):
+                self.source = snapshots.use(found[0][-1])
+                break
+            num_found, found = self._find_cached(first, first + num_found - count, tokens)
+        length = (first + num_found) * self.page_size
+        goals = {*self.goals} if first else {*self.goals, goal}
+        self.goals = tuple(sorted(one for one in goals if one > length))
+        return num_found, found
+
+    def keep_state(self) -> int | None:
+        """Returns the slot to which its state is to be copied now, if there is one: where a goal is
+        reached whose page is listed.
+        """
+        if not self.goals or self.goals[0] > self.num_stored:
+            return None
+        reached, self.goals = self.goals[0], self.goals[1:]
+        part, index = self.parts[0], reached // self.page_size - 1
+        page = part.pages[index - part.num_gone_pages]
+        snapshots = part.allocator.snapshots
+        if reached != self.num_stored or page in snapshots or not part.allocator.is_listed(page):
+            return None
+        return snapshots.take(page)
 
     def _find_cached(self, first: int, end: int, tokens: array[int]) -> tuple[int, list[list[int]]]:
         """Finds the largest n for which each table's pages from `first` on, n at most and none past
@@ -487,6 +542,10 @@ class Hold:
             raise RuntimeError(f"the row tables know {self.bound_len} of {self.room_len} tokens")
         if self.publish_len != self._publish_len(self.num_published):
             raise RuntimeError("it would list its pages too late or too early")
+        if self.goals and (self.goals[0] < self.num_stored or self.goals[0] % size):
+            raise RuntimeError(
+                f"with {self.num_stored} tokens it is to keep states of {self.goals}"
+            )
         if (self.kept is None) != (self.retention is None):
             raise RuntimeError("what it kept and its retention: expected both or none")
         if self.retention is not None:

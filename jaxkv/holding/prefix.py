@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from jaxkv.holding.snapshots import Snapshots
+
 PageKey = tuple[bytes, bytes]
 """What a full page is found by: its key, and its tokens (int32) to compare."""
 
@@ -69,10 +71,11 @@ def root_key(secret: bytes, *parts: str) -> bytes:
 
 class PrefixIndex:
     """Pages by key. The allocator decides what leaves it, and keeps every entry's parent as long as
-    the entry.
+    the entry. `snapshots` of recurrent states leave with the pages that have them.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, snapshots: Snapshots | None = None) -> None:
+        self.snapshots = Snapshots() if snapshots is None else snapshots
         # Of bytes and numbers only: with an object for every page, be it a tuple, Python's garbage
         # collector takes milliseconds.
         self._page_of: dict[bytes, int] = {}
@@ -126,6 +129,7 @@ class PrefixIndex:
         if key is not None:
             del self._page_of[key]
         self.key_of[page] = None
+        self.snapshots.drop(page)
         if parent is not None:
             self._num_children[parent] -= 1
 
@@ -147,6 +151,7 @@ class PrefixIndex:
         for of_page in (self.key_of, self._parent_of):
             of_page[:] = [None] * len(of_page)
         self._num_children[:] = [0] * len(self._num_children)
+        self.snapshots.clear()
 
     def check(self) -> None:
         """Raises RuntimeError if the directions disagree, or an entry outlived its parent."""
@@ -162,3 +167,4 @@ class PrefixIndex:
         children = Counter(self._parent_of[page] for page in listed)
         if any(count != children[page] for page, count in enumerate(self._num_children)):
             raise RuntimeError("prefix index: the children of a page were not counted right")
+        self.snapshots.check(listed)

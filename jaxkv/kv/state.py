@@ -313,6 +313,16 @@ def measure_pages(kv: PagedKV, page_W: jax.Array, *, measure: Measure) -> jax.Ar
     return sum(found[1:], found[0]) / sum(store.num_layers for store in kv.stores)
 
 
+def copy_state(kv: PagedKV, source: jax.Array, target: jax.Array, *, num_slots: int) -> PagedKV:
+    """Copies the recurrent state of one slot to another one, in all layers."""
+
+    def of(array: jax.Array) -> jax.Array:
+        layer_L = jnp.arange(array.shape[0] // num_slots, dtype=jnp.int32) * num_slots
+        return array.at[layer_L + target].set(array[layer_L + source])
+
+    return replace(kv, states=jax.tree.map(of, kv.states))
+
+
 def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array) -> PagedKV:
     """Copies whole pages, all layers of every store: what a fork does to the one partly filled tail
     page.

@@ -37,15 +37,15 @@ from jaxkv.programs.inputs import (
     empty_tables,
 )
 from jaxkv.programs.loop import decode_loop
-from jaxkv.programs.pages import copy_pages, demote_pages, measure_pages
+from jaxkv.programs.pages import copy_pages, copy_states, demote_pages, measure_pages
 from jaxkv.programs.step import Last, Newest, step
 from jaxkv.weights.tree import Weights
 
 if TYPE_CHECKING:
     from jaxkv.programs.executables import ProgramFiles
 
-DEMOTED_AT_ONCE = 64
-"""Pages of one call: more take several."""
+DEMOTED_AT_ONCE = COPIED_AT_ONCE = 64
+"""Pages, or recurrent states, of one call: more take several."""
 
 COMPILER_OPTIONS = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
 """By kind of device. TPU7x: XLA would have bfloat16 matrices in tiles of 16 rows, but takes
@@ -173,6 +173,10 @@ class Programs:
         """Returns the program that demotes up to DEMOTED_AT_ONCE pages."""
         return self._get("demote", DEMOTED_AT_ONCE)
 
+    def copy_states(self) -> Compiled:
+        """Returns the program that copies up to COPIED_AT_ONCE recurrent states."""
+        return self._get("states", COPIED_AT_ONCE)
+
     def measure(self) -> Compiled:
         """Returns the program that measures the pages of one row."""
         return self._get("measure", self.config.table_width)
@@ -232,6 +236,8 @@ class Programs:
             *(("loop", size) for size in self.row_buckets),
             ("copy", self.num_copies),
         ]
+        if self.config.has_states:
+            every.append(("states", COPIED_AT_ONCE))
         policy = get_policy(self.config.kv_policy)
         if policy is not None and policy.low:
             every.append(("demote", DEMOTED_AT_ONCE))
@@ -336,6 +342,7 @@ class Programs:
             "scores": self._lower_scores,
             "loop": self._lower_loop,
             "copy": self._lower_copy,
+            "states": self._lower_states,
             "demote": self._lower_demote,
             "measure": self._lower_measure,
         }[kind]
@@ -446,6 +453,11 @@ class Programs:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
         return own(copy_pages, donate=("kv",)).lower(self._kv, pages_C, pages_C, n)
 
+    def _lower_states(self, num_states: int) -> Lowering:
+        slots_C, n = self._whole((np.zeros(num_states, np.int32), np.int32(0)))
+        program = own(copy_states, donate=("kv",), num_slots=self.config.num_slots)
+        return program.lower(self._kv, slots_C, slots_C, n)
+
     def _lower_demote(self, num_pages: int) -> Lowering:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
         return own(demote_pages, donate=("kv",)).lower(self._kv, pages_C, pages_C, n)
@@ -508,5 +520,6 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 def _name(kind: str, size: int) -> str:
     units = {"step": "tokens", "scores": "tokens", "draw": "rows", "loop": "rows"}
+    units["states"] = "slots"
     unit = units.get(kind, "pages")
     return f"{kind} of {size} {unit}"

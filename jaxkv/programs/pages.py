@@ -1,4 +1,4 @@
-"""Programs that move whole pages between two steps, or measure them."""
+"""Programs that move whole pages and recurrent states between two steps, or measure pages."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ def copy_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Arr
 def demote_pages(kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Array) -> PagedKV:
     """Encodes the first n pages anew as pages of `low`, one after the other. Consumes `kv`."""
     return jax.lax.fori_loop(0, n, lambda i, kv: state.demote(kv, source_C[i], target_C[i]), kv)
+
+
+@partial(jax.jit, static_argnames=("num_slots",), donate_argnames=("kv",))
+def copy_states(
+    kv: PagedKV, source_C: jax.Array, target_C: jax.Array, n: jax.Array, *, num_slots: int
+) -> PagedKV:
+    """Makes the first n copies of recurrent states, one after the other. Consumes `kv`."""
+
+    def copy(i: jax.Array, kv: PagedKV) -> PagedKV:
+        return state.copy_state(kv, source_C[i], target_C[i], num_slots=num_slots)
+
+    return jax.lax.fori_loop(0, n, copy, kv)
 
 
 @partial(jax.jit, static_argnames=("measure",))

@@ -170,8 +170,8 @@ class Request:
 
     @property
     def num_ready(self) -> int:
-        """Counts the pending tokens before the policy is asked again."""
-        return min(self.num_tokens, self.hold.evict_len) - self.hold.num_stored
+        """Counts the pending tokens before the policy is asked again, or a state is kept."""
+        return min(self.num_tokens, self.hold.stop_len) - self.hold.num_stored
 
     @property
     def is_due(self) -> bool:

@@ -169,6 +169,8 @@ class Traffic:
             [None] * self.config.block_size for _ in range(self.config.num_pages)
         ]
         self.position_of = [-1] * self.config.num_pages
+        self.in_slot: list[int | None] = [None] * self.config.num_slots
+        """The recurrent states: each is that of the last token."""
         self.low_slots: list[list[int | None]] = [
             [None] * self.config.block_size
         ] * self.config.num_low_pages
@@ -258,6 +260,8 @@ class Traffic:
                 )
                 self.demote(plan.demotions)
                 self.copy(plan.copies)
+                for source, target in plan.state_copies:
+                    self.in_slot[target] = self.in_slot[source]
                 self.launch(plan, work)
             self.read(*before)
             self.scheduler.check()
@@ -286,6 +290,7 @@ class Traffic:
             self.read()
             self.scheduler.start_over()
             self.slots = [[None] * self.config.block_size for _ in self.slots]
+            self.in_slot = [None] * self.config.num_slots
             self.low_slots = [[None] * self.config.block_size] * len(self.low_slots)
 
     def work_of(self, plan: StepPlan | LoopPlan) -> list[tuple[Request, int]]:
@@ -349,6 +354,8 @@ class Traffic:
         """The last state that it stores, at positions from `start` on."""
         sequence = self.sequences[request]
         self.check_sees_itself(request, start)
+        if self.config.has_states and not sequence.has_ended and start:
+            assert self.in_slot[request.row] == sequence.states[start - 1]
         state = None
         for position in range(start, start + count):
             if sequence.has_ended:
@@ -359,6 +366,8 @@ class Traffic:
             if position + 1 == len(sequence.tokens) and request.search is None:
                 sequence.tokens.append(sampled(state, request.draw.seed))
                 sequence.has_ended = is_end(state, request.draw.seed)
+        if self.config.has_states and state is not None:
+            self.in_slot[request.row] = state
         return state
 
     def slots_of(self, request: Request, position: int) -> list[tuple[list, int]]:
@@ -416,7 +425,7 @@ class Traffic:
     def read_candidates(self, request: Request, state: int) -> None:
         request.candidates = candidates(state, request.draw.seed)
         request.num_tokens = len(request.tokens)
-        if search_on(request.search, request.beams):
+        if search_on(request.search, request.beams, self.scheduler):
             for beam in request.beams:
                 self.sequences[beam] = Sequence(list(beam.tokens))
                 beam.finish_reason = "stop" if request.search.is_over else None
@@ -540,6 +549,29 @@ def test_pages_behind_the_window_go_and_nobody_misses_them(config, searches):
     if config.max_len > config.table_width * config.block_size:
         longest = max(len(request.tokens) for request in traffic.finished)
         assert longest > config.table_width * config.block_size
+
+
+RECURRENT = {
+    "plain": replace(ENGINE, num_slots=7),
+    "tight pool": replace(ENGINE, num_pages=8, num_slots=5),
+    "more rows than pages": replace(ENGINES["more rows than pages"], num_slots=19),
+    "plenty": replace(ENGINES["plenty"], num_slots=40),
+    "two tables": replace(WINDOWED["two tables"], num_slots=8),
+    "one window": replace(WINDOWED["plain"], num_slots=8),
+}
+
+
+@pytest.mark.parametrize("config", RECURRENT.values(), ids=RECURRENT)
+def test_every_row_goes_on_from_its_own_recurrent_state(config):
+    check(Traffic(config, seed=9, searches=0.3), num_steps=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", RECURRENT.values(), ids=RECURRENT)
+@pytest.mark.parametrize("searches", [0.0, 0.3, 1.0])
+def test_sixty_thousand_steps_with_recurrent_states(config, searches):
+    for seed in range(3):
+        check(Traffic(config, seed=seed, searches=searches), num_steps=20_000)
 
 
 @pytest.mark.slow
