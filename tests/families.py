@@ -58,6 +58,8 @@ LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 24, "q_lora_rank": 20}
 LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 YARN |= {"mscale": 0.7, "mscale_all_dim": 1.3}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+LINEAR |= {"linear_value_head_dim": 12, "num_hidden_layers": 4}
 LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 SHARED = {"shared_intermediate_size": 40, "attention_multiplier": 0.2}
@@ -214,6 +216,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "solar_open": GROUPED | HEAD | {"attention_bias": True},
     "olmo2": {"attention_bias": True},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "olmo_hybrid": LINEAR
+    | {"attention_bias": True, "linear_value_head_dim": 4}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    "olmo_hybrid-rotated": LINEAR
+    | {"layer_types": ["full_attention", "linear_attention"] * 2, "rope_parameters": ROPE}
+    | {"linear_allow_neg_eigval": False, "linear_value_head_dim": 4},
     "olmo3": WINDOW
     | {
         "rope_parameters": {
@@ -230,6 +238,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "qkv_bias": True},
     "qwen3_moe": EXPERTS | HEAD | {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "qwen3_next": EXPERTS
+    | LINEAR
+    | HEAD
+    | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "attention_bias": True},
+    "qwen3_5_text": LINEAR | HEAD | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+    "qwen3_5_moe_text": EXPERTS | LINEAR | HEAD | {"shared_expert_intermediate_size": 40},
     "qwen3_vl_text": HEAD | {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
     "seed_oss": HEAD | {"attention_bias": True, "mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
@@ -269,6 +283,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": ("mistral", SIGLIP | {"model_type": "pixtral", "head_dim": 8}, {}),
     "qwen2_vl": ("qwen2_vl_text", {"depth": 1, "num_heads": 2, "embed_dim": 16}, {}),
     "qwen2_5_vl": ("qwen2_5_vl_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "qwen3_5": ("qwen3_5_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "qwen3_vl": (
         "qwen3_vl_text",
         QWEN_VISION | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},

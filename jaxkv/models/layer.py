@@ -151,6 +151,9 @@ class Layers:
                 out_TNH = latent.expand(out_TNH, w)
             value_dim = w["o"].num_columns // q.shape[1]
             out_TF = out_TNH[..., :value_dim].reshape(q.shape[0], -1)
+            if "attn_gate" in w:
+                gate_TF = linear(h_TD, w["attn_gate"], w.get("attn_gate_bias"))
+                out_TF = out_TF.astype(jnp.float32) * jax.nn.sigmoid(gate_TF)
             return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held
 
         return attend

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def open_checkpoint(directory: Path, spec: ModelSpec, layout: Layout) -> Tensors
 
     if layout.part_of is not None:
         checkpoint = checkpoint.renamed(name_in_text)
+    for pattern, other in layout.spellings:
+        checkpoint = checkpoint.renamed(partial(re.sub, pattern, other))
     if layout.quantisation is None:
         return checkpoint
     return Dequantised(checkpoint, layout.quantisation, known)

@@ -46,6 +46,7 @@ QUICK = {
     "nemotron",  # LayerNorms less one, no gate
     "olmo2",  # norms over all heads, behind the blocks
     "phi3-longrope",
+    "qwen3_next",  # a recurrence beside gated attention, experts
     "stablelm-parallel",  # a tensor for each head
 }
 """One variant for each mechanism."""

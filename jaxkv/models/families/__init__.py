@@ -24,7 +24,7 @@ FAMILIES = tuple(
     sorted(
         module.name
         for module in pkgutil.iter_modules(__path__)
-        if module.name not in ("base", "experts", "hybrid", "latent")
+        if module.name not in ("base", "delta", "experts", "hybrid", "latent")
     )
 )
 MAX_CONFIG_BYTES = 10_000_000
@@ -50,6 +50,8 @@ TEXT_OF = {
     "mistral3": "mistral",
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
 }
 """Models of several parts, each with the family of a text part that does not say which it is."""

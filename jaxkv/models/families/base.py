@@ -20,7 +20,7 @@ from jaxkv.config import is_int
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.rope_config import extended_len, read_rope
-from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
+from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec, StateSpec
 from jaxkv.ops.layers import ACTIVATIONS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -88,13 +88,14 @@ class Layout:
     patterns of names that hold nothing of their own.
 
     `part_of`: the model_type of a model of which this is the text part; its other tensors are not
-    loaded.
+    loaded. `spellings`: patterns of other names of tensors, and what they are replaced by.
     """
 
     top: Mapping[str, Leaf]
     layers: tuple[Mapping[str, Leaf], ...]
     derived: tuple[str, ...] = field(default=())
     part_of: str | None = None
+    spellings: tuple[tuple[str, str], ...] = ()
     quantisation: Quantisation | None = None
 
 
@@ -232,21 +233,26 @@ def read_forms(
     """Reads a decoder whose layers are of several forms, each with tensors of its own shapes.
 
     forms: that of each layer. read: reads a form as if all layers were of it. What is not of layers
-    is the first one's; layers whose keys and values are alike share a KV group.
+    is the first one's; layers whose keys and values, or recurrent states, are alike are one group.
     """
     listed = list(dict.fromkeys(forms))
     found = {form: read(form) for form in listed}
     specs, layouts = zip(*found.values(), strict=True)
     groups: dict[KVGroup, list[int]] = {}
+    states: dict[StateSpec, list[int]] = {}
     ropes = []
     for layer, form in enumerate(forms):
         spec, _ = found[form]
-        groups.setdefault(replace(spec.groups[0], layers=()), []).append(layer)
+        for group in spec.groups[:1]:
+            groups.setdefault(replace(group, layers=()), []).append(layer)
+        for state in spec.states:
+            states.setdefault(replace(state, layers=()), []).append(layer)
         ropes.append(spec.layer_ropes[layer] if spec.layer_ropes else spec.rope)
     routers = [spec.router for spec in specs if spec.router is not None]
     whole = replace(
         specs[0],
         groups=tuple(replace(group, layers=tuple(of)) for group, of in groups.items()),
+        states=tuple(replace(state, layers=tuple(of)) for state, of in states.items()),
         layer_ropes=tuple(ropes) if len(set(ropes)) > 1 else specs[0].layer_ropes,
         layer_kinds=tuple(map(listed.index, forms)) if len(listed) > 1 else (),
         router=routers[0] if routers else None,

@@ -9,7 +9,7 @@ from jaxkv.models.families.base import Layout, Leaf, Part, leaf
 from jaxkv.models.recurrent import Mixer
 from jaxkv.models.spec import ModelSpec, StateSpec
 
-ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm")
+ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "attn_gate")
 
 
 def with_mixer(
@@ -58,14 +58,21 @@ def without_attention(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
 
 
 def rows_of(
-    source: str, sizes: Mapping[str, int], width: int, axes: Mapping[str, str | None]
+    source: str,
+    sizes: Mapping[str, int],
+    width: int,
+    axes: Mapping[str, str | None],
+    *,
+    num_blocks: int = 1,
 ) -> dict[str, Leaf]:
     """Describes matrices [size, width] whose rows one tensor has, one behind the other, each with
-    its logical axis: what devices divide of each is theirs.
+    its logical axis: what devices divide of each is theirs. num_blocks: the tensor has so many
+    blocks, each with an equal part of every matrix.
     """
     total, start, found = sum(sizes.values()), 0, {}
     for name, size in sizes.items():
-        part = Part(shape=(total, width), start=start, stop=start + size)
+        stop = start + size // num_blocks
+        part = Part(shape=(total, width), num_blocks=num_blocks, start=start, stop=stop)
         found[name] = leaf(source, (size, width), (axes[name], "model"), part=part)
-        start += size
+        start = stop
     return found

@@ -2,7 +2,8 @@
 each.
 """
 
+from jaxkv.models.recurrent.delta import GatedDelta
 from jaxkv.models.recurrent.mixer import Mixer, StateArray
 from jaxkv.models.recurrent.short_conv import ShortConv
 
-__all__ = ["Mixer", "ShortConv", "StateArray"]
+__all__ = ["GatedDelta", "Mixer", "ShortConv", "StateArray"]

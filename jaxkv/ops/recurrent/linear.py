@@ -3,7 +3,7 @@ value, after decay, and of which its query reads. Gated DeltaNet, Kimi delta att
 lightning attention differ in what decays and in what is added.
 
 Here J is key heads, M value heads of each, X the dimension of keys and queries and Y that of
-values; a state is [J * M, X, Y].
+values; a state is [J, M, X, Y] or [J * M, X, Y].
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class LinearAttention:
     def step(self, state_R: Array, tokens: Tokens) -> tuple[Array, Array]:
         num_key_heads = tokens.k.shape[1]
         q, k = tokens.q[:, :, None, :, None], tokens.k[:, :, None, :, None]
-        v, decay = (_by_key(x, num_key_heads, 1) for x in (tokens.v, tokens.decay))
-        state = _by_key(state_R, num_key_heads, 1)
+        v, decay = (_by_key(x, num_key_heads) for x in (tokens.v, tokens.decay))
+        state = state_R.reshape(len(state_R), num_key_heads, -1, *state_R.shape[-2:])
         state *= jnp.exp(decay)[..., None] if self.by_channel else jnp.exp(decay)[..., None, None]
         if tokens.beta is not None:
-            beta = _by_key(tokens.beta, num_key_heads, 1)[..., None]
+            beta = _by_key(tokens.beta, num_key_heads)[..., None]
             v = beta * (v - (state * k).sum(axis=3))
         state += k * v[:, :, :, None, :]
         y = (state * q).sum(axis=3)
@@ -73,11 +73,11 @@ class LinearAttention:
 
     def block(self, state: Array, tokens: Tokens) -> tuple[Array, Array]:
         num_key_heads = tokens.k.shape[1]
-        before_JMXY = _by_key(state, num_key_heads, 0)
-        added_CJMY, decay_CJM = (_by_key(x, num_key_heads, 1) for x in (tokens.v, tokens.decay))
+        before_JMXY = state.reshape(num_key_heads, -1, *state.shape[-2:])
+        added_CJMY, decay_CJM = (_by_key(x, num_key_heads) for x in (tokens.v, tokens.decay))
         left_CJM, kept_CCJM = jnp.exp(jnp.cumsum(decay_CJM, axis=0)), _kept(decay_CJM)
         if tokens.beta is not None:
-            beta_CJM = _by_key(tokens.beta, num_key_heads, 1)
+            beta_CJM = _by_key(tokens.beta, num_key_heads)
             found_CJMY = self._read(tokens.k, left_CJM, before_JMXY)
             goal_CJMY = beta_CJM[..., None] * (added_CJMY - found_CJMY)
             of_keys_JMCC = self._products(tokens.k, tokens.k, kept_CCJM)
@@ -127,6 +127,6 @@ def _kept(decay_C: Array) -> Array:
     return jnp.exp(jnp.where(is_seen_CC, between_CC, -jnp.inf))
 
 
-def _by_key(x: Array, num_key_heads: int, axis: int) -> Array:
-    """Splits the axis of value heads into those of each key head."""
-    return x.reshape(*x.shape[:axis], num_key_heads, -1, *x.shape[axis + 1 :])
+def _by_key(x: Array, num_key_heads: int) -> Array:
+    """Splits the value heads of each token into those of each key head."""
+    return x.reshape(len(x), num_key_heads, -1, *x.shape[2:])

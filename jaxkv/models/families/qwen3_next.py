@@ -1,0 +1,87 @@
+"""Qwen3-Next: Gated DeltaNet in three of four layers, gated attention in the others, and experts.
+Source: the model's card, Qwen/Qwen3-Next-80B-A3B-Instruct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import QK_NORMED, QKV, Layout, Leaf, read_decoder
+from jaxkv.models.families.delta import (
+    MIXED,
+    matrices_of,
+    read_gated_delta,
+    read_linear_layers,
+    rest_of,
+    with_gates,
+)
+from jaxkv.models.families.experts import MAX_EXPERTS, Experts, qwen_dense, read_router
+from jaxkv.models.families.hybrid import with_mixer
+from jaxkv.models.recurrent import GatedDelta
+from jaxkv.models.spec import ModelSpec
+
+PREFIX = "model.layers.{layer}.linear_attn."
+
+Matrices = Callable[[GatedDelta, int], Mapping[str, Leaf]]
+"""Describes the matrices of a mixer in a stream of this width."""
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    return read_qwen_hybrid(
+        config,
+        family="qwen3_next",
+        matrices=_matrices,
+        is_normalised=config.flag("norm_topk_prob", True),
+        is_dense=qwen_dense(config),
+    )
+
+
+def _matrices(mixer: GatedDelta, hidden: int) -> Mapping[str, Leaf]:
+    first, second = f"{PREFIX}in_proj_qkvz", f"{PREFIX}in_proj_ba"
+    wide = matrices_of(mixer, first, (*MIXED, "delta_gate"), hidden, by_key_head=True)
+    return wide | matrices_of(mixer, second, ("delta_b", "delta_step"), hidden, by_key_head=True)
+
+
+def read_qwen_hybrid(
+    config: ConfigReader,
+    *,
+    family: str,
+    matrices: Matrices,
+    is_normalised: bool = True,
+    is_dense: Collection[int] | None,
+) -> tuple[ModelSpec, Layout]:
+    """Reads a decoder of layers with Gated DeltaNet or gated attention, and experts but in those of
+    `is_dense`, which is None of a model without any.
+    """
+    layers = read_linear_layers(config, every=config.size("full_attention_interval", 4))
+    mixer = read_gated_delta(config, norm_eps=config.number("rms_norm_eps", 1e-6))
+    experts, router = None, None
+    if is_dense is not None:
+        count = config.size("num_experts", at_most=MAX_EXPERTS)
+        experts = Experts(
+            count=count,
+            width=config.size("moe_intermediate_size"),
+            shared="mlp.shared_expert.",
+            shared_width=config.size("shared_expert_intermediate_size"),
+            shared_gate="mlp.shared_expert_gate",
+        ).leaves
+        router = read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised)
+    read = read_decoder(
+        config,
+        family=family,
+        names=QK_NORMED,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        partly=True,
+        norm="rms_one",
+        experts=experts,
+        is_dense=is_dense or (),
+        router=router,
+    )
+    hidden = read[0].hidden_size
+    rest = rest_of(mixer, PREFIX, hidden, conv="conv1d", norm="norm", out="out_proj")
+    leaves = {**matrices(mixer, hidden), **rest}
+    spec, layout = with_mixer(with_gates(read), layers, mixer, leaves)
+    # Layers behind the last that predict later tokens.
+    return spec, replace(layout, derived=(*layout.derived, r"mtp\..*"))
