@@ -47,10 +47,10 @@ LEAST_GROUP = 8
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Holds a weight [F, D] as values of few bits with scales [F, G] of G groups of columns, and
-    maybe zero points like those. block: columns of a group; group_D: which group each column is in,
-    if they are in no order. table: values are 4 bits that stand for its 16 numbers. factor: of
-    the whole weight, beside the scales.
+    """Holds a weight [F, D] as values of few bits, or pairs of 4 bits in uint8 [F, D / 2], with
+    scales [F, G] of G groups of columns, and maybe zero points like those. block: columns of a
+    group; group_D: which group each column is in, if they are in no order. table: values are 4 bits
+    that stand for its 16 numbers. factor: of the whole weight, beside the scales.
     """
 
     values: npt.NDArray[Any]
@@ -61,6 +61,11 @@ class Stored:
     table: npt.NDArray[np.float32] | None = None
     factor: npt.NDArray[np.float32] | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *rows, columns = self.values.shape
+        return (*rows, 2 * columns if self.values.dtype == np.uint8 else columns)
+
     def check(self) -> None:
         """Raises: ValueError, IndexError if they do not fit together."""
         shape = self.scales.shape
@@ -68,7 +73,7 @@ class Stored:
             raise ValueError(f"expected a matrix and scales of its {len(self.values)} rows")
         if self.zeros is not None and self.zeros.shape != shape:
             raise ValueError(f"expected as many zero points as scales, {list(shape)}")
-        size, count = self.values.shape[1], shape[1]
+        size, count = self.shape[1], shape[1]
         if self.group_D is not None:
             if (
                 len(self.group_D) != size
@@ -82,10 +87,11 @@ class Stored:
 
     def weight(self) -> npt.NDArray[np.float32]:
         """Computes the weight."""
+        values = from_pairs(self.values) if self.values.dtype == np.uint8 else self.values
         if self.table is None:
-            values = self.values.astype(np.float32)
+            values = values.astype(np.float32)
         else:
-            values = self.table[self.values.view(np.uint8) & 15]
+            values = self.table[values.view(np.uint8) & 15]
         if self.zeros is not None:
             values -= self._by_columns(self.zeros.astype(np.float32))
         values *= self._by_columns(self.scales.astype(np.float32))
@@ -96,7 +102,7 @@ class Stored:
             return x_FG[:, self.group_D]
         if x_FG.shape[1] == 1:
             return x_FG
-        return np.repeat(x_FG, self.block, axis=1)[:, : self.values.shape[1]]
+        return np.repeat(x_FG, self.block, axis=1)[:, : self.shape[1]]
 
     def packed(self, packing: Packing, part: Part | None) -> dict[str, npt.NDArray[Any]]:
         """Returns its arrays, or those of a part of its rows, as `packing` has them."""
@@ -108,10 +114,9 @@ class Stored:
             # A group that several devices have parts of has become several ones.
             return np.repeat(rows(x_FG), num_groups // x_FG.shape[1], axis=1).T
 
+        num_groups = self.shape[1] // packing.group if packing.group else 1
         values = rows(self.values)
-        group = packing.group or values.shape[1]
-        num_groups = values.shape[1] // group
-        found = {"": values.reshape(len(values), -1, group).swapaxes(0, 1)}
+        found = {"": values.reshape(len(values), num_groups, -1).swapaxes(0, 1)}
         found[SCALES] = of_groups(self.scales.astype(packing.scales))
         if packing.has_zeros and self.zeros is not None:
             found[ZEROS] = of_groups(self.zeros.astype(np.int8))
@@ -165,8 +170,8 @@ class Form:
         for expert in range(shape[0]) if len(shape) == 3 else (...,):
             found = self.compute({last: x[expert] for last, x in own.items()}, how)
             found.check()
-            if found.values.shape != of_one:
-                raise ValueError(f"they make {list(found.values.shape)}")
+            if found.shape != of_one:
+                raise ValueError(f"they make {list(found.shape)}")
             yield found
 
     def packing(
@@ -187,7 +192,7 @@ class Form:
         scales, kind = next((own[last] for last in self.scales if last in own), None), FLOAT32
         if scales is not None:
             num_groups = scales.shape[axis] if scales.ndim == len(shape) else 1
-            kind = E8M0 if scales.dtype == np.uint8 else scales.dtype
+            kind = _scales(scales).dtype
         elif not self.scales and width % block == 0:
             num_groups, kind = width // block, BFLOAT16 if dtype == "bfloat16" else FLOAT32
         else:
@@ -218,7 +223,7 @@ class Form:
 def _scaled(own: Parts, how: Quantisation) -> Stored:
     """Each block has a scale: one of all, one of each row, or one of each tile."""
     values = own["weight"]
-    scale = np.atleast_2d(own[next(last for last in SCALED.marks if last in own)])
+    scale = np.atleast_2d(_scales(own[next(last for last in SCALED.marks if last in own)]))
     return Stored(values, _by_rows(scale, values, how), block=how.block[1])
 
 
@@ -268,10 +273,8 @@ def _fp4(own: Parts, how: Quantisation) -> Stored:
     """Pairs of E2M1 [out, in / 2], scales of groups, and maybe one of all: what scales are divided
     by (compressed-tensors), or multiplied with (modelopt).
     """
-    packed, scales = _pairs(own), own["weight_scale"]
+    packed, scales = _pairs(own), _scales(own["weight_scale"])
     expected = E8M0 if how.block[1] == 32 else E4M3
-    if scales.dtype == np.uint8:
-        scales = scales.view(E8M0)
     if packed.dtype != np.uint8 or scales.dtype != expected:
         raise ValueError(f"expected pairs of 4 bits in uint8, and scales in {expected}")
     if "weight_scale_2" in own:
@@ -282,8 +285,12 @@ def _fp4(own: Parts, how: Quantisation) -> Stored:
     else:
         factor = None
     factor = None if factor is None else factor.reshape(())
-    values = from_pairs(np.ascontiguousarray(packed))
-    return Stored(values, scales, block=how.block[1], table=FP4, factor=factor)
+    return Stored(packed, scales, block=how.block[1], table=FP4, factor=factor)
+
+
+def _scales(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns scales, which are powers of two where they are stored as bytes."""
+    return stored.view(E8M0) if stored.dtype == np.uint8 else stored
 
 
 def _pairs(own: Parts) -> npt.NDArray[Any]:
@@ -295,23 +302,26 @@ def _bitsandbytes(own: Parts, how: Quantisation) -> Stored:
     multiplied with may be quantised too, to 8 bits that stand for the numbers of a table.
     """
     shape, block = _bitsandbytes_shape(own, how), how.block[1]
-    pairs = np.ascontiguousarray(own["weight"]).reshape(-1).view(np.uint8)
+    pairs: npt.NDArray[Any] = np.ascontiguousarray(own["weight"]).reshape(-1).view(np.uint8)
     largest: npt.NDArray[Any] = own["absmax"]
     if "nested_absmax" in own:
         state, nested = _quant_state(own), own["nested_absmax"].astype(np.float32)
         size, offset = state["nested_blocksize"], state["nested_offset"]
-        if not is_int(size) or size < 1 or not isinstance(offset, float | int):
+        if not is_int(size) or not 0 < size < 2**31 or not isinstance(offset, float | int):
             raise ValueError("expected nested_blocksize and nested_offset in quant_state")
-        largest = own["nested_quant_map"].astype(np.float32)[largest]
-        largest = largest * np.repeat(nested, size)[: len(largest)] + np.float32(offset)
+        block_N = np.arange(len(largest)) // size
+        largest = own["nested_quant_map"].astype(np.float32)[largest] * nested[block_N]
+        largest += np.float32(offset)
     if pairs.size * 2 != math.prod(shape) or largest.shape != (-(-pairs.size * 2 // block),):
         raise ValueError(f"expected {list(shape)} values in blocks of {block}")
-    values = from_pairs((pairs >> 4 | pairs << 4).astype(np.uint8)).reshape(shape)
-    table = own["quant_map"].astype(np.float32)
+    pairs, table = (pairs >> 4) + (pairs << 4), own["quant_map"].astype(np.float32)
     if shape[1] % block:  # a block may have columns of two rows
+        values = from_pairs(pairs).reshape(shape)
         scales = np.repeat(largest, block)[: values.size].reshape(shape)
         return Stored(values, scales, block=1, table=table)
-    return Stored(values, largest.reshape(shape[0], -1), block=block, table=table)
+    return Stored(
+        pairs.reshape(shape[0], -1), largest.reshape(shape[0], -1), block=block, table=table
+    )
 
 
 def _small(values: npt.NDArray[np.int32], bits: int) -> npt.NDArray[Any]:
@@ -344,7 +354,10 @@ def _by_rows(
 
 def _quant_state(own: Parts) -> dict[str, Any]:
     stored = next(own[last] for last in BITSANDBYTES.marks if last in own)
-    state: Any = json.loads(stored.tobytes())
+    try:
+        state: Any = json.loads(stored.tobytes())
+    except RecursionError as error:
+        raise ValueError(f"quant_state: {error}") from error
     if not isinstance(state, dict):
         raise ValueError("expected quant_state to be an object")
     return state

@@ -23,7 +23,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import MUST_DIVIDE, Placement
-from jaxkv.weights.packing import INT4, ZEROS, Packing, in_pairs, packing_for, quantise
+from jaxkv.weights.packing import INT4, ZEROS, Packing, from_pairs, in_pairs, packing_for, quantise
 from jaxkv.weights.quantised import Dequantised
 from jaxkv.weights.safetensors import Checkpoint
 from jaxkv.weights.tree import TreeLeaf, is_matrix, make_tree, tree_leaves
@@ -120,7 +120,8 @@ def open_checkpoint(directory: Path, spec: ModelSpec, layout: Layout) -> Tensors
         for pattern, replacement in TEXT:
             if pattern.match(name):
                 return pattern.sub(replacement, name)
-        return name if name.rpartition(".")[0] in modules else None
+        module = name.rpartition(".")[0]
+        return name if {module, module.removesuffix(".weight")} & modules else None
 
     if layout.part_of is not None:
         checkpoint = checkpoint.renamed(name_in_text)
@@ -140,11 +141,13 @@ def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
 def put_packed(
     parts: dict[str, np.ndarray], leaf: TreeLeaf, placement: Placement | None
 ) -> dict[str, Array]:
-    """Puts the arrays of a quantised leaf on its devices, without zero points that all are 0."""
-    values = parts[""]
+    """Puts the arrays of a quantised leaf, whose values of 4 bits are in pairs, on its devices,
+    without zero points that all are 0.
+    """
     device = jax.devices()[0] if placement is None else placement.devices[0]
-    if values.dtype == INT4 and bfloat16_as_bits(device.platform):
-        parts[""] = in_pairs(values)  # those versions refuse arrays of int4 as arguments
+    # Versions of jax that keep bits of bfloat16 refuse arrays of int4 as arguments.
+    if parts[""].dtype == np.uint8 and not bfloat16_as_bits(device.platform):
+        parts[""] = from_pairs(parts[""])
     if ZEROS in parts and not parts[ZEROS].any():
         del parts[ZEROS]
     return {suffix: put(x, leaf.name + suffix, placement) for suffix, x in parts.items()}
@@ -179,15 +182,20 @@ def _packed(
         host = _stack(checkpoint, one, np.dtype(np.float32), check, lambda _: None)
         return (quantise(w_FD, packing) for w_FD in host)
 
-    for index, name in enumerate(leaf.sources):
+    def make(index: int) -> None:
+        name = leaf.sources[index]
         for number, parts in enumerate(matrices(name), index * per_source):
-            for suffix, x in parts.items():
-                if check and not is_finite(x):
+            for x in parts.values() if check else ():
+                if not is_finite(x):
                     file = checkpoint.entries[name].file
                     raise _not_finite(f"{file}: what makes {name}", x.reshape(-1), 0)
-                made[suffix][number] = x
-            told(math.prod(leaf.shape[1:]))
+            _fill(made, number, parts)
         checkpoint.release(name)
+
+    # Quantising has threads of its own.
+    with ThreadPoolExecutor(READERS if isinstance(checkpoint, Dequantised) else 1) as threads:
+        for _ in threads.map(make, range(len(leaf.sources))):
+            told(per_source * math.prod(leaf.shape[1:]))
     return made
 
 
@@ -249,14 +257,25 @@ def quantise_layers(host: np.ndarray, packing: Packing) -> dict[str, np.ndarray]
     """Makes the arrays of a quantised leaf of float32 values [L, F, D]."""
     made = _empty(packing, host.shape)
     for index, w_FD in enumerate(host):
-        for suffix, x in quantise(w_FD, packing).items():
-            made[suffix][index] = x
+        _fill(made, index, quantise(w_FD, packing))
     return made
 
 
 def _empty(packing: Packing, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    arrays = packing.arrays(shape).items()
-    return {suffix: aligned_empty(shape, dtype) for suffix, (shape, dtype) in arrays}
+    """Allocates the arrays of a quantised leaf, values of 4 bits in pairs."""
+
+    def allocate(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if dtype == INT4:
+            shape, dtype = (*shape[:-1], shape[-1] // 2), np.dtype(np.uint8)
+        return aligned_empty(shape, dtype)
+
+    return {suffix: allocate(*of) for suffix, of in packing.arrays(shape).items()}
+
+
+def _fill(made: dict[str, np.ndarray], index: int, parts: dict[str, np.ndarray]) -> None:
+    """Puts the arrays of one matrix in their place."""
+    for suffix, x in parts.items():
+        made[suffix][index] = in_pairs(x) if x.dtype == INT4 else x
 
 
 def _stack(

@@ -49,7 +49,6 @@ from jaxkv.weights.packing import (
     TABLE,
     ZEROS,
     Packing,
-    from_pairs,
     in_pairs,
     packing_for,
 )
@@ -367,7 +366,7 @@ def _read(
     stream: BufferedReader, part: _Stored, dtype: np.dtype, check: bool
 ) -> tuple[np.ndarray, int]:
     """Reads the next values of the file in one host array, converted piece by piece from another
-    dtype. Returns it with the CRC-32 of what was read, 0 without `check`.
+    dtype, those of 4 bits in pairs. Returns it with the CRC-32 of what was read, 0 without `check`.
 
     Raises: CheckpointError for a file that ends before.
     """
@@ -386,6 +385,4 @@ def _read(
             crc32 = zlib.crc32(raw.view(np.uint8).data, crc32)
         if raw is not piece:
             piece[...] = raw
-    if part.dtype == INT4:
-        return from_pairs(host), crc32
-    return host.view(part.dtype) if is_same else host, crc32
+    return host.view(part.dtype) if is_same and part.dtype != INT4 else host, crc32

@@ -151,8 +151,8 @@ def _rounded(w: npt.NDArray[np.float32], packing: Packing) -> tuple[Any, Any]:
 
 def in_pairs(x: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Packs values of 4 bits [..., C] in bytes [..., C / 2], the first in the lower half."""
-    bits = x.astype(np.int8).view(np.uint8) & 15
-    return (bits[..., 0::2] | bits[..., 1::2] << 4).astype(np.uint8)
+    pairs = np.ascontiguousarray(x).view("<u2")
+    return (pairs & 15 | pairs >> 4 & 240).astype(np.uint8)
 
 
 _BYTES = np.arange(256, dtype=np.uint8)

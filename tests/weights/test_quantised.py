@@ -113,7 +113,8 @@ def test_what_is_stored_quantised_is_not_quantised_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "state", [b"[]", b"{", b'{"shape": [0, 64]}', b'{"shape": [96, 64], "blocksize": 128}']
+    "state",
+    [b"[" * 9999, b"[]", b"{", b'{"shape": [0, 64]}', b'{"shape": [96, 64], "blocksize": 128}'],
 )
 def test_a_state_of_bitsandbytes_that_is_none_is_named(tmp_path, state):
     small, _ = quantised(tmp_path, "nf4")
