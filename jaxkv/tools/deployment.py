@@ -46,9 +46,10 @@ class Deployment:
         utilization = self.blueprint.options.gpu_memory_utilization
         usable = int(self.target.chip.memory_gib * GIB)
         source = f"{utilization} of {self.target.chip.memory_gib} GiB of each device"
-        return Memory(
+        memory = Memory(
             limit=int(usable * utilization), used=self.blueprint.weight_bytes, source=source
         )
+        return memory.with_states(self.blueprint.state_nbytes)
 
     @cached_property
     def compilable(self) -> Blueprint:

@@ -22,6 +22,7 @@ from jaxkv.tools.deployment import Deployment
 
 PARTS = {
     "weights": "weight_bytes",
+    "recurrent states": "state_bytes",
     "KV cache": "pool_bytes",
     "temporaries": "temp_bytes",
     "code, inputs": "kept_bytes",
@@ -53,6 +54,7 @@ class Plan:
     source: str
     limit: int
     weight_bytes: int
+    state_bytes: int
     temp_bytes: int
     kept_bytes: int
     num_pages: int
@@ -70,7 +72,8 @@ class Plan:
     @property
     def left(self) -> int:
         """Returns the margin, and what is less than a page."""
-        return self.limit - self.weight_bytes - self.temp_bytes - self.kept_bytes - self.pool_bytes
+        taken = self.weight_bytes + self.state_bytes + self.temp_bytes + self.kept_bytes
+        return self.limit - taken - self.pool_bytes
 
     def num_sequences(self, context: int) -> int:
         """Sequences of so many tokens that the pool holds, each in pages of its own."""
@@ -138,10 +141,11 @@ def temporaries(deployment: Deployment) -> tuple[int, int]:
 def _check_weights(deployment: Deployment) -> None:
     memory = deployment.memory
     if memory.free <= 0:
-        needed, limit = memory.used / GIB, (memory.free + memory.used) / GIB
+        needed, limit = memory.taken / GIB, (memory.free + memory.taken) / GIB
         available = f"{limit:.2f} GiB available ({memory.source})"
+        what = "weights and recurrent states" if memory.state_bytes else "weights"
         raise CapacityError(
-            f"{needed:.2f} GiB of weights, {available}: take more devices, or larger ones"
+            f"{needed:.2f} GiB of {what}, {available}: take more devices, or larger ones"
         )
 
 
@@ -151,8 +155,9 @@ def _plan(
     memory = deployment.memory
     return Plan(
         source=source,
-        limit=memory.free + memory.used,
+        limit=memory.free + memory.taken,
         weight_bytes=memory.used,
+        state_bytes=memory.state_bytes,
         temp_bytes=temp_bytes,
         kept_bytes=kept_bytes,
         num_pages=num_pages,
@@ -201,7 +206,7 @@ def describe(planned: Planned, *, contexts: Sequence[int], sequences: int) -> st
         _row("each device, GiB", [plan.source for plan in plans]),
         _row(f"limit: {deployment.memory.source}", [f"{plan.limit / GIB:.2f}" for plan in plans]),
     ]
-    for name, attribute in PARTS.items():
+    for name, attribute in _parts(plans).items():
         lines.append(_row(name, [f"{getattr(plan, attribute) / GIB:.2f}" for plan in plans]))
     lines.append(_row("tokens", [f"{plan.num_tokens:,}" for plan in plans]))
     for context in contexts:
@@ -232,12 +237,21 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     )
     lines = [f"{deployment.name}: {spec.family}, {spec.num_layers} layers, {heads}, {kinds}"]
     lines.append(_row("KV cache of a token", [f"{token / 2**10:.2f} KiB"]))
+    if spec.states:
+        nbytes = blueprint.slot_nbytes * blueprint.num_devices
+        lines.append(_row("recurrent state of a row", [f"{nbytes / 2**10:.2f} KiB"]))
     for context in contexts:
         nbytes = blueprint.sequence_nbytes(context)
         lines.append(_row(f"of a sequence of {context:,}", [f"{nbytes / GIB:.2f} GiB"]))
         if sequences:
             lines.append(_row(f"of {sequences} of them", [f"{sequences * nbytes / GIB:.2f} GiB"]))
     return "\n".join([lines[0], *(f"  {line}" for line in lines[1:])])
+
+
+def _parts(plans: Sequence[Plan]) -> dict[str, str]:
+    """Returns those of `PARTS` that the plans have: most models keep no recurrent states."""
+    has_states = any(plan.state_bytes for plan in plans)
+    return {name: x for name, x in PARTS.items() if x != "state_bytes" or has_states}
 
 
 def _row(name: str, values: Sequence[str]) -> str:
@@ -268,12 +282,13 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 def picture(planned: Sequence[Planned]) -> str:
     """Draws a stacked bar for each plan, as SVG. Raises: ValueError if there is none."""
+    parts = _parts([plan for one in planned for plan in one.plans])
     bars = [
         (
             f"{one.deployment.target}, {plan.source}"
             if len(one.plans) > 1
             else str(one.deployment.target),
-            [getattr(plan, attribute) for attribute in PARTS.values()],
+            [getattr(plan, attribute) for attribute in parts.values()],
             f"{plan.num_tokens:,} tokens, limit {plan.limit / GIB:.2f} GiB",
         )
         for one in planned
@@ -282,5 +297,5 @@ def picture(planned: Sequence[Planned]) -> str:
     if not bars:
         raise ValueError("expected a target that the model fits on, for a picture of its memory")
     return stacked_bars(
-        f"{planned[0].deployment.name}: memory of each device in GiB", list(PARTS), bars
+        f"{planned[0].deployment.name}: memory of each device in GiB", list(parts), bars
     )
