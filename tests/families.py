@@ -68,6 +68,10 @@ LLAMA4 = LOCAL | HEAD | {"attention_chunk_size": 8, "floor_scale": 8, "attn_scal
 LLAMA4 |= {"intermediate_size_mlp": 64, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1]}
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "afmoe": WINDOW
+    | EXPERTS
+    | HEAD
+    | {"num_shared_experts": 2, "num_dense_layers": 1, "mup_enabled": True, "route_scale": 1.7},
     "apertus": {},
     "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
     "cohere": {"logit_scale": 0.3, "tie_word_embeddings": True},
@@ -108,6 +112,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     "gemma4_text-k-is-v": GEMMA4
     | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1},
+    "gemma4_text-experts": GEMMA4
+    | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1}
+    | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
     "glm": {"head_dim": 8, "attention_bias": True},
     "glm4": {"head_dim": 8, "attention_bias": True},
     "gpt2": GPT2,
@@ -244,6 +251,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "attention_bias": True},
     "qwen3_5_text": LINEAR | HEAD | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "qwen3_5_moe_text": EXPERTS | LINEAR | HEAD | {"shared_expert_intermediate_size": 40},
+    "qwen3_vl_moe_text": EXPERTS
+    | HEAD
+    | {"moe_intermediate_size": 32, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
     "qwen3_vl_text": HEAD | {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
     "seed_oss": HEAD | {"attention_bias": True, "mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
@@ -268,7 +278,7 @@ SIGLIP = {
     "patch_size": 8,
 }
 QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
-ALONE = tuple(name for name in VARIANTS if not name.endswith("_vl_text"))
+ALONE = tuple(name for name in VARIANTS if not name.endswith("_text") or "_vl_" not in name)
 """Variants that transformers has a model of; the others are parts of one."""
 
 WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -285,6 +295,11 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "qwen3_5": ("qwen3_5_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "qwen3_5_moe": ("qwen3_5_moe_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe_text",
+        QWEN_VISION | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+        {},
+    ),
     "qwen3_vl": (
         "qwen3_vl_text",
         QWEN_VISION | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},

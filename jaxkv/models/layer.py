@@ -21,7 +21,7 @@ from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import ModelSpec, QueryTemperature
 from jaxkv.ops.attention import Batch
-from jaxkv.ops.experts import run_experts
+from jaxkv.ops.experts import Router, run_experts
 from jaxkv.ops.layers import (
     ACTIVATIONS,
     Rotation,
@@ -100,7 +100,7 @@ class Layers:
             else:
                 x_TD = x_TD + mixed_TD
                 h_TD = normed(x_TD, w, "mlp_norm", spec)
-            out_TD = self._feed_forward(h_TD, w)
+            out_TD = self._feed_forward(x_TD, h_TD, w)
             x_TD = x_TD + scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
             if self._own_LTP is not None:
                 x_TD = x_TD + _of_layer(x_TD, self._own_LTP[number], w, spec)
@@ -179,16 +179,32 @@ class Layers:
 
         return mix
 
-    def _feed_forward(self, x_TD: jax.Array, w: Weights) -> jax.Array:
-        """Runs the MLP of a layer, or the experts that its router chooses and the shared one."""
-        router, activation = self._spec.router, self._spec.activation
+    def _feed_forward(self, x_TD: jax.Array, h_TD: jax.Array, w: Weights) -> jax.Array:
+        """Runs the MLP of a layer, the experts that its router chooses, or both side by side: then
+        the experts have norms of their own, before which they take the stream x.
+        """
+        spec, router = self._spec, self._spec.router
         if router is None or "router" not in w:
-            return mlp(x_TD, w, activation=activation, axis=self._axis)
+            return mlp(h_TD, w, activation=spec.activation, axis=self._axis)
+        if "up" not in w:
+            return self._experts(h_TD, w, router)
+        dense_TD = mlp(h_TD, w, activation=spec.activation, axis=self._axis)
+        routed_TD = self._experts(x_TD, w, router)
+        return normed(dense_TD, w, "post_dense_norm", spec) + normed(
+            routed_TD, w, "post_routed_norm", spec
+        )
+
+    def _experts(self, x_TD: jax.Array, w: Weights, router: Router) -> jax.Array:
+        """Runs the experts that the router chooses, and the shared one."""
+        spec, activation = self._spec, self._spec.activation
         num_experts = w["router"].num_rows
-        logits_TE = linear_float32(x_TD, w["router"])
+        logits_TE = linear_float32(normed(x_TD, w, "router_norm", spec), w["router"])
         if "router_offset" in w:
             logits_TE += w["router_offset"].astype(jnp.float32)[None, :]
         expert_TK, weight_TK = router(logits_TE, w.get("router_bias"))
+        if "router_gain" in w:
+            weight_TK *= w["router_gain"].astype(jnp.float32)[expert_TK]
+        x_TD = normed(x_TD, w, "routed_norm", spec)
         expert_TK = jnp.where(self._is_real_T[:, None], expert_TK, num_experts)
 
         def run(x_RD: jax.Array, expert: jax.Array) -> jax.Array:

@@ -28,8 +28,8 @@ class Router:
     are in so many groups, and those of `num_groups_used` can be chosen: of the largest sums of two
     scores, or if not `by_two` the largest scores. margin: if not 0, experts are chosen one after
     the other, and each weighs as in a softmax over those left whose logits are less than such a
-    part of their size behind it. on_input: a weight multiplies what comes into its expert, not what
-    goes out.
+    part of their size behind it. logit_scale: of the logits. on_input: a weight multiplies what
+    comes into its expert, not what goes out.
     Sources: arXiv 2401.04088, section 2.1; with groups arXiv 2412.19437, section 2.1.2; one after
     the other arXiv 2409.12136, as its authors' code has it.
     """
@@ -44,11 +44,13 @@ class Router:
     by_two: bool = True
     margin: float = 0.0
     on_input: bool = False
+    logit_scale: float = 1.0
 
     def __call__(self, logits_TE: Array, bias_E: Array | None = None) -> tuple[Array, Array]:
         """Returns the experts of each token [T, K] int32, and their weights [T, K] float32. The
         bias counts for the choice only.
         """
+        logits_TE = logits_TE if self.logit_scale == 1.0 else logits_TE * self.logit_scale
         score = jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid
         if self.margin:
             return self._in_turn(logits_TE)

@@ -228,7 +228,7 @@ def _equal(checkpoint: Tensors, one: str, other: str) -> bool:
 
 
 def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[TreeLeaf]) -> None:
-    expected = {source: leaf.one.stored_shape for leaf in leaves for source in leaf.sources}
+    expected = {source: leaf.one.stored_shapes for leaf in leaves for source in leaf.sources}
     repeated = {leaf.source for leaf in layout.top.values()} - set(expected)
     entries = checkpoint.entries
     unknown = [
@@ -240,10 +240,11 @@ def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[Tr
     ]
     problems = [f"missing tensor {name}" for name in expected if name not in entries]
     problems += [f"tensor that {spec.family} does not use: {name}" for name in unknown]
-    for name, shape in expected.items():
+    for name, shapes in expected.items():
         entry = entries.get(name)
-        if entry is not None and entry.shape != shape:
-            problems.append(f"{name}: expected shape {shape} from config.json, got {entry.shape}")
+        if entry is not None and entry.shape not in shapes:
+            wanted = " or ".join(map(str, shapes))
+            problems.append(f"{name}: expected shape {wanted} from config.json, got {entry.shape}")
         elif entry is not None and entry.dtype.name not in FLOATS:
             problems.append(f"{name}: expected one of {', '.join(FLOATS)}, got {entry.dtype.name}")
     if problems:

@@ -53,6 +53,7 @@ TEXT_OF = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 """Models of several parts, each with the family of a text part that does not say which it is."""
 

@@ -31,7 +31,8 @@ Form = TypeVar("Form", bound=Hashable)
 class Part:
     """Says which part of a stored tensor an array is: of its rows (after it is `transposed`) seen
     as `num_blocks` blocks, those from `start` to `stop` of each. `shape` is the tensor's.
-    of_all: it is that of all experts, one behind the other.
+    of_all: it is that of all experts, one behind the other. either_way: the tensor may have its
+    last two axes swapped, which its shape then shows.
     """
 
     shape: tuple[int, ...]
@@ -40,8 +41,19 @@ class Part:
     stop: int | None = None
     transposed: bool = False
     of_all: bool = False
+    either_way: bool = False
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes that the tensor may have."""
+        if not self.either_way:
+            return (self.shape,)
+        *front, rows, columns = self.shape
+        return self.shape, (*front, columns, rows)
 
     def take(self, stored: np.ndarray) -> np.ndarray:
+        if self.either_way and stored.shape != self.shape:
+            stored = stored.swapaxes(-1, -2)
         rows = stored.swapaxes(-1, -2) if self.transposed else stored
         return self.of_rows(rows.reshape(-1, *rows.shape[2:]) if self.of_all else rows)
 
@@ -74,12 +86,12 @@ class Leaf:
     num_experts: int = 1
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Returns the shape of each tensor in the checkpoint."""
+    def stored_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes that each tensor in the checkpoint may have."""
         if self.part is not None:
-            return self.part.shape
+            return self.part.shapes
         shape = self.info.shape
-        return shape if self.num_sources == 1 else (shape[0] // self.num_sources, *shape[1:])
+        return (shape if self.num_sources == 1 else (shape[0] // self.num_sources, *shape[1:]),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,8 +20,8 @@ class Experts:
     width: rows of an expert's gate. one: the prefix of one expert. bias: what is added to scores to
     choose by, stored as `bias_shape` if that is not a vector. shared: the prefix of an MLP of
     `shared_width` for all tokens, which `shared_gate` weighs. fused: the names of two tensors that
-    have the weights of all experts, gates in front of what they weigh in the first, [E, out, in] or
-    `transposed`. shared_fused: those of the shared MLP behind `shared`.
+    have the weights of all experts, gates in front of what they weigh in the first, [E, out, in],
+    `transposed`, or `either_way`. shared_fused: those of the shared MLP behind `shared`.
     """
 
     count: int
@@ -39,6 +39,7 @@ class Experts:
     shared_fused: tuple[str, str] | None = None
     fused: tuple[str, str] | None = None
     transposed: bool = False
+    either_way: bool = False
 
     def leaves(self, prefix: str, hidden: int) -> dict[str, Leaf]:
         """Describes the arrays of a layer's experts, those of all experts in one stack."""
@@ -63,7 +64,8 @@ class Experts:
         names = (self.gate, self.up, self.down)
         own = _mlp(prefix + self.one, self.width, hidden, names)
         if self.fused is not None:
-            own = _fused(own, prefix, self.fused, count=self.count, transposed=self.transposed)
+            place = {"transposed": self.transposed, "either_way": self.either_way}
+            own = _fused(own, prefix, self.fused, self.count, **place)
         return {name: replace(one, num_experts=self.count) for name, one in own.items()}
 
 
@@ -71,14 +73,15 @@ def _fused(
     own: Mapping[str, Leaf],
     prefix: str,
     names: tuple[str, str],
-    *,
     count: int | None = None,
+    *,
     transposed: bool = False,
+    either_way: bool = False,
 ) -> dict[str, Leaf]:
     """Describes an MLP's weights as parts of two tensors, which may be those of `count` MLPs."""
     width, hidden = own["gate"].info.shape
     of_all = () if count is None else (count,)
-    place = {"transposed": transposed, "of_all": count is not None}
+    place = {"transposed": transposed, "either_way": either_way, "of_all": count is not None}
     both, down = (
         (*of_all, *(shape[::-1] if transposed else shape))
         for shape in ((2 * width, hidden), (hidden, width))

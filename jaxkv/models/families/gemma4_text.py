@@ -1,5 +1,5 @@
-"""Gemma 4 (dense): heads of two sizes, layers that attend to what others stored, and inputs of each
-layer's own. Source: the model's card, google/gemma-4-E2B-it.
+"""Gemma 4: heads of two sizes, layers that attend to what others stored, inputs of each layer's
+own, experts beside an MLP. Source: the model's card, google/gemma-4-E2B-it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from jaxkv.models.families.base import (
     read_forms,
     read_kinds,
 )
+from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec, Scales
+from jaxkv.ops.experts import Router
 
 NAMES = replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("use_bidirectional_attention", False, "vision")
-    config.refuse("enable_moe_block", False)
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     kinds = read_kinds(config, num_layers, every=6)
     kinds[-1] = FULL
@@ -67,7 +68,7 @@ def _read_form(
     head_dim, kv_heads = _sizes(config, kinds, kind)
     width = config.size("intermediate_size")
     is_wide = is_shared and config.flag("use_double_wide_mlp", False)
-    names = NAMES
+    experts, router = _experts(config) if config.flag("enable_moe_block", False) else ({}, None)
     spec, layout = read_decoder(
         config.replaced(
             head_dim=head_dim,
@@ -75,7 +76,7 @@ def _read_form(
             intermediate_size=2 * width if is_wide else width,
         ),
         family="gemma4_text",
-        names=names,
+        names=NAMES,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=[kind] * len(kinds),
         ropes=[_rope(config, kind)] * len(kinds),
@@ -85,6 +86,7 @@ def _read_form(
         ),
         unit_norms=("v_norm",),
         attention=AttentionSpec(scale=1.0),
+        router=router,
     )
     left_out: tuple[str, ...] = ()
     if is_shared:
@@ -92,7 +94,33 @@ def _read_form(
     elif kind == FULL and config.flag("attention_k_eq_v", False):
         left_out = ("v", "v_bias")
     leaves = {name: one for name, one in layout.layers[0].items() if name not in left_out}
-    return spec, replace(layout, layers=(leaves,))
+    return spec, replace(layout, layers=({**leaves, **experts},))
+
+
+def _experts(config: ConfigReader) -> tuple[dict[str, Leaf], Router]:
+    """Lists the tensors of the experts beside a layer's MLP, and reads how they are chosen."""
+    count, hidden = config.size("num_experts", at_most=MAX_EXPERTS), config.size("hidden_size")
+    experts = Experts(
+        count=count,
+        width=config.size("moe_intermediate_size"),
+        router="router.proj",
+        fused=("experts.gate_up_proj", "experts.down_proj"),
+    )
+    layer = "model.layers.{layer}."
+    norms = {
+        "router_norm": "router.scale",
+        "routed_norm": "pre_feedforward_layernorm_2.weight",
+        "post_routed_norm": "post_feedforward_layernorm_2.weight",
+        "post_dense_norm": "post_feedforward_layernorm_1.weight",
+    }
+    leaves = experts.leaves(layer, hidden) | {
+        name: leaf(f"{layer}{source}", (hidden,), ("model",)) for name, source in norms.items()
+    }
+    leaves["router_gain"] = leaf(f"{layer}router.per_expert_scale", (count,), ("experts",))
+    router = read_router(
+        config, count, used="top_k_experts", is_normalised=True, logit_scale=hidden**-0.5
+    )
+    return leaves, router
 
 
 def _sizes(config: ConfigReader, kinds: Sequence[str], kind: str) -> tuple[int, int]:

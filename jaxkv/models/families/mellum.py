@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import FULL, QK_NORMED, QKV, SLIDING, Layout, read_decoder
-from jaxkv.models.families.experts import MAX_EXPERTS, Experts, listed_dense, read_router
+from jaxkv.models.families.experts import listed_dense, read_router
+from jaxkv.models.families.qwen3_moe import read_experts
 from jaxkv.models.rope_config import read_layer_ropes
 from jaxkv.models.spec import ModelSpec
 
@@ -25,9 +26,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         max_len=config.size("max_position_embeddings"),
         head_dim=config.size("head_dim"),
     )
-    # transformers 5 writes the second name.
-    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    count = config.size(name, at_most=MAX_EXPERTS)
+    experts = read_experts(config)
     is_normalised = config.flag("norm_topk_prob", True)
     return read_decoder(
         config,
@@ -36,7 +35,9 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,
         ropes=ropes,
-        experts=Experts(count=count, width=config.size("moe_intermediate_size")).leaves,
+        experts=experts.leaves,
         is_dense=listed_dense(config),
-        router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
+        router=read_router(
+            config, experts.count, used="num_experts_per_tok", is_normalised=is_normalised
+        ),
     )

@@ -8,18 +8,27 @@ from jaxkv.models.families.experts import MAX_EXPERTS, Experts, qwen_dense, read
 from jaxkv.models.spec import ModelSpec
 
 
-def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    # transformers 5 writes the second name.
-    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    count = config.size(name, at_most=MAX_EXPERTS)
+def read(
+    config: ConfigReader, *, family: str = "qwen3_moe", experts: Experts | None = None
+) -> tuple[ModelSpec, Layout]:
+    experts = experts or read_experts(config)
+    count = experts.count
     is_normalised = config.flag("norm_topk_prob", False)
     return read_decoder(
         config,
-        family="qwen3_moe",
+        family=family,
         names=QK_NORMED,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=qwen_kinds(config),
-        experts=Experts(count=count, width=config.size("moe_intermediate_size")).leaves,
+        experts=experts.leaves,
         is_dense=qwen_dense(config),
         router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
     )
+
+
+def read_experts(config: ConfigReader) -> Experts:
+    """Reads experts with tensors of their own."""
+    # transformers 5 writes the second name.
+    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    count = config.size(name, at_most=MAX_EXPERTS)
+    return Experts(count=count, width=config.size("moe_intermediate_size"))

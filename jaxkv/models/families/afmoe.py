@@ -1,0 +1,71 @@
+"""AFMoE (Trinity): gated attention that rotates within windows only, norms on both sides, experts
+by sigmoid scores. Source: the model's card, arcee-ai/Trinity-Mini.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import (
+    QK_NORMED,
+    SLIDING,
+    Layout,
+    leaf,
+    read_decoder,
+    read_kinds,
+)
+from jaxkv.models.families.experts import MAX_EXPERTS, Experts, first_dense, read_router
+from jaxkv.models.rope_config import read_rope
+from jaxkv.models.spec import ModelSpec, Scales
+
+NAMES = replace(
+    QK_NORMED,
+    post_attn_norm="post_attention_layernorm",
+    mlp_norm="pre_mlp_layernorm",
+    post_mlp_norm="post_mlp_layernorm",
+)
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    config.refuse("attention_bias", False)
+    num_layers, hidden = (
+        config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        config.size("hidden_size"),
+    )
+    kinds = read_kinds(config, num_layers, every=config.size("global_attn_every_n_layers", 4))
+    rope = read_rope(
+        config, max_len=config.size("max_position_embeddings"), head_dim=config.size("head_dim")
+    )
+    count = config.size("num_experts", at_most=MAX_EXPERTS)
+    width = config.size("moe_intermediate_size")
+    experts = Experts(
+        count=count,
+        width=width,
+        router="mlp.router.gate",
+        bias="mlp.expert_bias",
+        shared="mlp.shared_experts.",
+        shared_width=config.size("num_shared_experts", 1) * width,
+    )
+    spec, layout = read_decoder(
+        config,
+        family="afmoe",
+        names=NAMES,
+        kinds=kinds,
+        ropes=[rope if kind == SLIDING else None for kind in kinds],
+        scales=Scales(embed=hidden**0.5 if config.flag("mup_enabled", False) else 1.0),
+        experts=experts.leaves,
+        is_dense=first_dense(config, "num_dense_layers"),
+        router=read_router(
+            config,
+            count,
+            used="num_experts_per_tok",
+            score="sigmoid",
+            is_normalised=True,
+            scale=config.number("route_scale", 1.0),
+        ),
+    )
+    source = "model.layers.{layer}.self_attn.gate_proj.weight"
+    shape = (spec.num_heads * spec.head_dim, hidden)
+    gate = {"attn_gate": leaf(source, shape, ("heads", "model"))}
+    return spec, replace(layout, layers=tuple({**one, **gate} for one in layout.layers))
