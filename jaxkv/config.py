@@ -252,7 +252,8 @@ class SamplingParams:
     `allowed_token_ids`: only these may come. `bad_words` may not, with or without a space in front;
     one of several tokens is kept from ending, and makes the decode loop stop after each token while
     its request runs. `logprobs=k`: the k likeliest tokens and the sampled one, `prompt_logprobs=k`
-    the same of the prompt's tokens; -1 is all of the vocabulary. `LLM(max_logprobs=)` bounds both.
+    the same of the prompt's tokens, from position `prompt_logprobs_start` on, before which they
+    may come out of the prefix cache; -1 is all of the vocabulary. `LLM(max_logprobs=)` bounds both.
     `kv_policy`, `kv_budget`: another policy or budget of the request's cache than the engine's
     (None), in tokens, or "full". `kv_protect`: (begin, end) positions of the prompt's tokens whose
     pages no policy touches.
@@ -278,6 +279,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
     include_stop_str_in_output: bool = False
@@ -343,6 +345,11 @@ class SamplingParams:
                 "None, -1 (all) or a number >= 0",
                 value,
             )
+        start = self.prompt_logprobs_start
+        what = "prompt_logprobs_start"
+        _expect(is_int(start) and 0 <= start <= MAX_INT32, what, "a number >= 0", start)
+        if start and self.prompt_logprobs is None:
+            raise ValueError(f"{what}: expected 0 without prompt_logprobs, got {start}")
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",

@@ -58,7 +58,9 @@ def poison(engine: Engine) -> None:
     length included.
     """
     allocator = engine.scheduler.allocator
-    cached = [KVHandle((page,), allocator.page_size) for page in allocator._cached]
+    cached = [
+        KVHandle((page,), allocator.page_size) for page in (*allocator._cached, *allocator._pinned)
+    ]
     holds = [request.hold for request in engine.scheduler.running]
     held = [hold.handle(part.number) for hold in holds for part in hold.parts]
     kv = poison_kv(engine.kv, held + cached)

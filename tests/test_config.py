@@ -30,6 +30,7 @@ def test_limits_are_kept_and_frozen():
     config = EngineConfig(**LIMITS)
     unbounded = {"row_pages": 0, "low_row_pages": 0, "read_pages": 0, "windows": (0,)}
     others = {"kv_policy": "full", "aligned_len": 1, "has_contexts": False}
+    others |= {"num_slots": 0}
     assert dataclasses.asdict(config) == LIMITS | unbounded | others
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_pages = 3
@@ -118,7 +119,7 @@ OF_VLLM = {
 
 def test_names_and_defaults_are_vllm_s():
     params = SamplingParams()
-    ours = dict.fromkeys(("kv_policy", "kv_budget", "kv_protect"))
+    ours = dict.fromkeys(("kv_policy", "kv_budget", "kv_protect")) | {"prompt_logprobs_start": 0}
     assert {
         field.name: getattr(params, field.name) for field in dataclasses.fields(params)
     } == OF_VLLM | ours

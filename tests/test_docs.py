@@ -1,5 +1,5 @@
-"""The blocks of documentation on `jaxkv.functional` run, in order, and print what they say that they
-print.
+"""The blocks of documentation on `jaxkv.functional` and sessions run, in order, and print what they
+say that they print.
 """
 
 import re
@@ -15,7 +15,8 @@ SAID = re.compile(r"print\(.*\)  # ([^:\n]*)")
 
 
 @pytest.mark.parametrize(
-    ("page", "num_blocks", "num_said"), [("docs/functional.md", 6, 5), ("README.md", 1, 0)]
+    ("page", "num_blocks", "num_said"),
+    [("docs/functional.md", 6, 5), ("docs/sessions.md", 6, 8), ("README.md", 1, 0)],
 )
 def test_the_blocks_of_a_page_run_and_print_what_they_say(page, num_blocks, num_said, capsys):
     if not (ROOT / page).is_file():

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.api.llm import LLM, Conversation
+from jaxkv.api.session import PREFILL, AsyncSession, Home, chat_options
 from jaxkv.config import SamplingParams
 from jaxkv.engine.metrics import Metric
 from jaxkv.requests.intake import Prompt
@@ -81,6 +82,22 @@ class AsyncLLM:
         finally:
             if not stream.is_ended:
                 self._engine.post(partial(self._engine.close, stream))
+
+    async def session(
+        self,
+        prompt: Prompt | Conversation,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> AsyncSession:
+        """As `LLM.session`."""
+        chat = chat_options(tools, chat_template, chat_template_kwargs)
+        home = Home(self, self._llm._intake, self._llm._engine, chat=chat)
+        session = await self._engine.ask(partial(AsyncSession.begin, home, prompt))
+        async for _ in self.generate(session.prompt, PREFILL):
+            pass
+        return session
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several, and returns when all that it held is free; an unknown id is

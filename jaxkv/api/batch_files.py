@@ -64,7 +64,8 @@ MAX_DEPTH = 64
 SYNC_S = 5.0
 
 _KINDS = ("prompt", "prompt_token_ids", "messages")
-_PARAMS = {field.name for field in fields(SamplingParams)} - {"n", "logprobs", "prompt_logprobs"}
+_NOT_IN_LINES = {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
+_PARAMS = {field.name for field in fields(SamplingParams)} - _NOT_IN_LINES
 _COUNTED = ("finish_reason", "num_prompt_tokens", "num_output_tokens")
 _RESULTS = ({"id", "text", *_COUNTED}, {"id", "token_ids", *_COUNTED})
 _ROW_START = b'{"id": '

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxkv.api.session import PREFILL, Home, Session, chat_options
 from jaxkv.build.blueprint import make_blueprint
 from jaxkv.build.compile_cache import open_program_files, use_compile_cache
 from jaxkv.build.memory import device_memory
@@ -202,6 +203,26 @@ class LLM:
         """
         (submission,) = self._intake.accept([prompt], self._listed_params(sampling_params, 1))
         return stream(self._engine, submission)
+
+    def session(
+        self,
+        prompt: Prompt | Conversation,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> Session:
+        """Computes a prompt, or a list of chat messages, and returns it as a value that can go on
+        in many ways.
+
+        The other arguments are for chats, as in `chat`.
+        Raises: ValueError for what is refused, and with enable_prefix_caching=False.
+        """
+        chat = chat_options(tools, chat_template, chat_template_kwargs)
+        home = Home(self, self._intake, self._engine, chat=chat)
+        session = Session.begin(home, prompt)
+        self.generate(session.prompt, PREFILL, use_tqdm=False)
+        return session
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what the model's generation_config.json asks for, vLLM's defaults where it says

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
@@ -82,6 +83,8 @@ class Engine:
         self._is_under_way = False
         """A change is further up in this thread's calls: aborts wait for its end."""
         self._aborted: list[Request] = []
+        self._num_pins = 0
+        self._unpinned: deque[int] = deque()
         self._touched: list[Flight | StepPlan | LoopPlan] = []
         """Those whose requests' tokens, text and pages may disagree if the step does not end."""
 
@@ -124,6 +127,19 @@ class Engine:
                     self._recorder.ended(one)
                     self.scheduler.remove(one)
 
+    def pin(self, keys: Sequence[bytes]) -> int:
+        """Keeps pages of these keys, each sequence's first ones first, in the prefix cache longer
+        than others. Returns a number for `unpin`.
+        """
+        with self.lock:
+            number = self._num_pins = self._num_pins + 1
+            self._change(partial(self.scheduler.pin, number, keys))
+            return number
+
+    def unpin(self, number: int) -> None:
+        """Ends what `pin` began, before the next change. Safe in a finalizer."""
+        self._unpinned.append(number)
+
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix cache."""
         self._change(self.scheduler.forget)
@@ -146,6 +162,9 @@ class Engine:
                         while self._aborted:
                             self._abort(self._aborted[:1])
                             del self._aborted[0]
+                        while self._unpinned:
+                            self.scheduler.unpin(self._unpinned[0])
+                            self._unpinned.popleft()
                         self._is_changing = False
                     finally:
                         if self._is_changing:

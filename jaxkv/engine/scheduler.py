@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 
 from jaxkv.config import EngineConfig
@@ -63,6 +63,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._copies: dict[Request, Pairs] = {}
         self._state_copies: list[tuple[int, int]] = []
+        self._pins: dict[int, Sequence[bytes]] = {}
 
     @property
     def allocator(self) -> PageAllocator:
@@ -437,6 +438,18 @@ class Scheduler:
                 except CapacityError:
                     self._make_room()
 
+    def pin(self, number: int, keys: Sequence[bytes]) -> None:
+        """Keeps pages of these keys in the prefix cache longer than others, until `unpin` of this
+        number, which is new.
+        """
+        self._pins[number] = keys
+        self.allocators.pin(keys)
+
+    def unpin(self, number: int) -> None:
+        """Ends what `pin` began; having ended is no error."""
+        if (keys := self._pins.pop(number, None)) is not None:
+            self.allocators.unpin(keys)
+
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again, nor what requests list later."""
         self.allocators.forget()
@@ -456,6 +469,8 @@ class Scheduler:
         """Has all of these wait and forgets everything else, whatever state it was left in."""
         outcomes = self.eviction.outcomes
         self.allocators = Allocators(self.config)
+        for keys in self._pins.values():
+            self.allocators.pin(keys)
         self.eviction = Eviction(self.allocators)
         self.eviction.outcomes = outcomes
         self.running.clear()
@@ -478,14 +493,14 @@ class Scheduler:
 
     def _take_cached(self, request: Request) -> int:
         """Extends what the request holds by the cached pages that follow; returns their tokens."""
-        return request.hold.take_cached(request.tokens) if self._reads_cache(request) else 0
+        return request.hold.take_cached(request.tokens, self._most_cached(request))
 
-    def _reads_cache(self, request: Request) -> bool:
-        """Tells whether it may go on from cached pages: where rows have recurrent states, there
-        have to be snapshots of those.
+    def _most_cached(self, request: Request) -> int:
+        """Returns how many of its first tokens may be cached ones: where rows have recurrent
+        states, there have to be snapshots of those.
         """
         are_there = not self.config.has_states or self.allocator.snapshots.num_slots > 0
-        return request.reads_cache and are_there
+        return request.most_cached if are_there else 0
 
     def _begin_state(self, request: Request) -> None:
         """Has the state copied that the request goes on from, if it does from a cached one."""
@@ -504,9 +519,7 @@ class Scheduler:
         """
         self._count_found(request, self._take_cached(request))
         self._begin_state(request)
-        if not self._reads_cache(request):
-            return True
-        index = request.hold.next_page(len(request.tokens))
+        index = request.hold.next_page(self._most_cached(request))
         return index is None or request.hold.key(index, request.tokens) not in coming
 
     def _count_found(self, request: Request, num_tokens: int) -> None:

@@ -30,7 +30,8 @@ class PageAllocator:
     """Hands out pages 0..num_pages-1. Mutable, host only; `check` states its invariants.
 
     A page without references is empty, or cached: it keeps its tokens and its place in the prefix
-    index until it is needed, the longest unused first. A handle gives back its last page first and
+    index until it is needed, the longest unused first, and those whose keys are pinned after all
+    others. A handle gives back its last page first and
     holds every page before the one that it holds, so pages leave the index before their parents;
     where a policy has left gaps, with them at the latest.
 
@@ -45,6 +46,10 @@ class PageAllocator:
         self._references = [0] * num_pages
         self._empty = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._pinned: OrderedDict[int, None] = OrderedDict()
+        """Cached pages, too, with keys that are in `_pins`."""
+        self._pins: dict[bytes, int] = {}
+        """How often keys are pinned, listed or not."""
         self._index = PrefixIndex(num_pages, snapshots)
         self.snapshots = self._index.snapshots
         """Of the states after listed pages."""
@@ -52,7 +57,7 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Counts the pages that nobody holds, cached ones included."""
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + len(self._cached) + len(self._pinned)
 
     @property
     def num_used(self) -> int:
@@ -77,8 +82,8 @@ class PageAllocator:
 
         Raises: CapacityError, with nothing changed, if fewer are free.
         """
-        empty, cached, references = self._empty, self._cached, self._references
-        if num_pages > len(empty) + len(cached):
+        empty, cached, pinned = self._empty, self._cached, self._pinned
+        if num_pages > self.num_free:
             raise CapacityError(
                 f"{num_pages} pages of {self.page_size} tokens needed, {self.num_free} free"
             )
@@ -86,14 +91,15 @@ class PageAllocator:
         new = empty[kept:]
         new.reverse()
         del empty[kept:]
-        evicted = [cached.popitem(last=False)[0] for _ in range(num_pages - len(new))]
+        evicted = [(cached or pinned).popitem(last=False)[0] for _ in range(num_pages - len(new))]
         for page in self._index.remove(evicted):
-            if page in cached:
-                del cached[page]
-                empty.append(page)
+            for free in (cached, pinned):
+                if page in free:
+                    del free[page]
+                    empty.append(page)
         new += evicted
         for page in new:
-            references[page] = 1
+            self._references[page] = 1
         return new
 
     def find(self, keys: Iterable[PageKey], parent: int | None) -> list[int]:
@@ -130,7 +136,37 @@ class PageAllocator:
         """Adds a reference to each of these pages, which are listed or held."""
         for page in pages:
             self._cached.pop(page, None)
+            self._pinned.pop(page, None)
             self._references[page] += 1
+
+    def listed(self, keys: Iterable[bytes]) -> list[int]:
+        """Returns the pages that are listed under these keys."""
+        found = map(self._index.page_of, keys)
+        return [page for page in found if page is not None]
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keeps the pages of these keys, in order, longer than other cached ones, those too that
+        are listed later.
+        """
+        for key in reversed(keys):
+            self._pins[key] = self._pins.get(key, 0) + 1
+            self._move(key, self._cached, self._pinned)
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Takes back one `pin` of these keys."""
+        for key in reversed(keys):
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
+                self._move(key, self._pinned, self._cached)
+
+    def _move(
+        self, key: bytes, source: OrderedDict[int, None], target: OrderedDict[int, None]
+    ) -> None:
+        page = self._index.page_of(key)
+        if page is not None and page in source:
+            del source[page]
+            target[page] = None
 
     def publish(
         self, handle: KVHandle, first: int, keys: Iterable[PageKey], *, linked: bool = True
@@ -164,8 +200,9 @@ class PageAllocator:
     def forget(self) -> None:
         """Empties the prefix index: nothing computed so far is found again."""
         self._index.clear()
-        self._empty += reversed(self._cached)
-        self._cached.clear()
+        for cached in (self._cached, self._pinned):
+            self._empty += reversed(cached)
+            cached.clear()
 
     def advance(self, handle: KVHandle, length: int) -> KVHandle:
         """Returns the handle after the device stored tokens up to `length` in reserved pages."""
@@ -226,12 +263,7 @@ class PageAllocator:
         self._drop(handle.pages if linked else handle.pages[::-1])
 
     def _drop(self, pages: tuple[int, ...]) -> None:
-        references, key_of, empty, cached = (
-            self._references,
-            self._index.key_of,
-            self._empty,
-            self._cached,
-        )
+        references, key_of, empty = self._references, self._index.key_of, self._empty
         # Last page first, so that a sequence's first pages stay cached longest.
         for page in reversed(pages):
             left = references[page] - 1
@@ -242,10 +274,11 @@ class PageAllocator:
             references[page] = left
             if left:
                 continue
-            if key_of[page] is None:
+            key = key_of[page]
+            if key is None:
                 empty.append(page)
             else:
-                cached[page] = None
+                (self._pinned if key in self._pins else self._cached)[page] = None
 
     def check(self, handles: Iterable[KVHandle]) -> None:
         """Raises RuntimeError unless `handles`, all live ones, account for every reference and
@@ -266,15 +299,18 @@ class PageAllocator:
             wrong = {page: (held.get(page, 0), counted.get(page, 0)) for page in {*held, *counted}}
             wrong = {page: pair for page, pair in wrong.items() if pair[0] != pair[1]}
             raise RuntimeError(f"page: (references held by handles, references counted) = {wrong}")
-        free = [*self._empty, *self._cached]
+        free = [*self._empty, *self._cached, *self._pinned]
         if len(set(free)) != len(free) or set(free) & set(counted):
             raise RuntimeError("a page is free twice, or free and used")
         if len(free) + len(counted) != self.num_pages:
             raise RuntimeError(
                 f"{len(free)} free + {len(counted)} used pages, expected {self.num_pages} in all"
             )
-        if any((self._index.key_of[page] is not None) != (page in self._cached) for page in free):
-            raise RuntimeError(
-                "a free page is cached but not listed in the prefix index, or listed but not cached"
-            )
+        for page in free:
+            key = self._index.key_of[page]
+            place = self._pinned if key in self._pins else self._cached
+            if key is None and page in (*self._cached, *self._pinned):
+                raise RuntimeError(f"page {page} is cached but not listed in the prefix index")
+            if key is not None and page not in place:
+                raise RuntimeError(f"page {page} is listed, and free in the wrong place")
         self._index.check()

@@ -55,6 +55,19 @@ class Allocators:
                 part.pages += new[start:end]
             hold.room_len += num_pages * size
 
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keeps cached pages of these keys, those of the first table, longer than others."""
+        self.pages.pin(self._of_tables(keys))
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Takes back one `pin` of these keys."""
+        self.pages.unpin(self._of_tables(keys))
+
+    def _of_tables(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Returns the keys of the pages of all tables, where these are those of the first."""
+        numbers = range(1, len(self.config.windows))
+        return [own for key in keys for own in (key, *(key + n.to_bytes() for n in numbers))]
+
     def forget(self) -> None:
         """Empties the prefix index: nothing computed so far is found again."""
         self.pages.forget()
@@ -378,19 +391,17 @@ class Hold:
         """Tells whether pages are about to go that should be listed before."""
         return any(part.num_unseen(self.num_stored) > self.num_published for part in self.parts)
 
-    def take_cached(self, tokens: array[int]) -> int:
-        """Takes listed pages that continue what it holds with these tokens; returns how many
-        tokens they have.
+    def take_cached(self, tokens: array[int], most: int) -> int:
+        """Takes listed pages that continue what it holds with these tokens, up to the first `most`;
+        returns how many tokens they have.
 
-        The last token is always computed: what comes after it is not in the cache. Nor is anything
-        taken where pages are reserved already.
+        Nothing is taken where pages are reserved already.
         """
         if self.room_len != self.num_stored:
             return 0
-        if (first := self.next_page(len(tokens))) is None:
+        if (first := self.next_page(most)) is None:
             return 0
-        # Page after page, up to the one that has the last token.
-        end = min(len(tokens) - 1, self._most_cached) // self.page_size
+        end = min(most, self._most_cached) // self.page_size
         num_found, found = self._find_cached(first, end, tokens)
         if self.has_states:
             num_found, found = self._with_state(first, num_found, found, tokens)
@@ -478,13 +489,13 @@ class Hold:
         """Counts the first tokens, which may come out of the prefix cache."""
         return NEVER if self.retention is None else self.retention.cached_len
 
-    def next_page(self, num_tokens: int) -> int | None:
-        """Returns which page of a sequence of so many tokens could be a cached one next; None if
-        what comes next is less than a page.
+    def next_page(self, most: int) -> int | None:
+        """Returns which page could be a cached one next where the first `most` tokens may be; None
+        if those that come next are less than a page.
         """
         index, rest = divmod(self.num_stored, self.page_size)
         end = self.num_stored + self.page_size
-        return index if not rest and end < num_tokens and end <= self._most_cached else None
+        return index if not rest and end <= min(most, self._most_cached) else None
 
     def key(self, index: int, tokens: array[int]) -> PageKey:
         """Returns what page `index` of these tokens, which it holds or is to hold, is found by."""

@@ -95,6 +95,10 @@ class PrefixIndex:
             return None
         return page
 
+    def page_of(self, key: bytes) -> int | None:
+        """Returns the page that is listed under this key."""
+        return self._page_of.get(key)
+
     def add(self, page_key: PageKey, page: int, parent: int | None) -> bool:
         """Lists a page and tells whether it is listed now; it is not where its key is taken
         already.

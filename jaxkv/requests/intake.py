@@ -8,37 +8,28 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxkv.build.model import Model
 from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, is_int
-from jaxkv.errors import CheckpointError
 from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.holding.retention import Retention, check_served, full_pages, protecting
 from jaxkv.kv.policies import Policy, resolve
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.beam import BeamSearch, num_candidates
-from jaxkv.requests.deadline import TemplateTimeoutError, within_time
+from jaxkv.requests.chats import Chats, RefusedChatError
 from jaxkv.requests.masks import Word, encode_words
+from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
-
-if TYPE_CHECKING:
-    from jinja2 import TemplateSyntaxError
 
 Prompt = str | Mapping[str, Any]
 """A text, {"prompt": text} or {"prompt_token_ids": [...]}; a mapping may have a "cache_salt", a
 text: only prompts with the same one share cached prefixes.
 """
-
-OF_TEMPLATES = (
-    *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError),
-    *(RecursionError, MemoryError, TemplateTimeoutError),
-)
-"""What a chat template, which is a program, may raise beside jinja2's own errors."""
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
@@ -109,59 +100,73 @@ class Intake:
 
     def render(
         self, conversations: Sequence[Any], extra: Mapping[str, Any] | None = None, **options: Any
-    ) -> list[Prompt]:
+    ) -> list[dict[str, Any]]:
         """Renders token prompts of conversations by the chat template, which gets `extra` as well
         as `options`.
 
         Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
         """
-        from jinja2 import TemplateError, TemplateSyntaxError
-
-        extra = {} if extra is None else extra
-        if not isinstance(extra, Mapping):
-            raise ValueError(f"chat_template_kwargs: expected a dict, got {type(extra).__name__}")
-        if taken := sorted(map(str, extra.keys() & {*options, "tokenize"})):
-            raise ValueError(
-                f"chat_template_kwargs: expected no {', '.join(taken)}: chat has arguments for it"
-            )
-        tokenizer = self._model.tokenizer
-        if tokenizer is None:
-            raise ValueError("chat: expected a tokenizer, got skip_tokenizer_init=True")
-        if not tokenizer.chat_template and options.get("chat_template") is None:
-            raise ValueError(
-                "chat: this tokenizer has no chat template; pass chat_template=, or use generate()"
-            )
-        prompts: list[Prompt] = []
+        chats = Chats(self._model.tokenizer, extra, options)
+        encode = partial(self._encode, add_special_tokens=False)
+        prompts: list[dict[str, Any]] = []
         problems = []
         for index, messages in enumerate(conversations):
-            listed = isinstance(messages, Sequence) and all(
-                isinstance(message, Mapping) for message in messages
-            )
-            if not listed or not messages:
-                expected = 'a list of {"role": ..., "content": ...} messages'
-                problems.append(f"conversation {index}: expected {expected}, got {messages!r:.80}")
-                continue
             try:
                 with self._lock:
-                    text = within_time(
-                        partial(
-                            tokenizer.apply_chat_template,
-                            messages,
-                            tokenize=False,
-                            **options,
-                            **extra,
-                        )
-                    )
-                    ids = self._encode(text, add_special_tokens=False)
-                prompts.append({"prompt": text, "prompt_token_ids": ids})
-            except TemplateSyntaxError as error:
-                given = options.get("chat_template")
-                raise _broken_template(given, tokenizer.name_or_path, error) from error
-            except (TemplateError, *OF_TEMPLATES) as error:
-                problems.append(f"conversation {index}: {type(error).__name__}: {error}")
+                    prompts.append(chats.render(messages, encode))
+            except RefusedChatError as error:
+                problems.append(f"conversation {index}: {error}")
         if problems:
             raise ValueError("\n".join(problems))
         return prompts
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether pages are found again by what they hold."""
+        return self._share_prefixes
+
+    def page_keys(self, tokens: Sequence[int], salt: str) -> Sequence[bytes]:
+        """Returns what the full pages of these tokens are found by, where requests may get as long
+        as the engine allows.
+        """
+        size = self._config.block_size
+        context = self._model.spec.context_of(self._config.max_model_len)
+        chain = PageChain(self._root(0, salt, context))
+        chain.pages(0, len(tokens) // size, array("i", tokens), size)
+        return chain.keys
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, without special ones. Raises: ValueError without a
+        tokenizer.
+        """
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            raise ValueError("text: expected a tokenizer, got skip_tokenizer_init=True")
+        with self._lock:
+            return tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text that goes on with another one, so without special tokens.
+        Raises: ValueError as `accept` does.
+        """
+        with self._lock:
+            return self._encode(text, add_special_tokens=False)
+
+    def parse(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """Returns (text, token ids, cache_salt). Raises: ValueError as `accept` does."""
+        with self._lock:
+            text, ids, salt = self._parse(prompt)
+            self._check_length(len(ids))  # before anything is done for each: it may be a million
+            tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
+            self._check_ids("prompt", tokens)
+            return text, tokens, salt
+
+    def _root(self, number: int, salt: str, context: int) -> bytes:
+        """Returns what the page keys of a submission begin with."""
+        shared = "shared" if self._share_prefixes else str(number)
+        return root_key(self._cache_root, shared, salt, str(context))
 
     def _search(self, prompt: Prompt, params: BeamSearchParams, number: int) -> Submission:
         config, width = self._config, params.beam_width
@@ -219,18 +224,13 @@ class Intake:
             )
         if not is_int(priority):
             raise ValueError(f"priority: expected a whole number, got {priority!r}")
-        text, ids, salt = self._parse(prompt)
-        self._check_length(len(ids))  # before anything is done for each token: it may be a million
-        tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
-        self._check_ids("prompt", tokens)
+        text, tokens, salt = self.parse(prompt)
         stop_ids = self._stop_ids(params)
-        self._check_logprobs(params)
+        self._check_logprobs(params, len(tokens))
         bad_words = self._processing(params, stop_ids | {self._model.eos_id})
         retention = self._retention(params, len(tokens))
         max_len, at_max_len = self._limit(len(tokens), params, retention)
-        shared = "shared" if self._share_prefixes else str(number)
-        context = self._model.spec.context_of(max_len)
-        root = root_key(self._cache_root, shared, salt, str(context))
+        root = self._root(number, salt, self._model.spec.context_of(max_len))
         num_samples = params.n if num_samples is None else num_samples
         seed = self._seed(params, number)
         ends = Ends(
@@ -251,7 +251,7 @@ class Intake:
                 output=Output(
                     text=self._text_stream(tokens, params),
                     logprobs=None if params.logprobs is None else [],
-                    prompt_logprobs=None if params.prompt_logprobs is None or sample else [None],
+                    prompt_logprobs=_unscored(params) if not sample else None,
                 ),
                 hold=Hold(PageChain(root), len(tokens), retention),
                 priority=priority,
@@ -343,7 +343,12 @@ class Intake:
         )
         return protecting(retention, params.kv_protect or (), prompt_len)
 
-    def _check_logprobs(self, params: SamplingParams) -> None:
+    def _check_logprobs(self, params: SamplingParams, prompt_len: int) -> None:
+        if (start := params.prompt_logprobs_start) >= prompt_len:
+            raise ValueError(
+                f"prompt_logprobs_start: expected less than the prompt's {prompt_len} tokens, got "
+                f"{start}"
+            )
         size, most = self._model.spec.vocab_size, self._config.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
@@ -481,19 +486,16 @@ class Intake:
         )
 
 
+def _unscored(params: SamplingParams) -> list[dict[int, Logprob] | None] | None:
+    """Returns the log-probabilities of a prompt before any is known: nothing precedes the first."""
+    if params.prompt_logprobs is None:
+        return None
+    return [None] * max(1, params.prompt_logprobs_start)
+
+
 def link(beams: tuple[Request, ...], search: BeamSearch) -> None:
     """Makes requests with one prompt the beams of one search."""
     for beam in beams:
         beam.search, beam.beams = search, beams
         beam.needs_host = True
         beam.is_plain = False
-
-
-def _broken_template(given: Any, directory: str, error: TemplateSyntaxError) -> ValueError:
-    """Returns the error of a template that is none, whatever the conversation: one that was given,
-    or the tokenizer's.
-    """
-    what = f"expected a Jinja template, got an error in line {error.lineno}: {error.message}"
-    if given is not None:
-        return ValueError(f"chat_template: {what}")
-    return CheckpointError(f"{directory}: chat template: {what}; pass chat_template=")

@@ -137,12 +137,15 @@ class Request:
         return self.priority, self.arrival
 
     @property
-    def reads_cache(self) -> bool:
-        """Log-probabilities of a prompt need its hidden states, which no page holds."""
-        return (
-            self.output.prompt_logprobs is None
-            or len(self.output.prompt_logprobs) == self.prompt_len
-        )
+    def most_cached(self) -> int:
+        """Returns how many of its first tokens may come out of the prefix cache. The last one is
+        computed, since no page holds what comes after it; so is what precedes a prompt token that
+        is still to be scored.
+        """
+        scored = self.output.prompt_logprobs
+        if scored is None or len(scored) == self.prompt_len:
+            return len(self.tokens) - 1
+        return len(scored) - 1
 
     @property
     def num_new(self) -> int:

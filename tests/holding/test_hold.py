@@ -143,7 +143,7 @@ def test_a_rewound_hold_goes_on_as_another_sequence():
     hold.advance(11)
     hold.publish(other, 24)
     later = begun(pages)
-    assert later.take_cached(array("i", [*other[:24], 1])) == 24
+    assert later.take_cached(array("i", [*other[:24], 1]), 24) == 24
     assert later.handle().pages == hold.handle().pages
     pages.check([hold, later])
 
@@ -175,13 +175,13 @@ def test_a_hit_ends_before_the_last_token_and_where_a_policy_must_see_the_rest()
     hold = begun(pages, 40)
     hold.publish(TOKENS, 40)
     for num_tokens, expected in [(40, 32), (41, 40), (8, 0)]:
-        assert begun(pages).take_cached(TOKENS[:num_tokens]) == expected
+        assert begun(pages).take_cached(TOKENS[:num_tokens], num_tokens - 1) == expected
     policy = get_policy("streaming")
     some = Hold(
         PageChain(b"root"), 0, Retention(policy=policy, page_size=SIZE, full_pages=4, low_pages=0)
     )
     some.begin(pages)
-    assert some.take_cached(TOKENS) == 24
+    assert some.take_cached(TOKENS, len(TOKENS) - 1) == 24
 
 
 CORRUPTIONS = {
@@ -240,7 +240,7 @@ def test_nothing_is_taken_from_the_cache_behind_pages_that_are_reserved():
         pages = allocators(windows=(window,), num_pages=16)
         begun(pages, 5 * SIZE).publish(TOKENS, 5 * SIZE)
         late = begun(pages, room=SIZE)
-        assert late.take_cached(TOKENS) == 0
+        assert late.take_cached(TOKENS, len(TOKENS) - 1) == 0
         late.check()
 
 
@@ -264,7 +264,7 @@ def test_the_longest_run_of_listed_pages_that_covers_the_window_is_found(window)
             best = n if set(range(first_seen, n)) <= set(listed) else best
         hold = Hold(PageChain(b"root"), 100)
         hold.begin(pages)
-        assert hold.take_cached(TOKENS[: 8 * SIZE + 1]) == best * SIZE
+        assert hold.take_cached(TOKENS[: 8 * SIZE + 1], 8 * SIZE) == best * SIZE
         pages.check([hold])
         hold.release()
 
@@ -276,4 +276,4 @@ def test_a_bounded_sequence_finds_all_its_first_pages_among_those_of_windows():
     retention = Retention(policy=policy, page_size=SIZE, full_pages=6, low_pages=0)
     hold = Hold(PageChain(b"root"), 100, retention)
     hold.begin(pages)
-    assert hold.take_cached(TOKENS) == retention.cached_len // SIZE * SIZE > SIZE
+    assert hold.take_cached(TOKENS, len(TOKENS) - 1) == retention.cached_len // SIZE * SIZE > SIZE

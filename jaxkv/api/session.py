@@ -1,0 +1,316 @@
+"""`Session`: a conversation, or any sequence of tokens, as an immutable value over an engine.
+
+A session is its tokens, and a claim on their pages. Full pages are found by what they hold
+(`holding.prefix`), so sessions that begin alike share them wherever they come from, and nothing is
+ever copied; tokens behind the last full page are computed again with what follows them. The claim
+keeps pages in the prefix cache longer than those that nobody claims. Under pressure they go too,
+and are computed anew when the session is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
+
+from jaxkv.config import SamplingParams, is_int
+from jaxkv.engine.engine import Engine
+from jaxkv.requests.intake import Intake, Prompt
+from jaxkv.requests.outputs import CompletionOutput, RequestOutput
+
+T = TypeVar("T")
+
+Messages = tuple[Mapping[str, Any], ...]
+
+Piece = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""A text or token ids; of a chat, a message or several."""
+
+PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+"""What computes a prompt: its first new token is drawn and dropped."""
+
+
+class Claim:
+    """Keeps pages of these keys in the prefix cache longer than others, while anybody has it."""
+
+    def __init__(self, engine: Engine, keys: Sequence[bytes]) -> None:
+        self.keys = keys
+        weakref.finalize(self, engine.unpin, engine.pin(keys)).atexit = False
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Holds what all sessions that come from one another have in common. llm: the `LLM` or
+    `AsyncLLM` that made them.
+    """
+
+    llm: Any
+    intake: Intake
+    engine: Engine
+    salt: str = ""
+    chat: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template gets beside the messages."""
+
+
+def chat_options(
+    tools: list[dict[str, Any]] | None,
+    chat_template: str | None,
+    chat_template_kwargs: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Returns those that were given."""
+    given: dict[str, Any] = {"tools": tools, "chat_template": chat_template}
+    given["chat_template_kwargs"] = chat_template_kwargs
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class BaseSession:
+    """What sessions of `LLM` and `AsyncLLM` are: every method returns new ones, or looks."""
+
+    __slots__ = ("_claim", "_home", "messages", "tokens")
+
+    def __init__(
+        self,
+        home: Home,
+        tokens: tuple[int, ...],
+        messages: Messages | None,
+        claim: Claim | None = None,
+    ) -> None:
+        self._home, self.tokens, self.messages = home, tokens, messages
+        keys = home.intake.page_keys(tokens, home.salt) if claim is None else ()
+        self._claim: Claim | None = Claim(home.engine, keys) if claim is None else claim
+
+    @classmethod
+    def begin(cls, home: Home, prompt: Prompt | Sequence[Mapping[str, Any]]) -> Self:
+        """Makes a session of a prompt or of chat messages. Computes nothing."""
+        if not home.intake.shares_prefixes:
+            raise ValueError("session: expected enable_prefix_caching=True, got False")
+        if not isinstance(prompt, (str, Mapping)):
+            messages = tuple(prompt)
+            return cls(home, _rendered(home, messages), messages)
+        if home.chat:
+            raise ValueError(f"{next(iter(home.chat))}: expected chat messages beside it")
+        _, ids, salt = home.intake.parse(prompt)
+        return cls(replace(home, salt=salt), tuple(map(int, ids)), None)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._claim is None else f"{len(self.pages)} pages"
+        return f"<{type(self).__name__}: {len(self)} tokens, {state}>"
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """This session as a prompt of `LLM.generate` and the like, which take several at once."""
+        self._open()
+        return {"prompt_token_ids": list(self.tokens), "cache_salt": self._home.salt}
+
+    @property
+    def text(self) -> str:
+        """Its tokens as text, without special ones. Raises: ValueError without a tokenizer."""
+        return self._home.intake.decode(self.tokens)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Ids of the pages in which its tokens are now, without those behind the last full one."""
+        claim, engine = self._open(), self._home.engine
+        with engine.lock:
+            return tuple(engine.scheduler.allocator.listed(claim.keys))
+
+    def fork(self, count: int) -> list[Self]:
+        """Returns so many sessions of the same tokens. Costs nothing."""
+        if not is_int(count) or count < 1:
+            raise ValueError(f"count: expected a number >= 1, got {count!r}")
+        claim = self._open()
+        return [type(self)(self._home, self.tokens, self.messages, claim) for _ in range(count)]
+
+    def rewind(self, *, tokens: int | None = None, to: Self | None = None) -> Self:
+        """Returns the session without its last `tokens` tokens, or as it was when it was `to`.
+
+        Raises: ValueError if no token would be left, or if this did not come from `to`.
+        """
+        self._open()
+        if (tokens is None) == (to is None):
+            raise ValueError("rewind: expected one of tokens= and to=")
+        if to is not None:
+            if not to._begins(self):
+                raise ValueError("to: expected a session that this one began as")
+            return to.fork(1)[0]
+        if self.messages is not None:
+            raise ValueError("tokens: expected to= in a chat, whose template makes the tokens")
+        if tokens is None or not is_int(tokens) or not 0 <= tokens < len(self):
+            raise ValueError(f"tokens: expected a number from 0 to {len(self) - 1}, got {tokens!r}")
+        return type(self)(self._home, self.tokens[: len(self) - tokens], None)
+
+    def after(self, output: RequestOutput, index: int = 0) -> Self:
+        """Returns the session with what was generated from its `prompt`, computing nothing: the
+        tokens of this sample, without one that ended it, and in a chat its text as a message.
+
+        Raises: ValueError for an output that is of another prompt, or not finished.
+        """
+        self._open()
+        if output.prompt_token_ids != list(self.tokens):
+            raise ValueError("output: expected one of this session's prompt")
+        if not output.finished:
+            raise ValueError("output: expected one that is finished")
+        one = output.outputs[index]
+        is_ended = one.finish_reason == "stop" and not isinstance(one.stop_reason, str)
+        new = one.token_ids[: len(one.token_ids) - is_ended]
+        messages = self.messages
+        if messages is not None:
+            messages = (*messages, {"role": "assistant", "content": one.text})
+        return type(self)(self._home, (*self.tokens, *new), messages)
+
+    def close(self) -> None:
+        """Gives up the claim on pages, which ends too when nobody has the session any more. Once
+        is enough, twice is fine.
+        """
+        self._claim = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _begins(self, other: BaseSession) -> bool:
+        if self.messages is None or other.messages is None:
+            return other.tokens[: len(self)] == self.tokens
+        return other.messages[: len(self.messages)] == self.messages
+
+    def _open(self) -> Claim:
+        if self._claim is None:
+            raise ValueError("expected an open session, got one that was closed")
+        return self._claim
+
+    def _longer(self, piece: Piece) -> Self:
+        """Returns the session with this behind it, computing nothing."""
+        self._open()
+        if self.messages is not None:
+            listed = (piece,) if isinstance(piece, Mapping) else piece
+            if isinstance(listed, str) or not all(isinstance(one, Mapping) for one in listed):
+                raise ValueError(f"expected a message or several in a chat, got {piece!r:.80}")
+            messages = (*self.messages, *listed)
+            return type(self)(self._home, _rendered(self._home, messages), messages)
+        return type(self)(self._home, (*self.tokens, *self._ids(piece)), None)
+
+    def _ids(self, piece: Piece) -> list[int]:
+        if isinstance(piece, str):
+            return self._home.intake.encode(piece)
+        ids = [] if isinstance(piece, Mapping) else [one for one in piece if isinstance(one, int)]
+        if not ids or len(ids) < len(piece):
+            raise ValueError(f"expected a text or token ids, at least one, got {piece!r:.80}")
+        return ids
+
+    def _generation(self, params: SamplingParams | None) -> SamplingParams:
+        self._open()
+        params = self._home.llm.get_default_sampling_params() if params is None else params
+        if isinstance(params, SamplingParams) and params.n != 1:
+            raise ValueError(f"n: expected 1, got {params.n}: generate from LLM with .prompt")
+        return params
+
+    def _scoring(self, continuations: Sequence[Piece]) -> tuple[list[dict], SamplingParams]:
+        """Returns prompts and parameters that score these behind the session."""
+        if isinstance(continuations, str) or not isinstance(continuations, Sequence):
+            raise ValueError(f"continuations: expected a list, got {continuations!r:.80}")
+        prompt = self.prompt
+        prompts = [
+            prompt | {"prompt_token_ids": [*self.tokens, *self._ids(piece)]}
+            for piece in continuations
+        ]
+        return prompts, replace(PREFILL, prompt_logprobs=0, prompt_logprobs_start=len(self))
+
+    def _scores(self, output: RequestOutput) -> list[float]:
+        scored = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+        return [entry[token].logprob for token, entry in scored if entry is not None]
+
+
+class Session(BaseSession):
+    """A sequence of tokens over an `LLM` that can go on in many ways: made by `LLM.session`.
+
+        s1 = llm.session("Once upon a time").extend(" there was a")
+        s2, out = s1.generate(SamplingParams(max_tokens=20))
+        s3, other = s1.generate(SamplingParams(max_tokens=20, seed=2))  # s1 is as it was
+
+    `tokens`, `text` and `len` tell what it holds, `messages` of a chat too; `pages` where. Methods
+    return new sessions and leave this one as it was. Computed pages are shared and never copied;
+    `close`, leaving a `with` block, or forgetting the session lets go of them.
+    Raises: ValueError for what is refused and after `close`, and what `LLM.generate` raises.
+    """
+
+    __slots__ = ()
+
+    def extend(self, piece: Piece) -> Self:
+        """Returns the session with this behind it, computed: a text (tokenized by itself, without
+        special tokens) or token ids; in a chat a message or several, and the template makes the
+        tokens anew of all messages.
+        """
+        longer = self._longer(piece)
+        self._home.llm.generate(longer.prompt, PREFILL, use_tqdm=False)
+        return longer
+
+    def generate(self, params: SamplingParams | None = None) -> tuple[Self, CompletionOutput]:
+        """Returns the session with a completion behind it (`after`), and the completion. params:
+        as in `LLM.generate`, with n=1.
+        """
+        (output,) = self._home.llm.generate(self.prompt, self._generation(params), use_tqdm=False)
+        return self.after(output), output.outputs[0]
+
+    def logprobs(self, continuations: Sequence[Piece]) -> list[list[float]]:
+        """Scores texts or token ids behind the session: the natural-log probability of each token.
+
+        They run in one batch, and the session's own pages are read, not computed.
+        """
+        prompts, params = self._scoring(continuations)
+        return [
+            self._scores(one) for one in self._home.llm.generate(prompts, params, use_tqdm=False)
+        ]
+
+
+class AsyncSession(BaseSession):
+    """The same over an `AsyncLLM`: made by `AsyncLLM.session`. What computes is awaited."""
+
+    __slots__ = ()
+
+    async def extend(self, piece: Piece) -> Self:
+        """As `Session.extend`."""
+        longer = await self._ask(lambda: self._longer(piece))
+        await _last(self._home.llm, longer.prompt, PREFILL)
+        return longer
+
+    async def generate(self, params: SamplingParams | None = None) -> tuple[Self, CompletionOutput]:
+        """As `Session.generate`."""
+        output = await _last(self._home.llm, self.prompt, self._generation(params))
+        return await self._ask(lambda: self.after(output)), output.outputs[0]
+
+    async def logprobs(self, continuations: Sequence[Piece]) -> list[list[float]]:
+        """As `Session.logprobs`."""
+        prompts, params = await self._ask(lambda: self._scoring(continuations))
+        outputs = await asyncio.gather(*(_last(self._home.llm, one, params) for one in prompts))
+        return [self._scores(one) for one in outputs]
+
+    async def _ask(self, function: Callable[[], T]) -> T:
+        """Returns what the function returns in the engine's thread, which has the tokenizer."""
+        result: T = await self._home.llm._engine.ask(function)
+        return result
+
+
+async def _last(llm: Any, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+    """Returns the last output of a request."""
+    return [output async for output in llm.generate(prompt, params)][-1]
+
+
+def _rendered(home: Home, messages: Messages) -> tuple[int, ...]:
+    """Returns the tokens of a chat, ready for the next answer where it does not end with one."""
+    wants_answer = bool(messages) and messages[-1].get("role") != "assistant"
+    extra = home.chat.get("chat_template_kwargs")
+    options = {key: home.chat.get(key) for key in ("tools", "chat_template")}
+    (prompt,) = home.intake.render(
+        [messages],
+        extra,
+        add_generation_prompt=wants_answer,
+        continue_final_message=False,
+        **options,
+    )
+    return tuple(prompt["prompt_token_ids"])

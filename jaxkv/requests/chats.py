@@ -1,0 +1,81 @@
+"""Renders conversations by a chat template, which is a program that somebody else has written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jaxkv.errors import CheckpointError
+from jaxkv.requests.deadline import TemplateTimeoutError, within_time
+
+if TYPE_CHECKING:
+    from jinja2 import TemplateSyntaxError
+
+OF_TEMPLATES = (
+    *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError),
+    *(RecursionError, MemoryError, TemplateTimeoutError),
+)
+"""What a template may raise beside jinja2's own errors."""
+
+
+class RefusedChatError(ValueError):
+    """One conversation is refused, by its form or by the template."""
+
+
+class Chats:
+    """Renders conversations by a tokenizer's template, which gets `extra` as well as `options`.
+
+    Raises: ValueError where there is no template, or for what `extra` says that is said elsewhere.
+    """
+
+    def __init__(self, tokenizer: Any, extra: Any, options: Mapping[str, Any]) -> None:
+        extra = {} if extra is None else extra
+        if not isinstance(extra, Mapping):
+            raise ValueError(f"chat_template_kwargs: expected a dict, got {type(extra).__name__}")
+        if taken := sorted(map(str, extra.keys() & {*options, "tokenize"})):
+            raise ValueError(
+                f"chat_template_kwargs: expected no {', '.join(taken)}: chat has arguments for it"
+            )
+        if tokenizer is None:
+            raise ValueError("chat: expected a tokenizer, got skip_tokenizer_init=True")
+        if not tokenizer.chat_template and options.get("chat_template") is None:
+            raise ValueError(
+                "chat: this tokenizer has no chat template; pass chat_template=, or use generate()"
+            )
+        self._tokenizer = tokenizer
+        self._options = {**options, **extra}
+
+    def render(
+        self, messages: Any, encode: Callable[[str], list[int]]
+    ) -> dict[str, str | list[int]]:
+        """Returns the prompt of a conversation, its text and what `encode` makes of that.
+
+        Raises: RefusedChatError for this conversation, ValueError for a template that is none.
+        """
+        from jinja2 import TemplateError, TemplateSyntaxError
+
+        listed = isinstance(messages, Sequence) and all(
+            isinstance(message, Mapping) for message in messages
+        )
+        if not listed or not messages:
+            expected = 'a list of {"role": ..., "content": ...} messages'
+            raise RefusedChatError(f"expected {expected}, got {messages!r:.80}")
+        apply = partial(self._tokenizer.apply_chat_template, tokenize=False, **self._options)
+        try:
+            text = within_time(partial(apply, messages))
+            return {"prompt": text, "prompt_token_ids": encode(text)}
+        except TemplateSyntaxError as error:
+            raise self._broken(error) from error
+        except (TemplateError, *OF_TEMPLATES) as error:
+            raise RefusedChatError(f"{type(error).__name__}: {error}") from error
+
+    def _broken(self, error: TemplateSyntaxError) -> ValueError:
+        """Returns the error of a template that is none, whatever the conversation: one that was
+        given, or the tokenizer's.
+        """
+        what = f"expected a Jinja template, got an error in line {error.lineno}: {error.message}"
+        if self._options.get("chat_template") is not None:
+            return ValueError(f"chat_template: {what}")
+        directory = self._tokenizer.name_or_path
+        return CheckpointError(f"{directory}: chat template: {what}; pass chat_template=")

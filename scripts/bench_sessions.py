@@ -1,0 +1,95 @@
+"""Measures what sessions cost on this machine, each side in the same run, and writes
+docs/benchmarks/sessions.json.
+
+    python scripts/bench_sessions.py
+
+A model of SmolLM2-135M's shape with random weights; a session of 1,000 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv import LLM, SamplingParams
+from jaxkv.version import VERSION
+
+ROOT = Path(__file__).parents[1]
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ROUNDS = 2
+
+
+def seconds(act: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+
+    def ids(length: int) -> list[int]:
+        return rng.integers(3, 49000, length).tolist()
+
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(SHAPE))
+        llm = LLM(
+            directory,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=1280,
+            max_num_seqs=32,
+            num_gpu_blocks_override=4096,
+            lazy_compile=True,
+        )
+        prefix, pieces = ids(1000), [ids(8) for _ in range(32)]
+        session = llm.session({"prompt_token_ids": prefix})
+        fork_s = statistics.median(seconds(lambda: session.fork(64)) for _ in range(ROUNDS))
+        rewind_s = statistics.median(
+            seconds(lambda: session.rewind(tokens=40)) for _ in range(ROUNDS)
+        )
+        scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        whole = [{"prompt_token_ids": prefix + piece} for piece in pieces]
+        session.logprobs(pieces)  # compiles
+        llm.generate(whole[:1], scored, use_tqdm=False)
+        shared, apart = [], []
+        for _ in range(ROUNDS):
+            shared.append(seconds(lambda: session.logprobs(pieces)))
+            apart.append(seconds(lambda: llm.generate(whole, scored, use_tqdm=False)))
+        found = {
+            "fork(64) of 1,000 tokens, ms": round(fork_s * 1e3, 3),
+            "rewind(tokens=40), ms": round(rewind_s * 1e3, 3),
+            "logprobs of 32 continuations of 8 tokens, s": sorted(round(s, 3) for s in shared),
+            "the same, each prompt scored whole, s": sorted(round(s, 3) for s in apart),
+            "ratio of the medians": round(statistics.median(apart) / statistics.median(shared), 1),
+            "hardware": f"{os.cpu_count()} CPU cores",
+            "versions": {"jaxkv": VERSION, "jax": jax.__version__},
+        }
+    print(json.dumps(found, indent=1))
+    (ROOT / "docs/benchmarks/sessions.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
