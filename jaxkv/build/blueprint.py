@@ -529,6 +529,13 @@ def _under_policy(everything: Blueprint) -> Blueprint:
         raise NotImplementedError(
             f"kv_policy {name}: expected a kv_cache_dtype without a rotation, got {rotating[0]}"
         )
+    is_latent = any(group.latent_dim for group in everything.spec.groups)
+    if isinstance(asked, SparseAttention) and is_latent and everything.num_devices > 1:
+        # The heads of each device would choose other pages of rows that all of them share.
+        raise NotImplementedError(
+            f"kv_policy {name}: expected tensor_parallel_size 1 with latent attention, got "
+            f"{everything.num_devices}"
+        )
     ratio = 1.0
     if low is not None:
         ratio = everything._page_nbytes(low) / everything._page_nbytes(codecs)

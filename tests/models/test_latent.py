@@ -8,10 +8,13 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxkv import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from jaxkv.build.blueprint import make_blueprint
+from jaxkv.build.options import EngineOptions
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.testing import engine_of
@@ -137,6 +140,13 @@ def test_a_checkpoint_without_what_expands_latents_is_refused(checkpoint, tmp_pa
         new_llm(tmp_path)
 
 
+def test_devices_that_would_choose_other_pages_are_refused(checkpoint):
+    spec, layout = read_family(ConfigReader(CONFIG, "config.json"))
+    options = EngineOptions(kv_policy="quest", kv_budget=64, tensor_parallel_size=2)
+    with pytest.raises(NotImplementedError, match="tensor_parallel_size 1 with latent attention"):
+        make_blueprint(options, spec, layout, jax.devices()[:1] * 2)
+
+
 RUN = """
 import json, sys
 from jaxkv import LLM, BeamSearchParams, SamplingParams
@@ -168,7 +178,7 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kv_dtype", "policy"), [("auto", ""), ("int8", ""), ("auto", "quest"), ("auto", "h2o_page")]
+    ("kv_dtype", "policy"), [("auto", ""), ("int8", ""), ("auto", "h2o_page")]
 )
 def test_every_number_of_devices_gives_the_same_tokens(checkpoint, kv_dtype, policy):
     """Each has its heads and experts' parts, and all rows."""
