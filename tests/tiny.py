@@ -198,12 +198,12 @@ def make_checkpoint(
 def stored(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a checkpoint's tensors, layer after layer, without a tied head."""
     leaves = [leaf for leaf in tree_leaves(spec, layout) if leaf.one.same_as is None]
-    shapes = {leaf.sources[0]: leaf.one.stored_shape for leaf in leaves if not leaf.is_stacked}
+    shapes = {leaf.sources[0]: leaf.one.stored_shapes[0] for leaf in leaves if not leaf.is_stacked}
     for kind in range(spec.num_kinds):
         own = [leaf for leaf in leaves if leaf.stack == stack_name(kind)]
         for place in range(len(spec.layers_of(kind))):
             for leaf in own:
                 count = len(leaf.sources) // len(spec.layers_of(kind))
                 for source in leaf.sources[place * count : (place + 1) * count]:
-                    shapes[source] = leaf.one.stored_shape
+                    shapes[source] = leaf.one.stored_shapes[0]
     return shapes

@@ -177,9 +177,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kv_dtype", "policy"), [("auto", ""), ("int8", ""), ("auto", "h2o_page")]
-)
+@pytest.mark.parametrize(("kv_dtype", "policy"), [("auto", ""), ("int8", ""), ("auto", "h2o_page")])
 def test_every_number_of_devices_gives_the_same_tokens(checkpoint, kv_dtype, policy):
     """Each has its heads and experts' parts, and all rows."""
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
