@@ -26,7 +26,12 @@ SHAPES = {  # query heads, KV heads, head_dim
     "h64": (32, 8, 64),
     "h64-tp8": (8, 1, 64),
     "h256": (8, 4, 256),
+    "mla": (128, 1, 640),
+    "mla-tp8": (16, 1, 640),
 }
+RANKS = {"mla": 512, "mla-tp8": 512}
+"""Numbers of a latent row that are its value; other shapes keep keys and values apart."""
+
 CONTEXT = {"decode": 2048, "prefill": 8192}
 
 
@@ -48,6 +53,7 @@ class Case:
     queries: int = 512
     tiles: tuple[tuple[str, int], ...] = ()
     far: bool = False
+    rank: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -73,20 +79,31 @@ def case_of(
     batch = 64 if kernel == "decode" else 1
     given = {
         "heads": SHAPES.get(name),
+        "rank": RANKS.get(name, 0),
         "context": context or CONTEXT[kernel],
         "batch": batch,
     } | others
     return Case(kernel=kernel, name=name, chip=chip, **given)
 
 
+def layout_of(case: Case) -> Any:
+    """Returns how the pages are laid out. Raises: NotImplementedError for heads that the kernels
+    do not take.
+    """
+    from kernels_pallas import tpu
+
+    _, kv_heads, head_dim = case.heads
+    if case.rank:
+        return tpu.latent_layout_of(width=head_dim, rank=case.rank)
+    return tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim)
+
+
 def tiles_of(case: Case) -> Any:
     """Chooses the tiles. Raises: NotImplementedError for heads that the kernels do not take."""
     from kernels_pallas import tpu
 
-    num_heads, kv_heads, head_dim = case.heads
-    layout = tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim)
-    sizes = {"page_size": case.page_size, "itemsize": case.itemsize, "num_heads": num_heads}
-    tiles = tpu.choose_tiles(layout=layout, **sizes, packing=packing_of(case))
+    sizes = {"page_size": case.page_size, "itemsize": case.itemsize, "num_heads": case.heads[0]}
+    tiles = tpu.choose_tiles(layout=layout_of(case), **sizes, packing=packing_of(case))
     return replace(tiles, **dict(case.tiles))
 
 
@@ -108,11 +125,7 @@ def lower_case(case: Case) -> Any:
     from kernels_pallas import tpu
 
     num_heads, kv_heads, head_dim = case.heads
-    layout, tiles, packing = (
-        tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim),
-        tiles_of(case),
-        packing_of(case),
-    )
+    layout, tiles, packing = layout_of(case), tiles_of(case), packing_of(case)
     dtype = jnp.dtype(jnp.float32 if case.dtype == "float32" else jnp.bfloat16)
     decodes = case.kernel == "decode"
     width = -(-case.context // case.page_size)
@@ -140,16 +153,13 @@ def lower_case(case: Case) -> Any:
             packed=packing is not None,
             decode_only=decodes,
         )
-        return tpu.ragged_paged_attention(
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            pages,
-            schedule,
-            layer=layer,
-            num_pages=num_pages,
-            scale=head_dim**-0.5,
-        )
+        where = {"layer": layer, "num_pages": num_pages, "scale": head_dim**-0.5}
+        if case.rank:
+            row_TX = k_TKH[:, 0]
+            return tpu.ragged_latent_attention(
+                q_TNH, row_TX, pages, schedule, rank=case.rank, **where
+            )
+        return tpu.ragged_paged_attention(q_TNH, k_TKH, v_TKH, pages, schedule, **where)
 
     sharding = NamedSharding(
         Mesh(np.array(parse_target(case.chip).devices()[:1]), ("x",)), PartitionSpec()
@@ -219,14 +229,14 @@ def bytes_per_token(case: Case) -> float:
         if packing is None
         else 4 * packing.scales_width(kv_heads, case.page_size) / case.page_size
     )
-    return 2 * kv_heads * head_dim * case.bits / 8 + scales
+    vectors = kv_heads if case.rank else 2 * kv_heads
+    return vectors * head_dim * case.bits / 8 + scales
 
 
 def _decode(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
     """Rounds of one loop; of the loops in it those with matmuls go over heads, the others clear
     what a block of floats fetches past its row's end.
     """
-    from kernels_pallas.tpu import layout_of
     from kernels_pallas.tpu.tiles import SLOTS
 
     outer = [loop for loop in schedule.loops if loop.depth == 1]
@@ -237,7 +247,7 @@ def _decode(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
     ]
     heads = [loop for loop in schedule.inner(main) if loop.units["MXU"]]
     clears = [loop for loop in schedule.inner(main) if not loop.units["MXU"]]
-    joined = layout_of(kv_heads=case.heads[1], head_dim=case.heads[2]).joined
+    joined = layout_of(case).joined
     own = main.own + sum(loop.own for loop in heads) * (joined // tiles.decode_heads)
     block = tiles.decode_pages * case.page_size
     blocks = -(-case.context // block)

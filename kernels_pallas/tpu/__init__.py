@@ -2,14 +2,27 @@
 
 from typing import TYPE_CHECKING
 
-from kernels_pallas.tpu.layout import Layout, layout_of, pack, padded_head_dim, unpack
+from kernels_pallas.tpu.layout import (
+    Layout,
+    latent_layout_of,
+    layout_of,
+    pack,
+    padded_head_dim,
+    unpack,
+)
 from kernels_pallas.tpu.packing import Packed, Packing, Quantised, pack_pages, unpack_scales
 from kernels_pallas.tpu.schedule import Schedule, make_schedule
 from kernels_pallas.tpu.tiles import Tiles, choose_tiles
 
 if TYPE_CHECKING:
-    from kernels_pallas.tpu.attention import ragged_paged_attention
+    from kernels_pallas.tpu.attention import ragged_latent_attention, ragged_paged_attention
 else:
+
+    def ragged_latent_attention(*operands, **options):
+        """Imports the kernels when they are first called."""
+        from kernels_pallas.tpu import attention
+
+        return attention.ragged_latent_attention(*operands, **options)
 
     def ragged_paged_attention(*operands, **options):
         """Imports the kernels when they are first called: Pallas takes 0.3 s."""
@@ -26,11 +39,13 @@ __all__ = [
     "Schedule",
     "Tiles",
     "choose_tiles",
+    "latent_layout_of",
     "layout_of",
     "make_schedule",
     "pack",
     "pack_pages",
     "padded_head_dim",
+    "ragged_latent_attention",
     "ragged_paged_attention",
     "unpack",
     "unpack_scales",

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 
 from kernels_pallas.tpu.block import PerPool, Static
 from kernels_pallas.tpu.decode import decode
-from kernels_pallas.tpu.layout import Layout, layout_of, pack, pack_queries, unpack_outputs
+from kernels_pallas.tpu.layout import (
+    Layout,
+    latent_layout_of,
+    layout_of,
+    pack,
+    pack_queries,
+    unpack_outputs,
+)
 from kernels_pallas.tpu.packing import Packed, Packing, Quantised, in_slots, pack_new, packing_of
 from kernels_pallas.tpu.prefill import prefill, prefill_smem_bytes
 from kernels_pallas.tpu.schedule import SMEM_BYTES, Schedule
@@ -49,9 +56,81 @@ def ragged_paged_attention(
     Raises: NotImplementedError naming what the kernels do not take. Semantics:
     kernels_pallas.reference.
     """
-    packing = packing_of(k_TKH) if isinstance(k_TKH, Quantised) else None
-    _, kv_heads, head_dim = (k_TKH.values if isinstance(k_TKH, Quantised) else k_TKH).shape
-    layout = layout_of(kv_heads=kv_heads, head_dim=head_dim)
+    layout = layout_of(kv_heads=_shape(k_TKH)[1], head_dim=_shape(k_TKH)[2])
+    both: Any = jax.tree.map(lambda k, v: jnp.concatenate([k, v], axis=1), k_TKH, v_TKH)
+    return _attention(
+        layout,
+        q_TNH,
+        both,
+        pages,
+        schedule,
+        layer=layer,
+        num_pages=num_pages,
+        scale=scale,
+        softcap=softcap,
+        sinks_N=sinks_N,
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
+
+
+def ragged_latent_attention(
+    q_TNX: jax.Array,
+    row_TX: jax.Array,
+    pages: jax.Array,
+    schedule: Schedule,
+    *,
+    rank: int,
+    layer: int | jax.Array,
+    num_pages: int,
+    scale: float,
+    out_dtype: Any = jnp.float32,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the step's latent rows into their pages and attends every packed token to the pages
+    of its row: all heads share one key, the row, and one value, its first `rank` numbers, so that a
+    page is read once for both.
+
+    -> (out [T, N, rank], pages). q [T, N, X], X a multiple of 128; where a row is padded to X, its
+    zeros or the query's keep the scores. pages: `pack(latent_layout_of(...), [L*P, 1, S, X])`; all
+    else as of `ragged_paged_attention`.
+
+    Raises: NotImplementedError naming what the kernels do not take. Semantics:
+    kernels_pallas.reference.ragged_paged_attention with each row as its own value, of whose results
+    the first `rank` numbers count. Source: arXiv 2405.04434, section 2.1, its up-projections
+    absorbed into queries and outputs.
+    """
+    return _attention(
+        latent_layout_of(width=row_TX.shape[1], rank=rank),
+        q_TNX,
+        row_TX[:, None],
+        pages,
+        schedule,
+        layer=layer,
+        num_pages=num_pages,
+        scale=scale,
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
+
+
+def _attention(
+    layout: Layout,
+    q_TNH: jax.Array,
+    new: jax.Array | Quantised,
+    pages: jax.Array | Packed,
+    schedule: Schedule,
+    *,
+    layer: int | jax.Array,
+    num_pages: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    out_dtype: Any,
+    interpret: Any,
+) -> tuple[jax.Array, Any]:
+    """Attends pages of any layout. new: [T, 2K, H], keys, then values; latent rows [T, 1, X]."""
+    packing = packing_of(new) if isinstance(new, Quantised) else None
     pools = PerPool(*pages) if isinstance(pages, Packed) else PerPool(pages, None)
     _check(layout, q_TNH, pools, packing, schedule)
     static = Static(
@@ -75,14 +154,14 @@ def ragged_paged_attention(
     q_TJMX = pack_queries(layout, q_TNH.astype(static.dtype))
     sinks_JM = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(layout.joined, -1)
     num_rows = min(schedule.batch, q_TNH.shape[0])
-    both: Any = jax.tree.map(lambda k, v: jnp.concatenate([k, v], axis=1), k_TKH, v_TKH)
-    if packing is None:
-        new = PerPool(pack(layout, both.astype(static.dtype)[:, :, None])[:, :, 0], None)
-        of_decode = PerPool(new.pages[:num_rows], None)
+    if not isinstance(new, Quantised):
+        of_step = PerPool(pack(layout, new.astype(static.dtype)[:, :, None])[:, :, 0], None)
+        of_decode = PerPool(of_step.pages[:num_rows], None)
     else:
-        new = PerPool(*pack_new(layout, packing, both))
-        words = in_slots(new.scales[:num_rows], schedule.page_size, pools.scales.shape[2])
-        numbers = new.pages[:num_rows].astype(jnp.int32) & (2**packing.num_bits - 1)
+        packing = packing_of(new)
+        of_step = PerPool(*pack_new(layout, packing, new))
+        words = in_slots(of_step.scales[:num_rows], schedule.page_size, pools.scales.shape[2])
+        numbers = of_step.pages[:num_rows].astype(jnp.int32) & (2**packing.num_bits - 1)
         of_decode = PerPool(numbers, words)
     decoded, pools = decode(
         q_TJMX[:num_rows],
@@ -96,7 +175,7 @@ def ragged_paged_attention(
     )
     out = unpack_outputs(layout, decoded.astype(out_dtype))
     if schedule.write is not None:
-        pools = write(new, pools, schedule.write, base, packing=packing, interpret=interpret)
+        pools = write(of_step, pools, schedule.write, base, packing=packing, interpret=interpret)
         static = replace(static, block=schedule.tiles.prefill_pages)
         filled = prefill(
             q_TJMX,
@@ -110,6 +189,10 @@ def ragged_paged_attention(
         )
         out = _first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
     return out, pools.pages if packing is None else Packed(*pools)
+
+
+def _shape(x: jax.Array | Quantised) -> tuple[int, ...]:
+    return (x.values if isinstance(x, Quantised) else x).shape
 
 
 def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:

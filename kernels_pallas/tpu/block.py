@@ -81,6 +81,22 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     )
 
 
+def across(x_RL: jax.Array, width: int) -> jax.Array:
+    """Widens [R, LANES], equal in all lanes, to [R, width]."""
+    copies = -(-width // LANES)
+    return (jnp.concatenate([x_RL] * copies, axis=1) if copies > 1 else x_RL)[:, :width]
+
+
+def across_sum(x_RS: jax.Array) -> jax.Array:
+    """Sums every LANES-th term, [R, S] -> [R, LANES]. Lanes are added up once, at the end."""
+    width = x_RS.shape[1]
+    x_RS = jnp.pad(x_RS, ((0, 0), (0, -width % LANES)))
+    total = x_RS[:, :LANES]
+    for i in range(LANES, width, LANES):
+        total += x_RS[:, i : i + LANES]
+    return total
+
+
 class PerPool(NamedTuple):
     """Holds one thing for the pool of pages, floats [L*P, C, S, X] or words, and one for the pool
     of their scales [L*P, 1, Z], None where pages are floats: the pool itself, a block of it in
@@ -112,10 +128,20 @@ class HeadRow(NamedTuple):
         return self.begin + self.offset
 
 
-def elements(block: PerPool, row: int | jax.Array, static: Static) -> jax.Array:
-    """Reads row `row` of all pages of a block, as a matmul operand [slots, X]. Quantised ones are
-    the whole numbers.
+def elements(
+    block: PerPool, row: int | jax.Array, static: Static, *, of_values: bool = False
+) -> jax.Array:
+    """Reads row `row` of all pages of a block, as a matmul operand [slots, X]; of latent pages all
+    rows side by side, or those of the values. Quantised ones are the whole numbers.
     """
+    layout = static.layout
+    if layout.kind == "latent":
+        count = layout.value_rows if of_values else layout.rows
+        return jnp.concatenate([_elements(block, i, static) for i in range(count)], axis=1)
+    return _elements(block, row, static)
+
+
+def _elements(block: PerPool, row: int | jax.Array, static: Static) -> jax.Array:
     pages, _, size, width = block.pages.shape
     stored = block.pages[:, row].reshape(pages * size, width)
     return stored if static.packing is None else static.packing.elements(stored)

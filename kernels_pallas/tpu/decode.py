@@ -39,6 +39,7 @@ from kernels_pallas.tpu.block import (
     wait_all,
     weights,
 )
+from kernels_pallas.tpu.latent import Running, Seen, attend_latent
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import RECORD_FIELDS, RECORD_IDS, Schedule
 from kernels_pallas.tpu.tiles import AHEAD, SLOTS, TILE
@@ -232,7 +233,7 @@ def _kernel(
 
         @pl.loop(div(high, size), block)
         def _(i: jax.Array) -> None:
-            rows = pl.ds(layout.values, layout.joined)
+            rows = pl.ds(layout.values, layout.value_rows)
             values = blocks[slot].pages[i, rows]
             held = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < high - i * size
             blocks[slot].pages[i, rows] = jnp.where(held, values, jnp.zeros_like(values))
@@ -291,6 +292,17 @@ def _kernel(
 
     def attend(item: jax.Array, slot: int) -> None:
         row, first = work.row(item), work.first(item) > 0
+        if layout.kind == "latent":
+            attend_latent(
+                static,
+                given.q_DJMX[row, 0],
+                blocks[slot],
+                Seen(work.low(item), work.high(item), first),
+                Running(max_JMX.at[0], sum_JMX.at[0], acc_JMX.at[0]),
+                weights_JMS.at[0],
+                results.out_DJMX.at[row, 0],
+            )
+            return
 
         def weigh(at: HeadRow) -> tuple[HeadRow, Block]:
             """Takes the block's own softmax for the queries of a row of heads."""
@@ -315,7 +327,8 @@ def _kernel(
 
         def merge(at: HeadRow, new: Block) -> None:
             j = at.number
-            gained = dot(weights_JMS[j], elements(blocks[slot], layout.values + j, static), (1, 0))
+            values = elements(blocks[slot], layout.values + j, static, of_values=True)
+            gained = dot(weights_JMS[j], values, (1, 0))
             gained = gained if new.added is None else gained + new.added
             old_max = jnp.where(first, given.sinks_JMX[j] if static.sinks else MASKED, max_JMX[j])
             old_sum = jnp.where(first, 1.0 if static.sinks else 0.0, sum_JMX[j])
@@ -357,7 +370,8 @@ def _kernel(
         fetch(item + SLOTS - 1, (slot - 1) % SLOTS)
         attend(item, slot)
 
-    slot_MS[...] = jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
+    if layout.kind != "latent":
+        slot_MS[...] = jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
     results.out_DJMX[...] = jnp.zeros_like(results.out_DJMX)
     if static.streamed:
         for i in range(RECORDS_AHEAD):
@@ -398,7 +412,8 @@ def decode(
     slots [D, 1, Z], int32. q: in
     `static.dtype`. base [1]: the layer's first row in the pools. A row without items gets zeros.
     """
-    num_rows, joined, per_row, width = q_DJMX.shape
+    layout = static.layout
+    num_rows, joined, per_row, _ = q_DJMX.shape
     padded = -(-per_row // SUBLANES) * SUBLANES
     static = replace(static, rows=padded)
     q_DJMX = jnp.pad(q_DJMX, ((0, 0), (0, 0), (0, padded - per_row), (0, 0)))
@@ -406,7 +421,7 @@ def decode(
         sinks_JMX = jnp.zeros((1, SUBLANES, LANES), jnp.float32)
     else:
         sinks_JMX = jnp.pad(sinks_JM * LOG2E, ((0, 0), (0, padded - per_row)))[:, :, None]
-        sinks_JMX = jnp.broadcast_to(sinks_JMX, (joined, padded, width))
+        sinks_JMX = jnp.broadcast_to(sinks_JMX, (joined, padded, layout.out_width))
     if static.packing is None:
         new = new._replace(pages=new.pages.astype(jnp.float32))
     items = schedule.decode
@@ -416,7 +431,8 @@ def decode(
         for shape, pool in zip(shapes, pools.each(), strict=True)
     )
     vmem_bytes = (
-        (q_DJMX.dtype.itemsize + 4) * q_DJMX.size
+        q_DJMX.dtype.itemsize * q_DJMX.size
+        + 4 * num_rows * joined * padded * layout.out_width
         + 4 * sum(x.size for x in new.each())
         + SLOTS * block_bytes
     )
@@ -440,10 +456,12 @@ def decode(
     given = Operands(records, q_DJMX, sinks_JMX, new, pools)
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
     pool_specs = jax.tree.map(lambda _: in_hbm, pools)
-    state = pltpu.VMEM((joined, padded, width), jnp.float32)
+    state = pltpu.VMEM((joined, padded, layout.out_width), jnp.float32)
+    is_latent = layout.kind == "latent"
+    top = pltpu.VMEM((joined, padded, LANES), jnp.float32) if is_latent else state
     done = jax.tree.map(lambda _: pltpu.SemaphoreType.DMA((SLOTS,)), pools)
     out = Results(
-        jax.ShapeDtypeStruct(q_DJMX.shape, jnp.float32),
+        jax.ShapeDtypeStruct((*q_DJMX.shape[:3], layout.out_width), jnp.float32),
         jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), pools),
     )
     # The pools come last among operands and among results.
@@ -471,11 +489,11 @@ def decode(
                         ),
                         pools,
                     ),
-                    max_JMX=state,
-                    sum_JMX=state,
+                    max_JMX=top,
+                    sum_JMX=top,
                     acc_JMX=state,
                     weights_JMS=pltpu.VMEM((joined, padded, static.slots), static.dtype),
-                    slot_MS=pltpu.VMEM((padded, static.slots), jnp.int32),
+                    slot_MS=None if is_latent else pltpu.VMEM((padded, static.slots), jnp.int32),
                     fetched=done,
                     written=done,
                     ring=None

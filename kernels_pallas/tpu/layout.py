@@ -10,6 +10,8 @@ whole  H % 128 = 0       2K  H    j < K: keys of head j; then values          it
 pairs  H = 64, K even    K   128  j < K/2: keys of heads 2j | 2j+1; values    its half, zeros else
 its half beside H = 64, K odd     K   128  key of head j | value of head j             left half,
                                   zeros right right half
+latent one row is key X/128 128  lanes 128 j.. of the row                     all X lanes, one
+       and value                                                              group of them all
 
 A product with zeros costs nothing where the matmul unit is 128 wide anyhow. `pairs` takes half the
 matmuls and softmax passes of `beside` (heads 2j and 2j+1 share them), which leaves one KV head per
@@ -35,9 +37,13 @@ class Layout:
     kind: str
     kv_heads: int
     head_dim: int
+    value_dim: int = 0
+    """Numbers of a value, where it is the first part of its key."""
 
     @property
     def rows(self) -> int:
+        if self.kind == "latent":
+            return self.head_dim // LANES
         return 2 * self.kv_heads if self.kind == "whole" else self.kv_heads
 
     @property
@@ -45,12 +51,27 @@ class Layout:
         return self.head_dim if self.kind == "whole" else LANES
 
     @property
+    def key_width(self) -> int:
+        """Counts the lanes of a query."""
+        return self.head_dim if self.kind == "latent" else self.width
+
+    @property
+    def value_rows(self) -> int:
+        """Counts the rows of a page that are read as values."""
+        return -(-self.value_dim // LANES) if self.kind == "latent" else self.joined
+
+    @property
+    def out_width(self) -> int:
+        """Counts the lanes of what the queries of a row of heads attend to."""
+        return self.value_rows * LANES if self.kind == "latent" else self.width
+
+    @property
     def joined(self) -> int:
         return self.kv_heads // 2 if self.kind == "pairs" else self.kv_heads
 
     @property
     def values(self) -> int:
-        return 0 if self.kind == "beside" else self.joined
+        return 0 if self.kind in ("beside", "latent") else self.joined
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -69,11 +90,26 @@ def layout_of(*, kv_heads: int, head_dim: int) -> Layout:
     raise NotImplementedError(f"head_dim: expected 64 or a multiple of {LANES}, got {head_dim}")
 
 
+def latent_layout_of(*, width: int, rank: int) -> Layout:
+    """Lays out rows of `width` numbers, the first `rank` of which are the value.
+
+    Raises: NotImplementedError for a width that is not a multiple of 128.
+    """
+    if width % LANES:
+        raise NotImplementedError(f"latent rows: expected a multiple of {LANES}, got {width}")
+    return Layout(kind="latent", kv_heads=1, head_dim=width, value_dim=rank)
+
+
 def pack(layout: Layout, x: jax.Array) -> jax.Array:
-    """Packs [..., 2K, S, H] (keys, then values, head-major) -> [..., C, S, X], as many bytes."""
+    """Packs [..., 2K, S, H] (keys, then values, head-major) or latent rows [..., 1, S, H] ->
+    [..., C, S, X], as many bytes.
+    """
     if layout.kind == "whole":
         return x
     lead, (heads, slots, dim) = x.shape[:-3], x.shape[-3:]
+    if layout.kind == "latent":
+        x = x.reshape(*lead, slots, layout.rows, layout.width)
+        return jnp.moveaxis(x, -2, -3)
     if layout.kind == "pairs":  # neighbouring heads become lanes
         x = x.reshape(*lead, heads // 2, 2, slots, dim)
     else:
@@ -86,6 +122,8 @@ def unpack(layout: Layout, x: jax.Array) -> jax.Array:
     if layout.kind == "whole":
         return x
     lead, (rows, slots) = x.shape[:-3], x.shape[-3:-1]
+    if layout.kind == "latent":
+        return jnp.moveaxis(x, -3, -2).reshape(*lead, 1, slots, layout.head_dim)
     x = jnp.moveaxis(x.reshape(*lead, rows, slots, 2, layout.head_dim), -2, -3)
     if layout.kind == "beside":
         x = jnp.moveaxis(x, -3, -4)
@@ -97,7 +135,7 @@ def pack_queries(layout: Layout, q_TNH: jax.Array) -> jax.Array:
     of other heads.
     """
     num_tokens, num_heads, dim = q_TNH.shape
-    if layout.kind == "whole":
+    if layout.kind in ("whole", "latent"):
         return q_TNH.reshape(num_tokens, layout.joined, -1, dim)
     if layout.kind == "beside":
         return jnp.pad(
@@ -116,6 +154,8 @@ def unpack_outputs(layout: Layout, out_TJMX: jax.Array) -> jax.Array:
     num_heads, dim = joined * per_row, layout.head_dim
     if layout.kind == "whole":
         return out_TJMX.reshape(num_tokens, num_heads, width)
+    if layout.kind == "latent":
+        return out_TJMX[..., : layout.value_dim].reshape(num_tokens, num_heads, layout.value_dim)
     if layout.kind == "beside":
         return out_TJMX[..., dim:].reshape(num_tokens, num_heads, dim)
     halves = out_TJMX.reshape(num_tokens, joined, 2, per_row // 2, 2, dim)

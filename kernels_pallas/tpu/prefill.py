@@ -22,6 +22,8 @@ from kernels_pallas.tpu.block import (
     HeadRow,
     PerPool,
     Static,
+    across,
+    across_sum,
     columns,
     div,
     dot,
@@ -36,22 +38,6 @@ from kernels_pallas.tpu.schedule import Schedule
 
 CHUNK = 64
 """Query rows, at most, whose scores are worked on together."""
-
-
-def across(x_RL: jax.Array, width: int) -> jax.Array:
-    """Widens [R, LANES], equal in all lanes, to [R, width]."""
-    copies = -(-width // LANES)
-    return (jnp.concatenate([x_RL] * copies, axis=1) if copies > 1 else x_RL)[:, :width]
-
-
-def across_sum(x_RS: jax.Array) -> jax.Array:
-    """Sums every LANES-th term, [R, S] -> [R, LANES]. Lanes are added up once, at the end."""
-    width = x_RS.shape[1]
-    x_RS = jnp.pad(x_RS, ((0, 0), (0, -width % LANES)))
-    total = x_RS[:, :LANES]
-    for i in range(LANES, width, LANES):
-        total += x_RS[:, i : i + LANES]
-    return total
 
 
 def rows_of_columns(x: Columns | None, start: int, count: int) -> Columns | None:
@@ -206,7 +192,7 @@ def _kernel(
 
         @pl.loop(div(high, size), static.block)
         def _(i: jax.Array) -> None:
-            rows = pl.ds(layout.values, layout.joined)
+            rows = pl.ds(layout.values, layout.value_rows)
             values = blocks.pages[slot, i, rows]
             held = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < high - i * size
             blocks.pages[slot, i, rows] = jnp.where(held, values, jnp.zeros_like(values))
@@ -245,7 +231,7 @@ def _kernel(
                 top = jnp.maximum(old_max, jnp.max(scores_RS[rows], axis=1, keepdims=True))
                 shrink = jnp.exp2(old_max - top)
                 max_JRL[j, rows] = top
-                acc_JRX[j, rows] = acc_JRX[j, rows] * across(shrink, layout.width)
+                acc_JRX[j, rows] = acc_JRX[j, rows] * across(shrink, layout.out_width)
                 sum_JRL[j, rows] = sum_JRL[j, rows] * shrink
             for start in range(0, num_rows, chunk):
                 rows = pl.ds(start, chunk)
@@ -257,7 +243,8 @@ def _kernel(
                 )
                 if added is not None:
                     acc_JRX[j, rows] += added
-            acc_JRX[j] += dot(weights_RS[...], elements(block, layout.values + j, static), (1, 0))
+            values = elements(block, layout.values + j, static, of_values=True)
+            acc_JRX[j] += dot(weights_RS[...], values, (1, 0))
 
     def run_block(item: jax.Array, number: jax.Array, num_blocks: jax.Array) -> None:
         slot = jax.lax.rem(steps[0], jnp.int32(2))
@@ -351,7 +338,7 @@ def prefill(
     if items is None:
         raise ValueError("expected a schedule that was made with decode_only=False")
     _, joined, per_row, width = q_TJMX.shape
-    num_rows = static.queries * per_row
+    num_rows, out_width = static.queries * per_row, static.layout.out_width
     static = replace(static, rows=num_rows)
     q_JRX = q_TJMX[items.token].transpose(1, 0, 2, 3).reshape(joined, -1, width)
     offset_R1 = jnp.repeat(jnp.arange(static.queries, dtype=jnp.int32), per_row)[:, None]
@@ -409,8 +396,8 @@ def prefill(
                     query=pltpu.VMEM((2, joined, num_rows, width), static.dtype),
                     max_JRL=running,
                     sum_JRL=running,
-                    acc_JRX=pltpu.VMEM((joined, num_rows, width), jnp.float32),
-                    result=pltpu.VMEM((joined, num_rows, width), out_dtype),
+                    acc_JRX=pltpu.VMEM((joined, num_rows, out_width), jnp.float32),
+                    result=pltpu.VMEM((joined, num_rows, out_width), out_dtype),
                     steps=pltpu.SMEM((1,), jnp.int32),
                     scores=(pltpu.VMEM((num_rows, static.slots), jnp.float32),) * 2,
                     weights=(pltpu.VMEM((num_rows, static.slots), static.dtype),) * 2,
@@ -425,11 +412,11 @@ def prefill(
                 )
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct(q_JRX.shape, out_dtype)],
+        out_shape=[jax.ShapeDtypeStruct((*q_JRX.shape[:2], out_width), out_dtype)],
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
         ),
         interpret=interpret,
     )(scalars, given)
-    out_RJMX = out_JRX.reshape(joined, -1, per_row, width).transpose(1, 0, 2, 3)
+    out_RJMX = out_JRX.reshape(joined, -1, per_row, out_width).transpose(1, 0, 2, 3)
     return out_RJMX[items.where]

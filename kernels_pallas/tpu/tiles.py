@@ -38,6 +38,12 @@ PACKED_DECODE_TOKENS = 1024
 registers spill.
 """
 
+LATENT_TOKENS = 512
+"""Slots of a block of latent pages whose scores are in registers together."""
+
+LATENT_AHEAD = 2
+"""Parts of a block of latent pages whose scores are made before the first one's values are."""
+
 PREFILL_TOKENS = 512
 PREFILL_WIDE_HEADS = 8
 """Rows of heads from which prefill takes half of PREFILL_TOKENS at once, what the matmul unit adds
@@ -82,7 +88,9 @@ def choose_tiles(
     )
     per_row = max(1, num_heads // layout.joined)
     # Of each query row in VMEM: the query twice, accumulator and result, running max and sum.
-    row_bytes = layout.joined * (2 * layout.width * itemsize + 2 * layout.width * 4 + 2 * LANES * 4)
+    row_bytes = layout.joined * (
+        2 * layout.key_width * itemsize + 2 * layout.out_width * 4 + 2 * LANES * 4
+    )
     rows = min(PREFILL_ROWS, PREFILL_BYTES // row_bytes)
     prefill_tokens = PREFILL_TOKENS // (2 if layout.joined >= PREFILL_WIDE_HEADS else 1)
     decode_tokens = DECODE_TOKENS if packing is None or layout.joined == 1 else PACKED_DECODE_TOKENS
