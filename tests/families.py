@@ -67,6 +67,9 @@ SHARED = {"shared_intermediate_size": 40, "attention_multiplier": 0.2}
 LLAMA4 = LOCAL | HEAD | {"attention_chunk_size": 8, "floor_scale": 8, "attn_scale": 0.3}
 LLAMA4 |= {"intermediate_size_mlp": 64, "moe_layers": [1, 2], "no_rope_layers": [1, 0, 1]}
 
+HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+MAMBA2 = {"mamba_n_heads": 12, "mamba_d_state": 16}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "afmoe": WINDOW
     | EXPERTS
@@ -152,6 +155,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "layer_rope_theta": [1e4, 0, 5e5],
     },
+    "granitemoehybrid": HYBRID
+    | LOCAL
+    | MAMBA2
+    | {"shared_intermediate_size": 40, "attention_multiplier": 0.2, "residual_multiplier": 0.7},
+    "granitemoehybrid-dense": HYBRID
+    | MAMBA2
+    | {"num_local_experts": 0, "shared_intermediate_size": 80, "mamba_n_groups": 3}
+    | {"position_embedding_type": "rope", "mamba_proj_bias": True},
+    "bamba": MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 2, "mamba_conv_bias": False},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2-biases": {"conv_bias": True, "conv_L_cache": 4, "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}

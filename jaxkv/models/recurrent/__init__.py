@@ -3,7 +3,8 @@ each.
 """
 
 from jaxkv.models.recurrent.delta import GatedDelta
+from jaxkv.models.recurrent.mamba2 import Mamba2
 from jaxkv.models.recurrent.mixer import Mixer, StateArray
 from jaxkv.models.recurrent.short_conv import ShortConv
 
-__all__ = ["GatedDelta", "Mixer", "ShortConv", "StateArray"]
+__all__ = ["GatedDelta", "Mamba2", "Mixer", "ShortConv", "StateArray"]

@@ -1,0 +1,53 @@
+"""Bamba: Mamba2, and attention in a few layers. Source: transformers' Bamba."""
+
+from __future__ import annotations
+
+from jaxkv.config import is_int
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import MLP, QKV, Layout, Names, read_decoder
+from jaxkv.models.families.hybrid import with_mixer
+from jaxkv.models.families.ssm import mamba2_leaves, read_mamba2
+from jaxkv.models.spec import ModelSpec
+
+NAMES = Names(
+    norm="model.final_layernorm",
+    mlp_norm="pre_ff_layernorm",
+    gate="feed_forward.gate_proj",
+    up="feed_forward.up_proj",
+    down="feed_forward.down_proj",
+)
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    full = config.get("attn_layer_indices")
+    known = isinstance(full, list) and all(is_int(one) and 0 <= one < num_layers for one in full)
+    if not full or not known:
+        expected = f"a list of layers below {num_layers} (a model without attention is not built)"
+        raise config.fail("attn_layer_indices", expected)
+    hidden = config.size("hidden_size")
+    mixer = read_mamba2(
+        config,
+        inner=config.size("mamba_expand", 2) * hidden,
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+        activation=config.choice("hidden_act", "silu", ("silu",)),
+    )
+    has_biases = config.flag("mamba_proj_bias", False)
+    leaves = mamba2_leaves(
+        mixer,
+        f"{NAMES.layer}mamba.",
+        hidden,
+        has_conv_bias=config.flag("mamba_conv_bias", True),
+        has_in_bias=has_biases,
+        has_out_bias=has_biases,
+    )
+    biased = (*QKV, "o") * config.flag("attention_bias", False)
+    biased += MLP * config.flag("mlp_bias", False)
+    # transformers rotates half of each head whatever the config says.
+    half = config.replaced(partial_rotary_factor=0.5)
+    return with_mixer(
+        read_decoder(half, family="bamba", names=NAMES, biased=biased, partly=True),
+        [layer for layer in range(num_layers) if layer not in full],
+        mixer,
+        leaves,
+    )

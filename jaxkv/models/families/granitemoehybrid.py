@@ -1,0 +1,80 @@
+"""Granite 4 hybrid: Mamba2, and attention in a few layers, with or without experts. Source:
+transformers' GraniteMoeHybrid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, LLAMA, QKV, Layout, read_decoder
+from jaxkv.models.families.delta import LINEAR
+from jaxkv.models.families.experts import read_router
+from jaxkv.models.families.granite import scales
+from jaxkv.models.families.granitemoe import read_experts
+from jaxkv.models.families.granitemoeshared import with_shared
+from jaxkv.models.families.hybrid import with_mixer
+from jaxkv.models.families.ssm import OLD_NAMES, mamba2_leaves, read_mamba2
+from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
+
+DENSE = replace(LLAMA, gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    kinds = read_mamba_kinds(config, "layer_types", num_layers)
+    hidden = config.size("hidden_size")
+    mixer = read_mamba2(
+        config,
+        inner=config.size("mamba_expand", 2) * hidden,
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        activation=config.choice("hidden_act", "silu", ("silu",)),
+    )
+    has_biases = config.flag("mamba_proj_bias", False)
+    leaves = mamba2_leaves(
+        mixer,
+        f"{LLAMA.layer}mamba.",
+        hidden,
+        has_conv_bias=config.flag("mamba_conv_bias", True),
+        has_in_bias=has_biases,
+        has_out_bias=has_biases,
+    )
+    layers = [layer for layer, kind in enumerate(kinds) if kind == LINEAR]
+    return with_mixer(_read_decoder(config, num_layers), layers, mixer, leaves)
+
+
+def _read_decoder(config: ConfigReader, num_layers: int) -> tuple[ModelSpec, Layout]:
+    position = config.get("position_embedding_type")
+    if position not in (None, "nope", "rope"):
+        raise config.fail("position_embedding_type", "null, nope or rope")
+    ropes: Sequence[RopeSpec | None] | None = None if position == "rope" else [None] * num_layers
+    mixture: dict[str, Any] = {}
+    names = LLAMA
+    if config.get("num_local_experts") in (None, 0):
+        names = DENSE
+        config = config.replaced(intermediate_size=config.size("shared_intermediate_size"))
+    else:
+        experts = with_shared(config, read_experts(config))
+        router = read_router(config, experts.count, used="num_experts_per_tok", of_chosen=True)
+        mixture = {"experts": experts.leaves, "router": router}
+    return read_decoder(
+        config,
+        family="granitemoehybrid",
+        names=names,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        ropes=ropes,
+        attention=AttentionSpec(scale=config.number("attention_multiplier", 1.0)),
+        scales=scales(config),
+        **mixture,
+    )
+
+
+def read_mamba_kinds(config: ConfigReader, key: str, num_layers: int) -> list[str]:
+    """Reads which layers have Mamba2 and which attention; there has to be one of those."""
+    kinds = config.kinds(key, num_layers, (FULL, LINEAR, *OLD_NAMES))
+    kinds = [OLD_NAMES.get(kind, kind) for kind in kinds]
+    if FULL not in kinds:
+        raise config.fail(key, f"a layer of {FULL} (a model without any is not built)")
+    return kinds
