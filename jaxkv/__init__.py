@@ -9,9 +9,10 @@ from jaxkv.version import VERSION as __version__
 if TYPE_CHECKING:
     from jaxkv.api.async_llm import AsyncLLM
     from jaxkv.api.llm import LLM
+    from jaxkv.api.session import Session
     from jaxkv.config import BeamSearchParams, SamplingParams
     from jaxkv.engine.metrics import prometheus_text
-    from jaxkv.errors import CapacityError, CheckpointError, EngineDeadError
+    from jaxkv.errors import CapacityError, CheckpointError, EngineDeadError, SavedFileError
     from jaxkv.requests.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -35,6 +36,8 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "SavedFileError",
+    "Session",
     "__version__",
     "prometheus_text",
 ]
@@ -54,6 +57,8 @@ _HOMES = {
     "CapacityError": "jaxkv.errors",
     "CheckpointError": "jaxkv.errors",
     "EngineDeadError": "jaxkv.errors",
+    "SavedFileError": "jaxkv.errors",
+    "Session": "jaxkv.api.session",
 }
 
 

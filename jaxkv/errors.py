@@ -11,6 +11,12 @@ class CheckpointError(ValueError):
     """
 
 
+class SavedFileError(ValueError):
+    """A file of saved keys and values is broken, or of another model; the message names the file,
+    expected and got.
+    """
+
+
 class CapacityError(RuntimeError):
     """A finite resource (pages, rows) is exhausted; the message says how much was needed and how
     much is free.

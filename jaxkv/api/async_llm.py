@@ -9,11 +9,12 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.api.llm import LLM, Conversation
-from jaxkv.api.session import PREFILL, AsyncSession, Home, chat_options
+from jaxkv.api.session import PREFILL, AsyncSession, chat_options
 from jaxkv.config import SamplingParams
 from jaxkv.engine.metrics import Metric
 from jaxkv.requests.intake import Prompt
@@ -93,11 +94,16 @@ class AsyncLLM:
     ) -> AsyncSession:
         """As `LLM.session`."""
         chat = chat_options(tools, chat_template, chat_template_kwargs)
-        home = Home(self, self._llm._intake, self._llm._engine, chat=chat)
+        home = self._llm._home(self, chat)
         session = await self._engine.ask(partial(AsyncSession.begin, home, prompt))
         async for _ in self.generate(session.prompt, PREFILL):
             pass
         return session
+
+    async def restore(self, path: str | os.PathLike[str]) -> AsyncSession:
+        """As `LLM.restore`."""
+        where = Path(path).absolute()
+        return await self._engine.ask(partial(AsyncSession.restored, self._llm._home(self), where))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several, and returns when all that it held is free; an unknown id is

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -25,6 +27,7 @@ from jaxkv.build.options import (
     describe_options,
     takes,
 )
+from jaxkv.build.origin import origin_of
 from jaxkv.config import BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
 from jaxkv.engine.engine import Engine
@@ -219,10 +222,18 @@ class LLM:
         Raises: ValueError for what is refused, and with enable_prefix_caching=False.
         """
         chat = chat_options(tools, chat_template, chat_template_kwargs)
-        home = Home(self, self._intake, self._engine, chat=chat)
+        home = self._home(self, chat)
         session = Session.begin(home, prompt)
         self.generate(session.prompt, PREFILL, use_tqdm=False)
         return session
+
+    def restore(self, path: str | os.PathLike[str]) -> Session:
+        """Returns the session that `Session.save` has written, with its pages in the prefix cache.
+
+        Raises: SavedFileError for a file that is broken or of another model, CapacityError where
+        its pages do not fit.
+        """
+        return Session.restored(self._home(self), Path(path).absolute())
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what the model's generation_config.json asks for, vLLM's defaults where it says
@@ -349,6 +360,11 @@ class LLM:
             for window, pages in bounded.items()
         ]
         return "".join(f"; {one}" for one in listed)
+
+    def _home(self, owner: Any, chat: Mapping[str, Any] | None = None) -> Home:
+        """Returns what sessions of `owner`, which this engine serves, have in common."""
+        origin = partial(origin_of, self._model, self._blueprint)
+        return Home(owner, self._intake, self._engine, origin, chat=chat or {})
 
     def _make_intake(self) -> Intake:
         blueprint, given = self._blueprint, self._blueprint.options.prefix_cache_secret

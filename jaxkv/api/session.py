@@ -10,13 +10,17 @@ and are computed anew when the session is used.
 from __future__ import annotations
 
 import asyncio
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.saving import extract, form_of, insert
+from jaxkv.kv.saved import Origin, SavedPages
 from jaxkv.requests.intake import Intake, Prompt
 from jaxkv.requests.outputs import CompletionOutput, RequestOutput
 
@@ -42,15 +46,20 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class Home:
     """Holds what all sessions that come from one another have in common. llm: the `LLM` or
-    `AsyncLLM` that made them.
+    `AsyncLLM` that made them. origin: of what the engine stores in some form.
     """
 
     llm: Any
     intake: Intake
     engine: Engine
+    origin: Callable[[str], Origin]
     salt: str = ""
     chat: Mapping[str, Any] = field(default_factory=dict)
     """What the chat template gets beside the messages."""
+
+    def own_origin(self) -> Origin:
+        """Returns what the engine's keys and values are of."""
+        return self.origin(form_of(self.engine.kv))
 
 
 def chat_options(
@@ -79,6 +88,17 @@ class BaseSession:
         self._home, self.tokens, self.messages = home, tokens, messages
         keys = home.intake.page_keys(tokens, home.salt) if claim is None else ()
         self._claim: Claim | None = Claim(home.engine, keys) if claim is None else claim
+
+    @classmethod
+    def restored(cls, home: Home, path: Path) -> Self:
+        """Makes a session of what `save` has written. Raises: SavedFileError, CapacityError."""
+        saved = SavedPages.load(path)
+        saved.origin.check(home.own_origin(), str(path))
+        extra = saved.extra
+        home = replace(home, salt=extra["salt"], chat=extra["chat"])
+        insert(home.engine, saved, home.intake.page_root(home.salt))
+        messages = extra["messages"]
+        return cls(home, tuple(extra["tokens"]), None if messages is None else tuple(messages))
 
     @classmethod
     def begin(cls, home: Home, prompt: Prompt | Sequence[Mapping[str, Any]]) -> Self:
@@ -203,6 +223,19 @@ class BaseSession:
             raise ValueError(f"expected a text or token ids, at least one, got {piece!r:.80}")
         return ids
 
+    def _saved(self) -> SavedPages | None:
+        """Returns what `save` writes; None if not all of its pages are there."""
+        self._open()
+        home = self._home
+        extra = {
+            "tokens": list(self.tokens),
+            "messages": self.messages,
+            "salt": home.salt,
+            "chat": dict(home.chat),
+        }
+        root = home.intake.page_root(home.salt)
+        return extract(home.engine, self.tokens, root, home.own_origin(), extra)
+
     def _generation(self, params: SamplingParams | None) -> SamplingParams:
         self._open()
         params = self._home.llm.get_default_sampling_params() if params is None else params
@@ -267,6 +300,21 @@ class Session(BaseSession):
             self._scores(one) for one in self._home.llm.generate(prompts, params, use_tqdm=False)
         ]
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the session into a new file, which `LLM.restore` of the same model reads: in
+        another process, on another number of devices, with pages of another size. It appears
+        complete or not at all.
+
+        Raises: FileExistsError if there is a file, OSError if it cannot be written,
+        NotImplementedError for models with recurrent state and for kv_policy quest.
+        """
+        where = Path(path).absolute()
+        if where.exists():
+            raise FileExistsError(f"{where}: expected a new file")
+        while (saved := self._saved()) is None:  # others have needed its pages meanwhile
+            self._home.llm.generate(self.prompt, PREFILL, use_tqdm=False)
+        saved.save(where)
+
 
 class AsyncSession(BaseSession):
     """The same over an `AsyncLLM`: made by `AsyncLLM.session`. What computes is awaited."""
@@ -289,6 +337,15 @@ class AsyncSession(BaseSession):
         prompts, params = await self._ask(lambda: self._scoring(continuations))
         outputs = await asyncio.gather(*(_last(self._home.llm, one, params) for one in prompts))
         return [self._scores(one) for one in outputs]
+
+    async def save(self, path: str | os.PathLike[str]) -> None:
+        """As `Session.save`; other requests wait while its pages are read, not while it is
+        written.
+        """
+        where = Path(path).absolute()
+        while (saved := await self._ask(self._saved)) is None:
+            await _last(self._home.llm, self.prompt, PREFILL)
+        await asyncio.to_thread(saved.save, where)
 
     async def _ask(self, function: Callable[[], T]) -> T:
         """Returns what the function returns in the engine's thread, which has the tokenizer."""

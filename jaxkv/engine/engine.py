@@ -94,7 +94,7 @@ class Engine:
 
     def add(self, submission: Submission) -> None:
         """Queues what `Intake` made."""
-        self._change(partial(self._add, submission))
+        self.change(partial(self._add, submission))
 
     def _add(self, submission: Submission) -> None:
         for request in submission.samples:
@@ -115,7 +115,7 @@ class Engine:
             if self._is_under_way:
                 self._aborted += submission.samples
             else:
-                self._change(partial(self._abort, submission.samples))
+                self.change(partial(self._abort, submission.samples))
 
     def _abort(self, requests: Sequence[Request]) -> None:
         """Ends these requests, a beam with all of its search."""
@@ -133,7 +133,7 @@ class Engine:
         """
         with self.lock:
             number = self._num_pins = self._num_pins + 1
-            self._change(partial(self.scheduler.pin, number, keys))
+            self.change(partial(self.scheduler.pin, number, keys))
             return number
 
     def unpin(self, number: int) -> None:
@@ -142,9 +142,9 @@ class Engine:
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix cache."""
-        self._change(self.scheduler.forget)
+        self.change(self.scheduler.forget)
 
-    def _change(self, change: Callable[[], T]) -> T:
+    def change(self, change: Callable[[], T]) -> T:
         """Makes a change of requests, rows and pages, and those that were to wait for its end.
 
         An exception may come between any two lines of it, an interrupt as well as a lack of memory.
@@ -206,7 +206,7 @@ class Engine:
         of both: their tokens, text and pages may disagree. Where it took the KV state with it, the
         others are computed anew.
         """
-        return self._change(self._step)
+        return self.change(self._step)
 
     def _step(self) -> list[Request]:
         got: list[Request] = []
@@ -304,7 +304,7 @@ class Engine:
         could not be mended yet is.
         """
         if not self._is_under_way:
-            self._change(lambda: None)
+            self.change(lambda: None)
         self.scheduler.check()
         self._rows.check(self.scheduler.running)
         known = {*self.scheduler.waiting, *self.scheduler.running}

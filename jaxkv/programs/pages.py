@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv.kv import state
 from jaxkv.kv.policies import Measure
@@ -51,3 +53,42 @@ def copy_states(
 def measure_pages(kv: PagedKV, page_W: jax.Array, *, measure: Measure) -> jax.Array:
     """Runs `state.measure_pages` as a program."""
     return state.measure_pages(kv, page_W, measure=measure)
+
+
+@jax.jit
+def read_pages(kv: PagedKV, page_C: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
+    """Returns what each array of each store has of these pages, [L, C, ...]."""
+
+    def of(store: state.Store) -> tuple[jax.Array, ...]:
+        row_LC = jnp.arange(store.num_layers)[:, None] * store.num_pages + page_C[None]
+        row = row_LC.ravel()
+        # Row by row: XLA:TPU would lay out some arrays anew for a gather.
+        found = (
+            jax.lax.map(partial(jax.lax.dynamic_index_in_dim, x, keepdims=False), row)
+            for x in store.arrays
+        )
+        return tuple(x.reshape(*row_LC.shape, *x.shape[1:]) for x in found)
+
+    return tuple(map(of, kv.stores))
+
+
+@partial(jax.jit, static_argnames=("s",), donate_argnames=("kv",))
+def write_pages(
+    kv: PagedKV, page_C: jax.Array, arrays: tuple[jax.Array, ...], n: jax.Array, *, s: int
+) -> PagedKV:
+    """Stores in the first n of these pages of store s what each of its arrays has, [L, C, ...].
+    Consumes `kv`.
+    """
+    store = kv.stores[s]
+
+    def write(i: jax.Array, pools: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        layer, c = i // n, i % n
+        row = layer * store.num_pages + page_C[c]
+        ones = (jax.lax.dynamic_index_in_dim(x[layer], c, keepdims=False) for x in arrays)
+        return tuple(
+            jax.lax.dynamic_update_index_in_dim(pool, one, row, 0)
+            for pool, one in zip(pools, ones, strict=True)
+        )
+
+    pools = jax.lax.fori_loop(0, store.num_layers * n, write, store.arrays)
+    return replace(kv, stores=(*kv.stores[:s], store.with_arrays(*pools), *kv.stores[s + 1 :]))

@@ -130,10 +130,13 @@ class Intake:
         as the engine allows.
         """
         size = self._config.block_size
-        context = self._model.spec.context_of(self._config.max_model_len)
-        chain = PageChain(self._root(0, salt, context))
+        chain = PageChain(self.page_root(salt))
         chain.pages(0, len(tokens) // size, array("i", tokens), size)
         return chain.keys
+
+    def page_root(self, salt: str) -> bytes:
+        """Returns what those keys begin with."""
+        return self._root(0, salt, self._model.spec.context_of(self._config.max_model_len))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without special ones. Raises: ValueError without a

@@ -1,0 +1,172 @@
+"""Keeps keys and values of a sequence off the device: in one file, for any page size, backend and
+number of devices.
+
+A file is in safetensors' format: `tokens`, and of each layer its keys and values [tokens, KV heads,
+dim] as the model's dtype rounds them; of a quantising codec the arrays of its pages as they are,
+because decoding and encoding again need not give the same bytes. Its header says what they are
+of, and has the SHA-256 of each page over all layers, and of itself. It appears complete or not at
+all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxkv.errors import SavedFileError
+
+FORMAT = 1
+KEY = "jaxkv"
+MAX_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Says what keys and values are of, beside their tokens: those of another origin mean nothing.
+
+    model, weights, tokenizer: fingerprints ("" of no tokenizer). dtype: the model's. codec: the
+    pages'. form: "tokens" of vectors by token, else what the arrays of pages are like.
+    """
+
+    model: str
+    dtype: str
+    codec: str
+    form: str
+    page_size: int
+    weights: str
+    tokenizer: str
+
+    def check(self, here: Origin, where: str) -> None:
+        """Raises: SavedFileError naming the first thing that is otherwise here."""
+        for name, value in asdict(self).items():
+            own = getattr(here, name)
+            is_free = name == "page_size" and self.form == "tokens"
+            if own != value and not is_free and not (name == "tokenizer" and "" in (own, value)):
+                raise SavedFileError(
+                    f"{where}: {name}: expected {own!r}, which this engine has, got {value!r}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedPages:
+    """Holds the full pages of a sequence.
+
+    layers: of each that has keys and values its arrays, along pages or tokens first. firsts: the
+    position of their first token, past those that a window has let go. extra: what the owner wants
+    to find again, as JSON has it.
+    """
+
+    origin: Origin
+    tokens: tuple[int, ...]
+    layers: Mapping[int, tuple[np.ndarray, ...]]
+    firsts: Mapping[int, int]
+    extra: Mapping[str, Any]
+
+    def save(self, path: Path) -> None:
+        """Writes the file. Raises: FileExistsError if there is one, OSError if it cannot be."""
+        if path.exists():
+            raise FileExistsError(f"{path}: expected a new file")
+        arrays: dict[str, np.ndarray] = {"tokens": np.array(self.tokens, np.int32)}
+        for layer, of_layer in self.layers.items():
+            for i, array in enumerate(of_layer):
+                arrays[f"{layer}.{i}"] = np.ascontiguousarray(array)
+        header = {"format": FORMAT, "origin": asdict(self.origin), "extra": dict(self.extra)}
+        header["firsts"] = {str(layer): first for layer, first in self.firsts.items()}
+        header["pages"] = self._hashes()
+        text = json.dumps(header, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        try:
+            save_file(arrays, name, metadata={KEY: digest + text})
+            with open(name, "rb") as file:
+                os.fsync(file.fileno())
+            os.link(name, path)
+        finally:
+            os.unlink(name)
+
+    @classmethod
+    def load(cls, path: Path) -> SavedPages:
+        """Reads a file and compares its hashes.
+
+        Raises: SavedFileError for one that is broken or of something else, OSError if it cannot be
+        read.
+        """
+        if not path.is_file():
+            raise SavedFileError(f"{path}: expected a file that Session.save has written, got none")
+        try:
+            with safe_open(path, "np") as file:
+                meta = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise SavedFileError(f"{path}: expected a whole file, got {error}") from error
+        header = _header(meta, path)
+        layers: dict[int, list[np.ndarray]] = {}
+        tokens = tuple(arrays.pop("tokens", np.zeros(0, np.int32)).tolist())
+        for name in sorted(arrays, key=lambda name: tuple(map(int, name.split(".")))):
+            layers.setdefault(int(name.split(".")[0]), []).append(arrays[name])
+        found = cls(
+            origin=Origin(**header["origin"]),
+            tokens=tokens,
+            layers={layer: tuple(of_layer) for layer, of_layer in layers.items()},
+            firsts={int(layer): first for layer, first in header["firsts"].items()},
+            extra=header["extra"],
+        )
+        if (hashes := found._hashes()) != header["pages"]:
+            pairs = zip(hashes, header["pages"], strict=False)
+            wrong = [page for page, (own, said) in enumerate(pairs) if own != said]
+            raise SavedFileError(f"{path}: expected pages as their hashes say, got others: {wrong}")
+        return found
+
+    def _hashes(self) -> list[str]:
+        """Returns the SHA-256 of each page: of its tokens, and of what it is in each layer."""
+        size = self.origin.page_size
+        by_token = self.origin.form == "tokens"
+        hashes = []
+        for page in range(len(self.tokens) // size):
+            own = np.array(self.tokens[page * size : (page + 1) * size], np.int32)
+            digest = hashlib.sha256(own.tobytes())
+            for layer, of_layer in sorted(self.layers.items()):
+                start = page - self.firsts[layer] // size
+                if start >= 0:
+                    part = slice(start * size, (start + 1) * size) if by_token else start
+                    for array in of_layer:
+                        digest.update(np.ascontiguousarray(array[part]).view(np.uint8).data)
+            hashes.append(digest.hexdigest())
+        return hashes
+
+
+def _header(meta: Mapping[str, str], path: Path) -> dict[str, Any]:
+    given = meta.get(KEY, "")
+    digest, text = given[:64], given[64:]
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise SavedFileError(f"{path}: expected a header as its hash says, got another or none")
+    header: dict[str, Any] = json.loads(text)
+    if header["format"] != FORMAT:
+        raise SavedFileError(f"{path}: expected format {FORMAT}, got {header['format']}")
+    return header
+
+
+def fingerprint(parts: Sequence[bytes]) -> str:
+    """Returns a short name of bytes, which others do not have."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8))
+        digest.update(part)
+    return digest.hexdigest()[:32]
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns values as the model's dtype has them."""
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)

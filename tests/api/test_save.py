@@ -1,0 +1,155 @@
+"""A saved session goes on elsewhere as it would have gone on; a file that is not what it says, or of
+another model, inserts nothing.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.api.llm import LLM
+from jaxkv.config import SamplingParams
+from jaxkv.errors import CapacityError, SavedFileError
+from jaxkv.testing import engine_of
+from tiny import SMALL, make_checkpoint, tiny_config
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
+IDS = np.random.default_rng(3).integers(3, 150, 70).tolist()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("saved")
+
+    def find(variant: str) -> Path:
+        if not (folder / variant).exists():
+            make_checkpoint(folder / variant, tiny_config(variant))
+        return folder / variant
+
+    return find
+
+
+def cached_of(llm: LLM, session: jaxkv.Session) -> tuple[int, list[int], list[float]]:
+    """Returns (tokens that were not computed, what comes next, its logprobs)."""
+    (output,) = llm.generate(session.prompt, GREEDY, use_tqdm=False)
+    one = output.outputs[0]
+    scores = [entry[t].logprob for t, entry in zip(one.token_ids, one.logprobs, strict=True)]
+    return output.num_cached_tokens, one.token_ids, scores
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "block_size", "num_cached"),
+    [
+        ("llama", {}, 32, 64),
+        ("llama", {"kv_cache_dtype": "int8"}, 8, 64),
+        ("qwen2-mixed-windows", {}, 8, 64),
+    ],
+    ids=["other page size", "int8", "windows"],
+)
+def test_a_restored_session_goes_on_as_the_saved_one(
+    models, compile_once, tmp_path, variant, options, block_size, num_cached
+):
+    options = SMALL | options
+    llm = LLM(models(variant), **options)
+    session = llm.session({"prompt_token_ids": IDS, "cache_salt": "mine"})
+    _, want, scores = cached_of(llm, session)
+    session.save(tmp_path / "session")
+    other = LLM(models(variant), **options | {"block_size": block_size})
+    restored = other.restore(tmp_path / "session")
+    assert restored.tokens == session.tokens
+    found, got, got_scores = cached_of(other, restored)
+    assert (found, got) == (num_cached, want)
+    np.testing.assert_allclose(got_scores, scores, rtol=0, atol=1e-5)
+    engine_of(other).check()
+    assert engine_of(other).scheduler.allocator.num_used == 0
+    # What is there already is not written again, and a session whose pages have gone is computed.
+    again = other.restore(tmp_path / "session")
+    assert again.pages == restored.pages
+    llm.reset_prefix_cache()
+    session.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "session").read_bytes()
+
+
+def test_a_file_that_is_not_what_it_says_inserts_nothing(models, compile_once, tmp_path):
+    llm = LLM(models("llama"), **SMALL)
+    session = llm.session({"prompt_token_ids": IDS})
+    session.save(tmp_path / "session")
+    with pytest.raises(FileExistsError):
+        session.save(tmp_path / "session")
+    whole = (tmp_path / "session").read_bytes()
+    other = LLM(models("llama"), **SMALL)
+    rng = np.random.default_rng(0)
+    broken = {"cut": whole[:-100], "begun": whole[:5], "empty": b""}
+    for i in (*rng.integers(0, len(whole), 12).tolist(), 20, len(whole) - 1):
+        broken[f"byte {i}"] = whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :]
+    for name, content in broken.items():
+        path = tmp_path / name.replace(" ", "")
+        path.write_bytes(content)
+        with pytest.raises(SavedFileError):
+            other.restore(path)
+    with pytest.raises(SavedFileError, match="got none"):
+        other.restore(tmp_path / "missing")
+    for reason, variant, options in (
+        ("model: expected", "llama-no-gqa", {}),
+        ("codec: expected", "llama", {"kv_cache_dtype": "int8"}),
+        ("dtype: expected", "llama", {"dtype": "bfloat16"}),
+    ):
+        with pytest.raises(SavedFileError, match=reason):
+            LLM(models(variant), **SMALL | options).restore(tmp_path / "session")
+    assert engine_of(other).scheduler.allocator.num_used == 0
+    assert other.restore(tmp_path / "session").pages
+    small = LLM(models("llama"), **SMALL | {"num_gpu_blocks_override": 6, "max_model_len": 40})
+    with pytest.raises(CapacityError):
+        small.restore(tmp_path / "session")
+    engine_of(small).check()
+
+
+def test_weights_that_differ_are_another_model(models, compile_once, tmp_path):
+    llm = LLM(models("llama"), **SMALL)
+    llm.session({"prompt_token_ids": IDS}).save(tmp_path / "session")
+    make_checkpoint(tmp_path / "other", tiny_config("llama"), seed=9)
+    with pytest.raises(SavedFileError, match="weights"):
+        LLM(tmp_path / "other", **SMALL).restore(tmp_path / "session")
+
+
+RUN = """
+import json, sys
+from jaxkv import LLM, SamplingParams
+path, saved, ids = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+options = dict(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=128, dtype="float32",
+    num_gpu_blocks_override=60, skip_tokenizer_init=True, lazy_compile=True)
+greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+found = []
+for size, block_size in ((2, 8), (1, 16), (4, 8)):
+    llm = LLM(path, tensor_parallel_size=size, block_size=block_size, **options)
+    session = llm.restore(saved) if found else llm.session({"prompt_token_ids": ids})
+    if not found:
+        session.save(saved)
+    (output,) = llm.generate(session.prompt, greedy, use_tqdm=False)
+    found.append([output.num_cached_tokens, output.outputs[0].token_ids])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_session_goes_on_on_another_number_of_devices(tmp_path):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
+    model = make_checkpoint(tmp_path / "model", tiny_config("llama", **heads))
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": str(Path(jaxkv.__file__).parents[1]),
+    }
+    args = [sys.executable, "-c", RUN, str(model), str(tmp_path / "session"), json.dumps(IDS)]
+    done = subprocess.run(args, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, *others = json.loads(done.stdout.splitlines()[-1])
+    assert others == [[64, first[1]], [64, first[1]]]
