@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+import families
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.placement import place
 from tiny import make_checkpoint, tiny_config
@@ -25,6 +26,12 @@ CASES = {
     "vocabulary whole": ("qwen2", "bfloat16", "auto", {}),
     "two KV groups": ("qwen2-mixed-windows", "float32", "auto", {}),
     "int8 pages": ("qwen2", "float32", "int8", {"vocab_size": 152}),
+    "experts and a shared one": (
+        "qwen2_moe",
+        "float32",
+        "auto",
+        {"vocab_size": 152, "num_experts": 4, "use_sliding_window": False},
+    ),
 }
 POLICIES = {
     "h2o_page": 1e-4,
@@ -118,9 +125,8 @@ print(json.dumps([run(int(size)) for size in sizes]))
 def runs(request, tmp_path_factory):
     variant, dtype, kv_dtype, changes = CASES[request.param]
     policies = {FAST: "h2o_page", "biases, untied": ",".join(POLICIES)}.get(request.param, "")
-    path = make_checkpoint(
-        tmp_path_factory.mktemp("model"), tiny_config(variant, **HEADS | changes), dtype=dtype
-    )
+    config = (families.text_config if variant in families.VARIANTS else tiny_config)(variant)
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), config | HEADS | changes, dtype=dtype)
     flags = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(SIZES)} "
         f"--xla_backend_optimization_level=0"
