@@ -169,6 +169,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
     | EXPERTS
     | {"routed_scaling_factor": 1.7},
+    "nemotron_h": HEAD
+    | GROUPED
+    | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
+    | {"mamba_num_heads": 12, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2}
+    | {"moe_shared_expert_intermediate_size": 40},
     "opt": {"word_embed_proj_dim": 48, "ffn_dim": 80},
     "granite": {
         "attention_multiplier": 0.2,

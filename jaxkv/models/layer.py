@@ -109,8 +109,8 @@ class Layers:
         return run
 
     def _mix(self, layers: Sequence[int]) -> Mix:
-        """Returns what mixes tokens in any of these layers: attention, a recurrence, or both side
-        by side, which are added up.
+        """Returns what mixes tokens in any of these layers: attention, a recurrence, both side by
+        side, which are added up, or nothing.
         """
         mixers = []
         if self._spec.has_attention(layers[0]):
@@ -119,11 +119,11 @@ class Layers:
             mixers.append(self._recurrence(layers))
 
         def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
-            mixed_TD, held = mixers[0](h_TD, w, held, number)
-            for one in mixers[1:]:
-                more_TD, held = one(h_TD, w, held, number)
-                mixed_TD += more_TD
-            return mixed_TD, held
+            found = []
+            for one in mixers:
+                mixed_TD, held = one(h_TD, w, held, number)
+                found.append(mixed_TD)
+            return (sum(found[1:], found[0]) if found else jnp.zeros_like(h_TD)), held
 
         return mix
 
@@ -181,9 +181,12 @@ class Layers:
 
     def _feed_forward(self, x_TD: jax.Array, h_TD: jax.Array, w: Weights) -> jax.Array:
         """Runs the MLP of a layer, the experts that its router chooses, or both side by side: then
-        the experts have norms of their own, before which they take the stream x.
+        the experts have norms of their own, before which they take the stream x. Some layers have
+        neither.
         """
         spec, router = self._spec, self._spec.router
+        if "up" not in w and "router" not in w:
+            return jnp.zeros_like(h_TD)
         if router is None or "router" not in w:
             return mlp(h_TD, w, activation=spec.activation, axis=self._axis)
         if "up" not in w:
@@ -227,7 +230,8 @@ class Layers:
             on_input=router.on_input,
         )
         if "shared_up" in w:
-            own = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
+            names = ("gate", "up", "down")
+            own = {name: w[f"shared_{name}"] for name in names if f"shared_{name}" in w}
             shared_TD = mlp(x_TD, own, activation=activation)
             if "shared_weight" in w:
                 shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))

@@ -23,8 +23,8 @@ class Mamba2:
     gates what it finds and norms it, or norms it first.
 
     num_groups: of heads, which write and read alike, and are normed together. width: tokens that
-    the convolution sees. factors: of what is projected, in the order of `PROJECTED`; in_factor,
-    out_factor: of input and output.
+    the convolution sees. least_step: no step is smaller. factors: of what is projected, in the
+    order of `PROJECTED`; in_factor, out_factor: of input and output.
     """
 
     num_heads: int
@@ -35,6 +35,7 @@ class Mamba2:
     norm_eps: float
     activation: str = "silu"
     norms_first: bool = False
+    least_step: float = 0.0
     factors: tuple[float, ...] = (1.0,) * len(PROJECTED)
     in_factor: float = 1.0
     out_factor: float = 1.0
@@ -80,6 +81,7 @@ class Mamba2:
         )
         bias_M = w["ssm_step"].astype(jnp.float32)
         step_TM = jax.nn.softplus(projected["ssm_dt"] + bias_M[None])
+        step_TM = jnp.maximum(step_TM, self.least_step)
         x_TMY = x_TX.reshape(*step_TM.shape, self.head_dim)
         rate_M = jnp.exp(w["ssm_rate"].astype(jnp.float32))
         tokens = Tokens(
