@@ -34,14 +34,14 @@ def project(
     q_TNH = q_TF.reshape(x_TD.shape[0], up.num_heads, -1)
     row_TF = jax.lax.optimization_barrier(linear(x_TD, w["kv_down"], w.get("kv_down_bias")))
     row_T1H = row_TF[:, None]
-    rank, num_plain = up.num_columns, up.num_rows
+    rank, num_plain = up.num_rows, up.num_columns
     latent_T1R = rms_norm(
         row_T1H[..., :rank], values(w["kv_down_norm"]), eps=spec.attention.latent_eps
     )
     rotated = [q_TNH[..., num_plain:], row_T1H[..., rank:]]
     if rope is not None:
         rotated = [apply_rope(x, rope) for x in rotated]
-    q_TNH = jnp.concatenate([up.dot_back(q_TNH[..., :num_plain]), rotated[0]], axis=-1)
+    q_TNH = jnp.concatenate([up.dot(q_TNH[..., :num_plain]), rotated[0]], axis=-1)
     return q_TNH, jnp.concatenate([latent_T1R, rotated[1]], axis=-1), None
 
 

@@ -250,23 +250,16 @@ class HeadMatrices(NamedTuple):
         return self.leaf.shape[3]
 
     def dot(self, x_TND: Array) -> Array:
-        """Multiplies each head's part with the rows of its weight: [T, N, F] float32."""
-        return self._dot(x_TND, contracted=2)
-
-    def dot_back(self, x_TNF: Array) -> Array:
-        """Multiplies each head's part with the columns of its weight: [T, N, D] float32."""
-        return self._dot(x_TNF, contracted=1)
-
-    def _dot(self, x: Array, *, contracted: int) -> Array:
+        """Multiplies each head's part with its weight: [T, N, F] float32."""
         w_NFD = values(self.leaf[self.layer])
-        y_NTX = jax.lax.dot_general(
-            x.astype(w_NFD.dtype),
+        y_NTF = jax.lax.dot_general(
+            x_TND.astype(w_NFD.dtype),
             w_NFD,
-            (((2,), (contracted,)), ((1,), (0,))),
+            (((2,), (2,)), ((1,), (0,))),
             precision=jax.lax.Precision.HIGHEST if w_NFD.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
-        return y_NTX.transpose(1, 0, 2)
+        return y_NTF.transpose(1, 0, 2)
 
 
 class Vectors(NamedTuple):

@@ -31,8 +31,8 @@ Form = TypeVar("Form", bound=Hashable)
 class Part:
     """Says which part of a stored tensor an array is: of its rows (after it is `transposed`) seen
     as `num_blocks` blocks, those from `start` to `stop` of each. `shape` is the tensor's.
-    of_all: it is that of all experts, one behind the other. either_way: the tensor may have its
-    last two axes swapped, which its shape then shows.
+    by_column: each block is transposed. of_all: it is that of all experts, one behind the other.
+    either_way: the tensor may have its last two axes swapped, which its shape then shows.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +40,7 @@ class Part:
     start: int = 0
     stop: int | None = None
     transposed: bool = False
+    by_column: bool = False
     of_all: bool = False
     either_way: bool = False
 
@@ -60,6 +61,7 @@ class Part:
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """Takes the part of rows that are in the order of the array's."""
         blocks = rows.reshape(self.num_blocks, -1, *rows.shape[1:])[:, self.start : self.stop]
+        blocks = blocks.swapaxes(1, 2) if self.by_column else blocks
         return blocks.reshape(-1, *rows.shape[1:])
 
     def of_one(self, num_experts: int) -> Part:

@@ -98,12 +98,15 @@ def _leaves(
         matrix("q", "q_b_proj", (queries, q_rank), "heads", None)
     biased("kv_down", "kv_a_proj_with_mqa", (rank + rotated, hidden), None, "model")
     norm("kv_down_norm", "kv_a_layernorm", rank)
-    # One tensor has, head by head, what makes its key and what makes its value.
-    ends = {"k_up": (0, plain), "v_up": (plain, plain + value)}
-    for name, (start, stop) in ends.items():
-        stored = (num_heads * (plain + value), rank)
-        part = Part(shape=stored, num_blocks=num_heads, start=start, stop=stop)
-        shape, axes = (num_heads, stop - start, rank), ("heads", None, None)
+    # One tensor has, head by head, what makes its key and what makes its value. Queries go through
+    # the former backwards.
+    both = Part(shape=(num_heads * (plain + value), rank), num_blocks=num_heads)
+    parts = {
+        "k_up": (replace(both, stop=plain, by_column=True), (num_heads, rank, plain)),
+        "v_up": (replace(both, start=plain), (num_heads, value, rank)),
+    }
+    for name, (part, shape) in parts.items():
+        axes = ("heads", None, None)
         found[name] = leaf(f"{prefix}kv_b_proj.weight", shape, axes, part=part)
     biased("o", "o_proj", (hidden, num_heads * value), "model", "heads")
     return found
