@@ -164,6 +164,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 0, "shared_intermediate_size": 80, "mamba_n_groups": 3}
     | {"position_embedding_type": "rope", "mamba_proj_bias": True},
     "bamba": MAMBA2 | {"attn_layer_indices": [1], "mamba_n_groups": 2, "mamba_conv_bias": False},
+    "falcon_h1": HEAD
+    | MAMBA2
+    | {"mamba_d_ssm": 96, "mamba_n_groups": 2, "mamba_rms_norm": True, "projectors_bias": True}
+    | {"attention_in_multiplier": 0.8, "attention_out_multiplier": 1.3, "key_multiplier": 0.6}
+    | {"mlp_multipliers": [0.7, 1.2], "ssm_multipliers": [0.8, 1.1, 0.9, 1.2, 0.7]}
+    | {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9, "embedding_multiplier": 1.4}
+    | {"lm_head_multiplier": 0.6},
+    "falcon_h1-plain": HEAD | MAMBA2 | {"mamba_d_ssm": 96},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2-biases": {"conv_bias": True, "conv_L_cache": 4, "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}

@@ -101,6 +101,8 @@ class Blueprint:
             return False
         if self.spec.num_kinds > 1:  # no stack has the keys of all layers
             return False
+        if self.spec.states:  # what is fitted would need slots for them
+            return False
         if any(group.latent_dim for group in self.spec.groups):  # keys are values too
             return False
         return any(codec.fits_keys for codec in self.codecs + (self.low_codecs or ()))

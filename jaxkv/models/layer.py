@@ -188,7 +188,14 @@ class Layers:
         if "up" not in w and "router" not in w:
             return jnp.zeros_like(h_TD)
         if router is None or "router" not in w:
-            return mlp(h_TD, w, activation=spec.activation, axis=self._axis)
+            out_TD = mlp(
+                h_TD,
+                w,
+                activation=spec.activation,
+                gate_factor=spec.scales.gate,
+                axis=self._axis,
+            )
+            return scaled(out_TD, spec.scales.mlp)
         if "up" not in w:
             return self._experts(h_TD, w, router)
         dense_TD = mlp(h_TD, w, activation=spec.activation, axis=self._axis)

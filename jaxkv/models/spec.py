@@ -86,12 +86,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scales:
-    """Holds factors on embeddings, on values, on what joins the stream, and on logits, which
-    `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
+    """Holds factors on embeddings, on values, on an MLP's gate and on its output, on what joins the
+    stream, and on logits, which `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
     """
 
     embed: float = 1.0
     values: float = 1.0
+    gate: float = 1.0
+    mlp: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
     logit_cap: float = 0.0

@@ -426,15 +426,22 @@ def by_pieces(function: Callable[..., Any], *rows: Any, size: int) -> Any:
     return jax.lax.fori_loop(0, -(-num_rows // size), piece, empty)
 
 
-def mlp(x_TD: Array, w: Mapping[str, Any], *, activation: str, axis: str | None = None) -> Array:
+def mlp(
+    x_TD: Array,
+    w: Mapping[str, Any],
+    *,
+    activation: str,
+    gate_factor: float = 1.0,
+    axis: str | None = None,
+) -> Array:
     """Computes down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate, each with its bias
-    where `w` has one; `axis` as in `linear_over`.
+    where `w` has one; `axis` as in `linear_over`. gate_factor: of what goes into act.
 
     Source: arXiv 2002.05202, section 2.
     """
     names = ("gate", "gate_bias", "up", "up_bias", "down")
     own = {name: w[name] for name in names if name in w}
-    join = clamped_swiglu if activation == CLAMPED else gated(activation, w)
+    join = clamped_swiglu if activation == CLAMPED else gated(activation, w, gate_factor)
     at_once, in_pieces = (partial(one, join=join) for one in (_mlp_at_once, _mlp_in_pieces))
     y_TD = jax.lax.platform_dependent(x_TD, own, tpu=in_pieces, default=at_once)
     return add_up(y_TD, w.get("down_bias"), axis)
@@ -444,10 +451,16 @@ Join = Callable[[Array | None, Array], Array]
 """(gate or None, up) -> what goes down."""
 
 
-def gated(activation: str, w: Mapping[str, Any]) -> Join:
-    """Returns act(gate) * up, or act(up) without a gate."""
+def gated(activation: str, w: Mapping[str, Any], factor: float = 1.0) -> Join:
+    """Returns act(factor * gate) * up, or act(up) without a gate."""
     act = partial(xielu, w=w) if activation == XIELU else ACTIVATIONS[activation]
-    return lambda gate, up: act(up) if gate is None else act(gate) * up
+
+    def join(gate: Array | None, up: Array) -> Array:
+        if gate is None:
+            return act(up)
+        return act(gate if factor == 1.0 else gate * factor) * up
+
+    return join
 
 
 def clamped_swiglu(gate: Array | None, up: Array) -> Array:
