@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxkv.config import is_int
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PagedKV, Store
-from jaxkv.models.families import Layout
+from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.recurrent import StateArray
 from jaxkv.models.spec import ModelSpec
 from jaxkv.weights.packing import FACTOR, TABLE, base_name, num_bytes
@@ -201,6 +201,11 @@ def place(
 def _state_parts(array: StateArray) -> PartitionSpec:
     """Returns how a pool of such states, with layers and slots in front, is divided."""
     return WHOLE if array.axis is None else PartitionSpec(*[None] * (array.axis + 1), TENSOR)
+
+
+def num_parts_of_columns(leaf: Leaf, num_devices: int) -> int:
+    """Returns into how many parts the columns of a matrix are divided."""
+    return num_devices if leaf.info.logical_axes[-1] in MUST_DIVIDE else 1
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -16,7 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxkv import LLM, SamplingParams
 from jaxkv.models.families import read_config, read_family
+from jaxkv.placement import place
 from jaxkv.testing import model_of
+from jaxkv.weights.dummy import weight_shapes
 from jaxkv.weights.load import load_weights
 from jaxkv.weights.packing import (
     DYNAMIC,
@@ -245,6 +247,20 @@ def packed_names(directory: Path, load: Callable[..., dict] = load_weights) -> s
     return {name for name, x in layers.items() if x.ndim == 4}
 
 
+def check_planned(directory: Path) -> None:
+    """What a config says of a checkpoint has the shapes of what is loaded, but for zero points."""
+    spec, layout = read_family(read_config(directory))
+    placement = place(spec, layout, jax.devices()[:1])
+    planned = weight_shapes(spec, layout, dtype="float32", placement=placement)
+    loaded = load_weights(directory, spec, layout, dtype="float32", placement=placement)
+
+    def shapes(weights: dict) -> dict:
+        arrays = {name: x for name, x in weights["layers"].items() if not name.endswith(ZEROS)}
+        return {name: x.shape for name, x in arrays.items()}
+
+    assert shapes(planned) == shapes(loaded)
+
+
 def check_equal(got: dict, want: dict) -> None:
     """Up to the rounding of one product."""
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=0), got, want)
@@ -287,7 +303,9 @@ def mxfp4(tmp_path: Path) -> tuple[Path, Path]:
         stored[f"{name}_blocks"] = (pairs[..., 0] + 16 * pairs[..., 1]).astype(np.uint8)
         stored[f"{name}_scales"] = scales.astype(np.uint8)
     save_file(tensors, plain / "model.safetensors")
-    about = {"quantization_config": {"quant_method": "mxfp4"}}
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
+    about = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+    about = {"quantization_config": about}
     return written(tmp_path / "small", stored, config | about), plain
 
 

@@ -202,7 +202,11 @@ class Blueprint:
         total, size = 0, self.num_devices
         for leaf in tree_leaves(self.spec, self.layout):
             arrays = leaf_arrays(
-                leaf, dtype=self.dtype, num_parts=size, quantization=self.quantization
+                leaf,
+                self.layout.quantisation,
+                dtype=self.dtype,
+                num_parts=size,
+                quantization=self.quantization,
             )
             for suffix, (shape, dtype) in arrays.items() if leaf.one.same_as is None else ():
                 is_divided = TENSOR in self.placement.weight(leaf.name + suffix, shape)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
 
 from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
@@ -11,6 +13,9 @@ METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "modelopt
 GROUP_OF_FP4 = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
 FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", *GROUP_OF_FP4)
 """Of compressed-tensors."""
+
+SKIPPED = ("modules_to_not_convert", "ignore", "exclude_modules", "llm_int8_skip_modules")
+"""Where libraries name what they do not quantise."""
 
 BLOCK = (0, 0)
 
@@ -23,7 +28,7 @@ class Quantisation:
     values of `bits` into each int32; or pairs of floats of 4 bits: "mxfp4" (experts of gpt-oss),
     "fp4" (compressed-tensors), "modelopt" and "bitsandbytes". block: how many [rows, columns] share
     a scale, 0 where that is not said, because all do. zero_offset: what GPTQ's stored zero points
-    are less than they mean.
+    are less than they mean. skipped: names of modules that are not quantised, maybe with wildcards.
     """
 
     method: str
@@ -31,6 +36,15 @@ class Quantisation:
     bits: int = 8
     block: tuple[int, int] = BLOCK
     zero_offset: int = 0
+    skipped: tuple[str, ...] = ()
+
+    def skips(self, module: str) -> bool:
+        """Tells whether a module is one of those that the config says are not quantised, or in one.
+        A checkpoint's tensors say so themselves; this is for planning without them.
+        """
+        return any(
+            fnmatchcase(module, f"{name}*") or f".{name}." in f".{module}." for name in self.skipped
+        )
 
 
 def read_quantisation(config: ConfigReader) -> Quantisation | None:
@@ -41,6 +55,14 @@ def read_quantisation(config: ConfigReader) -> Quantisation | None:
     if config.get("quantization_config") is None:
         return None
     given = config.section("quantization_config")
+    skipped: Any = next((given.values[key] for key in SKIPPED if given.values.get(key)), [])
+    if not isinstance(skipped, list):
+        raise given.fail("/".join(SKIPPED), "a list of names of modules")
+    names = tuple(name for name in skipped if isinstance(name, str))
+    return replace(_read(given), skipped=names)
+
+
+def _read(given: ConfigReader) -> Quantisation:
     method = given.choice("quant_method", None, METHODS)
     if method == "fp8":
         block = _block(given, "weight_block_size")

@@ -10,22 +10,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.config import bfloat16_as_bits
 from jaxkv.models.families import Layout
+from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.spec import ModelSpec
-from jaxkv.placement import Placement
-from jaxkv.weights.packing import LARGEST, SCALES, base_name, packing_for
+from jaxkv.placement import Placement, num_parts_of_columns
+from jaxkv.weights.formats import FP4, expected_packing
+from jaxkv.weights.packing import (
+    FACTOR,
+    LARGEST,
+    SCALES,
+    TABLE,
+    ZEROS,
+    base_name,
+    packing_for,
+)
 from jaxkv.weights.tree import TreeLeaf, is_matrix, is_stacked, make_tree, tree_leaves
 
 
 def leaf_arrays(
-    leaf: TreeLeaf, *, dtype: str, num_parts: int, quantization: str | None
+    leaf: TreeLeaf,
+    stored: Quantisation | None,
+    *,
+    dtype: str,
+    num_parts: int,
+    quantization: str | None,
+    in_pairs: bool = False,
 ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Returns shapes and dtypes of the arrays that a leaf becomes, by what follows its name; those
-    that a checkpoint stores quantised are counted as if they were not.
+    """Returns shapes and dtypes of the arrays that a leaf becomes, by what follows its name.
+    stored: how the checkpoint is quantised. in_pairs: as in `Packing.arrays`.
     """
-    if quantization is None or not is_matrix(leaf):
+    packing = None
+    if is_matrix(leaf) and stored is not None:
+        parts = num_parts_of_columns(leaf.one, num_parts)
+        packing = expected_packing(leaf.one, stored, num_parts=parts, dtype=dtype)
+    elif is_matrix(leaf) and quantization is not None:
+        packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
+    if packing is None:
         return {"": (leaf.shape, jnp.dtype(dtype))}
-    return packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype).arrays(leaf.shape)
+    return packing.arrays(leaf.shape, in_pairs=in_pairs)
 
 
 def weight_shapes(
@@ -37,11 +60,19 @@ def weight_shapes(
     quantization: str | None = None,
 ) -> dict[str, Any]:
     """Returns the weight tree that `load_weights` makes, as shapes with their shardings; a head
-    that may be tied is, and what a checkpoint stores quantised is not.
+    that may be tied is, and what a checkpoint stores quantised is as its config says.
     """
+    in_pairs = bfloat16_as_bits(placement.devices[0].platform)
 
     def abstract(leaf: TreeLeaf) -> dict[str, jax.ShapeDtypeStruct]:
-        arrays = leaf_arrays(leaf, dtype=dtype, num_parts=placement.size, quantization=quantization)
+        arrays = leaf_arrays(
+            leaf,
+            layout.quantisation,
+            dtype=dtype,
+            num_parts=placement.size,
+            quantization=quantization,
+            in_pairs=in_pairs,
+        )
         return {
             suffix: placement.abstract(shape, kind, placement.weight(leaf.name + suffix, shape))
             for suffix, (shape, kind) in arrays.items()
@@ -70,10 +101,21 @@ def random_weights(
 
     def draw(number: int, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
-        if path[-1].key.endswith(SCALES):
-            values = shapes[path[0].key][base_name(path[-1].key)]
-            num_columns, most = values.shape[1] * values.shape[3], LARGEST[values.dtype.name]
+        name, stack = path[-1].key, shapes[path[0].key] if is_stacked(path) else {}
+        if name.endswith(SCALES):
+            values = stack[base_name(name)]
+            is_paired = values.dtype == jnp.uint8
+            num_columns = values.shape[1] * values.shape[3] * (2 if is_paired else 1)
+            most = LARGEST["int4" if is_paired else values.dtype.name]
             x = jnp.full(leaf.shape, (3 / num_columns) ** 0.5 / most, leaf.dtype)
+        elif name.endswith(TABLE):
+            x = jnp.broadcast_to(FP4, leaf.shape)
+        elif name.endswith(ZEROS):
+            x = jnp.zeros(leaf.shape, leaf.dtype)
+        elif name.endswith(FACTOR):
+            x = jnp.ones(leaf.shape, leaf.dtype)
+        elif leaf.dtype == jnp.uint8:
+            x = jax.random.bits(key, leaf.shape, jnp.uint8)
         elif leaf.dtype.name in LARGEST:
             most = LARGEST[leaf.dtype.name]
             drawn = jax.random.uniform(key, leaf.shape, jnp.bfloat16, -most, most)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxkv.config import is_int
-from jaxkv.models.families.base import Part
+from jaxkv.models.families.base import Leaf, Part
 from jaxkv.models.quantisation import Quantisation
 from jaxkv.weights.packing import FACTOR, INT4, SCALES, TABLE, ZEROS, Packing, from_pairs
 
@@ -40,6 +40,14 @@ E8M0, E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3f
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 KEPT = (FLOAT32, BFLOAT16, np.dtype(np.float16), E8M0, E4M3)
 """What scales may stay; others become float32."""
+
+EXPECTED: dict[str, np.dtype[Any]] = {
+    "gptq": np.dtype(np.float16),
+    "awq": np.dtype(np.float16),
+    "scaled": FLOAT32,
+}
+EXPECTED |= {"mxfp4": E8M0, "fp4": E4M3, "modelopt": E4M3}
+"""Of which dtype scales mostly are, by `Quantisation.kind`; others are of the model's."""
 
 LEAST_GROUP = 8
 """Columns: with fewer, scales would take as much as the values."""
@@ -204,13 +212,10 @@ class Form:
             return None  # columns of a group are not neighbours
         if group and width != group * num_groups:
             return None
-        group = math.gcd(group, width // num_parts) if group else 0
-        if (group and group < LEAST_GROUP) or (how.bits == 4 and (group or width // num_parts) % 2):
-            return None
         values = own[self.values].dtype
         if how.kind != "scaled":
             values = INT4 if how.bits == 4 else np.dtype(np.int8)
-        return Packing(
+        packing = Packing(
             values,
             group,
             kind if kind in KEPT else FLOAT32,
@@ -218,6 +223,50 @@ class Form:
             has_table=self.has_table,
             has_factor=not own.keys().isdisjoint(self.factors),
         )
+        return _divided(packing, width, num_parts)
+
+
+def _divided(packing: Packing, width: int, num_parts: int) -> Packing | None:
+    """Returns the packing whose groups divide each of so many parts of `width` columns, None where
+    there is no use in one.
+    """
+    group = math.gcd(packing.group, width // num_parts) if packing.group else 0
+    is_odd = packing.dtype == INT4 and (group or width // num_parts) % 2
+    return None if 0 < group < LEAST_GROUP or is_odd else replace(packing, group=group)
+
+
+def expected_packing(
+    leaf: Leaf, how: Quantisation, *, num_parts: int, dtype: str
+) -> Packing | None:
+    """Returns what a matrix is kept in if the checkpoint is what its config says; None where it is
+    not quantised, or cannot be kept. For planning without the checkpoint, which may have scales of
+    other dtypes.
+    """
+    form, width = FORMS[how.kind], leaf.info.shape[-1]
+    is_turned = leaf.part is not None and leaf.part.transposed
+    module = leaf.source.format(layer=0, head=0, expert=0).removesuffix(".weight")
+    if how.skips(module) or (form.is_turned and not is_turned):
+        return None
+    group = how.block[0] if is_turned and not form.is_turned else how.block[1]
+    group = 0 if group >= width else group
+    if group and width % group:
+        return None
+    model = BFLOAT16 if dtype == "bfloat16" else FLOAT32
+    values: np.dtype[Any] = INT4 if how.bits == 4 else np.dtype(np.int8)
+    scales: np.dtype[Any] = EXPECTED.get(how.kind, model)
+    if how.kind == "scaled":
+        values = np.dtype(np.int8) if "int-" in how.method else E4M3
+    if form.factors and how.block[1] == 32:
+        scales = E8M0
+    packing = Packing(
+        values,
+        group,
+        scales,
+        has_zeros=how.kind == "awq",
+        has_table=form.has_table,
+        has_factor=bool(form.factors) and scales != E8M0,
+    )
+    return _divided(packing, width, num_parts)
 
 
 def _scaled(own: Parts, how: Quantisation) -> Stored:

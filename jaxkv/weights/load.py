@@ -22,7 +22,7 @@ from jaxkv.config import bfloat16_as_bits
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
-from jaxkv.placement import MUST_DIVIDE, Placement
+from jaxkv.placement import Placement, num_parts_of_columns
 from jaxkv.weights.packing import INT4, ZEROS, Packing, from_pairs, in_pairs, packing_for, quantise
 from jaxkv.weights.quantised import Dequantised
 from jaxkv.weights.safetensors import Checkpoint
@@ -162,8 +162,7 @@ def _packing(
     if quantization is not None:
         return packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
     if isinstance(checkpoint, Dequantised):
-        is_divided = leaf.one.info.logical_axes[1] in MUST_DIVIDE
-        parts = num_parts if is_divided else 1
+        parts = num_parts_of_columns(leaf.one, num_parts)
         return checkpoint.packing(leaf.sources, leaf.one.part, parts, dtype)
     return None
 
@@ -264,13 +263,8 @@ def quantise_layers(host: np.ndarray, packing: Packing) -> dict[str, np.ndarray]
 
 def _empty(packing: Packing, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Allocates the arrays of a quantised leaf, values of 4 bits in pairs."""
-
-    def allocate(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if dtype == INT4:
-            shape, dtype = (*shape[:-1], shape[-1] // 2), np.dtype(np.uint8)
-        return aligned_empty(shape, dtype)
-
-    return {suffix: allocate(*of) for suffix, of in packing.arrays(shape).items()}
+    arrays = packing.arrays(shape, in_pairs=True).items()
+    return {suffix: aligned_empty(shape, dtype) for suffix, (shape, dtype) in arrays}
 
 
 def _fill(made: dict[str, np.ndarray], index: int, parts: dict[str, np.ndarray]) -> None:

@@ -62,12 +62,18 @@ class Packing:
     has_table: bool = False
     has_factor: bool = False
 
-    def arrays(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Returns shapes and dtypes for matrices [..., F, D], by what follows a leaf's name."""
+    def arrays(
+        self, shape: tuple[int, ...], *, in_pairs: bool = False
+    ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Returns shapes and dtypes for matrices [..., F, D], by what follows a leaf's name, with
+        values of 4 bits two in a byte if `in_pairs`.
+        """
         *stack, rows, columns = shape
         group = self.group or columns
-        num_groups = columns // group
-        found = {"": ((*stack, num_groups, rows, group), self.dtype)}
+        num_groups, dtype = columns // group, self.dtype
+        if in_pairs and dtype == INT4:
+            group, dtype = group // 2, np.dtype(np.uint8)
+        found = {"": ((*stack, num_groups, rows, group), dtype)}
         of_scales = DYNAMIC if self.is_dynamic else SCALES
         found[of_scales] = ((*stack, num_groups, rows), self.scales)
         if self.has_zeros:

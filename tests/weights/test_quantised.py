@@ -19,6 +19,7 @@ from quantised import (
     CASES,
     SIZES,
     check_equal,
+    check_planned,
     compressed,
     kept_bytes,
     loaded,
@@ -46,6 +47,8 @@ def test_weights_are_what_the_stored_bits_stand_for(tmp_path, case):
     small, plain = quantised(tmp_path, case)
     check_equal(loaded(small), loaded(plain))
     assert packed_names(small) == STAY.get(case, MATRICES)
+    if case != "gptq-act-order":
+        check_planned(small)
     convert(small, tmp_path / "converted", dtype="float32")
     check_equal(loaded(tmp_path / "converted", load_converted), loaded(plain))
 

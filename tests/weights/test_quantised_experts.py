@@ -22,6 +22,7 @@ from quantised import (
     CASES,
     SIZES,
     check_equal,
+    check_planned,
     fp8_blocks,
     kept_bytes,
     loaded,
@@ -73,6 +74,7 @@ def fp8_fused(tmp_path: Path, config: dict, names: tuple[str, str]) -> tuple[Pat
             stored[name] = np.stack([parts["weight"] for parts, _ in made])
             stored[f"{name}_scale_inv"] = np.stack([p["weight_scale_inv"] for p, _ in made])
     about = {"quant_method": "fp8", "weight_block_size": [40, 24]}
+    about["modules_to_not_convert"] = ["self_attn"]
     save_file(tensors, plain / "model.safetensors")
     return written(tmp_path / "small", stored, config | {"quantization_config": about}), plain
 
@@ -91,11 +93,13 @@ def test_experts_of_one_tensor_in_fp8_stay_packed(tmp_path, family):
     small, plain = fp8_fused(tmp_path, config, names)
     check_equal(loaded(small), loaded(plain))
     assert packed_names(small) == packed
+    check_planned(small)
 
 
 def test_experts_of_gpt_oss_stay_packed(tmp_path):
     small, plain = mxfp4(tmp_path)
     check_equal(loaded(small), loaded(plain))
+    check_planned(small)
     convert(small, tmp_path / "converted", dtype="float32")
     check_equal(loaded(tmp_path / "converted", load_converted), loaded(plain))
     for directory in (small, tmp_path / "converted"):
