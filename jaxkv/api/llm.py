@@ -391,6 +391,7 @@ class LLM:
             make_kv=blueprint.empty_kv,
             decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token]),
             lock=self._lock,
+            host_bytes=blueprint.options.kv_host_bytes,
         )
 
     def _listed_params(

@@ -411,7 +411,22 @@ def make_blueprint(
         backend=backend,
         backend_reason=reason,
     )
+    _check_host_memory(everything)
     return _under_policy(everything)
+
+
+def _check_host_memory(blueprint: Blueprint) -> None:
+    """Raises: ValueError for host memory beside what it does not hold."""
+    options, limits = blueprint.options, blueprint.limits
+    if not options.kv_host_bytes:
+        return
+    if limits.has_windows or limits.has_states:
+        what = "windows" if limits.has_windows else "recurrent states"
+        raise ValueError(f"kv_host_bytes: expected 0 for a model with {what}")
+    if resolve(options.kv_policy) is not None:
+        raise ValueError(f"kv_host_bytes: expected 0 with kv_policy {options.kv_policy}")
+    if not options.enable_prefix_caching:
+        raise ValueError("kv_host_bytes: expected 0 with enable_prefix_caching=False")
 
 
 def auto_dtype(platform: str) -> str:

@@ -100,6 +100,7 @@ IS_PATH = Check(
 IS_TEXT_OR_NONE = Check(
     expected="None or a text", holds=lambda value: value is None or isinstance(value, str)
 )
+IS_COUNT = Check(expected="a number >= 0", holds=lambda value: is_int(value) and value >= 0)
 IS_COUNT_OR_NONE = Check(
     expected="None or a number >= 0",
     holds=lambda value: value is None or (is_int(value) and value >= 0),
@@ -239,6 +240,13 @@ class EngineOptions:
         "full pages of prompts and outputs stay in the cache until their room is needed, and "
         "requests that begin with the same tokens take them over",
         check=IS_BOOL,
+    )
+    kv_host_bytes: int = option(
+        0,
+        "host memory for pages that the prefix cache has no room for on the device, in bytes; not "
+        "for models with windows or recurrent states, nor with a kv_policy",
+        check=IS_COUNT,
+        commands=ENGINES,
     )
     num_state_snapshots: int | None = option(
         None,

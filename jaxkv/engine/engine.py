@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxkv.config import EngineConfig
+from jaxkv.engine.host_moves import HostMoves
 from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
 from jaxkv.engine.pages import (
     freed_nbytes,
@@ -18,12 +19,14 @@ from jaxkv.engine.pages import (
     measure_pages,
     move_pages,
     move_states,
+    page_nbytes,
     slot_nbytes,
 )
 from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
 from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
+from jaxkv.holding.host import HostPages
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.decoder import head_of
 from jaxkv.ops.sampling import NO_TOKEN
@@ -57,13 +60,16 @@ class Engine:
         make_kv: Callable[[], PagedKV],
         decode_token: Callable[[int], str] | None,
         lock: RLock | None = None,
+        host_bytes: int = 0,
     ) -> None:
         # Reentrant: the garbage collector may abort a stream within a step.
         self.lock = RLock() if lock is None else lock
         self.weights = weights
         self.programs = programs
-        self.scheduler = Scheduler(config)
+        host = HostPages(host_bytes // page_nbytes(kv)[0]) if host_bytes else None
+        self.scheduler = Scheduler(config, host)
         self.kv = kv
+        self._moves = None if host is None else HostMoves(host, kv)
         self._make_kv = make_kv
         self._newest_R = _no_tokens(config)
         self._flight: Flight | None = None
@@ -223,6 +229,8 @@ class Engine:
             if not self._watching.isdisjoint(self._flying + self.scheduler.running):
                 got, self._flight = self.results.read(self._flight), None
             self._watching &= self._requests
+        if self._moves is not None:
+            self._moves.settle()
         if self.scheduler.needs_results:
             got, self._flight = got + self.results.read(self._flight), None
         plan, before = self.scheduler.plan(), self._flight
@@ -261,6 +269,16 @@ class Engine:
                 scheduler.num_looked_up,
             ),
             Counter("prefix_cache_hits", "Prompt tokens that were found.", scheduler.num_found),
+            Counter(
+                "kv_host_hits",
+                "Prompt tokens of these that were found in host memory.",
+                0 if scheduler.host is None else scheduler.host.num_found,
+            ),
+            Gauge(
+                "kv_host_pages",
+                "Pages that host memory keeps.",
+                0 if scheduler.host is None else len(scheduler.host),
+            ),
             Counter(
                 "num_preemptions", "Requests that gave their pages back.", scheduler.num_preemptions
             ),
@@ -314,6 +332,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan | LoopPlan, requests: list[Request]) -> Flight:
         self._recorder.begun(requests)
+        self.move_pages_aside()
         if plan.demotions or plan.copies or plan.state_copies:
             self._move_pages(plan.copies, plan.demotions)
             self.kv = move_states(self.programs, self.kv, plan.state_copies)
@@ -323,6 +342,15 @@ class Engine:
             if isinstance(plan, LoopPlan)
             else self._launch_step(plan, requests)
         )
+
+    def move_pages_aside(self) -> None:
+        """Copies evicted pages to host memory, where it keeps some, and those back that are found
+        there: before anything writes or reads pages that were taken.
+        """
+        if self._moves is not None:
+            evicted, loads = self.scheduler.take_moves()
+            self._moves.out(self.kv, evicted)
+            self.kv = self._moves.back(self.kv, loads)
 
     def _move_pages(self, copies: Pairs, demotions: Pairs) -> None:
         self.kv = move_pages(self.programs, self.kv, copies=copies, demotions=demotions)

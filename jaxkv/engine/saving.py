@@ -165,6 +165,7 @@ def _insert(engine: Engine, hold: Hold, saved: SavedPages, tokens: array[int]) -
     hold.begin(engine.scheduler.allocators)
     found = hold.take_cached(tokens, len(tokens))
     hold.extend(len(tokens))
+    engine.move_pages_aside()
     places, size = _places(engine), hold.page_size
     for part in hold.parts:
         for s in range(len(engine.kv.stores)):

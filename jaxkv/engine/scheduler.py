@@ -15,6 +15,7 @@ from jaxkv.errors import CapacityError
 from jaxkv.holding.allocator import PageAllocator
 from jaxkv.holding.eviction import Eviction
 from jaxkv.holding.hold import Allocators, Measures, Pairs
+from jaxkv.holding.host import HostPage, HostPages
 from jaxkv.holding.prefix import PageKey
 from jaxkv.programs.buckets import fit_bucket, token_buckets
 from jaxkv.requests.request import Request
@@ -44,9 +45,10 @@ class Scheduler:
     compute, its missing beams are admitted whatever it takes.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, host: HostPages | None = None) -> None:
         self.config = config
-        self.allocators = Allocators(config)
+        self.host = host
+        self.allocators = self._new_allocators()
         self.eviction = Eviction(self.allocators)
         self.running: list[Request] = []
         self.bounded: set[Request] = set()
@@ -63,6 +65,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._copies: dict[Request, Pairs] = {}
         self._state_copies: list[tuple[int, int]] = []
+        self._loads: dict[Request, list[tuple[int, HostPage]]] = {}
         self._pins: dict[int, Sequence[bytes]] = {}
 
     @property
@@ -216,6 +219,7 @@ class Scheduler:
         del self.running[bisect_left(self.running, request.order, key=_order)]
         self._free_rows.append(request.row)
         self._copies.pop(request, None)
+        self._loads.pop(request, None)
         self.bounded.discard(request)
         self.eviction.forget(request.hold)
         request.row = None
@@ -260,7 +264,7 @@ class Scheduler:
             self._begin_state(request)
             if not request.record.num_preemptions:
                 self.num_looked_up += request.prompt_len
-            self._count_found(request, found)
+            self._count_found(request, found + self._load(request))
             insort(self.running, request, key=_order)
             owed, owed_low = owed + needed + len(self.config.windows), owed_low + low
 
@@ -450,8 +454,52 @@ class Scheduler:
         if (keys := self._pins.pop(number, None)) is not None:
             self.allocators.unpin(keys)
 
+    def _new_allocators(self) -> Allocators:
+        allocators = Allocators(self.config)
+        if self.host is not None:
+            allocators.pages.evicted = []
+        return allocators
+
+    def _load(self, request: Request) -> int:
+        """Goes on with pages from host memory where no more are on the device; returns how many
+        tokens they have. They are written before the next step.
+        """
+        hold, first = request.hold, request.hold.next_page(self._most_cached(request))
+        if self.host is None or hold.retention is not None or first is None:
+            return 0
+        size, keys = self.config.block_size, list[bytes]()
+        for index in range(first, self._most_cached(request) // size):
+            key, _ = hold.key(index, request.tokens)
+            if key not in self.host:
+                break
+            keys.append(key)
+        num_tokens = len(keys) * size
+        try:
+            hold.extend(hold.num_stored + num_tokens)
+        except CapacityError:
+            return 0
+        if keys:
+            pages = hold.parts[0].pages[first:]
+            self._loads[request] = list(zip(pages, self.host.get(keys), strict=True))
+            hold.advance(num_tokens)
+            self.host.num_found += num_tokens
+        return num_tokens
+
+    def take_moves(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, HostPage]]]:
+        """Returns pages to be copied to host memory, with their keys, and then pages to be written
+        from there: both before anything else writes or reads pages.
+        """
+        evicted = self.allocator.evicted or []
+        loads = [load for loads in self._loads.values() for load in loads]
+        if evicted:
+            self.allocator.evicted = []
+        self._loads.clear()
+        return evicted, loads
+
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again, nor what requests list later."""
+        if self.host is not None:
+            self.host.clear()
         self.allocators.forget()
         for request in (*self.running, *self.leaving):
             request.hold.is_listed = False
@@ -468,7 +516,8 @@ class Scheduler:
     def start_again(self, requests: Collection[Request]) -> None:
         """Has all of these wait and forgets everything else, whatever state it was left in."""
         outcomes = self.eviction.outcomes
-        self.allocators = Allocators(self.config)
+        self.allocators = self._new_allocators()
+        self._loads.clear()
         for keys in self._pins.values():
             self.allocators.pin(keys)
         self.eviction = Eviction(self.allocators)
@@ -510,7 +559,9 @@ class Scheduler:
             hold.source = None
 
     def _publish(self, request: Request) -> None:
-        """Lists the request's full pages for others."""
+        """Lists the request's full pages for others, unless some are still to be loaded."""
+        if request in self._loads:
+            return
         request.hold.publish(request.tokens, request.num_known)
 
     def _is_next(self, request: Request, coming: set[PageKey]) -> bool:

@@ -50,6 +50,10 @@ class PageAllocator:
         """Cached pages, too, with keys that are in `_pins`."""
         self._pins: dict[bytes, int] = {}
         """How often keys are pinned, listed or not."""
+        self.evicted: list[tuple[int, bytes]] | None = None
+        """Pages that have lost their place in the index to be written anew, and their keys; None
+        where nobody asks.
+        """
         self._index = PrefixIndex(num_pages, snapshots)
         self.snapshots = self._index.snapshots
         """Of the states after listed pages."""
@@ -92,6 +96,8 @@ class PageAllocator:
         new.reverse()
         del empty[kept:]
         evicted = [(cached or pinned).popitem(last=False)[0] for _ in range(num_pages - len(new))]
+        if self.evicted is not None:
+            self.evicted += [(page, key) for page in evicted if (key := self._index.key_of[page])]
         for page in self._index.remove(evicted):
             for free in (cached, pinned):
                 if page in free:

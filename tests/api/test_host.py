@@ -1,0 +1,105 @@
+"""Pages that the device has no room for come back from host memory as they were."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxkv.api.llm import LLM
+from jaxkv.config import SamplingParams
+from jaxkv.testing import engine_of
+from poison import poisoned
+from tiny import SMALL, make_checkpoint, tiny_config
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+SOME = 2**20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("host") / "model", tiny_config("llama"))
+
+
+@pytest.fixture
+def make(checkpoint, compile_once) -> Callable[..., LLM]:
+    return lambda **options: LLM(checkpoint, **SMALL | options)
+
+
+def ids(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 150, length).tolist()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_conversations_that_take_turns_find_their_pages_again(make, kv_cache_dtype):
+    """Eight of them in a pool for two, several at once, with NaN in all memory that nobody owns."""
+    own = {"kv_cache_dtype": kv_cache_dtype, "num_gpu_blocks_override": 26}
+    llm, plain = make(kv_host_bytes=SOME, **own), make(**own)
+    turns: dict[int, list[int]] = {talk: ids(30, talk) for talk in range(8)}
+    with poisoned(engine_of(llm)):
+        for turn in range(3):
+            for first in range(0, 8, 2):
+                talks = [first, first + 1]
+                prompts = [{"prompt_token_ids": turns[talk]} for talk in talks]
+                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                wanted = plain.generate(prompts, GREEDY, use_tqdm=False)
+                for talk, got, want in zip(talks, outputs, wanted, strict=True):
+                    assert got.outputs[0].token_ids == want.outputs[0].token_ids
+                    if turn:  # all full pages of what was there after the last turn
+                        known = len(turns[talk]) - 6
+                        assert got.num_cached_tokens == (known - 1) // 8 * 8
+                    turns[talk] += got.outputs[0].token_ids + ids(6, 10 * talk + turn)
+                engine_of(llm).check()
+    metrics = {metric.name: metric for metric in llm.get_metrics("")}
+    assert metrics["kv_host_pages"].value > 40
+    assert metrics["kv_host_hits"].value > 400
+    llm.reset_prefix_cache()
+    assert llm.generate(prompts, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_the_least_used_pages_leave_host_memory_first(make):
+    llm = make(kv_host_bytes=SOME, num_gpu_blocks_override=16)
+    page = engine_of(llm).scheduler.host
+    page.most = 6
+    for seed in range(6):
+        llm.generate({"prompt_token_ids": ids(60, seed)}, GREEDY, use_tqdm=False)
+    assert len(page) == 6
+    (output,) = llm.generate({"prompt_token_ids": ids(60, 0)}, GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 0
+
+
+def test_a_failure_between_taking_and_loading_loses_no_page(make, monkeypatch):
+    """What was not loaded is not found: the requests are computed anew."""
+    llm = make(kv_host_bytes=SOME, num_gpu_blocks_override=16)
+    engine = engine_of(llm)
+    prompt = {"prompt_token_ids": ids(60, 0)}
+    (want,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    for seed in range(1, 4):
+        llm.generate({"prompt_token_ids": ids(60, seed)}, GREEDY, use_tqdm=False)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch, poisoned(engine):
+        patch.setattr(engine._moves, "back", fail)
+        with pytest.raises(RuntimeError, match="no"):
+            llm.generate(prompt, GREEDY, use_tqdm=False)
+    engine.check()
+    (again,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert again.outputs[0].token_ids == want.outputs[0].token_ids
+    engine.check()
+
+
+def test_what_host_memory_does_not_hold_is_refused_by_name(make, checkpoint, tmp_path):
+    for reason, options in (
+        ("kv_policy", {"kv_policy": "streaming", "kv_budget": 64}),
+        ("enable_prefix_caching", {"enable_prefix_caching": False}),
+        ("number >= 0", {"kv_host_bytes": -1}),
+    ):
+        with pytest.raises(ValueError, match=f"kv_host_bytes.*{reason}"):
+            make(**{"kv_host_bytes": 1} | options)
+    windows = make_checkpoint(tmp_path / "model", tiny_config("qwen2-mixed-windows"))
+    with pytest.raises(ValueError, match=r"kv_host_bytes.*windows"):
+        LLM(windows, **SMALL, kv_host_bytes=1)
