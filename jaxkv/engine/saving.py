@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.engine.engine import Engine
@@ -132,7 +131,7 @@ def _vectors(
     """Returns keys and values [T, K, H], of one layer's pages; keys alone where values are in
     them.
     """
-    k, v = layout.unpack([jnp.asarray(x)[None] for x in arrays])
+    k, v = layout.unpack([jax.device_put(x[None]) for x in arrays])
     found = [k] if layout.latent_dim is not None else [k, v]
     return tuple(rounded(np.asarray(x)[0, ..., :head_dim], layout.codec.dtype) for x in found)
 
@@ -213,7 +212,7 @@ def _arrays(
 def _wide(x_TKH: np.ndarray, size: int) -> jax.Array:
     """Returns vectors [1, T, K, H] with zeros behind them, as pages of a larger head size have."""
     missing = size - x_TKH.shape[-1]
-    return jnp.asarray(np.pad(x_TKH.astype(np.float32), ((0, 0), (0, 0), (0, missing))))[None]
+    return jax.device_put(np.pad(x_TKH.astype(np.float32), ((0, 0), (0, 0), (0, missing)))[None])
 
 
 def _chunks(pages: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
