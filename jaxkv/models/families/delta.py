@@ -56,7 +56,7 @@ def delta_sizes(mixer: GatedDelta) -> dict[str, int]:
     """Counts the rows of each matrix of the mixer but the last."""
     keys, values = mixer.num_key_heads * mixer.key_dim, mixer.num_heads * mixer.value_dim
     mixed = {"delta_q": keys, "delta_k": keys, "delta_v": values, "delta_gate": values}
-    return mixed | {"delta_b": mixer.num_heads, "delta_step": mixer.num_heads}
+    return mixed | {"delta_b": mixer.num_heads, "delta_step": mixer.num_steps}
 
 
 def matrices_of(
@@ -92,10 +92,10 @@ def rest_of(
         # A vector here: what no matmul reads is not quantised.
         found[f"{name}_conv"] = leaf(source, (count * mixer.kernel,), (CHANNELS,), part=part)
         start += count
-    heads, values = ((mixer.num_heads,), (CHANNELS,)), mixer.num_heads * mixer.value_dim
+    values = mixer.num_heads * mixer.value_dim
     return found | {
-        "delta_rate": leaf(f"{prefix}A_log", *heads),
-        "delta_step_bias": leaf(f"{prefix}dt_bias", *heads),
+        "delta_rate": leaf(f"{prefix}A_log", (mixer.num_heads,), (CHANNELS,)),
+        "delta_step_bias": leaf(f"{prefix}dt_bias", (mixer.num_steps,), (CHANNELS,)),
         "delta_norm": leaf(f"{prefix}{norm}.weight", (mixer.value_dim,), ("head_dim",)),
         "delta_out": leaf(f"{prefix}{out}.weight", (hidden, values), ("model", CHANNELS)),
     }

@@ -10,6 +10,7 @@ from jaxkv.models.recurrent import Mixer
 from jaxkv.models.spec import ModelSpec, StateSpec
 
 ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "attn_gate")
+LATENT = ("q_down", "q_down_norm", "kv_down", "kv_down_norm", "k_up", "v_up")
 
 
 def with_mixer(
@@ -53,7 +54,8 @@ def with_mixer(
 
 def without_attention(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """Returns the arrays of a layer but for those of its attention."""
-    names = {*ATTENTION, *(f"{name}_bias" for name in ATTENTION), "sinks"}
+    own = (*ATTENTION, *LATENT)
+    names = {*own, *(f"{name}_bias" for name in own), "sinks"}
     return {name: one for name, one in leaves.items() if name not in names}
 
 

@@ -19,11 +19,13 @@ MAX_HEAD = 2**14
 def read_latent(
     config: ConfigReader,
     *,
-    interleaved: bool,
+    interleaved: bool = True,
+    rotates: bool = True,
     temperature: QueryTemperature | None = None,
     **more: Any,
 ) -> tuple[ModelSpec, Layout]:
-    """Reads a decoder whose layers have latent attention. more: as `read_decoder` takes it.
+    """Reads a decoder whose layers have latent attention. rotates: a part of each head is
+    rotated. more: as `read_decoder` takes it.
 
     Raises: CheckpointError for sizes that are none, or a rotated part that is odd.
     """
@@ -39,7 +41,7 @@ def read_latent(
     config = config.replaced(num_key_value_heads=num_heads, head_dim=plain + rotated)
     spec, layout = read_decoder(
         config,
-        ropes=[rope] * config.size("num_hidden_layers"),
+        ropes=[rope if rotates else None] * config.size("num_hidden_layers"),
         attention=AttentionSpec(scale=factor * (plain + rotated) ** -0.5, temperature=temperature),
         **more,
     )

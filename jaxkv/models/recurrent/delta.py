@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.recurrent.mixer import StateArray
-from jaxkv.ops.layers import ACTIVATIONS, linear, linear_over, rms_norm, total
+from jaxkv.ops.layers import linear, linear_over, rms_norm, total
 from jaxkv.ops.recurrent import LinearAttention, Rows, Tokens, run, short_conv
 
+GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 TINY = 1e-6
 """What keeps the length of a key away from 0."""
 
@@ -38,6 +39,11 @@ class GatedDelta:
     by_channel: bool = False
     most_beta: float = 1.0
     gate: str = "silu"
+
+    @property
+    def num_steps(self) -> int:
+        """Counts the decays of a token."""
+        return self.num_heads * (self.key_dim if self.by_channel else 1)
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
@@ -79,7 +85,7 @@ class GatedDelta:
         )
         found_TMY = rms_norm(found_TMY, w["delta_norm"], eps=self.norm_eps)
         gate_TMY = _through(h_TD, w, "delta_gate").reshape(found_TMY.shape)
-        out_TF = (found_TMY * ACTIVATIONS[self.gate](gate_TMY)).reshape(num_tokens, -1)
+        out_TF = (found_TMY * GATES[self.gate](gate_TMY)).reshape(num_tokens, -1)
         return linear_over(out_TF, w["delta_out"], axis=axis), (tails, matrices)
 
     def _decay(self, h_TD: jax.Array, w: Mapping[str, Any]) -> jax.Array:

@@ -34,8 +34,8 @@ class Rule(Protocol):
         ...
 
     def block(self, state: Array, inputs_C: Any) -> tuple[Array, Array]:
-        """Takes C tokens of one row at once: returns its state after them and the outputs [C, ...]
-        float32.
+        """Takes C tokens of one row at once, C a power of two: returns its state after them and the
+        outputs [C, ...] float32.
         """
         ...
 

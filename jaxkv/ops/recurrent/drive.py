@@ -21,8 +21,8 @@ def run(rule: Rule, inputs_T: Any, pool: Array, where: Rows) -> tuple[Array, Arr
     inputs_T: a pytree of arrays [T, ...]. pool: states [layers * num_slots, ...].
     Returns (outputs [T, ...] float32, 0 for padding tokens; the pool, in which nothing but these
     rows' states has changed). Rows with one token are taken several at a time; longer ones in
-    blocks of `rule.block_len` tokens, one after the other, as many as there are. Cost: what is
-    computed in between is of the size of a block.
+    blocks of up to `rule.block_len` tokens, one after the other, as many as there are. Cost: what
+    is computed in between is of the size of a block.
     """
     num_tokens, num_rows = jax.tree.leaves(inputs_T)[0].shape[0], where.slot_B.shape[0]
     shapes = jax.eval_shape(rule.step, _states_of(pool, num_tokens), inputs_T)
@@ -30,7 +30,8 @@ def run(rule: Rule, inputs_T: Any, pool: Array, where: Rows) -> tuple[Array, Arr
     y_T, pool = _run_single(rule, inputs_T, y_T, pool, where, min(DECODE_ROWS, num_rows))
     if where.batch.decode_only:
         return y_T, pool
-    return _run_chunks(rule, inputs_T, y_T, pool, where, min(rule.block_len, num_tokens))
+    block_len = 2 ** (min(rule.block_len, num_tokens).bit_length() - 1)
+    return _run_chunks(rule, inputs_T, y_T, pool, where, block_len)
 
 
 def _states_of(pool: Array, num_rows: int) -> jax.ShapeDtypeStruct:

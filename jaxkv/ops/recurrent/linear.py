@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
@@ -81,13 +80,8 @@ class LinearAttention:
             found_CJMY = self._read(tokens.k, left_CJM, before_JMXY)
             goal_CJMY = beta_CJM[..., None] * (added_CJMY - found_CJMY)
             of_keys_JMCC = self._products(tokens.k, tokens.k, kept_CCJM)
-            added_CJMY = jax.lax.linalg.triangular_solve(
-                of_keys_JMCC * beta_CJM.transpose(1, 2, 0)[..., None],
-                goal_CJMY.transpose(1, 2, 0, 3),
-                left_side=True,
-                lower=True,
-                unit_diagonal=True,
-            ).transpose(2, 0, 1, 3)
+            system_JMCC = of_keys_JMCC * beta_CJM.transpose(1, 2, 0)[..., None]
+            added_CJMY = einsum("jmts,sjmy->tjmy", inverse_of_lower(system_JMCC), goal_CJMY)
         seen_JMCC = self._products(tokens.q, tokens.k, kept_CCJM)
         y_CJMY = einsum("jmts,sjmy->tjmy", seen_JMCC, added_CJMY)
         y_CJMY += self._read(tokens.q, left_CJM, before_JMXY)
@@ -113,6 +107,30 @@ class LinearAttention:
         if self.by_channel:
             return einsum("tjmx,jmxy->tjmy", a_CJX[:, :, None] * left_CJM, state_JMXY)
         return einsum("tjx,jmxy->tjmy", a_CJX, state_JMXY) * left_CJM[..., None]
+
+
+def inverse_of_lower(a_CC: Array) -> Array:
+    """Inverts matrices [..., C, C] whose diagonal counts as 1 and what is above it as 0; C is a
+    power of two.
+
+    Of two blocks on the diagonal that are inverted, P and Q, and R below P, the inverse of the
+    whole is [[P, 0], [-Q R P, Q]]: log2(C) times two small products of all blocks at once. XLA's
+    triangular solve calls LAPACK on a CPU: for 32 heads of 64 tokens and 128 values 299 ms of CPU
+    time on a busy machine of two cores, where this and the product take 3.
+    """
+    size, batch = a_CC.shape[-1], a_CC.shape[:-2]
+    found = jnp.ones((*batch, size, 1, 1), a_CC.dtype)
+    width = 1
+    while width < size:
+        pairs, pair = found.reshape(*batch, -1, 2, width, width), jnp.arange(size // (2 * width))
+        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        blocks = a_CC.reshape(*batch, len(pair), 2, width, len(pair), 2, width)
+        below = jnp.moveaxis(blocks[..., 1, :, :, 0, :], -2, -3)[..., pair, pair, :, :]
+        below = -einsum("...ij,...jk,...kl->...il", second, below, first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        lower = jnp.concatenate([below, second], axis=-1)
+        found, width = jnp.concatenate([upper, lower], axis=-2), 2 * width
+    return found.reshape(a_CC.shape)
 
 
 def _kept(decay_C: Array) -> Array:

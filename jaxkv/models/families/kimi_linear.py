@@ -1,0 +1,120 @@
+"""Kimi Linear: Kimi delta attention, latent attention without rotation in every fourth layer, and
+experts as DeepSeek V3 chooses them. Source: arXiv 2510.26692.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.config import is_int
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, Layout, Leaf, Part, leaf
+from jaxkv.models.families.delta import (
+    CHANNELS,
+    LINEAR,
+    MAX_KERNEL,
+    matrices_of,
+    rest_of,
+)
+from jaxkv.models.families.experts import first_dense, read_grouped
+from jaxkv.models.families.hybrid import with_mixer
+from jaxkv.models.families.latent import read_latent
+from jaxkv.models.recurrent import GatedDelta
+from jaxkv.models.spec import ModelSpec
+
+PREFIX = "model.layers.{layer}.self_attn."
+DENSE, SPARSE = "dense", "sparse"
+RENAMED = {
+    "max_position_embeddings": "model_max_length",
+    "n_group": "num_expert_group",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+}
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    config = config.renamed(**RENAMED)
+    config.refuse("mla_use_nope", True)
+    experts, router = read_grouped(config)
+    found = read_latent(
+        config,
+        rotates=False,
+        family="kimi_linear",
+        experts=replace(experts, gate="w1", up="w3", down="w2").leaves,
+        router=router,
+        is_dense=_dense_layers(config),
+    )
+    mixer = _read_mixer(config)
+    leaves = _leaves(mixer, found[0].hidden_size)
+    spec, layout = with_mixer(found, _linear_layers(config), mixer, leaves)
+    return spec, replace(layout, spellings=((r"\.block_sparse_moe\.", ".mlp."),))
+
+
+def _linear_layers(config: ConfigReader) -> list[int]:
+    """Lists the layers with delta attention: by `layer_types`, or by published configs' own lists,
+    which count from 1.
+    """
+    num_layers, own = _num_layers(config), config.section("linear_attn_config")
+    if config.get("layer_types") is not None:
+        kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR))
+        linear = [layer for layer, kind in enumerate(kinds) if kind == LINEAR]
+    elif own.get("kda_layers") is not None:
+        listed = own.get("kda_layers")
+        if not isinstance(listed, list) or not all(
+            is_int(one) and 1 <= one <= num_layers for one in listed
+        ):
+            raise own.fail("kda_layers", f"a list of layers from 1 to {num_layers}")
+        linear = [one - 1 for one in listed]
+    else:
+        linear = [layer for layer in range(num_layers) if not layer or layer % 4]
+    if len(set(linear)) == num_layers:
+        raise config.fail("layer_types", f"a layer of {FULL} (a model without any is not built)")
+    return linear
+
+
+def _dense_layers(config: ConfigReader) -> list[int]:
+    if config.get("mlp_layer_types") is None:
+        return list(first_dense(config.with_defaults({"first_k_dense_replace": 1})))
+    kinds = config.kinds("mlp_layer_types", _num_layers(config), (DENSE, SPARSE))
+    return [layer for layer, kind in enumerate(kinds) if kind == DENSE]
+
+
+def _num_layers(config: ConfigReader) -> int:
+    return config.size("num_hidden_layers", at_most=MAX_LAYERS)
+
+
+def _read_mixer(config: ConfigReader) -> GatedDelta:
+    own = config.section("linear_attn_config")
+    num_heads = own.size("num_heads", config.size("linear_num_heads", 32))
+    dim = own.size("head_dim", config.size("linear_head_dim", 128))
+    kernel = config.size("linear_conv_kernel_dim", 4, at_most=MAX_KERNEL)
+    kernel = own.size("short_conv_kernel_size", kernel, at_most=MAX_KERNEL)
+    if kernel < 2:
+        raise config.fail("linear_conv_kernel_dim", f"a whole number from 2 to {MAX_KERNEL}")
+    return GatedDelta(
+        num_key_heads=num_heads,
+        num_heads=num_heads,
+        key_dim=dim,
+        value_dim=dim,
+        kernel=kernel,
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+        by_channel=True,
+        gate="sigmoid",
+    )
+
+
+def _leaves(mixer: GatedDelta, hidden: int) -> dict[str, Leaf]:
+    found = rest_of(mixer, PREFIX, hidden, conv="{name}_conv1d", norm="o_norm", out="o_proj")
+    for name in ("q", "k", "v", "b"):
+        found |= matrices_of(mixer, f"{PREFIX}{name}_proj", (f"delta_{name}",), hidden)
+    # Gates and steps go through as few channels as a head has.
+    width = mixer.value_dim
+    for name, source in (("gate", "g"), ("step", "f")):
+        found |= matrices_of(mixer, f"{PREFIX}{source}_b_proj", (f"delta_{name}",), width)
+        inner = leaf(f"{PREFIX}{source}_a_proj.weight", (width, hidden), (None, "model"))
+        found[f"delta_{name}_in"] = inner
+    stored = Part(shape=(1, 1, mixer.num_heads, 1))
+    rate = leaf(f"{PREFIX}A_log", (mixer.num_heads,), (CHANNELS,), part=stored)
+    return found | {"delta_rate": rate}
