@@ -172,6 +172,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.9, "embedding_multiplier": 1.4}
     | {"lm_head_multiplier": 0.6},
     "falcon_h1-plain": HEAD | MAMBA2 | {"mamba_d_ssm": 96},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8}
+    | {"num_experts": 6, "mamba_dt_rank": 5, "mamba_proj_bias": True},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2-biases": {"conv_bias": True, "conv_L_cache": 4, "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}

@@ -1,0 +1,67 @@
+"""Mixes tokens by Mamba's selective state space. Source: arXiv 2312.00752, section 3; Jamba, arXiv
+2403.19887 (the norms inside).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.models.recurrent.mixer import StateArray
+from jaxkv.ops.layers import linear, linear_over, rms_norm
+from jaxkv.ops.recurrent import Rows, Selected, Selective, run, short_conv
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba:
+    """Runs values through a short convolution and a state of `state_dim` numbers per channel, which
+    each token forgets, writes and reads as its values say, and gates what it finds.
+
+    rank: columns of the matrix that makes step sizes. width: tokens that the convolution sees.
+    """
+
+    channels: int
+    state_dim: int
+    rank: int
+    width: int
+    norm_eps: float
+
+    @property
+    def arrays(self) -> tuple[StateArray, ...]:
+        """Lists the last inputs of the convolution, and the states of all channels."""
+        tail = StateArray((self.channels, self.width - 1))
+        return tail, StateArray((self.channels, self.state_dim))
+
+    def __call__(
+        self,
+        h_TD: jax.Array,
+        w: Mapping[str, Any],
+        states: tuple[jax.Array, ...],
+        rows: Rows,
+        *,
+        axis: str | None,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        tails, kept = states
+        x_TX, z_TX = (linear(h_TD, w[name], w.get(f"{name}_bias")) for name in ("scan_x", "scan_z"))
+        kernel_XK = w["scan_conv"].reshape(-1, self.width)
+        x_TX, tails = short_conv(x_TX, kernel_XK, tails, rows, w.get("scan_conv_bias"))
+        x_TX = jax.nn.silu(x_TX)
+        ends = (self.rank, self.rank + self.state_dim)
+        parts = jnp.split(linear_over(x_TX, w["scan_rest"], None, axis=axis), ends, axis=1)
+        names = ("scan_dt_norm", "scan_b_norm", "scan_c_norm")
+        dt_TR, b_TN, c_TN = (
+            rms_norm(part, w[name], eps=self.norm_eps)
+            for part, name in zip(parts, names, strict=True)
+        )
+        step_TX = jax.nn.softplus(linear(dt_TR, w["scan_dt"], w["scan_step"]))
+        rate_XN = jnp.exp(w["scan_rate"].astype(jnp.float32)).reshape(-1, self.state_dim)
+        tokens = Selected(delta=step_TX, x=x_TX, b=b_TN, c=c_TN)
+        y_TX, kept = run(Selective(-rate_XN), tokens, kept, rows)
+        y_TX += w["scan_skip"].astype(jnp.float32)[None] * x_TX
+        y_TX *= jax.nn.silu(z_TX)
+        out_TD = linear_over(y_TX, w["scan_out"], w.get("scan_out_bias"), axis=axis)
+        return out_TD, (tails, kept)
