@@ -321,6 +321,12 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         SIGLIP | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
         {},
     ),
+    "kimi_k25": (
+        "deepseek_v3",
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        | {"num_attention_heads": 2, "patch_size": 8},
+        {},
+    ),
     "llava": ("llama", SIGLIP | {"model_type": "clip_vision_model"}, {}),
     "mistral3": ("mistral", SIGLIP | {"model_type": "pixtral", "head_dim": 8}, {}),
     "qwen2_vl": ("qwen2_vl_text", {"depth": 1, "num_heads": 2, "embed_dim": 16}, {}),

@@ -46,6 +46,7 @@ TEXT_OF = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
+    "kimi_k25": "deepseek_v3",
     "llava": "llama",
     "mistral3": "mistral",
     "qwen2_vl": "qwen2_vl_text",
