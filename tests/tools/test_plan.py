@@ -78,6 +78,17 @@ def test_llama_3_70b_takes_what_is_known_of_it(write, plan):
     assert re.search(r"of a sequence of 4,096 +10\.00 GiB\n", out)
 
 
+def test_rows_that_all_heads_share_are_on_every_device(write, plan):
+    latent = {"num_key_value_heads": 64, "kv_lora_rank": 512, "q_lora_rank": 1536}
+    latent |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    config = LLAMA_3_70B | latent | {"model_type": "youtu"}
+    _, out, _ = plan(write(config), "--target", "v6e:2x4", "--context", 4096, "--backend", "xla")
+    assert "KV cache of 576 numbers per token and layer in bfloat16" in out
+    assert re.search(
+        r"KV cache of a token +720\.00 KiB\n +all of it on each device +90\.00 KiB\n", out
+    )
+
+
 def test_a_token_takes_what_each_layer_takes(write, plan):
     def of_token(*options: object) -> float:
         _, out, _ = plan(write(LLAMA_3_8B), "--target", "v6e", "--context", 4096, *options)
