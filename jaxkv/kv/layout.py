@@ -223,6 +223,8 @@ class LaneLayout(PageLayout):
     @property
     def lanes(self) -> tpu.Layout:
         """Raises: NotImplementedError for a head_dim that the kernels do not take."""
+        if self.latent_dim is not None:
+            return tpu.latent_layout_of(width=self.head_dim, rank=self.latent_dim)
         return tpu.layout_of(kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     @property
@@ -262,7 +264,8 @@ class LaneLayout(PageLayout):
         numbers = tpu.unpack(self.lanes, self.packing.unpack_values(words))
         flat = rest[0].reshape(-1, *rest[0].shape[-2:])
         found = tpu.unpack_scales(self.packing, flat, self.num_kv_heads, self.page_size)
-        scale, *offset = (y.reshape(numbers.shape[:-1]) for y in found)
+        # Of latent rows the words say the same twice.
+        scale, *offset = (y[:, : self.num_vectors].reshape(numbers.shape[:-1]) for y in found)
         # A 4-bit number stands for the middle of its step (`Quantised`).
         values = numbers + 0.5 if offset else numbers
         return decode_elements(self.codec, Elements(values, scale, *offset))

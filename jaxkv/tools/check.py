@@ -156,9 +156,9 @@ def _own_cases(verdict: Verdict) -> list[Case]:
     found, engine = verdict.found, verdict.job
     if found.get("backend") != "pallas_tpu" or not isinstance(engine, EngineJob):
         return []
-    num_heads, kv_heads, head_dim = found["heads"]
+    num_heads, kv_heads, head_dim, *_ = found["heads"]
     heads = {
-        "heads": (num_heads, kv_heads, head_dim),
+        "heads": tuple(found["heads"]),
         "dtype": found["kv_dtype"],
         "page_size": found["page_size"],
     }

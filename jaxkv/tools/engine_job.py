@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxkv.tools.chips import parse_target
+
+if TYPE_CHECKING:
+    from jaxkv.ops.attention import Heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +59,22 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
         "pages_reason": budget.reason,
         "page_size": made.limits.block_size,
         "kv_dtype": made.kv_cache_dtype,
-        "heads": [heads.num_heads, heads.num_kv_heads, heads.head_dim],
+        "heads": _shape(heads),
         "memory": budget.lines(programs),
         "programs": [
             describe_program(name, program, slices) for name, program in programs.compiled.items()
         ],
     }
+
+
+def _shape(heads: Heads) -> list[int]:
+    """Returns the heads as the TPU kernels know them (`tools.kernels.Case`)."""
+    from kernels_pallas.tpu import padded_head_dim
+
+    is_latent = heads.latent_dim is not None
+    head_dim = padded_head_dim(heads.head_dim, latent=is_latent)
+    rank = [] if heads.latent_dim is None else [heads.latent_dim]
+    return [heads.num_heads, heads.num_kv_heads, head_dim, *rank]
 
 
 def large_sizes(programs: Any) -> dict[str, int]:

@@ -18,7 +18,7 @@ from jaxkv.tools.chips import CHIPS, parse_target
 from jaxkv.tools.schedule import Schedule, read_schedule
 
 KERNELS = ("decode", "prefill")
-SHAPES = {  # query heads, KV heads, head_dim
+SHAPES: dict[str, tuple[int, ...]] = {  # query heads, KV heads, head_dim; of latent rows: values
     "8b": (32, 8, 128),
     "70b-tp8": (8, 1, 128),
     "mha": (32, 32, 128),
@@ -26,25 +26,24 @@ SHAPES = {  # query heads, KV heads, head_dim
     "h64": (32, 8, 64),
     "h64-tp8": (8, 1, 64),
     "h256": (8, 4, 256),
-    "mla": (128, 1, 640),
-    "mla-tp8": (16, 1, 640),
+    "mla": (128, 1, 640, 512),
+    "mla-tp8": (16, 1, 640, 512),
 }
-RANKS = {"mla": 512, "mla-tp8": 512}
-"""Numbers of a latent row that are its value; other shapes keep keys and values apart."""
-
 CONTEXT = {"decode": 2048, "prefill": 8192}
+LATENT_CONTEXT = {"decode": 4096, "prefill": 8192}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One kernel at one shape. heads: query heads, KV heads, head_dim of one device. context:
+    """One kernel at one shape. heads: query heads, KV heads, head_dim of one device, and of latent
+    rows how many of their numbers are the value. context:
     tokens that each of `batch` rows holds; queries: of the one prefill chunk. tiles: instead of the
     tuned ones. far: a pool of more than 2^31 bytes.
     """
 
     kernel: str
     name: str
-    heads: tuple[int, int, int]
+    heads: tuple[int, ...]
     chip: str
     dtype: str = "bfloat16"
     page_size: int = 64
@@ -53,7 +52,11 @@ class Case:
     queries: int = 512
     tiles: tuple[tuple[str, int], ...] = ()
     far: bool = False
-    rank: int = 0
+
+    @property
+    def rank(self) -> int | None:
+        """Returns how many numbers of a latent row are its value; None: values are apart."""
+        return self.heads[3] if len(self.heads) > 3 else None
 
     @property
     def itemsize(self) -> int:
@@ -73,17 +76,13 @@ class Case:
 def case_of(
     kernel: str, name: str, chip: str, *, context: int | None = None, **others: Any
 ) -> Case:
-    """Makes the case at a named shape, or with `heads` at any: decode of 64 rows x 2,048 tokens, or
-    512 queries that end at 8,192.
+    """Makes the case at a named shape, or with `heads` at any: decode of 64 rows x 2,048 tokens,
+    or 4,096 latent ones; or 512 queries that end at 8,192.
     """
     batch = 64 if kernel == "decode" else 1
-    given = {
-        "heads": SHAPES.get(name),
-        "rank": RANKS.get(name, 0),
-        "context": context or CONTEXT[kernel],
-        "batch": batch,
-    } | others
-    return Case(kernel=kernel, name=name, chip=chip, **given)
+    given = {"heads": SHAPES.get(name), "batch": batch} | others
+    usual = LATENT_CONTEXT if len(given["heads"] or ()) > 3 else CONTEXT
+    return Case(kernel=kernel, name=name, chip=chip, context=context or usual[kernel], **given)
 
 
 def layout_of(case: Case) -> Any:
@@ -92,8 +91,8 @@ def layout_of(case: Case) -> Any:
     """
     from kernels_pallas import tpu
 
-    _, kv_heads, head_dim = case.heads
-    if case.rank:
+    _, kv_heads, head_dim, *_ = case.heads
+    if case.rank is not None:
         return tpu.latent_layout_of(width=head_dim, rank=case.rank)
     return tpu.layout_of(kv_heads=kv_heads, head_dim=head_dim)
 
@@ -124,7 +123,7 @@ def lower_case(case: Case) -> Any:
     from jaxkv.programs.compiled import lower
     from kernels_pallas import tpu
 
-    num_heads, kv_heads, head_dim = case.heads
+    num_heads, kv_heads, head_dim, *_ = case.heads
     layout, tiles, packing = layout_of(case), tiles_of(case), packing_of(case)
     dtype = jnp.dtype(jnp.float32 if case.dtype == "float32" else jnp.bfloat16)
     decodes = case.kernel == "decode"
@@ -154,7 +153,7 @@ def lower_case(case: Case) -> Any:
             decode_only=decodes,
         )
         where = {"layer": layer, "num_pages": num_pages, "scale": head_dim**-0.5}
-        if case.rank:
+        if case.rank is not None:
             row_TX = k_TKH[:, 0]
             return tpu.ragged_latent_attention(
                 q_TNH, row_TX, pages, schedule, rank=case.rank, **where
@@ -222,14 +221,14 @@ def count(case: Case, folder: Path) -> dict[str, Any]:
 
 def bytes_per_token(case: Case) -> float:
     """Counts the bytes of the pages, with their scales."""
-    _, kv_heads, head_dim = case.heads
+    _, kv_heads, head_dim, *_ = case.heads
     packing = packing_of(case)
     scales = (
         0.0
         if packing is None
         else 4 * packing.scales_width(kv_heads, case.page_size) / case.page_size
     )
-    vectors = kv_heads if case.rank else 2 * kv_heads
+    vectors = 2 * kv_heads if case.rank is None else kv_heads
     return vectors * head_dim * case.bits / 8 + scales
 
 

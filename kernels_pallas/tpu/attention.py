@@ -76,8 +76,8 @@ def ragged_paged_attention(
 
 def ragged_latent_attention(
     q_TNX: jax.Array,
-    row_TX: jax.Array,
-    pages: jax.Array,
+    row_TX: jax.Array | Quantised,
+    pages: jax.Array | Packed,
     schedule: Schedule,
     *,
     rank: int,
@@ -86,7 +86,7 @@ def ragged_latent_attention(
     scale: float,
     out_dtype: Any = jnp.float32,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | Packed]:
     """Writes the step's latent rows into their pages and attends every packed token to the pages
     of its row: all heads share one key, the row, and one value, its first `rank` numbers, so that a
     page is read once for both.
@@ -101,9 +101,9 @@ def ragged_latent_attention(
     absorbed into queries and outputs.
     """
     return _attention(
-        latent_layout_of(width=row_TX.shape[1], rank=rank),
+        latent_layout_of(width=_shape(row_TX)[1], rank=rank),
         q_TNX,
-        row_TX[:, None],
+        jax.tree.map(lambda x: x[:, None], row_TX),
         pages,
         schedule,
         layer=layer,

@@ -74,9 +74,11 @@ class Layout:
         return 0 if self.kind in ("beside", "latent") else self.joined
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """Returns the smallest head size that the kernels take and that is at least as large."""
-    return LANES // 2 if head_dim <= LANES // 2 else -(-head_dim // LANES) * LANES
+def padded_head_dim(head_dim: int, *, latent: bool = False) -> int:
+    """Returns the smallest head size that the kernels take and that is at least as large; with
+    `latent`, of a row that is key and value.
+    """
+    return LANES // 2 if head_dim <= LANES // 2 and not latent else -(-head_dim // LANES) * LANES
 
 
 def layout_of(*, kv_heads: int, head_dim: int) -> Layout:

@@ -101,11 +101,11 @@ class Packing:
         )
         return jnp.moveaxis(found, -3, -4).reshape(*lead, rows * self.per_word, width)
 
-    def scale_words(self, new_T2K: Quantised) -> jax.Array:
+    def scale_words(self, layout: Layout, new_T2K: Quantised) -> jax.Array:
         """Returns [T, words, K] int32 of new keys and values [T, 2K]."""
         parts = [x for x in (new_T2K.scale, new_T2K.offset) if x is not None]
         pairs = (jax.lax.bitcast_convert_type(x, jnp.int32) for x in parts)
-        return jnp.stack([_pair(*jnp.split(x, 2, axis=1)) for x in pairs], axis=1)
+        return jnp.stack([_pair(*_halves(layout, x)) for x in pairs], axis=1)
 
     @property
     def unit(self) -> float:
@@ -149,6 +149,11 @@ def packing_of(x: Quantised) -> Packing:
     return Packing(8 if x.offset is None else 4)
 
 
+def _halves(layout: Layout, x: jax.Array) -> list[jax.Array]:
+    """Splits [T, 2K, ..] into what keys have and what values have: of latent rows the same."""
+    return [x, x] if layout.kind == "latent" else jnp.split(x, 2, axis=1)
+
+
 def _pair(low: jax.Array, high: jax.Array) -> jax.Array:
     """Joins the bits of two float32 that bfloat16 holds in one word."""
     return jax.lax.shift_right_logical(low, jnp.int32(16)) | high
@@ -170,7 +175,7 @@ def pack_new(layout: Layout, packing: Packing, new_T2K: Quantised) -> tuple[jax.
     2K, H].
     """
     values = pack(layout, new_T2K.values.astype(jnp.int8)[:, :, None])[:, :, 0]
-    return values, packing.scale_words(new_T2K)
+    return values, packing.scale_words(layout, new_T2K)
 
 
 def pack_pages(layout: Layout, packing: Packing, pages: Quantised) -> Packed:
@@ -183,9 +188,7 @@ def pack_pages(layout: Layout, packing: Packing, pages: Quantised) -> Packed:
         for x in (pages.scale, pages.offset)
         if x is not None
     ]
-    rows = jnp.stack([_pair(*jnp.split(x, 2, axis=1)) for x in parts], axis=1).reshape(
-        len(words), 1, -1
-    )
+    rows = jnp.stack([_pair(*_halves(layout, x)) for x in parts], axis=1).reshape(len(words), 1, -1)
     return Packed(
         words, to_width(rows, packing.scales_width(layout.kv_heads, pages.values.shape[2]))
     )

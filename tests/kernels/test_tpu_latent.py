@@ -13,6 +13,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxkv.kv.codecs import get_codec
+from jaxkv.kv.state import PageTables, Store, empty_store
+from jaxkv.ops.attention import Backend, Batch, Heads, Place, pallas_tpu
+from jaxkv.ops.attention.pallas_tpu import PallasTpu
+from jaxkv.ops.attention.xla import Xla
 from kernels_pallas import tpu
 from ragged import LAYER, NUM_ROWS, Case, Shape, assert_close, expected, random_case
 from tiers import some
@@ -103,3 +108,68 @@ def test_latent_pages_hold_each_number_once_and_packing_can_be_undone():
     np.testing.assert_array_equal(tpu.unpack(layout, packed), pages)
     with pytest.raises(NotImplementedError, match="latent rows: expected a multiple of 128, got"):
         tpu.latent_layout_of(width=576, rank=512)
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "apart"), some([("float32", 16, 1e-5), ("int8", 32, 0.03)])
+)
+def test_the_backend_gives_what_xla_gives_over_latent_pages(monkeypatch, name, page_size, apart):
+    """A decode row and a chunk, of rows that the kernels pad; int8 rounds queries to bfloat16."""
+
+    def choose(**_: object) -> tpu.Tiles:
+        return tpu.Tiles(decode_pages=1, decode_heads=1, prefill_pages=1, prefill_queries=16)
+
+    monkeypatch.setattr(pallas_tpu, "choose_tiles", choose)
+    num_heads, head_dim, rank, num_pages, chunk = 4, 40, 24, 8, 21
+    heads = Heads(
+        num_heads=num_heads, num_kv_heads=1, head_dim=head_dim, window=None, latent_dim=rank
+    )
+    rng = np.random.default_rng(0)
+    drawn = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in (
+            (1 + chunk, num_heads, head_dim),
+            (1 + chunk, 1, head_dim),
+            (1, num_pages * page_size, 1, head_dim),
+        )
+    )
+    q_TNH, k_TKH, before = drawn
+    lengths = jnp.asarray([page_size + 2, 3], jnp.int32)
+    tables = PageTables(
+        table_BW=jnp.asarray([[4, 1], [2, 5]], jnp.int32),
+        first_BW=jnp.asarray([[0, page_size]] * 2, jnp.int32),
+        len_B=lengths,
+    )
+    count_B = jnp.asarray([1, chunk], jnp.int32)
+    batch = Batch(
+        token_T=jnp.zeros(1 + chunk, jnp.int32),
+        position_T=jnp.asarray([page_size + 2, *range(3, 3 + chunk)], jnp.int32),
+        row_T=jnp.asarray([0] + [1] * chunk, jnp.int32),
+        start_B=jnp.asarray([0, 1], jnp.int32),
+        count_B=count_B,
+        num_decode=jnp.int32(1),
+        num_rows=jnp.int32(2),
+    )
+
+    def attended(backend: Backend) -> np.ndarray:
+        layout = backend.page_layout(heads, page_size, get_codec(name, platform="tpu"))
+
+        def padded(x: jax.Array) -> jax.Array:
+            return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, layout.head_dim - head_dim),))
+
+        packed = (x.reshape(-1, *x.shape[2:]) for x in layout.pack(padded(before), None))
+        empty = empty_store(num_layers=1, layout=layout, num_pages=num_pages)
+
+        @partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
+        def step(store: Store) -> jax.Array:
+            prepared = backend.prepare(store, tables, batch, heads)
+            at = Place(store, 0, replace(tables, len_B=lengths + count_B))
+            options = {"scale": head_dim**-0.5, "out_dtype": np.dtype(np.float32)}
+            q, k = padded(q_TNH), padded(k_TKH)
+            return backend.attend(q, k, None, at, batch, prepared, **options).out_TNH
+
+        return np.asarray(step(empty.with_arrays(*packed)))
+
+    xla, kernels = attended(Xla()), attended(PallasTpu(interpret=True))
+    assert kernels.shape == xla.shape == (1 + chunk, num_heads, rank)
+    np.testing.assert_allclose(kernels, xla, rtol=0, atol=apart * xla.std())

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
+from jaxkv.kv.codecs.int4 import Int4Codec
 from jaxkv.kv.layout import LaneLayout, packing_of
 from jaxkv.kv.state import PageTables, Store, empty_store
 from jaxkv.ops.attention.base import (
@@ -30,6 +31,7 @@ from kernels_pallas.tpu import (
     choose_tiles,
     make_schedule,
     padded_head_dim,
+    ragged_latent_attention,
     ragged_paged_attention,
 )
 
@@ -54,7 +56,10 @@ class PallasTpu:
                 f"{needs.codec.dtype}"
             )
         if heads.latent_dim is not None:
-            return "latent attention: expected values apart from keys; its kernel is not built"
+            if heads.cap or heads.has_sinks:
+                return "latent attention: expected scores without a cap and without sinks"
+            if isinstance(needs.codec, Int4Codec):  # it mixes what is value with what is not
+                return "latent attention: kv_cache_dtype: expected bfloat16, float32 or int8"
         try:
             jax.eval_shape(partial(self._try, heads, needs))
         except NotImplementedError as error:
@@ -73,11 +78,12 @@ class PallasTpu:
         made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
         q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, layout.head_dim))
         k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, layout.head_dim))
+        v_TKH = None if heads.latent_dim is not None else k_TKH
         prepared = self.prepare(store, tables, made, heads)
         return self.attend(
             q_TNH,
             None if heads.has_readers else k_TKH,
-            None if heads.has_readers else k_TKH,
+            None if heads.has_readers else v_TKH,
             Place(store, 0, tables),
             made,
             prepared,
@@ -90,9 +96,10 @@ class PallasTpu:
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> LaneLayout:
         return LaneLayout(
             num_kv_heads=heads.num_kv_heads,
-            head_dim=padded_head_dim(heads.head_dim),
+            head_dim=padded_head_dim(heads.head_dim, latent=heads.latent_dim is not None),
             page_size=page_size,
             codec=codec,
+            latent_dim=heads.latent_dim,
         )
 
     def prepare(self, store: Store, tables: PageTables, batch: Batch, heads: Heads) -> Schedule:
@@ -135,29 +142,45 @@ class PallasTpu:
         sinks_N: jax.Array | None = None,
     ) -> Attended:
         refuse_statistics(at)
-        if k_TKH is None or v_TKH is None:
-            # Decode writes where it attends.
+        store, layout = at.store, _layout_of(at.store)
+        codec, rank = store.codec, layout.latent_dim
+        quantise = layout.quantise if store.scales is not None else lambda x: x
+        pool = store.pages if store.scales is None else Packed(store.pages, store.scales)
+        rounded = out_dtype if store.scales is None else np.dtype(np.float32)
+        if rank is not None and k_TKH is not None:
+            out_TNH, pages = ragged_latent_attention(
+                q_TNH,
+                quantise(k_TKH[:, 0]),
+                pool,
+                prepared,
+                rank=rank,
+                layer=at.layer,
+                num_pages=store.num_pages,
+                scale=scale,
+                out_dtype=rounded,
+                interpret=self.interpret,
+            )
+        elif k_TKH is not None and v_TKH is not None:
+            out_TNH, pages = ragged_paged_attention(
+                codec.rotate(q_TNH),
+                quantise(k_TKH),
+                quantise(v_TKH),
+                pool,
+                prepared,
+                layer=at.layer,
+                num_pages=store.num_pages,
+                scale=scale,
+                softcap=cap or None,
+                sinks_N=sinks_N,
+                out_dtype=rounded,
+                interpret=self.interpret,
+            )
+        else:  # decode writes where it attends
             raise NotImplementedError("layers that attend to what another has stored run on xla")
-        store = at.store
-        codec = store.codec
-        quantised = None if store.scales is None else _layout_of(store).quantise
-        out_TNH, pages = ragged_paged_attention(
-            codec.rotate(q_TNH),
-            k_TKH if quantised is None else quantised(k_TKH),
-            v_TKH if quantised is None else quantised(v_TKH),
-            store.pages if store.scales is None else Packed(store.pages, store.scales),
-            prepared,
-            layer=at.layer,
-            num_pages=store.num_pages,
-            scale=scale,
-            softcap=cap or None,
-            sinks_N=sinks_N,
-            out_dtype=out_dtype if quantised is None else jnp.float32,
-            interpret=self.interpret,
-        )
         if isinstance(pages, Packed):
             store = store.with_arrays(pages.words, pages.scales)
-            return Attended(codec.restore(out_TNH).astype(out_dtype), store, None)
+            restored = out_TNH if rank is not None else codec.restore(out_TNH)
+            return Attended(restored.astype(out_dtype), store, None)
         return Attended(out_TNH, store.with_arrays(pages), None)
 
 
