@@ -34,6 +34,7 @@ QUICK = {
     "deepseek_v3",  # latent attention
     "falcon",  # one KV head, fused
     "falcon-new",  # fused by head, two norms
+    "falcon_h1",  # Mamba2 and attention side by side, factors on everything
     "gemma2",  # capped logits, norms less one, a scale of its own
     "gemma3_text",  # an embedding for each kind of layer
     "gemma4_text",  # kinds of layers, keys of others, inputs of their own
@@ -44,6 +45,7 @@ QUICK = {
     "ministral3",  # queries that grow
     "nanochat",  # norms without weights, the other way round
     "nemotron",  # LayerNorms less one, no gate
+    "nemotron_h",  # layers of one block each, experts without a gate
     "olmo2",  # norms over all heads, behind the blocks
     "phi3-longrope",
     "qwen3_next",  # a recurrence beside gated attention, experts
