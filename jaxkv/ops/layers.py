@@ -251,15 +251,32 @@ class HeadMatrices(NamedTuple):
 
     def dot(self, x_TND: Array) -> Array:
         """Multiplies each head's part with its weight: [T, N, F] float32."""
-        w_NFD = values(self.leaf[self.layer])
-        y_NTF = jax.lax.dot_general(
-            x_TND.astype(w_NFD.dtype),
-            w_NFD,
-            (((2,), (2,)), ((1,), (0,))),
-            precision=jax.lax.Precision.HIGHEST if w_NFD.dtype == jnp.float32 else None,
-            preferred_element_type=jnp.float32,
-        )
-        return y_NTF.transpose(1, 0, 2)
+        return jax.lax.platform_dependent(x_TND, self, cpu=_heads_in_turn, default=_heads_at_once)
+
+
+def _heads_at_once(x_TND: Array, w: HeadMatrices) -> Array:
+    w_NFD = values(w.leaf[w.layer])
+    y_NTF = jax.lax.dot_general(
+        x_TND.astype(w_NFD.dtype),
+        w_NFD,
+        (((2,), (2,)), ((1,), (0,))),
+        precision=jax.lax.Precision.HIGHEST if w_NFD.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return y_NTF.transpose(1, 0, 2)
+
+
+def _heads_in_turn(x_TND: Array, w: HeadMatrices) -> Array:
+    """Multiplies head by head: in float32 XLA:CPU adds up a batch of matmuls in another order for
+    another number of tokens.
+    """
+
+    def one(n: Array) -> Array:
+        start, size = (w.layer, n, 0, 0), (1, 1, w.num_rows, w.num_columns)
+        w_FD = values(jax.lax.dynamic_slice(w.leaf, start, size)[0, 0])
+        return _dot(x_TND[:, n].astype(w_FD.dtype), w_FD)
+
+    return jax.lax.map(one, jnp.arange(w.num_heads)).transpose(1, 0, 2)
 
 
 class Vectors(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv.ops import layers
-from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, Matrix, linear, total
+from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, HeadMatrices, Matrix, linear, total
 
 SHAPE = (1100, 2000)
 """More than two pieces in bfloat16, and more than four in float32; the last is a part of one."""
@@ -96,3 +96,14 @@ def test_an_mlp_in_pieces_gives_what_it_gives_at_once(monkeypatch, biases, layer
     # The sum over `width` is only added up in another order; rounding to bfloat16 between the
     # matmuls is the same.
     np.testing.assert_allclose(in_pieces, at_once, rtol=0, atol=1e-5 * np.abs(at_once).max())
+
+
+def test_a_matrix_for_each_head_gives_the_same_bits_whatever_the_number_of_tokens():
+    rng = np.random.default_rng(0)
+    shapes = (2, 4, 24, 128), (40, 4, 128)
+    leaf, x_TND = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    dot = jax.jit(lambda x: HeadMatrices(jnp.asarray(leaf), jnp.int32(1)).dot(x))
+    whole = np.asarray(dot(x_TND))
+    np.testing.assert_allclose(whole, np.einsum("tnd,nfd->tnf", x_TND, leaf[1]), atol=1e-4)
+    for count in (2, 3, 8):
+        np.testing.assert_array_equal(dot(x_TND[:count]), whole[:count])
