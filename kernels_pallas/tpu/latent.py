@@ -71,7 +71,9 @@ def attend_latent(
         own = pl.ds(number * pages, pages)
         return PerPool(*(None if pool is None else pool.at[own] for pool in block))
 
-    def weigh(number: int, top: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
+    def weigh(
+        number: int, top: jax.Array, total: jax.Array
+    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
         """Returns maximum and sum with this part, and what acts on the values before it."""
         part = part_of(number)
         place_1S = number * slots + jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1)
@@ -85,7 +87,7 @@ def attend_latent(
         stored, added = weights(p_MS, of_values, static)
         weights_MS[:, pl.ds(number * slots, slots)] = stored
         acts = (shrink,) if added is None else (shrink, added)
-        return new_top, total * shrink + across_sum(p_MS), *acts
+        return new_top, total * shrink + across_sum(p_MS), acts
 
     def merge(number: int, shrink: jax.Array, added: jax.Array | float = 0.0) -> None:
         values = elements(part_of(number), 0, static, of_values=True)
@@ -98,8 +100,8 @@ def attend_latent(
     total = jnp.where(seen.first, 0.0, running.sum_ML[...])
     pending: list[tuple[int, tuple[jax.Array, ...]]] = []
     for number in range(num_parts):
-        top, total, *acts = weigh(number, top, total)
-        pending.append((number, tuple(acts)))
+        top, total, acts = weigh(number, top, total)
+        pending.append((number, acts))
         if len(pending) > LATENT_AHEAD:
             done, its = pending.pop(0)
             merge(done, *its)
