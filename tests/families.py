@@ -291,7 +291,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_hidden_layers": 4, "num_key_value_heads": 6, "v_head_dim": 16}
     | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}
     | {"linear_head_dim": 8, "linear_num_heads": 4, "moe_intermediate_size": 24}
-    | {"num_local_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+    | {"num_local_experts": 8, "num_experts_per_tok": 3, "topk_group": 2}
+    | {"num_expert_group": 4}
     | {"layer_types": ["linear_attention", "full_attention"] * 2},
     "llama": {},
     "llama-dynamic": {
