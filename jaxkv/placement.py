@@ -25,6 +25,7 @@ from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.recurrent import StateArray
 from jaxkv.models.spec import ModelSpec
 from jaxkv.weights.packing import FACTOR, TABLE, base_name, num_bytes
+from jaxkv.weights.tree import EXPERT
 
 TENSOR = "tensor"
 """The mesh axis."""
@@ -88,9 +89,10 @@ class Placement:
         if name.endswith((TABLE, FACTOR)):
             return WHOLE
         parts = [TENSOR if axis in (*MUST_DIVIDE, "vocab") else None for axis in axes]
-        if len(parts) == 2 and (of != name or len(shape) == 4):
+        num_stacked = 2 if name.startswith(EXPERT) else 1
+        if len(parts) == 2 and (of != name or len(shape) == 3 + num_stacked):
             rows, columns = parts
-            has_groups = shape[1] > 1
+            has_groups = shape[num_stacked] > 1
             parts = [columns if has_groups else None, rows]
             parts += [None if has_groups else columns] * (of == name)
         return PartitionSpec(*[None] * (len(shape) - len(parts)), *parts)

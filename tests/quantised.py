@@ -31,6 +31,7 @@ from jaxkv.weights.packing import (
     num_bytes,
 )
 from jaxkv.weights.safetensors import Checkpoint
+from jaxkv.weights.tree import EXPERT
 from tiny import SMALL, make_checkpoint, tiny_config
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
@@ -220,6 +221,10 @@ def loaded(directory: Path, load: Callable[..., dict] = load_weights, **options:
 
 
 def meant(stack: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    stack = {
+        name: x.reshape(-1, *x.shape[2:]) if name.startswith(EXPERT) else x
+        for name, x in stack.items()
+    }
     found = {}
     for name in {base_name(name) for name in stack}:
         x = np.asarray(stack[name])
@@ -243,8 +248,12 @@ def meant(stack: dict[str, jax.Array]) -> dict[str, np.ndarray]:
 
 def packed_names(directory: Path, load: Callable[..., dict] = load_weights) -> set[str]:
     spec, layout = read_family(read_config(directory))
-    layers = load(directory, spec, layout, dtype="float32")["layers"]
-    return {name for name, x in layers.items() if x.ndim == 4}
+    return packed(load(directory, spec, layout, dtype="float32")["layers"])
+
+
+def packed(stack: dict[str, jax.Array]) -> set[str]:
+    """The names of the leaves that are kept quantised."""
+    return {name for name in stack if {name + SCALES, name + DYNAMIC} & stack.keys()}
 
 
 def check_planned(directory: Path) -> None:
@@ -325,5 +334,5 @@ def make(directory: Path, **options: object) -> LLM:
 def kept_bytes(llm: LLM) -> int:
     """Of what stays quantised, on the device."""
     stack = model_of(llm).weights["layers"]
-    kept = {name for name in stack if base_name(name) != name or stack[name].ndim == 4}
+    kept = packed(stack) | {name for name in stack if base_name(name) != name}
     return sum(num_bytes(stack[name].shape, stack[name].dtype) for name in kept)

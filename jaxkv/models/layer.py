@@ -219,7 +219,7 @@ class Layers:
 
         def run(x_RD: jax.Array, expert: jax.Array) -> jax.Array:
             own = {
-                name.removeprefix(EXPERT): leaf.after(expert)
+                name.removeprefix(EXPERT): leaf.of_expert(expert)
                 for name, leaf in w.items()
                 if name.startswith(EXPERT)
             }

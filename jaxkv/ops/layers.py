@@ -5,7 +5,7 @@ matmul inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,14 +52,34 @@ TILE_ROWS = 8
 """Rows that XLA:CPU takes at once of a matrix that it multiplies with a vector."""
 
 
+Place = Array | tuple[Array, Array]
+"""A layer's number in a stack, or those of a layer and its expert."""
+
+
+def _of_stack(leaf: Array, layer: Place, starts: Sequence[Any], sizes: Sequence[int]) -> Array:
+    """Returns a part of what a stack has for a layer or an expert. Not of a flattened stack: that
+    would have a layout of its own, and all of the stack be copied to it.
+    """
+    at = layer if isinstance(layer, tuple) else (layer,)
+    found = jax.lax.dynamic_slice(leaf, (*at, *starts), (*(1 for _ in at), *sizes))
+    return jax.lax.squeeze(found, range(len(at)))
+
+
+def _expert_of(layer: Place | None, number: Array) -> Place:
+    if layer is None or isinstance(layer, tuple):
+        raise TypeError(f"expected the number of a layer, got {layer}")
+    return layer, number
+
+
 class Matrix(NamedTuple):
-    """A weight [F, D]: a leaf of its own, or the matrix of one layer in a stacked leaf [L, F, D].
+    """A weight [F, D]: a leaf of its own, or the matrix of one layer in a stacked leaf [L, F, D],
+    of one of its experts in [L, E, F, D].
 
     A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`).
     """
 
     leaf: Array
-    layer: Array | None = None
+    layer: Place | None = None
 
     @property
     def num_rows(self) -> int:
@@ -78,23 +98,23 @@ class Matrix(NamedTuple):
     def dtype(self) -> np.dtype:
         return jnp.dtype(jnp.bfloat16) if self.leaf.dtype == jnp.uint16 else self.leaf.dtype
 
-    def after(self, number: Array) -> Matrix:
-        """Returns the matrix that comes so many after this one in the stack."""
-        return self if self.layer is None else self._replace(layer=self.layer + number)
+    def of_expert(self, number: Array) -> Matrix:
+        """Returns the matrix of an expert of this layer."""
+        return Matrix(self.leaf, _expert_of(self.layer, number))
 
     def rows(self, start: int | Array, num_rows: int) -> Array:
         """Rows [start, start + num_rows) as values, [num_rows, D]."""
         if self.layer is None:
             return values(jax.lax.dynamic_slice_in_dim(self.leaf, start, num_rows))
-        size = (1, num_rows, self.leaf.shape[-1])
-        return values(jax.lax.dynamic_slice(self.leaf, (self.layer, start, 0), size)[0])
+        sizes = (num_rows, self.num_columns)
+        return values(_of_stack(self.leaf, self.layer, (start, 0), sizes))
 
     def columns(self, start: int | Array, num_columns: int) -> Array:
         """Columns [start, start + num_columns) as values, [F, num_columns]."""
         if self.layer is None:
             return values(jax.lax.dynamic_slice_in_dim(self.leaf, start, num_columns, axis=1))
-        size = (1, self.num_rows, num_columns)
-        return values(jax.lax.dynamic_slice(self.leaf, (self.layer, 0, start), size)[0])
+        sizes = (self.num_rows, num_columns)
+        return values(_of_stack(self.leaf, self.layer, (0, start), sizes))
 
     def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
         """Multiplies with so many rows: [T, num_rows] float32."""
@@ -110,7 +130,8 @@ class Packed:
     """A weight [F, D] that is kept quantised, of one layer in stacked leaves: values [L, G, F, C]
     for G groups of C = D / G columns, scales [L, G, F], and zero points like those if it has some.
     It is (value - zero point) * scale, and multiplied as `dtype`. tables: values of 4 bits stand
-    for 16 numbers [L, 16]. factors: another scale of each whole weight, [L].
+    for 16 numbers [L, 16]. factors: another scale of each whole weight, [L]. Of experts all have
+    [L, E] in front.
 
     A leaf of uint8 [L, G, F, C / 2] has pairs of 4 bits (`packing.in_pairs`). is_dynamic: what it
     is multiplied with is quantised too, each token with a scale of its own, and the products are
@@ -122,17 +143,17 @@ class Packed:
     zeros: Array | None
     tables: Array | None
     factors: Array | None
-    layer: Array
+    layer: Place
     dtype: np.dtype = static()
     is_dynamic: bool = static(default=False)
 
     @property
     def num_groups(self) -> int:
-        return self.leaf.shape[1]
+        return self.leaf.shape[-3]
 
     @property
     def num_rows(self) -> int:
-        return self.leaf.shape[2]
+        return self.leaf.shape[-2]
 
     @property
     def num_columns(self) -> int:
@@ -141,23 +162,23 @@ class Packed:
     @property
     def group(self) -> int:
         """Returns how many columns share a scale."""
-        width = self.leaf.shape[3]
+        width = self.leaf.shape[-1]
         return 2 * width if self.leaf.dtype == jnp.uint8 else width
 
     @property
     def column_unit(self) -> int:
         return LANES if self.num_groups == 1 else math.lcm(LANES, self.group)
 
-    def after(self, number: Array) -> Packed:
-        return replace(self, layer=self.layer + number)
+    def of_expert(self, number: Array) -> Packed:
+        return replace(self, layer=_expert_of(self.layer, number))
 
     def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
         rows = (0, start), (self.num_groups, num_rows)
-        values_GFC = self._of_layer(self.leaf, *rows, 0, self.leaf.shape[3])
+        values_GFC = self._of_layer(self.leaf, *rows, 0, self.leaf.shape[-1])
         return self._multiply(x_TD, values_GFC, *rows)
 
     def dot_columns(self, x_TC: Array, start: int | Array) -> Array:
-        count, width = x_TC.shape[1], self.leaf.shape[3]
+        count, width = x_TC.shape[1], self.leaf.shape[-1]
         if self.num_groups == 1 and self.leaf.dtype == jnp.uint8:
             start, count = start // 2, count // 2
         if self.num_groups == 1:
@@ -171,7 +192,7 @@ class Packed:
     ) -> Array:
         """Returns groups and rows of the layer from `starts` on, and (start, count) of columns."""
         first, count = ((columns[0],), (columns[1],)) if columns else ((), ())
-        return jax.lax.dynamic_slice(leaf, (self.layer, *starts, *first), (1, *sizes, *count))[0]
+        return _of_stack(leaf, self.layer, (*starts, *first), (*sizes, *count))
 
     def _multiply(
         self, x_TD: Array, values_GFC: Array, starts: tuple[Any, Any], sizes: tuple[int, int]
@@ -280,14 +301,14 @@ def _heads_in_turn(x_TND: Array, w: HeadMatrices) -> Array:
 
 
 class Vectors(NamedTuple):
-    """A vector [F] of one expert in a stacked leaf [L * experts, F]."""
+    """A vector [F] of each expert of one layer in a stacked leaf [L, E, F]."""
 
     leaf: Array
     layer: Array
 
-    def after(self, number: Array) -> Array:
-        """Returns the vector that comes so many after this one, as values."""
-        return values(self.leaf[self.layer + number])
+    def of_expert(self, number: Array) -> Array:
+        """Returns the vector of an expert, as values."""
+        return values(self.leaf[self.layer, number])
 
 
 def values(leaf: Array) -> Array:

@@ -79,13 +79,13 @@ def _shape(heads: Heads) -> list[int]:
 
 def large_sizes(programs: Any) -> dict[str, int]:
     """Returns, by the name of each argument that is pages or a matrix of weights: the elements of
-    one layer's part of it, as a device has them. What is as large as that and written once more is
-    a copy that should not be.
+    one layer's part of it, or one expert's, as a device has them. What is as large as that and
+    written once more is a copy that should not be.
     """
     from jax.tree_util import keystr, tree_leaves_with_path
 
     from jaxkv.weights.packing import base_name
-    from jaxkv.weights.tree import is_stacked
+    from jaxkv.weights.tree import num_stacked
 
     def elements(leaf: Any) -> int:
         return prod(leaf.sharding.shard_shape(leaf.shape))
@@ -96,11 +96,11 @@ def large_sizes(programs: Any) -> dict[str, int]:
         for name, pool in zip(("pages", "scales"), store.arrays, strict=False):
             sizes[f"kv.stores[{i}].{name}"] = elements(pool) // store.num_layers
     for path, leaf in tree_leaves_with_path(weights):
-        num_layers = leaf.shape[0] if is_stacked(path) else 1
-        is_quantised = is_stacked(path) and leaf.ndim == 4
-        is_matrix = leaf.ndim - is_stacked(path) == 2 and base_name(path[-1].key) == path[-1].key
+        stacked = num_stacked(path)
+        is_quantised = stacked > 0 and leaf.ndim == stacked + 3
+        is_matrix = leaf.ndim - stacked == 2 and base_name(path[-1].key) == path[-1].key
         if is_quantised or is_matrix:
-            sizes[f"weights{keystr(path)}"] = elements(leaf) // num_layers
+            sizes[f"weights{keystr(path)}"] = elements(leaf) // prod(leaf.shape[:stacked])
     return sizes
 
 

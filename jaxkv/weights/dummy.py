@@ -25,7 +25,7 @@ from jaxkv.weights.packing import (
     base_name,
     packing_for,
 )
-from jaxkv.weights.tree import TreeLeaf, is_matrix, is_stacked, make_tree, tree_leaves
+from jaxkv.weights.tree import TreeLeaf, is_matrix, is_stacked, make_tree, num_stacked, tree_leaves
 
 
 def leaf_arrays(
@@ -105,7 +105,7 @@ def random_weights(
         if name.endswith(SCALES):
             values = stack[base_name(name)]
             is_paired = values.dtype == jnp.uint8
-            num_columns = values.shape[1] * values.shape[3] * (2 if is_paired else 1)
+            num_columns = values.shape[-3] * values.shape[-1] * (2 if is_paired else 1)
             most = LARGEST["int4" if is_paired else values.dtype.name]
             x = jnp.full(leaf.shape, (3 / num_columns) ** 0.5 / most, leaf.dtype)
         elif name.endswith(TABLE):
@@ -121,7 +121,7 @@ def random_weights(
             drawn = jax.random.uniform(key, leaf.shape, jnp.bfloat16, -most, most)
             is_float = leaf.dtype.name.startswith("float")
             x = (drawn if is_float else jnp.round(drawn)).astype(leaf.dtype)
-        elif len(leaf.shape) - is_stacked(path) == 1:
+        elif len(leaf.shape) - num_stacked(path) == 1:
             x = jnp.ones(leaf.shape, leaf.dtype)
         else:
             bound = (3 / leaf.shape[-1]) ** 0.5

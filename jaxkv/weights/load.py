@@ -173,13 +173,14 @@ def _packed(
     checkpoint: Tensors, leaf: TreeLeaf, packing: Packing, check: bool, told: Told
 ) -> dict[str, np.ndarray]:
     """Makes the arrays of a quantised leaf, matrix by matrix."""
-    made = _empty(packing, leaf.shape)
-    per_source = leaf.shape[0] // len(leaf.sources)
+    count = math.prod(leaf.shape[:-2])
+    made = _empty(packing, (count, *leaf.shape[-2:]))
+    per_source = count // len(leaf.sources)
 
     def matrices(name: str) -> Iterator[dict[str, np.ndarray]]:
         if isinstance(checkpoint, Dequantised):
             return checkpoint.packed(name, packing, leaf.one.part)
-        one = leaf._replace(sources=(name,), shape=(per_source, *leaf.shape[1:]))
+        one = leaf._replace(sources=(name,), shape=(per_source, *leaf.shape[-2:]))
         host = _stack(checkpoint, one, np.dtype(np.float32), check, lambda _: None)
         return (quantise(w_FD, packing) for w_FD in host)
 
@@ -196,8 +197,8 @@ def _packed(
     # Quantising has threads of its own.
     with ThreadPoolExecutor(READERS if isinstance(checkpoint, Dequantised) else 1) as threads:
         for _ in threads.map(make, range(len(leaf.sources))):
-            told(per_source * math.prod(leaf.shape[1:]))
-    return made
+            told(per_source * math.prod(leaf.shape[-2:]))
+    return _stacked_as(leaf.shape, made)
 
 
 def _present(checkpoint: Tensors, spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
@@ -256,11 +257,17 @@ def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[Tr
 
 
 def quantise_layers(host: np.ndarray, packing: Packing) -> dict[str, np.ndarray]:
-    """Makes the arrays of a quantised leaf of float32 values [L, F, D]."""
-    made = _empty(packing, host.shape)
-    for index, w_FD in enumerate(host):
+    """Makes the arrays of a quantised leaf of float32 values [..., F, D]."""
+    matrices = host.reshape(-1, *host.shape[-2:])
+    made = _empty(packing, matrices.shape)
+    for index, w_FD in enumerate(matrices):
         _fill(made, index, quantise(w_FD, packing))
-    return made
+    return _stacked_as(host.shape, made)
+
+
+def _stacked_as(shape: tuple[int, ...], made: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns arrays of matrices one behind the other as those of a leaf [..., F, D]."""
+    return {suffix: x.reshape(*shape[:-2], *x.shape[1:]) for suffix, x in made.items()}
 
 
 def _empty(packing: Packing, shape: tuple[int, ...]) -> dict[str, np.ndarray]:

@@ -220,7 +220,7 @@ def _packings(weights: dict[str, Any]) -> dict[str, Any]:
         dtype, width = ("int4", 2) if values.dtype == np.uint8 else (values.dtype.name, 1)
         found[path] = {
             "dtype": dtype,
-            "group": width * values.shape[3] if values.shape[1] > 1 else 0,
+            "group": width * values.shape[-1] if values.shape[-3] > 1 else 0,
             "scales": scales.dtype.name,
             "has_zeros": path + ZEROS in arrays,
             "has_table": path + TABLE in arrays,

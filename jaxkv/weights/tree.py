@@ -2,8 +2,11 @@
 "layers": {"q": [L, N*H, D], ...}}, and "layers_1" and so on for layers of further kinds.
 
 Each kind of tensor of the layers is one stacked leaf with the layers in front, whatever KV groups
-the layers are in, so that one body, compiled once, runs them all. Everybody else asks here: loaders
-which leaves there are and what they are made of, the decoder for the weights of one layer.
+the layers are in, so that one body, compiled once, runs them all. Those of experts have both in
+front, [L, E, ...]: with one axis for both, which may be a multiple of 128 where no other is, a TPU
+would by default lay neighbouring experts side by side, and copy all of them to read one. Everybody
+else asks here: loaders which leaves there are and what they are made of, the decoder for the
+weights of one layer.
 
 A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`). A quantised leaf
 `q` is values with `q_scales` beside it, and maybe `q_zeros`, `q_table` and `q_factor`
@@ -75,15 +78,14 @@ def tree_leaves(spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
 
 
 def _stacked(name: str, leaf: Leaf, kind: int, layers: Sequence[int]) -> TreeLeaf:
-    """Experts of a layer are neighbours in the stack."""
     num_named = leaf.num_experts if "{expert}" in leaf.source else leaf.num_sources
     sources = tuple(
         leaf.source.format(layer=layer, head=number, expert=number)
         for layer in layers
         for number in range(num_named)
     )
-    count = len(layers) * leaf.num_experts
-    return TreeLeaf(name, leaf, sources, (count, *leaf.info.shape), stack_name(kind))
+    front = (len(layers), leaf.num_experts) if name.startswith(EXPERT) else (len(layers),)
+    return TreeLeaf(name, leaf, sources, (*front, *leaf.info.shape), stack_name(kind))
 
 
 def stack_name(kind: int) -> str:
@@ -127,7 +129,7 @@ def describe_packed(weights: Weights) -> str:
             values = stack[name]
             dtype, width = ("int4", 2) if values.dtype == np.uint8 else (values.dtype.name, 1)
             dtype = "codes of 4 bits" if name + TABLE in stack else dtype
-            group = "" if values.shape[1] == 1 else f" by {width * values.shape[3]}"
+            group = "" if values.shape[-3] == 1 else f" by {width * values.shape[-1]}"
             names = kinds.setdefault(dtype + group, [])
             names += [] if name in names else [name]
     if not kinds:
@@ -139,24 +141,23 @@ def describe_packed(weights: Weights) -> str:
 def layer_weights(weights: Weights, layer: Array, kind: int = 0) -> dict[str, Any]:
     """Returns the weights of one layer of a kind, counted among those, by name: vectors and numbers
     as values, matrices as `Matrix` or `Packed`, which stay in their stack until a matmul reads
-    them; of experts those of the first one (`Matrix.after`, `Vectors`).
+    them; those of experts still of all of the layer's (`of_expert`).
     """
     stack = weights[stack_name(kind)]
     dtype = Matrix(weights["embed"]).dtype
 
     def of_layer(name: str, leaf: Array) -> Array | AnyMatrix | HeadMatrices | Vectors:
         is_expert = name.startswith(EXPERT)
-        at = layer * (leaf.shape[0] // stack["router"].shape[0]) if is_expert else layer
         for suffix in (SCALES, DYNAMIC):
             if (scales := stack.get(name + suffix)) is not None:
                 zeros, tables, factors = (stack.get(name + end) for end in (ZEROS, TABLE, FACTOR))
                 is_dynamic = suffix == DYNAMIC
-                return Packed(leaf, scales, zeros, tables, factors, at, dtype, is_dynamic)
-        if leaf.ndim == 4:
-            return HeadMatrices(leaf, at)
-        if leaf.ndim == 3:
-            return Matrix(leaf, at)
-        return Vectors(leaf, at) if is_expert else values(leaf[at])
+                return Packed(leaf, scales, zeros, tables, factors, layer, dtype, is_dynamic)
+        if leaf.ndim - is_expert == 4:
+            return HeadMatrices(leaf, layer)
+        if leaf.ndim - is_expert == 3:
+            return Matrix(leaf, layer)
+        return Vectors(leaf, layer) if is_expert else values(leaf[layer])
 
     return {name: of_layer(name, leaf) for name, leaf in stack.items() if base_name(name) == name}
 
@@ -167,3 +168,8 @@ def is_stacked(path: tuple[Any, ...]) -> bool:
     """
     first = path[0]
     return isinstance(first, jax.tree_util.DictKey) and str(first.key).startswith(LAYERS)
+
+
+def num_stacked(path: tuple[Any, ...]) -> int:
+    """Counts the axes of the leaf at this path that are of layers and experts."""
+    return 0 if not is_stacked(path) else 2 if path[-1].key.startswith(EXPERT) else 1
