@@ -25,7 +25,8 @@ import numpy as np
 from bench_generate import environment
 
 from jaxkv.ops.experts import Router, run_experts
-from jaxkv.ops.layers import Matrix, mlp
+from jaxkv.ops.layers import mlp
+from jaxkv.ops.matrices import Matrix
 
 NUM_EXPERTS, NUM_USED = 32, 4
 TOKENS = (8, 512)

@@ -39,12 +39,41 @@ SHAPE = {
     "eos_token_id": 2,
 }
 ROUNDS = 2
+ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 def seconds(act: Callable[[], Any]) -> float:
     start = time.perf_counter()
     act()
     return time.perf_counter() - start
+
+
+def first_tokens(directory: str, prompt: list[int]) -> tuple[list[float], list[float]]:
+    """Returns seconds to the first token of a prompt, computed and restored from a file, each in an
+    engine that has never seen it, after another prompt has compiled the programs.
+    """
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "max_num_seqs": 4,
+        "num_gpu_blocks_override": 1024,
+        "lazy_compile": True,
+    }
+    path = Path(directory, "session")
+    other = [token + 1 for token in prompt]
+    writer = LLM(directory, **options)
+    writer.session({"prompt_token_ids": prompt}).save(path)
+    writer.session({"prompt_token_ids": other}).save(Path(directory, "other"))
+    computed, restored = [], []
+    for _ in range(ROUNDS):
+        llm = LLM(directory, **options)
+        llm.session({"prompt_token_ids": other})
+        computed.append(seconds(lambda: llm.session({"prompt_token_ids": prompt})))  # noqa: B023
+        llm = LLM(directory, **options)
+        llm.restore(Path(directory, "other")).generate(ONE_TOKEN)
+        restored.append(seconds(lambda: llm.restore(path).generate(ONE_TOKEN)))  # noqa: B023
+    return [round(s, 3) for s in computed], [round(s, 3) for s in restored]
 
 
 def main() -> None:
@@ -78,12 +107,15 @@ def main() -> None:
         for _ in range(ROUNDS):
             shared.append(seconds(lambda: session.logprobs(pieces)))
             apart.append(seconds(lambda: llm.generate(whole, scored, use_tqdm=False)))
+        computed, restored = first_tokens(directory, ids(1500))
         found = {
             "fork(64) of 1,000 tokens, ms": round(fork_s * 1e3, 3),
             "rewind(tokens=40), ms": round(rewind_s * 1e3, 3),
             "logprobs of 32 continuations of 8 tokens, s": sorted(round(s, 3) for s in shared),
             "the same, each prompt scored whole, s": sorted(round(s, 3) for s in apart),
             "ratio of the medians": round(statistics.median(apart) / statistics.median(shared), 1),
+            "first token of 1,500 tokens, computed, s": computed,
+            "the same after restoring them from a file, reading included, s": restored,
             "hardware": f"{os.cpu_count()} CPU cores",
             "versions": {"jaxkv": VERSION, "jax": jax.__version__},
         }

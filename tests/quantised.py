@@ -257,7 +257,7 @@ def packed(stack: dict[str, jax.Array]) -> set[str]:
 
 
 def check_planned(directory: Path) -> None:
-    """What a config says of a checkpoint has the shapes of what is loaded, but for zero points."""
+    """Checks that a config says the shapes of what is loaded, but for zero points."""
     spec, layout = read_family(read_config(directory))
     placement = place(spec, layout, jax.devices()[:1])
     planned = weight_shapes(spec, layout, dtype="float32", placement=placement)
@@ -319,7 +319,7 @@ def mxfp4(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def logprobs(llm: LLM) -> np.ndarray:
-    """Of 24 tokens of a prompt and 4 more, each over the whole vocabulary."""
+    """Returns logprobs of 24 prompt tokens and 4 more, each over the whole vocabulary."""
     params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=-1, prompt_logprobs=-1)
     prompt = {"prompt_token_ids": [(7 * i) % 97 for i in range(24)]}
     (output,) = llm.generate(prompt, params, use_tqdm=False)
@@ -332,7 +332,7 @@ def make(directory: Path, **options: object) -> LLM:
 
 
 def kept_bytes(llm: LLM) -> int:
-    """Of what stays quantised, on the device."""
+    """Counts the bytes of what stays quantised on the device."""
     stack = model_of(llm).weights["layers"]
     kept = packed(stack) | {name for name in stack if base_name(name) != name}
     return sum(num_bytes(stack[name].shape, stack[name].dtype) for name in kept)

@@ -92,7 +92,7 @@ class AsyncLLM:
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncSession:
-        """As `LLM.session`."""
+        """Does what `LLM.session` does."""
         chat = chat_options(tools, chat_template, chat_template_kwargs)
         home = self._llm._home(self, chat)
         session = await self._engine.ask(partial(AsyncSession.begin, home, prompt))
@@ -101,7 +101,7 @@ class AsyncLLM:
         return session
 
     async def restore(self, path: str | os.PathLike[str]) -> AsyncSession:
-        """As `LLM.restore`."""
+        """Does what `LLM.restore` does."""
         where = Path(path).absolute()
         return await self._engine.ask(partial(AsyncSession.restored, self._llm._home(self), where))
 

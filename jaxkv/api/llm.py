@@ -335,6 +335,8 @@ class LLM:
     def _describe_row(self) -> str:
         """Says what bounds the pages of a row, if anything but its length does."""
         config, demoted = self._blueprint.limits, self._blueprint.low_codecs
+        if self._engine.scheduler.host is not None:
+            return f"; host memory keeps {self._engine.scheduler.host.most} more"
         if config.read_pages:
             return (
                 f"; kv_policy {config.kv_policy}: {config.read_pages} pages of a row are read "

@@ -10,6 +10,7 @@ and are computed anew when the session is used.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
+
+from jaxkv.build.options import IS_LIST, IS_TEXT_OR_NONE
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.saving import extract, form_of, insert
+from jaxkv.errors import CapacityError, SavedFileError
 from jaxkv.kv.saved import Origin, SavedPages
 from jaxkv.requests.intake import Intake, Prompt
 from jaxkv.requests.outputs import CompletionOutput, RequestOutput
@@ -32,7 +37,10 @@ Piece = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """A text or token ids; of a chat, a message or several."""
 
 PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-"""What computes a prompt: its first new token is drawn and dropped."""
+"""Computes a prompt: its first new token is drawn and dropped."""
+
+
+NO_CHAT = {"tools": None, "chat_template": None, "chat_template_kwargs": None}
 
 
 class Claim:
@@ -55,7 +63,7 @@ class Home:
     origin: Callable[[str], Origin]
     salt: str = ""
     chat: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template gets beside the messages."""
+    """Holds what the chat template gets beside the messages."""
 
     def own_origin(self) -> Origin:
         """Returns what the engine's keys and values are of."""
@@ -67,16 +75,21 @@ def chat_options(
     chat_template: str | None,
     chat_template_kwargs: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Returns those that were given."""
+    """Returns those that were given. Raises: ValueError naming one that is something else."""
+    IS_LIST("tools", tools)
+    IS_TEXT_OR_NONE("chat_template", chat_template)
     given: dict[str, Any] = {"tools": tools, "chat_template": chat_template}
     given["chat_template_kwargs"] = chat_template_kwargs
     return {name: value for name, value in given.items() if value is not None}
 
 
 class BaseSession:
-    """What sessions of `LLM` and `AsyncLLM` are: every method returns new ones, or looks."""
+    """Holds tokens and a claim on their pages: is what sessions of `LLM` and `AsyncLLM` share.
 
-    __slots__ = ("_claim", "_home", "messages", "tokens")
+    Every method returns a new session, or looks.
+    """
+
+    __slots__ = ("_claim", "_home", "_messages", "_tokens")
 
     def __init__(
         self,
@@ -85,7 +98,7 @@ class BaseSession:
         messages: Messages | None,
         claim: Claim | None = None,
     ) -> None:
-        self._home, self.tokens, self.messages = home, tokens, messages
+        self._home, self._tokens, self._messages = home, tokens, messages
         keys = home.intake.page_keys(tokens, home.salt) if claim is None else ()
         self._claim: Claim | None = Claim(home.engine, keys) if claim is None else claim
 
@@ -94,11 +107,18 @@ class BaseSession:
         """Makes a session of what `save` has written. Raises: SavedFileError, CapacityError."""
         saved = SavedPages.load(path)
         saved.origin.check(home.own_origin(), str(path))
-        extra = saved.extra
-        home = replace(home, salt=extra["salt"], chat=extra["chat"])
+        try:
+            salt, chat, messages = (saved.extra[name] for name in ("salt", "chat", "messages"))
+            prompt = {"prompt_token_ids": saved.extra["tokens"], "cache_salt": salt}
+            tokens = tuple(home.intake.parse(prompt)[1])
+            home = replace(home, salt=salt, chat=chat_options(**{**NO_CHAT, **chat}))
+            messages = None if messages is None else tuple(map(dict, messages))
+        except (LookupError, TypeError, ValueError) as error:
+            raise SavedFileError(f"{path}: expected a session, got {error!r}") from error
+        if tokens[: len(saved.tokens)] != saved.tokens:
+            raise SavedFileError(f"{path}: expected the pages of the session's tokens, got others")
         insert(home.engine, saved, home.intake.page_root(home.salt))
-        messages = extra["messages"]
-        return cls(home, tuple(extra["tokens"]), None if messages is None else tuple(messages))
+        return cls(home, tokens, messages)
 
     @classmethod
     def begin(cls, home: Home, prompt: Prompt | Sequence[Mapping[str, Any]]) -> Self:
@@ -106,12 +126,24 @@ class BaseSession:
         if not home.intake.shares_prefixes:
             raise ValueError("session: expected enable_prefix_caching=True, got False")
         if not isinstance(prompt, (str, Mapping)):
-            messages = tuple(prompt)
+            if not isinstance(prompt, (list, tuple)):
+                raise ValueError(f"session: expected a prompt or messages, got {prompt!r:.80}")
+            messages = copy.deepcopy(tuple(prompt))
             return cls(home, _rendered(home, messages), messages)
         if home.chat:
             raise ValueError(f"{next(iter(home.chat))}: expected chat messages beside it")
         _, ids, salt = home.intake.parse(prompt)
-        return cls(replace(home, salt=salt), tuple(map(int, ids)), None)
+        return cls(replace(home, salt=salt), tuple(ids), None)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Returns the token ids that it holds."""
+        return self._tokens
+
+    @property
+    def messages(self) -> Messages | None:
+        """Returns the messages of a chat, None of any other session."""
+        return copy.deepcopy(self._messages)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -122,18 +154,20 @@ class BaseSession:
 
     @property
     def prompt(self) -> dict[str, Any]:
-        """This session as a prompt of `LLM.generate` and the like, which take several at once."""
+        """Returns the session as a prompt of `LLM.generate`, which takes several at once."""
         self._open()
         return {"prompt_token_ids": list(self.tokens), "cache_salt": self._home.salt}
 
     @property
     def text(self) -> str:
-        """Its tokens as text, without special ones. Raises: ValueError without a tokenizer."""
+        """Returns its tokens as text, without special ones. Raises: ValueError without a
+        tokenizer.
+        """
         return self._home.intake.decode(self.tokens)
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Ids of the pages in which its tokens are now, without those behind the last full one."""
+        """Returns the ids of the pages in which its tokens are now, up to the last full one."""
         claim, engine = self._open(), self._home.engine
         with engine.lock:
             return tuple(engine.scheduler.allocator.listed(claim.keys))
@@ -143,7 +177,7 @@ class BaseSession:
         if not is_int(count) or count < 1:
             raise ValueError(f"count: expected a number >= 1, got {count!r}")
         claim = self._open()
-        return [type(self)(self._home, self.tokens, self.messages, claim) for _ in range(count)]
+        return [type(self)(self._home, self.tokens, self._messages, claim) for _ in range(count)]
 
     def rewind(self, *, tokens: int | None = None, to: Self | None = None) -> Self:
         """Returns the session without its last `tokens` tokens, or as it was when it was `to`.
@@ -154,10 +188,10 @@ class BaseSession:
         if (tokens is None) == (to is None):
             raise ValueError("rewind: expected one of tokens= and to=")
         if to is not None:
-            if not to._begins(self):
+            if not isinstance(to, BaseSession) or not to._begins(self):
                 raise ValueError("to: expected a session that this one began as")
             return to.fork(1)[0]
-        if self.messages is not None:
+        if self._messages is not None:
             raise ValueError("tokens: expected to= in a chat, whose template makes the tokens")
         if tokens is None or not is_int(tokens) or not 0 <= tokens < len(self):
             raise ValueError(f"tokens: expected a number from 0 to {len(self) - 1}, got {tokens!r}")
@@ -170,14 +204,18 @@ class BaseSession:
         Raises: ValueError for an output that is of another prompt, or not finished.
         """
         self._open()
+        if not isinstance(output, RequestOutput):
+            raise ValueError(f"output: expected a RequestOutput, got {type(output).__name__}")
         if output.prompt_token_ids != list(self.tokens):
             raise ValueError("output: expected one of this session's prompt")
         if not output.finished:
             raise ValueError("output: expected one that is finished")
+        if not is_int(index) or not 0 <= index < len(output.outputs):
+            raise ValueError(f"index: expected one of {len(output.outputs)} samples, got {index!r}")
         one = output.outputs[index]
         is_ended = one.finish_reason == "stop" and not isinstance(one.stop_reason, str)
         new = one.token_ids[: len(one.token_ids) - is_ended]
-        messages = self.messages
+        messages = self._messages
         if messages is not None:
             messages = (*messages, {"role": "assistant", "content": one.text})
         return type(self)(self._home, (*self.tokens, *new), messages)
@@ -195,9 +233,11 @@ class BaseSession:
         self.close()
 
     def _begins(self, other: BaseSession) -> bool:
-        if self.messages is None or other.messages is None:
+        if self._home.engine is not other._home.engine:
+            return False
+        if self._messages is None or other._messages is None:
             return other.tokens[: len(self)] == self.tokens
-        return other.messages[: len(self.messages)] == self.messages
+        return other._messages[: len(self._messages)] == self._messages
 
     def _open(self) -> Claim:
         if self._claim is None:
@@ -207,21 +247,21 @@ class BaseSession:
     def _longer(self, piece: Piece) -> Self:
         """Returns the session with this behind it, computing nothing."""
         self._open()
-        if self.messages is not None:
+        if self._messages is not None:
             listed = (piece,) if isinstance(piece, Mapping) else piece
-            if isinstance(listed, str) or not all(isinstance(one, Mapping) for one in listed):
+            is_list = isinstance(listed, (list, tuple)) and len(listed) > 0
+            if not is_list or not all(isinstance(one, Mapping) for one in listed):
                 raise ValueError(f"expected a message or several in a chat, got {piece!r:.80}")
-            messages = (*self.messages, *listed)
+            messages = (*self._messages, *copy.deepcopy(listed))
             return type(self)(self._home, _rendered(self._home, messages), messages)
         return type(self)(self._home, (*self.tokens, *self._ids(piece)), None)
 
     def _ids(self, piece: Piece) -> list[int]:
         if isinstance(piece, str):
             return self._home.intake.encode(piece)
-        ids = [] if isinstance(piece, Mapping) else [one for one in piece if isinstance(one, int)]
-        if not ids or len(ids) < len(piece):
+        if not isinstance(piece, (list, tuple, np.ndarray)) or not len(piece):
             raise ValueError(f"expected a text or token ids, at least one, got {piece!r:.80}")
-        return ids
+        return self._home.intake.parse({"prompt_token_ids": piece})[1]
 
     def _saved(self) -> SavedPages | None:
         """Returns what `save` writes; None if not all of its pages are there."""
@@ -229,7 +269,7 @@ class BaseSession:
         home = self._home
         extra = {
             "tokens": list(self.tokens),
-            "messages": self.messages,
+            "messages": self._messages,
             "salt": home.salt,
             "chat": dict(home.chat),
         }
@@ -306,51 +346,66 @@ class Session(BaseSession):
         complete or not at all.
 
         Raises: FileExistsError if there is a file, OSError if it cannot be written,
-        NotImplementedError for models with recurrent state and for kv_policy quest.
+        CapacityError where the cache does not keep all of its pages (other requests need them, or a
+        kv_policy drops them), NotImplementedError for models with recurrent state and for kv_policy
+        quest.
         """
         where = Path(path).absolute()
         if where.exists():
             raise FileExistsError(f"{where}: expected a new file")
-        while (saved := self._saved()) is None:  # others have needed its pages meanwhile
+        saved = self._saved()
+        if saved is None:  # others have needed its pages meanwhile
             self._home.llm.generate(self.prompt, PREFILL, use_tqdm=False)
-        saved.save(where)
+            saved = self._saved()
+        _there(saved).save(where)
 
 
 class AsyncSession(BaseSession):
-    """The same over an `AsyncLLM`: made by `AsyncLLM.session`. What computes is awaited."""
+    """Is a `Session` over an `AsyncLLM`: made by `AsyncLLM.session`; what computes is awaited."""
 
     __slots__ = ()
 
     async def extend(self, piece: Piece) -> Self:
-        """As `Session.extend`."""
+        """Does what `Session.extend` does."""
         longer = await self._ask(lambda: self._longer(piece))
         await _last(self._home.llm, longer.prompt, PREFILL)
         return longer
 
     async def generate(self, params: SamplingParams | None = None) -> tuple[Self, CompletionOutput]:
-        """As `Session.generate`."""
+        """Does what `Session.generate` does."""
         output = await _last(self._home.llm, self.prompt, self._generation(params))
         return await self._ask(lambda: self.after(output)), output.outputs[0]
 
     async def logprobs(self, continuations: Sequence[Piece]) -> list[list[float]]:
-        """As `Session.logprobs`."""
+        """Does what `Session.logprobs` does."""
         prompts, params = await self._ask(lambda: self._scoring(continuations))
         outputs = await asyncio.gather(*(_last(self._home.llm, one, params) for one in prompts))
         return [self._scores(one) for one in outputs]
 
     async def save(self, path: str | os.PathLike[str]) -> None:
-        """As `Session.save`; other requests wait while its pages are read, not while it is
-        written.
+        """Does what `Session.save` does; other requests wait while its pages are read, not while
+        they are written.
         """
         where = Path(path).absolute()
-        while (saved := await self._ask(self._saved)) is None:
+        saved = await self._ask(self._saved)
+        if saved is None:
             await _last(self._home.llm, self.prompt, PREFILL)
-        await asyncio.to_thread(saved.save, where)
+            saved = await self._ask(self._saved)
+        await asyncio.to_thread(_there(saved).save, where)
 
     async def _ask(self, function: Callable[[], T]) -> T:
         """Returns what the function returns in the engine's thread, which has the tokenizer."""
         result: T = await self._home.llm._engine.ask(function)
         return result
+
+
+def _there(saved: SavedPages | None) -> SavedPages:
+    """Returns pages that were just computed. Raises: CapacityError if the cache has not kept them
+    all.
+    """
+    if saved is None:
+        raise CapacityError("the prefix cache does not keep all pages of the session at once")
+    return saved
 
 
 async def _last(llm: Any, prompt: Prompt, params: SamplingParams) -> RequestOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -89,8 +90,10 @@ class Engine:
         self._is_under_way = False
         """A change is further up in this thread's calls: aborts wait for its end."""
         self._aborted: list[Request] = []
-        self._num_pins = 0
-        self._unpinned: deque[int] = deque()
+        self._pin_numbers = count()
+        self._pins: dict[int, Sequence[bytes]] = {}
+        self._pin_changes: deque[tuple[int, Sequence[bytes] | None]] = deque()
+        """Pins to be made, and (None) to be ended, before the next change."""
         self._touched: list[Flight | StepPlan | LoopPlan] = []
         """Those whose requests' tokens, text and pages may disagree if the step does not end."""
 
@@ -135,20 +138,34 @@ class Engine:
 
     def pin(self, keys: Sequence[bytes]) -> int:
         """Keeps pages of these keys, each sequence's first ones first, in the prefix cache longer
-        than others. Returns a number for `unpin`.
+        than others, from the next change on. Returns a number for `unpin`. Waits for nobody.
         """
-        with self.lock:
-            number = self._num_pins = self._num_pins + 1
-            self.change(partial(self.scheduler.pin, number, keys))
-            return number
+        number = next(self._pin_numbers)
+        self._pin_changes.append((number, keys))
+        return number
 
     def unpin(self, number: int) -> None:
         """Ends what `pin` began, before the next change. Safe in a finalizer."""
-        self._unpinned.append(number)
+        self._pin_changes.append((number, None))
+
+    def _change_pins(self) -> None:
+        while self._pin_changes:
+            number, keys = self._pin_changes[0]
+            if keys is None and number in self._pins:
+                self.scheduler.allocators.unpin(self._pins.pop(number))
+            elif keys is not None and number not in self._pins:
+                self._pins[number] = keys
+                self.scheduler.allocators.pin(keys)
+            self._pin_changes.popleft()
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix cache."""
-        self.change(self.scheduler.forget)
+        self.change(self._forget)
+
+    def _forget(self) -> None:
+        self.scheduler.forget()
+        if self._moves is not None:
+            self._moves.forget()
 
     def change(self, change: Callable[[], T]) -> T:
         """Makes a change of requests, rows and pages, and those that were to wait for its end.
@@ -164,13 +181,11 @@ class Engine:
                 try:
                     try:
                         self._is_changing = self._is_under_way = True
+                        self._change_pins()
                         result = change()
                         while self._aborted:
                             self._abort(self._aborted[:1])
                             del self._aborted[0]
-                        while self._unpinned:
-                            self.scheduler.unpin(self._unpinned[0])
-                            self._unpinned.popleft()
                         self._is_changing = False
                     finally:
                         if self._is_changing:
@@ -199,6 +214,8 @@ class Engine:
         self._watching.clear()
         self._watching.update(one for one in self._requests if one.needs_tokens)
         self.scheduler.start_again(self._requests)
+        for keys in self._pins.values():
+            self.scheduler.allocators.pin(keys)
         self._rows.start_again()
         self._touched.clear()
         self._aborted.clear()
@@ -324,6 +341,7 @@ class Engine:
         if not self._is_under_way:
             self.change(lambda: None)
         self.scheduler.check()
+        self.scheduler.allocators.check_pins(self._pins.values())
         self._rows.check(self.scheduler.running)
         known = {*self.scheduler.waiting, *self.scheduler.running}
         leaving = {request for request in self._flying if request.is_leaving}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -11,6 +11,9 @@ import numpy as np
 from jaxkv.holding.hold import Kept, Pairs
 from jaxkv.kv.state import PagedKV, Statistics, Store
 from jaxkv.programs.compiled import COPIED_AT_ONCE, DEMOTED_AT_ONCE, Programs
+
+MOVED_AT_ONCE = 16
+"""Pages that are read or written at once between the device and the host."""
 
 
 def move_pages(programs: Programs, kv: PagedKV, *, copies: Pairs, demotions: Pairs) -> PagedKV:
@@ -33,6 +36,17 @@ def move_states(programs: Programs, kv: PagedKV, copies: Pairs) -> PagedKV:
         some = copies[first : first + COPIED_AT_ONCE]
         kv = programs.copy_states()(kv, *_padded(some, COPIED_AT_ONCE), np.int32(len(some)))
     return kv
+
+
+def chunks(pages: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields page ids for `read_pages` and `write_pages`, MOVED_AT_ONCE at a time, the last ones
+    padded, and how many they are.
+    """
+    for first in range(0, len(pages), MOVED_AT_ONCE):
+        some = pages[first : first + MOVED_AT_ONCE]
+        page_C = np.zeros(MOVED_AT_ONCE, np.int32)
+        page_C[: len(some)] = some
+        yield page_C, len(some)
 
 
 def _padded(pairs: Pairs, size: int) -> np.ndarray:

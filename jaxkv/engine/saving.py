@@ -5,7 +5,7 @@ on another number of devices, with pages of another size or another backend's.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.pages import MOVED_AT_ONCE, chunks
 from jaxkv.errors import CapacityError, SavedFileError
-from jaxkv.holding.hold import Hold
+from jaxkv.holding.hold import Hold, Part
 from jaxkv.holding.prefix import PageChain
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import PageLayout
@@ -23,7 +24,6 @@ from jaxkv.kv.state import PagedKV
 from jaxkv.models.spec import ModelSpec
 from jaxkv.programs.pages import read_pages, write_pages
 
-PAGES_AT_ONCE = 16
 BY_TOKEN = "tokens"
 
 
@@ -77,6 +77,9 @@ def extract(
     refuse_unsaved(engine)
     packed, size = array("i", tokens), engine.scheduler.config.block_size
     num_tokens = len(packed) // size * size
+    saved = SavedPages(origin=origin, tokens=tuple(packed[:num_tokens]), extra=extra)
+    if not num_tokens:
+        return saved
     hold = Hold(PageChain(root), num_tokens)
     with engine.lock:
         try:
@@ -85,13 +88,7 @@ def extract(
             layers, firsts = _read(engine, hold, origin.form == BY_TOKEN)
         finally:
             engine.change(hold.release)
-    return SavedPages(
-        origin=origin,
-        tokens=tuple(packed[:num_tokens]),
-        layers=layers,
-        firsts=firsts,
-        extra=extra,
-    )
+    return replace(saved, layers=layers, firsts=firsts)
 
 
 def _found(engine: Engine, hold: Hold, tokens: array[int], num_tokens: int) -> bool:
@@ -108,7 +105,7 @@ def _read(
     firsts: dict[int, int] = {}
     for part in hold.parts:
         read: list[list[list[np.ndarray]]] = [[] for _ in engine.kv.stores]
-        for page_C, n in _chunks(part.pages):
+        for page_C, n in chunks(part.pages):
             found = read_pages(replace(engine.kv, rows=()), page_C)
             for into, arrays in zip(read, found, strict=True):
                 into.append([np.asarray(x)[:, :n] for x in arrays])
@@ -116,7 +113,7 @@ def _read(
             own = places.layers_in(part.number, s)
             if not own:
                 continue
-            whole = tuple(np.concatenate(chunks, 1) for chunks in zip(*read[s], strict=True))
+            whole = tuple(np.concatenate(parts, 1) for parts in zip(*read[s], strict=True))
             for layer, index in own.items():
                 arrays = tuple(x[index] for x in whole)
                 if by_token:
@@ -140,30 +137,64 @@ def insert(engine: Engine, saved: SavedPages, root: bytes) -> None:
     """Stores the pages that are not there already, listed under keys that begin with `root`: who
     begins with their tokens finds them, until their room is needed.
 
-    Raises: CapacityError, with nothing changed, if there are too few pages.
+    Raises: SavedFileError for what this engine cannot have stored, CapacityError if there are too
+    few pages, both with nothing changed.
     """
     refuse_unsaved(engine)
-    config = engine.scheduler.config
-    size = config.block_size
-    if config.has_windows and size != saved.origin.page_size:
-        raise SavedFileError(
-            f"block_size: expected {saved.origin.page_size}, as the model has windows, got {size}"
-        )
+    _check(engine, saved)
+    size = engine.scheduler.config.block_size
     num_tokens = len(saved.tokens) // size * size
     tokens = array("i", saved.tokens[:num_tokens])
     hold = Hold(PageChain(root), num_tokens)
-    with engine.lock:
-        try:
-            engine.change(lambda: _insert(engine, hold, saved, tokens))
-        except CapacityError:
-            engine.change(hold.release)
-            raise
+    if num_tokens and not engine.change(lambda: _insert(engine, hold, saved, tokens)):
+        raise CapacityError(f"no room for the pages of {num_tokens} saved tokens")
 
 
-def _insert(engine: Engine, hold: Hold, saved: SavedPages, tokens: array[int]) -> None:
+def _check(engine: Engine, saved: SavedPages) -> None:
+    """Raises: SavedFileError unless this is what `extract` gives of this engine's model: a file may
+    be made up, with its hashes.
+    """
+    config, kv, places = engine.scheduler.config, engine.kv, _places(engine)
+    size, num_tokens = saved.origin.page_size, len(saved.tokens)
+    if config.has_windows and size != config.block_size:
+        raise SavedFileError(
+            f"block_size: expected {size}, as the model has windows, got {config.block_size}"
+        )
+    if size < 1 or num_tokens % size:
+        raise SavedFileError(f"tokens: expected whole pages of {size}, got {num_tokens}")
+    expected = set(places.of) if num_tokens else set()
+    if not saved.layers.keys() == saved.firsts.keys() == expected:
+        raise SavedFileError(f"layers: expected {sorted(expected)}, got {sorted(saved.layers)}")
+    for layer, of_layer in saved.layers.items():
+        table, s, _ = places.of[layer]
+        store, window = kv.stores[s], config.windows[table]
+        part = Part(engine.scheduler.allocator, table, window)
+        first = part.num_unseen(num_tokens) * config.block_size
+        if saved.firsts[layer] != first:
+            raise SavedFileError(
+                f"layer {layer}: expected tokens from {first} on, got {saved.firsts[layer]}"
+            )
+        if saved.origin.form == BY_TOKEN:
+            heads = store.layout.num_kv_heads * store.layout.num_devices(store.pages)
+            shape: tuple[int, ...] = (num_tokens - first, heads, places.head_dims[layer])
+            count = 1 if store.layout.latent_dim is not None else 2
+            wanted = [(shape, rounded(np.zeros(0), store.layout.codec.dtype).dtype)] * count
+        else:
+            num_pages = (num_tokens - first) // size
+            wanted = [((num_pages, *x.shape[1:]), x.dtype) for x in store.arrays]
+        if (got := [(x.shape, x.dtype) for x in of_layer]) != wanted:
+            raise SavedFileError(f"layer {layer}: expected arrays {wanted}, got {got}")
+
+
+def _insert(engine: Engine, hold: Hold, saved: SavedPages, tokens: array[int]) -> bool:
+    """Returns whether there was room."""
     hold.begin(engine.scheduler.allocators)
     found = hold.take_cached(tokens, len(tokens))
-    hold.extend(len(tokens))
+    try:
+        hold.extend(len(tokens))
+    except CapacityError:
+        hold.release()
+        return False
     engine.move_pages_aside()
     places, size = _places(engine), hold.page_size
     for part in hold.parts:
@@ -171,7 +202,7 @@ def _insert(engine: Engine, hold: Hold, saved: SavedPages, tokens: array[int]) -
             own = places.layers_in(part.number, s)
             start = max([found, *(saved.firsts[layer] for layer in own)])
             pages = part.pages[(start - part.num_gone) // size :]
-            for page_C, n in _chunks(pages) if own else ():
+            for page_C, n in chunks(pages) if own else ():
                 arrays = _arrays(engine, saved, places, own, s, range(start, start + n * size))
                 state = replace(engine.kv, rows=())
                 engine.kv = write_pages(state, page_C, arrays, np.int32(n), s=s)
@@ -180,6 +211,7 @@ def _insert(engine: Engine, hold: Hold, saved: SavedPages, tokens: array[int]) -
     hold.drop_unseen()
     hold.publish(tokens, len(tokens))
     hold.release()
+    return True
 
 
 def _arrays(
@@ -191,7 +223,7 @@ def _arrays(
     store = engine.kv.stores[s]
     layout, size = store.layout, store.page_size
     found = [
-        np.zeros((store.num_layers, PAGES_AT_ONCE, *x.shape[1:]), x.dtype) for x in store.arrays
+        np.zeros((store.num_layers, MOVED_AT_ONCE, *x.shape[1:]), x.dtype) for x in store.arrays
     ]
     for layer, index in own.items():
         begin = span.start - saved.firsts[layer]
@@ -213,15 +245,6 @@ def _wide(x_TKH: np.ndarray, size: int) -> jax.Array:
     """Returns vectors [1, T, K, H] with zeros behind them, as pages of a larger head size have."""
     missing = size - x_TKH.shape[-1]
     return jax.device_put(np.pad(x_TKH.astype(np.float32), ((0, 0), (0, 0), (0, missing)))[None])
-
-
-def _chunks(pages: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
-    """Yields some pages at a time, padded, and how many they are."""
-    for first in range(0, len(pages), PAGES_AT_ONCE):
-        some = pages[first : first + PAGES_AT_ONCE]
-        page_C = np.zeros(PAGES_AT_ONCE, np.int32)
-        page_C[: len(some)] = some
-        yield page_C, len(some)
 
 
 def _places(engine: Engine) -> Places:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import compress
 
 from jaxkv.config import EngineConfig
@@ -66,7 +66,6 @@ class Scheduler:
         self._copies: dict[Request, Pairs] = {}
         self._state_copies: list[tuple[int, int]] = []
         self._loads: dict[Request, list[tuple[int, HostPage]]] = {}
-        self._pins: dict[int, Sequence[bytes]] = {}
 
     @property
     def allocator(self) -> PageAllocator:
@@ -442,18 +441,6 @@ class Scheduler:
                 except CapacityError:
                     self._make_room()
 
-    def pin(self, number: int, keys: Sequence[bytes]) -> None:
-        """Keeps pages of these keys in the prefix cache longer than others, until `unpin` of this
-        number, which is new.
-        """
-        self._pins[number] = keys
-        self.allocators.pin(keys)
-
-    def unpin(self, number: int) -> None:
-        """Ends what `pin` began; having ended is no error."""
-        if (keys := self._pins.pop(number, None)) is not None:
-            self.allocators.unpin(keys)
-
     def _new_allocators(self) -> Allocators:
         allocators = Allocators(self.config)
         if self.host is not None:
@@ -464,26 +451,12 @@ class Scheduler:
         """Goes on with pages from host memory where no more are on the device; returns how many
         tokens they have. They are written before the next step.
         """
-        hold, first = request.hold, request.hold.next_page(self._most_cached(request))
-        if self.host is None or hold.retention is not None or first is None:
+        if self.host is None:
             return 0
-        size, keys = self.config.block_size, list[bytes]()
-        for index in range(first, self._most_cached(request) // size):
-            key, _ = hold.key(index, request.tokens)
-            if key not in self.host:
-                break
-            keys.append(key)
-        num_tokens = len(keys) * size
-        try:
-            hold.extend(hold.num_stored + num_tokens)
-        except CapacityError:
-            return 0
-        if keys:
-            pages = hold.parts[0].pages[first:]
-            self._loads[request] = list(zip(pages, self.host.get(keys), strict=True))
-            hold.advance(num_tokens)
-            self.host.num_found += num_tokens
-        return num_tokens
+        loads = self.host.load(request.hold, request.tokens, self._most_cached(request))
+        if loads:
+            self._loads[request] = loads
+        return len(loads) * self.config.block_size
 
     def take_moves(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, HostPage]]]:
         """Returns pages to be copied to host memory, with their keys, and then pages to be written
@@ -500,6 +473,7 @@ class Scheduler:
         """Makes nothing that is computed so far be found again, nor what requests list later."""
         if self.host is not None:
             self.host.clear()
+            self.allocator.evicted = []
         self.allocators.forget()
         for request in (*self.running, *self.leaving):
             request.hold.is_listed = False
@@ -518,8 +492,6 @@ class Scheduler:
         outcomes = self.eviction.outcomes
         self.allocators = self._new_allocators()
         self._loads.clear()
-        for keys in self._pins.values():
-            self.allocators.pin(keys)
         self.eviction = Eviction(self.allocators)
         self.eviction.outcomes = outcomes
         self.running.clear()

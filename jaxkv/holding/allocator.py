@@ -31,9 +31,9 @@ class PageAllocator:
 
     A page without references is empty, or cached: it keeps its tokens and its place in the prefix
     index until it is needed, the longest unused first, and those whose keys are pinned after all
-    others. A handle gives back its last page first and
-    holds every page before the one that it holds, so pages leave the index before their parents;
-    where a policy has left gaps, with them at the latest.
+    others. A handle gives back its last page first and holds every page before the one that it
+    holds, so pages leave the index before their parents; where a policy has left gaps, with them at
+    the latest.
 
     Pages are of the sequences' page tables, any of them; whose they are the keys say. Where a
     table is not `linked`, a sequence goes on without its first pages, so a page is listed and found
@@ -47,16 +47,16 @@ class PageAllocator:
         self._empty = list(range(num_pages - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._pinned: OrderedDict[int, None] = OrderedDict()
-        """Cached pages, too, with keys that are in `_pins`."""
-        self._pins: dict[bytes, int] = {}
-        """How often keys are pinned, listed or not."""
+        """Cached pages, too, with keys that are in `pins`."""
+        self.pins: dict[bytes, int] = {}
+        """Counts how often each key is pinned, listed or not."""
         self.evicted: list[tuple[int, bytes]] | None = None
         """Pages that have lost their place in the index to be written anew, and their keys; None
         where nobody asks.
         """
         self._index = PrefixIndex(num_pages, snapshots)
         self.snapshots = self._index.snapshots
-        """Of the states after listed pages."""
+        """Snapshots of the recurrent states after listed pages."""
 
     @property
     def num_free(self) -> int:
@@ -155,15 +155,15 @@ class PageAllocator:
         are listed later.
         """
         for key in reversed(keys):
-            self._pins[key] = self._pins.get(key, 0) + 1
+            self.pins[key] = self.pins.get(key, 0) + 1
             self._move(key, self._cached, self._pinned)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
         """Takes back one `pin` of these keys."""
         for key in reversed(keys):
-            self._pins[key] -= 1
-            if not self._pins[key]:
-                del self._pins[key]
+            self.pins[key] -= 1
+            if not self.pins[key]:
+                del self.pins[key]
                 self._move(key, self._pinned, self._cached)
 
     def _move(
@@ -284,7 +284,7 @@ class PageAllocator:
             if key is None:
                 empty.append(page)
             else:
-                (self._pinned if key in self._pins else self._cached)[page] = None
+                (self._pinned if key in self.pins else self._cached)[page] = None
 
     def check(self, handles: Iterable[KVHandle]) -> None:
         """Raises RuntimeError unless `handles`, all live ones, account for every reference and
@@ -314,7 +314,7 @@ class PageAllocator:
             )
         for page in free:
             key = self._index.key_of[page]
-            place = self._pinned if key in self._pins else self._cached
+            place = self._pinned if key in self.pins else self._cached
             if key is None and page in (*self._cached, *self._pinned):
                 raise RuntimeError(f"page {page} is cached but not listed in the prefix index")
             if key is not None and page not in place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -67,6 +68,12 @@ class Allocators:
         """Returns the keys of the pages of all tables, where these are those of the first."""
         numbers = range(1, len(self.config.windows))
         return [own for key in keys for own in (key, *(key + n.to_bytes() for n in numbers))]
+
+    def check_pins(self, pinned: Iterable[Sequence[bytes]]) -> None:
+        """Raises RuntimeError unless these are the keys that are pinned."""
+        counts = Counter(key for keys in pinned for key in self._of_tables(keys))
+        if counts != self.pages.pins:
+            raise RuntimeError(f"{len(self.pages.pins)} keys are pinned, expected {len(counts)}")
 
     def forget(self) -> None:
         """Empties the prefix index: nothing computed so far is found again."""

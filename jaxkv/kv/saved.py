@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from jaxkv.errors import SavedFileError
 
 FORMAT = 1
 KEY = "jaxkv"
-MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +68,9 @@ class SavedPages:
 
     origin: Origin
     tokens: tuple[int, ...]
-    layers: Mapping[int, tuple[np.ndarray, ...]]
-    firsts: Mapping[int, int]
     extra: Mapping[str, Any]
+    layers: Mapping[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
+    firsts: Mapping[int, int] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes the file. Raises: FileExistsError if there is one, OSError if it cannot be."""
@@ -112,22 +111,32 @@ class SavedPages:
         except SafetensorError as error:
             raise SavedFileError(f"{path}: expected a whole file, got {error}") from error
         header = _header(meta, path)
-        layers: dict[int, list[np.ndarray]] = {}
-        tokens = tuple(arrays.pop("tokens", np.zeros(0, np.int32)).tolist())
-        for name in sorted(arrays, key=lambda name: tuple(map(int, name.split(".")))):
-            layers.setdefault(int(name.split(".")[0]), []).append(arrays[name])
-        found = cls(
-            origin=Origin(**header["origin"]),
-            tokens=tokens,
-            layers={layer: tuple(of_layer) for layer, of_layer in layers.items()},
-            firsts={int(layer): first for layer, first in header["firsts"].items()},
-            extra=header["extra"],
-        )
-        if (hashes := found._hashes()) != header["pages"]:
+        try:
+            found = cls._of(header, arrays)
+            hashes = found._hashes()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            what = f"expected what Session.save writes, got {error!r}"
+            raise SavedFileError(f"{path}: {what}") from error
+        if hashes != header["pages"]:
             pairs = zip(hashes, header["pages"], strict=False)
             wrong = [page for page, (own, said) in enumerate(pairs) if own != said]
             raise SavedFileError(f"{path}: expected pages as their hashes say, got others: {wrong}")
         return found
+
+    @classmethod
+    def _of(cls, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> SavedPages:
+        layers: dict[int, dict[int, np.ndarray]] = {}
+        for name, array in arrays.items():
+            if name != "tokens":
+                layer, number = map(int, name.split("."))
+                layers.setdefault(layer, {})[number] = array
+        return cls(
+            origin=Origin(**header["origin"]),
+            tokens=tuple(arrays["tokens"].tolist()),
+            extra=header["extra"],
+            layers={layer: tuple(of[i] for i in range(len(of))) for layer, of in layers.items()},
+            firsts={int(layer): int(first) for layer, first in header["firsts"].items()},
+        )
 
     def _hashes(self) -> list[str]:
         """Returns the SHA-256 of each page: of its tokens, and of what it is in each layer."""
@@ -152,9 +161,12 @@ def _header(meta: Mapping[str, str], path: Path) -> dict[str, Any]:
     digest, text = given[:64], given[64:]
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise SavedFileError(f"{path}: expected a header as its hash says, got another or none")
-    header: dict[str, Any] = json.loads(text)
-    if header["format"] != FORMAT:
-        raise SavedFileError(f"{path}: expected format {FORMAT}, got {header['format']}")
+    try:
+        header: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SavedFileError(f"{path}: expected a header in JSON, got {error}") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT or "pages" not in header:
+        raise SavedFileError(f"{path}: expected a header of format {FORMAT}, got {text!r:.80}")
     return header
 
 

@@ -15,7 +15,8 @@ from jaxkv.models.layer import Layers, normed, scaled
 from jaxkv.models.paged import PagedAttention
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Attention, Batch
-from jaxkv.ops.layers import Matrix, linear, soft_cap, values
+from jaxkv.ops.layers import linear, soft_cap
+from jaxkv.ops.matrices import Matrix, values
 from jaxkv.weights.tree import Weights
 
 

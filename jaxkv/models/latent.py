@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from jaxkv.axes import Array
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.layers import HeadMatrices, Rotation, apply_rope, linear, rms_norm, values
+from jaxkv.ops.layers import linear, rms_norm
+from jaxkv.ops.matrices import HeadMatrices, values
+from jaxkv.ops.rotation import Rotation, apply_rope
 from jaxkv.weights.tree import Weights
 
 

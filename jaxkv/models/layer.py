@@ -24,18 +24,17 @@ from jaxkv.ops.attention import Batch
 from jaxkv.ops.experts import Router, run_experts
 from jaxkv.ops.layers import (
     ACTIVATIONS,
-    Rotation,
     add_up,
-    apply_rope,
     layer_norm,
     linear,
     linear_float32,
     linear_over,
     mlp,
     rms_norm,
-    values,
 )
+from jaxkv.ops.matrices import values
 from jaxkv.ops.recurrent import Rows
+from jaxkv.ops.rotation import Rotation, apply_rope
 from jaxkv.weights.tree import EXPERT, Weights, layer_weights
 
 Carry = tuple[jax.Array, Held]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.models.spec import ModelSpec, RopeSpec
-from jaxkv.ops.layers import (
+from jaxkv.ops.rotation import (
     Rotation,
     default_inv_freq,
     llama3_inv_freq,

@@ -122,7 +122,7 @@ class Intake:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether pages are found again by what they hold."""
+        """Tells whether pages are found again by what they hold."""
         return self._share_prefixes
 
     def page_keys(self, tokens: Sequence[int], salt: str) -> Sequence[bytes]:

@@ -24,7 +24,7 @@ import numpy as np
 from jaxkv.axes import Array
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.layers import AnyMatrix, HeadMatrices, Matrix, Packed, Vectors, values
+from jaxkv.ops.matrices import AnyMatrix, HeadMatrices, Matrix, Packed, Vectors, values
 from jaxkv.weights.packing import (
     DYNAMIC,
     FACTOR,

@@ -55,8 +55,18 @@ def test_conversations_that_take_turns_find_their_pages_again(make, kv_cache_dty
     metrics = {metric.name: metric for metric in llm.get_metrics("")}
     assert metrics["kv_host_pages"].value > 40
     assert metrics["kv_host_hits"].value > 400
-    llm.reset_prefix_cache()
-    assert llm.generate(prompts, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    assert "host memory keeps" in llm.describe()
+
+
+def test_what_is_on_its_way_to_host_memory_is_forgotten_too(make):
+    """Every time that the cache is emptied, whatever the step before has evicted."""
+    llm = make(kv_host_bytes=SOME, num_gpu_blocks_override=16)
+    prompts = [{"prompt_token_ids": ids(60, seed)} for seed in range(3)]
+    for _ in range(2):
+        for prompt in prompts:
+            (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+            assert output.num_cached_tokens == 0
+            llm.reset_prefix_cache()
 
 
 def test_the_least_used_pages_leave_host_memory_first(make):
@@ -71,7 +81,7 @@ def test_the_least_used_pages_leave_host_memory_first(make):
 
 
 def test_a_failure_between_taking_and_loading_loses_no_page(make, monkeypatch):
-    """What was not loaded is not found: the requests are computed anew."""
+    """Pages that were not loaded are not found: the requests are computed anew."""
     llm = make(kv_host_bytes=SOME, num_gpu_blocks_override=16)
     engine = engine_of(llm)
     prompt = {"prompt_token_ids": ids(60, 0)}

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import jaxkv
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.errors import CapacityError, SavedFileError
+from jaxkv.kv.saved import SavedPages
 from jaxkv.testing import engine_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
@@ -106,10 +109,67 @@ def test_a_file_that_is_not_what_it_says_inserts_nothing(models, compile_once, t
             LLM(models(variant), **SMALL | options).restore(tmp_path / "session")
     assert engine_of(other).scheduler.allocator.num_used == 0
     assert other.restore(tmp_path / "session").pages
-    small = LLM(models("llama"), **SMALL | {"num_gpu_blocks_override": 6, "max_model_len": 40})
+    small = LLM(models("llama"), **SMALL | {"num_gpu_blocks_override": 6, "max_model_len": 80})
+    (before,) = small.generate({"prompt_token_ids": IDS[:20]}, GREEDY, use_tqdm=False)
     with pytest.raises(CapacityError):
         small.restore(tmp_path / "session")
     engine_of(small).check()
+    (again,) = small.generate({"prompt_token_ids": IDS[:20]}, GREEDY, use_tqdm=False)
+    assert before.num_cached_tokens == 0
+    assert again.num_cached_tokens == 16  # the cache is as it was
+
+
+def test_a_file_made_up_with_its_hashes_disturbs_nobody(models, compile_once, tmp_path):
+    """It is refused before anything of the engine changes, with a request under way."""
+    llm = LLM(models("llama"), **SMALL)
+    llm.session({"prompt_token_ids": IDS}).save(tmp_path / "session")
+    true = SavedPages.load(tmp_path / "session")
+    layers = dict(true.layers)
+    narrow = {layer: (k[..., :4], v) for layer, (k, v) in layers.items()}
+    longer = {"tokens": [5] * 70}
+    made_up = {
+        "a layer less": replace(true, layers={0: layers[0]}, firsts={0: 0}),
+        "another layer": replace(
+            true, layers=layers | {9: layers[0]}, firsts={**true.firsts, 9: 0}
+        ),
+        "narrow": replace(true, layers=narrow),
+        "float64": replace(
+            true, layers={i: tuple(x.astype(np.float64) for x in one) for i, one in layers.items()}
+        ),
+        "later": replace(true, firsts=dict.fromkeys(layers, 8)),
+        "other tokens": replace(true, extra={**true.extra, **longer}),
+        "no tokens": replace(true, extra={**true.extra, "tokens": [10**9]}),
+        "no salt": replace(true, extra={}),
+        "salt": replace(true, extra={**true.extra, "salt": 5}),
+        "messages": replace(true, extra={**true.extra, "messages": [5]}),
+        "part of a page": replace(true, tokens=true.tokens[:-1]),
+        "no page size": replace(true, origin=replace(true.origin, page_size=0)),
+    }
+    stream = llm.stream({"prompt_token_ids": [7] * 9}, GREEDY)
+    given = list(next(stream).outputs[0].token_ids)
+    for number, one in enumerate(made_up.values()):
+        path = tmp_path / f"made-up-{number}"
+        with suppress(ArithmeticError, LookupError):  # some cannot even be written
+            one.save(path)
+        with pytest.raises(SavedFileError):
+            llm.restore(path)
+    given += [token for output in stream for token in output.outputs[0].token_ids]
+    want = llm.generate(
+        {"prompt_token_ids": [7] * 9, "cache_salt": "alone"}, GREEDY, use_tqdm=False
+    )
+    assert given == want[0].outputs[0].token_ids
+    engine_of(llm).check()
+
+
+def test_what_the_cache_does_not_keep_is_not_saved_and_short_sessions_are(models, tmp_path):
+    bounded = LLM(models("llama"), **SMALL, kv_policy="streaming", kv_budget=40)
+    session = bounded.session({"prompt_token_ids": IDS})
+    with pytest.raises(CapacityError):
+        session.save(tmp_path / "bounded")
+    assert not (tmp_path / "bounded").exists()
+    llm = LLM(models("llama"), **SMALL)
+    llm.session({"prompt_token_ids": IDS[:5]}).save(tmp_path / "short")
+    assert llm.restore(tmp_path / "short").tokens == tuple(IDS[:5])
 
 
 def test_weights_that_differ_are_another_model(models, compile_once, tmp_path):

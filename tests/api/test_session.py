@@ -103,17 +103,20 @@ def test_a_claim_keeps_pages_from_those_that_nobody_claims(make):
     session.close()
     others(30)
     assert len(fork.pages) == 5
-    keys = fork._claim.keys
+    assert engine.scheduler.allocator.pins
+    (before,) = llm.generate(fork.prompt, GREEDY, use_tqdm=False)
+    assert before.num_cached_tokens == 32
+    prompt = fork.prompt
     del fork
     gc.collect()
     others(40)
-    assert not engine.scheduler.allocator.listed(keys)
-    assert not engine.scheduler._pins
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
     engine.check()
+    assert not engine.scheduler.allocator.pins
 
 
 def test_continuations_are_scored_behind_a_session(make):
-    """As prompts scored whole are; all but what is behind the last full page comes from it."""
+    """Scores equal those of whole prompts; all but what is behind the last full page is read."""
     llm = make()
     session = llm.session({"prompt_token_ids": ids(45)})
     continuations = [ids(length, length) for length in (1, 3, 8, 30)]
@@ -224,6 +227,10 @@ def test_what_a_session_cannot_do_is_refused_by_name(make):
         "this session's prompt": lambda: session.after(
             llm.generate(other.prompt, GREEDY, use_tqdm=False)[0]
         ),
+        "expected a RequestOutput": lambda: session.after("text"),
+        "index": lambda: session.after(llm.generate(session.prompt, GREEDY, use_tqdm=False)[0], 1),
+        "prompt or messages": lambda: llm.session(5),
+        "tools": lambda: llm.session({"prompt_token_ids": [5]}, tools=5),
         "chat messages": lambda: llm.session({"prompt_token_ids": [5]}, tools=[]),
         "max_model_len": lambda: session.extend([5] * 200),
         "prompt_logprobs_start": lambda: llm.generate(
@@ -235,6 +242,12 @@ def test_what_a_session_cannot_do_is_refused_by_name(make):
     for reason, act in refused.items():
         with pytest.raises(ValueError, match=reason):
             act()
+    with pytest.raises(ValueError, match="began as"):
+        session.rewind(to=make().session({"prompt_token_ids": ids(5)}))
+    for name in ("tokens", "messages"):
+        with pytest.raises(AttributeError):
+            setattr(session, name, ())
+    assert session.extend(np.array(ids(3, 2))).tokens == (*ids(10), *ids(3, 2))
     with pytest.raises(ValueError, match="enable_prefix_caching"):
         make(enable_prefix_caching=False).session({"prompt_token_ids": ids(10)})
     assert session.generate(GREEDY)[1].token_ids == alone(llm, ids(10))

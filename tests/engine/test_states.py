@@ -36,7 +36,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(torch, folder) -> Any:
-    """The same in transformers."""
+    """Computes the same in transformers."""
     return make_hf_model(torch, hf_config("lfm2"), folder)
 
 
@@ -75,7 +75,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(torch, model) -> list[list[int]]:
-    """What transformers makes of each prompt."""
+    """Returns what transformers makes of each prompt."""
     return [of_transformers(torch, model, ids)[0] for ids in PROMPTS]
 
 

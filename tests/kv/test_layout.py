@@ -183,7 +183,7 @@ def test_what_a_backend_writes_is_read_back_from_the_slots_of_its_tokens(layout,
 
 @pytest.mark.parametrize("name", ["float32", pytest.param("int4", marks=pytest.mark.slow)])
 def test_pages_hold_a_row_once_whose_first_numbers_are_the_value(name):
-    """What is packed, what is unpacked, and what is written token by token."""
+    """Packing, unpacking and writing token by token agree."""
     codec, num_tokens, size = get_codec(name, platform="cpu"), 19, 8
     heads = Heads(num_heads=4, num_kv_heads=1, head_dim=24, window=None, latent_dim=16)
     layout = Xla().page_layout(heads, size, codec)

@@ -59,7 +59,7 @@ def new_llm(checkpoint: Any, **options: Any) -> LLM:
 
 
 def prompts() -> list[dict[str, list[int]]]:
-    """Of which two begin alike."""
+    """Makes prompts of which two begin alike."""
     rng = np.random.default_rng(2)
     ids = [rng.integers(3, 151, length).tolist() for length in (41, 23, 9)]
     return [{"prompt_token_ids": one} for one in (*ids, ids[0][:30] + ids[2])]

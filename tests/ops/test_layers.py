@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxkv.ops import layers
-from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, HeadMatrices, Matrix, linear, total
+from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, linear, total
+from jaxkv.ops.matrices import HeadMatrices, Matrix
 
 SHAPE = (1100, 2000)
 """More than two pieces in bfloat16, and more than four in float32; the last is a part of one."""

@@ -174,7 +174,7 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["mxfp4", "nvfp4"])
 def test_two_devices_with_packed_experts_give_the_tokens_of_one(tmp_path, case):
-    """Of gpt-oss each device has half of a group of 32 columns of the way down."""
+    """Each device has half of a group of 32 columns of gpt-oss's way down."""
     small, _ = mxfp4(tmp_path) if case == "mxfp4" else quantised(tmp_path, case, QWEN)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     done = subprocess.run(

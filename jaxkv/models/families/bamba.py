@@ -6,7 +6,7 @@ from jaxkv.config import is_int
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import MLP, QKV, Layout, Names, read_decoder
 from jaxkv.models.families.hybrid import with_mixer
-from jaxkv.models.families.ssm import mamba2_leaves, read_mamba2
+from jaxkv.models.families.ssm import read_bamba_mixer
 from jaxkv.models.spec import ModelSpec
 
 NAMES = Names(
@@ -25,22 +25,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     if not full or not known:
         expected = f"a list of layers below {num_layers} (a model without attention is not built)"
         raise config.fail("attn_layer_indices", expected)
-    hidden = config.size("hidden_size")
-    mixer = read_mamba2(
-        config,
-        inner=config.size("mamba_expand", 2) * hidden,
-        norm_eps=config.number("rms_norm_eps", 1e-5),
-        activation=config.choice("hidden_act", "silu", ("silu",)),
-    )
-    has_biases = config.flag("mamba_proj_bias", False)
-    leaves = mamba2_leaves(
-        mixer,
-        f"{NAMES.layer}mamba.",
-        hidden,
-        has_conv_bias=config.flag("mamba_conv_bias", True),
-        has_in_bias=has_biases,
-        has_out_bias=has_biases,
-    )
+    mixer, leaves = read_bamba_mixer(config, f"{NAMES.layer}mamba.", norm_eps=1e-5)
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)
     # transformers rotates half of each head whatever the config says.

@@ -16,7 +16,7 @@ from jaxkv.models.families.granite import scales
 from jaxkv.models.families.granitemoe import read_experts
 from jaxkv.models.families.granitemoeshared import with_shared
 from jaxkv.models.families.hybrid import with_mixer
-from jaxkv.models.families.ssm import OLD_NAMES, mamba2_leaves, read_mamba2
+from jaxkv.models.families.ssm import OLD_NAMES, read_bamba_mixer
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
 
 DENSE = replace(LLAMA, gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
@@ -25,22 +25,7 @@ DENSE = replace(LLAMA, gate_up="shared_mlp.input_linear", down="shared_mlp.outpu
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     kinds = read_mamba_kinds(config, "layer_types", num_layers)
-    hidden = config.size("hidden_size")
-    mixer = read_mamba2(
-        config,
-        inner=config.size("mamba_expand", 2) * hidden,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        activation=config.choice("hidden_act", "silu", ("silu",)),
-    )
-    has_biases = config.flag("mamba_proj_bias", False)
-    leaves = mamba2_leaves(
-        mixer,
-        f"{LLAMA.layer}mamba.",
-        hidden,
-        has_conv_bias=config.flag("mamba_conv_bias", True),
-        has_in_bias=has_biases,
-        has_out_bias=has_biases,
-    )
+    mixer, leaves = read_bamba_mixer(config, f"{LLAMA.layer}mamba.", norm_eps=1e-6)
     layers = [layer for layer, kind in enumerate(kinds) if kind == LINEAR]
     return with_mixer(_read_decoder(config, num_layers), layers, mixer, leaves)
 

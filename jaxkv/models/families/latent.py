@@ -13,7 +13,7 @@ from jaxkv.models.rope_config import read_rope, rope_section, yarn_mscale
 from jaxkv.models.spec import AttentionSpec, ModelSpec, QueryTemperature, RopeSpec
 
 MAX_HEAD = 2**14
-"""Of the sizes of a head's parts and of a latent."""
+"""Bounds the sizes of a head's parts and of a latent."""
 
 
 def read_latent(

@@ -14,7 +14,7 @@ from jaxkv.models.recurrent import Mamba2
 from jaxkv.models.recurrent.mamba2 import PROJECTED
 
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
-"""Of kinds of layers, in configs that were published before transformers 5."""
+"""Maps kinds of layers as configs had them before transformers 5."""
 
 CONVOLVED = ("ssm_x", "ssm_b", "ssm_c")
 
@@ -45,6 +45,30 @@ def read_mamba2(config: ConfigReader, *, inner: int, norm_eps: float, **more: An
         norm_eps=norm_eps,
         **more,
     )
+
+
+def read_bamba_mixer(
+    config: ConfigReader, prefix: str, *, norm_eps: float
+) -> tuple[Mamba2, dict[str, Leaf]]:
+    """Reads Mamba2 as Bamba and Granite 4 have it, and its arrays behind this prefix. norm_eps: by
+    default.
+    """
+    hidden, has_biases = config.size("hidden_size"), config.flag("mamba_proj_bias", False)
+    mixer = read_mamba2(
+        config,
+        inner=config.size("mamba_expand", 2) * hidden,
+        norm_eps=config.number("rms_norm_eps", norm_eps),
+        activation=config.choice("hidden_act", "silu", ("silu",)),
+    )
+    leaves = mamba2_leaves(
+        mixer,
+        prefix,
+        hidden,
+        has_conv_bias=config.flag("mamba_conv_bias", True),
+        has_in_bias=has_biases,
+        has_out_bias=has_biases,
+    )
+    return mixer, leaves
 
 
 def mamba2_leaves(

@@ -1,0 +1,294 @@
+"""Weights as matmuls read them: where they lie in a stack of layers and experts, and how they are
+packed. Float32 results, the weights' dtype at the inputs of a matmul.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.axes import Array
+from jaxkv.pytree import pytree, static
+
+LANES = 128
+"""Columns of a TPU's registers."""
+
+Place = Array | tuple[Array, Array]
+"""A layer's number in a stack, or those of a layer and its expert."""
+
+
+def _of_stack(leaf: Array, layer: Place, starts: Sequence[Any], sizes: Sequence[int]) -> Array:
+    """Returns a part of what a stack has for a layer or an expert. Not of a flattened stack: that
+    would have a layout of its own, and all of the stack be copied to it.
+    """
+    at = layer if isinstance(layer, tuple) else (layer,)
+    found = jax.lax.dynamic_slice(leaf, (*at, *starts), (*(1 for _ in at), *sizes))
+    return jax.lax.squeeze(found, range(len(at)))
+
+
+def _expert_of(layer: Place | None, number: Array) -> Place:
+    if layer is None or isinstance(layer, tuple):
+        raise TypeError(f"expected the number of a layer, got {layer}")
+    return layer, number
+
+
+class Matrix(NamedTuple):
+    """A weight [F, D]: a leaf of its own, or the matrix of one layer in a stacked leaf [L, F, D],
+    of one of its experts in [L, E, F, D].
+
+    A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`).
+    """
+
+    leaf: Array
+    layer: Place | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.leaf.shape[-2]
+
+    @property
+    def num_columns(self) -> int:
+        return self.leaf.shape[-1]
+
+    @property
+    def column_unit(self) -> int:
+        """Returns a number of columns of which `dot_columns` may take any multiple."""
+        return LANES
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(jnp.bfloat16) if self.leaf.dtype == jnp.uint16 else self.leaf.dtype
+
+    def of_expert(self, number: Array) -> Matrix:
+        """Returns the matrix of an expert of this layer."""
+        return Matrix(self.leaf, _expert_of(self.layer, number))
+
+    def rows(self, start: int | Array, num_rows: int) -> Array:
+        """Rows [start, start + num_rows) as values, [num_rows, D]."""
+        if self.layer is None:
+            return values(jax.lax.dynamic_slice_in_dim(self.leaf, start, num_rows))
+        sizes = (num_rows, self.num_columns)
+        return values(_of_stack(self.leaf, self.layer, (start, 0), sizes))
+
+    def columns(self, start: int | Array, num_columns: int) -> Array:
+        """Columns [start, start + num_columns) as values, [F, num_columns]."""
+        if self.layer is None:
+            return values(jax.lax.dynamic_slice_in_dim(self.leaf, start, num_columns, axis=1))
+        sizes = (self.num_rows, num_columns)
+        return values(_of_stack(self.leaf, self.layer, (0, start), sizes))
+
+    def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
+        """Multiplies with so many rows: [T, num_rows] float32."""
+        return dot(x_TD.astype(self.dtype), self.rows(start, num_rows))
+
+    def dot_columns(self, x_TC: Array, start: int | Array) -> Array:
+        """Multiplies with as many columns as x has: [T, F] float32."""
+        return dot(x_TC.astype(self.dtype), self.columns(start, x_TC.shape[1]))
+
+
+@pytree
+class Packed:
+    """A weight [F, D] that is kept quantised, of one layer in stacked leaves: values [L, G, F, C]
+    for G groups of C = D / G columns, scales [L, G, F], and zero points like those if it has some.
+    It is (value - zero point) * scale, and multiplied as `dtype`. tables: values of 4 bits stand
+    for 16 numbers [L, 16]. factors: another scale of each whole weight, [L]. Of experts all have
+    [L, E] in front.
+
+    A leaf of uint8 [L, G, F, C / 2] has pairs of 4 bits (`packing.in_pairs`). is_dynamic: what it
+    is multiplied with is quantised too, each token with a scale of its own, and the products are
+    those of int8.
+    """
+
+    leaf: Array
+    scales: Array
+    zeros: Array | None
+    tables: Array | None
+    factors: Array | None
+    layer: Place
+    dtype: np.dtype = static()
+    is_dynamic: bool = static(default=False)
+
+    @property
+    def num_groups(self) -> int:
+        return self.leaf.shape[-3]
+
+    @property
+    def num_rows(self) -> int:
+        return self.leaf.shape[-2]
+
+    @property
+    def num_columns(self) -> int:
+        return self.num_groups * self.group
+
+    @property
+    def group(self) -> int:
+        """Returns how many columns share a scale."""
+        width = self.leaf.shape[-1]
+        return 2 * width if self.leaf.dtype == jnp.uint8 else width
+
+    @property
+    def column_unit(self) -> int:
+        return LANES if self.num_groups == 1 else math.lcm(LANES, self.group)
+
+    def of_expert(self, number: Array) -> Packed:
+        return replace(self, layer=_expert_of(self.layer, number))
+
+    def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
+        rows = (0, start), (self.num_groups, num_rows)
+        values_GFC = self._of_layer(self.leaf, *rows, 0, self.leaf.shape[-1])
+        return self._multiply(x_TD, values_GFC, *rows)
+
+    def dot_columns(self, x_TC: Array, start: int | Array) -> Array:
+        count, width = x_TC.shape[1], self.leaf.shape[-1]
+        if self.num_groups == 1 and self.leaf.dtype == jnp.uint8:
+            start, count = start // 2, count // 2
+        if self.num_groups == 1:
+            whole = (0, 0), (1, self.num_rows)
+            return self._multiply(x_TC, self._of_layer(self.leaf, *whole, start, count), *whole)
+        groups = (start // self.group, 0), (count // self.group, self.num_rows)
+        return self._multiply(x_TC, self._of_layer(self.leaf, *groups, 0, width), *groups)
+
+    def _of_layer(
+        self, leaf: Array, starts: tuple[Any, Any], sizes: tuple[int, int], *columns: Any
+    ) -> Array:
+        """Returns groups and rows of the layer from `starts` on, and (start, count) of columns."""
+        first, count = ((columns[0],), (columns[1],)) if columns else ((), ())
+        return _of_stack(leaf, self.layer, (*starts, *first), (*sizes, *count))
+
+    def _multiply(
+        self, x_TD: Array, values_GFC: Array, starts: tuple[Any, Any], sizes: tuple[int, int]
+    ) -> Array:
+        scale_GF = self._of_layer(self.scales, starts, sizes).astype(jnp.float32)
+        if self.is_dynamic and values_GFC.dtype == jnp.int8 and self.num_groups == 1:
+            return _dot_int8(x_TD, values_GFC[0]) * scale_GF
+        x_TD, w_GFC = x_TD.astype(self.dtype), self._numbers(values_GFC)
+        if self.zeros is None and self.num_groups == 1:
+            y_TF = dot(x_TD, w_GFC[0].astype(self.dtype)) * scale_GF
+        else:
+            if self.zeros is not None:
+                w_GFC -= self._of_layer(self.zeros, starts, sizes).astype(w_GFC.dtype)[..., None]
+            w_GFC *= scale_GF.astype(w_GFC.dtype)[..., None]
+            y_TF = jax.lax.dot_general(
+                x_TD.reshape(x_TD.shape[0], *w_GFC.shape[::2]),
+                w_GFC.astype(self.dtype),
+                (((1, 2), (0, 2)), ((), ())),
+                precision=jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None,
+                preferred_element_type=jnp.float32,
+            )
+        return y_TF if self.factors is None else y_TF * self.factors[self.layer]
+
+    def _numbers(self, values: Array) -> Array:
+        """Returns the numbers that values stand for before they are scaled: as `dtype`, those of a
+        table as float32, so that what is scaled is rounded once.
+        """
+        if values.dtype == jnp.uint8:
+            pairs = jax.lax.bitcast_convert_type(values, jnp.int4)
+            values = pairs.reshape(*values.shape[:-1], -1)
+        if self.tables is None:
+            return values.astype(self.dtype)
+        # Halving the table by each bit takes 15 selections, which compilers make part of the matmul
+        # that reads them; a gather would be one load for each number.
+        bits = values.astype(jnp.int32)
+        numbers = list(self.tables[self.layer])
+        for place in range(4):
+            is_set = (bits >> place) & 1 != 0
+            evens_and_odds = zip(numbers[::2], numbers[1::2], strict=True)
+            numbers = [jnp.where(is_set, odd, even) for even, odd in evens_and_odds]
+        return numbers[0]
+
+
+AnyMatrix = Matrix | Packed
+
+
+def _dot_int8(x_TD: Array, w_FD: Array) -> Array:
+    """Multiplies int8 with int8 in int32. Source: arXiv 2211.10438, section 3 (a scale per token
+    and output).
+    """
+    x_TD = x_TD.astype(jnp.float32)
+    scale_T1 = jnp.maximum(jnp.abs(x_TD).max(axis=1, keepdims=True), 1e-30) / 127
+    rounded_TD = jnp.round(x_TD / scale_T1).astype(jnp.int8)
+    y_TF = jax.lax.dot_general(
+        rounded_TD, w_FD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+    )
+    return y_TF.astype(jnp.float32) * scale_T1
+
+
+class HeadMatrices(NamedTuple):
+    """A weight [F, D] of each of N heads, of one layer in a stacked leaf [L, N, F, D]."""
+
+    leaf: Array
+    layer: Array
+
+    @property
+    def num_heads(self) -> int:
+        return self.leaf.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        return self.leaf.shape[2]
+
+    @property
+    def num_columns(self) -> int:
+        return self.leaf.shape[3]
+
+    def dot(self, x_TND: Array) -> Array:
+        """Multiplies each head's part with its weight: [T, N, F] float32."""
+        return jax.lax.platform_dependent(x_TND, self, cpu=_heads_in_turn, default=_heads_at_once)
+
+
+def _heads_at_once(x_TND: Array, w: HeadMatrices) -> Array:
+    w_NFD = values(w.leaf[w.layer])
+    y_NTF = jax.lax.dot_general(
+        x_TND.astype(w_NFD.dtype),
+        w_NFD,
+        (((2,), (2,)), ((1,), (0,))),
+        precision=jax.lax.Precision.HIGHEST if w_NFD.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return y_NTF.transpose(1, 0, 2)
+
+
+def _heads_in_turn(x_TND: Array, w: HeadMatrices) -> Array:
+    """Multiplies head by head: in float32 XLA:CPU adds up a batch of matmuls in another order for
+    another number of tokens.
+    """
+
+    def one(n: Array) -> Array:
+        start, size = (w.layer, n, 0, 0), (1, 1, w.num_rows, w.num_columns)
+        w_FD = values(jax.lax.dynamic_slice(w.leaf, start, size)[0, 0])
+        return dot(x_TND[:, n].astype(w_FD.dtype), w_FD)
+
+    return jax.lax.map(one, jnp.arange(w.num_heads)).transpose(1, 0, 2)
+
+
+class Vectors(NamedTuple):
+    """A vector [F] of each expert of one layer in a stacked leaf [L, E, F]."""
+
+    leaf: Array
+    layer: Array
+
+    def of_expert(self, number: Array) -> Array:
+        """Returns the vector of an expert, as values."""
+        return values(self.leaf[self.layer, number])
+
+
+def values(leaf: Array) -> Array:
+    """Returns the leaf's values where it holds bits."""
+    return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf
+
+
+def dot(x_TD: Array, w_FD: Array) -> Array:
+    """Multiplies x [T, D] with the rows of w [F, D]: [T, F] float32."""
+    return jax.lax.dot_general(
+        x_TD,
+        w_FD,
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if w_FD.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
