@@ -59,14 +59,15 @@ def test_conversations_that_take_turns_find_their_pages_again(make, kv_cache_dty
 
 
 def test_what_is_on_its_way_to_host_memory_is_forgotten_too(make):
-    """Every time that the cache is emptied, whatever the step before has evicted."""
-    llm = make(kv_host_bytes=SOME, num_gpu_blocks_override=16)
-    prompts = [{"prompt_token_ids": ids(60, seed)} for seed in range(3)]
-    for _ in range(2):
-        for prompt in prompts:
-            (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
-            assert output.num_cached_tokens == 0
+    engine = engine_of(llm := make(kv_host_bytes=SOME))
+    llm.generate({"prompt_token_ids": ids(60, 0)}, GREEDY, use_tqdm=False)
+    for is_forgotten in (False, True):
+        key = b"forgotten" if is_forgotten else b"kept"
+        engine._moves.out(engine.kv, [(0, key)])
+        if is_forgotten:
             llm.reset_prefix_cache()
+        engine._moves.settle()
+        assert (key in engine.scheduler.host) == (not is_forgotten)
 
 
 def test_the_least_used_pages_leave_host_memory_first(make):

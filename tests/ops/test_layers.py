@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv.ops import layers
 from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, linear, total
-from jaxkv.ops.matrices import HeadMatrices, Matrix
+from jaxkv.ops.matrices import LANES, HeadMatrices, Matrix
 
 SHAPE = (1100, 2000)
 """More than two pieces in bfloat16, and more than four in float32; the last is a part of one."""
@@ -76,7 +76,7 @@ def test_bits_of_a_sum_do_not_depend_on_the_number_of_rows(width):
     ("width", "size"), [(512, 128), (200, 200)]
 )  # 200 has no part of whole registers
 def test_an_mlp_in_pieces_gives_what_it_gives_at_once(monkeypatch, biases, layer, width, size):
-    assert layers._piece_of(width, 150, layers.LANES) == size
+    assert layers._piece_of(width, 150, LANES) == size
     monkeypatch.setattr(layers, "MLP_BYTES", 4 * 24 * 128)
     rng = np.random.default_rng(0)
     shapes = {"gate": (width, 96), "up": (width, 96), "down": (96, width)}

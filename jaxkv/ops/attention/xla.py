@@ -45,8 +45,10 @@ FLOAT32_VALUES = 64
 widths in another order than that of many.
 """
 
-QUERY_BLOCK = 128
-"""Queries of one prefill work item."""
+QUERY_BLOCK = 64
+"""Queries of one prefill work item: a chunk of fewer costs as much. With 128, 32 rows of 16 tokens
+took 1.8 times as long, long prompts as long as with 64 (docs/benchmarks/cpu_choices.md).
+"""
 
 Window = int | jax.Array | None
 """How many tokens a query sees, itself included, or are in a chunk; None: all before it."""
