@@ -4,7 +4,6 @@ tokens gives alone.
 
 import asyncio
 import gc
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -137,36 +136,6 @@ def test_continuations_are_scored_behind_a_session(make):
     # What precedes the first scored token is computed, a page border or not.
     output = llm.generate(session.prompt, replace(scored, prompt_logprobs_start=40), use_tqdm=False)
     assert output[0].num_cached_tokens == 32
-
-
-def test_random_trees_of_sessions_say_what_their_tokens_say(make):
-    """Extended, generated from, forked, rewound and closed in a small pool, with NaN in all memory
-    that nobody owns, against requests of the same tokens that share nothing.
-    """
-    llm, rng = make(num_gpu_blocks_override=40), random.Random(7)
-    with poisoned(engine_of(llm)):
-        live = [llm.session({"prompt_token_ids": ids(20)})]
-        for number in range(60):
-            one = rng.choice(live)
-            do = rng.choice(["extend", "generate", "generate", "fork", "rewind", "close", "score"])
-            if do == "extend" and len(one) < 80:
-                live.append(one.extend(ids(rng.randrange(1, 20), number)))
-            elif do == "generate" and len(one) < 100:
-                grown, out = one.generate(GREEDY)
-                assert out.token_ids == alone(llm, list(one.tokens))
-                live.append(grown)
-            elif do == "fork":
-                live += one.fork(2)
-            elif do == "rewind":
-                live.append(one.rewind(tokens=rng.randrange(len(one))))
-            elif do == "close" and len(live) > 1:
-                live.remove(one)
-                one.close()
-            elif do == "score" and len(one) < 100:
-                (scores,) = one.logprobs([ids(3, number)])
-                assert np.isfinite(scores).all()
-            engine_of(llm).check()
-    assert engine_of(llm).scheduler.allocator.num_used == 0
 
 
 def test_a_chat_goes_on_message_by_message(compile_once):

@@ -4,15 +4,13 @@ it concerns: an interrupt comes where it likes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
-import jaxkv
+from interrupt import Interrupt
 from jaxkv import LLM, SamplingParams
 from jaxkv.config import BeamSearchParams
 from jaxkv.testing import engine_of
@@ -20,34 +18,8 @@ from tiny import SMALL, make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROOT = Path(jaxkv.__file__).parent
-HOST = tuple(f"{ROOT / name}" for name in ("engine", "holding", "requests", "api/llm.py"))
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5] * 17, [7, 8, 9], [5] * 18, [4, 3])]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True, detokenize=False)
-
-
-class Interrupt:
-    """Raises at the line of the host with this number, counted from the start of the block."""
-
-    def __init__(self, at: int = -1) -> None:
-        self.num_lines = 0
-        self._at = at
-
-    def __enter__(self) -> Interrupt:
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(HOST):
-            return None
-        if event == "line":
-            self.num_lines += 1
-            if self.num_lines - 1 == self._at:
-                raise KeyboardInterrupt
-        return self._trace
 
 
 def generate(llm: LLM) -> list[list[int]]:
