@@ -29,15 +29,34 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
 LENGTHS = (1, 5, 23, 41, 17)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("states")
+VARIANTS = {  # with the bytes of one row's state
+    "lfm2": 2 * 48 * 2 * 4,  # the last two inputs of 48 channels, in two layers
+    "granitemoehybrid": 2 * (12 * 8 * 16 + (12 * 8 + 2 * 16) * 3) * 4,  # Mamba2
+    "nemotron_h": (12 * 8 * 16 + (12 * 8 + 2 * 2 * 16) * 3) * 4,  # beside layers without any mixer
+    "qwen3_next": 3 * (4 * 8 * 12 + (2 * 2 * 8 + 4 * 12) * 3) * 4,  # the gated delta rule
+}
+
+
+def each(*fast: str) -> list[Any]:
+    """Lists the variants, of which all but these are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(x, marks=() if x in fast else slow, id=x) for x in VARIANTS]
+
+
+@pytest.fixture(scope="module", params=each("lfm2"))
+def variant(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def model(torch, folder) -> Any:
+def folder(variant, tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp(variant)
+
+
+@pytest.fixture(scope="module")
+def model(torch, variant, folder) -> Any:
     """Computes the same in transformers."""
-    return make_hf_model(torch, hf_config("lfm2"), folder)
+    return make_hf_model(torch, hf_config(variant), folder)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +103,7 @@ def of_transformers(torch: Any, model: Any, ids: list[int], **options: Any) -> l
     return model.generate(torch.tensor([ids]), **given)[:, len(ids) :].tolist()
 
 
+@pytest.mark.parametrize("variant", each("lfm2", "granitemoehybrid"), indirect=True)
 def test_rows_together_in_chunks_and_preempted_get_what_they_get_alone(llm, alone):
     before = engine_of(llm).scheduler.num_preemptions
     assert tokens_of(generate(llm, PROMPTS + PROMPTS)) == alone * 2
@@ -154,9 +174,9 @@ def test_what_cannot_hold_for_recurrent_states_is_refused_by_name(model, folder)
         new_llm(folder, kv_policy="streaming", kv_budget=64)
 
 
-def test_states_are_counted(llm):
+def test_states_are_counted(llm, variant):
     blueprint = llm._blueprint
-    # Two layers, of 48 channels the last two inputs each, for 4 rows and 8 snapshots.
-    assert blueprint.state_nbytes == 2 * 48 * 2 * 4 * 12
-    assert sum(x.nbytes for x in engine_of(llm).kv.states[0]) == blueprint.state_nbytes
+    assert blueprint.state_nbytes == VARIANTS[variant] * (4 + 8)  # rows and snapshots
+    states = sum(x.nbytes for arrays in engine_of(llm).kv.states for x in arrays)
+    assert states == blueprint.state_nbytes
     assert "recurrent states of all slots" in llm.describe()
