@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxkv.errors import CheckpointError
+from jaxkv.requests.contents import RefusedChatError, check_rendered, form_of, formed
 from jaxkv.requests.deadline import TemplateTimeoutError, within_time
 
 if TYPE_CHECKING:
@@ -17,10 +18,6 @@ OF_TEMPLATES = (
     *(RecursionError, MemoryError, TemplateTimeoutError),
 )
 """What a template may raise beside jinja2's own errors."""
-
-
-class RefusedChatError(ValueError):
-    """One conversation is refused, by its form or by the template."""
 
 
 class Chats:
@@ -49,7 +46,8 @@ class Chats:
     def render(
         self, messages: Any, encode: Callable[[str], list[int]]
     ) -> dict[str, str | list[int]]:
-        """Returns the prompt of a conversation, its text and what `encode` makes of that.
+        """Returns the prompt of a conversation, its text and what `encode` makes of that. Contents
+        reach the template as texts or parts, whichever it reads (`requests.contents`).
 
         Raises: RefusedChatError for this conversation, ValueError for a template that is none.
         """
@@ -61,14 +59,23 @@ class Chats:
         if not listed or not messages:
             expected = 'a list of {"role": ..., "content": ...} messages'
             raise RefusedChatError(f"expected {expected}, got {messages!r:.80}")
-        apply = partial(self._tokenizer.apply_chat_template, tokenize=False, **self._options)
         try:
-            text = within_time(partial(apply, messages))
+            text = within_time(partial(self._apply, messages))
             return {"prompt": text, "prompt_token_ids": encode(text)}
         except TemplateSyntaxError as error:
             raise self._broken(error) from error
+        except RefusedChatError:
+            raise
         except (TemplateError, *OF_TEMPLATES) as error:
             raise RefusedChatError(f"{type(error).__name__}: {error}") from error
+
+    def _apply(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        chosen = self._options.get("chat_template"), self._options.get("tools")
+        form = form_of(self._tokenizer.get_chat_template(*chosen))
+        given = formed(messages, form)
+        text = self._tokenizer.apply_chat_template(given, tokenize=False, **self._options)
+        check_rendered(text, given)
+        return text
 
     def _broken(self, error: TemplateSyntaxError) -> ValueError:
         """Returns the error of a template that is none, whatever the conversation: one that was

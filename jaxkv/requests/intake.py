@@ -20,7 +20,8 @@ from jaxkv.holding.retention import Retention, check_served, full_pages, protect
 from jaxkv.kv.policies import Policy, resolve
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.beam import BeamSearch, num_candidates
-from jaxkv.requests.chats import Chats, RefusedChatError
+from jaxkv.requests.chats import Chats
+from jaxkv.requests.contents import RefusedChatError
 from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission

@@ -1,0 +1,145 @@
+"""Gives the content of chat messages the form that a template reads: one text, or a list of parts.
+
+Clients send either form (`"content": "Hi"` or `"content": [{"type": "text", "text": "Hi"}]`), and
+most templates know only the first: with the second they print Python's list, or leave it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import lru_cache
+from typing import Any, ClassVar
+
+
+class RefusedChatError(ValueError):
+    """One conversation is refused, by its form or by the template."""
+
+
+class Form(Enum):
+    """Says which forms of content a template reads: one that loops over content reads PARTS, and
+    TEXT beside them if it asks anywhere whether something is a string.
+    """
+
+    TEXT = "a text"
+    PARTS = "a list of parts"
+    BOTH = "a text or a list of parts"
+
+
+@lru_cache(maxsize=16)
+def form_of(template: str) -> Form:
+    """Returns what a template reads, by its syntax tree: a loop counts that goes over
+    `<anything>.content`, `<anything>["content"]`, or a name that is `content` (as in macros) or
+    was set to one of those.
+
+    Raises: jinja2.TemplateSyntaxError.
+    """
+    from jinja2 import Environment, nodes
+
+    tree = Environment(extensions=["jinja2.ext.loopcontrols", _generation_tag()]).parse(template)
+    names = {"content"}
+
+    def is_content(node: nodes.Node | None) -> bool:
+        while isinstance(node, nodes.Filter):  # content | selectattr("type", "equalto", "text")
+            node = node.node
+        if isinstance(node, nodes.Getitem):
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        if isinstance(node, nodes.Getattr):
+            return node.attr == "content"
+        return isinstance(node, nodes.Name) and node.name in names
+
+    for one in tree.find_all(nodes.Assign):
+        if isinstance(one.target, nodes.Name) and is_content(one.node):
+            names.add(one.target.name)
+    if not any(is_content(loop.iter) for loop in tree.find_all(nodes.For)):
+        return Form.TEXT
+    asks = any(test.name == "string" for test in tree.find_all(nodes.Test))
+    return Form.BOTH if asks else Form.PARTS
+
+
+def _generation_tag() -> Any:
+    """Returns the extension that reads {% generation %}, which transformers' templates may have."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags: ClassVar = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
+
+
+def formed(messages: Sequence[Mapping[str, Any]], form: Form) -> list[Mapping[str, Any]]:
+    """Returns the messages with each content in a form that the template reads.
+
+    For a template that reads texts, parts are joined by line breaks; for one that reads only parts,
+    a text becomes one. One that reads both gets what was given, but a single part as its text.
+    Raises: RefusedChatError naming the message and part that is no text.
+    """
+    return [_formed(number, message, form) for number, message in enumerate(messages)]
+
+
+def _formed(number: int, message: Mapping[str, Any], form: Form) -> Mapping[str, Any]:
+    content = message.get("content")
+    if content is None:
+        return message
+    if isinstance(content, str):
+        return message if form is not Form.PARTS else {**message, "content": _parts([content])}
+    if not isinstance(content, list | tuple):
+        raise RefusedChatError(
+            f"message {number}: content: expected a text or a list of parts, got "
+            f"{type(content).__name__}"
+        )
+    texts = [_text(f"message {number}: content part {i}", part) for i, part in enumerate(content)]
+    if form is Form.TEXT or (form is Form.BOTH and len(texts) < 2):
+        return {**message, "content": "\n".join(texts)}
+    return {**message, "content": _parts(texts)}
+
+
+def _parts(texts: Sequence[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _text(where: str, part: Any) -> str:
+    """Returns the text of a part: {"type": "text", "text": ...}, or a text as such."""
+    if isinstance(part, str):
+        return part
+    expected = '{"type": "text", "text": ...} (models here read text only)'
+    if not isinstance(part, Mapping):
+        raise RefusedChatError(f"{where}: expected {expected}, got {type(part).__name__}")
+    if (kind := part.get("type", "text")) != "text":
+        raise RefusedChatError(f"{where}: expected {expected}, got type {kind!r:.80}")
+    if not isinstance(text := part.get("text"), str):
+        raise RefusedChatError(f"{where}: expected {expected}, got text of {type(text).__name__}")
+    others = sorted(str(key) for key, value in part.items() if value is not None)
+    if others := [key for key in others if key not in ("type", "text")]:
+        raise RefusedChatError(f"{where}: expected {expected}, got also {', '.join(others)}")
+    return text
+
+
+def check_rendered(text: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RefusedChatError if a template has not written the parts that it was given: it may loop
+    over those of some messages, and print or leave out those of others.
+
+    Only texts of users and systems must be there: templates drop reasoning of earlier turns, and
+    write results of tools as JSON.
+    """
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, list) or not content:
+            continue
+        if str(content) in text:
+            raise RefusedChatError(
+                f"message {number}: the chat template prints a list of parts of a message "
+                f'"{message.get("role")}" as it is; join them to one text'
+            )
+        if message.get("role") not in ("system", "developer", "user"):
+            continue
+        for index, part in enumerate(content):
+            if part["text"].strip() not in text:
+                raise RefusedChatError(
+                    f"message {number}: content part {index}: the chat template leaves it out; "
+                    "join the parts to one text"
+                )
