@@ -21,6 +21,7 @@ from tiny import SMALL, make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
+LONG = (pytest.mark.slow, pytest.mark.timeout(1800))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 LONGEST = 100
 LOSE = ("do_forget", "do_interrupt")
@@ -146,8 +147,8 @@ def make(tmp_path: Path) -> Callable[..., LLM]:
     ("num_operations", "options"),
     [
         pytest.param(150, {"kv_host_bytes": 1 << 20}, id="150"),
-        pytest.param(10_000, {"kv_host_bytes": 1 << 20}, id="10000", marks=pytest.mark.slow),
-        pytest.param(5_000, {}, id="no_host_memory", marks=pytest.mark.slow),
+        pytest.param(10_000, {"kv_host_bytes": 1 << 20}, id="10000", marks=LONG),
+        pytest.param(5_000, {}, id="no_host_memory", marks=LONG),
     ],
 )
 def test_random_trees_of_sessions_say_what_their_tokens_say(

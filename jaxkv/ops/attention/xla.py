@@ -405,6 +405,8 @@ def _sweep(
     slot_S = jnp.arange(size, dtype=jnp.int32)
     is_float32 = in_float32 or store.codec.dtype == "float32"
     padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
+    # XLA:CPU would compute masks and indices anew for each element of whatever reads them.
+    once = jax.lax.optimization_barrier
 
     def fetch(head_page_RKC: jax.Array) -> Elements:
         """Gathers [R, K, C*S, H]: contiguous pieces of S vectors, already in the order that the
@@ -425,15 +427,16 @@ def _sweep(
         )
         page_RKC, first_RKC, in_page_RKC = map(take, padded)
         slot_1J = jnp.tile(slot_S, per_block)[None, None]
-        held_RKJ = slot_1J < jnp.repeat(in_page_RKC, size, axis=2)
-        key_position_RKJ = jnp.repeat(first_RKC, size, axis=2) + slot_1J
+        held_RKJ = once(slot_1J < jnp.repeat(in_page_RKC, size, axis=2))
+        key_position_RKJ = once(jnp.repeat(first_RKC, size, axis=2) + slot_1J)
         distance_RKMJ = position_RM[:, None, :, None] - key_position_RKJ[:, :, None, :]
         seen_RKMJ = held_RKJ[:, :, None, :] & (distance_RKMJ >= 0)
         if (reach := asked.reach(position_RM[:, None, :, None])) is not None:
             seen_RKMJ &= distance_RKMJ < reach
-        index_RKC = layer_base + page_RKC * page_rows + key_1K1
+        seen_RKMJ = once(seen_RKMJ)
+        index_RKC = once(layer_base + page_RKC * page_rows + key_1K1)
         keys = fetch(index_RKC)
-        values = fetch(index_RKC + to_values) if to_values else keys
+        values = fetch(once(index_RKC + to_values)) if to_values else keys
         # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is
         # not enough.
         cleared = jnp.where(held_RKJ[..., None], values.values, 0)
@@ -496,8 +499,10 @@ def _accumulate(
         scores = soft_cap(scores, cap)
     scores = jnp.where(seen, scores, MASKED)
     top = jnp.maximum(state.max, scores.max(axis=-1))
+    # What is not seen gets weight 0, also where nothing is and the largest score is MASKED itself.
+    weight = jnp.exp(scores - jnp.maximum(top, MASKED / 2)[..., None])
     # XLA:CPU would compute the exponentials anew for each of their sums.
-    weight = jax.lax.optimization_barrier(jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0))
+    weight = jax.lax.optimization_barrier(weight)
     shrink = jnp.exp(state.max - top)
     scaled = weight if values.scale is None else weight * values.scale[:, :, None]
     gained = matmul("rkmj,rkjh->rkmh", scaled.astype(dtype), values.values)
