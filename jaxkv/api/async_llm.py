@@ -84,6 +84,29 @@ class AsyncLLM:
             if not stream.is_ended:
                 self._engine.post(partial(self._engine.close, stream))
 
+    async def render(
+        self,
+        prompt: Prompt | Conversation,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> dict[str, Any]:
+        """Returns {"prompt": its text or None, "prompt_token_ids": [...], "cache_salt": ...} of a
+        prompt, or of a list of chat messages, which the other arguments are for, as in `LLM.chat`:
+        what `generate` takes without making tokens once more.
+
+        Raises: ValueError for what `generate` would refuse.
+        """
+        chat = {
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        return await self._engine.ask(partial(self._llm._rendered, prompt, chat))
+
     async def session(
         self,
         prompt: Prompt | Conversation,
@@ -121,6 +144,10 @@ class AsyncLLM:
         """
         return await self._engine.ask(self._engine.copied_tokenizer)
 
+    async def check_health(self) -> None:
+        """Returns at once while the engine runs. Raises: EngineDeadError."""
+        self._engine.check()
+
     async def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
         """As `LLM.get_metrics`."""
         return await self._engine.ask(partial(self._llm.get_metrics, prefix))
@@ -145,6 +172,11 @@ class AsyncLLM:
     def num_kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return self._llm.num_kv_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt and output together, in tokens."""
+        return self._llm.max_model_len
 
     def shutdown(self) -> None:
         """Ends every request and the thread; returns when the step that runs is over. Once is

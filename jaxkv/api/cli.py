@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_batch(commands)
+    _add_serve(commands)
     _add_convert(commands)
     _add_plan(commands)
     _add_check(commands)
@@ -90,6 +91,21 @@ def _add_batch(commands: Any) -> None:
     batch.add_argument(
         "--quiet", action="store_true", help="no progress bar, no figures at the end"
     )
+
+
+def _add_serve(commands: Any) -> None:
+    from jaxkv.api.server.options import ServeOptions
+
+    serve = commands.add_parser(
+        "serve",
+        help="answer OpenAI's HTTP interface",
+        description="Serves a model as OpenAI's API does: /v1/chat/completions, /v1/completions "
+        'and more (docs/server.md). Needs pip install "jaxkv[serve]".',
+    )
+    serve.set_defaults(run=_serve)
+    _add_engine_options(serve, "serve")
+    for names, settings in flags("serve", ServeOptions).values():
+        serve.add_argument(*names, default=argparse.SUPPRESS, **settings)
 
 
 def _add_convert(commands: Any) -> None:
@@ -299,6 +315,23 @@ def _batch(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from jaxkv.api.server.options import ServeOptions
+
+    given = {name: getattr(args, name) for name in flags("serve", ServeOptions) if name in args}
+    options = ServeOptions(**given)
+    try:
+        from jaxkv.api.server.run import listen, serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f'serve: {error}: pip install "jaxkv[serve]"') from error
+    with listen(options) as at:  # before weights are loaded, which takes long
+        from jaxkv.api.async_llm import AsyncLLM
+
+        engine = _engine_options(args, "serve")
+        name = options.served_model_name or engine.get("model", "demo")
+        return serve(AsyncLLM(**engine), at, options, name)
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -202,9 +202,13 @@ class EngineThread:
         self.post(call)
         # Asked afterwards: either the thread finds the call when it clears the queue at its end, or
         # this sees the end.
+        self.check()
+        return await asyncio.wrap_future(call.reply)
+
+    def check(self) -> None:
+        """Raises EngineDeadError once the thread has ended."""
         if self._is_ended:
             raise _dead(self._cause)
-        return await asyncio.wrap_future(call.reply)
 
     def stop(self) -> None:
         self.post(self._stop)

@@ -258,6 +258,11 @@ class LLM:
         return limits.num_tokens
 
     @property
+    def max_model_len(self) -> int:
+        """The longest prompt and output together, in tokens."""
+        return self._blueprint.limits.max_model_len
+
+    @property
     def compile_s(self) -> float:
         """Seconds spent compiling so far."""
         return self._engine.programs.compile_s
@@ -430,6 +435,22 @@ class LLM:
                 str(error).removeprefix("prompt 0: ").removeprefix("conversation 0: ")
             )
         return submission
+
+    def _rendered(self, prompt: Prompt | Conversation, chat: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the tokens of a prompt or, by the chat template with these arguments of `chat`,
+        of a conversation.
+        """
+        if isinstance(prompt, (str, Mapping)):
+            text, tokens, salt = self._intake.parse(prompt)
+            return {"prompt": text, "prompt_token_ids": tokens, "cache_salt": salt}
+        options = dict(chat)
+        IS_LIST("tools", options["tools"])
+        extra = options.pop("chat_template_kwargs")
+        try:
+            (one,) = self._intake.render([prompt], extra, chat_template=None, **options)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("conversation 0: ")) from error
+        return {**one, "cache_salt": ""}
 
     def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         from tqdm import tqdm

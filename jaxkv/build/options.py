@@ -22,7 +22,7 @@ P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
-ENGINES = ("generate", "batch")
+ENGINES = ("generate", "batch", "serve")
 TARGETS = ("plan", "check")
 """Commands of `jaxkv`: those that run an engine, and those that ask about chips elsewhere."""
 
@@ -177,9 +177,11 @@ class EngineOptions:
     max_num_seqs: int | None = option(
         None,
         "rows that run at once (default: 64 on a CPU, 256 elsewhere)",
-        commands=("batch", *TARGETS),
+        commands=("batch", "serve", *TARGETS),
     )
-    max_num_batched_tokens: int = option(2048, "tokens per step", commands=("batch", *TARGETS))
+    max_num_batched_tokens: int = option(
+        2048, "tokens per step", commands=("batch", "serve", *TARGETS)
+    )
     block_size: int | None = option(
         None,
         "tokens per page, 8 to 128 (default: 16 on a CPU, 64 elsewhere)",
@@ -221,6 +223,7 @@ class EngineOptions:
         None,
         "size of the cache in bytes (default: what max_num_seqs rows of max_model_len take, "
         "within gpu_memory_utilization)",
+        commands=("serve",),
     )
     num_gpu_blocks_override: int | None = option(
         None,
@@ -233,7 +236,7 @@ class EngineOptions:
         "part of the device's memory that is used (on a CPU of the available memory, and at most "
         "a quarter of it for the cache)",
         check=IS_PART,
-        commands=TARGETS,
+        commands=("serve", *TARGETS),
     )
     enable_prefix_caching: bool = option(
         True,
@@ -266,6 +269,7 @@ class EngineOptions:
         20,
         "the most that a request may ask for; steps have room for as many per token (-1: the "
         "vocabulary)",
+        commands=("serve",),
     )
     deterministic: bool = option(
         False,
@@ -344,16 +348,20 @@ def describe_options(indent: str) -> str:
     return "\n".join(lines).lstrip()
 
 
-def flags(command: str) -> dict[str, tuple[list[str], dict[str, Any]]]:
+def flags(
+    command: str, options: type = EngineOptions
+) -> dict[str, tuple[list[str], dict[str, Any]]]:
     """Returns, by option, the names and the settings that `argparse` takes for each flag of a
-    command. A flag that is not given is left out of what is parsed: defaults are `EngineOptions`'.
+    command. A flag that is not given is left out of what is parsed: defaults are those of
+    `options`, a dataclass of `option`s.
     """
-    hints = get_type_hints(EngineOptions)
+    hints = get_type_hints(options)
     found = {}
-    for name, about in ABOUT.items():
+    for one in fields(options):
+        about: About = one.metadata["about"]
         if command in about.commands:
-            names = [f"--{name.replace('_', '-')}", *about.aliases]
-            found[name] = (names, flag_settings(hints[name], about.doc, DEFAULTS[name]))
+            names = [f"--{one.name.replace('_', '-')}", *about.aliases]
+            found[one.name] = (names, flag_settings(hints[one.name], about.doc, one.default))
     return found
 
 

@@ -1,0 +1,483 @@
+"""Reads the bodies of OpenAI's requests and writes the bodies of its answers: the one map between
+its keys and `SamplingParams`, for the server and for batch files.
+
+A key that is not known here, and a value that is not possible, is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxkv.config import SamplingParams, is_int
+from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+SAME = (
+    *("frequency_penalty", "logit_bias", "max_tokens", "n", "presence_penalty", "seed"),
+    *("stop", "temperature", "top_p"),
+    *("allowed_token_ids", "bad_words", "ignore_eos", "include_stop_str_in_output"),
+    *("kv_budget", "kv_policy", "kv_protect", "min_p", "min_tokens", "repetition_penalty"),
+    *("skip_special_tokens", "stop_token_ids", "top_k"),
+)
+"""Keys that mean what the field of `SamplingParams` does: OpenAI's, then more, as in vLLM."""
+
+LABELS = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "user": str}
+"""Keys that say for whom a request is: they are taken, and change nothing."""
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+}
+"""Keys with the values that ask for nothing that is not done anyway."""
+
+MAX_WORDS = 64
+"""Stop strings or bad words of a request: each of them costs time for every token."""
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have, as at OpenAI."""
+
+Scores = Mapping[int, Logprob] | None
+
+
+class BodyError(ValueError):
+    """A request's body is refused; `key` is the one that is wrong, None where it is the whole."""
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Holds what a body asks for.
+
+    `inputs`: prompts, or one list of chat messages, for which `template` has arguments of
+    `LLM.chat`. `top`: how many of the likeliest tokens an answer lists, None: no
+    log-probabilities. `has_output`: False where max_tokens is 0, so that only the echo is wanted
+    (`params` then ask for one token).
+    """
+
+    url: str
+    model: str | None
+    inputs: list[Any]
+    params: SamplingParams
+    top: int | None
+    salt: str
+    template: dict[str, Any] = field(default_factory=dict)
+    echo: bool = False
+    has_output: bool = True
+    stream: bool = False
+    include_usage: bool = False
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.inputs) * self.params.n
+
+
+class _Keys:
+    """Gives the keys of a body one after the other; None is as absent."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._left = {key: value for key, value in body.items() if value is not None}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._left
+
+    def take(self, key: str, kind: type, default: Any = None) -> Any:
+        """Returns the value, or `default` where there is none. Raises: BodyError for another
+        kind.
+        """
+        if key not in self._left:
+            return default
+        value = self._left.pop(key)
+        if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+            raise BodyError(
+                f"{key}: expected {_JSON_NAMES[kind]}, got {json.dumps(value):.80}", key
+            )
+        return value
+
+    def take_count(self, key: str) -> int | None:
+        """Returns the number, None where there is none. Raises: BodyError for less than 0."""
+        count: int | None = self.take(key, int)
+        if count is not None and count < 0:
+            raise BodyError(f"{key}: expected a number >= 0, got {count}", key)
+        return count
+
+    def take_any(self, key: str) -> Any:
+        return self._left.pop(key, None)
+
+    def end(self) -> None:
+        """Raises BodyError for what has not been taken and is not without effect."""
+        for key, kind in LABELS.items():
+            self.take(key, kind)
+        for key, value in self._left.items():
+            if key not in HARMLESS:
+                raise BodyError(f"{key}: unknown, or not supported", key)
+            if not any(value == one and type(value) is type(one) for one in HARMLESS[key]):
+                expected = " or ".join(json.dumps(one) for one in HARMLESS[key])
+                raise BodyError(
+                    f"{key}: expected {expected} (nothing else is supported), got "
+                    f"{json.dumps(value):.80}",
+                    key,
+                )
+
+
+_JSON_NAMES = {
+    str: "a text",
+    dict: "an object",
+    list: "a list",
+    bool: "true or false",
+    int: "a whole number",
+}
+
+
+def read_body(url: str, body: Mapping[str, Any], defaults: SamplingParams) -> Asked:
+    """Reads the body of a request to CHAT or COMPLETIONS. defaults: of what it does not say.
+
+    Raises: BodyError.
+    """
+    keys = _Keys(body)
+    try:
+        return _read_chat(keys, defaults) if url == CHAT else _read_completion(keys, defaults)
+    except BodyError:
+        raise
+    except ValueError as error:
+        raise BodyError(str(error), key_of(error, body)) from error
+
+
+def key_of(error: ValueError, body: Mapping[str, Any]) -> str | None:
+    """Returns the key of the body that a message of jaxkv begins with."""
+    name = str(error).partition(":")[0]
+    if name == "logprobs" and "top_logprobs" in body:
+        return "top_logprobs"
+    return name if name in body else None
+
+
+def _read_completion(keys: _Keys, defaults: SamplingParams) -> Asked:
+    prompts = _prompts(keys.take_any("prompt"))
+    echo, top = keys.take("echo", bool, False), keys.take_count("logprobs")
+    changes = _sampling(keys)
+    has_output = changes.get("max_tokens") != 0 or not echo
+    if not has_output:
+        changes |= {"max_tokens": 1, "min_tokens": 0}
+    changes |= {"logprobs": top, "prompt_logprobs": top if echo else None}
+    if keys.take("best_of", int, n := changes.get("n", 1)) != n:
+        raise BodyError(f"best_of: expected the same as n ({n}): nothing is ranked", "best_of")
+    return _asked(
+        keys,
+        url=COMPLETIONS,
+        inputs=prompts,
+        params=replace(defaults, **changes),
+        top=top,
+        echo=echo,
+        has_output=has_output,
+    )
+
+
+def _read_chat(keys: _Keys, defaults: SamplingParams) -> Asked:
+    messages = read_messages(keys.take("messages", list))
+    wanted, top = keys.take("logprobs", bool, False), keys.take_count("top_logprobs")
+    if top is not None and not wanted:
+        raise BodyError("top_logprobs: expected logprobs to be true with it", "top_logprobs")
+    top = (top or 0) if wanted else None
+    changes = {"max_tokens": None, **_sampling(keys), "logprobs": top}
+    longest = keys.take("max_completion_tokens", int, changes["max_tokens"])
+    if changes["max_tokens"] not in (None, longest):
+        raise BodyError(
+            "max_completion_tokens: expected the same as max_tokens, or only one",
+            "max_completion_tokens",
+        )
+    template = {
+        name: given
+        for name, kind in (("tools", list), ("chat_template_kwargs", dict))
+        if (given := keys.take(name, kind)) is not None
+    }
+    choice = keys.take_any("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise BodyError(
+            f'tool_choice: expected "auto" or "none", got {json.dumps(choice):.80}', "tool_choice"
+        )
+    if choice == "none":
+        template.pop("tools", None)
+    return _asked(
+        keys,
+        url=CHAT,
+        inputs=[messages],
+        params=replace(defaults, **{**changes, "max_tokens": longest}),
+        top=top,
+        template=template,
+    )
+
+
+def _asked(keys: _Keys, **read: Any) -> Asked:
+    """Adds what both kinds of requests have."""
+    stream = keys.take("stream", bool, False)
+    options = keys.take("stream_options", dict, {})
+    if options and not stream:
+        raise BodyError("stream_options: expected stream to be true with it", "stream_options")
+    include_usage = options.get("include_usage") or False
+    if options.keys() - {"include_usage"} or not isinstance(include_usage, bool):
+        raise BodyError(
+            f'stream_options: expected {{"include_usage": true or false}}, got '
+            f"{json.dumps(options):.80}",
+            "stream_options",
+        )
+    asked = Asked(
+        **read,
+        stream=stream,
+        include_usage=include_usage,
+        model=keys.take("model", str),
+        salt=keys.take("cache_salt", str, ""),
+    )
+    keys.end()
+    return asked
+
+
+def _sampling(keys: _Keys) -> dict[str, Any]:
+    """Returns the fields of `SamplingParams` that the body sets under their own names."""
+    given = {name: keys.take_any(name) for name in SAME if name in keys}
+    for name in ("stop", "bad_words"):
+        if isinstance(given.get(name), list) and len(given[name]) > MAX_WORDS:
+            raise BodyError(f"{name}: expected at most {MAX_WORDS}, got {len(given[name])}", name)
+    return given
+
+
+def _prompts(given: Any) -> list[Any]:
+    """Returns the prompts of one text, one list of token ids, or a list of either."""
+    one = isinstance(given, str) or (isinstance(given, list) and given and is_int(given[0]))
+    prompts = [given] if one else given
+    if not isinstance(prompts, list) or not prompts:
+        raise BodyError(
+            f"prompt: expected a text, a list of token ids, or a list of either, got "
+            f"{json.dumps(given):.80}",
+            "prompt",
+        )
+    return [{"prompt_token_ids": one} if isinstance(one, list) else one for one in prompts]
+
+
+def read_messages(given: list[Any] | None) -> list[Any]:
+    """Returns the messages with the arguments of tool calls as objects, as chat templates expect
+    them; OpenAI's have them as JSON in a text. Raises: BodyError.
+    """
+    if not given:
+        raise BodyError("messages: expected at least one", "messages")
+    return [_with_objects(message) for message in given]
+
+
+def _with_objects(message: Any) -> Any:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return message
+    read = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+            try:
+                function = {**function, "arguments": json.loads(text) if text else {}}
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise BodyError(
+                    f"messages: expected JSON in the arguments of a tool call, got {text!r:.80}",
+                    "messages",
+                ) from error
+            call = {**call, "function": function}
+        read.append(call)
+    return {**message, "tool_calls": read}
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Counts what a stream has sent of a choice."""
+
+    num_chars: int = 0
+    num_tokens: int = 0
+    offset: int = 0
+    is_ended: bool = False
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """Writes the answer to one request: whole, or in chunks as its outputs grow. `decode` makes
+    text of tokens; `created` is a Unix time.
+    """
+
+    asked: Asked
+    model: str
+    decode: Callable[[Sequence[int]], str]
+    id: str = ""
+    created: int = 0
+    _sent: dict[int, _Sent] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.id = self.id or f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = self.created or int(time.time())
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Returns the body of an answer that is not streamed; outputs: of each input, finished."""
+        choices = [
+            choice
+            for number, output in enumerate(outputs)
+            for choice in self._choices(number, output, "message")
+        ]
+        return {**self._head(""), "choices": choices, "usage": usage(self.asked, outputs)}
+
+    def chunks(self, number: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        """Yields what is new in the output of an input, a chunk for each choice that has more."""
+        first = [number * self.asked.params.n + one.index for one in output.outputs]
+        for index in first if self._is_chat else ():
+            if index not in self._sent:
+                delta = {"role": "assistant", "content": ""}
+                yield self._chunk([_choice(index, {"delta": delta}, None, None)])
+        for choice in self._choices(number, output, "delta"):
+            yield self._chunk([choice])
+
+    def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Returns the last chunk of a stream that includes its usage."""
+        return {**self._head(".chunk"), "choices": [], "usage": usage(self.asked, outputs)}
+
+    @property
+    def _is_chat(self) -> bool:
+        return self.asked.url == CHAT
+
+    def _head(self, chunk: str) -> dict[str, Any]:
+        kind = f"chat.completion{chunk}" if self._is_chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head(".chunk"), "choices": choices}
+        return {**chunk, "usage": None} if self.asked.include_usage else chunk
+
+    def _choices(self, number: int, output: RequestOutput, form: str) -> Iterator[dict[str, Any]]:
+        """Yields the choices of an output with what has not been sent of them, if there is any."""
+        for one in output.outputs:
+            index = number * self.asked.params.n + one.index
+            sent = self._sent.setdefault(index, _Sent())
+            text, tokens = self._content(output, one)
+            text, tokens = text[sent.num_chars :], tokens[sent.num_tokens :]
+            reason = _finish_reason(one.finish_reason)
+            if sent.is_ended or not (text or tokens or reason):
+                continue
+            scores = None
+            if self.asked.top is not None:
+                scores = self._chat_scores(tokens) if self._is_chat else self._scores(tokens, sent)
+            sent.num_chars += len(text)
+            sent.num_tokens += len(tokens)
+            sent.is_ended = reason is not None
+            yield _choice(index, self._said(text, form), scores, reason)
+
+    def _said(self, text: str, form: str) -> dict[str, Any]:
+        if not self._is_chat:
+            return {"text": text}
+        if form == "delta":
+            return {"delta": {"content": text} if text else {}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _content(
+        self, output: RequestOutput, one: CompletionOutput
+    ) -> tuple[str, list[tuple[int, Scores]]]:
+        """Returns the text of a choice, and its tokens with their log-probabilities where these are
+        wanted: behind those of the prompt where that is echoed.
+        """
+        asked = self.asked
+        text = one.text if asked.has_output else ""
+        tokens: list[tuple[int, Scores]] = []
+        if asked.echo:
+            prompt = output.prompt
+            text = (self.decode(output.prompt_token_ids) if prompt is None else prompt) + text
+        if asked.top is not None:
+            if asked.echo:
+                tokens += zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+            if asked.has_output:
+                tokens += zip(one.token_ids, one.logprobs or (), strict=True)
+        return text, tokens
+
+    def _token(self, token: int, scores: Scores) -> str:
+        text = scores[token].decoded_token if scores else None
+        return self.decode([token]) if text is None else text
+
+    def _scores(self, tokens: Sequence[tuple[int, Scores]], sent: _Sent) -> dict[str, Any]:
+        """Writes log-probabilities as completions have them; those of tokens that look alike are
+        the likeliest one's.
+        """
+        texts, offsets, top = [], [], []
+        for token, scores in tokens:
+            texts.append(self._token(token, scores))
+            offsets.append(sent.offset)
+            sent.offset += len(texts[-1])
+            by_text: dict[str, float] = {}
+            for other, score in _ranked(scores, self.asked.top or 0, token):
+                by_text.setdefault(self._token(other, scores), _finite(score))
+            top.append(by_text if scores else None)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [_finite(scores[one]) if scores else None for one, scores in tokens],
+            "tokens": texts,
+            "top_logprobs": top if self.asked.top else None,
+        }
+
+    def _chat_scores(self, tokens: Sequence[tuple[int, Scores]]) -> dict[str, Any]:
+        """Writes log-probabilities as chats have them."""
+
+        def entry(token: int, scores: Mapping[int, Logprob]) -> dict[str, Any]:
+            text = self._token(token, scores)
+            # Part of a character: its bytes are not to be had from a text.
+            known = None if "\ufffd" in text else list(text.encode(errors="replace"))
+            return {"token": text, "logprob": _finite(scores[token]), "bytes": known}
+
+        content = []
+        for token, scores in tokens:
+            given = scores or {}
+            top = [entry(other, given) for other, _ in _ranked(given, self.asked.top or 0)]
+            content.append({**entry(token, given), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+
+def _finite(score: Logprob) -> float:
+    return max(score.logprob, LEAST_LOGPROB)
+
+
+def _ranked(scores: Scores, top: int, token: int | None = None) -> list[tuple[int, Logprob]]:
+    """Returns the `top` likeliest, best first, and behind them `token` if it is none of them."""
+    ranked = sorted((scores or {}).items(), key=lambda item: -item[1].logprob)
+    return ranked[:top] + [one for one in ranked[top:] if one[0] == token]
+
+
+def _choice(
+    index: int, said: dict[str, Any], scores: dict[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, **said, "logprobs": scores, "finish_reason": reason}
+
+
+def _finish_reason(reason: str | None) -> str | None:
+    """Returns OpenAI's name of a finish_reason: a full KV cache is a limit of length."""
+    return "length" if reason == "capacity" else reason
+
+
+def usage(asked: Asked, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Counts the tokens of an answer; a prompt counts once, however many samples it has."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_new = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    num_new = num_new if asked.has_output else 0
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def error_body(
+    message: str, kind: str, *, key: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Returns OpenAI's error object. kind: its type, such as "invalid_request_error"."""
+    return {"error": {"message": message, "type": kind, "param": key, "code": code}}

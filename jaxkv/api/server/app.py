@@ -1,0 +1,359 @@
+"""Answers OpenAI's HTTP interface with an `AsyncLLM`: routes, streams and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter as Tally
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from jaxkv.api.async_llm import AsyncLLM
+from jaxkv.api.batch_files import MAX_LINE_BYTES, _parse
+from jaxkv.api.openai_format import (
+    CHAT,
+    COMPLETIONS,
+    Answer,
+    Asked,
+    BodyError,
+    key_of,
+    read_body,
+    read_messages,
+)
+from jaxkv.api.server.limits import Bodies, Gate, Guard, Refusal, while_connected
+from jaxkv.api.server.options import ServeOptions
+from jaxkv.engine.metrics import Counter, Gauge, prometheus_text
+from jaxkv.errors import Catch, EngineDeadError
+from jaxkv.requests.outputs import RequestOutput
+
+LOG = logging.getLogger("jaxkv.server")
+
+PREFIX = "jaxkv:"
+
+
+class App:
+    """Is what a server knows: its model, its limits and what it has answered.
+
+    `asgi` is the application. `on_death` is called once the engine has ended by itself.
+    """
+
+    def __init__(self, llm: AsyncLLM, tokenizer: Any, options: ServeOptions, *, name: str) -> None:
+        self.name = name
+        self.on_death: Callable[[], None] = lambda: None
+        self.gate = Gate(options.max_concurrent_sequences)
+        self._llm = llm
+        self._tokenizer = tokenizer
+        self._defaults = llm.get_default_sampling_params()
+        self._bodies = Bodies(options.max_body_bytes, options.send_timeout_s)
+        self._created = int(time.time())
+        self._answered: Tally[tuple[str, int]] = Tally()
+        routes = [
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            *(Route(url, _Generate(self, url), methods=["POST"]) for url in (COMPLETIONS, CHAT)),
+        ]
+        guard = Middleware(
+            Guard,
+            keys=options.keys,
+            send_timeout_s=options.send_timeout_s,
+            paths=[route.path for route in routes],
+            answered=self._answered,
+        )
+        self.asgi = Starlette(
+            routes=routes,
+            middleware=[guard],
+            exception_handlers={
+                Refusal: self._on_refusal,
+                HTTPException: self._on_refusal,
+                EngineDeadError: self._on_dead_engine,
+                Exception: self._on_error,
+            },
+        )
+
+    # --- routes
+
+    async def _health(self, request: Request) -> Response:
+        await self._llm.check_health()
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        answered = [
+            Counter(
+                PREFIX + "http_requests",
+                "Answers of the server.",
+                count,
+                labels={"path": path, "status": str(status)},
+            )
+            for (path, status), count in sorted(self._answered.items())
+        ]
+        admitted = Gauge(
+            PREFIX + "num_sequences_admitted", "Sequences that run or wait.", self.gate.num_in
+        )
+        metrics = [*await self._llm.get_metrics(PREFIX), *answered, admitted]
+        return PlainTextResponse(
+            prometheus_text(metrics), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jaxkv",
+            "max_model_len": self._llm.max_model_len,
+        }
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await self._json(request)
+        chat = {"tools": list, "chat_template_kwargs": dict}
+        kinds = {"model": str, "prompt": str, "messages": list, **chat}
+        self._check_keys(body, kinds, one_of=("prompt", "messages"))
+        key = "messages" if "messages" in body else "prompt"
+        template = {name: body[name] for name in chat if name in body}
+        if template and key == "prompt":
+            raise Refusal(400, f"{next(iter(template))}: expected messages with it", key="messages")
+        try:
+            prompt = read_messages(body[key]) if key == "messages" else body[key]
+        except BodyError as error:
+            raise Refusal(400, str(error), key=error.key) from error
+        tokens = await self._tokens(key, prompt, **template)
+        return JSONResponse(
+            {"count": len(tokens), "max_model_len": self._llm.max_model_len, "tokens": tokens}
+        )
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = await self._json(request)
+        self._check_keys(body, {"model": str, "tokens": list}, one_of=("tokens",))
+        tokens = await self._tokens("tokens", {"prompt_token_ids": body["tokens"]})
+        return JSONResponse({"prompt": self._decode(tokens)})
+
+    async def read(self, request: Request, url: str) -> tuple[Asked, dict[str, Any]]:
+        """Reads what a request asks for. Raises: Refusal."""
+        body = await self._json(request)
+        try:
+            asked = read_body(url, body, self._defaults)
+        except BodyError as error:
+            raise Refusal(400, str(error), key=error.key) from error
+        self._check_model(asked.model)
+        return asked, body
+
+    # --- generating
+
+    async def outputs(
+        self, asked: Asked, body: dict[str, Any]
+    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Yields (number of the input, its newest output) until each has ended. Raises: Refusal."""
+        try:
+            prompts = asked.inputs
+            if asked.url == CHAT and asked.template:
+                prompts = [await self._llm.render(prompts[0], **asked.template)]
+            if asked.salt:
+                prompts = [await self._salted(one, asked.salt) for one in prompts]
+            streams = [self._llm.generate(prompt, asked.params) for prompt in prompts]
+            async with aclosing(_merged(streams)) as outputs:
+                async for number, output in outputs:
+                    if any(one.finish_reason == "abort" for one in output.outputs):
+                        raise Refusal(503, "the server is shutting down")
+                    yield number, output
+        except ValueError as error:
+            key = "prompt" if asked.url == COMPLETIONS else "messages"
+            raise Refusal(400, str(error), key=key_of(error, body) or key) from error
+
+    async def _salted(self, prompt: Any, salt: str) -> dict[str, Any]:
+        """Returns a prompt that shares cached prefixes only with those of the same salt."""
+        if isinstance(prompt, str):
+            return {"prompt": prompt, "cache_salt": salt}
+        rendered = await self._llm.render(prompt) if isinstance(prompt, list) else prompt
+        return {**rendered, "cache_salt": salt}
+
+    async def complete(self, asked: Asked, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the body of an answer that is not streamed. Raises: Refusal."""
+        last: dict[int, RequestOutput] = {}
+        async with aclosing(self.outputs(asked, body)) as outputs:
+            async for number, output in outputs:
+                last[number] = output
+        return self._answer(asked).whole([last[number] for number in range(len(last))])
+
+    async def events(self, asked: Asked, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """Yields the chunks of a streamed answer. Raises: Refusal."""
+        answer = self._answer(asked)
+        last: dict[int, RequestOutput] = {}
+        async with aclosing(self.outputs(asked, body)) as outputs:
+            async for number, output in outputs:
+                last[number] = output
+                for chunk in answer.chunks(number, output):
+                    yield chunk
+        if asked.include_usage:
+            yield answer.usage_chunk(list(last.values()))
+
+    def _answer(self, asked: Asked) -> Answer:
+        return Answer(asked=asked, model=self.name, decode=self._decode)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    async def _tokens(self, key: str, prompt: Any, **template: Any) -> list[int]:
+        """Returns the tokens of a prompt, or of messages by the chat template. Raises: Refusal."""
+        try:
+            tokens: list[int] = (await self._llm.render(prompt, **template))["prompt_token_ids"]
+        except ValueError as error:
+            raise Refusal(400, str(error), key=key) from error
+        return tokens
+
+    # --- what is refused
+
+    async def _json(self, request: Request) -> dict[str, Any]:
+        raw = await self._bodies.read(request)
+        try:
+            # Not in the event loop's thread: a large one takes long.
+            return await asyncio.to_thread(_parse, raw, MAX_LINE_BYTES)
+        except ValueError as error:
+            raise Refusal(400, f"body: {error}") from error
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise Refusal(
+                404,
+                f"model: expected {self.name!r}, got {name!r:.80}",
+                key="model",
+                code="model_not_found",
+            )
+
+    def _check_keys(
+        self, body: dict[str, Any], kinds: Mapping[str, type], one_of: tuple[str, ...]
+    ) -> None:
+        for key, value in body.items():
+            if key not in kinds:
+                raise Refusal(400, f"{key}: unknown, or not supported", key=key)
+            if not isinstance(value, kinds[key]):
+                got = type(value).__name__
+                raise Refusal(400, f"{key}: expected {kinds[key].__name__}, got {got}", key=key)
+        if len(body.keys() & set(one_of)) != 1:
+            raise Refusal(400, f"expected {' or '.join(one_of)}", key=one_of[0])
+        self._check_model(body.get("model"))
+
+    async def _on_refusal(self, request: Request, error: Exception) -> Response:
+        return as_refusal(error).response()
+
+    async def _on_dead_engine(self, request: Request, error: Exception) -> Response:
+        self.on_death()
+        return as_refusal(error).response()
+
+    async def _on_error(self, request: Request, error: Exception) -> Response:
+        return as_refusal(error).response()
+
+
+def as_refusal(error: Exception) -> Refusal:
+    """Returns what a client is told of an error: of one in here, its kind only."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, HTTPException):
+        return Refusal(error.status_code, error.detail, headers=dict(error.headers or {}))
+    if isinstance(error, EngineDeadError):
+        return Refusal(503, "the engine has ended")
+    return Refusal(500, f"the request failed: {type(error).__name__}")
+
+
+class _Generate:
+    """Is the application behind one of the two routes that generate."""
+
+    def __init__(self, app: App, url: str) -> None:
+        self._app = app
+        self._url = url
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        try:
+            app.gate.check()
+            asked, body = await app.read(Request(scope, receive), self._url)
+            with app.gate.enter(asked.num_sequences):
+                if asked.stream:
+                    work = self._stream(app.events(asked, body), send)
+                    await while_connected(receive, work)
+                    return
+                answer = await while_connected(receive, app.complete(asked, body))
+            await JSONResponse(answer)(scope, receive, send)
+        except ClientDisconnect:
+            return
+
+    async def _stream(self, events: AsyncGenerator[dict[str, Any]], send: Send) -> None:
+        """Sends the events. What fails before the first one is raised, what fails later is an
+        event.
+        """
+        async with aclosing(events):
+            first = await anext(events)
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+            headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            with Catch() as caught:
+                await _send_event(send, json.dumps(first))
+                async for event in events:
+                    await _send_event(send, json.dumps(event))
+        if isinstance(caught.error, TimeoutError):
+            raise ClientDisconnect from caught.error
+        if caught.error is None:
+            await _send_event(send, "[DONE]")
+        else:
+            LOG.error("a stream failed: %r", caught.error)
+            if isinstance(caught.error, EngineDeadError):
+                self._app.on_death()
+            await _send_event(send, json.dumps(as_refusal(caught.error).body))
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_event(send: Send, data: str) -> None:
+    body = f"data: {data}\n\n".encode()
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[RequestOutput]],
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """Yields (number of the stream, output), whichever comes first, until each has ended."""
+    waiting = {_next(stream): number for number, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                output = task.result()
+                if not output.finished:
+                    waiting[_next(streams[number])] = number
+                yield number, output
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+def _next(stream: AsyncGenerator[RequestOutput]) -> asyncio.Task[RequestOutput]:
+    async def get() -> RequestOutput:
+        return await anext(stream)
+
+    return asyncio.ensure_future(get())

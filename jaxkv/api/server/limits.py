@@ -1,0 +1,212 @@
+"""Decides whom a server answers, and how much of its time and memory a request may take."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxkv.api.openai_format import error_body
+
+T = TypeVar("T")
+
+BODIES = 8
+"""Bodies of the largest size that are held at once while requests come in."""
+
+MAX_RETRY_S = 60
+"""The longest wait that a refused client is told."""
+
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class Refusal(Exception):
+    """A request is answered with an error. `key`: of its body, at fault; `headers`: of the
+    answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        key: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.key, self.code, self.headers = status, key, code, headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return error_body(str(self), _KINDS.get(self.status, kind), key=self.key, code=self.code)
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+class Gate:
+    """Counts the sequences that run or wait, and lets no more in than `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_in = 0
+        self._left_s: deque[float] = deque(maxlen=64)
+
+    @contextmanager
+    def enter(self, count: int) -> Iterator[None]:
+        """Holds places for so many. Raises: Refusal."""
+        if count > self.limit:
+            raise Refusal(
+                400,
+                f"expected at most {self.limit} sequences (prompts times n) in a request, got "
+                f"{count}",
+                key="n",
+            )
+        self.check(count)
+        self.num_in += count
+        try:
+            yield
+        finally:
+            self.num_in -= count
+            self._left_s.extend([time.monotonic()] * min(count, 64))
+
+    def check(self, count: int = 1) -> None:
+        """Raises Refusal unless so many places are free."""
+        if self.num_in + count > self.limit:
+            raise Refusal(
+                429,
+                f"the server is busy: {self.num_in} of {self.limit} sequences are under way",
+                code="overloaded",
+                headers={"Retry-After": str(self._retry_s(count))},
+            )
+
+    def _retry_s(self, count: int) -> int:
+        """Estimates when so many places will be free, by how fast the last ones became so."""
+        if not self._left_s:
+            return 1
+        pace_s = (time.monotonic() - self._left_s[0]) / len(self._left_s)
+        return min(MAX_RETRY_S, max(1, math.ceil(pace_s * count)))
+
+
+class Bodies:
+    """Reads the bodies of requests, each and all together within a limit of bytes, each within a
+    time.
+    """
+
+    def __init__(self, max_bytes: int, time_s: float) -> None:
+        self._max_bytes = max_bytes
+        self._time_s = time_s
+        self._num_held = 0
+
+    async def read(self, request: Request) -> bytes:
+        """Returns the body. Raises: Refusal for one that is too large or slow; ClientDisconnect."""
+        declared = request.headers.get("content-length", "0")
+        self._check(int(declared) if declared.isdecimal() else 0)
+        parts: list[bytes] = []
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(self._time_s):
+                async for part in request.stream():
+                    parts.append(part)
+                    num_bytes += len(part)
+                    self._num_held += len(part)
+                    self._check(num_bytes)
+        except TimeoutError as error:
+            raise Refusal(408, f"expected the body within {self._time_s:g} s") from error
+        finally:
+            self._num_held -= num_bytes
+        return b"".join(parts)
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise Refusal(
+                413, f"expected a body of at most {self._max_bytes} bytes", code="body_too_large"
+            )
+        if self._num_held > BODIES * self._max_bytes:
+            raise Refusal(
+                429,
+                "the server is busy with the bodies of other requests",
+                code="overloaded",
+                headers={"Retry-After": "1"},
+            )
+
+
+class Guard:
+    """Lets those in who know a key, ends what is sent to a client that does not read, and counts
+    answers by path and status in `answered`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        send_timeout_s: float,
+        paths: Sequence[str],
+        answered: Counter[tuple[str, int]],
+    ) -> None:
+        self._app = app
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+        self._send_timeout_s = send_timeout_s
+        self._paths = frozenset(paths)
+        self._answered = answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_in_time(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._answered[path, message["status"]] += 1
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+
+        if self._knows_key(Request(scope)):
+            await self._app(scope, receive, send_in_time)
+        else:
+            refusal = Refusal(
+                401,
+                "expected a valid key in the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await refusal.response()(scope, receive, send_in_time)
+
+    def _knows_key(self, request: Request) -> bool:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Headers come as latin-1. All keys are compared, each in the same time whatever was given.
+        digest = sha256(given.strip().encode("latin-1")).digest()
+        known = [hmac.compare_digest(digest, one) for one in self._digests]
+        return not known or (any(known) and scheme.lower() == "bearer")
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Returns what the work does, and ends it when the client goes. Raises: ClientDisconnect."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _gone(receive: Callable[[], Awaitable[Message]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

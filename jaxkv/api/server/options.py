@@ -1,0 +1,109 @@
+"""Holds every option of `jaxkv serve` that is not one of the engine, once: as `EngineOptions` does
+for those.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from jaxkv.build.options import IS_TEXT, IS_TEXT_OR_NONE, Check, option
+from jaxkv.config import is_int
+
+SERVE = ("serve",)
+
+KEY_VARIABLE = "JAXKV_API_KEY"
+
+IS_KEYS = Check(
+    expected="None or a list of texts, none empty",
+    holds=lambda value: (
+        value is None
+        or (
+            isinstance(value, list | tuple)
+            and len(value) > 0
+            and all(isinstance(key, str) and key.strip() for key in value)
+        )
+    ),
+    is_secret=True,
+)
+IS_PORT = Check(
+    expected="a number from 0 to 65535", holds=lambda value: is_int(value) and 0 <= value <= 65535
+)
+IS_POSITIVE = Check(expected="a number >= 1", holds=lambda value: is_int(value) and value >= 1)
+IS_SECONDS = Check(
+    expected="a number of seconds >= 0",
+    holds=lambda value: type(value) in (int, float) and 0 <= value <= 86400,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """Says where and for whom a server answers, and within which limits.
+
+    Raises: ValueError naming the option for a value that is not possible.
+    """
+
+    host: str = option(
+        "127.0.0.1",
+        "address to listen at; 0.0.0.0 is all of this machine's",
+        check=IS_TEXT,
+        commands=SERVE,
+    )
+    port: int = option(
+        8000, "port to listen at; 0 takes one that is free", check=IS_PORT, commands=SERVE
+    )
+    api_key: Sequence[str] | None = option(
+        None,
+        f"keys, one of which every request must bring (default: {KEY_VARIABLE} of the environment, "
+        "which other users of this machine cannot see; without either, everybody is answered)",
+        check=IS_KEYS,
+        commands=SERVE,
+    )
+    served_model_name: str | None = option(
+        None,
+        "name of the model in requests and answers (default: MODEL as given)",
+        check=IS_TEXT_OR_NONE,
+        commands=SERVE,
+    )
+    max_concurrent_sequences: int = option(
+        256,
+        "sequences (prompts times n) that run or wait at once; requests beyond are answered 429",
+        check=IS_POSITIVE,
+        commands=SERVE,
+    )
+    max_body_bytes: int = option(
+        2**24,
+        "largest body of a request; 8 times as much is held for all requests that come in",
+        check=IS_POSITIVE,
+        commands=SERVE,
+    )
+    send_timeout_s: float = option(
+        60.0,
+        "seconds that a client may leave what it was sent unread before its request is ended, and "
+        "that sending a request may take",
+        check=IS_SECONDS,
+        commands=SERVE,
+    )
+    drain_s: float = option(
+        30.0,
+        "seconds that requests have to end in after SIGTERM",
+        check=IS_SECONDS,
+        commands=SERVE,
+    )
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """Returns the keys that are valid; none: everybody is answered. Raises: ValueError for an
+        empty one in the environment.
+        """
+        if self.api_key is None and (key := os.environ.get(KEY_VARIABLE)) is not None:
+            if not key.strip():
+                raise ValueError(f"{KEY_VARIABLE}: expected a key, got an empty text")
+            return (key,)
+        return self.api_key or ()
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if (check := one.metadata["about"].check) is not None:
+                check(one.name, getattr(self, one.name))

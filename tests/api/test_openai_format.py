@@ -1,0 +1,127 @@
+"""OpenAI's keys become the parameters that they mean, or are refused by their names."""
+
+import json
+
+import pytest
+
+from jaxkv.api.openai_format import CHAT, COMPLETIONS, SAME, Answer, BodyError, read_body
+from jaxkv.config import SamplingParams
+from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
+
+DEFAULTS = SamplingParams(temperature=0.5, top_k=7)
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def read(url: str, **body: object):
+    content = {"messages": MESSAGES} if url == CHAT else {"prompt": "a"}
+    return read_body(url, {**content, **body}, DEFAULTS)
+
+
+def test_what_is_not_said_is_the_models_and_the_endpoints():
+    completion, chat = read(COMPLETIONS, top_p=None, n=None), read(CHAT, store=None, user="me")
+    assert completion.params == DEFAULTS
+    assert (chat.params.max_tokens, chat.params.temperature) == (None, 0.5)
+    assert (completion.inputs, chat.inputs) == (["a"], [MESSAGES])
+
+
+def test_each_key_of_the_same_name_sets_its_field():
+    given = {
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": 1},
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "n": 2,
+        "seed": 3,
+        "stop": ["x"],
+        "temperature": 0.9,
+        "top_p": 0.8,
+        "top_k": 4,
+        "min_p": 0.1,
+        "allowed_token_ids": [5],
+        "bad_words": ["w"],
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "stop_token_ids": [6],
+        "kv_policy": "streaming",
+        "kv_budget": 64,
+        "kv_protect": [(0, 1)],
+    }
+    assert given.keys() == set(SAME)
+    for url in (COMPLETIONS, CHAT):
+        assert read(url, **given).params == SamplingParams(**given)
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs"),
+    [
+        ({"prompt": ["a", [1, 2]]}, ["a", {"prompt_token_ids": [1, 2]}]),
+        ({"prompt": [1, 2]}, [{"prompt_token_ids": [1, 2]}]),
+        ({"prompt": ["a"]}, ["a"]),
+    ],
+)
+def test_prompts_are_texts_or_tokens_one_or_several(body, inputs):
+    assert read(COMPLETIONS, **body).inputs == inputs
+
+
+def test_the_two_ways_to_ask_for_log_probabilities():
+    assert [read(COMPLETIONS, **one).params.logprobs for one in ({}, {"logprobs": 0})] == [None, 0]
+    asked = ({"logprobs": False}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 4})
+    assert [read(CHAT, **one).params.logprobs for one in asked] == [None, 0, 4]
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "key"),
+    [
+        (COMPLETIONS, {"prompt": None}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": 5}, "prompt"),
+        (COMPLETIONS, {"best_of": 2}, "best_of"),
+        (COMPLETIONS, {"suffix": "b"}, "suffix"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+        (COMPLETIONS, {"logprobs": True}, "logprobs"),
+        (COMPLETIONS, {"logprobs": -1}, "logprobs"),
+        (COMPLETIONS, {"messages": MESSAGES}, "messages"),
+        (COMPLETIONS, {"temperature": "hot"}, "temperature"),
+        (COMPLETIONS, {"stop": ["x"] * 65}, "stop"),
+        (COMPLETIONS, {"model": 5}, "model"),
+        (COMPLETIONS, {"user": 5}, "user"),
+        (COMPLETIONS, {"stream": "yes"}, "stream"),
+        (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (COMPLETIONS, {"stream": True, "stream_options": {"other": 1}}, "stream_options"),
+        (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        (CHAT, {"top_logprobs": 5}, "top_logprobs"),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
+        (CHAT, {"store": 0}, "store"),
+        (CHAT, {"functions": []}, "functions"),
+        (CHAT, {"detokenize": False}, "detokenize"),
+        (
+            CHAT,
+            {"messages": [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+            "messages",
+        ),
+    ],
+)
+def test_what_is_not_done_is_refused_by_its_key(url, body, key):
+    with pytest.raises(BodyError) as caught:
+        read(url, **body)
+    assert caught.value.key == key
+    assert key in str(caught.value)
+
+
+def test_answers_are_json_without_infinities_and_bytes_of_part_of_a_character_are_not_known():
+    scores = {3: Logprob(-1.0, 1, "\ufffd"), 4: Logprob(float("-inf"), 2, "é")}
+    one = CompletionOutput(0, "é", [4], logprobs=[scores], finish_reason="capacity")
+    output = RequestOutput("0", "a", [1, 2], [one], True, num_cached_tokens=1)
+    asked = read(CHAT, logprobs=True, top_logprobs=1)
+    answer = Answer(asked=asked, model="m", decode=lambda _: "?", id="i", created=1)
+    body = json.loads(json.dumps(answer.whole([output]), allow_nan=False))
+    (choice,) = body.pop("choices")
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert choice["finish_reason"] == "length"
+    top = [{"token": "\ufffd", "logprob": -1.0, "bytes": None}]
+    entry = {"token": "é", "logprob": -9999.0, "bytes": list("é".encode()), "top_logprobs": top}
+    assert choice["logprobs"]["content"] == [entry]

@@ -1,0 +1,648 @@
+"""The server answers what the engine would, to OpenAI's own client and to whoever writes HTTP by
+hand; who asks too much, wrongly, slowly or without a key gets a status, and others notice nothing.
+"""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxkv.api import cli
+from jaxkv.api.async_llm import AsyncLLM
+from jaxkv.config import SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.requests.outputs import RequestOutput
+from jaxkv.testing import engine_of
+from tiny import make_checkpoint, tiny_config
+from tokenizers_ import save_tokenizer
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+
+from jaxkv.api.server.options import ServeOptions  # noqa: E402
+from jaxkv.api.server.run import Server, listen, url_of  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+PAGE = Path(__file__).parents[2] / "docs" / "server.md"
+MAX_LEN, PATIENCE_S = 128, 60
+OPTIONS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "block_size": 8,
+    "dtype": "float32",
+    "lazy_compile": True,
+    "max_model_len": MAX_LEN,
+}
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}[{{ tools[0].function.name }}]{% endif %}{% if mode %}({{ mode }})"
+    "{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}={{ call.function.arguments.x }}{% endfor %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+CHAT = [{"role": "user", "content": "The end of"}]
+GREEDY = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+DRAWN = {"temperature": 1.5, "max_tokens": 9, "ignore_eos": True, "seed": 5}
+PROMPTS = ["Once upon a time", "The end"]
+LONG = {"prompt": "The", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
+
+
+class Pace:
+    """In the place of an engine's step: rests before each one."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rest_s = 0.0
+        self._step = engine.step
+
+    def __call__(self) -> list:
+        time.sleep(self.rest_s)
+        return self._step()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("server") / "model", tiny_config("llama", vocab_size=420)
+    )
+    save_tokenizer(directory, chat_template=TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(checkpoint, **OPTIONS)
+    engine_of(llm).step = Pace(engine_of(llm))
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture
+def slowly(llm) -> Iterator[None]:
+    engine_of(llm).step.rest_s = 0.1
+    yield
+    engine_of(llm).step.rest_s = 0.0
+
+
+class Running:
+    """A server that runs in a thread of its own."""
+
+    def __init__(self, llm: AsyncLLM, *, name: str = "tiny", **options: Any) -> None:
+        limits = ServeOptions(port=0, **options)
+        self.socket = listen(limits)
+        # So that a client that does not read is felt soon.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        self.address = self.socket.getsockname()[:2]
+        self.url = url_of(self.socket)
+        self.server = Server(llm, asyncio.run(llm.get_tokenizer()), limits, name)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(PATIENCE_S)
+
+    def client(self, key: str = "none") -> Any:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def ask(
+        self, path: str, body: Any = None, *, headers: str = "", method: str | None = None
+    ) -> tuple[int, dict[str, str], Any]:
+        """Sends a request written by hand. Returns status, headers and body of the answer."""
+        sent = (
+            body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        )
+        method = method or ("GET" if body is None else "POST")
+        with self.connect() as connection:
+            head = (
+                f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}\r\n{headers}"
+            )
+            connection.sendall(f"{head}Connection: close\r\n\r\n".encode() + sent)
+            return read_answer(connection)
+
+    @contextmanager
+    def connect(self) -> Iterator[socket.socket]:
+        with closing(socket.create_connection(self.address, PATIENCE_S)) as connection:
+            yield connection
+
+
+def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], Any]:
+    with connection.makefile("rb") as file:
+        status = int(file.readline().split()[1])
+        lines = iter(lambda: file.readline().decode().strip(), "")
+        headers = dict(line.lower().split(": ", 1) for line in lines)
+        body = file.read(int(headers["content-length"]))
+    is_json = headers["content-type"] == "application/json"
+    return status, headers, json.loads(body) if is_json else body.decode()
+
+
+@pytest.fixture(scope="module")
+def start(llm) -> Iterator[Callable[..., Running]]:
+    with ExitStack() as stack:
+
+        def begin(**options: Any) -> Running:
+            running = Running(llm, **options)
+            stack.callback(running.close)
+            return running
+
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def running(start) -> Running:
+    return start(max_body_bytes=2**20)
+
+
+@pytest.fixture
+def server(running, llm) -> Iterator[Running]:
+    """The module's server, which every test must leave without requests and pages in use."""
+    yield running
+    wait_for(lambda: is_empty(llm) and not running.server.app.gate.num_in)
+
+
+@pytest.fixture(scope="module")
+def client(running) -> Any:
+    with running.client() as client:
+        yield client
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_empty(llm: AsyncLLM) -> bool:
+    scheduler = engine_of(llm).scheduler
+    return not engine_of(llm).has_work and not scheduler.allocator.num_used
+
+
+def generated(llm: AsyncLLM, prompt: Any, **params: Any) -> RequestOutput:
+    async def last() -> RequestOutput:
+        async for output in llm.generate(prompt, SamplingParams(**params)):
+            newest = output
+        return newest
+
+    return asyncio.run(last())
+
+
+def error_of(answer: tuple[int, dict, Any]) -> tuple[int, str | None, str]:
+    status, _, body = answer
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    return status, body["error"]["param"], body["error"]["message"]
+
+
+# --- what is answered
+
+
+def test_completions_are_what_the_engine_generates(server, client, llm):
+    extra = {"ignore_eos": True}
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPTS, n=2, seed=5, max_tokens=9, temperature=1.5, extra_body=extra
+    )
+    outputs = [generated(llm, prompt, n=2, **DRAWN) for prompt in PROMPTS]
+    expected = [(one.text, one.finish_reason) for output in outputs for one in output.outputs]
+    assert [(one.text, one.finish_reason) for one in answer.choices] == expected
+    assert [one.index for one in answer.choices] == [0, 1, 2, 3]
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    counted = answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens
+    assert counted == (num_prompt, 36, num_prompt + 36)
+    assert (answer.model, answer.object) == ("tiny", "text_completion")
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_echo_scores_the_prompt_in_front_of_the_output(server, client, llm, max_tokens):
+    ids = generated(llm, PROMPTS[0], temperature=0).prompt_token_ids
+    (choice,) = client.completions.create(
+        model="tiny", prompt=[ids], echo=True, logprobs=2, temperature=0, max_tokens=max_tokens
+    ).choices
+    params = {"temperature": 0, "max_tokens": max_tokens or 1, "logprobs": 2, "prompt_logprobs": 2}
+    output = generated(llm, {"prompt_token_ids": ids}, **params)
+    of_output = list(zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True))
+    scored = [*zip(ids[1:], output.prompt_logprobs[1:], strict=True), *of_output[:max_tokens]]
+    shown = choice.logprobs
+    assert shown.token_logprobs == [None, *(entry[token].logprob for token, entry in scored)]
+    assert shown.tokens[1:] == [entry[token].decoded_token for token, entry in scored]
+    texts = [{one.decoded_token for one in entry.values()} for _, entry in scored]
+    assert [top and top.keys() for top in shown.top_logprobs] == [None, *texts]
+    assert (
+        "".join(shown.tokens)
+        == choice.text
+        == f"<s>{PROMPTS[0]}" + "".join(shown.tokens[len(ids) :])
+    )
+    assert shown.text_offset == [len("".join(shown.tokens[:i])) for i in range(len(shown.tokens))]
+
+
+def test_chats_are_what_the_engine_makes_of_their_messages(server, client, llm):
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=CHAT,
+        temperature=0,
+        max_completion_tokens=9,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    (expected,) = generated(llm, CHAT, temperature=0, max_tokens=9, logprobs=3).outputs
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.finish_reason == expected.finish_reason
+    for token, shown, entry in zip(
+        expected.token_ids, choice.logprobs.content, expected.logprobs, strict=True
+    ):
+        assert shown.logprob == entry[token].logprob
+        assert {(one.token, one.logprob) for one in shown.top_logprobs} == {
+            (one.decoded_token, one.logprob) for one in entry.values() if one.rank <= 3
+        }
+        if shown.bytes is not None:
+            assert bytes(shown.bytes).decode() == shown.token
+
+
+def test_tools_and_arguments_of_calls_reach_the_template(server, client, llm):
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"x": 7}'}}
+    messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    told = {"messages": messages, "tools": TOOLS, "chat_template_kwargs": {"mode": "fast"}}
+    for choice, shown in (("auto", "<s>[look](fast)"), ("none", "<s>(fast)")):
+        text = f"{shown}<|user|>The end of<|end|><|assistant|>=7<|end|><|assistant|>"
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            tools=TOOLS,
+            tool_choice=choice,
+            temperature=0,
+            max_tokens=5,
+            extra_body={"chat_template_kwargs": {"mode": "fast"}},
+        )
+        expected = generated(
+            llm, {"prompt_token_ids": tokens_of(llm, text)}, temperature=0, max_tokens=5
+        )
+        assert answer.choices[0].message.content == expected.outputs[0].text
+        assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    _, _, body = server.ask("/tokenize", {k: told[k] for k in told if k != "tools"})
+    assert body["tokens"] == tokens_of(llm, text)
+
+
+def tokens_of(llm: AsyncLLM, text: str) -> list[int]:
+    return asyncio.run(llm.get_tokenizer()).encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("changes", [{}, {"echo": True, "logprobs": 2}, {"stop": ["e"], "n": 1}])
+def test_a_stream_has_what_a_whole_answer_has(server, client, changes):
+    asked = {"model": "tiny", "prompt": PROMPTS, "n": 2, **changes, "max_tokens": 9, "seed": 5}
+    asked |= {"temperature": 1.5}
+    whole = client.completions.create(**asked)
+    got: dict[int, Any] = {}
+    *chunks, last = client.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
+    for chunk in chunks:
+        (one,) = chunk.choices
+        assert (chunk.usage, chunk.id) == (None, last.id)
+        before = got.setdefault(one.index, {"text": "", "scores": [], "offsets": []})
+        assert "reason" not in before
+        before["text"] += one.text
+        if one.logprobs:
+            before["scores"] += one.logprobs.top_logprobs
+            before["offsets"] += one.logprobs.text_offset
+        if one.finish_reason:
+            before["reason"] = one.finish_reason
+    assert len(chunks) > len(got) == len(whole.choices)
+    for one in whole.choices:
+        scores = one.logprobs.top_logprobs if one.logprobs else []
+        offsets = one.logprobs.text_offset if one.logprobs else []
+        expected = {
+            "text": one.text,
+            "scores": scores,
+            "offsets": offsets,
+            "reason": one.finish_reason,
+        }
+        assert got[one.index] == expected
+    assert last.choices == []
+    assert last.usage.model_dump(exclude={"prompt_tokens_details"}) == whole.usage.model_dump(
+        exclude={"prompt_tokens_details"}
+    )
+
+
+def test_a_streamed_chat_begins_with_its_role(server, client):
+    asked = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 20}
+    whole = client.chat.completions.create(**asked)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert (chunks[0].delta.role, chunks[0].delta.content) == ("assistant", "")
+    text = "".join(chunk.delta.content or "" for chunk in chunks)
+    assert (text, chunks[-1].finish_reason) == (
+        whole.choices[0].message.content,
+        whole.choices[0].finish_reason,
+    )
+
+
+def test_models_tokens_health_and_metrics(server, client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").model_extra["max_model_len"] == MAX_LEN
+    _, _, body = server.ask("/tokenize", {"prompt": PROMPTS[0]})
+    assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), MAX_LEN)
+    _, _, text = server.ask("/detokenize", {"tokens": body["tokens"]})
+    assert text == {"prompt": f"<s>{PROMPTS[0]}"}
+    assert server.ask("/health")[::2] == (200, {"status": "ok"})
+    status, headers, body = server.ask("/metrics")
+    assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    lines = body.splitlines()
+    assert 'jaxkv:http_requests_total{path="/tokenize",status="200"} ' in body
+    assert "jaxkv:num_requests_running 0" in lines
+
+
+def test_prompts_with_unlike_salts_share_no_pages(server):
+    body = {**LONG, "prompt": "x" * 60, "max_tokens": 1}
+
+    def num_cached(**more: str) -> int:
+        usage = server.ask("/v1/completions", {**body, **more})[2]["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert (
+        num_cached(cache_salt="a") == num_cached(cache_salt="b") == 0 < num_cached(cache_salt="a")
+    )
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "status", "param", "says"),
+    [
+        ("completions", {"model": "other"}, 404, "model", "expected 'tiny', got 'other'"),
+        ("completions", {"prompt": ""}, 400, "prompt", "empty"),
+        ("completions", {"prompt": "long " * 200}, 400, "prompt", "tokens; expected at most"),
+        ("completions", {"prompt": [1, 999]}, 400, "prompt", "token ids from 0"),
+        ("completions", {"prompt": "\ud800"}, 400, "prompt", "Unicode"),
+        ("completions", {"logprobs": 21}, 400, "logprobs", "at most 20, got 21"),
+        ("completions", {"n": 2, "temperature": 0}, 400, "n", "expected 1 with greedy"),
+        ("completions", {"n": 300}, 400, "n", "at most 256 sequences"),
+        ("completions", {"logit_bias": {"999": 1}}, 400, "logit_bias", "token ids"),
+        ("completions", {"frobnicate": 1}, 400, "frobnicate", "unknown"),
+        ("completions", {"stream": True, "top_p": 2}, 400, "top_p", "in (0, 1], got 2"),
+        ("completions", {"stream": True, "prompt": ""}, 400, "prompt", "empty"),
+        ("chat/completions", {"messages": []}, 400, "messages", "at least one"),
+        ("chat/completions", {"messages": [{"role": "user"}, 7]}, 400, "messages", "list of"),
+        (
+            "chat/completions",
+            {"chat_template_kwargs": {"tools": 1}},
+            400,
+            "chat_template_kwargs",
+            "",
+        ),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
+        ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice", "required"),
+        ("chat/completions", {"chat_template": "x"}, 400, "chat_template", "not supported"),
+    ],
+)
+def test_what_is_not_possible_is_refused_by_its_key(server, path, changes, status, param, says):
+    content = {"prompt": "The"} if path == "completions" else {"messages": CHAT}
+    refused = error_of(server.ask(f"/v1/{path}", {**content, **changes}))
+    assert refused[:2] == (status, param)
+    assert says in refused[2]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "expected JSON"),
+        (b"{", "expected JSON"),
+        (b"[1]", "expected a JSON object"),
+        (b'{"prompt": NaN}', "NaN"),
+        (b'{"prompt": "a", "prompt": "b"}', "each key once"),
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nested"),
+        (b'{"prompt": "\xff"}', "utf-8"),
+    ],
+)
+def test_a_body_that_is_no_object_is_refused(server, body, says):
+    status, _, message = error_of(server.ask("/v1/completions", body))
+    assert status == 400
+    assert says in message
+
+
+def test_unknown_paths_methods_and_keys_of_other_routes_get_openais_error(server):
+    assert error_of(server.ask("/v1/nothing"))[0] == 404
+    assert error_of(server.ask("/v1/models/other"))[:2] == (404, "model")
+    assert error_of(server.ask("/v1/completions"))[0] == 405
+    assert error_of(server.ask("/tokenize", {}))[:2] == (400, "prompt")
+    assert error_of(server.ask("/tokenize", {"prompt": "a", "tools": []}))[:2] == (400, "messages")
+    assert error_of(server.ask("/detokenize", {"tokens": [-1]}))[:2] == (400, "tokens")
+    assert error_of(server.ask("/detokenize", {"tokens": ["a"]}))[:2] == (400, "tokens")
+    with server.connect() as connection:
+        connection.sendall(b"\x16\x03\x01 what\r\n\r\n")
+        assert connection.recv(99).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_100_megabytes_are_refused_and_not_held(server, is_chunked):
+    part, held = b"x" * 2**20, []
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {100 * 2**20}"
+    with server.connect() as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+        for _ in range(100):
+            connection.sendall(b"%x\r\n%s\r\n" % (len(part), part) if is_chunked else part)
+            held.append(server.server.app._bodies._num_held)
+        if is_chunked:
+            connection.sendall(b"0\r\n\r\n")
+        status, _, message = error_of(read_answer(connection))
+        assert (status, message) == (413, "expected a body of at most 1048576 bytes")
+        # The connection goes on.
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read_answer(connection)[0] == 200
+    assert max(held) <= 2**20 + 2**18
+    assert not server.server.app._bodies._num_held
+
+
+def test_every_route_asks_for_a_key(start, monkeypatch):
+    monkeypatch.setenv("JAXKV_API_KEY", "of the environment")
+    of_environment, given = start(), start(api_key=["one", "två"])
+    paths = ["/health", "/metrics", "/v1/models", "/v1/nothing"]
+    generating = ("/v1/completions", "/v1/chat/completions", "/tokenize")
+    bodies = {path: {"prompt": "a"} for path in generating}
+    for path in [*paths, *bodies]:
+        for headers in ("", "Authorization: Bearer wrong\r\n", "Authorization: Basic one\r\n"):
+            answer = given.ask(path, bodies.get(path), headers=headers)
+            assert (error_of(answer)[0], answer[1]["www-authenticate"]) == (401, "bearer")
+    assert given.ask("/health", headers="Authorization: Bearer one\r\n")[0] == 200
+    with of_environment.client("of the environment") as client:
+        assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.AuthenticationError), of_environment.client("one") as client:
+        client.models.list()
+
+
+# --- who asks too much, goes, or is slow
+
+
+@pytest.mark.usefixtures("slowly")
+def test_who_comes_when_all_places_are_taken_is_told_when_to_come_again(start):
+    server = start(max_concurrent_sequences=2)
+    with server.client() as client:
+        first = client.completions.create(
+            model="tiny",
+            stream=True,
+            n=2,
+            temperature=1,
+            prompt="The",
+            max_tokens=60,
+            extra_body={"ignore_eos": True},
+        )
+        next(first)
+        for body in (LONG, b"not looked at"):
+            status, headers, error = server.ask("/v1/completions", body)
+            assert (status, error["error"]["code"]) == (429, "overloaded")
+            assert 1 <= int(headers["retry-after"]) <= 60
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="tiny", prompt="The")
+        assert server.ask("/health")[0] == 200
+        assert sum(len(chunk.choices) for chunk in first) > 2
+    assert error_of(server.ask("/v1/completions", {"prompt": ["a"] * 3}))[:2] == (400, "n")
+    assert server.ask("/v1/completions", {**LONG, "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.usefixtures("slowly")
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_ends_when_its_client_goes(server, llm, is_stream):
+    body = json.dumps({**LONG, "stream": is_stream, "prompt": ["The"] * 3}).encode()
+    with server.connect() as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        if is_stream:
+            connection.recv(1)
+        wait_for(lambda: len(engine_of(llm).scheduler.running) == 3)
+    left = time.monotonic()
+    wait_for(lambda: is_empty(llm))
+    assert time.monotonic() - left < 1.2  # the rest would take 15 steps
+
+
+def test_a_client_that_does_not_read_is_left_and_holds_up_nobody(start, llm):
+    server = start(send_timeout_s=1.0)
+    body = {"messages": CHAT, "stream": True, "n": 20, "logprobs": True, "top_logprobs": 20}
+    sent = json.dumps({**body, "ignore_eos": True}).encode()
+    with closing(socket.socket()) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(server.address)
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(sent)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + sent)
+        wait_for(lambda: server.server.app.gate.num_in == 20)
+        assert server.ask("/v1/completions", {**LONG, "max_tokens": 3})[0] == 200
+        wait_for(lambda: not server.server.app.gate.num_in)
+        wait_for(lambda: is_empty(llm))
+        received = b"".join(iter(lambda: connection.recv(2**16), b""))
+    assert b"[DONE]" not in received
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(start):
+    server = start(send_timeout_s=0.3)
+    with server.connect() as connection:
+        connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert error_of(read_answer(connection))[0] == 408
+
+
+# --- the end
+
+
+@pytest.mark.usefixtures("slowly")
+def test_what_runs_is_finished_when_the_server_ends(start, llm):
+    server = start()
+    with server.client() as client:
+        stream = client.completions.create(
+            model="tiny",
+            stream=True,
+            prompt="The",
+            temperature=0,
+            max_tokens=60,
+            extra_body={"ignore_eos": True},
+        )
+        first = next(stream).choices[0].text
+        server.server.should_exit = True
+        wait_for(lambda: not server.socket.fileno() > 0)
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(server.address, 1)
+        chunks = [chunk.choices[0] for chunk in stream]
+    expected = generated(llm, "The", temperature=0, max_tokens=60, ignore_eos=True).outputs[0]
+    assert first + "".join(chunk.text for chunk in chunks) == expected.text
+    assert chunks[-1].finish_reason == "length"
+    server.thread.join(PATIENCE_S)
+    assert not server.thread.is_alive()
+
+
+def test_a_server_ends_with_its_engine(checkpoint):
+    mortal = AsyncLLM(checkpoint, **OPTIONS)
+    server = Running(mortal)
+    assert server.ask("/health")[0] == 200
+    mortal.shutdown()
+    assert error_of(server.ask("/v1/completions", LONG))[0] == 503
+    server.thread.join(PATIENCE_S)
+    assert (server.thread.is_alive(), server.server.engine_died) == (False, True)
+
+
+def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == 2
+        assert f"127.0.0.1, port {port}: Address already in use" in capsys.readouterr().err
+    assert cli.main(["serve", "--port", "-1"]) == 2
+    assert "port: expected a number from 0 to 65535, got -1" in capsys.readouterr().err
+    assert cli.main(["serve", "--api-key", " "]) == 2
+    assert (
+        "api_key: expected None or a list of texts, none empty, got list" in capsys.readouterr().err
+    )
+
+
+def test_what_the_documentation_shows_works(llm, capsys):
+    if not PAGE.is_file():
+        pytest.skip("docs are in the checkout only")
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    with closing(Running(llm, name="demo")) as server:
+        names: dict[str, Any] = {}
+        for language, text in blocks:
+            block = text.replace("http://127.0.0.1:8000", server.url)
+            if language == "python":
+                exec(compile(block, str(PAGE), "exec"), names)  # noqa: S102
+            elif language == "bash" and shutil.which("curl"):
+                block = block.replace("curl ", "curl --silent --show-error --fail ")
+                shown = subprocess.run(["bash", "-euc", block], capture_output=True, text=True)
+                assert (shown.returncode, shown.stderr) == (0, "")
+                assert '"total_tokens"' in shown.stdout
+                assert "data: [DONE]" in shown.stdout
+            elif language == "sh":
+                command = shlex.split(block.splitlines()[-1])
+                assert cli._parser().parse_args(command[1:]).max_model_len == 4096
+        names["client"].close()
+    assert [language for language, _ in blocks] == ["sh", "bash", "python", "python"]
+    assert capsys.readouterr().out.endswith(f"{names['chunk'].usage.completion_tokens}\n")
+
+
+@pytest.mark.slow
+def test_sigterm_lets_the_command_finish_what_runs(checkpoint):
+    run = "import sys; from jaxkv.api.cli import main; sys.exit(main(sys.argv[1:]))"
+    flags = ["--model", str(checkpoint), "--port", "0", "--dtype", "float32", "--drain-s", "20"]
+    command = [sys.executable, "-c", run, "serve", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        url = process.stderr.readline().split()[-1]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
+            stream = client.completions.create(
+                model=str(checkpoint), prompt="The", stream=True, max_tokens=200, temperature=0
+            )
+            next(stream)
+            process.send_signal(signal.SIGTERM)
+            assert [chunk.choices[0].finish_reason for chunk in stream][-1] is not None
+        assert process.wait(PATIENCE_S) == 0
+        assert process.stderr.read() == ""
