@@ -234,7 +234,9 @@ def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> dict:
     [
         # Two heads side by side; sinks, windows in some layers, a scale of its own.
         ("granite_swa", shape(4, 2, 64) | {"hidden_size": 256}),
-        ("llama", shape(2, 1, 80) | {"hidden_size": 64}),  # padded in the pages
+        pytest.param(  # padded in the pages
+            "llama", shape(2, 1, 80) | {"hidden_size": 64}, marks=pytest.mark.slow
+        ),
         pytest.param("gemma2", shape(4, 2, 64), marks=pytest.mark.slow),  # capped scores
         pytest.param("llama", shape(4, 2, 64), marks=pytest.mark.slow),
         pytest.param(
