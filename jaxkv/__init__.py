@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from jaxkv.api.async_llm import AsyncLLM
     from jaxkv.api.llm import LLM
     from jaxkv.api.session import Session
-    from jaxkv.config import BeamSearchParams, SamplingParams
+    from jaxkv.build.engine_args import AsyncEngineArgs, EngineArgs
+    from jaxkv.config import BeamSearchParams, RequestOutputKind, SamplingParams
     from jaxkv.engine.metrics import prometheus_text
     from jaxkv.errors import CapacityError, CheckpointError, EngineDeadError, SavedFileError
     from jaxkv.requests.outputs import (
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
+    from jaxkv.requests.prompts import Prompt as PromptType
+    from jaxkv.requests.prompts import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
@@ -31,41 +35,51 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "CompletionOutput",
+    "EngineArgs",
     "EngineDeadError",
     "Logprob",
+    "PromptType",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "SavedFileError",
     "Session",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
     "prometheus_text",
 ]
 
 _HOMES = {
-    "LLM": "jaxkv.api.llm",
-    "AsyncLLM": "jaxkv.api.async_llm",
-    "SamplingParams": "jaxkv.config",
-    "BeamSearchParams": "jaxkv.config",
-    "BeamSearchOutput": "jaxkv.requests.outputs",
-    "BeamSearchSequence": "jaxkv.requests.outputs",
-    "RequestOutput": "jaxkv.requests.outputs",
-    "CompletionOutput": "jaxkv.requests.outputs",
-    "Logprob": "jaxkv.requests.outputs",
-    "RequestMetrics": "jaxkv.requests.outputs",
-    "prometheus_text": "jaxkv.engine.metrics",
-    "CapacityError": "jaxkv.errors",
-    "CheckpointError": "jaxkv.errors",
-    "EngineDeadError": "jaxkv.errors",
-    "SavedFileError": "jaxkv.errors",
-    "Session": "jaxkv.api.session",
+    "jaxkv.api.llm": ("LLM",),
+    "jaxkv.api.async_llm": ("AsyncLLM",),
+    "jaxkv.api.session": ("Session",),
+    "jaxkv.build.engine_args": ("AsyncEngineArgs", "EngineArgs"),
+    "jaxkv.config": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
+    "jaxkv.engine.metrics": ("prometheus_text",),
+    "jaxkv.errors": ("CapacityError", "CheckpointError", "EngineDeadError", "SavedFileError"),
+    "jaxkv.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "jaxkv.outputs": (
+        "BeamSearchOutput",
+        "BeamSearchSequence",
+        "CompletionOutput",
+        "Logprob",
+        "RequestMetrics",
+        "RequestOutput",
+    ),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     # Names are imported when first used, so that `import jaxkv` costs nothing.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if name not in _HOME_OF:
+        from jaxkv.build.vllm_arguments import ABSENT, absence
+
+        message = absence("module 'jaxkv'", name, ABSENT)
+        # `from jaxkv import ...` would not show the message of an AttributeError.
+        raise (ImportError if name in ABSENT else AttributeError)(message)
+    return getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -1,10 +1,11 @@
-"""Holds what people set: engine limits and sampling parameters. Frozen, checked once when made."""
+"""Holds what people set: engine limits and sampling parameters, checked when made."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
 from numbers import Integral, Real
 from typing import Any
 
@@ -206,12 +207,24 @@ MAX_SAMPLES = 1024
 """Samples of one prompt: each has its own copy of the prompt on the host from the start."""
 
 _NOT_BUILT = {
-    "spaces_between_special_tokens": True,
-    "truncate_prompt_tokens": None,
-    "structured_outputs": None,
-    "logits_processors": None,
-    "extra_args": None,
+    "truncate_prompt_tokens": "token ids that are cut before",
+    "structured_outputs": "allowed_token_ids",
+    "guided_decoding": "allowed_token_ids",
+    "logits_processors": "logit_bias, allowed_token_ids and bad_words",
+    "skip_reading_prefix_cache": "a cache_salt of the prompt's own",
+    "extra_args": "",
 }
+"""Fields of vLLM's that have one possible value, None, and what is nearest to them."""
+
+
+class RequestOutputKind(IntEnum):
+    """Says what `AsyncLLM.generate` yields: everything so far, what is new since the last output,
+    or only the last output.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
@@ -237,7 +250,7 @@ def _checked_bias(given: Any) -> dict[int, float]:
     return bias
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class SamplingParams:
     """Says how one request samples: vLLM's field names, defaults and meaning.
 
@@ -257,7 +270,9 @@ class SamplingParams:
     `kv_policy`, `kv_budget`: another policy or budget of the request's cache than the engine's
     (None), in tokens, or "full". `kv_protect`: (begin, end) positions of the prompt's tokens whose
     pages no policy touches.
-    Frozen: `dataclasses.replace` makes a changed copy.
+    `output_kind` is for `AsyncLLM.generate`. `spaces_between_special_tokens` changes nothing, as in
+    vLLM with the tokenizers of today. `best_of` may be n.
+    Fields may be assigned: whatever takes parameters checks them again, and takes a copy.
     Raises: ValueError naming the field for a value out of range, and for a field that is not built
     yet.
     """
@@ -291,17 +306,20 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     structured_outputs: Any = None
+    guided_decoding: Any = None
     logits_processors: Any = None
+    skip_reading_prefix_cache: bool | None = None
     extra_args: dict[str, Any] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         take_over(self)
-        for name, default in _NOT_BUILT.items():
+        for name, nearest in _NOT_BUILT.items():
             value = getattr(self, name)
-            if value not in (default, [], {}) or isinstance(value, bool) is not isinstance(
-                default, bool
-            ):
-                raise ValueError(f"{name}={value!r} is not supported yet; leave it at {default!r}")
+            if value is not None and value not in ([], {}):
+                near = f" (nearest: {nearest})" if nearest else ""
+                raise ValueError(f"{name}={value!r} is not supported yet; leave it at None{near}")
         _expect(
             is_int(self.n) and 1 <= self.n <= MAX_SAMPLES,
             "n",
@@ -354,11 +372,15 @@ class SamplingParams:
             "ignore_eos",
             "include_stop_str_in_output",
             "skip_special_tokens",
+            "spaces_between_special_tokens",
             "detokenize",
         ):
             _expect(
                 isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
             )
+        _expect(self.best_of in (None, self.n), "best_of", f"None or n={self.n}", self.best_of)
+        is_kind = isinstance(self.output_kind, RequestOutputKind)
+        _expect(is_kind, "output_kind", "a RequestOutputKind", self.output_kind)
         _expect(
             isinstance(self.kv_policy, str | None),
             "kv_policy",
@@ -368,7 +390,16 @@ class SamplingParams:
         self._check_penalties()
         self._check_words_and_ids()
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+            self.logit_bias = _checked_bias(self.logit_bias)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """Makes parameters of which those that are None are the default, but for max_tokens."""
+        return cls(**{k: v for k, v in given.items() if v is not None or k == "max_tokens"})
+
+    def clone(self) -> SamplingParams:
+        """Returns a copy with lists of its own, checked again: ValueError as when one is made."""
+        return replace(self)
 
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):

@@ -24,8 +24,8 @@ class CapacityError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine of an `AsyncLLM` has ended: it was shut down, or died of the exception that is
-    this one's cause.
+    """The engine of an `LLM` or `AsyncLLM` has ended: it was shut down, or died of the exception
+    that is this one's cause.
     """
 
 

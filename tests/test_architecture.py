@@ -25,7 +25,12 @@ FLOORS = [
     "holding",
     "build",
 ]
-FLOORS += ["requests", "engine", "api tools functional", "testing __init__"]
+FLOORS += [
+    "requests",
+    "engine",
+    "api tools functional",
+    "testing inputs outputs sampling_params __init__ __main__",
+]
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units.split()}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 

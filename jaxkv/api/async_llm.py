@@ -10,15 +10,17 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jaxkv.api.engine_thread import EngineThread, Stream
-from jaxkv.api.llm import LLM, Conversation
+from jaxkv.api.llm import LLM, Conversation, check_no_lora
 from jaxkv.api.session import PREFILL, AsyncSession, chat_options
-from jaxkv.config import SamplingParams
+from jaxkv.build.engine_args import EngineArgs
+from jaxkv.build.vllm_arguments import ABSENT_FROM_ASYNC, absence
+from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.engine.metrics import Metric
-from jaxkv.requests.intake import Prompt
-from jaxkv.requests.outputs import RequestOutput
+from jaxkv.requests.outputs import RequestOutput, new_since
+from jaxkv.requests.prompts import Prompt
 
 
 class AsyncLLM:
@@ -46,6 +48,14 @@ class AsyncLLM:
         self._forget.atexit = False
         self._engine.start()
 
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        """Makes an engine of `AsyncEngineArgs`. Raises: what `LLM` raises."""
+        return cls(**args.keywords())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(absence("AsyncLLM", name, ABSENT_FROM_ASYNC))
+
     async def generate(
         self,
         prompt: Prompt | Conversation,
@@ -53,9 +63,10 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yields everything so far (of all samples) whenever there is more; the last output is
-        `finished`.
+        `finished`. With another `output_kind`: what is new, or only the last output.
 
         Who reads more slowly than tokens come gets fewer outputs, always the newest. Text comes in
         whole characters and never with the beginning of a stop string. Ending the iteration early
@@ -72,14 +83,22 @@ class AsyncLLM:
             raise ValueError(
                 f"request_id: expected a text or None, got {type(request_id).__name__}"
             )
+        check_no_lora(lora_request)
         loop = asyncio.get_running_loop()
         stream = Stream(uuid.uuid4().hex if request_id is None else request_id)
         try:
             await self._engine.ask(
                 partial(self._engine.add, stream, loop, prompt, sampling_params, priority)
             )
+            params = SamplingParams() if sampling_params is None else sampling_params
+            kind, before = params.output_kind, None
             while not stream.is_ended:
-                yield await stream.get()
+                output = await stream.get()
+                if kind is RequestOutputKind.DELTA:
+                    yield new_since(output, before)
+                    before = output
+                elif kind is RequestOutputKind.CUMULATIVE or output.finished:
+                    yield output
         finally:
             if not stream.is_ended:
                 self._engine.post(partial(self._engine.close, stream))
@@ -169,14 +188,14 @@ class AsyncLLM:
         return self._llm.get_default_sampling_params()
 
     @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self._llm.max_model_len
+
+    @property
     def num_kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return self._llm.num_kv_tokens
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest prompt and output together, in tokens."""
-        return self._llm.max_model_len
 
     def shutdown(self) -> None:
         """Ends every request and the thread; returns when the step that runs is over. Once is

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from jaxkv.api.llm import LLM, Conversation
 from jaxkv.config import SamplingParams
 from jaxkv.errors import Catch, EngineDeadError
-from jaxkv.requests.intake import Prompt
 from jaxkv.requests.outputs import RequestOutput
+from jaxkv.requests.prompts import Prompt
 from jaxkv.requests.request import Request, Submission
 
 LOG = logging.getLogger("jaxkv")

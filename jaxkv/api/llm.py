@@ -10,13 +10,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, Self
 
 import jax
+import numpy as np
 
 from jaxkv.api.session import PREFILL, Home, Session, chat_options
 from jaxkv.build.blueprint import make_blueprint
 from jaxkv.build.compile_cache import open_program_files, use_compile_cache
+from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.memory import device_memory
 from jaxkv.build.model import find_model
 from jaxkv.build.options import (
@@ -25,10 +27,12 @@ from jaxkv.build.options import (
     IS_TEXT_OR_NONE,
     EngineOptions,
     describe_options,
+    one_of,
     takes,
 )
 from jaxkv.build.origin import origin_of
-from jaxkv.config import BeamSearchParams, SamplingParams
+from jaxkv.build.vllm_arguments import ABSENT_FROM_LLM, absence
+from jaxkv.config import BeamSearchParams, SamplingParams, is_int, own
 from jaxkv.engine.beams import beam_output
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import Metric
@@ -36,10 +40,13 @@ from jaxkv.engine.streams import complete, stream
 from jaxkv.holding.prefix import root_key
 from jaxkv.models.families import Layout
 from jaxkv.ops.attention import check_backend
-from jaxkv.requests.intake import Intake, Prompt
+from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput
+from jaxkv.requests.prompts import Prompt, is_conversation, listed
 from jaxkv.requests.request import Submission
 from jaxkv.weights.tree import describe_packed
+
+CONTENT_FORMAT = one_of("auto", "string", "openai")
 
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
@@ -51,7 +58,8 @@ class LLM:
 
     {describe_options("    ")}
 
-    Other names of vLLM's are taken with the one value that is true here (`build.options.ONLY`).
+    vLLM's other arguments are taken with values that mean nothing here, and refused with those
+    that would (docs/vllm.md).
 
     Raises: ValueError for an argument out of range or not supported (nothing is ignored),
     CheckpointError for a broken checkpoint, NotImplementedError for a backend that is not built,
@@ -80,48 +88,56 @@ class LLM:
         self._intake = self._make_intake()
         self._engine = self._make_engine()
 
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        """Makes an engine of `EngineArgs`. Raises: what `LLM` raises."""
+        return cls(**args.keywords())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(absence("LLM", name, ABSENT_FROM_LLM))
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes every prompt; results in input order.
 
-        prompts: a text, {"prompt": text} or {"prompt_token_ids": [...]}, or a list of them.
+        prompts: a text, token ids, {"prompt": text} or {"prompt_token_ids": [...]}, or a sequence
+        or 1-D array of them.
         sampling_params: one for all or one each (default: `get_default_sampling_params`). priority:
-        one number per prompt, the lowest first.
+        one number for all or per prompt, the lowest first.
         Raises: ValueError naming every bad index before any work starts.
         """
         IS_BOOL("use_tqdm", use_tqdm)
-        listed = _listed(prompts)
-        if priority is not None and (
-            not isinstance(priority, (list, tuple)) or len(priority) != len(listed)
-        ):
-            raise ValueError(
-                f"priority: expected a list of {len(listed)} numbers, got {priority!r:.80}"
-            )
-        params = self._listed_params(sampling_params, len(listed))
-        return self._run(self._intake.accept(listed, params, priority), use_tqdm)
+        check_no_lora(lora_request)
+        given = listed(prompts)
+        params = self._listed_params(sampling_params, len(given))
+        priorities = _listed_priorities(priority, len(given))
+        return self._run(self._intake.accept(given, params, priorities), use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Completes conversations: a list of {"role": ..., "content": ...} messages, or a list of
-        such lists.
+        such lists. A content is a text, or a list of texts or {"type": "text", "text": ...} parts.
 
-        The checkpoint's chat template (or `chat_template`) makes the prompts.
+        The checkpoint's chat template (or `chat_template`) makes the prompts. It gets contents in
+        the form that it reads; chat_template_content_format="string" or "openai" (lists of parts)
+        says which that is.
         Raises: ValueError if there is no template or it refuses a conversation, and as `generate`
         does.
         """
@@ -134,11 +150,14 @@ class LLM:
         IS_BOOL("add_generation_prompt", add_generation_prompt)
         IS_BOOL("continue_final_message", continue_final_message)
         IS_TEXT_OR_NONE("chat_template", chat_template)
+        CONTENT_FORMAT("chat_template_content_format", chat_template_content_format)
+        check_no_lora(lora_request)
         IS_LIST("tools", tools)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = self._intake.render(
             conversations,
             chat_template_kwargs,
+            chat_template_content_format,
             chat_template=chat_template,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -150,7 +169,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        *,
+        lora_request: None = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """Finds the `beam_width` best sequences for every prompt, as transformers' beam search
@@ -161,7 +180,8 @@ class LLM:
         Raises: ValueError naming every bad index before any work starts.
         """
         IS_BOOL("use_tqdm", use_tqdm)
-        submissions = self._intake.accept_searches(_listed(prompts), params)
+        check_no_lora(lora_request)
+        submissions = self._intake.accept_searches(listed(prompts), params)
         self._run(submissions, use_tqdm)
         tokenizer, include = self._model.tokenizer, params.include_stop_str_in_output
         decode = (
@@ -251,16 +271,31 @@ class LLM:
         """
         self._budget.compile_all(self._engine.programs)
 
+    def shutdown(self) -> None:
+        """Ends every request and gives the memory of weights and KV cache back; later calls raise
+        EngineDeadError. Once is enough, twice is fine; the end of a `with LLM(...) as llm` does it.
+        """
+        self._engine.programs.stop()
+        self._engine.end()
+        for array in jax.tree.leaves((self._model.weights, self._engine.kv)):
+            array.delete()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self._blueprint.limits.max_model_len
+
     @property
     def num_kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""
         limits = self._blueprint.limits
         return limits.num_tokens
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest prompt and output together, in tokens."""
-        return self._blueprint.limits.max_model_len
 
     @property
     def compile_s(self) -> float:
@@ -408,7 +443,7 @@ class LLM:
             return [self.get_default_sampling_params()] * count
         if isinstance(params, SamplingParams):
             return [params] * count
-        if not isinstance(params, (list, tuple)):
+        if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
             raise ValueError(
                 f"sampling_params: expected SamplingParams or a list, got {type(params).__name__}"
             )
@@ -425,7 +460,7 @@ class LLM:
                     f"expected (prompt, SamplingParams or None), got {type(pair).__name__}"
                 )
             prompt, params = pair
-            if isinstance(prompt, (list, tuple)):
+            if is_conversation(prompt):
                 (prompt,) = self._intake.render([prompt], add_generation_prompt=True)
             chosen = self.get_default_sampling_params() if params is None else params
             (submission,) = self._intake.accept([prompt], [chosen], [priority])
@@ -464,13 +499,23 @@ class LLM:
         return [submission.output() for submission in submissions]
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    listed = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-    if not isinstance(listed, (list, tuple)):
+def _listed_priorities(priority: Any, count: int) -> Sequence[int] | None:
+    given = priority.tolist() if isinstance(priority, np.ndarray) else own(priority)
+    if given is None or is_int(given):
+        return None if given is None else [given] * count
+    if not isinstance(given, (list, tuple)) or len(given) != count:
+        raise ValueError(f"priority: expected a list of {count} numbers, got {priority!r:.80}")
+    return given
+
+
+def check_no_lora(request: Any) -> None:
+    """Raises ValueError unless it is None, or a list of None for each prompt."""
+    given = request if isinstance(request, list | tuple) else [request]
+    if any(one is not None for one in given):
         raise ValueError(
-            f"prompts: expected a prompt or a list of them, got {type(prompts).__name__}"
+            f"lora_request: expected None (adapters are not built; merge them into the weights), "
+            f"got {request!r:.80}"
         )
-    return listed
 
 
 def _part(whole: str | None) -> str:

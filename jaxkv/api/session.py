@@ -26,8 +26,9 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.saving import extract, form_of, insert
 from jaxkv.errors import CapacityError, SavedFileError
 from jaxkv.kv.saved import Origin, SavedPages
-from jaxkv.requests.intake import Intake, Prompt
+from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import CompletionOutput, RequestOutput
+from jaxkv.requests.prompts import Prompt, is_conversation
 
 T = TypeVar("T")
 
@@ -121,13 +122,11 @@ class BaseSession:
         return cls(home, tokens, messages)
 
     @classmethod
-    def begin(cls, home: Home, prompt: Prompt | Sequence[Mapping[str, Any]]) -> Self:
+    def begin(cls, home: Home, prompt: Any) -> Self:
         """Makes a session of a prompt or of chat messages. Computes nothing."""
         if not home.intake.shares_prefixes:
             raise ValueError("session: expected enable_prefix_caching=True, got False")
-        if not isinstance(prompt, (str, Mapping)):
-            if not isinstance(prompt, (list, tuple)):
-                raise ValueError(f"session: expected a prompt or messages, got {prompt!r:.80}")
+        if is_conversation(prompt):
             messages = copy.deepcopy(tuple(prompt))
             return cls(home, _rendered(home, messages), messages)
         if home.chat:
@@ -417,12 +416,12 @@ def _rendered(home: Home, messages: Messages) -> tuple[int, ...]:
     """Returns the tokens of a chat, ready for the next answer where it does not end with one."""
     wants_answer = bool(messages) and messages[-1].get("role") != "assistant"
     extra = home.chat.get("chat_template_kwargs")
-    options = {key: home.chat.get(key) for key in ("tools", "chat_template")}
     (prompt,) = home.intake.render(
         [messages],
         extra,
         add_generation_prompt=wants_answer,
         continue_final_message=False,
-        **options,
+        tools=home.chat.get("tools"),
+        chat_template=home.chat.get("chat_template"),
     )
     return tuple(prompt["prompt_token_ids"])

@@ -22,7 +22,7 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.dummy import random_weights
-from jaxkv.weights.hub import WITHOUT_WEIGHTS, resolve_model, with_weights
+from jaxkv.weights.hub import WITHOUT_WEIGHTS, Access, resolve_model, with_weights
 from jaxkv.weights.load import load_weights, put
 from jaxkv.weights.orbax import load_converted, stored_dtype
 from jaxkv.weights.tree import Weights, with_layer_leaf
@@ -42,9 +42,10 @@ CALIBRATION = Path(__file__).with_name("calibration.txt")
 class Model:
     """Holds what a model's files say, and its weights once it is `loaded`, {} before.
 
-    `spec` is the family's, and once loaded the blueprint's. `generation` is generation_config.json,
-    {} without one. `eos_ids` end a request unless it ignores them; `eos_id` is the main one, whose
-    end needs no stop_reason. `stored_dtype` is that of weights which `jaxkv convert` has stored.
+    `spec` is the family's, and once loaded the blueprint's. `generation` is what `default_params`
+    reads: generation_config.json, {} without one, and what was overridden. `eos_ids` end a request
+    unless it ignores them; `eos_id` is the main one, whose end needs no stop_reason. `stored_dtype`
+    is that of weights which `jaxkv convert` has stored.
     """
 
     directory: Path
@@ -95,7 +96,7 @@ class Model:
                 quantization=blueprint.quantization,
             )
         from_files = load_weights if self.stored_dtype is None else load_converted
-        directory = with_weights(_given(options), self.directory)
+        directory = with_weights(_given(options), self.directory, _access(options))
         return from_files(
             directory,
             spec,
@@ -121,18 +122,29 @@ def find_model(options: EngineOptions) -> Model:
     made, and so everything checked that was asked for.
     Raises: CheckpointError for anything wrong with the files.
     """
-    directory = resolve_model(_given(options), revision=options.revision, only=WITHOUT_WEIGHTS)
+    access = _access(options)
+    directory = resolve_model(
+        _given(options), revision=options.revision, only=WITHOUT_WEIGHTS, access=access
+    )
     config = read_config(directory)
+    if options.hf_overrides:
+        values = _overridden(config.values, options.hf_overrides)
+        config = ConfigReader(values, f"{config.where} with hf_overrides")
     spec, layout = read_family(config)
     tokenizer = None
     if not options.skip_tokenizer_init:
-        other = options.tokenizer
-        where = directory if other is None else resolve_model(other, only=WITHOUT_WEIGHTS)
+        where, revision = directory, options.tokenizer_revision
+        if options.tokenizer is not None or revision is not None:
+            other = _given(options) if options.tokenizer is None else options.tokenizer
+            where = resolve_model(other, revision=revision, only=WITHOUT_WEIGHTS, access=access)
         tokenizer = load_tokenizer(where)
+        if options.chat_template is not None:
+            tokenizer.chat_template = _template(options.chat_template)
         check_vocabulary(tokenizer, spec.vocab_size, where)
     # One that is there and no file is no missing one.
     found = os.path.lexists(directory / GENERATION)
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
+    defaults = {} if options.generation_config == "vllm" else generation.values
     eos_ids = _eos_ids(config, generation, tokenizer, spec.vocab_size)
     is_dummy = options.load_format == "dummy"
     return Model(
@@ -141,11 +153,34 @@ def find_model(options: EngineOptions) -> Model:
         layout=layout,
         stored_dtype=None if is_dummy else stored_dtype(directory, spec),
         tokenizer=tokenizer,
-        generation=generation.values,
+        generation={**defaults, **(options.override_generation_config or {})},
         eos_ids=frozenset(eos_ids),
         eos_id=eos_ids[0] if eos_ids else None,
         weights={},
     )
+
+
+def _access(options: EngineOptions) -> Access:
+    return Access(token=options.hf_token, cache_dir=options.download_dir)
+
+
+def _overridden(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values with these in their place; objects are merged key by key."""
+    merged = dict(values)
+    for key, value in changes.items():
+        is_object = isinstance(value, Mapping) and isinstance(values.get(key), Mapping)
+        merged[key] = _overridden(values[key], value) if is_object else value
+    return merged
+
+
+def _template(given: str | os.PathLike[str]) -> str:
+    """Returns a chat template: the text of a file, or what was given where that is a template."""
+    if isinstance(given, str) and any(mark in given for mark in "{}\n"):
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ValueError(f"chat_template: expected a file or the text of a template, got {given!r}")
+    return path.read_text(encoding="utf-8")
 
 
 def _given(options: EngineOptions) -> str | os.PathLike[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
+from jaxkv.build.vllm_arguments import as_options
 from jaxkv.config import is_int, take_over
 
 P = ParamSpec("P")
@@ -25,14 +27,6 @@ T = TypeVar("T")
 ENGINES = ("generate", "batch", "serve")
 TARGETS = ("plan", "check")
 """Commands of `jaxkv`: those that run an engine, and those that ask about chips elsewhere."""
-
-ONLY = {
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-    "trust_remote_code": False,
-    "enable_lora": False,
-}
-"""Arguments of vLLM's `LLM` that have one possible value so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +83,12 @@ IS_BOOL = Check(expected="True or False", holds=lambda value: isinstance(value, 
 IS_LIST = Check(
     expected="None or a list", holds=lambda value: value is None or isinstance(value, list | tuple)
 )
+IS_DICT = Check(
+    expected="None or a dict with texts as keys",
+    holds=lambda value: (
+        value is None or (isinstance(value, dict) and all(isinstance(key, str) for key in value))
+    ),
+)
 IS_TEXT = Check(expected="a name", holds=lambda value: isinstance(value, str))
 IS_PATH = Check(
     expected="a directory or a hub id",
@@ -107,6 +107,11 @@ IS_COUNT_OR_NONE = Check(
 )
 IS_SECRET = Check(
     expected="bytes or None", holds=lambda value: isinstance(value, bytes | None), is_secret=True
+)
+IS_TOKEN = Check(
+    expected="a text, True (the user's own), False (none) or None",
+    holds=lambda value: isinstance(value, str | bool | None),
+    is_secret=True,
 )
 IS_PART = Check(
     expected="a number in (0, 1]",
@@ -139,7 +144,48 @@ class EngineOptions:
     skip_tokenizer_init: bool = option(
         False, "work without a tokenizer: prompts and outputs are token ids", check=IS_BOOL
     )
-    revision: str | None = option(None, "branch, tag or commit of a hub id", check=IS_TEXT_OR_NONE)
+    revision: str | None = option(
+        None, "branch, tag or commit of a hub id", check=IS_TEXT_OR_NONE, commands=ENGINES
+    )
+    tokenizer_revision: str | None = option(
+        None, "the same of the tokenizer, which then comes from the hub", check=IS_TEXT_OR_NONE
+    )
+    hf_token: str | bool | None = option(
+        None,
+        "what the hub is asked with for private models (default: HF_TOKEN, or the user's login)",
+        check=IS_TOKEN,
+    )
+    download_dir: str | os.PathLike[str] | None = option(
+        None,
+        "where files of the hub are kept (default: the hub's cache)",
+        check=IS_PATH,
+        commands=ENGINES,
+    )
+    hf_overrides: Mapping[str, Any] | None = option(
+        None,
+        "what replaces values of config.json, objects key by key, before anything is read from it",
+        check=IS_DICT,
+        commands=ENGINES,
+    )
+    chat_template: str | os.PathLike[str] | None = option(
+        None,
+        "a file with the chat template, or its text, instead of the tokenizer's",
+        check=IS_PATH,
+        commands=ENGINES,
+    )
+    generation_config: str = option(
+        "auto",
+        "whether parameters that nobody gives are those of generation_config.json (auto) or "
+        "vLLM's (vllm)",
+        check=one_of("auto", "vllm"),
+        commands=ENGINES,
+    )
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        "what replaces values of generation_config.json for parameters that nobody gives",
+        check=IS_DICT,
+        commands=ENGINES,
+    )
     dtype: str = option(
         "auto",
         "auto, bfloat16 or float32; auto is bfloat16 unless this CPU has no instructions for it, "
@@ -287,34 +333,23 @@ class EngineOptions:
         for name, about in ABOUT.items():
             if about.check is not None:
                 about.check(name, getattr(self, name))
-        if self.skip_tokenizer_init and self.tokenizer is not None:
-            raise ValueError(
-                f"tokenizer: expected None with skip_tokenizer_init=True, got {self.tokenizer!r}"
-            )
+        for name in ("tokenizer", "tokenizer_revision", "chat_template"):
+            if self.skip_tokenizer_init and (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"{name}: expected None with skip_tokenizer_init=True, got {value!r:.80}"
+                )
 
 
 ABOUT: dict[str, About] = {one.name: one.metadata["about"] for one in fields(EngineOptions)}
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(EngineOptions)}
 
 
-def check_others(given: Mapping[str, Any]) -> None:
-    """Raises ValueError naming the arguments of `LLM` that are unknown or have another value than
-    `ONLY`.
-    """
-    if unknown := sorted(given.keys() - ONLY.keys()):
-        raise ValueError(f"LLM: unknown or not yet supported: {', '.join(unknown)}")
-    for name, value in given.items():
-        if value != ONLY[name] or type(value) is not type(ONLY[name]):
-            raise ValueError(
-                f"{name}: expected {ONLY[name]!r} (nothing else is built yet), got {value!r}"
-            )
-
-
 def takes(
     options: Callable[P, EngineOptions],
 ) -> Callable[[Callable[[S, EngineOptions], None]], Callable[Concatenate[S, P], None]]:
     """Makes an `__init__` that is written for `EngineOptions` take their keywords, for type
-    checkers and `inspect.signature` too; it takes the names in `ONLY` as well.
+    checkers and `inspect.signature` too; it takes vLLM's other arguments as well
+    (`build.vllm_arguments`).
     """
     ours = inspect.signature(options).parameters.values()
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -323,8 +358,7 @@ def takes(
     def decorate(init: Callable[[S, EngineOptions], None]) -> Callable[Concatenate[S, P], None]:
         @wraps(init)
         def from_keywords(self: S, *args: P.args, **keywords: P.kwargs) -> None:
-            check_others({name: keywords.pop(name) for name in keywords.keys() - ABOUT.keys()})
-            init(self, options(*args, **keywords))
+            init(self, options(*args, **as_options(keywords, ABOUT)))
 
         signature = inspect.Signature([this, *ours, others], return_annotation="None")
         setattr(from_keywords, "__signature__", signature)  # noqa: B010
@@ -360,15 +394,21 @@ def flags(
     for one in fields(options):
         about: About = one.metadata["about"]
         if command in about.commands:
-            names = [f"--{one.name.replace('_', '-')}", *about.aliases]
+            names = [flag_name(one.name), *about.aliases]
             found[one.name] = (names, flag_settings(hints[one.name], about.doc, one.default))
     return found
+
+
+def flag_name(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def flag_settings(hint: Any, doc: str, default: Any) -> dict[str, Any]:
     """Returns what `argparse` takes for an option of this type."""
     kinds = set(get_args(hint)) or {hint}
     settings: dict[str, Any] = {"help": doc if default is None else f"{doc} (default: {default})"}
+    if any(get_origin(kind) is Mapping for kind in kinds):
+        return settings | {"type": json.loads, "metavar": "JSON"}
     if any(get_origin(kind) is Sequence for kind in kinds):
         return settings | {"nargs": "+", "metavar": "L"}
     if bool in kinds:

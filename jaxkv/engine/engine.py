@@ -27,6 +27,7 @@ from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
 from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
+from jaxkv.errors import EngineDeadError
 from jaxkv.holding.host import HostPages
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.decoder import head_of
@@ -84,7 +85,7 @@ class Engine:
         self.results = Results(
             self.scheduler, self._requests, self._recorder, decode_token=decode_token
         )
-        self._failed = False
+        self._failed = self._is_ended = False
         self._is_changing = False
         """Bookkeeping may be half done: set before every change of it, taken back behind it."""
         self._is_under_way = False
@@ -106,12 +107,21 @@ class Engine:
         self.change(partial(self._add, submission))
 
     def _add(self, submission: Submission) -> None:
+        if self._is_ended:
+            raise EngineDeadError("the engine has been shut down")
         for request in submission.samples:
             self._requests.add(request)
             if request.needs_tokens:
                 self._watching.add(request)
             self._recorder.added(request)
             self.scheduler.add(request)
+
+    def end(self) -> None:
+        """Ends every request, and takes no more."""
+        with self.lock:
+            self._is_ended = True
+            self.change(lambda: self._abort([*self._requests]))
+            self._flight = None
 
     def abort(self, submission: Submission) -> None:
         """Ends what is left of it (finish_reason "abort") and frees what that holds; having

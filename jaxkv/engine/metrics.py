@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxkv.holding.hold import Allocators
@@ -33,6 +33,9 @@ LATENCY_S = (
     640.0,
 )
 """Upper bounds of the histograms' buckets, in seconds."""
+
+TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+"""The same of those that count tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +67,20 @@ class Histogram(Metric):
 
 
 class Observations:
-    """Counts by bucket of `LATENCY_S`."""
+    """Counts by bucket, of `LATENCY_S` or other upper bounds."""
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(LATENCY_S) + 1)
+    def __init__(self, bounds: Sequence[float] = LATENCY_S) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(LATENCY_S, value)] += times
+        self.counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
     def metric(self, name: str, help: str) -> Histogram:
         total, buckets = 0, {}
-        for bound, count in zip([*map(str, LATENCY_S), "+Inf"], self.counts, strict=True):
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self.counts, strict=True):
             total += count
             buckets[bound] = total
         return Histogram(name, help, total, self.sum, buckets)
@@ -89,7 +93,8 @@ class Recorder:
         self.prompt_tokens = self.generation_tokens = 0
         self.finished: Tally[str] = Tally()
         self.ttft, self.itl, self.tpot, self.e2e = (Observations() for _ in range(4))
-        self.queue, self.prefill, self.decode = (Observations() for _ in range(3))
+        self.queue, self.prefill, self.decode, self.inference = (Observations() for _ in range(4))
+        self.prompt_lens, self.output_lens = (Observations(TOKENS) for _ in range(2))
         self.num_tokens = self.num_padded_tokens = 0
         self.num_row_steps = self.num_padded_row_steps = self.num_possible_row_steps = 0
         self.held_slots = self.allocated_slots = self.low_slots = 0
@@ -175,6 +180,9 @@ class Recorder:
         self.queue.add(times.time_in_queue or 0.0)
         decode = times.finished_time - times.first_token_time
         self.decode.add(decode)
+        self.inference.add(times.finished_time - times.arrival_time - (times.time_in_queue or 0.0))
+        self.prompt_lens.add(request.prompt_len)
+        self.output_lens.add(request.num_new)
         if request.num_new > 1:
             self.tpot.add(decode / (request.num_new - 1))
 
@@ -209,6 +217,11 @@ class Recorder:
                 "request_prefill_time_seconds", "From the first step to the first token."
             ),
             self.decode.metric("request_decode_time_seconds", "From the first token to the end."),
+            self.inference.metric(
+                "request_inference_time_seconds", "From the first step to the end."
+            ),
+            self.prompt_lens.metric("request_prompt_tokens", "Tokens of a request's prompt."),
+            self.output_lens.metric("request_generation_tokens", "Tokens that a request got."),
             Gauge(
                 "kv_cache_utilization",
                 "Held / allocated slots, mean over steps.",

@@ -257,6 +257,11 @@ class Programs:
             raise error
         self._compile_each(self._every)
 
+    def stop(self) -> None:
+        """Ends compiling in the background with the program that it is at."""
+        if self._background is not None:
+            self._background.stop()
+
     def compile_in_background(self) -> None:
         """Has them all compiled by a thread, those first that are likely wanted first. One that is
         wanted before that its user compiles; one that cannot be compiled raises when it is used.

@@ -99,6 +99,7 @@ def sampling_of(
     made = empty_sampling(num_rows, vocab_size=vocab_size, max_len=1)
     for b, (row, params) in enumerate(zip(rows, each, strict=True)):
         stops = _stop_ids(params, eos_ids, vocab_size)
+        params = params.clone()
         made.stop_BE[b, : len(stops)] = stops
         made.temperature_B[b] = params.temperature
         made.top_p_B[b] = params.top_p

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxkv.errors import CheckpointError
-from jaxkv.requests.contents import RefusedChatError, check_rendered, form_of, formed
+from jaxkv.requests.contents import FORMATS, RefusedChatError, check_rendered, form_of, formed
 from jaxkv.requests.deadline import TemplateTimeoutError, within_time
 
 if TYPE_CHECKING:
@@ -26,7 +26,13 @@ class Chats:
     Raises: ValueError where there is no template, or for what `extra` says that is said elsewhere.
     """
 
-    def __init__(self, tokenizer: Any, extra: Any, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        extra: Any,
+        options: Mapping[str, Any],
+        content_format: str = "auto",
+    ) -> None:
         extra = {} if extra is None else extra
         if not isinstance(extra, Mapping):
             raise ValueError(f"chat_template_kwargs: expected a dict, got {type(extra).__name__}")
@@ -42,6 +48,7 @@ class Chats:
             )
         self._tokenizer = tokenizer
         self._options = {**options, **extra}
+        self._form = FORMATS[content_format]
 
     def render(
         self, messages: Any, encode: Callable[[str], list[int]]
@@ -71,8 +78,8 @@ class Chats:
 
     def _apply(self, messages: Sequence[Mapping[str, Any]]) -> str:
         chosen = self._options.get("chat_template"), self._options.get("tools")
-        form = form_of(self._tokenizer.get_chat_template(*chosen))
-        given = formed(messages, form)
+        read = form_of(self._tokenizer.get_chat_template(*chosen))
+        given = formed(messages, self._form or read)
         text = self._tokenizer.apply_chat_template(given, tokenize=False, **self._options)
         check_rendered(text, given)
         return text

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 
 class RefusedChatError(ValueError):
@@ -24,6 +24,10 @@ class Form(Enum):
     TEXT = "a text"
     PARTS = "a list of parts"
     BOTH = "a text or a list of parts"
+
+
+FORMATS = {"auto": None, "string": Form.TEXT, "openai": Form.PARTS}
+"""vLLM's names of the forms; None: as the template reads."""
 
 
 @lru_cache(maxsize=16)
@@ -62,7 +66,7 @@ def _generation_tag() -> Any:
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        tags: ClassVar = {"generation"}
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
@@ -120,8 +124,8 @@ def _text(where: str, part: Any) -> str:
 
 
 def check_rendered(text: str, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RefusedChatError if a template has not written the parts that it was given: it may loop
-    over those of some messages, and print or leave out those of others.
+    """Raises RefusedChatError if a template has not written the parts that it was given: it may
+    loop over those of some messages, and print or leave out those of others.
 
     Only texts of users and systems must be there: templates drop reasoning of earlier turns, and
     write results of tools as JSON.

@@ -24,15 +24,9 @@ from jaxkv.requests.chats import Chats
 from jaxkv.requests.contents import RefusedChatError
 from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.outputs import Logprob
+from jaxkv.requests.prompts import Prompt, parse
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
-
-Prompt = str | Mapping[str, Any]
-"""A text, {"prompt": text} or {"prompt_token_ids": [...]}; a mapping may have a "cache_salt", a
-text: only prompts with the same one share cached prefixes.
-"""
-
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 class Intake:
@@ -100,14 +94,18 @@ class Intake:
         return made
 
     def render(
-        self, conversations: Sequence[Any], extra: Mapping[str, Any] | None = None, **options: Any
+        self,
+        conversations: Sequence[Any],
+        extra: Mapping[str, Any] | None = None,
+        content_format: str = "auto",
+        **options: Any,
     ) -> list[dict[str, Any]]:
         """Renders token prompts of conversations by the chat template, which gets `extra` as well
-        as `options`.
+        as `options`, and contents in a form of `requests.contents.FORMATS`.
 
         Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
         """
-        chats = Chats(self._model.tokenizer, extra, options)
+        chats = Chats(self._model.tokenizer, extra, options, content_format)
         encode = partial(self._encode, add_special_tokens=False)
         prompts: list[dict[str, Any]] = []
         problems = []
@@ -161,7 +159,8 @@ class Intake:
     def parse(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """Returns (text, token ids, cache_salt). Raises: ValueError as `accept` does."""
         with self._lock:
-            text, ids, salt = self._parse(prompt)
+            text, ids, salt = parse(prompt)
+            ids = self._encode(text or "") if ids is None else ids
             self._check_length(len(ids))  # before anything is done for each: it may be a million
             tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
             self._check_ids("prompt", tokens)
@@ -228,6 +227,7 @@ class Intake:
             )
         if not is_int(priority):
             raise ValueError(f"priority: expected a whole number, got {priority!r}")
+        params = params.clone()  # its fields may be assigned while the request runs
         text, tokens, salt = self.parse(prompt)
         stop_ids = self._stop_ids(params)
         self._check_logprobs(params, len(tokens))
@@ -386,35 +386,6 @@ class Intake:
                 f"got {allowed}"
             )
         return words
-
-    def _parse(self, prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray, str]:
-        """Returns (text, token ids as they came, cache_salt)"""
-        if isinstance(prompt, str):
-            return prompt, self._encode(prompt), ""
-        if not isinstance(prompt, Mapping):
-            raise ValueError(
-                f'expected a text, {{"prompt": text}} or {{"prompt_token_ids": [...]}}, got '
-                f"{type(prompt).__name__}"
-            )
-        unknown = sorted(map(str, prompt.keys() - _PROMPT_KEYS))
-        if unknown:
-            raise ValueError(f"unknown or unsupported keys in the prompt: {', '.join(unknown)}")
-        salt = prompt.get("cache_salt", "")
-        if not isinstance(salt, str):
-            raise ValueError(f"cache_salt: expected a text, got {type(salt).__name__}")
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is not None and not isinstance(text, str):
-            raise ValueError(f"prompt: expected a text, got {type(text).__name__}")
-        if ids is None:
-            if text is None:
-                raise ValueError('expected "prompt" or "prompt_token_ids", got neither')
-            return text, self._encode(text), salt
-        is_list = ids.ndim > 0 if isinstance(ids, np.ndarray) else isinstance(ids, Sequence)
-        if not is_list or isinstance(ids, (str, bytes)):
-            raise ValueError(
-                f"prompt_token_ids: expected a list of token ids, got {type(ids).__name__}"
-            )
-        return text, ids, salt
 
     def _encode(self, text: str, **options: Any) -> list[int]:
         if self._model.tokenizer is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -61,7 +63,8 @@ class RequestOutput:
     `prompt_logprobs`, if asked for, has one entry per prompt token: None for the first, then token
     id -> Logprob. In a stream the first output has it. `num_cached_tokens` of the prompt (for n >
     1: the first sample's) came from the
-    prefix cache. `metrics`: its times (for n > 1: the first sample's).
+    prefix cache. `metrics`: its times (for n > 1: the first sample's). The fields behind that are
+    vLLM's for what is not built here, and None.
     """
 
     request_id: str
@@ -72,6 +75,35 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False)
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    multi_modal_placeholders: Any = None
+    kv_transfer_params: Any = None
+
+
+def new_since(output: RequestOutput, before: RequestOutput | None) -> RequestOutput:
+    """Returns what is new in an output since another one of the same request: text, token_ids and
+    logprobs of the completions that have something new, prompt_logprobs in the first.
+    """
+    if before is None:
+        return output
+    earlier = {one.index: one for one in before.outputs}
+    changed = [_newer(one, earlier[one.index]) for one in output.outputs]
+    outputs = [one for one in changed if one is not None]
+    return replace(output, outputs=outputs, prompt_logprobs=None)
+
+
+def _newer(now: CompletionOutput, before: CompletionOutput) -> CompletionOutput | None:
+    start = len(before.token_ids)
+    if len(now.token_ids) == start and now.finish_reason == before.finish_reason:
+        return None
+    return replace(
+        now,
+        text=now.text[len(before.text) :],
+        token_ids=now.token_ids[start:],
+        logprobs=None if now.logprobs is None else now.logprobs[start:],
+    )
 
 
 @dataclass(slots=True)

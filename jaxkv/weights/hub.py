@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jaxkv.errors import CheckpointError
 
@@ -16,11 +18,30 @@ _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _HUB_ID = re.compile(rf"(?!.*(?:--|\.\.))(?:{_PART}/)?{_PART}(?<!\.git)", re.ASCII)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """Says how the hub is asked: with which token (None: the user's own, if there is one), and
+    where what it gives is kept (None: the hub's cache).
+    """
+
+    token: str | bool | None = field(default=None, repr=False)
+    cache_dir: str | os.PathLike[str] | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Returns what was given, as keywords of huggingface_hub."""
+        given = {"token": self.token, "cache_dir": self.cache_dir}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+PUBLIC = Access()
+
+
 def resolve_model(
     model: str | os.PathLike[str],
     *,
     revision: str | None = None,
     only: tuple[str, ...] = ALLOW_PATTERNS,
+    access: Access = PUBLIC,
 ) -> Path:
     """Finds the local directory of a model: `model` itself if it is one, else the hub's snapshot of
     `org/name` or `name`.
@@ -46,15 +67,17 @@ def resolve_model(
         raise CheckpointError(
             f"model: expected a local directory or a hub id such as org/name, got {text[:200]!r}"
         )
-    return _fetch(text, revision, only)
+    return _fetch(text, revision, only, access)
 
 
-def with_weights(model: str | os.PathLike[str], directory: Path) -> Path:
+def with_weights(model: str | os.PathLike[str], directory: Path, access: Access = PUBLIC) -> Path:
     """Returns `directory`, which `resolve_model` has found without weights, with them: a snapshot
     stays of the same commit.
     """
     text = os.path.expanduser(os.fspath(model))
-    return directory if os.path.isdir(text) else _fetch(text, directory.name, ALLOW_PATTERNS)
+    if os.path.isdir(text):
+        return directory
+    return _fetch(text, directory.name, ALLOW_PATTERNS, access)
 
 
 def _looks_like_path(text: str) -> bool:
@@ -70,7 +93,7 @@ def _kind(text: str) -> str:
     return "a file; pass the directory that holds it" if os.path.exists(text) else "nothing there"
 
 
-def _fetch(hub_id: str, revision: str | None, only: tuple[str, ...]) -> Path:
+def _fetch(hub_id: str, revision: str | None, only: tuple[str, ...], access: Access) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -78,7 +101,9 @@ def _fetch(hub_id: str, revision: str | None, only: tuple[str, ...]) -> Path:
     transport_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         return Path(
-            huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(only))
+            huggingface_hub.snapshot_download(
+                hub_id, revision=revision, allow_patterns=list(only), **access.settings()
+            )
         )
     # ValueError: an address of the hub (HF_ENDPOINT) that is none.
     except (
@@ -89,7 +114,7 @@ def _fetch(hub_id: str, revision: str | None, only: tuple[str, ...]) -> Path:
         raise OSError(
             f"{hub_id}{at}: expected its files from the Hugging Face hub, got "
             f"{type(error).__name__}: {error}\n"
-            "Check the id, and HF_ENDPOINT if it is set; set HF_TOKEN if the model is private or "
-            "gated; without a network pass a local directory, "
+            "Check the id, and HF_ENDPOINT if it is set; set HF_TOKEN or hf_token if the model is "
+            "private or gated; without a network pass a local directory, "
             "or set HF_HUB_OFFLINE=1 if the hub's cache holds the model."
         ) from error

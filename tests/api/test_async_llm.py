@@ -1124,7 +1124,7 @@ def test_the_prefix_cache_is_emptied_in_its_turn(llm):
 
 
 def test_arguments_are_those_of_llm(checkpoint):
-    with pytest.raises(ValueError, match="unknown or not yet supported: enforce_eager"):
-        AsyncLLM(checkpoint, enforce_eager=True)
+    with pytest.raises(ValueError, match="unknown argument enforce_egar, did you"):
+        AsyncLLM(checkpoint, enforce_egar=True)
     with pytest.raises(TypeError):
         AsyncLLM(checkpoint, "tokenizer")

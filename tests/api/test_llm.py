@@ -20,6 +20,7 @@ from jaxkv.config import BeamSearchParams, SamplingParams
 from jaxkv.errors import CheckpointError
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.requests.outputs import RequestOutput
+from jaxkv.requests.prompts import Prompt
 from jaxkv.testing import engine_of, intake_of, model_of
 from poison import poison_kv
 from tokenizers_ import BOS, EOS, save_tokenizer
@@ -525,7 +526,7 @@ def test_threads_that_share_an_engine_get_what_each_would_alone(llm):
 def test_a_stream_refuses_at_the_call(llm):
     for prompt, params in (
         ("", GREEDY),
-        ([1, 2], GREEDY),
+        ([1, "2"], GREEDY),
         (PROMPTS[0], replace(GREEDY, stop_token_ids=[VOCAB])),
     ):
         with pytest.raises(ValueError, match="prompt 0: "):
@@ -814,7 +815,7 @@ def test_what_is_no_list_of_prompts_is_a_value_error(llm, prompts):
         run(llm, prompts)
 
 
-@pytest.mark.parametrize("prompts", [[3, 4, 5], [None], [b"The end"], [["The end"]]], ids=repr)
+@pytest.mark.parametrize("prompts", [[3.0, 4], [None], [b"The end"], [["The end"]]], ids=repr)
 def test_a_list_of_something_else_names_its_indices(llm, prompts):
     with pytest.raises(ValueError, match="prompt 0: expected a text"):
         run(llm, prompts)
@@ -827,7 +828,14 @@ def test_what_is_no_sampling_params_is_a_value_error(llm, params):
 
 
 BAD_ARGUMENTS = {
-    "unknown": ({"enforce_eager": True}, "unknown or not yet supported: enforce_eager$"),
+    "unknown": (
+        {"max_model_length": 9},
+        r"LLM: unknown argument max_model_length, did you mean max_model_len\?$",
+    ),
+    "a name of vLLM's": (
+        {"cpu_offload_gb": 4},
+        "cpu_offload_gb: expected 0 or 0.0 .a vLLM argument .* nearest: quantization., got 4$",
+    ),
     "tensor_parallel_size": (
         {"tensor_parallel_size": 2},
         "_size: expected 1 to 1, the devices here, got 2",
@@ -1138,5 +1146,6 @@ def test_page_table_lists_the_memory_of_each_running_request(llm, kept):
 def test_the_public_names_are_those_of_the_package():
     assert jaxkv.LLM is LLM
     assert jaxkv.SamplingParams is SamplingParams
-    for name in set(jaxkv.__all__) - {"__version__"}:
+    assert jaxkv.PromptType is Prompt
+    for name in set(jaxkv.__all__) - {"__version__", "PromptType"}:
         assert getattr(jaxkv, name).__name__ == name

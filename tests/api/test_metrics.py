@@ -178,4 +178,4 @@ def test_the_text_is_what_prometheus_reads(make):
     assert all(row.startswith("# ") or line.fullmatch(row) for row in text.splitlines())
     histograms = [metric for metric in metrics if isinstance(metric, Histogram)]
     assert text.count("# TYPE") == len({metric.name for metric in metrics})
-    assert text.count("_sum ") == len(histograms) == 7
+    assert text.count("_sum ") == len(histograms) == 10

@@ -327,10 +327,17 @@ def test_requests_are_numbered_in_order_and_refused_ones_not(intake):
         ),
         ("half a pair: \ud83d", "the prompt is not valid Unicode: "),
         ({"prompt": "\udc80"}, "the prompt is not valid Unicode: "),
-        (None, 'expected a text, {"prompt": text} or {"prompt_token_ids": [...]}, got NoneType'),
+        (
+            None,
+            'expected a text, token ids, {"prompt": text} or {"prompt_token_ids": [...]}, got NoneType',
+        ),
         (3, "got int"),
         (b"The end", "got bytes"),
-        ([3, 4, 5], 'expected a text, {"prompt": text} or {"prompt_token_ids": [...]}, got list'),
+        (
+            [3, "4"],
+            'expected a text, token ids, {"prompt": text} or {"prompt_token_ids": [...]}, got list',
+        ),
+        ([3, VOCAB], "prompt: expected token ids from 0 to 419, got [420]"),
         (["The end"], "got list"),
         (
             {"prompt_token_ids": [3] * MAX_LEN},

@@ -16,7 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.testing import model_of
-from jaxkv.weights.hub import _HUB_ID, resolve_model
+from jaxkv.weights.hub import _HUB_ID, Access, resolve_model
 from tiny import SMALL, make_checkpoint, tiny_config
 
 
@@ -171,3 +171,10 @@ def test_the_real_hub_client_offline_ends_in_the_same_error(monkeypatch, tmp_pat
     with pytest.raises(OSError, match="org/name: expected its files") as caught:
         resolve_model("org/name")
     assert isinstance(caught.value.__cause__, LocalEntryNotFoundError)
+
+
+def test_token_and_folder_are_handed_on_where_they_are_given(downloads):
+    access = Access(token="s3cret", cache_dir="there")
+    resolve_model("org/name", access=access)
+    assert downloads[-1][1].items() >= {"token": "s3cret", "cache_dir": "there"}.items()
+    assert "s3cret" not in repr(access)

@@ -1,0 +1,138 @@
+"""Arguments in vLLM's words set what they set there, mean nothing, or are refused by name."""
+
+import argparse
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxkv import LLM, AsyncLLM, EngineArgs
+from jaxkv.build.engine_args import AsyncEngineArgs
+from jaxkv.build.model import find_model
+from jaxkv.build.options import ABOUT, DEFAULTS, EngineOptions
+from jaxkv.build.vllm_arguments import FOREIGN, as_options
+
+OF_VLLM = json.loads(Path(__file__).parents[1].joinpath("api/vllm_names.json").read_text())
+
+
+def test_every_argument_of_vllm_is_known_and_none_twice():
+    known = ABOUT.keys() | FOREIGN.keys() | {"enforce_eager"}
+    assert known >= set(OF_VLLM["engine_args"])
+    assert not ABOUT.keys() & FOREIGN.keys()
+
+
+def test_arguments_left_at_their_defaults_are_the_options_defaults():
+    given = dataclasses.asdict(EngineArgs())
+    assert set(given) >= set(OF_VLLM["engine_args"])
+    assert as_options(given, ABOUT) == DEFAULTS
+    for name in FOREIGN:
+        assert as_options({name: None}, ABOUT) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({"enforce_eager": True, "enable_chunked_prefill": True}, {"lazy_compile": True}),
+        ({"enforce_eager": False, "seed": None, "max_num_batched_tokens": None}, {}),
+        ({"kv_cache_dtype": "fp8", "dtype": "float"}, {"kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}),
+        ({"load_format": "safetensors", "max_num_seqs": None}, {"load_format": "auto", "max_num_seqs": None}),
+        ({"swap_space": 16, "disable_log_stats": False, "device": "auto", "max_lora_rank": 64}, {}),
+        ({"tokenizer_mode": "auto", "trust_remote_code": False, "limit_mm_per_prompt": {}}, {}),
+    ],
+)  # fmt: skip
+def test_values_that_mean_nothing_are_taken_and_others_translated(given, options):
+    assert as_options(given, ABOUT) == options
+    EngineOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cpu_offload_gb": 4}, "^cpu_offload_gb: expected 0 or 0.0 .*nearest: quantization.*, got 4$"),
+        ({"enable_chunked_prefill": False}, "^enable_chunked_prefill: expected True .*nearest: max_num_b"),
+        ({"trust_remote_code": True}, "^trust_remote_code: expected False .a vLLM argument of which"),
+        ({"trust_remote_code": 0}, "^trust_remote_code: expected False .*, got 0$"),
+        ({"speculative_config": {"model": "x"}}, "^speculative_config: expected None "),
+        ({"device": "cpu"}, "^device: expected 'auto' .*nearest: the environment variable JAX_PLAT"),
+        ({"enforce_eager": 1}, "^enforce_eager: expected True or False, got 1$"),
+        ({"gpu_memory_utilisation": 0.5}, "unknown argument gpu_memory_utilisation, did you mean gpu_memory_util"),
+        ({"xyzzy": 1, "max_model_length": 2}, "argument max_model_length, did you mean max_model_len.\n.* xyzzy$"),
+    ],
+)  # fmt: skip
+def test_values_that_would_mean_something_are_refused_by_name(given, message):
+    for make in (LLM, AsyncLLM, lambda **given: as_options(given, ABOUT)):
+        with pytest.raises(ValueError, match=message):
+            make(**given)
+    if "unknown" not in message and "xyzzy" not in given:
+        with pytest.raises(ValueError, match=message):
+            EngineArgs(**given)
+
+
+def test_engine_args_are_assignable_and_checked_when_an_engine_is_made_of_them():
+    args = AsyncEngineArgs(model="nowhere/at/all", max_model_len=64)
+    assert args.options() == EngineOptions("nowhere/at/all", max_model_len=64)
+    args.enforce_eager = True
+    assert args.options().lazy_compile
+    args.dtype = "float16"
+    for make in (LLM.from_engine_args, AsyncLLM.from_engine_args):
+        with pytest.raises(ValueError, match="dtype: expected one of"):
+            make(args)
+    with pytest.raises(TypeError, match="max_model_length"):
+        EngineArgs(max_model_length=3)
+    assert "s3cret" not in repr(EngineArgs(hf_token="s3cret", prefix_cache_secret=b"s3cret"))
+
+
+def test_flags_are_what_a_script_of_vllm_s_parses():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--temperature", type=float)
+    assert EngineArgs.add_cli_args(parser) is parser
+    parser.set_defaults(model="somewhere")
+    assert EngineArgs.from_cli_args(parser.parse_args([])) == EngineArgs(model="somewhere")
+    line = (
+        "--temperature 0 --max-model-len 64 --enforce-eager --swap-space 8 --no-trust-remote-code"
+    )
+    line += ' --hf-overrides {"rope_theta":7.0} --max-loras 2 --served-model-name me'
+    args = EngineArgs.from_cli_args(parser.parse_args(line.split()))
+    want = EngineOptions(
+        "somewhere", max_model_len=64, lazy_compile=True, hf_overrides={"rope_theta": 7.0}
+    )
+    assert args.options() == want
+    assert (args.swap_space, args.max_loras, args.served_model_name) == (8, 2, "me")
+    assert "--hf-token" not in parser.format_help()
+
+
+def test_overrides_are_read_as_if_they_stood_in_the_files(checkpoint, tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ messages[0].content }}!")
+    model = find_model(
+        EngineOptions(
+            checkpoint,
+            hf_overrides={"max_position_embeddings": 64, "rope_parameters": {"rope_theta": 5.0}},
+            override_generation_config={"temperature": 0.25, "max_new_tokens": 9},
+            chat_template=path,
+        )
+    )
+    assert (model.spec.max_len, model.tokenizer.chat_template) == (64, path.read_text())
+    plain = find_model(EngineOptions(checkpoint, chat_template="{{ x }}"))
+    assert plain.spec != replace(model.spec, max_len=plain.spec.max_len)  # the ropes
+    assert plain.tokenizer.chat_template == "{{ x }}"
+    params = model.default_params()
+    assert (params.temperature, params.max_tokens) == (0.25, 9)
+    with pytest.raises(ValueError, match=r"config.json with hf_overrides: num_hidden_layers"):
+        find_model(EngineOptions(checkpoint, hf_overrides={"num_hidden_layers": -1}))
+    with pytest.raises(ValueError, match="chat_template: expected a file or the text"):
+        find_model(EngineOptions(checkpoint, chat_template="nowhere"))
+
+
+def test_generation_config_vllm_leaves_the_model_s_defaults_out(checkpoint, tmp_path):
+    for file in checkpoint.iterdir():
+        tmp_path.joinpath(file.name).symlink_to(file)
+    tmp_path.joinpath("generation_config.json").write_text('{"top_k": 7, "eos_token_id": 3}')
+    auto, vllm = (
+        find_model(EngineOptions(tmp_path, generation_config=x)) for x in ("auto", "vllm")
+    )
+    assert (auto.default_params().top_k, vllm.default_params().top_k) == (7, 0)
+    assert auto.eos_ids == vllm.eos_ids
+    assert 3 in vllm.eos_ids
