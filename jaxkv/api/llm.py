@@ -475,7 +475,7 @@ class LLM:
         """Returns the tokens of a prompt or, by the chat template with these arguments of `chat`,
         of a conversation.
         """
-        if isinstance(prompt, (str, Mapping)):
+        if not is_conversation(prompt):
             text, tokens, salt = self._intake.parse(prompt)
             return {"prompt": text, "prompt_token_ids": tokens, "cache_salt": salt}
         options = dict(chat)
