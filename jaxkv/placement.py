@@ -178,6 +178,7 @@ def place(
         if group.latent_dim is None
         else ("attention heads", spec.num_heads)
         for group in spec.groups
+        if group.layers
     }
     for _, leaf in leaves:
         sizes = zip(leaf.info.logical_axes, leaf.info.shape, strict=True)

@@ -130,7 +130,8 @@ class Blueprint:
     @cached_property
     def page_nbytes(self) -> int:
         """Counts one page over all layers of a store, with what a policy has beside each: part of a
-        demoted page, or the extremes of its keys.
+        demoted page, or the extremes of its keys. One that holds nothing counts as a byte, so that
+        there is an end to how many fit.
         """
         limits, nbytes, low = self.limits, self._page_nbytes(self.codecs), self.low_codecs
         if limits.read_pages:
@@ -140,7 +141,7 @@ class Blueprint:
                 if group.window is None
             )
         if low is None:
-            return nbytes
+            return max(1, nbytes)
         return nbytes + -(-self._page_nbytes(low) * limits.low_row_pages // limits.row_pages)
 
     def _page_nbytes(self, codecs: Codecs) -> int:
@@ -161,7 +162,7 @@ class Blueprint:
             return each
         # Groups with page tables of their own take turns: a page is of one of them.
         total = max(sizes) if len(self.limits.windows) > 1 else sum(sizes)
-        return [(total, *each[0][1:])]
+        return [(max(1, total), *each[0][1:])]
 
     @cached_property
     def slot_nbytes(self) -> int:
@@ -412,6 +413,11 @@ def make_blueprint(
         backend_reason=reason,
     )
     _check_host_memory(everything)
+    if not spec.kv_layers and options.kv_cache_memory_bytes is not None:
+        raise ValueError(
+            f"kv_cache_memory_bytes: expected None for a model without keys and values, got "
+            f"{options.kv_cache_memory_bytes!r}"
+        )
     return _under_policy(everything)
 
 

@@ -123,6 +123,12 @@ class KVGroup:
         return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
 
 
+NO_KEYS = KVGroup(layers=(), num_kv_heads=1, head_dim=0, latent_dim=0)
+"""The KV group of a model without attention. Its pages hold nothing: they are what tokens are
+counted in, so that prefixes, snapshots of states and admission are those of any model.
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpec:
     """Layers whose mixer keeps a recurrent state, of one size however long a row is."""
@@ -148,7 +154,8 @@ class ModelSpec:
 
     layer_kinds: for each layer the number of its kind, whose tensors have shapes of their own; ()
     if all are alike. router: of layers with experts. states: layers with recurrent states, beside
-    keys and values or without any. A layer without keys and values of its own is in no KV group.
+    keys and values or without any. A layer without keys and values of its own is in no KV group; a
+    model without any has `NO_KEYS`.
     """
 
     family: str
@@ -252,6 +259,8 @@ class ModelSpec:
         """Returns this model with these layers in KV groups of their own."""
         groups = []
         for group in self.groups:
+            if not group.layers:
+                groups.append(group)
             for named in (False, True):
                 if some := tuple(layer for layer in group.layers if (layer in layers) == named):
                     groups.append(replace(group, layers=some))

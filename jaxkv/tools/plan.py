@@ -91,6 +91,7 @@ def plan_by_formula(deployment: Deployment) -> Plan:
     )
     kept = programs.wide_bytes + programs.num_programs * CODE_BYTES
     num_pages = most_pages(deployment.memory, rows.page_nbytes, kept, [(fixed, per_page)])
+    num_pages = min(num_pages, _at_most(deployment))
     return _plan(
         deployment, "formula", num_pages, temp_bytes=fixed + per_page * num_pages, kept_bytes=kept
     )
@@ -106,7 +107,9 @@ def plan_by_compiler(deployment: Deployment) -> Plan:
     _check_weights(deployment)
     memory, rows = deployment.memory, _with_rows(deployment.compilable)
     page_nbytes, programs_for = rows.page_nbytes, partial(rows.programs, rows.abstract_weights())
-    num_pages, _ = fit_pages(memory, page_nbytes, memory.free // page_nbytes, programs_for)
+    at_most = min(memory.free // page_nbytes, _at_most(deployment))
+    num_pages, _ = fit_pages(memory, page_nbytes, at_most, programs_for)
+    num_pages = min(num_pages, _at_most(deployment))
     programs = programs_for(num_pages)
     programs.compile_largest()
     reason, advice = "as many as memory allows", "lower max_num_batched_tokens or max_num_seqs"
@@ -121,6 +124,14 @@ def plan_by_compiler(deployment: Deployment) -> Plan:
         kept_bytes=programs.wide_bytes
         + programs.num_programs * max(one.code_bytes for one in programs.memory),
     )
+
+
+def _at_most(deployment: Deployment) -> int:
+    """Counts the pages that are of any use: where they hold nothing, those of all rows."""
+    blueprint = deployment.blueprint
+    if blueprint.spec.kv_layers:
+        return 2**31
+    return blueprint.limits.max_num_seqs * blueprint.limits.pages_per_row
 
 
 def temporaries(deployment: Deployment) -> tuple[int, int]:
@@ -229,7 +240,9 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     blueprint = deployment.blueprint
     spec, token = blueprint.spec, blueprint.token_nbytes
     heads = f"{spec.num_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
-    if (rank := spec.groups[0].latent_dim) is not None:
+    if not spec.kv_layers:
+        heads = "no attention"
+    elif (rank := spec.groups[0].latent_dim) is not None:
         heads = f"{spec.num_heads} query heads over one latent row of {rank}"
     kinds = (
         f"weights {blueprint.dtype}, KV cache of {spec.token_numbers} numbers per token and layer "

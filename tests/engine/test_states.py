@@ -31,6 +31,7 @@ LENGTHS = (1, 5, 23, 41, 17)
 
 VARIANTS = {  # with the bytes of one row's state
     "lfm2": 2 * 48 * 2 * 4,  # the last two inputs of 48 channels, in two layers
+    "mamba2": 3 * (12 * 8 * 16 + (12 * 8 + 2 * 2 * 16) * 3) * 4,  # without any attention
     "granitemoehybrid": 2 * (12 * 8 * 16 + (12 * 8 + 2 * 16) * 3) * 4,  # Mamba2
     "nemotron_h": (12 * 8 * 16 + (12 * 8 + 2 * 2 * 16) * 3) * 4,  # beside layers without any mixer
     "qwen3_next": 3 * (4 * 8 * 12 + (2 * 2 * 8 + 4 * 12) * 3) * 4,  # the gated delta rule
@@ -103,7 +104,7 @@ def of_transformers(torch: Any, model: Any, ids: list[int], **options: Any) -> l
     return model.generate(torch.tensor([ids]), **given)[:, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("variant", each("lfm2", "granitemoehybrid"), indirect=True)
+@pytest.mark.parametrize("variant", each("lfm2", "mamba2"), indirect=True)
 def test_rows_together_in_chunks_and_preempted_get_what_they_get_alone(llm, alone):
     before = engine_of(llm).scheduler.num_preemptions
     assert tokens_of(generate(llm, PROMPTS + PROMPTS)) == alone * 2

@@ -67,6 +67,35 @@ def plan(capsys):
     return run
 
 
+MAMBA2 = {
+    "model_type": "mamba2",
+    "vocab_size": 32_768,
+    "hidden_size": 4096,
+    "num_hidden_layers": 64,
+    "num_heads": 128,
+    "head_dim": 64,
+    "n_groups": 8,
+    "state_size": 128,
+}
+
+
+def test_a_model_without_attention_has_rows_and_no_pool(write, plan):
+    rows = ("--max-num-seqs", 32, "--max-model-len", 4096)
+    status, out, _ = plan(write(MAMBA2), "--target", "v6e", *rows, "--context", 4096)
+    assert status == 0
+    assert "64 layers, no attention" in out
+    assert re.search(r"KV cache of a token +0\.00 KiB\n", out)
+    # 64 layers of 128 matrices of 128 x 64, and the last 3 inputs of their convolutions.
+    nbytes = 64 * (128 * 128 * 64 + 3 * (128 * 64 + 2 * 8 * 128)) * 4
+    assert re.search(rf"recurrent state of a row +{nbytes / 2**10:.2f} KiB\n", out)
+    assert re.search(r"tokens +131,072\n +sequences of 4,096 +32\n", out)
+
+
+def test_a_model_without_attention_takes_no_size_of_a_kv_cache(write):
+    with pytest.raises(ValueError, match="kv_cache_memory_bytes: expected None for a model with"):
+        deploy(write(MAMBA2), V6E, kv_cache_memory_bytes=2**20)
+
+
 def test_llama_3_70b_takes_what_is_known_of_it(write, plan):
     target = ("--target", "v6e:2x4", "--sequences", 32)
     _, out, _ = plan(write(LLAMA_3_70B), *target, "--context", 131_072, 4096, 8192)

@@ -20,11 +20,10 @@ NAMES = Names(
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    full = config.get("attn_layer_indices")
+    full = config.get("attn_layer_indices", [])
     known = isinstance(full, list) and all(is_int(one) and 0 <= one < num_layers for one in full)
-    if not full or not known:
-        expected = f"a list of layers below {num_layers} (a model without attention is not built)"
-        raise config.fail("attn_layer_indices", expected)
+    if not known:
+        raise config.fail("attn_layer_indices", f"a list of layers below {num_layers}")
     mixer, leaves = read_bamba_mixer(config, f"{NAMES.layer}mamba.", norm_eps=1e-5)
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     biased += MLP * config.flag("mlp_bias", False)

@@ -20,7 +20,7 @@ from jaxkv.config import is_int
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.quantisation import Quantisation
 from jaxkv.models.rope_config import extended_len, read_rope
-from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec, StateSpec
+from jaxkv.models.spec import NO_KEYS, KVGroup, ModelSpec, RopeSpec, StateSpec
 from jaxkv.ops.layers import ACTIVATIONS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -257,7 +257,7 @@ def read_forms(
     ropes = []
     for layer, form in enumerate(forms):
         spec, _ = found[form]
-        for group in spec.groups[:1]:
+        for group in [one for one in spec.groups if one.layers][:1]:
             groups.setdefault(replace(group, layers=()), []).append(layer)
         for state in spec.states:
             states.setdefault(replace(state, layers=()), []).append(layer)
@@ -265,7 +265,8 @@ def read_forms(
     routers = [spec.router for spec in specs if spec.router is not None]
     whole = replace(
         specs[0],
-        groups=tuple(replace(group, layers=tuple(of)) for group, of in groups.items()),
+        groups=tuple(replace(group, layers=tuple(of)) for group, of in groups.items())
+        or (NO_KEYS,),
         states=tuple(replace(state, layers=tuple(of)) for state, of in states.items()),
         layer_ropes=tuple(ropes) if len(set(ropes)) > 1 else specs[0].layer_ropes,
         layer_kinds=tuple(map(listed.index, forms)) if len(listed) > 1 else (),

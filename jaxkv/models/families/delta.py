@@ -27,8 +27,6 @@ def read_linear_layers(config: ConfigReader, *, every: int) -> list[int]:
     kinds = [FULL if (i + 1) % every == 0 else LINEAR for i in range(num_layers)]
     if config.get("layer_types") is not None:
         kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR))
-    if FULL not in kinds:
-        raise config.fail("layer_types", f"a layer of {FULL} (a model without any is not built)")
     return [layer for layer, kind in enumerate(kinds) if kind == LINEAR]
 
 

@@ -24,9 +24,9 @@ DENSE = replace(LLAMA, gate_up="shared_mlp.input_linear", down="shared_mlp.outpu
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    kinds = read_mamba_kinds(config, "layer_types", num_layers)
+    kinds = config.kinds("layer_types", num_layers, (FULL, LINEAR, *OLD_NAMES))
     mixer, leaves = read_bamba_mixer(config, f"{LLAMA.layer}mamba.", norm_eps=1e-6)
-    layers = [layer for layer, kind in enumerate(kinds) if kind == LINEAR]
+    layers = [layer for layer, kind in enumerate(kinds) if OLD_NAMES.get(kind, kind) == LINEAR]
     return with_mixer(_read_decoder(config, num_layers), layers, mixer, leaves)
 
 
@@ -54,12 +54,3 @@ def _read_decoder(config: ConfigReader, num_layers: int) -> tuple[ModelSpec, Lay
         scales=scales(config),
         **mixture,
     )
-
-
-def read_mamba_kinds(config: ConfigReader, key: str, num_layers: int) -> list[str]:
-    """Reads which layers have Mamba2 and which attention; there has to be one of those."""
-    kinds = config.kinds(key, num_layers, (FULL, LINEAR, *OLD_NAMES))
-    kinds = [OLD_NAMES.get(kind, kind) for kind in kinds]
-    if FULL not in kinds:
-        raise config.fail(key, f"a layer of {FULL} (a model without any is not built)")
-    return kinds

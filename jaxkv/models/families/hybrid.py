@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxkv.models.families.base import Layout, Leaf, Part, leaf
 from jaxkv.models.recurrent import Mixer
-from jaxkv.models.spec import ModelSpec, StateSpec
+from jaxkv.models.spec import NO_KEYS, ModelSpec, StateSpec
 
 ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "attn_gate")
 LATENT = ("q_down", "q_down_norm", "kv_down", "kv_down_norm", "k_up", "v_up")
@@ -42,6 +42,7 @@ def with_mixer(
         cut = [[one for one in group.layers if one not in layers] for group in groups]
         pairs = zip(groups, cut, strict=True)
         groups = tuple(replace(group, layers=tuple(left)) for group, left in pairs if left)
+        groups = groups or (NO_KEYS,)
     state = StateSpec(layers=tuple(sorted(layers)), mixer=mixer)
     spec = replace(
         spec,

@@ -69,8 +69,6 @@ def _linear_layers(config: ConfigReader) -> list[int]:
         linear = [one - 1 for one in listed]
     else:
         linear = [layer for layer in range(num_layers) if not layer or layer % 4]
-    if len(set(linear)) == num_layers:
-        raise config.fail("layer_types", f"a layer of {FULL} (a model without any is not built)")
     return linear
 
 

@@ -44,8 +44,6 @@ ATTENDING = ("attn_norm", "q", "k", "v", "o")
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     forms = _forms(config)
-    if FULL not in forms:
-        raise config.fail("layers_block_type", f"a layer of {FULL} (no other model is built)")
     sized = config.replaced(num_hidden_layers=len(forms))
 
     def read_form(form: str) -> tuple[ModelSpec, Layout]:

@@ -1,22 +1,34 @@
-"""Describes Mamba2 of families: its sizes and tensors."""
+"""Describes Mamba and Mamba2 of families: their sizes and tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any
 
-from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import FULL, Leaf, Part, leaf
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, Layout, Leaf, Names, Part, leaf, read_decoder
 from jaxkv.models.families.delta import CHANNELS, LINEAR, MAX_KERNEL
-from jaxkv.models.families.hybrid import rows_of
-from jaxkv.models.recurrent import Mamba2
+from jaxkv.models.families.hybrid import rows_of, with_mixer
+from jaxkv.models.recurrent import Mamba, Mamba2, Mixer
 from jaxkv.models.recurrent.mamba2 import PROJECTED
+from jaxkv.models.spec import ModelSpec
 
 OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 """Maps kinds of layers as configs had them before transformers 5."""
 
 CONVOLVED = ("ssm_x", "ssm_b", "ssm_c")
+
+ONLY = Names(
+    embed="backbone.embeddings",
+    norm="backbone.norm_f",
+    layer="backbone.layers.{layer}.",
+    attn_norm="norm",
+)
+"""Names of a model of nothing but mixers."""
+
+MAX_LEN = 2**15
 
 
 def read_mamba2(config: ConfigReader, *, inner: int, norm_eps: float, **more: Any) -> Mamba2:
@@ -29,9 +41,7 @@ def read_mamba2(config: ConfigReader, *, inner: int, norm_eps: float, **more: An
     head_dim = inner // heads
     if config.get("mamba_d_head") not in (None, "auto", head_dim):
         raise config.fail("mamba_d_head", f"auto or {head_dim}: {heads} of them are {inner}")
-    width = config.size("mamba_d_conv", 4, at_most=MAX_KERNEL)
-    if width < 2:
-        raise config.fail("mamba_d_conv", f"a whole number from 2 to {MAX_KERNEL}")
+    width = _width(config)
     limit = config.get("time_step_limit")
     # transformers writes infinity in a way of its own.
     if limit is not None and limit not in ([0.0, inf], [0.0, {"__float__": "Infinity"}]):
@@ -103,6 +113,85 @@ def mamba2_leaves(
     if has_out_bias:
         found["ssm_out_bias"] = leaf(f"{prefix}out_proj.bias", (hidden,), ("model",))
     return found
+
+
+def _width(config: ConfigReader) -> int:
+    """Reads how many tokens the convolution sees."""
+    width = config.size("mamba_d_conv", 4, at_most=MAX_KERNEL)
+    if width < 2:
+        raise config.fail("mamba_d_conv", f"a whole number from 2 to {MAX_KERNEL}")
+    return width
+
+
+def read_mamba(config: ConfigReader, *, channels: int, norm_eps: float | None) -> Mamba:
+    """Reads the sizes of Mamba as Jamba's config has them. channels, norm_eps: as in `Mamba`."""
+    hidden, given = config.size("hidden_size"), config.get("mamba_dt_rank", "auto")
+    config.choice("hidden_act", "silu", ("silu",))
+    return Mamba(
+        channels=channels,
+        state_dim=config.size("mamba_d_state", 16),
+        rank=-(-hidden // 16) if given == "auto" else config.size("mamba_dt_rank"),
+        width=_width(config),
+        norm_eps=norm_eps,
+    )
+
+
+def mamba_leaves(
+    mixer: Mamba,
+    prefix: str,
+    hidden: int,
+    *,
+    has_norms: bool = False,
+    has_conv_bias: bool,
+    has_biases: bool,
+) -> dict[str, Leaf]:
+    """Describes the arrays of a mixer whose tensors are behind this prefix."""
+    channels, states = mixer.channels, mixer.state_dim
+    rest = mixer.rank + 2 * states
+    names = ("scan_x", "scan_z")
+    sizes, axes = dict.fromkeys(names, channels), dict.fromkeys(names, CHANNELS)
+    found = rows_of(f"{prefix}in_proj.weight", sizes, hidden, axes)
+    own = ((channels,), (CHANNELS,))
+    if has_biases:
+        found |= _parts(f"{prefix}in_proj.bias", sizes, axes, "_bias")
+        found["scan_out_bias"] = leaf(f"{prefix}out_proj.bias", (hidden,), ("model",))
+    # Vectors here: what no matmul reads is not quantised.
+    part = Part(shape=(channels, 1, mixer.width))
+    kernels = ((channels * mixer.width,), (CHANNELS,))
+    found["scan_conv"] = leaf(f"{prefix}conv1d.weight", *kernels, part=part)
+    if has_conv_bias:
+        found["scan_conv_bias"] = leaf(f"{prefix}conv1d.bias", *own)
+    part = Part(shape=(channels, states))
+    found["scan_rate"] = leaf(f"{prefix}A_log", (channels * states,), (CHANNELS,), part=part)
+    for name, size in (("dt", mixer.rank), ("b", states), ("c", states)) * has_norms:
+        source = f"{prefix}{name}_layernorm.weight"
+        found[f"scan_{name}_norm"] = leaf(source, (size,), (None,))
+    return found | {
+        "scan_rest": leaf(f"{prefix}x_proj.weight", (rest, channels), (None, CHANNELS)),
+        "scan_dt": leaf(f"{prefix}dt_proj.weight", (channels, mixer.rank), (CHANNELS, None)),
+        "scan_step": leaf(f"{prefix}dt_proj.bias", *own),
+        "scan_skip": leaf(f"{prefix}D", *own),
+        "scan_out": leaf(f"{prefix}out_proj.weight", (hidden, channels), ("model", CHANNELS)),
+    }
+
+
+def read_only_mixers(
+    config: ConfigReader, family: str, mixer: Mixer, leaves: Mapping[str, Leaf]
+) -> tuple[ModelSpec, Layout]:
+    """Reads a model whose layers are a norm and a mixer each, without attention and MLP.
+
+    How long a sequence may get no checkpoint says, as states are of one size: `MAX_LEN` tokens.
+    """
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    # What there is none of has to have a size.
+    sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size"), 1)
+    config = config.with_defaults({"max_position_embeddings": MAX_LEN}).replaced(**sizes)
+    read = read_decoder(
+        config, family=family, names=ONLY, ropes=[None] * num_layers, eps="layer_norm_epsilon"
+    )
+    spec, layout = with_mixer(read, range(num_layers), mixer, leaves)
+    own = {"attn_norm": layout.layers[0]["attn_norm"], **leaves}
+    return spec, replace(layout, layers=(own,))
 
 
 def _parts(

@@ -22,13 +22,15 @@ class Mamba:
     each token forgets, writes and reads as its values say, and gates what it finds.
 
     rank: columns of the matrix that makes step sizes. width: tokens that the convolution sees.
+    norm_eps: of norms of what makes step sizes, is written and read, where there are such norms,
+    with weights if they have tensors; None: there are none.
     """
 
     channels: int
     state_dim: int
     rank: int
     width: int
-    norm_eps: float
+    norm_eps: float | None
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
@@ -54,8 +56,7 @@ class Mamba:
         parts = jnp.split(linear_over(x_TX, w["scan_rest"], None, axis=axis), ends, axis=1)
         names = ("scan_dt_norm", "scan_b_norm", "scan_c_norm")
         dt_TR, b_TN, c_TN = (
-            rms_norm(part, w[name], eps=self.norm_eps)
-            for part, name in zip(parts, names, strict=True)
+            self._normed(part, w.get(name)) for part, name in zip(parts, names, strict=True)
         )
         step_TX = jax.nn.softplus(linear(dt_TR, w["scan_dt"], w["scan_step"]))
         rate_XN = jnp.exp(w["scan_rate"].astype(jnp.float32)).reshape(-1, self.state_dim)
@@ -65,3 +66,9 @@ class Mamba:
         y_TX *= jax.nn.silu(z_TX)
         out_TD = linear_over(y_TX, w["scan_out"], w.get("scan_out_bias"), axis=axis)
         return out_TD, (tails, kept)
+
+    def _normed(self, x_TX: jax.Array, scale_X: jax.Array | None) -> jax.Array:
+        if self.norm_eps is None:
+            return x_TX
+        scale_X = jnp.ones(x_TX.shape[1], jnp.float32) if scale_X is None else scale_X
+        return rms_norm(x_TX, scale_X, eps=self.norm_eps)

@@ -63,6 +63,8 @@ class MosaicGpu:
             return f"kv_cache_dtype: expected bfloat16 or int8, got {needs.codec.name}"
         if needs.codec.dtype != "bfloat16" and is_int8(needs.codec):
             return f"kv_cache_dtype int8: expected a model in bfloat16, got {needs.codec.dtype}"
+        if not heads.head_dim:
+            return "a model without attention"
         if heads.latent_dim is not None:
             return "latent attention: expected values apart from keys; its kernel is not built"
         try:

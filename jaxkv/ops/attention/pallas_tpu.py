@@ -55,6 +55,8 @@ class PallasTpu:
                 f"kv_cache_dtype {needs.codec.name}: expected a model in bfloat16, got "
                 f"{needs.codec.dtype}"
             )
+        if not heads.head_dim:
+            return "a model without attention"
         if heads.latent_dim is not None:
             if heads.cap or heads.has_sinks:
                 return "latent attention: expected scores without a cap and without sinks"
