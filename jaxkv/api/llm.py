@@ -471,7 +471,7 @@ class LLM:
             )
         return submission
 
-    def _rendered(self, prompt: Prompt | Conversation, chat: Mapping[str, Any]) -> dict[str, Any]:
+    def _rendered(self, prompt: Any, chat: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the tokens of a prompt or, by the chat template with these arguments of `chat`,
         of a conversation.
         """

@@ -41,12 +41,11 @@ def load_tokenizer(directory: Path) -> Any:
     # Without this, transformers tells on stderr that it found no PyTorch, which it is not asked for
     # here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
-
     with _NamingTheFile(directory):
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        kind = known_class(directory)
+        if kind is None:
+            from transformers import AutoTokenizer as kind
+        tokenizer = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     template = tokenizer.chat_template
     if not isinstance(template, str | dict | None):
         raise CheckpointError(
@@ -54,6 +53,35 @@ def load_tokenizer(directory: Path) -> Any:
             f"{type(template).__name__}; {ADVICE}"
         )
     return tokenizer
+
+
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+OF_MODELS = {
+    "Qwen2Tokenizer": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    "GemmaTokenizer": ("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text"),
+}
+"""Classes that AutoTokenizer takes of these model types where tokenizer_config.json names them."""
+
+
+def known_class(directory: Path) -> Any | None:
+    """Returns the class that transformers' AutoTokenizer would choose, where the files leave no
+    doubt; else None: then it has to be asked, which imports torch wherever that is installed.
+    """
+    files = [directory / name for name in ("tokenizer.json", "tokenizer_config.json")]
+    if not all(file.is_file() for file in files) or (directory / "tekken.json").exists():
+        return None
+    config = check_json(files[1])
+    name = config.get("tokenizer_class")
+    if not isinstance(name, str) or "auto_map" in config:
+        return None
+    import transformers
+
+    if name in GENERIC:
+        return transformers.PreTrainedTokenizerFast
+    name = name.removesuffix("Fast")
+    model = directory / "config.json"
+    model_type = check_json(model).get("model_type") if model.is_file() else None
+    return getattr(transformers, name) if model_type in OF_MODELS.get(name, ()) else None
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, directory: Path) -> None:

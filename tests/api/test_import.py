@@ -38,3 +38,11 @@ def test_import_of_the_public_names_is_light() -> None:
 
 def test_a_heavy_import_is_seen() -> None:
     assert "transformers" in heavy_modules_after("import transformers")
+
+
+def test_an_engine_starts_without_torch() -> None:
+    start = "llm = LLM(max_num_seqs=2, max_model_len=64, lazy_compile=True)"
+    chat = "llm.get_tokenizer().apply_chat_template([{'role': 'user'}], chat_template='x')"
+    heavy = heavy_modules_after(f"from jaxkv import LLM; {start}; {chat}")
+    assert "transformers" in heavy
+    assert "torch" not in heavy

@@ -1,0 +1,54 @@
+"""A tokenizer is the one that transformers' AutoTokenizer loads, whoever chooses its class."""
+
+import json
+
+import pytest
+
+from jaxkv.build.tokenizer import OF_MODELS, known_class, load_tokenizer
+from tokenizers_ import save_tokenizer
+
+TEXTS = ["The end of  the story", " One\n\nby <s> one", "Привет, мир! 12345"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "is_known"),
+    [
+        ("PreTrainedTokenizerFast", "llama", True),
+        ("TokenizersBackend", None, True),
+        ("Qwen2Tokenizer", "qwen3", True),
+        ("Qwen2TokenizerFast", "qwen2", True),
+        ("GemmaTokenizer", "gemma3_text", True),
+        ("LlamaTokenizer", "llama", False),
+        ("Qwen2Tokenizer", "llama", False),
+    ],
+)
+def test_the_class_is_the_one_that_transformers_chooses(tmp_path, name, model_type, is_known):
+    from transformers import AutoTokenizer
+
+    save_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": name}))
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert (known_class(tmp_path) is not None) == is_known
+    want, got = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert type(got) is type(want)
+    for text in TEXTS:
+        assert got.encode(text) == want.encode(text)
+
+
+def test_the_classes_of_model_types_are_those_of_transformers():
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    for name, model_types in OF_MODELS.items():
+        for model_type in model_types:
+            assert TOKENIZER_MAPPING_NAMES[model_type].removesuffix("Fast") == name
+
+
+@pytest.mark.parametrize("change", [{"auto_map": {}}, {"tokenizer_class": None}])
+def test_where_files_leave_a_doubt_transformers_is_asked(tmp_path, change):
+    save_tokenizer(tmp_path)
+    assert known_class(tmp_path) is not None
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert known_class(tmp_path) is None
