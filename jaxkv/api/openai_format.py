@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,13 +61,14 @@ class BodyError(ValueError):
 class Asked:
     """Holds what a body asks for.
 
-    `inputs`: prompts, or one list of chat messages, for which `template` has arguments of
-    `LLM.chat`. `top`: how many of the likeliest tokens an answer lists, None: no
+    `keys`: those of the body. `inputs`: prompts, or one list of chat messages, for which `template`
+    has arguments of `LLM.chat`. `top`: how many of the likeliest tokens an answer lists, None: no
     log-probabilities. `has_output`: False where max_tokens is 0, so that only the echo is wanted
     (`params` then ask for one token).
     """
 
     url: str
+    keys: Collection[str]
     model: str | None
     inputs: list[Any]
     params: SamplingParams
@@ -88,6 +89,7 @@ class _Keys:
     """Gives the keys of a body one after the other; None is as absent."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
+        self.all = tuple(body)
         self._left = {key: value for key, value in body.items() if value is not None}
 
     def __contains__(self, key: str) -> bool:
@@ -152,15 +154,15 @@ def read_body(url: str, body: Mapping[str, Any], defaults: SamplingParams) -> As
     except BodyError:
         raise
     except ValueError as error:
-        raise BodyError(str(error), key_of(error, body)) from error
+        raise BodyError(str(error), key_of(error, body.keys())) from error
 
 
-def key_of(error: ValueError, body: Mapping[str, Any]) -> str | None:
-    """Returns the key of the body that a message of jaxkv begins with."""
+def key_of(error: ValueError, keys: Collection[str]) -> str | None:
+    """Returns which of the keys of a body a message of jaxkv begins with."""
     name = str(error).partition(":")[0]
-    if name == "logprobs" and "top_logprobs" in body:
+    if name == "logprobs" and "top_logprobs" in keys:
         return "top_logprobs"
-    return name if name in body else None
+    return name if name in keys else None
 
 
 def _read_completion(keys: _Keys, defaults: SamplingParams) -> Asked:
@@ -234,6 +236,7 @@ def _asked(keys: _Keys, **read: Any) -> Asked:
         )
     asked = Asked(
         **read,
+        keys=keys.all,
         stream=stream,
         include_usage=include_usage,
         model=keys.take("model", str),
@@ -256,7 +259,8 @@ def _prompts(given: Any) -> list[Any]:
     """Returns the prompts of one text, one list of token ids, or a list of either."""
     one = isinstance(given, str) or (isinstance(given, list) and given and is_int(given[0]))
     prompts = [given] if one else given
-    if not isinstance(prompts, list) or not prompts:
+    is_list = isinstance(prompts, list) and len(prompts) > 0
+    if not is_list or not all(isinstance(one, str | list) for one in prompts):
         raise BodyError(
             f"prompt: expected a text, a list of token ids, or a list of either, got "
             f"{json.dumps(given):.80}",

@@ -126,7 +126,11 @@ class Running:
     ) -> tuple[int, dict[str, str], Any]:
         """Sends a request written by hand. Returns status, headers and body of the answer."""
         sent = (
-            body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+            body
+            if isinstance(body, bytes)
+            else b""
+            if body is None
+            else json.dumps(body).replace("Infinity", "1e999").encode()
         )
         method = method or ("GET" if body is None else "POST")
         with self.connect() as connection:
@@ -393,6 +397,10 @@ def test_prompts_with_unlike_salts_share_no_pages(server):
         ("completions", {"n": 2, "temperature": 0}, 400, "n", "expected 1 with greedy"),
         ("completions", {"n": 300}, 400, "n", "at most 256 sequences"),
         ("completions", {"logit_bias": {"999": 1}}, 400, "logit_bias", "token ids"),
+        ("completions", {"prompt": ["a"] * 257}, 400, "prompt", "at most 256 sequences"),
+        ("completions", {"prompt": ["a", {"prompt": "b"}]}, 400, "prompt", "a list of either"),
+        ("completions", {"prompt": [True]}, 400, "prompt", "a list of either"),
+        ("completions", {"temperature": 1e999}, 400, "temperature", "finite"),
         ("completions", {"frobnicate": 1}, 400, "frobnicate", "unknown"),
         ("completions", {"stream": True, "top_p": 2}, 400, "top_p", "in (0, 1], got 2"),
         ("completions", {"stream": True, "prompt": ""}, 400, "prompt", "empty"),
@@ -437,6 +445,7 @@ def test_a_body_that_is_no_object_is_refused(server, body, says):
 
 def test_unknown_paths_methods_and_keys_of_other_routes_get_openais_error(server):
     assert error_of(server.ask("/v1/nothing"))[0] == 404
+    assert error_of(server.ask("/health/"))[0] == 404
     assert error_of(server.ask("/v1/models/other"))[:2] == (404, "model")
     assert error_of(server.ask("/v1/completions"))[0] == 405
     assert error_of(server.ask("/tokenize", {}))[:2] == (400, "prompt")
@@ -510,7 +519,7 @@ def test_who_comes_when_all_places_are_taken_is_told_when_to_come_again(start):
             client.completions.create(model="tiny", prompt="The")
         assert server.ask("/health")[0] == 200
         assert sum(len(chunk.choices) for chunk in first) > 2
-    assert error_of(server.ask("/v1/completions", {"prompt": ["a"] * 3}))[:2] == (400, "n")
+    assert error_of(server.ask("/v1/completions", {"prompt": ["a"] * 3}))[:2] == (400, "prompt")
     assert server.ask("/v1/completions", {**LONG, "max_tokens": 1})[0] == 200
 
 

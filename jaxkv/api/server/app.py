@@ -80,10 +80,12 @@ class App:
             exception_handlers={
                 Refusal: self._on_refusal,
                 HTTPException: self._on_refusal,
+                ClientDisconnect: self._on_refusal,
                 EngineDeadError: self._on_dead_engine,
-                Exception: self._on_error,
+                Exception: self._on_refusal,
             },
         )
+        self.asgi.router.redirect_slashes = False
 
     # --- routes
 
@@ -149,7 +151,7 @@ class App:
         tokens = await self._tokens("tokens", {"prompt_token_ids": body["tokens"]})
         return JSONResponse({"prompt": self._decode(tokens)})
 
-    async def read(self, request: Request, url: str) -> tuple[Asked, dict[str, Any]]:
+    async def read(self, request: Request, url: str) -> Asked:
         """Reads what a request asks for. Raises: Refusal."""
         body = await self._json(request)
         try:
@@ -157,29 +159,36 @@ class App:
         except BodyError as error:
             raise Refusal(400, str(error), key=error.key) from error
         self._check_model(asked.model)
-        return asked, body
+        return asked
 
     # --- generating
 
-    async def outputs(
-        self, asked: Asked, body: dict[str, Any]
-    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Yields (number of the input, its newest output) until each has ended. Raises: Refusal."""
-        try:
-            prompts = asked.inputs
-            if asked.url == CHAT and asked.template:
-                prompts = [await self._llm.render(prompts[0], **asked.template)]
-            if asked.salt:
-                prompts = [await self._salted(one, asked.salt) for one in prompts]
-            streams = [self._llm.generate(prompt, asked.params) for prompt in prompts]
-            async with aclosing(_merged(streams)) as outputs:
-                async for number, output in outputs:
-                    if any(one.finish_reason == "abort" for one in output.outputs):
-                        raise Refusal(503, "the server is shutting down")
-                    yield number, output
-        except ValueError as error:
-            key = "prompt" if asked.url == COMPLETIONS else "messages"
-            raise Refusal(400, str(error), key=key_of(error, body) or key) from error
+    async def outputs(self, asked: Asked) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        """Yields (number of the input, its newest output) until each has ended, and holds a place for
+        each sequence as long. Raises: Refusal.
+        """
+        of_inputs = "prompt" if asked.url == COMPLETIONS else "messages"
+        with self.gate.enter(asked.num_sequences, "n" if asked.params.n > 1 else of_inputs):
+            try:
+                streams = [
+                    self._llm.generate(one, asked.params) for one in await self._inputs(asked)
+                ]
+                async with aclosing(_merged(streams)) as outputs:
+                    async for number, output in outputs:
+                        if any(one.finish_reason == "abort" for one in output.outputs):
+                            raise Refusal(503, "the server is shutting down")
+                        yield number, output
+            except ValueError as error:
+                raise Refusal(
+                    400, str(error), key=key_of(error, asked.keys) or of_inputs
+                ) from error
+
+    async def _inputs(self, asked: Asked) -> list[Any]:
+        """Returns what the engine is given."""
+        inputs = asked.inputs
+        if asked.template:
+            inputs = [await self._llm.render(one, **asked.template) for one in inputs]
+        return [await self._salted(one, asked.salt) for one in inputs] if asked.salt else inputs
 
     async def _salted(self, prompt: Any, salt: str) -> dict[str, Any]:
         """Returns a prompt that shares cached prefixes only with those of the same salt."""
@@ -188,19 +197,19 @@ class App:
         rendered = await self._llm.render(prompt) if isinstance(prompt, list) else prompt
         return {**rendered, "cache_salt": salt}
 
-    async def complete(self, asked: Asked, body: dict[str, Any]) -> dict[str, Any]:
+    async def complete(self, asked: Asked) -> dict[str, Any]:
         """Returns the body of an answer that is not streamed. Raises: Refusal."""
         last: dict[int, RequestOutput] = {}
-        async with aclosing(self.outputs(asked, body)) as outputs:
+        async with aclosing(self.outputs(asked)) as outputs:
             async for number, output in outputs:
                 last[number] = output
         return self._answer(asked).whole([last[number] for number in range(len(last))])
 
-    async def events(self, asked: Asked, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+    async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
         """Yields the chunks of a streamed answer. Raises: Refusal."""
         answer = self._answer(asked)
         last: dict[int, RequestOutput] = {}
-        async with aclosing(self.outputs(asked, body)) as outputs:
+        async with aclosing(self.outputs(asked)) as outputs:
             async for number, output in outputs:
                 last[number] = output
                 for chunk in answer.chunks(number, output):
@@ -263,9 +272,6 @@ class App:
         self.on_death()
         return as_refusal(error).response()
 
-    async def _on_error(self, request: Request, error: Exception) -> Response:
-        return as_refusal(error).response()
-
 
 def as_refusal(error: Exception) -> Refusal:
     """Returns what a client is told of an error: of one in here, its kind only."""
@@ -273,6 +279,8 @@ def as_refusal(error: Exception) -> Refusal:
         return error
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, error.detail, headers=dict(error.headers or {}))
+    if isinstance(error, ClientDisconnect):
+        return Refusal(400, "the client has gone")
     if isinstance(error, EngineDeadError):
         return Refusal(503, "the engine has ended")
     return Refusal(500, f"the request failed: {type(error).__name__}")
@@ -289,13 +297,11 @@ class _Generate:
         app = self._app
         try:
             app.gate.check()
-            asked, body = await app.read(Request(scope, receive), self._url)
-            with app.gate.enter(asked.num_sequences):
-                if asked.stream:
-                    work = self._stream(app.events(asked, body), send)
-                    await while_connected(receive, work)
-                    return
-                answer = await while_connected(receive, app.complete(asked, body))
+            asked = await app.read(Request(scope, receive), self._url)
+            if asked.stream:
+                await while_connected(receive, self._stream(app.events(asked), send))
+                return
+            answer = await while_connected(receive, app.complete(asked))
             await JSONResponse(answer)(scope, receive, send)
         except ClientDisconnect:
             return

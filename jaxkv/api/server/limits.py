@@ -61,25 +61,26 @@ class Gate:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.num_in = 0
-        self._left_s: deque[float] = deque(maxlen=64)
+        self._stays_s: deque[float] = deque(maxlen=64)
 
     @contextmanager
-    def enter(self, count: int) -> Iterator[None]:
-        """Holds places for so many. Raises: Refusal."""
+    def enter(self, count: int, key: str) -> Iterator[None]:
+        """Holds places for so many, which `key` of the body asks for. Raises: Refusal."""
         if count > self.limit:
             raise Refusal(
                 400,
-                f"expected at most {self.limit} sequences (prompts times n) in a request, got "
-                f"{count}",
-                key="n",
+                f"{key}: expected at most {self.limit} sequences (prompts times n) in a request, "
+                f"got {count}",
+                key=key,
             )
         self.check(count)
         self.num_in += count
+        started = time.monotonic()
         try:
             yield
         finally:
             self.num_in -= count
-            self._left_s.extend([time.monotonic()] * min(count, 64))
+            self._stays_s.append(time.monotonic() - started)
 
     def check(self, count: int = 1) -> None:
         """Raises Refusal unless so many places are free."""
@@ -92,11 +93,9 @@ class Gate:
             )
 
     def _retry_s(self, count: int) -> int:
-        """Estimates when so many places will be free, by how fast the last ones became so."""
-        if not self._left_s:
-            return 1
-        pace_s = (time.monotonic() - self._left_s[0]) / len(self._left_s)
-        return min(MAX_RETRY_S, max(1, math.ceil(pace_s * count)))
+        """Estimates when so many places will be free, by how long the last requests stayed."""
+        stay_s = sum(self._stays_s) / max(1, len(self._stays_s))
+        return min(MAX_RETRY_S, max(1, math.ceil(stay_s * count / self.num_in)))
 
 
 class Bodies:

@@ -36,6 +36,12 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen, and says where."""
+        await super().startup(sockets)
+        for at in sockets or ():
+            print(f"jaxkv: serving {self.app.name} at {url_of(at)}", file=sys.stderr, flush=True)
+
     def _on_death(self) -> None:
         self.engine_died = self.should_exit = True
 
@@ -62,7 +68,6 @@ def serve(llm: AsyncLLM, at: socket.socket, options: ServeOptions, name: str) ->
     """
     try:
         server = Server(llm, asyncio.run(llm.get_tokenizer()), options, name)
-        print(f"jaxkv: serving {name} at {url_of(at)}", file=sys.stderr, flush=True)
         # uvicorn raises the signal once more when it has ended.
         on_term = signal.signal(signal.SIGTERM, lambda *_: None)
         try:
