@@ -273,8 +273,8 @@ def read_messages(given: list[Any] | None) -> list[Any]:
     """Returns the messages with the arguments of tool calls as objects, as chat templates expect
     them; OpenAI's have them as JSON in a text. Raises: BodyError.
     """
-    if not given:
-        raise BodyError("messages: expected at least one", "messages")
+    if not given or not all(isinstance(message, dict) for message in given):
+        raise BodyError("messages: expected a list of objects, at least one", "messages")
     return [_with_objects(message) for message in given]
 
 

@@ -405,7 +405,8 @@ def test_prompts_with_unlike_salts_share_no_pages(server):
         ("completions", {"stream": True, "top_p": 2}, 400, "top_p", "in (0, 1], got 2"),
         ("completions", {"stream": True, "prompt": ""}, 400, "prompt", "empty"),
         ("chat/completions", {"messages": []}, 400, "messages", "at least one"),
-        ("chat/completions", {"messages": [{"role": "user"}, 7]}, 400, "messages", "list of"),
+        ("chat/completions", {"messages": [{"role": "user"}, 7]}, 400, "messages", "objects"),
+        ("chat/completions", {"messages": [1, 2]}, 400, "messages", "list of objects"),
         (
             "chat/completions",
             {"chat_template_kwargs": {"tools": 1}},

@@ -164,8 +164,8 @@ class App:
     # --- generating
 
     async def outputs(self, asked: Asked) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Yields (number of the input, its newest output) until each has ended, and holds a place for
-        each sequence as long. Raises: Refusal.
+        """Yields (number of the input, its newest output) until each has ended, and holds
+        their places as long. Raises: Refusal.
         """
         of_inputs = "prompt" if asked.url == COMPLETIONS else "messages"
         with self.gate.enter(asked.num_sequences, "n" if asked.params.n > 1 else of_inputs):
