@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -34,32 +34,41 @@ from jaxkv.build.options import EngineOptions
 from jaxkv.config import MAX_INT32, EngineConfig, SamplingParams, is_int
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.holding.handles import cut, free_pages, reserve
-from jaxkv.kv.state import PagedKV
+from jaxkv.kv.codecs import PlainCodec
+from jaxkv.kv.layout import HeadMajorLayout
+from jaxkv.kv.state import PagedKV, PageTables, Store, empty_store
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.placement import Placement
+from jaxkv.programs import continuation as continuing
 from jaxkv.programs.buckets import fit_bucket, num_step_rows, row_buckets, token_buckets
 from jaxkv.programs.inputs import bind_tables, empty_newest, empty_rows, next_chunks, packed_batch
 from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages
 from jaxkv.programs.step import logits_step
 from jaxkv.pytree import pytree, static
-from jaxkv.requests.by_row import check_rows, prompts_by_row, sampling_of, tokens_by_row
+from jaxkv.requests.by_row import (
+    check_rows,
+    checked_ids,
+    prompts_by_row,
+    sampling_of,
+    tokens_by_row,
+)
 from jaxkv.weights.tree import Weights
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@pytree
 class Model:
     """Holds what `load` found: weights on their devices, and the blueprint of what runs them.
     Tokens in `eos_ids` end a row.
     """
 
-    blueprint: Blueprint
     weights: Weights
-    eos_ids: frozenset[int]
-    tokenizer: Any | None
+    blueprint: Blueprint = static()
+    eos_ids: frozenset[int] = static()
+    tokenizer: Any | None = static()
 
     @property
     def spec(self) -> ModelSpec:
@@ -91,6 +100,22 @@ class State:
     def free_pages(self) -> tuple[int, ...]:
         """Ids of the pages that no row holds."""
         return free_pages(self.rows, self.limits.num_pages)
+
+
+@pytree
+class Continuation:
+    """Holds the tokens behind those of a row of a `State`, of which it reads the pages only.
+
+    A pytree of arrays that are all of its own, so programs may map it, scan with it as their carry
+    and differentiate through it: see `extend`.
+    """
+
+    own: PagedKV
+
+    @property
+    def length(self) -> jax.Array:
+        """Tokens in it, those of the row not counted: int32."""
+        return self.own.rows[0].len_B[..., 0]
 
 
 def load(
@@ -275,6 +300,101 @@ def rewind(kv: State, row: int, length: int) -> State:
     return _with_rows(kv, {row: cut(kv.rows[row], length, kv.limits.block_size)})
 
 
+def continuation(kv: State, row: int, *, room: int) -> Continuation:
+    """Returns an empty continuation of a row, with room for so many tokens, kept in float32.
+
+    It does not hold the row's pages: give `extend` a state where they are as they were.
+    """
+    check_rows((row,), len(kv.rows))
+    if not is_int(room) or not 1 <= room <= MAX_INT32:
+        raise ValueError(f"room: expected a number of tokens from 1 on, got {room!r}")
+    pages, length = kv.rows[row].pages, kv.rows[row].length
+    (prefix,) = bind_tables(
+        kv.paged,
+        [pages],
+        [length],
+        num_rows=1,
+        width=kv.limits.table_width,
+        page_size=kv.limits.block_size,
+    ).rows
+    zero_BW = jnp.zeros((1, 1), jnp.int32)
+    tables = PageTables(zero_BW, zero_BW + length, zero_BW[0], low=prefix)
+    stores = tuple(_own_store(store, room) for store in kv.paged.stores)
+    return Continuation(PagedKV(stores, (jax.tree.map(jnp.asarray, tables),)))
+
+
+def embed(model: Model, tokens: Any) -> jax.Array:
+    """Looks up the embeddings of token ids, [T] -> [T, D] float32: rows of the model's matrix, not
+    scaled yet. Raises: ValueError for other ids, in a caller's program for another shape only.
+    """
+    if not isinstance(tokens, jax.core.Tracer):
+        tokens = checked_ids("tokens", tokens, model.spec.vocab_size)
+    elif tokens.ndim != 1 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens: expected token ids [T], got {tokens.aval}")
+    _check_device(model)
+    return continuing.embed(model.weights, tokens, spec=model.spec)
+
+
+def extend(
+    model: Model, kv: State, continuation: Continuation, embedded: jax.Array
+) -> tuple[Continuation, jax.Array]:
+    """Runs the next tokens of a continuation, given as embeddings [T, D]. Consumes nothing.
+
+    For `jax.vmap`, `lax.scan` and `jax.grad` in programs of one's own; an ordinary call works too.
+    All scores of the T tokens exist at once, so it is no way to store long prompts.
+    Returns the continuation with these tokens, and the logits after each, [T, V] float32, which are
+    NaN where there was no room.
+    Raises: ValueError for embeddings of another shape, NotImplementedError for a model on several
+    devices or with embeddings per layer, RuntimeError for a consumed state.
+    """
+    room, size = continuation.own.stores[0].page_size, model.spec.hidden_size
+    if embedded.ndim != 2 or embedded.shape[1] != size or not 1 <= embedded.shape[0] <= room:
+        raise ValueError(
+            f"embedded: expected [T, {size}] of 1 to {room} tokens, got {list(embedded.shape)}"
+        )
+    _check_device(model)
+    if "own_embed" in model.weights:
+        raise NotImplementedError(
+            "extend: every layer of this model looks up its tokens, which embeddings do not tell"
+        )
+    _check_alive(kv)
+    own, logits_TV = continuing.extend(
+        model.weights, kv.paged.stores, continuation.own, embedded, spec=model.spec
+    )
+    return Continuation(own), logits_TV
+
+
+def _own_store(prefix: Store, room: int) -> Store:
+    """Returns an empty store of a continuation: for each layer a page of all its tokens."""
+    layout = HeadMajorLayout(
+        num_kv_heads=prefix.layout.num_kv_heads,
+        head_dim=prefix.layout.head_dim,
+        page_size=room,
+        codec=PlainCodec(dtype="float32"),
+        latent_dim=prefix.layout.latent_dim,
+    )
+    return empty_store(layout=layout, num_layers=prefix.num_layers, num_pages=1)
+
+
+def _check_device(model: Model) -> None:
+    if model.placement.size > 1:
+        raise NotImplementedError(
+            "continuations: expected a model on one device, got one that is divided over "
+            f"{model.placement.size}"
+        )
+
+
+def _check_alive(kv: State) -> None:
+    """Raises: RuntimeError for a consumed state."""
+    # numpy's of a state that was on the host, and tracers in a caller's program
+    own = [pool for pool in kv.paged.pools if isinstance(pool, jax.Array)]
+    if any(not isinstance(pool, jax.core.Tracer) and pool.is_deleted() for pool in own):
+        raise RuntimeError(
+            "this state has been consumed by prefill or decode: go on with the one that they "
+            "returned, or keep a copy first"
+        )
+
+
 def _with_rows(kv: State, changed: Mapping[int, KVHandle]) -> State:
     return replace(kv, rows=tuple(changed.get(i, row) for i, row in enumerate(kv.rows)))
 
@@ -286,12 +406,7 @@ def _with_room(model: Model, kv: State, counts: Mapping[int, int]) -> State:
     Raises: RuntimeError for a consumed state, ValueError, CapacityError.
     """
     limits = kv.limits
-    pools = kv.paged.pools  # numpy's of a state that was on the host
-    if any(isinstance(pool, jax.Array) and pool.is_deleted() for pool in pools):
-        raise RuntimeError(
-            "this state has been consumed by prefill or decode: go on with the one that they "
-            "returned, or keep a copy first"
-        )
+    _check_alive(kv)
     for row, count in counts.items():
         if kv.rows[row].length + count > limits.max_len:
             raise ValueError(

@@ -29,11 +29,14 @@ def forward(
     spec: ModelSpec,
     backend: str | Attention,
     axis: str | None = None,
+    embedded_TD: jax.Array | None = None,
 ) -> tuple[PagedKV, jax.Array, Statistics | None]:
     """Runs the packed tokens through all layers and stores their keys and values.
 
     `axis`: the mesh axis over which weights and pages are divided (`placement.Placement`), here and
-    in `logits`.
+    in `logits`. embedded_TD: what goes in, as `embed` gives it, in place of the batch's tokens; who
+    gives that may want its gradient, so each layer is then computed again on the way back, which
+    would else keep a copy of the weights.
     Returns the new state (lengths grown by this step's tokens), the hidden states [T, D] float32
     before the final norm, and the statistics with those of this step added. Cost: every array but
     the pages is of size T.
@@ -41,7 +44,10 @@ def forward(
     attention = BACKENDS[backend] if isinstance(backend, str) else backend
     num_devices = 1 if axis is None else jax.lax.axis_size(axis)
     attend = PagedAttention(attention, kv, batch, spec, num_devices)
-    x_TD = scaled(_embed(weights["embed"], batch.token_T, spec, axis), spec.scales.embed)
+    runs_again = embedded_TD is not None
+    if embedded_TD is None:
+        embedded_TD = embed(weights, batch.token_T, spec=spec, axis=axis)
+    x_TD = scaled(embedded_TD, spec.scales.embed)
     if "positions" in weights:
         position_T = jnp.asarray(batch.position_T)
         x_TD += values(weights["positions"].at[position_T].get(mode="clip")).astype(jnp.float32)
@@ -52,7 +58,8 @@ def forward(
     # copied (7.25 GiB against 0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e).
     with jax.named_scope("layers"):  # by which `jaxkv check` knows the loop in a compiled program
         carry = (x_TD, attend.held(statistics))
-        x_TD, held = jax.lax.fori_loop(0, spec.num_layers, layers, carry)
+        layer = jax.checkpoint(layers) if runs_again else layers
+        x_TD, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
     return attend.state(held), x_TD, _of_all_devices(held.statistics, statistics, axis)
 
 
@@ -92,8 +99,13 @@ def logits(
     return jax.lax.all_gather(part_TV, axis, axis=1, tiled=True)
 
 
-def _embed(embed_VD: jax.Array, token_T: jax.Array, spec: ModelSpec, axis: str | None) -> jax.Array:
-    """Looks up the tokens' embeddings [T, D] float32, of which a device may have some rows."""
+def embed(
+    weights: Weights, token_T: jax.Array, *, spec: ModelSpec, axis: str | None = None
+) -> jax.Array:
+    """Looks up the tokens' embeddings [T, D] float32, of which a device may have some rows. They
+    are as stored: `forward` scales them.
+    """
+    embed_VD = weights["embed"]
     num_rows = embed_VD.shape[0]
     if axis is None or num_rows == spec.vocab_size:
         return values(embed_VD.at[token_T].get(mode="clip")).astype(jnp.float32)

@@ -51,7 +51,7 @@ def by_row(given: Any, num_rows: int) -> Mapping[int, Any]:
 def prompts_by_row(given: Any, num_rows: int, vocab_size: int) -> dict[int, np.ndarray]:
     """Returns the token ids of each row. Raises: ValueError, CapacityError."""
     prompts = by_row(given, num_rows)
-    return {row: _checked_ids(f"row {row}", ids, vocab_size) for row, ids in prompts.items()}
+    return {row: checked_ids(f"row {row}", ids, vocab_size) for row, ids in prompts.items()}
 
 
 def tokens_by_row(given: Any, num_rows: int, vocab_size: int) -> dict[int, int]:
@@ -60,12 +60,13 @@ def tokens_by_row(given: Any, num_rows: int, vocab_size: int) -> dict[int, int]:
     def checked(row: int, token: Any) -> int:
         if np.ndim(token) == 0 and token == NO_TOKEN:
             return NO_TOKEN
-        return int(_checked_ids(f"row {row}", [token], vocab_size)[0])
+        return int(checked_ids(f"row {row}", [token], vocab_size)[0])
 
     return {row: checked(row, token) for row, token in by_row(given, num_rows).items()}
 
 
-def _checked_ids(what: str, ids: Any, vocab_size: int) -> np.ndarray:
+def checked_ids(what: str, ids: Any, vocab_size: int) -> np.ndarray:
+    """Returns ids [T] of the vocabulary. Raises: ValueError."""
     id_T = np.asarray(ids)
     if id_T.ndim != 1 or not id_T.size or id_T.dtype.kind not in "iu":
         raise ValueError(f"{what}: expected token ids, got {ids!r:.80}")
@@ -123,7 +124,7 @@ def _stop_ids(params: Any, eos_ids: frozenset[int], vocab_size: int) -> list[int
         )
     own = list(params.stop_token_ids or ())
     if own:
-        _checked_ids("stop_token_ids", own, vocab_size)
+        checked_ids("stop_token_ids", own, vocab_size)
     stops = {*own, *(() if params.ignore_eos else eos_ids)}
     if len(stops) > NUM_STOP_TOKENS:
         raise ValueError(

@@ -27,7 +27,7 @@ from cases import (
     step_case,
 )
 from jaxkv.kv.state import Store
-from jaxkv.ops.attention import Batch, xla
+from jaxkv.ops.attention import Batch, dense, xla
 from kernels_pallas import reference
 from poison import nan_of
 from tiers import some
@@ -69,6 +69,9 @@ def each(shapes: list[Shape], *fast: Shape) -> list:
 STATIC = ("scale", "window", "chunk")
 ATTEND = {
     "xla": jax.jit(xla.read, static_argnames=STATIC),
+    "dense": jax.jit(
+        lambda *args, **asked: (dense.read(*args, **asked), None), static_argnames=STATIC
+    ),
     "xla_deterministic": jax.jit(partial(xla.read, deterministic=True), static_argnames=STATIC),
 }
 ATTEND_ORACLE = jax.jit(
@@ -195,9 +198,10 @@ def test_values_that_are_the_first_numbers_of_keys_equal_float64(dtype):
     twice = replace(case.store, pages=jnp.concatenate([keys, keys], axis=1))
     want, _ = expected(case._replace(store=twice), layer=1, window=None)
     latent = replace(case.store, pages=keys, layout=replace(case.store.layout, latent_dim=16))
-    got = run_backend("xla", case._replace(store=only_layer(latent, 1)), layer=1, window=None)
-    assert got.shape == (*want.shape[:2], 16)
-    assert_equal(got, want[..., :16], case.batch)
+    for backend in ("xla", "dense"):
+        got = run_backend(backend, case._replace(store=only_layer(latent, 1)), layer=1, window=None)
+        assert got.shape == (*want.shape[:2], 16)
+        assert_equal(got, want[..., :16], case.batch)
 
 
 @pytest.mark.parametrize("chunk", [24, pytest.param(300, marks=pytest.mark.slow)])

@@ -105,8 +105,8 @@ class Layout:
     loaded. `spellings`: patterns of other names of tensors, and what they are replaced by.
     """
 
-    top: Mapping[str, Leaf]
-    layers: tuple[Mapping[str, Leaf], ...]
+    top: Mapping[str, Leaf] = field(hash=False)
+    layers: tuple[Mapping[str, Leaf], ...] = field(hash=False)
     derived: tuple[str, ...] = field(default=())
     part_of: str | None = None
     spellings: tuple[tuple[str, str], ...] = ()

@@ -1,0 +1,138 @@
+"""Paged attention with all scores at once: the same sums as the XLA backend's, in operations that
+JAX differentiates and maps. It reads pages of every backend, and writes those of XLA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.kv.state import BEHIND, PageTables, Store, write
+from jaxkv.ops.attention.base import Attended, Batch, Place, refuse_statistics
+from jaxkv.ops.attention.softmax import MASKED
+from jaxkv.ops.attention.xla import Scores, Window, Xla
+from jaxkv.ops.layers import soft_cap
+from jaxkv.pytree import pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(Xla):
+    """See `base.Attention`. Cost: T scores per head for each slot of all rows' tables."""
+
+    def attend(
+        self,
+        q_TNH: jax.Array,
+        k_TKH: jax.Array | None,
+        v_TKH: jax.Array | None,
+        at: Place,
+        batch: Batch,
+        prepared: tuple[jax.Array, Window, Window],
+        *,
+        scale: float,
+        out_dtype: np.dtype,
+        cap: float = 0.0,
+        sinks_N: jax.Array | None = None,
+    ) -> Attended:
+        dest_T, window, chunk = prepared
+        store = at.store
+        if k_TKH is not None:
+            store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
+        out_TNH = read(
+            q_TNH,
+            at._replace(store=store),
+            batch,
+            scale=scale,
+            window=window,
+            chunk=chunk,
+            cap=cap,
+            sinks_N=sinks_N,
+        )
+        return Attended(out_TNH, store, None)
+
+
+def read(
+    q_TNH: jax.Array,
+    at: Place,
+    batch: Batch,
+    *,
+    scale: float,
+    window: Window,
+    chunk: Window = None,
+    cap: float = 0.0,
+    sinks_N: jax.Array | None = None,
+) -> jax.Array:
+    """Attends over pages that have the step's keys and values, as `xla.read` does."""
+    refuse_statistics(at)
+    store, tables = at.store, at.tables
+    of_pools = [_Slots.of(store, tables, at.layer)]
+    if store.low is not None and tables.low is not None:
+        of_pools.append(_Slots.of(store.low, tables.low, at.layer))
+    slots = jax.tree.map(lambda *x: jnp.concatenate(x), *of_pools)
+    distance_TJ = batch.position_T[:, None] - slots.position_J[None]
+    seen_TJ = (batch.row_T[:, None] == slots.row_J[None]) & slots.held_J[None]
+    seen_TJ &= distance_TJ >= 0
+    reach = Scores(window, chunk, cap, None).reach(batch.position_T[:, None])
+    if reach is not None:
+        seen_TJ &= distance_TJ < reach
+    return _attend(q_TNH.astype(jnp.float32) * scale, slots, seen_TJ, cap=cap, sinks_N=sinks_N)
+
+
+@pytree
+class _Slots:
+    """Holds all slots of the rows' tables, one row after the other: keys and values [J, K, H]
+    float32, zeros where nobody holds them, and the row and position of each.
+    """
+
+    k_JKH: jax.Array
+    v_JKH: jax.Array
+    row_J: jax.Array
+    position_J: jax.Array
+    held_J: jax.Array
+
+    @classmethod
+    def of(cls, store: Store, tables: PageTables, layer: int | jax.Array) -> _Slots:
+        (num_rows, width), size = tables.table_BW.shape, store.page_size
+        page_BW = layer * store.num_pages + tables.table_BW
+        k, v = store.layout.unpack([pool[page_BW] for pool in store.arrays])
+        slot_BWS = jnp.arange(width * size, dtype=jnp.int32).reshape(1, width, size)
+        held_BWS = slot_BWS < tables.len_B[:, None, None]
+        held_BWS &= (tables.first_BW != BEHIND)[..., None]
+        held_J = held_BWS.reshape(-1)
+        # 0 x NaN is NaN, in a gradient too.
+        k, v = (jnp.where(held_J[:, None, None], x.reshape(-1, *x.shape[2:]), 0) for x in (k, v))
+        position_BWS = tables.first_BW[..., None] + slot_BWS % size
+        row_J = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), width * size)
+        return cls(k, v, row_J, position_BWS.reshape(-1), held_J)
+
+
+def _attend(
+    q_TNH: jax.Array,
+    slots: _Slots,
+    seen_TJ: jax.Array,
+    *,
+    cap: float,
+    sinks_N: jax.Array | None,
+) -> jax.Array:
+    """Returns [T, N, H] float32, as wide as values are."""
+    num_tokens, num_heads, head_dim = q_TNH.shape
+    heads, exact = slots.k_JKH.shape[1], jax.lax.Precision.HIGHEST
+    q_TKGH = q_TNH.reshape(num_tokens, heads, -1, head_dim)
+    scores_TKGJ = jnp.einsum("tkgh,jkh->tkgj", q_TKGH, slots.k_JKH, precision=exact)
+    scores_TKGJ = soft_cap(scores_TKGJ, cap) if cap else scores_TKGJ
+    seen_TKGJ = seen_TJ[:, None, None]
+    top_TKG1 = jnp.where(seen_TKGJ, scores_TKGJ, MASKED).max(axis=-1, keepdims=True)
+    sink_KG1 = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(heads, -1, 1)
+    if sink_KG1 is not None:
+        top_TKG1 = jnp.maximum(top_TKG1, sink_KG1[None])
+    top_TKG1 = jax.lax.stop_gradient(top_TKG1)
+    weight_TKGJ = jnp.exp(jnp.where(seen_TKGJ, scores_TKGJ - top_TKG1, MASKED))
+    sum_TKG1 = weight_TKGJ.sum(axis=-1, keepdims=True)
+    if sink_KG1 is not None:
+        sum_TKG1 += jnp.exp(sink_KG1[None] - top_TKG1)
+    # Padding sees nothing: it gets zeros instead of NaN.
+    weight_TKGJ /= jnp.where(sum_TKG1 > 0, sum_TKG1, 1)
+    out_TKGH = jnp.einsum("tkgj,jkh->tkgh", weight_TKGJ, slots.v_JKH, precision=exact)
+    return out_TKGH.reshape(num_tokens, num_heads, -1)
