@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,13 @@ from jaxkv.version import VERSION
 if TYPE_CHECKING:
     from jaxkv.config import SamplingParams
     from jaxkv.tools.deployment import Deployment
+
+
+SAMPLING = (
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+    "ignore_eos",
+)
+"""Fields of SamplingParams that have a flag."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,27 +78,56 @@ def _add_batch(commands: Any) -> None:
     batch = commands.add_parser(
         "batch",
         help="complete a file of prompts, and go on where a run was cut off",
-        description='Completes every line of a JSONL file, such as {"id": 1, "prompt": "..."} or '
-        '{"id": "a", "messages": [...], "params": {"max_tokens": 9}}. The same command again does '
-        "what is missing in the output.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description='Completes every line of a file, such as {"id": 1, "prompt": "..."} or '
+        '{"id": "a", "messages": [...], "params": {"max_tokens": 9}}, or one of OpenAI\'s batches: '
+        '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}. The '
+        "same command again does what is missing in the output (docs/batch.md).",
     )
     batch.set_defaults(run=_batch)
     batch.add_argument(
-        "-i", "--input", required=True, metavar="IN.jsonl", help="prompts, one JSON object per line"
+        "-i",
+        "--input",
+        required=True,
+        metavar="IN",
+        help="one request per line of JSON; also *.jsonl.gz, *.parquet, and - for standard input",
     )
     batch.add_argument(
         "-o",
         "--output",
         required=True,
         metavar="OUT.jsonl",
-        help="one row per line is appended here",
+        help="one row per line is appended here; - for standard output, which cannot be resumed",
+    )
+    batch.add_argument(
+        "--shard",
+        type=_shard,
+        metavar="I/N",
+        default=(0, 1),
+        help="take the lines whose number modulo N is I, for N runs with an output each",
+    )
+    batch.add_argument(
+        "--retry-errors", action="store_true", help="do the lines again that have error rows"
+    )
+    batch.add_argument(
+        "--max-errors", type=int, metavar="N", help="stop when more than N lines were refused"
+    )
+    batch.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="what model is in OpenAI's lines, if neither MODEL nor its last part",
     )
     _add_engine_options(batch, "batch")
     _add_sampling_options(batch)
+    # What is not given is the model's, and in OpenAI's lines the endpoint's.
+    batch.set_defaults(**dict.fromkeys(SAMPLING))
     batch.add_argument(
-        "--quiet", action="store_true", help="no progress bar, no figures at the end"
+        "--quiet", action="store_true", help="no progress bar, no summary (JSON) at the end"
     )
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    return int(index), int(count)
 
 
 def _add_serve(commands: Any) -> None:
@@ -237,18 +274,7 @@ def _engine_options(args: argparse.Namespace, command: str) -> dict[str, Any]:
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
     from jaxkv.config import SamplingParams
 
-    names = (
-        "max_tokens",
-        "min_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "stop",
-        "ignore_eos",
-    )
-    return SamplingParams(**{name: getattr(args, name) for name in names})
+    return SamplingParams(**{name: getattr(args, name) for name in SAMPLING})
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -289,31 +315,40 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _batch(args: argparse.Namespace) -> int:
-    from jaxkv.api.batch_files import open_output, run_batch
+    from jaxkv.api.batch_files import open_lines, open_output, run_batch
+    from jaxkv.config import SamplingParams
 
-    params = _sampling_params(args)
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    SamplingParams(**{"max_tokens": None, **given})  # says what is wrong before anything is read
     # What a system sends before it kills ends the run as Ctrl-C does.
     on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with open(args.input, "rb") as source, open_output(args.output, source) as rows:
+        with (
+            open_lines(args.input) as source,
+            open_output(args.output, source, retry_errors=args.retry_errors) as rows,
+        ):
             # Imports and weights take seconds to minutes: only when the files are known to be good.
             from jaxkv.api.llm import LLM
 
             llm = LLM(**_engine_options(args, "batch"), lazy_compile=True)
-            counts = run_batch(llm, source, rows, params, use_tqdm=not args.quiet)
+            counts = run_batch(
+                llm,
+                source,
+                rows,
+                given,
+                shard=args.shard,
+                max_errors=args.max_errors,
+                served_model_name=args.served_model_name,
+                use_tqdm=not args.quiet,
+            )
     except KeyboardInterrupt:
         print("jaxkv: stopped; the same command goes on where this one ended", file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, on_term)
     if not args.quiet:
-        print(
-            f"[{counts.num_written} rows written, {counts.num_skipped} lines skipped that had "
-            f"one, {counts.num_errors} errors in {args.output}; "
-            f"{counts.num_output_tokens / counts.run_s:.1f} tokens/s without the "
-            f"{llm.compile_s:.1f} s of compilation]",
-            file=sys.stderr,
-        )
+        rate = {"tokens_per_s": counts.num_output_tokens / counts.run_s, "compile_s": llm.compile_s}
+        print(json.dumps(asdict(counts) | rate), file=sys.stderr)
     return 0
 
 

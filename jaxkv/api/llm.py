@@ -38,6 +38,7 @@ from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.streams import complete, stream
 from jaxkv.holding.prefix import root_key
+from jaxkv.kv.saved import fingerprint
 from jaxkv.models.families import Layout
 from jaxkv.ops.attention import check_backend
 from jaxkv.requests.intake import Intake
@@ -201,7 +202,8 @@ class LLM:
         its ValueError.
 
         requests: (prompt or list of chat messages, parameters or None for
-        `get_default_sampling_params`) pairs. They
+        `get_default_sampling_params`) pairs; also {"messages": [...]} with "tools",
+        "chat_template_kwargs" and "cache_salt" beside it, as in `chat`. They
         may be endless: at most 2 * max_num_seqs are taken and not yet given back. Taking one that
         is slow to come holds up those that run. Closing the iterator ends what is left;
         finish_reason "abort" is as in a stream.
@@ -305,6 +307,28 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """Returns the Hugging Face tokenizer, None with skip_tokenizer_init=True."""
         return self._model.tokenizer
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Returns what the model may be called: as it was given, and the name of its directory."""
+        given, directory = self._blueprint.options.model, self._model.directory
+        names = () if given is None else (os.fspath(given),)
+        return tuple(dict.fromkeys((*names, directory.name)))
+
+    def identity(self) -> dict[str, Any]:
+        """Returns fingerprints of the model and what else its outputs depend on, by which runs of
+        unlike engines are told apart. Cost: reads the first row of every matrix of the weights.
+        """
+        origin = origin_of(self._model, self._blueprint, form="")
+        template = getattr(self._model.tokenizer, "chat_template", None)
+        limits, options = self._blueprint.limits, self._blueprint.options
+        return {
+            **{name: getattr(origin, name) for name in ("model", "weights", "tokenizer", "dtype")},
+            "chat_template": fingerprint([repr(template).encode()]),
+            "kv_cache_dtype": origin.codec,
+            "kv_policy": [options.kv_policy, options.kv_budget],
+            "max_model_len": limits.max_model_len,
+        }
 
     def page_table(self) -> dict[str, tuple[int, ...]]:
         """Returns the page ids that every running request holds now, by request_id: a copy, to look
@@ -461,7 +485,9 @@ class LLM:
                 )
             prompt, params = pair
             if is_conversation(prompt):
-                (prompt,) = self._intake.render([prompt], add_generation_prompt=True)
+                prompt = {"messages": prompt}
+            if isinstance(prompt, Mapping) and "messages" in prompt:
+                prompt = self._chat_prompt(prompt)
             chosen = self.get_default_sampling_params() if params is None else params
             (submission,) = self._intake.accept([prompt], [chosen], [priority])
         except ValueError as error:
@@ -470,6 +496,20 @@ class LLM:
                 str(error).removeprefix("prompt 0: ").removeprefix("conversation 0: ")
             )
         return submission
+
+    def _chat_prompt(self, chat: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the tokens of messages that stand in a mapping with what is for their template.
+        Raises: ValueError for other keys, and for what is no conversation.
+        """
+        given = {"cache_salt": "", "tools": None, "chat_template_kwargs": None, **chat}
+        messages, salt = given.pop("messages"), given.pop("cache_salt")
+        tools, extra = given.pop("tools"), given.pop("chat_template_kwargs")
+        if given:
+            unknown = ", ".join(sorted(map(str, given)))
+            raise ValueError(f"prompt: unknown keys beside messages: {unknown}")
+        IS_LIST("tools", tools)
+        (prompt,) = self._intake.render([messages], extra, tools=tools, add_generation_prompt=True)
+        return {**prompt, "cache_salt": salt}
 
     def _rendered(self, prompt: Any, chat: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the tokens of a prompt or, by the chat template with these arguments of `chat`,

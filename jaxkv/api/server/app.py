@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxkv.api.async_llm import AsyncLLM
-from jaxkv.api.batch_files import MAX_LINE_BYTES, _parse
+from jaxkv.api.batch_files.sources import MAX_LINE_BYTES, parse
 from jaxkv.api.openai_format import (
     CHAT,
     COMPLETIONS,
@@ -239,7 +239,7 @@ class App:
         raw = await self._bodies.read(request)
         try:
             # Not in the event loop's thread: a large one takes long.
-            return await asyncio.to_thread(_parse, raw, MAX_LINE_BYTES)
+            return await asyncio.to_thread(parse, raw, MAX_LINE_BYTES)
         except ValueError as error:
             raise Refusal(400, f"body: {error}") from error
 

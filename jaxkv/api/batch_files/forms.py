@@ -1,0 +1,143 @@
+"""Says what a line asks for and what its row looks like: the contract of every form, and the plain
+form.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from jaxkv.config import SamplingParams, is_int
+from jaxkv.requests.outputs import RequestOutput
+
+LineId = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Has the parameters of what a line leaves out: the run's, without a seed.
+
+    `has_max_tokens`: the run says how many; where it does not, OpenAI's chats go on as long as the
+    context allows. `models`: the names by which OpenAI's lines may call the model. `decode`: makes
+    text of tokens, None without a tokenizer.
+    """
+
+    params: SamplingParams
+    has_max_tokens: bool
+    models: tuple[str, ...]
+    decode: Callable[[Sequence[int]], str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Holds what a line asks of the engine, and what else its form wants to know for the row."""
+
+    prompt: Any
+    params: SamplingParams
+    rest: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Holds a line that runs."""
+
+    line_id: LineId
+    form: Form
+    asking: Asking
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Says which line a row of an output is of: its id, or for a line without one its number."""
+
+    line_id: LineId | None
+    number: int | None
+    is_error: bool
+
+
+class Form(ABC):
+    """Is one way to write lines and rows. Each line says by its keys which one it is.
+
+    A form tells its rows from those of others, and every row begins with the key "id".
+    """
+
+    @abstractmethod
+    def id_of(self, line: Mapping[str, Any]) -> LineId:
+        """Returns the id of a line. Raises: ValueError if it has none."""
+
+    @abstractmethod
+    def ask(self, line: Mapping[str, Any], defaults: Defaults) -> Asking:
+        """Reads what a line asks for.
+
+        Raises: ValueError naming the key of what is unknown, wrong or not supported: nothing in a
+        line is ignored.
+        """
+
+    @abstractmethod
+    def row(self, job: Job, output: RequestOutput, defaults: Defaults) -> dict[str, Any]:
+        """Returns the row of a line that ran."""
+
+    @abstractmethod
+    def refusal(self, line_id: LineId | None, number: int, message: str) -> dict[str, Any]:
+        """Returns the row of a line that did not; without an id the row has its number."""
+
+    @abstractmethod
+    def read(self, row: Mapping[str, Any]) -> Written | None:
+        """Reads a row; None for one of another form. Raises: ValueError for one that is none."""
+
+
+_KINDS = ("prompt", "prompt_token_ids", "messages")
+_NOT_IN_LINES = {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
+_PARAMS = {field.name for field in fields(SamplingParams)} - _NOT_IN_LINES
+_COUNTED = ("finish_reason", "num_prompt_tokens", "num_output_tokens")
+_RESULTS = ({"id", "text", *_COUNTED}, {"id", "token_ids", *_COUNTED})
+
+
+class Plain(Form):
+    """Is jaxkv's own form: {"id", "prompt" or "prompt_token_ids" or "messages", "params"}."""
+
+    def id_of(self, line: Mapping[str, Any]) -> LineId:
+        line_id: Any = line.get("id")
+        if is_int(line_id) or isinstance(line_id, str):
+            return line_id
+        raise ValueError(f"id: expected a whole number or a text, got {line_id!r:.80}")
+
+    def ask(self, line: Mapping[str, Any], defaults: Defaults) -> Asking:
+        if unknown := sorted(line.keys() - {"id", "params", *_KINDS}):
+            raise ValueError(f"unknown keys: {', '.join(unknown)}")
+        given = [kind for kind in _KINDS if kind in line]
+        if len(given) != 1:
+            raise ValueError(
+                f"expected one of {', '.join(_KINDS)}, got {' and '.join(given) or 'none'}"
+            )
+        if not isinstance(line.get("messages", []), list):
+            raise ValueError(f"messages: expected a list, got {type(line['messages']).__name__}")
+        changes = line.get("params", {})
+        if not isinstance(changes, dict):
+            raise ValueError(f"params: expected an object, got {type(changes).__name__}")
+        if unknown := sorted(changes.keys() - _PARAMS):
+            raise ValueError(f"params: unknown or not possible in a batch: {', '.join(unknown)}")
+        params = replace(defaults.params, **changes)
+        return Asking({given[0]: line[given[0]]}, params)
+
+    def row(self, job: Job, output: RequestOutput, defaults: Defaults) -> dict[str, Any]:
+        done = output.outputs[0]
+        is_text = job.asking.params.detokenize and defaults.decode is not None
+        shown = {"text": done.text} if is_text else {"token_ids": done.token_ids}
+        counted = (done.finish_reason, len(output.prompt_token_ids), len(done.token_ids))
+        return {"id": job.line_id, **shown, **dict(zip(_COUNTED, counted, strict=True))}
+
+    def refusal(self, line_id: LineId | None, number: int, message: str) -> dict[str, Any]:
+        if line_id is None:
+            return {"id": None, "line": number, "error": message}
+        return {"id": line_id, "error": message}
+
+    def read(self, row: Mapping[str, Any]) -> Written | None:
+        keys = row.keys()
+        if keys == {"id", "line", "error"} and row["id"] is None and is_int(row["line"]):
+            return Written(None, row["line"], True)
+        if keys == {"id", "error"} or keys in _RESULTS:
+            return Written(self.id_of(row), None, "error" in row)
+        return None

@@ -1,0 +1,121 @@
+"""Reads and writes the lines of OpenAI's batches: a request to an endpoint, and its response.
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+    {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...",
+     "body": {...}}, "error": null}
+    {"id": "batch_req_...", "custom_id": "a", "response": null, "error": {"code", "message"}}
+
+A bad line without a custom_id of its own has "id": "batch_req_line_N" and "custom_id": null.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxkv.api.batch_files.forms import Asking, Defaults, Form, Job, LineId, Written
+from jaxkv.api.openai_format import CHAT, COMPLETIONS, Answer, Asked, read_body
+from jaxkv.requests.outputs import RequestOutput
+
+KEYS = {"custom_id", "method", "url", "body"}
+_ROW_KEYS = {"id", "custom_id", "response", "error"}
+_BY_NUMBER = "batch_req_line_"
+_NOT_BUILT = ("/v1/embeddings", "/v1/responses", "/v1/moderations")
+
+
+class OpenAI(Form):
+    """Is the form of OpenAI's batches, for chats and completions."""
+
+    def id_of(self, line: Mapping[str, Any]) -> LineId:
+        custom_id = line.get("custom_id")
+        if not isinstance(custom_id, str):
+            raise ValueError(f"custom_id: expected a text, got {custom_id!r:.80}")
+        return custom_id
+
+    def ask(self, line: Mapping[str, Any], defaults: Defaults) -> Asking:
+        if unknown := sorted(line.keys() - KEYS):
+            raise ValueError(f"unknown keys: {', '.join(unknown)}")
+        if line.get("method") != "POST":
+            raise ValueError(f"method: expected 'POST', got {line.get('method')!r:.80}")
+        url, body = line.get("url"), line.get("body")
+        if url not in (CHAT, COMPLETIONS):
+            built = " (which is not built here)" if url in _NOT_BUILT else ""
+            raise ValueError(f"url: expected {CHAT} or {COMPLETIONS}, got {url!r:.80}{built}")
+        if not isinstance(body, dict):
+            raise ValueError(f"body: expected an object, got {type(body).__name__}")
+        if defaults.decode is None:
+            raise ValueError("body: expected a tokenizer, got skip_tokenizer_init=True")
+        asked = read_body(url, body, defaults.params)
+        if asked.model is None or asked.model not in defaults.models:
+            names = " or ".join(map(repr, defaults.models))
+            raise ValueError(
+                f"model: expected {names}, which this run is of (--served-model-name has another "
+                f"name), got {asked.model!r:.80}"
+            )
+        if asked.stream:
+            raise ValueError("stream: expected false in a batch, got true")
+        if len(asked.inputs) > 1:
+            raise ValueError(f"prompt: expected one in a line, got {len(asked.inputs)}")
+        params = asked.params
+        if defaults.has_max_tokens and not _says_max_tokens(body):
+            params = replace(params, max_tokens=defaults.params.max_tokens)
+        name = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{_hex(self.id_of(line))}"
+        answer = Answer(asked=asked, model=asked.model, decode=defaults.decode, id=name)
+        return Asking(_prompt(asked), params, answer)
+
+    def row(self, job: Job, output: RequestOutput, defaults: Defaults) -> dict[str, Any]:
+        number, answer = _hex(job.line_id), job.asking.rest
+        response = {
+            "status_code": 200,
+            "request_id": f"req_{number}",
+            "body": answer.whole([output]),
+        }
+        return {
+            "id": f"batch_req_{number}",
+            "custom_id": job.line_id,
+            "response": response,
+            "error": None,
+        }
+
+    def refusal(self, line_id: LineId | None, number: int, message: str) -> dict[str, Any]:
+        known = line_id is not None
+        return {
+            "id": f"batch_req_{_hex(line_id)}" if known else f"{_BY_NUMBER}{number}",
+            "custom_id": line_id,
+            "response": None,
+            "error": {"code": "invalid_request", "message": message},
+        }
+
+    def read(self, row: Mapping[str, Any]) -> Written | None:
+        if row.keys() != _ROW_KEYS:
+            return None
+        is_error = row["error"] is not None
+        if row["custom_id"] is not None:
+            return Written(self.id_of(row), None, is_error)
+        number = str(row["id"]).removeprefix(_BY_NUMBER)
+        if not (is_error and number.isascii() and number.isdecimal()):
+            raise ValueError(f"id: expected {_BY_NUMBER} and a number, got {row['id']!r:.80}")
+        return Written(None, int(number), is_error)
+
+
+def _hex(line_id: LineId | None) -> str:
+    """Returns a number that is the same whenever a line runs."""
+    return hashlib.blake2b(json.dumps(line_id).encode(), digest_size=12).hexdigest()
+
+
+def _says_max_tokens(body: Mapping[str, Any]) -> bool:
+    names = ("max_tokens", "max_completion_tokens")
+    return any(body.get(name) is not None for name in names)
+
+
+def _prompt(asked: Asked) -> Any:
+    """Returns what `LLM.as_completed` takes for the one input."""
+    (prompt,) = asked.inputs
+    if asked.url == CHAT:
+        prompt = {"messages": prompt, **asked.template}
+    elif isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    return {**prompt, "cache_salt": asked.salt}

@@ -1,0 +1,307 @@
+"""Runs the lines of a batch that have no row yet."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxkv.api.batch_files import openai, sources
+from jaxkv.api.batch_files.forms import Defaults, Form, Job, LineId
+from jaxkv.api.batch_files.journal import FORMS, Ids, Rows, message_of
+from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines, parse
+from jaxkv.config import SamplingParams, is_int
+from jaxkv.requests.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from jaxkv.api.llm import LLM
+
+WINDOW_LINES = 1024
+"""Lines of a file that are sorted, so that prompts with one beginning follow each other."""
+
+WINDOW_BYTES = 2**26
+"""Of the lines of a window, which are held in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchCounts:
+    """Counts what one run did: rows it wrote, lines it skipped because they had one, error rows in
+    the whole output, tokens of prompts, those of them that came out of the prefix cache, tokens
+    generated, and seconds that took without compilation.
+    """
+
+    num_written: int
+    num_skipped: int
+    num_errors: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    run_s: float
+
+
+def run_batch(
+    llm: LLM,
+    source: Lines,
+    rows: Rows,
+    params: SamplingParams | Mapping[str, Any] | None = None,
+    *,
+    shard: tuple[int, int] = (0, 1),
+    max_errors: int | None = None,
+    served_model_name: str | None = None,
+    use_tqdm: bool = True,
+) -> BatchCounts:
+    """Gives every line of `source` (opened in binary mode) that has no row yet one in `rows`.
+
+        with open("in.jsonl", "rb") as source, open_output("out.jsonl", source) as rows:
+            run_batch(LLM(), source, rows, SamplingParams(temperature=0, max_tokens=64))
+
+    params: of lines that say nothing else; of a mapping of some fields the others are
+    `LLM.get_default_sampling_params`', and where it has no max_tokens, lines for OpenAI's chats go
+    on as long as the context allows. params.seed is the run's seed.
+    shard: (i, n) takes the lines whose number (from 1) modulo n is i. max_errors: the run ends with
+    a ValueError at one error row more. served_model_name: what "model" is in OpenAI's lines (by
+    default the model's name or path as the LLM got it, or the name of its directory).
+    Memory: 100 bytes per line for its id, a window of lines that are sorted, and the requests that
+    `LLM.as_completed` takes at once.
+    Raises: ValueError for arguments out of range, params that ask for logprobs or several samples,
+    and rows of another model or other parameters; OSError; never for what a line holds.
+    """
+    from tqdm import tqdm
+
+    _check_arguments(shard, max_errors)
+    defaults, seed = _defaults(llm, params, served_model_name)
+    rows.require({"engine": llm.identity(), "params": asdict(defaults.params) | {"seed": seed}})
+    total = _count_lines(source, shard) if source.seekable() else None
+    requests = _Requests(source, rows, defaults, seed, shard, max_errors)
+    num_before, tally = rows.num_rows, _Tally(llm)
+    with (
+        tqdm(
+            total=total,
+            initial=num_before,
+            desc="Processed prompts",
+            disable=not use_tqdm,
+        ) as bar,
+        closing(llm.as_completed(requests)) as completed,
+    ):
+        for index, result in completed:
+            job = requests.taken.pop(index)
+            if isinstance(result, ValueError):
+                requests.refuse(job.form, job.line_id, 0, message_of(result))
+            else:
+                rows.append(job.form.row(job, result, defaults))
+                tally.add(result)
+                bar.set_postfix_str(tally.rates(), refresh=False)
+            bar.update(rows.num_rows - bar.n)
+        bar.update(rows.num_rows - bar.n)
+    return BatchCounts(
+        num_written=rows.num_rows - num_before,
+        num_skipped=requests.num_skipped,
+        num_errors=rows.num_errors,
+        num_prompt_tokens=tally.num_prompt_tokens,
+        num_cached_tokens=tally.num_cached_tokens,
+        num_output_tokens=tally.num_output_tokens,
+        run_s=tally.run_s,
+    )
+
+
+class _Tally:
+    """Adds up what the results of a run have, and the seconds without compilation."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
+        self._llm = llm
+        self._started, self._compile_s = time.perf_counter(), llm.compile_s
+
+    def add(self, output: RequestOutput) -> None:
+        self.num_prompt_tokens += len(output.prompt_token_ids)
+        self.num_cached_tokens += output.num_cached_tokens
+        self.num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
+
+    @property
+    def run_s(self) -> float:
+        waited = self._llm.compile_s - self._compile_s
+        return time.perf_counter() - self._started - waited
+
+    def rates(self) -> str:
+        """Returns what the progress bar shows behind it."""
+        cached = self.num_cached_tokens / max(1, self.num_prompt_tokens)
+        return f"{self.num_output_tokens / self.run_s:.1f} tokens/s, {cached:.0%} cached"
+
+
+class _Requests:
+    """The lines without a row as requests for `LLM.as_completed`; a bad line gets its error row on
+    the way.
+
+    `taken` has the job of each request by its index.
+    """
+
+    def __init__(
+        self,
+        source: Lines,
+        rows: Rows,
+        defaults: Defaults,
+        seed: int,
+        shard: tuple[int, int],
+        max_errors: int | None,
+    ) -> None:
+        self.taken: dict[int, Job] = {}
+        self.num_skipped = 0
+        self._source = source
+        self._rows = rows
+        self._defaults = defaults
+        self._seed = seed
+        self._shard = shard
+        self._max_errors = max_errors
+        self._num_refused = 0
+        self._seen = Ids()
+        self._last_form = FORMS[0]
+
+    def __iter__(self) -> Iterator[tuple[Any, SamplingParams]]:
+        index = itertools.count()
+        for window in self._windows():
+            for job in sorted(window, key=_sort_key) if len(window) > 1 else window:
+                self.taken[next(index)] = job
+                yield job.asking.prompt, job.asking.params
+
+    def refuse(self, form: Form, line_id: LineId | None, number: int, message: str) -> None:
+        """Adds the error row of a line. Raises: ValueError if that is one too many."""
+        if line_id is None and number in self._rows.lines:
+            self.num_skipped += 1
+            return
+        self._rows.append(form.refusal(line_id, number, message))
+        self._num_refused += 1
+        if self._max_errors is not None and self._num_refused > self._max_errors:
+            raise ValueError(
+                f"max_errors: expected at most {self._max_errors} lines that are refused, got one "
+                f"more: {message}"
+            )
+
+    def _windows(self) -> Iterator[list[Job]]:
+        """Yields the jobs by windows. A pipe has windows of one, because its next line may take
+        long.
+        """
+        is_pipe = not self._source.seekable()
+        window: list[Job] = []
+        num_bytes = 0
+        for number, raw in numbered_lines(self._source, sources.MAX_LINE_BYTES):
+            if is_blank(raw) or not _is_of(self._shard, number):
+                continue
+            if (job := self._job(number, raw)) is None:
+                continue
+            window.append(job)
+            num_bytes += len(raw or b"")
+            if is_pipe or len(window) >= WINDOW_LINES or num_bytes >= WINDOW_BYTES:
+                yield window
+                window, num_bytes = [], 0
+        yield window
+
+    def _job(self, number: int, raw: bytes | None) -> Job | None:
+        """Returns what a line asks for; None if it has its row, or has got an error row now."""
+        line_id = None
+        form = self._last_form
+        try:
+            line = parse(raw, sources.MAX_LINE_BYTES)
+            self._last_form = form = _form_of(line)
+            line_id = self._new_id(form, line)
+            if line_id in self._rows.ids:
+                self._rows.ids.remove(line_id)  # it is in _seen now: once is enough
+                self.num_skipped += 1
+                return None
+            asking = form.ask(line, self._defaults)
+        except ValueError as error:
+            self.refuse(form, line_id, number, f"line {number}: {message_of(error)}")
+            return None
+        if asking.params.seed in (None, -1):
+            seeded = replace(asking.params, seed=_seed_for(self._seed, line_id))
+            asking = replace(asking, params=seeded)
+        return Job(line_id, form, asking)
+
+    def _new_id(self, form: Form, line: Mapping[str, Any]) -> LineId:
+        line_id = form.id_of(line)
+        if line_id in self._seen:
+            raise ValueError(f"id: expected one that no line above has, got {line_id!r:.300}")
+        self._seen.add(line_id)
+        return line_id
+
+
+def _check_arguments(shard: Any, max_errors: Any) -> None:
+    numbers = isinstance(shard, tuple) and len(shard) == 2 and all(map(is_int, shard))
+    if not (numbers and 0 <= shard[0] < shard[1]):
+        raise ValueError(f"shard: expected (i, n) with 0 <= i < n, got {shard!r}")
+    if max_errors is not None and not (is_int(max_errors) and max_errors >= 0):
+        raise ValueError(f"max_errors: expected None or a number >= 0, got {max_errors!r}")
+
+
+def _defaults(
+    llm: LLM, params: SamplingParams | Mapping[str, Any] | None, served_model_name: str | None
+) -> tuple[Defaults, int]:
+    """Returns what holds for lines that say nothing else, and the run's seed."""
+    if isinstance(params, SamplingParams):
+        chosen, has_max_tokens = params, True
+    else:
+        given = {} if params is None else dict(params)
+        chosen = replace(llm.get_default_sampling_params(), **given)
+        has_max_tokens = "max_tokens" in given
+    for name in ("logprobs", "prompt_logprobs"):
+        if (asked := getattr(chosen, name)) is not None:
+            raise ValueError(
+                f"{name}: expected None, because a row has no place for them, got {asked}"
+            )
+    if chosen.n != 1:
+        raise ValueError(f"n: expected 1, because a row has place for one sample, got {chosen.n}")
+    tokenizer = llm.get_tokenizer()
+    defaults = Defaults(
+        params=replace(chosen, seed=None),
+        has_max_tokens=has_max_tokens,
+        models=llm.model_names if served_model_name is None else (served_model_name,),
+        decode=None
+        if tokenizer is None
+        else partial(
+            tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        ),
+    )
+    return defaults, 0 if chosen.seed in (None, -1) else chosen.seed % 2**64
+
+
+def _form_of(line: Mapping[str, Any]) -> Form:
+    plain, of_openai = FORMS
+    return of_openai if line.keys() & openai.KEYS else plain
+
+
+def _is_of(shard: tuple[int, int], number: int) -> bool:
+    return number % shard[1] == shard[0]
+
+
+def _count_lines(source: Lines, shard: tuple[int, int]) -> int:
+    """Counts the lines that the run is of, and goes back to the first one."""
+    numbered = numbered_lines(source, sources.MAX_LINE_BYTES)
+    total = sum(_is_of(shard, number) and not is_blank(raw) for number, raw in numbered)
+    source.seek(0)
+    return total
+
+
+def _sort_key(job: Job) -> str:
+    """Returns a text that begins like that of another job where their prompts do."""
+    prompt = job.asking.prompt
+    text = prompt.get("prompt") if isinstance(prompt, dict) else None
+    return text if isinstance(text, str) else json.dumps(prompt)
+
+
+def _seed_for(run_seed: int, line_id: LineId) -> int:
+    """Draws 64 bits for one line, of a hash that is the same in every process, which Python's own
+    for texts is not.
+    """
+    digest = hashlib.blake2b(json.dumps(line_id).encode(), digest_size=8).digest()
+    return int(
+        np.random.SeedSequence([run_seed, int.from_bytes(digest, "little")]).generate_state(
+            1, np.uint64
+        )[0]
+    )
