@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from jaxkv.build.engine_args import AsyncEngineArgs, EngineArgs
     from jaxkv.config import BeamSearchParams, RequestOutputKind, SamplingParams
     from jaxkv.engine.metrics import prometheus_text
-    from jaxkv.errors import CapacityError, CheckpointError, EngineDeadError, SavedFileError
+    from jaxkv.errors import (
+        CapacityError,
+        CheckpointError,
+        DirectoryInUseError,
+        EngineDeadError,
+        SavedFileError,
+    )
     from jaxkv.requests.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -35,6 +41,7 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "CompletionOutput",
+    "DirectoryInUseError",
     "EngineArgs",
     "EngineDeadError",
     "Logprob",
@@ -58,7 +65,13 @@ _HOMES = {
     "jaxkv.build.engine_args": ("AsyncEngineArgs", "EngineArgs"),
     "jaxkv.config": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
     "jaxkv.engine.metrics": ("prometheus_text",),
-    "jaxkv.errors": ("CapacityError", "CheckpointError", "EngineDeadError", "SavedFileError"),
+    "jaxkv.errors": (
+        "CapacityError",
+        "CheckpointError",
+        "DirectoryInUseError",
+        "EngineDeadError",
+        "SavedFileError",
+    ),
     "jaxkv.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
     "jaxkv.outputs": (
         "BeamSearchOutput",

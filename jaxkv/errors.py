@@ -23,6 +23,12 @@ class CapacityError(RuntimeError):
     """
 
 
+class DirectoryInUseError(RuntimeError):
+    """The directory of `kv_disk` is another engine's, in this process or another; the message names
+    it.
+    """
+
+
 class EngineDeadError(RuntimeError):
     """The engine of an `LLM` or `AsyncLLM` has ended: it was shut down, or died of the exception
     that is this one's cause.

@@ -216,6 +216,7 @@ class EngineThread:
     def shutdown(self) -> None:
         self.stop()
         self._thread.join()
+        self._engine.leave_disk()
 
     # --- commands
 

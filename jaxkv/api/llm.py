@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from jaxkv.api.session import PREFILL, Home, Session, chat_options
-from jaxkv.build.blueprint import make_blueprint
+from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.compile_cache import open_program_files, use_compile_cache
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.memory import device_memory
-from jaxkv.build.model import find_model
+from jaxkv.build.model import Model, find_model
 from jaxkv.build.options import (
     IS_BOOL,
     IS_LIST,
@@ -35,8 +35,11 @@ from jaxkv.build.vllm_arguments import ABSENT_FROM_LLM, absence
 from jaxkv.config import BeamSearchParams, SamplingParams, is_int, own
 from jaxkv.engine.beams import beam_output
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.host_moves import make_tiers
 from jaxkv.engine.metrics import Metric
+from jaxkv.engine.saving import page_form
 from jaxkv.engine.streams import complete, stream
+from jaxkv.holding.directory import Directory
 from jaxkv.holding.prefix import root_key
 from jaxkv.kv.saved import fingerprint
 from jaxkv.models.families import Layout
@@ -76,7 +79,18 @@ class LLM:
         blueprint = make_blueprint(
             options, model.spec, model.layout, devices, stored_dtype=model.stored_dtype
         )
-        self._model = model.loaded(blueprint)
+        with ExitStack() as undo:
+            # Before anything takes long: it may be somebody else's.
+            self._directory = None if options.kv_disk is None else Directory(Path(options.kv_disk))
+            if self._directory is not None:
+                undo.callback(self._directory.close)
+            self._build(model.loaded(blueprint), blueprint, devices)
+            undo.pop_all()
+
+    def _build(self, model: Model, blueprint: Blueprint, devices: Sequence[jax.Device]) -> None:
+        """Allocates what the engine needs, for weights that are loaded."""
+        options = blueprint.options
+        self._model = model
         memory = device_memory(
             devices[0],
             weight_bytes=self._model.weight_bytes,
@@ -86,8 +100,8 @@ class LLM:
         self._budget = blueprint.budget(memory, self._model.weights, self._files)
         self._blueprint = blueprint.with_pages(self._budget.num_pages)
         self._lock = RLock()
-        self._intake = self._make_intake()
         self._engine = self._make_engine()
+        self._intake = self._make_intake()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
@@ -274,8 +288,9 @@ class LLM:
         self._budget.compile_all(self._engine.programs)
 
     def shutdown(self) -> None:
-        """Ends every request and gives the memory of weights and KV cache back; later calls raise
-        EngineDeadError. Once is enough, twice is fine; the end of a `with LLM(...) as llm` does it.
+        """Ends every request and gives the memory of weights and KV cache back, and a `kv_disk` to
+        others; later calls raise EngineDeadError. Once is enough, twice is fine; the end of a
+        `with LLM(...) as llm` does it.
         """
         self._engine.programs.stop()
         self._engine.end()
@@ -399,8 +414,8 @@ class LLM:
     def _describe_row(self) -> str:
         """Says what bounds the pages of a row, if anything but its length does."""
         config, demoted = self._blueprint.limits, self._blueprint.low_codecs
-        if self._engine.scheduler.host is not None:
-            return f"; host memory keeps {self._engine.scheduler.host.most} more"
+        if self._engine.scheduler.tiers is not None:
+            return self._engine.scheduler.tiers.describe()
         if config.read_pages:
             return (
                 f"; kv_policy {config.kv_policy}: {config.read_pages} pages of a row are read "
@@ -433,10 +448,15 @@ class LLM:
         return Home(owner, self._intake, self._engine, origin, chat=chat or {})
 
     def _make_intake(self) -> Intake:
-        blueprint, given = self._blueprint, self._blueprint.options.prefix_cache_secret
-        secret = secrets.token_bytes(32) if given is None else given
+        blueprint = self._blueprint
+        secret = blueprint.options.prefix_cache_secret
         # Which weights is not asked: the cache ends with the engine, which has only one model.
-        root = root_key(secret, repr(blueprint.spec), blueprint.dtype, repr(blueprint.codecs))
+        depends_on = [repr(blueprint.spec), blueprint.dtype, repr(blueprint.codecs)]
+        if self._directory is not None:
+            secret = self._directory.secret if secret is None else secret
+            origin = origin_of(self._model, blueprint, page_form(self._engine.kv))
+            depends_on = [repr(replace(origin, tokenizer=""))]  # pages are of token ids
+        root = root_key(secrets.token_bytes(32) if secret is None else secret, *depends_on)
         return Intake(
             self._model,
             blueprint.limits,
@@ -449,15 +469,22 @@ class LLM:
         blueprint, tokenizer = self._blueprint, self._model.tokenizer
         programs = blueprint.programs(self._model.weights, files=self._files)
         self._budget.compile(programs, lazy=blueprint.options.lazy_compile)
+        options, kv = blueprint.options, blueprint.empty_kv()
+        tiers = make_tiers(
+            kv,
+            host_bytes=options.kv_host_bytes,
+            disk_bytes=options.kv_disk_bytes,
+            directory=self._directory,
+        )
         return Engine(
             self._model.weights,
-            blueprint.empty_kv(),
+            kv,
             programs,
             blueprint.limits,
             make_kv=blueprint.empty_kv,
             decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token]),
             lock=self._lock,
-            host_bytes=blueprint.options.kv_host_bytes,
+            tiers=tiers,
         )
 
     def _listed_params(

@@ -412,7 +412,7 @@ def make_blueprint(
         backend=backend,
         backend_reason=reason,
     )
-    _check_host_memory(everything)
+    _check_tiers(everything)
     if not spec.kv_layers and options.kv_cache_memory_bytes is not None:
         raise ValueError(
             f"kv_cache_memory_bytes: expected None for a model without keys and values, got "
@@ -421,18 +421,22 @@ def make_blueprint(
     return _under_policy(everything)
 
 
-def _check_host_memory(blueprint: Blueprint) -> None:
-    """Raises: ValueError for host memory beside what it does not hold."""
+def _check_tiers(blueprint: Blueprint) -> None:
+    """Raises: ValueError for host memory or a disk beside what they do not hold."""
     options, limits = blueprint.options, blueprint.limits
-    if not options.kv_host_bytes:
+    if options.kv_host_bytes:
+        what = "kv_host_bytes: expected 0"
+    elif options.kv_disk is not None:
+        what = "kv_disk: expected None"
+    else:
         return
     if limits.has_windows or limits.has_states:
-        what = "windows" if limits.has_windows else "recurrent states"
-        raise ValueError(f"kv_host_bytes: expected 0 for a model with {what}")
+        has = "windows" if limits.has_windows else "recurrent states"
+        raise ValueError(f"{what} for a model with {has}")
     if resolve(options.kv_policy) is not None:
-        raise ValueError(f"kv_host_bytes: expected 0 with kv_policy {options.kv_policy}")
+        raise ValueError(f"{what} with kv_policy {options.kv_policy}")
     if not options.enable_prefix_caching:
-        raise ValueError("kv_host_bytes: expected 0 with enable_prefix_caching=False")
+        raise ValueError(f"{what} with enable_prefix_caching=False")
 
 
 def auto_dtype(platform: str) -> str:

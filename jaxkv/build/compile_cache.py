@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxkv.holding.directory import others_may_write
+
 if TYPE_CHECKING:
     from jaxkv.programs.executables import ProgramFiles
 
@@ -47,7 +49,7 @@ def use_compile_cache(device: jax.Device) -> str:
             return f"{chosen or 'off'} (jax_compilation_cache_dir)"
         for one in (folder.parent, folder, folder / PROGRAMS):
             one.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _others_may_write(one):
+            if others_may_write(one):
                 return f"off: {one} can be written by others than this user"
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -71,11 +73,6 @@ def open_program_files(devices: Sequence[jax.Device]) -> ProgramFiles | None:
     from jaxkv.programs.executables import ProgramFiles
 
     return ProgramFiles(chosen / PROGRAMS, tuple(devices))
-
-
-def _others_may_write(folder: Path) -> bool:
-    status = folder.stat()
-    return os.name == "posix" and (status.st_uid != os.geteuid() or bool(status.st_mode & 0o022))
 
 
 def _folder(device: jax.Device) -> Path:

@@ -97,6 +97,17 @@ IS_PATH = Check(
         or (isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str))
     ),
 )
+IS_DIRECTORY = Check(
+    expected="None or the path of a directory",
+    holds=lambda value: (
+        value is None
+        or (
+            isinstance(value, str | os.PathLike)
+            and isinstance(os.fspath(value), str)
+            and os.fspath(value) != ""
+        )
+    ),
+)
 IS_TEXT_OR_NONE = Check(
     expected="None or a text", holds=lambda value: value is None or isinstance(value, str)
 )
@@ -297,6 +308,20 @@ class EngineOptions:
         check=IS_COUNT,
         commands=ENGINES,
     )
+    kv_disk: str | os.PathLike[str] | None = option(
+        None,
+        "a directory for pages, which this engine has to itself: a later start with the same model "
+        "finds them (docs/tiers.md); needs kv_disk_bytes, and is not for what kv_host_bytes is not "
+        "for",
+        check=IS_DIRECTORY,
+        commands=ENGINES,
+    )
+    kv_disk_bytes: int = option(
+        0,
+        "the most that files in kv_disk take, in bytes: those used least lately go",
+        check=IS_COUNT,
+        commands=ENGINES,
+    )
     num_state_snapshots: int | None = option(
         None,
         "of a model with recurrent states: how many the prefix cache keeps, each of which takes "
@@ -338,6 +363,11 @@ class EngineOptions:
                 raise ValueError(
                     f"{name}: expected None with skip_tokenizer_init=True, got {value!r:.80}"
                 )
+        if (self.kv_disk is None) != (self.kv_disk_bytes == 0):
+            raise ValueError(
+                f"kv_disk_bytes: expected a number > 0 with kv_disk, and 0 without, got "
+                f"{self.kv_disk_bytes} with kv_disk={self.kv_disk!r}"
+            )
 
 
 ABOUT: dict[str, About] = {one.name: one.metadata["about"] for one in fields(EngineOptions)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,14 +14,13 @@ import numpy as np
 
 from jaxkv.config import EngineConfig
 from jaxkv.engine.host_moves import HostMoves
-from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder
+from jaxkv.engine.metrics import Counter, Gauge, Metric, Recorder, tier_metrics
 from jaxkv.engine.pages import (
     freed_nbytes,
     is_computed,
     measure_pages,
     move_pages,
     move_states,
-    page_nbytes,
     slot_nbytes,
 )
 from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
@@ -28,7 +28,7 @@ from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.errors import EngineDeadError
-from jaxkv.holding.host import HostPages
+from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.decoder import head_of
 from jaxkv.ops.sampling import NO_TOKEN
@@ -62,16 +62,15 @@ class Engine:
         make_kv: Callable[[], PagedKV],
         decode_token: Callable[[int], str] | None,
         lock: RLock | None = None,
-        host_bytes: int = 0,
+        tiers: Tiers | None = None,
     ) -> None:
         # Reentrant: the garbage collector may abort a stream within a step.
         self.lock = RLock() if lock is None else lock
         self.weights = weights
         self.programs = programs
-        host = HostPages(host_bytes // page_nbytes(kv)[0]) if host_bytes else None
-        self.scheduler = Scheduler(config, host)
+        self.scheduler = Scheduler(config, tiers)
         self.kv = kv
-        self._moves = None if host is None else HostMoves(host, kv)
+        self._moves = None if tiers is None else HostMoves(tiers, kv)
         self._make_kv = make_kv
         self._newest_R = _no_tokens(config)
         self._flight: Flight | None = None
@@ -122,6 +121,7 @@ class Engine:
             self._is_ended = True
             self.change(lambda: self._abort([*self._requests]))
             self._flight = None
+            self.leave_disk()
 
     def abort(self, submission: Submission) -> None:
         """Ends what is left of it (finish_reason "abort") and frees what that holds; having
@@ -262,13 +262,32 @@ class Engine:
             got, self._flight = got + self.results.read(self._flight), None
         plan, before = self.scheduler.plan(), self._flight
         if plan is None:
+            if before is None and self.scheduler.is_loading and self.scheduler.tiers is not None:
+                self.scheduler.tiers.wait()  # there is nothing else to do
             self._flight = None
         else:
             self._touched.append(plan)
             self._flight = self._launch(plan, plan.requests)
         got += self.results.read(before)
         self._touched.clear()
+        if self._moves is not None and not self._requests:
+            self._keep_all(self._moves)
         return got
+
+    def _keep_all(self, moves: HostMoves) -> None:
+        """Has everything on its way to the disk that is listed: the next step may never come."""
+        if self.scheduler.tiers is not None and self.scheduler.tiers.disk is not None:
+            self.move_pages_aside()
+            moves.settle()
+
+    def leave_disk(self) -> None:
+        """Writes what waits for a disk, and lets others have its directory; requests go on."""
+        self.change(self._leave_disk)
+
+    def _leave_disk(self) -> None:
+        if self._moves is not None and self.scheduler.tiers is not None:
+            self._keep_all(self._moves)
+            self.scheduler.tiers.close()
 
     @property
     def _flying(self) -> list[Request]:
@@ -296,16 +315,7 @@ class Engine:
                 scheduler.num_looked_up,
             ),
             Counter("prefix_cache_hits", "Prompt tokens that were found.", scheduler.num_found),
-            Counter(
-                "kv_host_hits",
-                "Prompt tokens of these that were found in host memory.",
-                0 if scheduler.host is None else scheduler.host.num_found,
-            ),
-            Gauge(
-                "kv_host_pages",
-                "Pages that host memory keeps.",
-                0 if scheduler.host is None else len(scheduler.host),
-            ),
+            *tier_metrics(scheduler.tiers),
             Counter(
                 "num_preemptions", "Requests that gave their pages back.", scheduler.num_preemptions
             ),
@@ -372,12 +382,13 @@ class Engine:
         )
 
     def move_pages_aside(self) -> None:
-        """Copies evicted pages to host memory, where it keeps some, and those back that are found
-        there: before anything writes or reads pages that were taken.
+        """Copies listed and evicted pages to host memory, where a tier keeps some, and those back
+        that are found in one: before anything writes or reads pages that were taken.
         """
         if self._moves is not None:
-            evicted, loads = self.scheduler.take_moves()
-            self._moves.out(self.kv, evicted)
+            listed, evicted, loads = self.scheduler.take_moves()
+            self._moves.out(self.kv, listed, is_leaving=False)
+            self._moves.out(self.kv, evicted, is_leaving=True)
             self.kv = self._moves.back(self.kv, loads)
 
     def _move_pages(self, copies: Pairs, demotions: Pairs) -> None:
@@ -392,6 +403,7 @@ class Engine:
         batch = self._rows.batch(plan.work, size, num_rows)
         position_B = self._rows.positions(requests, num_rows)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
+        start_s = time.monotonic()
         self.kv, last, hidden_TD, found = program(self.weights, kv, newest, batch)
         # Launched behind the step: the device has it in its queue before the step is done.
         head = head_of(self.weights)
@@ -404,7 +416,8 @@ class Engine:
         rows = self.scheduler.launched(plan)
         # What a chunk fills is held, what a loop may fill is not yet.
         self._recorder.pages(self.scheduler.running, self.scheduler.allocators)
-        return Flight(rows, sampled, num_rows, self._observed(plan, requests, found), batch, scores)
+        observed = self._observed(plan, requests, found)
+        return Flight(rows, sampled, num_rows, start_s, observed, batch, scores, num_tokens=size)
 
     def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
         num_rows = fit_bucket(self.programs.row_buckets, len(requests))
@@ -412,13 +425,15 @@ class Engine:
         position_B = self._rows.positions(requests, num_rows)
         rows = self._rows.decode_rows(plan.work, position_B)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
+        start_s = time.monotonic()
         self.kv, newest, _, sampled, found = program(
             self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps)
         )
         self._newest_R = newest.token_R
         self._recorder.pages(self.scheduler.running, self.scheduler.allocators)
         coming = self.scheduler.launched(plan)
-        return Flight(coming, sampled, num_rows, self._observed(plan, requests, found))
+        observed = self._observed(plan, requests, found)
+        return Flight(coming, sampled, num_rows, start_s, observed)
 
     def _observed(
         self, plan: StepPlan | LoopPlan, requests: list[Request], found: Statistics | None

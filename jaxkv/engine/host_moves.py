@@ -1,17 +1,43 @@
-"""Moves pages between the device and host memory, beside the steps."""
+"""Moves pages between the device and host memory, beside the steps. To and from a disk they go
+through here too.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 import numpy as np
 
-from jaxkv.engine.pages import MOVED_AT_ONCE, chunks
+from jaxkv.engine.pages import MOVED_AT_ONCE, chunks, page_nbytes
+from jaxkv.holding.directory import Directory
+from jaxkv.holding.disk import DiskPages
 from jaxkv.holding.host import HostPage, HostPages
+from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV
 from jaxkv.programs.pages import read_pages, write_pages
+
+
+def make_tiers(
+    kv: PagedKV, *, host_bytes: int, disk_bytes: int, directory: Directory | None
+) -> Tiers | None:
+    """Returns what keeps pages of this state beside the device; None if nothing is to.
+
+    Raises: ValueError where there is no room for a page on the disk.
+    """
+    host = HostPages(host_bytes // page_nbytes(kv)[0]) if host_bytes else None
+    disk = None
+    if directory is not None:
+        shapes = tuple(
+            tuple(((store.num_layers, *x.shape[1:]), np.dtype(x.dtype)) for x in store.arrays)
+            for store in kv.stores
+        )
+        disk = DiskPages(directory, disk_bytes, shapes)
+    if host is None and disk is None:
+        return None
+    return Tiers(kv.stores[0].page_size, host, disk)
 
 
 class HostMoves:
@@ -21,33 +47,36 @@ class HostMoves:
     runs, and is kept (`settle`) before anybody looks for it.
     """
 
-    def __init__(self, pages: HostPages, kv: PagedKV) -> None:
-        self._pages = pages
-        self._coming: list[tuple[list[bytes], tuple[tuple[jax.Array, ...], ...]]] = []
+    def __init__(self, tiers: Tiers, kv: PagedKV) -> None:
+        self._tiers = tiers
+        self._coming: list[tuple[list[bytes], bool, tuple[tuple[jax.Array, ...], ...]]] = []
         self._empty = [
             [((store.num_layers, MOVED_AT_ONCE, *x.shape[1:]), x.dtype) for x in store.arrays]
             for store in kv.stores
         ]
+        self._has_compiled = False
 
-    def out(self, kv: PagedKV, evicted: Sequence[tuple[int, bytes]]) -> None:
-        """Begins to copy out those of these (page, key) that are not kept already."""
-        new = [(page, key) for page, key in evicted if key not in self._pages]
+    def out(self, kv: PagedKV, pages: Sequence[tuple[int, bytes]], *, is_leaving: bool) -> None:
+        """Begins to copy out those of these (page, key) that a tier wants."""
+        wants = self._tiers.wants
+        new = [(page, key) for page, key in pages if wants(key, is_leaving=is_leaving)]
         keys = iter([key for _, key in new])
         for page_C, n in chunks([page for page, _ in new]):
             found = read_pages(replace(kv, rows=()), page_C)
             for array in jax.tree.leaves(found):
                 array.copy_to_host_async()
-            self._coming.append(([next(keys) for _ in range(n)], found))
+            self._coming.append(([next(keys) for _ in range(n)], is_leaving, found))
 
     def settle(self) -> None:
-        """Keeps what was copied out. Waits for what is still on its way."""
+        """Keeps what was copied out. Waits for what is still on its way to host memory."""
         # A step that failed has left nothing to read: it is not asked for again.
         coming, self._coming = self._coming, []
-        for keys, found in coming:
+        for keys, is_leaving, found in coming:
             whole = jax.tree.map(np.asarray, found)
             for c, key in enumerate(keys):
                 page = tuple(tuple(x[:, c].copy() for x in arrays) for arrays in whole)
-                self._pages.put(key, page)
+                self._tiers.put(key, page, is_leaving=is_leaving)
+        self._tiers.settle()
 
     def forget(self) -> None:
         """Drops what is on its way."""
@@ -55,6 +84,7 @@ class HostMoves:
 
     def back(self, kv: PagedKV, loads: Sequence[tuple[int, HostPage]]) -> PagedKV:
         """Returns the state with these pages written. Consumes `kv`."""
+        start = time.perf_counter()
         kept = iter([page for _, page in loads])
         for page_C, n in chunks([number for number, _ in loads]):
             some = [next(kept) for _ in range(n)]
@@ -64,4 +94,7 @@ class HostMoves:
                     for whole, one in zip(arrays, page[s], strict=True):
                         whole[:, c] = one
                 kv = write_pages(replace(kv, rows=()), page_C, arrays, np.int32(n), s=s)
+        if self._has_compiled:  # the first time says nothing of the next ones
+            self._tiers.costs.copied.add(len(loads), time.perf_counter() - start)
+        self._has_compiled |= bool(loads)
         return kv

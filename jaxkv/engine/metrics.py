@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxkv.holding.hold import Allocators
+from jaxkv.holding.tiers import Tiers
 from jaxkv.requests.request import Request
 
 LATENCY_S = (
@@ -247,6 +248,41 @@ class Recorder:
                 else 0.0,
             ),
         ]
+
+
+def tier_metrics(tiers: Tiers | None) -> list[Metric]:
+    """Returns what host memory and a disk keep and have been of use for; zeros without them."""
+    host, disk = (None, None) if tiers is None else (tiers.host, tiers.disk)
+    return [
+        Counter(
+            "kv_host_hits",
+            "Prompt tokens of these that were found in host memory.",
+            0 if host is None else host.num_found,
+        ),
+        Gauge("kv_host_pages", "Pages that host memory keeps.", 0 if host is None else len(host)),
+        Counter(
+            "kv_disk_hits",
+            "Prompt tokens of these that were found on the disk.",
+            0 if disk is None else disk.num_found,
+        ),
+        Counter(
+            "kv_disk_refused",
+            "Requests whose pages on the disk were computed again, as that is faster.",
+            0 if tiers is None else tiers.costs.num_refused,
+        ),
+        Gauge("kv_disk_pages", "Pages that the disk keeps.", 0 if disk is None else len(disk)),
+        Gauge("kv_disk_bytes", "Bytes of their files.", 0 if disk is None else disk.num_bytes),
+        Counter(
+            "kv_disk_damaged",
+            "Files that were not what their hash says, and so count as missing.",
+            0 if disk is None else disk.num_damaged,
+        ),
+        Counter(
+            "kv_disk_left_out",
+            "Pages that were not written because too many waited for the disk.",
+            0 if disk is None else disk.num_left_out,
+        ),
+    ]
 
 
 def _share(part: float, whole: float) -> float:

@@ -47,16 +47,19 @@ class Flight:
     """A step or loop on its way: its requests, each with the tokens that come to it, and what the
     device will return.
 
-    `batch` and `scores` are those of a step. A request that has ended meanwhile takes nothing from
+    It was launched at `start_s` of the monotonic clock. `batch`, `scores` and `num_tokens`, with
+    padding, are those of a step. A request that has ended meanwhile takes nothing from
     it.
     """
 
     rows: list[tuple[Request, int]]
     sampled: Sampled
     num_padded_rows: int
+    start_s: float
     observed: Observed | None
     batch: Batch | None = None
     scores: Scores | None = None
+    num_tokens: int = 0
 
     @property
     def requests(self) -> list[Request]:
@@ -82,6 +85,8 @@ class Results:
         self._requests = requests
         self._recorder = recorder
         self._decode_token = decode_token
+        self._read_s = 0.0
+        """When the flight before was read."""
 
     def read(self, flight: Flight | None) -> list[Request]:
         """Waits for what the device returns and gives every request its part."""
@@ -105,6 +110,10 @@ class Results:
         else:
             self._take_prompt_logprobs(flight)
         got, going_on, now = [], [], time.monotonic()
+        if self._scheduler.tiers is not None:
+            costs = self._scheduler.tiers.costs
+            costs.stepped(flight.num_tokens, now - max(flight.start_s, self._read_s))
+            self._read_s = now
         # Of a hundred rows hardly one needs more than its tokens added, so those stay bytes. Only
         # the last one can be a
         # stop token: the device draws none after it.

@@ -65,6 +65,11 @@ def form_of(kv: PagedKV) -> str:
     layouts = [store.layout for store in kv.stores]
     if all(isinstance(layout.codec, PlainCodec) for layout in layouts):
         return BY_TOKEN
+    return page_form(kv)
+
+
+def page_form(kv: PagedKV) -> str:
+    """Returns what the arrays of this engine's pages are like."""
     return repr([(store.layout, store.layout.num_devices(store.pages)) for store in kv.stores])
 
 

@@ -15,8 +15,9 @@ from jaxkv.errors import CapacityError
 from jaxkv.holding.allocator import PageAllocator
 from jaxkv.holding.eviction import Eviction
 from jaxkv.holding.hold import Allocators, Measures, Pairs
-from jaxkv.holding.host import HostPage, HostPages
+from jaxkv.holding.host import HostPage
 from jaxkv.holding.prefix import PageKey
+from jaxkv.holding.tiers import Tiers
 from jaxkv.programs.buckets import fit_bucket, token_buckets
 from jaxkv.requests.request import Request
 
@@ -24,6 +25,11 @@ STEP_COST = 64
 """What a step costs however few its tokens, counted in tokens: it reads all weights (measured on a
 CPU).
 """
+
+READ_AHEAD = 8
+"""Of so many requests that wait, pages are read from a disk before they are admitted."""
+
+PageAndKey = tuple[int, bytes]
 
 WATERMARK = 0.02
 """Part of the pool that admission leaves for running rows to grow into, beside one page for each of
@@ -45,9 +51,9 @@ class Scheduler:
     compute, its missing beams are admitted whatever it takes.
     """
 
-    def __init__(self, config: EngineConfig, host: HostPages | None = None) -> None:
+    def __init__(self, config: EngineConfig, tiers: Tiers | None = None) -> None:
         self.config = config
-        self.host = host
+        self.tiers = tiers
         self.allocators = self._new_allocators()
         self.eviction = Eviction(self.allocators)
         self.running: list[Request] = []
@@ -181,6 +187,8 @@ class Scheduler:
             self._publish(request)
             self._release(request)
         elif (request.order, request) in self._waiting:
+            if self.tiers is not None:
+                self.tiers.forget(request.hold)
             self._waiting.remove((request.order, request))
             heapq.heapify(self._waiting)
 
@@ -235,6 +243,8 @@ class Scheduler:
             self._give_back(request)
 
     def _admit(self) -> None:
+        if self.tiers is not None and self.tiers.disk is not None and self._waiting:
+            self._read_ahead(self.tiers)
         if self._waiting and not self._free_rows and not self._is_ready():
             self._preempt(self.running[-1])
         # In order: a request that does not fit yet holds back those behind it, or it could wait
@@ -246,6 +256,8 @@ class Scheduler:
             _, request = self._waiting[0]
             if request.num_coming:
                 return  # it was preempted, and all its tokens are computed anew
+            if self.is_loading:
+                return  # sooner than what it could compute until then
             request.hold.begin(self.allocators)
             found = self._take_cached(request)
             needed, low = self._pages_to_come(request), self._low_pages_to_come(request)
@@ -442,38 +454,65 @@ class Scheduler:
                     self._make_room()
 
     def _new_allocators(self) -> Allocators:
-        allocators = Allocators(self.config)
-        if self.host is not None:
+        allocators, tiers = Allocators(self.config), self.tiers
+        if tiers is not None:
             allocators.pages.evicted = []
+            allocators.pages.listed_now = None if tiers.disk is None else []
         return allocators
 
+    @property
+    def is_loading(self) -> bool:
+        """Tells whether the request that is admitted next waits for pages from a disk."""
+        if self.tiers is None or not self._waiting:
+            return False
+        return self.tiers.is_coming(self._waiting[0][1].hold)
+
+    def _read_ahead(self, tiers: Tiers) -> None:
+        """Has pages of those that are admitted next read from a disk."""
+        for n, (_, request) in enumerate(heapq.nsmallest(READ_AHEAD, self._waiting)):
+            # A beam is not made to wait, as others of its search may wait for it.
+            if not request.num_coming and not request.beams:
+                tiers.read_ahead(
+                    request.hold,
+                    request.tokens,
+                    self._most_cached(request),
+                    is_listed=self.allocator.has_key,
+                    is_first=not n,
+                    is_busy=bool(self.running),
+                )
+
     def _load(self, request: Request) -> int:
-        """Goes on with pages from host memory where no more are on the device; returns how many
-        tokens they have. They are written before the next step.
+        """Goes on with pages from host memory and a disk where no more are on the device; returns
+        how many tokens they have. They are written before the next step.
         """
-        if self.host is None:
+        if self.tiers is None:
             return 0
-        loads = self.host.load(request.hold, request.tokens, self._most_cached(request))
+        loads = self.tiers.load(request.hold, request.tokens, self._most_cached(request))
         if loads:
             self._loads[request] = loads
         return len(loads) * self.config.block_size
 
-    def take_moves(self) -> tuple[list[tuple[int, bytes]], list[tuple[int, HostPage]]]:
-        """Returns pages to be copied to host memory, with their keys, and then pages to be written
-        from there: both before anything else writes or reads pages.
+    def take_moves(self) -> tuple[list[PageAndKey], list[PageAndKey], list[tuple[int, HostPage]]]:
+        """Returns pages that were listed and pages that leave the device, both to be copied to host
+        memory, with their keys, and then pages to be written from there: before anything else
+        writes or reads pages.
         """
-        evicted = self.allocator.evicted or []
+        pages = self.allocator
+        listed, evicted = pages.listed_now or [], pages.evicted or []
         loads = [load for loads in self._loads.values() for load in loads]
+        if listed:
+            pages.listed_now = []
         if evicted:
-            self.allocator.evicted = []
+            pages.evicted = []
         self._loads.clear()
-        return evicted, loads
+        return listed, evicted, loads
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again, nor what requests list later."""
-        if self.host is not None:
-            self.host.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
             self.allocator.evicted = []
+            self.allocator.listed_now = None if self.tiers.disk is None else []
         self.allocators.forget()
         for request in (*self.running, *self.leaving):
             request.hold.is_listed = False
@@ -490,6 +529,8 @@ class Scheduler:
     def start_again(self, requests: Collection[Request]) -> None:
         """Has all of these wait and forgets everything else, whatever state it was left in."""
         outcomes = self.eviction.outcomes
+        if self.tiers is not None:
+            self.tiers.start_again()
         self.allocators = self._new_allocators()
         self._loads.clear()
         self.eviction = Eviction(self.allocators)

@@ -54,6 +54,8 @@ class PageAllocator:
         """Pages that have lost their place in the index to be written anew, and their keys; None
         where nobody asks.
         """
+        self.listed_now: list[tuple[int, bytes]] | None = None
+        """Pages that have got a place in the index, and their keys; None where nobody asks."""
         self._index = PrefixIndex(num_pages, snapshots)
         self.snapshots = self._index.snapshots
         """Snapshots of the recurrent states after listed pages."""
@@ -138,6 +140,10 @@ class PageAllocator:
     def is_listed(self, page: int) -> bool:
         return self._index.key_of[page] is not None
 
+    def has_key(self, key: bytes) -> bool:
+        """Tells whether a page is listed under this key."""
+        return self._index.page_of(key) is not None
+
     def share(self, pages: Iterable[int]) -> None:
         """Adds a reference to each of these pages, which are listed or held."""
         for page in pages:
@@ -199,6 +205,8 @@ class PageAllocator:
                 self._drop((page,))
                 pages[index] = page = listed
                 goes_over = True
+            elif self.listed_now is not None:
+                self.listed_now.append((page, key[0]))
             parent = page if linked else None
             num_listed += 1
         return KVHandle(tuple(pages), handle.length) if goes_over else handle, num_listed

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
-from itertools import takewhile
+from collections.abc import Sequence
 
 import numpy as np
-
-from jaxkv.errors import CapacityError
-from jaxkv.holding.hold import Hold
 
 HostPage = tuple[tuple[np.ndarray, ...], ...]
 """Holds what each array of each store has of a page, [L, ...]."""
@@ -30,26 +26,14 @@ class HostPages:
     def __contains__(self, key: bytes) -> bool:
         return key in self._pages
 
-    def load(self, hold: Hold, tokens: array[int], most: int) -> list[tuple[int, HostPage]]:
-        """Extends a hold by pages that are kept here and continue it with these tokens, up to the
-        first `most`. Returns what is to be written to which page before it is read; nothing where
-        there is no room, or a policy bounds the hold.
-        """
-        first, size = hold.next_page(most), hold.page_size
-        if first is None or hold.retention is not None:
-            return []
-        keys = (hold.key(index, tokens)[0] for index in range(first, most // size))
-        found = list(takewhile(self._pages.__contains__, keys))
-        try:
-            hold.extend(hold.num_stored + len(found) * size)
-        except CapacityError:
-            return []
-        for key in reversed(found):  # so that the first pages of a sequence stay longest
-            self._pages.move_to_end(key)
-        hold.advance(len(found) * size)
-        self.num_found += len(found) * size
-        pages = hold.parts[0].pages[first:]
-        return [(page, self._pages[key]) for page, key in zip(pages, found, strict=True)]
+    def get(self, key: bytes) -> HostPage | None:
+        return self._pages.get(key)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Notes the use of what is kept of a sequence, so that its first pages stay longest."""
+        for key in reversed(keys):
+            if key in self._pages:
+                self._pages.move_to_end(key)
 
     def put(self, key: bytes, page: HostPage) -> None:
         """Keeps a page, in place of the one that was used least lately."""

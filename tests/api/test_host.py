@@ -63,16 +63,16 @@ def test_what_is_on_its_way_to_host_memory_is_forgotten_too(make):
     llm.generate({"prompt_token_ids": ids(60, 0)}, GREEDY, use_tqdm=False)
     for is_forgotten in (False, True):
         key = b"forgotten" if is_forgotten else b"kept"
-        engine._moves.out(engine.kv, [(0, key)])
+        engine._moves.out(engine.kv, [(0, key)], is_leaving=True)
         if is_forgotten:
             llm.reset_prefix_cache()
         engine._moves.settle()
-        assert (key in engine.scheduler.host) == (not is_forgotten)
+        assert (key in engine.scheduler.tiers.host) == (not is_forgotten)
 
 
 def test_the_least_used_pages_leave_host_memory_first(make):
     llm = make(kv_host_bytes=SOME, num_gpu_blocks_override=16)
-    page = engine_of(llm).scheduler.host
+    page = engine_of(llm).scheduler.tiers.host
     page.most = 6
     for seed in range(6):
         llm.generate({"prompt_token_ids": ids(60, seed)}, GREEDY, use_tqdm=False)

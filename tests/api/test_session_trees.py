@@ -161,8 +161,8 @@ def test_random_trees_of_sessions_say_what_their_tokens_say(
         for _ in range(num_operations):
             tree.step()
     assert min(tree.num_done.values()) > 0
-    host = engine_of(llm).scheduler.host
-    assert host is None or host.num_found > 0
+    tiers = engine_of(llm).scheduler.tiers
+    assert tiers is None or tiers.host.num_found > 0
     for one in tree.live:
         one.close()
     engine_of(llm).check()

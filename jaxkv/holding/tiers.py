@@ -1,0 +1,181 @@
+"""Finds the pages of a request that the device has not (any more): in host memory, then on a
+disk.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import NamedTuple
+
+from jaxkv.errors import CapacityError
+from jaxkv.holding.costs import Costs
+from jaxkv.holding.disk import DiskPages, Found
+from jaxkv.holding.hold import Hold
+from jaxkv.holding.host import HostPage, HostPages
+
+AHEAD_BYTES = 2**30
+"""What is read for requests behind the first one that waits, at most."""
+LONGEST_WAIT_S = 0.05
+"""How long nobody else is heard while pages are read and nothing runs."""
+
+
+class _Read(NamedTuple):
+    """Says what is on its way to a hold."""
+
+    future: Future[Found]
+    num_pages: int
+
+
+class Tiers:
+    """Keeps pages in host memory and on a disk, either of which may be missing.
+
+    A page is offered to the disk when it is listed, so that a process that is killed has lost
+    nothing but what was on its way, and to both when it leaves the device.
+    """
+
+    def __init__(self, page_size: int, host: HostPages | None, disk: DiskPages | None) -> None:
+        self.host, self.disk = host, disk
+        self.page_size = page_size
+        self.costs = Costs(page_size)
+        self._reads: dict[Hold, _Read | None] = {}
+        """What is read for those that wait; None where nothing is."""
+
+    def wants(self, key: bytes, *, is_leaving: bool) -> bool:
+        """Tells whether `put` would keep the page."""
+        by_host = is_leaving and self.host is not None and key not in self.host
+        return by_host or (self.disk is not None and self.disk.wants(key))
+
+    def put(self, key: bytes, page: HostPage, *, is_leaving: bool) -> None:
+        """Keeps a page, which has left the device if it is leaving."""
+        if self.host is not None and is_leaving:
+            self.host.put(key, page)
+        if self.disk is not None:
+            self.disk.put(key, page)
+
+    def settle(self) -> None:
+        """Takes note of what was written meanwhile."""
+        if self.disk is not None:
+            self.disk.settle()
+
+    def read_ahead(
+        self,
+        hold: Hold,
+        tokens: array[int],
+        most: int,
+        *,
+        is_listed: Callable[[bytes], bool],
+        is_first: bool,
+        is_busy: bool,
+    ) -> None:
+        """Begins to read what the disk alone has of the first `most` of these tokens, where that
+        pays; once for a hold that waits. `is_listed`: by the device. `is_first`: of those that
+        wait; others come later if much is read already. `is_busy`: others run.
+        """
+        if self.disk is None or hold in self._reads or hold.retention is not None:
+            return
+        num_coming = sum(read.num_pages for read in self._reads.values() if read is not None)
+        if not is_first and num_coming * self.disk.page_bytes > AHEAD_BYTES:
+            return
+        found, missing = list[bytes](), list[bytes]()
+        for index in range(most // self.page_size):
+            key, _ = hold.chain.page(index, tokens, self.page_size)
+            if not is_listed(key) and (self.host is None or key not in self.host):
+                if key not in self.disk:
+                    break
+                missing.append(key)
+            found.append(key)
+        self.disk.used(found)
+        pays = missing and self.costs.pays(len(missing), is_busy=is_busy)
+        self._reads[hold] = _Read(self.disk.read(missing), len(missing)) if pays else None
+
+    def is_coming(self, hold: Hold) -> bool:
+        """Tells whether pages for the hold are being read."""
+        read = self._reads.get(hold)
+        return read is not None and not read.future.done()
+
+    def wait(self) -> None:
+        """Waits until something is read, but not long."""
+        coming = [read.future for read in self._reads.values() if read is not None]
+        wait(coming, LONGEST_WAIT_S, FIRST_COMPLETED)
+
+    def load(self, hold: Hold, tokens: array[int], most: int) -> list[tuple[int, HostPage]]:
+        """Extends a hold by pages that are kept here and continue it with these tokens, up to the
+        first `most`. Returns what is to be written to which page before it is read; nothing where
+        there is no room, or a policy bounds the hold.
+        """
+        from_disk = self._has_read(hold)
+        first, size = hold.next_page(most), hold.page_size
+        if first is None or hold.retention is not None:
+            return []
+        keys, found = list[bytes](), list[HostPage]()
+        for index in range(first, most // size):
+            key, _ = hold.key(index, tokens)
+            page = None if self.host is None else self.host.get(key)
+            page = from_disk.get(key) if page is None else page
+            if page is None:
+                break
+            keys.append(key)
+            found.append(page)
+        try:
+            hold.extend(hold.num_stored + len(found) * size)
+        except CapacityError:
+            return []
+        hold.advance(len(found) * size)
+        num_from_host = 0
+        if self.host is not None:
+            self.host.used(keys)
+            num_from_host = sum(key in self.host for key in keys)
+            self.host.num_found += num_from_host * size
+        if self.disk is not None:
+            self.disk.num_found += (len(found) - num_from_host) * size
+        return list(zip(hold.parts[0].pages[first:], found, strict=True))
+
+    def _has_read(self, hold: Hold) -> dict[bytes, HostPage]:
+        """Returns what was read for the hold, which waits no more."""
+        read = self._reads.pop(hold, None)
+        if read is None or self.disk is None:
+            return {}
+        found = read.future.result()
+        self.costs.read.add(found.num_read, found.seconds)
+        self.disk.has_read(found)
+        return found.pages
+
+    def forget(self, hold: Hold) -> None:
+        """Drops what is read for a hold that does not wait for it any more."""
+        self._reads.pop(hold, None)
+
+    def clear(self) -> None:
+        """Drops all pages, those on the disk too."""
+        self._reads.clear()
+        if self.host is not None:
+            self.host.clear()
+        if self.disk is not None:
+            self.disk.clear()
+
+    def start_again(self) -> None:
+        """Makes bookkeeping anew, whatever state an interrupt has left it in."""
+        self._reads.clear()
+        if self.disk is not None:
+            self.disk.start_again()
+
+    def close(self) -> None:
+        """Writes what waits for the disk, and lets others have its directory."""
+        disk, self.disk = self.disk, None
+        self._reads.clear()
+        if disk is not None:
+            disk.close()
+
+    def describe(self) -> str:
+        """Says what is kept where, as `LLM.describe` has it."""
+        said = ""
+        if self.host is not None:
+            said += f"; host memory keeps {self.host.most} more"
+        if self.disk is not None:
+            disk = self.disk
+            said += (
+                f"; {disk.path} keeps up to {disk.most_bytes // disk.page_bytes}, and has "
+                f"{len(disk)}" + ("" if disk.is_writing else ", but cannot be written any more")
+            )
+        return said

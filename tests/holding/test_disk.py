@@ -1,0 +1,252 @@
+"""Files of pages: what comes back is what was written, or nothing."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from hashlib import shake_256
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxkv.errors import DirectoryInUseError
+from jaxkv.holding import disk
+from jaxkv.holding.costs import TRIED_AGAIN, Costs
+from jaxkv.holding.directory import Directory
+from jaxkv.holding.disk import DiskPages
+
+SHAPES = ((((2, 8, 3), np.dtype(np.float32)), ((2, 5), np.dtype(np.uint8))),)
+PAGE_BYTES = 8 + 32 + 4 * 48 + 10
+ROOM = 100 * PAGE_BYTES
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(32)
+
+
+def page_of(key: bytes) -> tuple:
+    """A page of bytes that follow from its key."""
+    data = shake_256(key).digest(4 * 48 + 10)
+    floats = np.frombuffer(data, np.float32, 48).reshape(2, 8, 3)
+    return ((floats, np.frombuffer(data, np.uint8, 10, 4 * 48).reshape(2, 5)),)
+
+
+def read(pages: DiskPages, *numbers: int) -> list[int]:
+    """Which of these pages are there. They have what was written, to the bit."""
+    keys = [key_of(number) for number in numbers]
+    found = pages.read([key for key in keys if key in pages]).result()
+    pages.has_read(found)
+    for key, page in found.pages.items():
+        for got, want in zip(page[0], page_of(key)[0], strict=True):
+            assert (got.dtype, got.shape, got.tobytes()) == (want.dtype, want.shape, want.tobytes())
+    return [number for number, key in zip(numbers, keys, strict=True) if key in found.pages]
+
+
+def put(pages: DiskPages, *numbers: int) -> None:
+    for number in numbers:
+        pages.put(key_of(number), page_of(key_of(number)))
+
+
+def reopened(pages: DiskPages, most_bytes: int = ROOM) -> DiskPages:
+    path = pages.path
+    pages.close()
+    return DiskPages(Directory(path), most_bytes, SHAPES)
+
+
+@pytest.fixture
+def pages(tmp_path):
+    made = DiskPages(Directory(tmp_path / "new" / "pages"), ROOM, SHAPES)
+    yield made
+    made.close()
+
+
+def test_pages_come_back_as_they_were_at_once_and_after_a_restart(pages):
+    put(pages, *range(20))
+    assert read(pages, 0, 7, 99) == [0, 7]
+    again = reopened(pages)
+    assert len(again) == 20
+    assert again.num_bytes == 20 * PAGE_BYTES == sum(x.stat().st_size for x in files(again))
+    assert read(again, *range(20)) == [*range(20)]
+    again.close()
+
+
+def files(pages: DiskPages) -> list[Path]:
+    return sorted(pages.path.glob("*.page"))
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "longer", "empty", "other key", "gone"])
+def test_a_damaged_file_is_a_miss_and_goes(pages, how):
+    put(pages, 1, 2, 3)
+    pages = reopened(pages)
+    path = pages.path / f"{key_of(2).hex()}.page"
+    data = bytearray(path.read_bytes())
+    if how == "flipped":
+        data[-20] ^= 1
+    path.write_bytes(
+        {
+            "truncated": data[:-1],
+            "longer": data + b"\0",
+            "empty": b"",
+            "other key": (pages.path / f"{key_of(1).hex()}.page").read_bytes(),
+        }.get(how, data)
+    )
+    if how == "gone":
+        path.unlink()
+    assert read(pages, 1, 2, 3) == [1, 3]
+    assert pages.num_damaged == (how != "gone")
+    assert key_of(2) not in pages
+    put(pages, 2)
+    pages = reopened(pages)
+    assert read(pages, 1, 2, 3) == [1, 2, 3]
+    pages.close()
+
+
+def test_the_files_used_least_lately_make_room(pages):
+    pages = reopened(pages, 4 * PAGE_BYTES)
+    put(pages, 1, 2, 3, 4)
+    pages.used([key_of(1), key_of(2)])
+    put(pages, 5)
+    assert key_of(3) not in pages
+    assert read(pages, 2) == [2]
+    pages = reopened(pages, 4 * PAGE_BYTES)
+    for number, age in ((1, 3), (2, 0), (4, 2), (5, 1)):
+        then = time.time() - 100 * age
+        os.utime(pages.path / f"{key_of(number).hex()}.page", (then, then))
+    pages = reopened(pages, 2 * PAGE_BYTES)
+    assert read(pages, 1, 2, 4, 5) == [2, 5]
+    assert pages.num_bytes == 2 * PAGE_BYTES
+    pages = reopened(pages)
+    assert len(files(pages)) == len(pages) == 2
+    pages.clear()
+    assert files(pages) == []
+    pages.close()
+
+
+def test_a_full_disk_ends_writing_with_one_warning(pages, monkeypatch):
+    put(pages, 1)
+    pages = reopened(pages)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        put(pages, 2, 3, 4)
+        pages._writer.submit(int).result()
+        with pytest.warns(UserWarning, match="no more pages are written.*No space") as told:
+            pages.settle()
+    assert len(told) == 1
+    assert not pages.wants(key_of(5))
+    put(pages, 5)
+    assert read(pages, 1, 2, 3, 4, 5) == [1]
+    assert pages.num_bytes == PAGE_BYTES
+    assert [*pages.path.glob("*.part")] == []
+    pages.close()
+
+
+def test_what_a_slow_disk_has_no_time_for_is_left_out(pages, monkeypatch):
+    monkeypatch.setattr(disk, "WAITING_BYTES", 2 * PAGE_BYTES)
+    put(pages, 1, 2)
+    assert not pages.wants(key_of(3))
+    assert pages.num_left_out == 1
+    pages._writer.submit(int).result()
+    pages.settle()
+    assert pages.wants(key_of(3))
+
+
+def test_what_comes_while_the_process_ends_is_neither_kept_nor_found(pages):
+    put(pages, 1)
+    pages = reopened(pages)
+    pages._writer.shutdown()
+    pages._reader.shutdown()
+    put(pages, 2)
+    assert key_of(2) not in pages
+    assert read(pages, 1) == []
+    pages.close()
+
+
+def test_a_directory_is_one_engines_and_its_secret_this_users(tmp_path):
+    one = Directory(tmp_path / "a")
+    with pytest.raises(DirectoryInUseError, match="no other engine uses"):
+        Directory(tmp_path / "a")
+    secret = tmp_path / "a" / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    one.close()
+    again, other = Directory(tmp_path / "a"), Directory(tmp_path / "b")
+    assert one.secret == again.secret != other.secret
+    again.close()
+    other.close()
+    secret.write_bytes(one.secret[:-1])
+    with pytest.raises(ValueError, match="kv_disk: expected 32 bytes"):
+        Directory(tmp_path / "a")
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match="kv_disk: expected a directory that can be made"):
+            Directory(path)
+    (tmp_path / "b").chmod(0o777)
+    with pytest.raises(ValueError, match="kv_disk: expected a directory that this user alone"):
+        Directory(tmp_path / "b")
+
+
+CHILD = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_disk import *
+pages = DiskPages(Directory(Path({path!r})), 30 * PAGE_BYTES, SHAPES)
+for number in range({first}, {first} + 100_000):
+    if number == {first} + 40:
+        pages._writer.submit(int).result()
+        print("ready", flush=True)
+    if pages.wants(key_of(number)):
+        put(pages, number)
+    else:
+        time.sleep(0.001)
+    pages.settle()
+"""
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_while_it_writes_it_leaves_no_wrong_page(tmp_path, times):
+    """More is written than there is room for, so files are deleted meanwhile too."""
+    path, rng = tmp_path / "pages", random.Random(0)
+    most = num_unfinished = 0
+    for n in range(times):
+        code = CHILD.format(tests=str(Path(__file__).parent), path=str(path), first=n * 10**6)
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+            time.sleep(rng.uniform(0.0, 0.1))
+            child.send_signal(signal.SIGKILL)
+        num_unfinished += len([*path.glob("*.part")])
+        pages = DiskPages(Directory(path), 30 * PAGE_BYTES, SHAPES)
+        there = [int(file.stem, 16) for file in files(pages)]
+        assert read(pages, *there) == there
+        assert (pages.num_damaged, [*path.glob("*.part")]) == (0, [])
+        most = max(most, len(there))
+        pages.close()
+    assert most >= 29
+    assert num_unfinished > 0 or times < 100
+
+
+def test_pages_are_loaded_where_that_is_sooner():
+    costs = Costs(page_size=16)
+    assert costs.pays(10, is_busy=True)  # nothing is known yet
+    costs.stepped(1600, 1.0)  # a page in 10 ms
+    assert costs.pays(10, is_busy=True)
+    costs.read.add(100, 0.5)  # in 5 ms
+    assert costs.pays(1, is_busy=False)
+    costs.stepped(0, 0.02)
+    assert not costs.pays(3, is_busy=True)  # 35 ms with a loop before it against 30
+    assert costs.pays(5, is_busy=True)
+    costs.copied.add(100, 0.6)
+    assert not costs.pays(1, is_busy=False)
+    tried = [costs.pays(1, is_busy=False) for _ in range(3 * TRIED_AGAIN)]
+    assert sum(tried) == 3
+    for _ in range(20):  # the disk is faster now
+        costs.read.add(1000, 1.0)
+    assert costs.read.each_s < 0.0011
+    assert costs.pays(1, is_busy=False)
