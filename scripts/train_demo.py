@@ -347,7 +347,7 @@ CONFIGS = {  # what transformers expects beside the weights and tokenizer.json
         "initializer_range": 0.02,
         **IDS,
     },
-    "generation_config.json": {"do_sample": False, **IDS},
+    "generation_config.json": {"do_sample": True, "temperature": 0.8, "min_p": 0.05, **IDS},
     "tokenizer_config.json": {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": CONTEXT,

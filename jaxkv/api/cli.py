@@ -7,18 +7,25 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import time
+from argparse import SUPPRESS
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.build.options import flags
+from jaxkv.build.options import flag_name, flags
 from jaxkv.version import VERSION
 
 if TYPE_CHECKING:
+    from jaxkv.api.llm import LLM
     from jaxkv.config import SamplingParams
+    from jaxkv.requests.prompts import Prompt
     from jaxkv.tools.deployment import Deployment
+
+MAX_TOKENS = 128
+"""Tokens that `generate` makes where neither a flag nor the model says how many."""
 
 
 SAMPLING = (
@@ -49,7 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxkv", description="Language-model inference in JAX.")
+    parser = argparse.ArgumentParser(
+        prog="jaxkv",
+        description="Language-model inference in JAX.",
+        epilog="`jaxkv COMMAND --help` has examples. `python -m jaxkv` is the same command.",
+    )
     parser.add_argument("--version", action="version", version=f"jaxkv {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
@@ -61,27 +72,53 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_command(
+    commands: Any, name: str, *, help: str, description: str = "", examples: str
+) -> argparse.ArgumentParser:
+    """Adds a command whose help ends with examples, one a line."""
+    return commands.add_parser(
+        name,
+        help=help,
+        description=textwrap.fill(description or f"{help[0].upper()}{help[1:]}.", 78),
+        epilog=f"examples:\n{textwrap.indent(examples, '  ')}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def _add_generate(commands: Any) -> None:
-    generate = commands.add_parser(
-        "generate", help="complete a prompt", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    generate = _add_command(
+        commands,
+        "generate",
+        help="complete a prompt, or answer a message",
+        examples='jaxkv generate "def fibonacci(n):"\n'
+        'jaxkv generate --model org/name --chat "What is a page table?" --max-tokens 200\n'
+        "jaxkv generate --temperature 0 < prompt.txt",
     )
     generate.set_defaults(run=_generate)
     generate.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="text to complete; without it, standard input"
     )
+    generate.add_argument(
+        "--chat",
+        action="store_true",
+        help="PROMPT is a user's message, of which the model's chat template makes the prompt",
+    )
     _add_engine_options(generate, "generate")
-    _add_sampling_options(generate)
+    _add_sampling_options(generate, max_tokens=MAX_TOKENS)
     generate.add_argument("--quiet", action="store_true", help="no figures at the end")
 
 
 def _add_batch(commands: Any) -> None:
-    batch = commands.add_parser(
+    batch = _add_command(
+        commands,
         "batch",
         help="complete a file of prompts, and go on where a run was cut off",
         description='Completes every line of a file, such as {"id": 1, "prompt": "..."} or '
         '{"id": "a", "messages": [...], "params": {"max_tokens": 9}}, or one of OpenAI\'s batches: '
         '{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}. The '
         "same command again does what is missing in the output (docs/batch.md).",
+        examples="jaxkv batch -i prompts.jsonl -o results.jsonl --model org/name --temperature 0\n"
+        "jaxkv batch -i openai_batch.jsonl.gz -o - --shard 0/8 > part_0.jsonl",
     )
     batch.set_defaults(run=_batch)
     batch.add_argument(
@@ -117,9 +154,7 @@ def _add_batch(commands: Any) -> None:
         help="what model is in OpenAI's lines, if neither MODEL nor its last part",
     )
     _add_engine_options(batch, "batch")
-    _add_sampling_options(batch)
-    # What is not given is the model's, and in OpenAI's lines the endpoint's.
-    batch.set_defaults(**dict.fromkeys(SAMPLING))
+    _add_sampling_options(batch, max_tokens=16)
     batch.add_argument(
         "--quiet", action="store_true", help="no progress bar, no summary (JSON) at the end"
     )
@@ -133,24 +168,28 @@ def _shard(text: str) -> tuple[int, int]:
 def _add_serve(commands: Any) -> None:
     from jaxkv.api.server.options import ServeOptions
 
-    serve = commands.add_parser(
+    serve = _add_command(
+        commands,
         "serve",
         help="answer OpenAI's HTTP interface",
         description="Serves a model as OpenAI's API does: /v1/chat/completions, /v1/completions "
         'and more (docs/server.md). Needs pip install "jaxkv[serve]".',
+        examples="jaxkv serve --model org/name --port 8000",
     )
     serve.set_defaults(run=_serve)
     _add_engine_options(serve, "serve")
     for names, settings in flags("serve", ServeOptions).values():
-        serve.add_argument(*names, default=argparse.SUPPRESS, **settings)
+        serve.add_argument(*names, default=SUPPRESS, **settings)
 
 
 def _add_convert(commands: Any) -> None:
-    convert = commands.add_parser(
+    convert = _add_command(
+        commands,
         "convert",
         help="store a model in the form that starts fastest",
         description="Makes a directory for LLM(OUT) or --model OUT, and keeps the compiled "
         "programs of an engine with default limits in this user's cache.",
+        examples="jaxkv convert org/name converted/ && jaxkv generate --model converted/ Hello",
     )
     convert.set_defaults(run=_convert)
     convert.add_argument("model", metavar="DIR", help="local directory or hub id")
@@ -164,11 +203,13 @@ def _add_convert(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    plan = commands.add_parser(
+    plan = _add_command(
+        commands,
         "plan",
         help="what a model takes on TPUs, and how much context fits beside it",
         description="Divides the memory of devices that need not be here between weights, "
         "programs and KV cache. Needs the model's config.json only. GiB are 2**30 bytes.",
+        examples="jaxkv plan org/name --target v6e:2x4 --context 8192 --kv-dtype int8",
     )
     plan.set_defaults(run=_plan)
     plan.add_argument(
@@ -196,7 +237,7 @@ def _add_engine_options(parser: argparse.ArgumentParser, command: str, **help_te
     """
     for name, (names, settings) in flags(command).items():
         text = help_texts.get(name, settings.pop("help"))
-        parser.add_argument(*names, default=argparse.SUPPRESS, help=text, **settings)
+        parser.add_argument(*names, default=SUPPRESS, help=text, **settings)
 
 
 def _add_target_options(parser: argparse.ArgumentParser, command: str) -> None:
@@ -213,12 +254,15 @@ def _add_target_options(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def _add_check(commands: Any) -> None:
-    check = commands.add_parser(
+    check = _add_command(
+        commands,
         "check",
         help="compile for TPUs that are not here, and say what is wrong",
         description="Compiles the attention kernels, and with MODEL the engine's programs, for "
         "each target; nothing is run. Exit status 1 if anything failed. Needs pip install "
         '"jaxkv[tpu]" on Linux, but no TPU.',
+        examples="jaxkv check --target v5e v6e\n"
+        "jaxkv check org/name --target v6e:2x4 --max-model-len 8192",
     )
     check.set_defaults(run=_check)
     check.add_argument(
@@ -247,19 +291,31 @@ def _add_check(commands: Any) -> None:
     check.add_argument("--json", action="store_true", help="JSON instead of the table")
 
 
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate")
-    parser.add_argument("--min-tokens", type=int, default=0, help="tokens before an end is allowed")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0, help="0 is off")
-    parser.add_argument("--top-p", type=float, default=1.0, help="1 is off")
-    parser.add_argument("--min-p", type=float, default=0.05, help="0 is off")
-    parser.add_argument("--seed", type=int, help="of the sampling; without it, the same every time")
-    parser.add_argument(
-        "--stop", action="append", help="text that ends the output; may be given several times"
+def _add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    group = parser.add_argument_group(
+        "sampling", "What is not given is as the model's generation_config.json has it."
     )
-    parser.add_argument(
-        "--ignore-eos", action="store_true", help="go on after the model's end token"
+    for name, kind, text in (
+        ("max_tokens", int, f"tokens to generate (default: its max_new_tokens, else {max_tokens})"),
+        ("min_tokens", int, "tokens before an end is allowed"),
+        ("temperature", float, "0 is greedy"),
+        ("top_k", int, "0 is off"),
+        ("top_p", float, "1 is off"),
+        ("min_p", float, "0 is off"),
+        ("seed", int, "of the sampling; without it, the same every time"),
+    ):
+        group.add_argument(flag_name(name), type=kind, metavar="N", default=SUPPRESS, help=text)
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=SUPPRESS,
+        help="text that ends the output; may be given several times",
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        default=SUPPRESS,
+        help="go on after the model's end token",
     )
 
 
@@ -271,23 +327,42 @@ def _engine_options(args: argparse.Namespace, command: str) -> dict[str, Any]:
     return {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
 
 
-def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+def _sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of `SamplingParams` that were given. Raises: ValueError for a bad one."""
     from jaxkv.config import SamplingParams
 
-    return SamplingParams(**{name: getattr(args, name) for name in SAMPLING})
+    given = {name: value for name, value in vars(args).items() if name in SAMPLING}
+    SamplingParams(**{"max_tokens": None, **given})  # says what is wrong before anything is read
+    return given
+
+
+def _sampling_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
+    """Returns the model's defaults with what was given in their place."""
+    params = llm.get_default_sampling_params()
+    if "max_new_tokens" not in llm._model.generation:
+        given = {"max_tokens": MAX_TOKENS, **given}
+    return replace(params, **given)
+
+
+def _chat_prompt(llm: LLM, text: str) -> Prompt:
+    message = {"role": "user", "content": text}
+    (prompt,) = llm._intake.render([[message]], add_generation_prompt=True)
+    return prompt
 
 
 def _generate(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     from jaxkv.api.llm import LLM
 
-    params = _sampling_params(args)
-    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    given = _sampling_options(args)
+    text = sys.stdin.read() if args.prompt is None else args.prompt
     # One prompt needs one row and two or three of the programs: compile those when they are met.
     llm = LLM(**_engine_options(args, "generate"), max_num_seqs=1, lazy_compile=True)
-    stream = llm.stream(prompt, params)
+    prompt = _chat_prompt(llm, text) if args.chat else text
+    stream = llm.stream(prompt, _sampling_params(llm, given))
     loaded = time.perf_counter()
-    print(prompt, end="", flush=True)
+    if not args.chat:
+        print(text, end="", flush=True)
     # (seconds without compilation, tokens so far) after each piece
     marks = []
     num_prompt = num_new = 0
@@ -316,10 +391,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _batch(args: argparse.Namespace) -> int:
     from jaxkv.api.batch_files import open_lines, open_output, run_batch
-    from jaxkv.config import SamplingParams
 
-    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    SamplingParams(**{"max_tokens": None, **given})  # says what is wrong before anything is read
+    given = _sampling_options(args)
     # What a system sends before it kills ends the run as Ctrl-C does.
     on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -42,7 +42,7 @@ def load_tokenizer(directory: Path) -> Any:
     # here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     with _NamingTheFile(directory):
-        kind = known_class(directory)
+        kind: Any = known_class(directory)
         if kind is None:
             from transformers import AutoTokenizer as kind
         tokenizer = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

@@ -3,6 +3,7 @@ scripts can use.
 """
 
 import io
+import json
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from jaxkv.config import SamplingParams
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
+COMMANDS = ("generate", "batch", "serve", "convert", "plan", "check")
 PROMPT = "Once upon a time"
 pytestmark = pytest.mark.usefixtures("quick_compile", "compile_once")
 
@@ -66,6 +68,40 @@ def test_the_prompt_and_its_continuation_go_to_standard_output(generate, checkpo
         rf"tokens\]\n"
     )
     assert re.fullmatch(figures, err)
+
+
+def test_what_no_flag_says_is_as_generation_config_has_it(generate, checkpoint, tmp_path):
+    for file in checkpoint.iterdir():
+        tmp_path.joinpath(file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").write_text('{"top_k": 1, "max_new_tokens": 5}')
+    greedy = generate(PROMPT, "--quiet", "--temperature", "0")
+    warm = ("--quiet", "--temperature", "2")
+    assert generate(PROMPT, *warm, model=tmp_path) == greedy
+    assert generate(PROMPT, *warm, "--top-k", "0", model=tmp_path) == generate(PROMPT, *warm)
+    assert generate(PROMPT, *warm, "--generation-config", "vllm", model=tmp_path)[1] != greedy[1]
+    common = ["--model", str(tmp_path), "--dtype", "float32", "--max-model-len", "64"]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"id": 1, "prompt": PROMPT}))
+    out = tmp_path / "out.jsonl"
+    files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(out)]
+    assert cli.main(["batch", *common, *files, "--ignore-eos", "--quiet"]) == 0
+    row = json.loads(out.read_text())
+    assert row["num_output_tokens"] == 5
+    assert greedy[1].startswith(PROMPT + row["text"])
+
+
+def test_a_chat_is_answered_without_repeating_the_message(generate, checkpoint, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("<|user|>{{ messages[0].content }}<|assistant|>")
+    arguments = ("--quiet", "--temperature", "0", "--chat-template", str(template))
+    status, out, _ = generate(PROMPT, "--chat", *arguments)
+    llm = LLM(checkpoint, dtype="float32", max_model_len=64, max_num_seqs=1, lazy_compile=True)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    message = [{"role": "user", "content": PROMPT}]
+    (want,) = llm.chat(message, params, False, chat_template=template.read_text())
+    assert (status, out) == (0, want.outputs[0].text + "\n")
+    refused = generate(PROMPT, "--chat")
+    assert refused[0] == 2
+    assert refused[2].startswith("jaxkv: chat: this tokenizer has no chat template")
 
 
 def test_quiet_leaves_standard_error_empty(generate):
@@ -173,12 +209,14 @@ def test_an_interrupt_is_status_130_without_a_traceback(generate, monkeypatch):
 def test_version_and_help(capsys):
     for arguments, shown in (
         (["--version"], f"jaxkv {jaxkv.__version__}\n"),
-        (["generate", "--help"], "usage: jaxkv gen"),
+        *(([command, "--help"], f"usage: jaxkv {command}") for command in COMMANDS),
     ):
         with pytest.raises(SystemExit) as caught:
             cli.main(arguments)
         assert caught.value.code == 0
-        assert capsys.readouterr().out.startswith(shown)
+        out = capsys.readouterr().out
+        assert out.startswith(shown)
+        assert ("examples:\n  jaxkv " in out) == ("--help" in arguments)
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == 2
