@@ -233,6 +233,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "full_attention": ROPE | {"rope_theta": 1e5, "partial_rotary_factor": 0.5},
         },
     },
+    "minimax": LOCAL
+    | HEAD
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    | {"full_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.8, "mlp_alpha_factor": 1.3}
+    | {"linear_attn_alpha_factor": 0.7, "linear_attn_beta_factor": 1.2, "mlp_beta_factor": 0.6},
     "minimax_m2": LOCAL | HEAD | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "mixtral": LOCAL | {"sliding_window": 8},
     "exaone_moe": WINDOW | EXPERTS | {"num_shared_experts": 2, "n_group": 2},
@@ -286,6 +291,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | HEAD
     | {"moe_intermediate_size": 32, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
     "qwen3_vl_text": HEAD | {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+    "recurrent_gemma": {"attention_window_size": 8, "num_hidden_layers": 4, "logits_soft_cap": 2.0},
     "seed_oss": HEAD | {"attention_bias": True, "mlp_bias": True},
     "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
     "stablelm": {"use_qkv_bias": True},

@@ -82,7 +82,7 @@ class Layers:
         spec, layers = self._spec, self._spec.layers_of(kind)
         index_L = np.zeros(spec.num_layers, np.int32)
         index_L[list(layers)] = range(len(layers))
-        mix = self._mix(layers)
+        mix, stream = self._mix(layers), spec.normed_stream
 
         def run(number: jax.Array, carry: Carry) -> Carry:
             x_TD, held = carry
@@ -91,6 +91,8 @@ class Layers:
             h_TD = normed(x_TD, w, "attn_norm", spec)
             mixed_TD, held = mix(h_TD, w, held, number)
             mixed_TD = scaled(normed(mixed_TD, w, "post_attn_norm", spec), spec.scales.residual)
+            if stream is not None:
+                x_TD, mixed_TD = _weighed(h_TD, mixed_TD, stream.mixer[kind])
             if spec.is_parallel:
                 # Some have one norm for both.
                 own = "mlp_norm" in w or "mlp_norm" in spec.unit_norms
@@ -100,7 +102,10 @@ class Layers:
                 x_TD = x_TD + mixed_TD
                 h_TD = normed(x_TD, w, "mlp_norm", spec)
             out_TD = self._feed_forward(x_TD, h_TD, w)
-            x_TD = x_TD + scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
+            out_TD = scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
+            if stream is not None:
+                x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
+            x_TD = x_TD + out_TD
             if self._own_LTP is not None:
                 x_TD = x_TD + _of_layer(x_TD, self._own_LTP[number], w, spec)
             return x_TD * w["scalar"][None] if "scalar" in w else x_TD, held
@@ -243,6 +248,12 @@ class Layers:
                 shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))
             y_TD += shared_TD
         return add_up(y_TD, None, self._axis)
+
+
+def _weighed(
+    h_TD: jax.Array, out_TD: jax.Array, factors: tuple[float, float]
+) -> tuple[jax.Array, jax.Array]:
+    return scaled(h_TD, factors[0]), scaled(out_TD, factors[1])
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

@@ -100,6 +100,17 @@ class Scales:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NormedStream:
+    """Says that the stream goes on from behind the norm before each block: a block's norm makes h
+    of it, and a * h + b * block(h) is what follows. mixer: (a, b) of the mixers, for each kind of
+    layers. mlp: of feed-forwards. Source: MiniMax-01, arXiv 2501.08313.
+    """
+
+    mixer: tuple[tuple[float, float], ...]
+    mlp: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KVGroup:
     """Layers that share a cache shape and a window, and so a page table.
 
@@ -176,6 +187,7 @@ class ModelSpec:
     layer_ropes: tuple[RopeSpec | None, ...] = ()
     is_parallel: bool = False
     scales: Scales = Scales()
+    normed_stream: NormedStream | None = None
     layer_kinds: tuple[int, ...] = ()
     router: Router | None = None
     states: tuple[StateSpec, ...] = ()

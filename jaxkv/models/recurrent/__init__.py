@@ -3,9 +3,20 @@ each.
 """
 
 from jaxkv.models.recurrent.delta import GatedDelta
+from jaxkv.models.recurrent.lightning import Lightning
 from jaxkv.models.recurrent.mamba import Mamba
 from jaxkv.models.recurrent.mamba2 import Mamba2
 from jaxkv.models.recurrent.mixer import Mixer, StateArray
+from jaxkv.models.recurrent.rg_lru import RgLru
 from jaxkv.models.recurrent.short_conv import ShortConv
 
-__all__ = ["GatedDelta", "Mamba", "Mamba2", "Mixer", "ShortConv", "StateArray"]
+__all__ = [
+    "GatedDelta",
+    "Lightning",
+    "Mamba",
+    "Mamba2",
+    "Mixer",
+    "RgLru",
+    "ShortConv",
+    "StateArray",
+]
