@@ -90,9 +90,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name not in _HOME_OF:
-        from jaxkv.build.vllm_arguments import ABSENT, absence
+        from jaxkv.build.vllm_arguments import ABSENT, refuse_names
 
-        message = absence("module 'jaxkv'", name, ABSENT)
-        # `from jaxkv import ...` would not show the message of an AttributeError.
-        raise (ImportError if name in ABSENT else AttributeError)(message)
+        return refuse_names(__name__, ABSENT)(name)
     return getattr(importlib.import_module(_HOME_OF[name]), name)

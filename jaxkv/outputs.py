@@ -1,5 +1,6 @@
 """Has the names of `vllm.outputs` that exist here, with those of beam search."""
 
+from jaxkv.build.vllm_arguments import ABSENT, refuse_names
 from jaxkv.requests.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -17,3 +18,5 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
 ]
+
+__getattr__ = refuse_names(__name__, ABSENT)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxkv.api.engine_thread import EngineThread, Stream
-from jaxkv.api.llm import LLM, Conversation, check_no_lora
+from jaxkv.api.llm import LLM, Conversation, check_no_lora, check_none
 from jaxkv.api.session import PREFILL, AsyncSession, chat_options
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.vllm_arguments import ABSENT_FROM_ASYNC, absence
@@ -21,6 +21,9 @@ from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.engine.metrics import Metric
 from jaxkv.requests.outputs import RequestOutput, new_since
 from jaxkv.requests.prompts import Prompt
+
+OF_VLLM = ("prompt_text", "tokenization_kwargs", "trace_headers", "data_parallel_rank")
+"""Arguments of vLLM's `generate` that set nothing here."""
 
 
 class AsyncLLM:
@@ -64,6 +67,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         lora_request: None = None,
+        **of_vllm: None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yields everything so far (of all samples) whenever there is more; the last output is
         `finished`. With another `output_kind`: what is new, or only the last output.
@@ -74,7 +78,7 @@ class AsyncLLM:
         last output has the finish_reason "abort".
         prompt: as for `LLM.generate`, or a list of chat messages. sampling_params: by default
         `get_default_sampling_params`. request_id: by default a random one. priority: the lowest
-        first.
+        first. of_vllm: `OF_VLLM`, which may be None.
         Raises, each from this iterator only: ValueError for a prompt or parameter that is refused
         and for a request_id that is in use; what a step of the engine raised that this request was
         in; EngineDeadError.
@@ -84,6 +88,10 @@ class AsyncLLM:
                 f"request_id: expected a text or None, got {type(request_id).__name__}"
             )
         check_no_lora(lora_request)
+        for name, value in of_vllm.items():
+            if name not in OF_VLLM:
+                raise TypeError(f"AsyncLLM.generate: unexpected keyword argument {name!r}")
+            check_none(name, value)
         loop = asyncio.get_running_loop()
         stream = Stream(uuid.uuid4().hex if request_id is None else request_id)
         try:

@@ -25,6 +25,7 @@ from jaxkv.build.options import (
     IS_BOOL,
     IS_LIST,
     IS_TEXT_OR_NONE,
+    Check,
     EngineOptions,
     describe_options,
     one_of,
@@ -51,6 +52,9 @@ from jaxkv.requests.request import Submission
 from jaxkv.weights.tree import describe_packed
 
 CONTENT_FORMAT = one_of("auto", "string", "openai")
+POSITIVE_OR_NONE = Check(
+    expected="None or a number >= 1", holds=lambda x: x is None or (is_int(x) and x >= 1)
+)
 
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
@@ -146,6 +150,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Completes conversations: a list of {"role": ..., "content": ...} messages, or a list of
         such lists. A content is a text, or a list of texts or {"type": "text", "text": ...} parts.
@@ -166,6 +171,7 @@ class LLM:
         IS_BOOL("continue_final_message", continue_final_message)
         IS_TEXT_OR_NONE("chat_template", chat_template)
         CONTENT_FORMAT("chat_template_content_format", chat_template_content_format)
+        check_none("mm_processor_kwargs", mm_processor_kwargs)
         check_no_lora(lora_request)
         IS_LIST("tools", tools)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -186,14 +192,16 @@ class LLM:
         params: BeamSearchParams,
         lora_request: None = None,
         use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Finds the `beam_width` best sequences for every prompt, as transformers' beam search
         finds them; in input order.
 
         prompts: as in `generate`. Each beam takes a row, and while one runs, loops of all rows have
-        one step.
+        one step. concurrency_limit changes nothing: max_num_seqs says how many rows run.
         Raises: ValueError naming every bad index before any work starts.
         """
+        POSITIVE_OR_NONE("concurrency_limit", concurrency_limit)
         IS_BOOL("use_tqdm", use_tqdm)
         check_no_lora(lora_request)
         submissions = self._intake.accept_searches(listed(prompts), params)
@@ -573,6 +581,14 @@ def _listed_priorities(priority: Any, count: int) -> Sequence[int] | None:
     if not isinstance(given, (list, tuple)) or len(given) != count:
         raise ValueError(f"priority: expected a list of {count} numbers, got {priority!r:.80}")
     return given
+
+
+def check_none(name: str, value: Any) -> None:
+    """Raises ValueError for a value of an argument that sets nothing here."""
+    if value is not None and value != {}:
+        raise ValueError(
+            f"{name}: expected None (a vLLM argument that is not built here), got {value!r:.80}"
+        )
 
 
 def check_no_lora(request: Any) -> None:

@@ -6,7 +6,7 @@ Names and defaults are those of vLLM 0.11.2 (its `EngineArgs`), with some of old
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -259,6 +259,15 @@ ABSENT = {
 }
 """Names of vLLM's package that do not exist here, and what is nearest."""
 
+ABSENT_PARAMS = dict.fromkeys(
+    ("StructuredOutputsParams", "GuidedDecodingParams"), "allowed_token_ids of SamplingParams"
+)
+ABSENT_INPUTS = dict.fromkeys(
+    ("EmbedsPrompt", "ExplicitEncoderDecoderPrompt", "DataPrompt", "SingletonPrompt"), ""
+)
+ABSENT_METRICS = {"Vector": "Counter"}
+"""The same of its modules `sampling_params`, `inputs` and `v1.metrics.reader`."""
+
 ABSENT_FROM_LLM = {
     "llm_engine": "the methods of LLM itself",
     "model_config": "max_model_len and describe()",
@@ -305,6 +314,17 @@ ABSENT_FROM_ASYNC = {
     "scale_elastic_ep": "",
 }
 """The same of its `AsyncLLM`."""
+
+
+def refuse_names(whose: str, table: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module that says which of vLLM's names it does not have."""
+
+    def refuse(name: str) -> Any:
+        message = absence(whose, name, table)
+        # `from module import name` would not show the message of an AttributeError.
+        raise (ImportError if name in table else AttributeError)(message)
+
+    return refuse
 
 
 def absence(whose: str, name: str, table: Mapping[str, str]) -> str:

@@ -2,15 +2,24 @@
 is not here is refused in one sentence.
 """
 
+import argparse
 import asyncio
+import dataclasses
+import inspect
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import LLM, AsyncLLM, EngineDeadError
+from jaxkv import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, EngineDeadError
+from jaxkv.build.options import ABOUT
+from jaxkv.build.vllm_arguments import ABSENT, ABSENT_FROM_ASYNC, ABSENT_FROM_LLM, FOREIGN
 from jaxkv.inputs import PromptType, TextPrompt, TokensPrompt
+from jaxkv.metrics import Counter, Gauge, Histogram
 from jaxkv.outputs import CompletionOutput, RequestOutput
 from jaxkv.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxkv.testing import engine_of
@@ -27,6 +36,8 @@ OPTIONS = {
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 IDS = [9, 8, 7]
+OF_VLLM = json.loads(Path(__file__).with_name("vllm_names.json").read_text())
+PAGE = Path(__file__).parents[2] / "docs/vllm.md"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +50,7 @@ def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def test_modules_have_the_classes_that_jaxkv_has():
-    for module in ("inputs", "outputs", "sampling_params"):
+    for module in ("inputs", "outputs", "sampling_params"):  # metrics are too plain for the package
         for name in (names := __import__(f"jaxkv.{module}", fromlist=["x"])).__all__:
             assert getattr(names, name) is getattr(jaxkv, name)
     assert PromptType
@@ -150,3 +161,158 @@ def test_an_engine_that_was_shut_down_has_given_its_memory_back(llm, checkpoint)
     for call in (lambda: mine.generate(IDS, GREEDY, use_tqdm=False), lambda: mine.session("x")):
         with pytest.raises(EngineDeadError, match="the engine has been shut down"):
             call()
+
+
+# --- the stored list of vLLM's names, and the page that tells of them
+
+
+def test_every_name_of_vllm_s_is_here_or_known_to_be_absent(llm):
+    for owner, names, absent in (
+        (jaxkv, "package", ABSENT),
+        (LLM, "llm", ABSENT_FROM_LLM),
+        (AsyncLLM, "async_llm", ABSENT_FROM_ASYNC),
+    ):
+        for name in OF_VLLM[names]:
+            assert (name in absent) != (name in dir(owner) or name in getattr(owner, "__all__", ()))
+    for method, arguments in OF_VLLM["llm_arguments"].items():
+        assert inspect.signature(getattr(LLM, method)).parameters.keys() >= set(arguments)
+    fields = {
+        "sampling_params": SamplingParams,
+        "beam_search_params": BeamSearchParams,
+        "completion_output": CompletionOutput,
+        "request_output": RequestOutput,
+    }
+    for name, kind in fields.items():
+        missing = set(OF_VLLM[name]) - {field.name for field in dataclasses.fields(kind)}
+        assert missing <= {"output_text_buffer_length"}
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="docs are in the checkout only")
+def test_the_page_has_every_name_and_says_of_metrics_what_is_true(llm):
+    text = PAGE.read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w.]+)`", text))
+    lists = [names for kind, names in OF_VLLM.items() if kind not in ("version", "llm_arguments")]
+    lists += [
+        *OF_VLLM["llm_arguments"].values(),
+        FOREIGN,
+        ABSENT,
+        ABSENT_FROM_LLM,
+        ABSENT_FROM_ASYNC,
+    ]
+    assert not {name for names in lists for name in names} - named
+    assert f"vLLM {OF_VLLM['version']}" in text
+    works, not_here = text.split("## What differs")[0], text.split("## What is not here")[1]
+    there = {metric.name for metric in llm.get_metrics("")} | {"request_success"}
+    for name in OF_VLLM["metrics"]:
+        assert f"`{name}`" in (works if name in there else not_here)
+    for name in set(OF_VLLM["engine_args"]) & ABOUT.keys():
+        assert f"`{name}`" in works
+
+
+# --- what vLLM's examples say, written anew
+
+
+def test_an_offline_script_runs(llm, checkpoint):
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int)
+    group.add_argument("--temperature", type=float)
+    line = [
+        "--model",
+        str(checkpoint),
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0",
+        "--enforce-eager",
+    ]
+    args = vars(parser.parse_args([*line, "--dtype", "float32", "--max-model-len", "128"]))
+    max_tokens, temperature = args.pop("max_tokens"), args.pop("temperature")
+    mine = LLM(**args | OPTIONS)
+    engine_of(mine).programs.executables = engine_of(llm).programs.executables
+    params = mine.get_default_sampling_params()
+    if max_tokens is not None:
+        params.max_tokens = max_tokens
+    if temperature is not None:
+        params.temperature = temperature
+    outputs = mine.generate(["The end of", "One by one"], params)
+    assert [output.prompt for output in outputs] == ["The end of", "One by one"]
+    assert all(output.outputs[0].text is not None for output in outputs)
+    conversation = [
+        {"role": "user", "content": [{"type": "text", "text": "The end"}]},
+        {"role": "assistant", "content": "of"},
+        {"role": "user", "content": "the story"},
+    ]
+    assert len(mine.chat([conversation] * 3, params, use_tqdm=False)) == 3
+    (parts,) = mine.chat(conversation, params, use_tqdm=False)
+    assert "<|user|>The end<|end|>" in parts.prompt
+
+
+def test_a_script_on_prefix_caching_and_metrics_runs(llm):
+    llm.reset_prefix_cache()
+    prefix = "Once upon a time there was a little robot who counted the stars. "
+    prompts = [prefix + name for name in ("The quick", "The lazy")]
+    cold = llm.generate(prompts[0], GREEDY)
+    warm = llm.generate(prompts, GREEDY)
+    assert warm[0].outputs == cold[0].outputs
+    assert all(output.num_cached_tokens > 0 for output in warm)
+    for metric in llm.get_metrics("vllm:"):
+        if isinstance(metric, Gauge | Counter):
+            assert metric.value >= 0
+        elif isinstance(metric, Histogram):
+            assert metric.buckets["+Inf"] == metric.count
+            assert metric.sum >= 0
+
+
+def test_an_asynchronous_script_streams(llm, checkpoint):
+    async def main() -> str:
+        args = AsyncEngineArgs(model=str(checkpoint), enforce_eager=True)
+        for name, value in OPTIONS.items():
+            setattr(args, name, value)
+        engine = AsyncLLM.from_engine_args(args)
+        engine_of(engine).programs.executables = engine_of(llm).programs.executables
+        params = replace(GREEDY, output_kind=RequestOutputKind.DELTA)
+        text = ""
+        try:
+            async for output in engine.generate(
+                request_id="one", prompt="The end of", sampling_params=params
+            ):
+                text += "".join(completion.text for completion in output.outputs)
+                if output.finished:
+                    break
+        finally:
+            engine.shutdown()
+        return text
+
+    (want,) = llm.generate("The end of", GREEDY, use_tqdm=False)
+    assert asyncio.run(main()) == want.outputs[0].text
+
+
+def test_what_is_absent_is_said_in_one_sentence(llm):
+    for import_, message in {
+        "from jaxkv.sampling_params import StructuredOutputsParams": "nearest: allowed_token_ids",
+        "from jaxkv.inputs import EmbedsPrompt": "has no 'EmbedsPrompt' yet, which vLLM has",
+        "from jaxkv.outputs import EmbeddingRequestOutput": "has no 'EmbeddingRequestOutput' yet",
+        "from jaxkv.metrics import Vector": "nearest: Counter",
+        "from jaxkv import LLMEngine": r"nearest: LLM.as_completed and LLM.stream",
+    }.items():
+        with pytest.raises(ImportError, match=message):
+            exec(import_)  # noqa: S102
+    for call, message in {
+        lambda: SamplingParams(structured_outputs={"choice": ["a"]}): "nearest: allowed_token_ids",
+        lambda: SamplingParams(logits_processors=[print]): "nearest: logit_bias",
+        lambda: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}): "multi_modal_data",
+        lambda: LLM(speculative_config={"model": "x"}): "speculative_config: expected None",
+        lambda: LLM(enable_lora=True): "enable_lora: expected False .a vLLM argument",
+        lambda: llm.chat(
+            [{"role": "user", "content": "x"}], mm_processor_kwargs={"a": 1}
+        ): "mm_pro",
+    }.items():
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(AttributeError, match=r"^LLM has no 'embed' yet, which vLLM has$"):
+        llm.embed("x")
+    with pytest.raises(AttributeError, match=r"LLM has no 'sleep' yet, .*nearest: shutdown"):
+        llm.sleep()
+    assert not hasattr(llm, "llm_engine")
