@@ -76,7 +76,8 @@ class AsyncLLM:
         whole characters and never with the beginning of a stop string. Ending the iteration early
         (`aclose`, `break`, a cancelled task) ends the request; after `abort` and `shutdown` the
         last output has the finish_reason "abort".
-        prompt: as for `LLM.generate`, or a list of chat messages. sampling_params: by default
+        prompt: as for `LLM.generate`, or a list of chat messages, or {"messages": [...]} with what
+        `LLM.as_completed` takes beside them. sampling_params: by default
         `get_default_sampling_params`. request_id: by default a random one. priority: the lowest
         first. of_vllm: `OF_VLLM`, which may be None.
         Raises, each from this iterator only: ValueError for a prompt or parameter that is refused
@@ -111,28 +112,13 @@ class AsyncLLM:
             if not stream.is_ended:
                 self._engine.post(partial(self._engine.close, stream))
 
-    async def render(
-        self,
-        prompt: Prompt | Conversation,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> dict[str, Any]:
+    async def render(self, prompt: Prompt | Conversation) -> dict[str, Any]:
         """Returns {"prompt": its text or None, "prompt_token_ids": [...], "cache_salt": ...} of a
-        prompt, or of a list of chat messages, which the other arguments are for, as in `LLM.chat`:
-        what `generate` takes without making tokens once more.
+        prompt that `generate` takes, to look at or to generate from.
 
         Raises: ValueError for what `generate` would refuse.
         """
-        chat = {
-            "tools": tools,
-            "chat_template_kwargs": chat_template_kwargs,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        return await self._engine.ask(partial(self._llm._rendered, prompt, chat))
+        return await self._engine.ask(partial(self._llm._rendered, prompt))
 
     async def session(
         self,

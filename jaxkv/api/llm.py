@@ -519,10 +519,7 @@ class LLM:
                     f"expected (prompt, SamplingParams or None), got {type(pair).__name__}"
                 )
             prompt, params = pair
-            if is_conversation(prompt):
-                prompt = {"messages": prompt}
-            if isinstance(prompt, Mapping) and "messages" in prompt:
-                prompt = self._chat_prompt(prompt)
+            prompt = self._without_messages(prompt)
             chosen = self.get_default_sampling_params() if params is None else params
             (submission,) = self._intake.accept([prompt], [chosen], [priority])
         except ValueError as error:
@@ -532,10 +529,14 @@ class LLM:
             )
         return submission
 
-    def _chat_prompt(self, chat: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the tokens of messages that stand in a mapping with what is for their template.
-        Raises: ValueError for other keys, and for what is no conversation.
+    def _without_messages(self, prompt: Any) -> Any:
+        """Returns the prompt, that of a conversation as tokens: a list of messages, or one in a
+        mapping with what is for its template. Raises: ValueError for other keys, and for what is no
+        conversation.
         """
+        chat = {"messages": prompt} if is_conversation(prompt) else prompt
+        if not isinstance(chat, Mapping) or "messages" not in chat:
+            return prompt
         given = {"cache_salt": "", "tools": None, "chat_template_kwargs": None, **chat}
         messages, salt = given.pop("messages"), given.pop("cache_salt")
         tools, extra = given.pop("tools"), given.pop("chat_template_kwargs")
@@ -543,24 +544,20 @@ class LLM:
             unknown = ", ".join(sorted(map(str, given)))
             raise ValueError(f"prompt: unknown keys beside messages: {unknown}")
         IS_LIST("tools", tools)
-        (prompt,) = self._intake.render([messages], extra, tools=tools, add_generation_prompt=True)
-        return {**prompt, "cache_salt": salt}
+        # A template is the engine's owner's choice: none may come in `extra`.
+        (rendered,) = self._intake.render(
+            [messages], extra, chat_template=None, tools=tools, add_generation_prompt=True
+        )
+        return {**rendered, "cache_salt": salt}
 
-    def _rendered(self, prompt: Any, chat: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the tokens of a prompt or, by the chat template with these arguments of `chat`,
-        of a conversation.
-        """
-        if not is_conversation(prompt):
-            text, tokens, salt = self._intake.parse(prompt)
-            return {"prompt": text, "prompt_token_ids": tokens, "cache_salt": salt}
-        options = dict(chat)
-        IS_LIST("tools", options["tools"])
-        extra = options.pop("chat_template_kwargs")
+    def _rendered(self, prompt: Any) -> dict[str, Any]:
+        """Returns the tokens of what `as_completed` takes, as a prompt."""
         try:
-            (one,) = self._intake.render([prompt], extra, chat_template=None, **options)
+            prompt = self._without_messages(prompt)
         except ValueError as error:
             raise ValueError(str(error).removeprefix("conversation 0: ")) from error
-        return {**one, "cache_salt": ""}
+        text, tokens, salt = self._intake.parse(prompt)
+        return {"prompt": text, "prompt_token_ids": tokens, "cache_salt": salt}
 
     def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         from tqdm import tqdm

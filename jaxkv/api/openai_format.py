@@ -61,20 +61,18 @@ class BodyError(ValueError):
 class Asked:
     """Holds what a body asks for.
 
-    `keys`: those of the body. `inputs`: prompts, or one list of chat messages, for which `template`
-    has arguments of `LLM.chat`. `top`: how many of the likeliest tokens an answer lists, None: no
-    log-probabilities. `has_output`: False where max_tokens is 0, so that only the echo is wanted
-    (`params` then ask for one token).
+    `keys`: those of the body. `inputs`: prompts, or the messages of one chat with what is for their
+    template, each as `AsyncLLM.generate` and `LLM.as_completed` take it. `top`: how many of the
+    likeliest tokens an answer lists, None: no log-probabilities. `has_output`: False where
+    max_tokens is 0, so that only the echo is wanted (`params` then ask for one token).
     """
 
     url: str
     keys: Collection[str]
     model: str | None
-    inputs: list[Any]
+    inputs: list[dict[str, Any]]
     params: SamplingParams
     top: int | None
-    salt: str
-    template: dict[str, Any] = field(default_factory=dict)
     echo: bool = False
     has_output: bool = True
     stream: bool = False
@@ -214,15 +212,16 @@ def _read_chat(keys: _Keys, defaults: SamplingParams) -> Asked:
     return _asked(
         keys,
         url=CHAT,
-        inputs=[messages],
+        inputs=[{"messages": messages, **template}],
         params=replace(defaults, **{**changes, "max_tokens": longest}),
         top=top,
-        template=template,
     )
 
 
-def _asked(keys: _Keys, **read: Any) -> Asked:
+def _asked(keys: _Keys, inputs: list[dict[str, Any]], **read: Any) -> Asked:
     """Adds what both kinds of requests have."""
+    if (salt := keys.take("cache_salt", str)) is not None:
+        inputs = [{**one, "cache_salt": salt} for one in inputs]
     stream = keys.take("stream", bool, False)
     options = keys.take("stream_options", dict, {})
     if options and not stream:
@@ -236,11 +235,11 @@ def _asked(keys: _Keys, **read: Any) -> Asked:
         )
     asked = Asked(
         **read,
+        inputs=inputs,
         keys=keys.all,
         stream=stream,
         include_usage=include_usage,
         model=keys.take("model", str),
-        salt=keys.take("cache_salt", str, ""),
     )
     keys.end()
     return asked
@@ -255,7 +254,7 @@ def _sampling(keys: _Keys) -> dict[str, Any]:
     return given
 
 
-def _prompts(given: Any) -> list[Any]:
+def _prompts(given: Any) -> list[dict[str, Any]]:
     """Returns the prompts of one text, one list of token ids, or a list of either."""
     one = isinstance(given, str) or (isinstance(given, list) and given and is_int(given[0]))
     prompts = [given] if one else given
@@ -266,7 +265,7 @@ def _prompts(given: Any) -> list[Any]:
             f"{json.dumps(given):.80}",
             "prompt",
         )
-    return [{"prompt_token_ids": one} if isinstance(one, list) else one for one in prompts]
+    return [{"prompt_token_ids" if isinstance(one, list) else "prompt": one} for one in prompts]
 
 
 def read_messages(given: list[Any] | None) -> list[Any]:

@@ -21,7 +21,7 @@ def test_what_is_not_said_is_the_models_and_the_endpoints():
     completion, chat = read(COMPLETIONS, top_p=None, n=None), read(CHAT, store=None, user="me")
     assert completion.params == DEFAULTS
     assert (chat.params.max_tokens, chat.params.temperature) == (None, 0.5)
-    assert (completion.inputs, chat.inputs) == (["a"], [MESSAGES])
+    assert (completion.inputs, chat.inputs) == ([{"prompt": "a"}], [{"messages": MESSAGES}])
 
 
 def test_each_key_of_the_same_name_sets_its_field():
@@ -57,9 +57,10 @@ def test_each_key_of_the_same_name_sets_its_field():
 @pytest.mark.parametrize(
     ("body", "inputs"),
     [
-        ({"prompt": ["a", [1, 2]]}, ["a", {"prompt_token_ids": [1, 2]}]),
+        ({"prompt": ["a", [1, 2]]}, [{"prompt": "a"}, {"prompt_token_ids": [1, 2]}]),
         ({"prompt": [1, 2]}, [{"prompt_token_ids": [1, 2]}]),
-        ({"prompt": ["a"]}, ["a"]),
+        ({"prompt": ["a"]}, [{"prompt": "a"}]),
+        ({"prompt": "a", "cache_salt": "s"}, [{"prompt": "a", "cache_salt": "s"}]),
     ],
 )
 def test_prompts_are_texts_or_tokens_one_or_several(body, inputs):
@@ -125,3 +126,18 @@ def test_answers_are_json_without_infinities_and_bytes_of_part_of_a_character_ar
     top = [{"token": "\ufffd", "logprob": -1.0, "bytes": None}]
     entry = {"token": "é", "logprob": -9999.0, "bytes": list("é".encode()), "top_logprobs": top}
     assert choice["logprobs"]["content"] == [entry]
+
+
+def test_a_stream_shows_what_is_new_and_an_end_once():
+    answer = Answer(asked=read(COMPLETIONS, n=2), model="m", decode=lambda _: "?")
+    first, second = (
+        CompletionOutput(0, "ab", [1], finish_reason="stop"),
+        CompletionOutput(1, "", []),
+    )
+    shown = []
+    for text, reason in (("", None), ("c", None), ("cd", None), ("cd", "length")):
+        second.text, second.finish_reason = text, reason
+        chunks = answer.chunks(0, RequestOutput("0", "a", [1], [first, second]))
+        choices = [chunk["choices"][0] for chunk in chunks]
+        shown.append([(one["index"], one["text"], one["finish_reason"]) for one in choices])
+    assert shown == [[(0, "ab", "stop")], [(1, "c", None)], [(1, "d", None)], [(1, "", "length")]]

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.api.batch_files.forms import Asking, Defaults, Form, Job, LineId, Written
-from jaxkv.api.openai_format import CHAT, COMPLETIONS, Answer, Asked, read_body
+from jaxkv.api.openai_format import CHAT, COMPLETIONS, Answer, read_body
 from jaxkv.requests.outputs import RequestOutput
 
 KEYS = {"custom_id", "method", "url", "body"}
@@ -64,7 +64,7 @@ class OpenAI(Form):
             params = replace(params, max_tokens=defaults.params.max_tokens)
         name = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{_hex(self.id_of(line))}"
         answer = Answer(asked=asked, model=asked.model, decode=defaults.decode, id=name)
-        return Asking(_prompt(asked), params, answer)
+        return Asking(asked.inputs[0], params, answer)
 
     def row(self, job: Job, output: RequestOutput, defaults: Defaults) -> dict[str, Any]:
         number, answer = _hex(job.line_id), job.asking.rest
@@ -109,13 +109,3 @@ def _hex(line_id: LineId | None) -> str:
 def _says_max_tokens(body: Mapping[str, Any]) -> bool:
     names = ("max_tokens", "max_completion_tokens")
     return any(body.get(name) is not None for name in names)
-
-
-def _prompt(asked: Asked) -> Any:
-    """Returns what `LLM.as_completed` takes for the one input."""
-    (prompt,) = asked.inputs
-    if asked.url == CHAT:
-        prompt = {"messages": prompt, **asked.template}
-    elif isinstance(prompt, str):
-        prompt = {"prompt": prompt}
-    return {**prompt, "cache_salt": asked.salt}

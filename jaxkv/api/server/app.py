@@ -129,18 +129,19 @@ class App:
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._json(request)
-        chat = {"tools": list, "chat_template_kwargs": dict}
-        kinds = {"model": str, "prompt": str, "messages": list, **chat}
+        kinds = {"model": str, "prompt": str, "messages": list}
+        kinds |= {"tools": list, "chat_template_kwargs": dict}
         self._check_keys(body, kinds, one_of=("prompt", "messages"))
         key = "messages" if "messages" in body else "prompt"
-        template = {name: body[name] for name in chat if name in body}
-        if template and key == "prompt":
-            raise Refusal(400, f"{next(iter(template))}: expected messages with it", key="messages")
-        try:
-            prompt = read_messages(body[key]) if key == "messages" else body[key]
-        except BodyError as error:
-            raise Refusal(400, str(error), key=error.key) from error
-        tokens = await self._tokens(key, prompt, **template)
+        prompt = {name: value for name, value in body.items() if name != "model"}
+        if key == "messages":
+            try:
+                prompt["messages"] = read_messages(body["messages"])
+            except BodyError as error:
+                raise Refusal(400, str(error), key=error.key) from error
+        elif len(prompt) > 1:
+            raise Refusal(400, "tools, chat_template_kwargs: expected messages with them", key=key)
+        tokens = await self._tokens(key, prompt)
         return JSONResponse(
             {"count": len(tokens), "max_model_len": self._llm.max_model_len, "tokens": tokens}
         )
@@ -170,9 +171,7 @@ class App:
         of_inputs = "prompt" if asked.url == COMPLETIONS else "messages"
         with self.gate.enter(asked.num_sequences, "n" if asked.params.n > 1 else of_inputs):
             try:
-                streams = [
-                    self._llm.generate(one, asked.params) for one in await self._inputs(asked)
-                ]
+                streams = [self._llm.generate(one, asked.params) for one in asked.inputs]
                 async with aclosing(_merged(streams)) as outputs:
                     async for number, output in outputs:
                         if any(one.finish_reason == "abort" for one in output.outputs):
@@ -182,20 +181,6 @@ class App:
                 raise Refusal(
                     400, str(error), key=key_of(error, asked.keys) or of_inputs
                 ) from error
-
-    async def _inputs(self, asked: Asked) -> list[Any]:
-        """Returns what the engine is given."""
-        inputs = asked.inputs
-        if asked.template:
-            inputs = [await self._llm.render(one, **asked.template) for one in inputs]
-        return [await self._salted(one, asked.salt) for one in inputs] if asked.salt else inputs
-
-    async def _salted(self, prompt: Any, salt: str) -> dict[str, Any]:
-        """Returns a prompt that shares cached prefixes only with those of the same salt."""
-        if isinstance(prompt, str):
-            return {"prompt": prompt, "cache_salt": salt}
-        rendered = await self._llm.render(prompt) if isinstance(prompt, list) else prompt
-        return {**rendered, "cache_salt": salt}
 
     async def complete(self, asked: Asked) -> dict[str, Any]:
         """Returns the body of an answer that is not streamed. Raises: Refusal."""
@@ -225,10 +210,10 @@ class App:
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
-    async def _tokens(self, key: str, prompt: Any, **template: Any) -> list[int]:
-        """Returns the tokens of a prompt, or of messages by the chat template. Raises: Refusal."""
+    async def _tokens(self, key: str, prompt: dict[str, Any]) -> list[int]:
+        """Returns the tokens of a prompt that `generate` takes. Raises: Refusal."""
         try:
-            tokens: list[int] = (await self._llm.render(prompt, **template))["prompt_token_ids"]
+            tokens: list[int] = (await self._llm.render(prompt))["prompt_token_ids"]
         except ValueError as error:
             raise Refusal(400, str(error), key=key) from error
         return tokens
