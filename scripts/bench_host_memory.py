@@ -70,13 +70,13 @@ def run(llm: LLM) -> Result:
     return turns(llm, [[] for _ in range(TALKS)], 0, TURNS)
 
 
-def report(runs: dict[str, list[Result]], what: str) -> dict[str, Any]:
+def report(runs: dict[str, list[Result]], *whats: str) -> dict[str, Any]:
     """Returns what stands in the file of one comparison, the first side of which is without."""
     rates = {side: [one["tokens/s"] for one in own] for side, own in runs.items()}
     found: dict[str, Any] = {
         side: {
             "tokens/s, each round": [round(rate) for rate in rates[side]],
-            what: round(own[0][what], 3),
+            **{what: round(own[0][what], 3) for what in whats},
         }
         for side, own in runs.items()
     }
@@ -121,9 +121,13 @@ def restart(folder: Path) -> dict[str, list[Result]]:
             disk = {"kv_disk": copy, "kv_disk_bytes": 2**31} if side == "kv_disk" else {}
             llm = LLM(**OPTIONS, **disk)
             llm.wait_until_compiled()
+            there = next(one for one in llm.get_metrics("") if one.name == "kv_disk_pages")
             # Whatever is slow for the first time; not of these talks.
             turns(llm, [[] for _ in range(TALKS)], TURNS, TURNS + 1)
             own.append(turns(llm, [list(talk) for talk in talks], TURNS - AFTER, TURNS))
+            # The last token that was generated is in no page.
+            filled = sum((len(talk) - 1) // PAGE for talk in talks)
+            own[-1]["pages there"] = getattr(there, "value", 0) / filled
             llm.shutdown()
             del llm
             shutil.rmtree(copy)
@@ -134,7 +138,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         whole = report(alternate(Path(folder, "whole")), "prompt tokens found")
         print(json.dumps(whole, indent=1), flush=True)
-        after = report(restart(Path(folder, "restart")), "page tokens found")
+        after = report(restart(Path(folder, "restart")), "pages there", "page tokens found")
     found = {
         "all turns": whole,
         f"the last {AFTER} turns after a restart": after,

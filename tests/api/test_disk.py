@@ -172,6 +172,12 @@ def test_an_interrupt_while_pages_are_read_ends_nothing_else(make, on_disk, monk
             ask(llm, prompt)
     engine.check()
     assert ask(llm, prompt) == [(want[0], 56)]
+    tiers = engine.scheduler.tiers
+    num_bytes, tiers.disk.num_bytes = tiers.disk.num_bytes, 0
+    tiers._reads["somebody"] = None
+    engine._is_changing = True  # as an interrupt in the middle of a change leaves it
+    engine.check()
+    assert (tiers.disk.num_bytes, tiers._reads) == (num_bytes, {})
     llm.shutdown()
 
 

@@ -15,6 +15,7 @@ import pytest
 from interrupt import Interrupt
 from jaxkv import LLM, SamplingParams, Session
 from jaxkv.errors import CapacityError
+from jaxkv.holding.costs import Costs
 from jaxkv.testing import engine_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -149,12 +150,16 @@ def make(tmp_path: Path) -> Callable[..., LLM]:
         pytest.param(150, {"kv_host_bytes": 1 << 20}, id="150"),
         pytest.param(10_000, {"kv_host_bytes": 1 << 20}, id="10000", marks=LONG),
         pytest.param(5_000, {}, id="no_host_memory", marks=LONG),
+        pytest.param(5_000, {"kv_disk_bytes": 1 << 18}, id="disk", marks=LONG),
     ],
 )
 def test_random_trees_of_sessions_say_what_their_tokens_say(
-    make, tmp_path, num_operations, options
+    make, tmp_path, num_operations, options, monkeypatch
 ):
     """NaN is in all memory that nobody owns."""
+    if "kv_disk_bytes" in options:
+        options = options | {"kv_disk": tmp_path / "pages"}
+        monkeypatch.setattr(Costs, "pays", lambda *_, **__: True)  # whatever the clock says
     llm = make(**options)
     tree = Tree(llm, tmp_path, seed=7)
     with poisoned(engine_of(llm)):
@@ -162,7 +167,8 @@ def test_random_trees_of_sessions_say_what_their_tokens_say(
             tree.step()
     assert min(tree.num_done.values()) > 0
     tiers = engine_of(llm).scheduler.tiers
-    assert tiers is None or tiers.host.num_found > 0
+    for tier in () if tiers is None else (tiers.host, tiers.disk):
+        assert tier is None or tier.num_found > 0
     for one in tree.live:
         one.close()
     engine_of(llm).check()
