@@ -97,7 +97,8 @@ class Tiers:
 
     def wait(self) -> None:
         """Waits until something is read, but not long."""
-        coming = [read.future for read in self._reads.values() if read is not None]
+        reads = [read.future for read in self._reads.values() if read is not None]
+        coming = [future for future in reads if not future.done()]
         wait(coming, LONGEST_WAIT_S, FIRST_COMPLETED)
 
     def load(self, hold: Hold, tokens: array[int], most: int) -> list[tuple[int, HostPage]]:
