@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from jaxkv.api.arguments import check_no_lora, check_none
 from jaxkv.api.engine_thread import EngineThread, Stream
-from jaxkv.api.llm import LLM, Conversation, check_no_lora, check_none
+from jaxkv.api.llm import LLM, Conversation
 from jaxkv.api.session import PREFILL, AsyncSession, chat_options
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.vllm_arguments import ABSENT_FROM_ASYNC, absence

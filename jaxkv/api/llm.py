@@ -13,8 +13,16 @@ from threading import RLock
 from typing import Any, Self
 
 import jax
-import numpy as np
 
+from jaxkv.api.arguments import (
+    CONTENT_FORMAT,
+    POSITIVE_OR_NONE,
+    check_no_lora,
+    check_none,
+    listed_params,
+    listed_priorities,
+)
+from jaxkv.api.description import describe
 from jaxkv.api.session import PREFILL, Home, Session, chat_options
 from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.compile_cache import open_program_files, use_compile_cache
@@ -25,15 +33,13 @@ from jaxkv.build.options import (
     IS_BOOL,
     IS_LIST,
     IS_TEXT_OR_NONE,
-    Check,
     EngineOptions,
     describe_options,
-    one_of,
     takes,
 )
 from jaxkv.build.origin import origin_of
 from jaxkv.build.vllm_arguments import ABSENT_FROM_LLM, absence
-from jaxkv.config import BeamSearchParams, SamplingParams, is_int, own
+from jaxkv.config import BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.host_moves import make_tiers
@@ -43,18 +49,11 @@ from jaxkv.engine.streams import complete, stream
 from jaxkv.holding.directory import Directory
 from jaxkv.holding.prefix import root_key
 from jaxkv.kv.saved import fingerprint
-from jaxkv.models.families import Layout
 from jaxkv.ops.attention import check_backend
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput
 from jaxkv.requests.prompts import Prompt, is_conversation, listed
 from jaxkv.requests.request import Submission
-from jaxkv.weights.tree import describe_packed
-
-CONTENT_FORMAT = one_of("auto", "string", "openai")
-POSITIVE_OR_NONE = Check(
-    expected="None or a number >= 1", holds=lambda x: x is None or (is_int(x) and x >= 1)
-)
 
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
@@ -134,8 +133,8 @@ class LLM:
         IS_BOOL("use_tqdm", use_tqdm)
         check_no_lora(lora_request)
         given = listed(prompts)
-        params = self._listed_params(sampling_params, len(given))
-        priorities = _listed_priorities(priority, len(given))
+        params = listed_params(sampling_params, len(given), self.get_default_sampling_params)
+        priorities = listed_priorities(priority, len(given))
         return self._run(self._intake.accept(given, params, priorities), use_tqdm)
 
     def chat(
@@ -248,7 +247,8 @@ class LLM:
         iterator ends the
         request. Raises: ValueError at the call, before anything is yielded.
         """
-        (submission,) = self._intake.accept([prompt], self._listed_params(sampling_params, 1))
+        params = listed_params(sampling_params, 1, self.get_default_sampling_params)
+        (submission,) = self._intake.accept([prompt], params)
         return stream(self._engine, submission)
 
     def session(
@@ -387,68 +387,9 @@ class LLM:
 
     def describe(self) -> str:
         """Describes what this engine is and has: model, memory, programs, backend and why."""
-        model, blueprint, programs = self._model, self._blueprint, self._engine.programs
-        spec, config = blueprint.spec, blueprint.limits
-        used = self._engine.scheduler.allocator.num_used
-        return "\n".join(
-            (
-                (
-                    f"model     {model.directory} ({spec.family}, {spec.num_layers} layers, "
-                    f"{spec.num_heads} query heads{_part(model.layout.part_of)})"
-                ),
-                (
-                    f"weights   {model.weight_bytes / 2**20:.1f} MiB {blueprint.dtype} on "
-                    f"{blueprint.placement}{describe_packed(model.weights)}"
-                    f"{_stored(model.layout)}"
-                ),
-                f"kv cache  {self.num_kv_tokens} tokens = {config.num_pages} pages of "
-                f"{config.block_size}, "
-                f"{spec.token_numbers} numbers per token and layer in {blueprint.kv_cache_dtype}, "
-                f"{used} pages in use{self._describe_row()}",
-                f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
-                f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode "
-                f"steps per loop",
-                f"programs  {programs.num_compiled - programs.num_loaded} compiled"
-                f"{f', {programs.num_loaded} loaded' if programs.num_loaded else ''} in "
-                f"{programs.compile_s:.1f} s: steps of "
-                f"{', '.join(map(str, programs.token_buckets))} tokens, loops of "
-                f"{', '.join(map(str, programs.row_buckets))} rows",
-                f"cache     of compiled programs: {self._compile_cache}",
-                f"backend   {blueprint.backend} ({blueprint.backend_reason})",
-                *self._budget.lines(programs),
-            )
+        return describe(
+            self._model, self._blueprint, self._engine, self._budget, self._compile_cache
         )
-
-    def _describe_row(self) -> str:
-        """Says what bounds the pages of a row, if anything but its length does."""
-        config, demoted = self._blueprint.limits, self._blueprint.low_codecs
-        if self._engine.scheduler.tiers is not None:
-            return self._engine.scheduler.tiers.describe()
-        if config.read_pages:
-            return (
-                f"; kv_policy {config.kv_policy}: {config.read_pages} pages of a row are read "
-                f"for a new token"
-            )
-        if config.has_windows:
-            return self._describe_windows()
-        if not config.row_pages:
-            return ""
-        low = "" if demoted is None else f" and {config.low_row_pages} in {demoted[0].name}"
-        return f"; kv_policy {config.kv_policy}: {config.row_pages} pages per row{low}"
-
-    def _describe_windows(self) -> str:
-        """Says how many pages of a row stay in its page tables, where a window bounds them."""
-        config = self._blueprint.limits
-        longest = -(-config.max_model_len // config.block_size)
-        held = {window: config.held_pages(longest, window) for window in config.windows if window}
-        bounded = {window: pages for window, pages in held.items() if pages < longest}
-        listed = [
-            f"window {window}: {pages} pages per row"
-            + (f" in {config.windows.count(window)} of {len(config.windows)} page tables")
-            * (len(config.windows) > 1)
-            for window, pages in bounded.items()
-        ]
-        return "".join(f"; {one}" for one in listed)
 
     def _home(self, owner: Any, chat: Mapping[str, Any] | None = None) -> Home:
         """Returns what sessions of `owner`, which this engine serves, have in common."""
@@ -494,23 +435,6 @@ class LLM:
             lock=self._lock,
             tiers=tiers,
         )
-
-    def _listed_params(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> Sequence[SamplingParams]:
-        if params is None:
-            return [self.get_default_sampling_params()] * count
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
-            raise ValueError(
-                f"sampling_params: expected SamplingParams or a list, got {type(params).__name__}"
-            )
-        if len(params) != count:
-            raise ValueError(
-                f"sampling_params: expected one or {count} (one per prompt), got {len(params)}"
-            )
-        return params
 
     def _accept_or_refuse(self, pair: Any, priority: int = 0) -> Submission | ValueError:
         try:
@@ -569,41 +493,3 @@ class LLM:
             for _ in completed:
                 bar.update()
         return [submission.output() for submission in submissions]
-
-
-def _listed_priorities(priority: Any, count: int) -> Sequence[int] | None:
-    given = priority.tolist() if isinstance(priority, np.ndarray) else own(priority)
-    if given is None or is_int(given):
-        return None if given is None else [given] * count
-    if not isinstance(given, (list, tuple)) or len(given) != count:
-        raise ValueError(f"priority: expected a list of {count} numbers, got {priority!r:.80}")
-    return given
-
-
-def check_none(name: str, value: Any) -> None:
-    """Raises ValueError for a value of an argument that sets nothing here."""
-    if value is not None and value != {}:
-        raise ValueError(
-            f"{name}: expected None (a vLLM argument that is not built here), got {value!r:.80}"
-        )
-
-
-def check_no_lora(request: Any) -> None:
-    """Raises ValueError unless it is None, or a list of None for each prompt."""
-    given = request if isinstance(request, list | tuple) else [request]
-    if any(one is not None for one in given):
-        raise ValueError(
-            f"lora_request: expected None (adapters are not built; merge them into the weights), "
-            f"got {request!r:.80}"
-        )
-
-
-def _part(whole: str | None) -> str:
-    return (
-        "" if whole is None else f"; the text part of {whole}, whose other tensors are not loaded"
-    )
-
-
-def _stored(layout: Layout) -> str:
-    how = layout.quantisation
-    return "" if how is None else f"; stored as {how.method}"

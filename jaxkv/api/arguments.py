@@ -1,0 +1,65 @@
+"""Checks arguments of the calls of `LLM` and `AsyncLLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.build.options import Check, one_of
+from jaxkv.config import SamplingParams, is_int, own
+
+CONTENT_FORMAT = one_of("auto", "string", "openai")
+POSITIVE_OR_NONE = Check(
+    expected="None or a number >= 1", holds=lambda x: x is None or (is_int(x) and x >= 1)
+)
+
+
+def listed_params(
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    count: int,
+    default: Callable[[], SamplingParams],
+) -> Sequence[SamplingParams]:
+    """Returns parameters for so many prompts. Raises: ValueError for another number of them."""
+    if params is None:
+        return [default()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
+        raise ValueError(
+            f"sampling_params: expected SamplingParams or a list, got {type(params).__name__}"
+        )
+    if len(params) != count:
+        raise ValueError(
+            f"sampling_params: expected one or {count} (one per prompt), got {len(params)}"
+        )
+    return params
+
+
+def listed_priorities(priority: Any, count: int) -> Sequence[int] | None:
+    """Returns a priority for each prompt, None without any. Raises: ValueError."""
+    given = priority.tolist() if isinstance(priority, np.ndarray) else own(priority)
+    if given is None or is_int(given):
+        return None if given is None else [given] * count
+    if not isinstance(given, (list, tuple)) or len(given) != count:
+        raise ValueError(f"priority: expected a list of {count} numbers, got {priority!r:.80}")
+    return given
+
+
+def check_none(name: str, value: Any) -> None:
+    """Raises ValueError for a value of an argument that sets nothing here."""
+    if value is not None and value != {}:
+        raise ValueError(
+            f"{name}: expected None (a vLLM argument that is not built here), got {value!r:.80}"
+        )
+
+
+def check_no_lora(request: Any) -> None:
+    """Raises ValueError unless it is None, or a list of None for each prompt."""
+    given = request if isinstance(request, list | tuple) else [request]
+    if any(one is not None for one in given):
+        raise ValueError(
+            f"lora_request: expected None (adapters are not built; merge them into the weights), "
+            f"got {request!r:.80}"
+        )
