@@ -57,10 +57,17 @@ def load_tokenizer(directory: Path) -> Any:
 
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 OF_MODELS = {
+    "LlamaTokenizer": ("llama",),
     "Qwen2Tokenizer": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
     "GemmaTokenizer": ("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text"),
 }
 """Classes that AutoTokenizer takes of these model types where tokenizer_config.json names them."""
+
+ALWAYS_GENERIC = (
+    *("mistral", "mixtral", "ministral", "ministral3", "mistral3"),
+    *("granite", "granitemoe", "granitemoehybrid", "olmo2", "olmo3", "glm4", "glm4_moe"),
+)
+"""Model types of which it takes the generic class, whatever is named."""
 
 
 def known_class(directory: Path) -> Any | None:
@@ -76,12 +83,17 @@ def known_class(directory: Path) -> Any | None:
         return None
     import transformers
 
-    if name in GENERIC:
-        return transformers.PreTrainedTokenizerFast
-    name = name.removesuffix("Fast")
+    name = name if name in GENERIC else name.removesuffix("Fast")
     model = directory / "config.json"
     model_type = check_json(model).get("model_type") if model.is_file() else None
-    return getattr(transformers, name) if model_type in OF_MODELS.get(name, ()) else None
+    if name in GENERIC or model_type in ALWAYS_GENERIC:
+        return transformers.PreTrainedTokenizerFast
+    if model_type not in OF_MODELS.get(name, ()):
+        return None
+    # Llama 3's file under Llama 2's name, as some checkpoints have it.
+    if name == "LlamaTokenizer" and "ByteLevel" in files[0].read_text(encoding="utf-8"):
+        return transformers.PreTrainedTokenizerFast
+    return getattr(transformers, name)
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, directory: Path) -> None:

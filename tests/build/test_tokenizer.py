@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxkv.build.tokenizer import OF_MODELS, known_class, load_tokenizer
+from jaxkv.build.tokenizer import ALWAYS_GENERIC, OF_MODELS, known_class, load_tokenizer
 from tokenizers_ import save_tokenizer
 
 TEXTS = ["The end of  the story", " One\n\nby <s> one", "Привет, мир! 12345"]
@@ -18,7 +18,10 @@ TEXTS = ["The end of  the story", " One\n\nby <s> one", "Привет, мир! 1
         ("Qwen2Tokenizer", "qwen3", True),
         ("Qwen2TokenizerFast", "qwen2", True),
         ("GemmaTokenizer", "gemma3_text", True),
-        ("LlamaTokenizer", "llama", False),
+        ("LlamaTokenizer", "llama", True),
+        ("LlamaTokenizerFast", "mistral", True),
+        ("GPT2Tokenizer", "granite", True),
+        ("GPT2Tokenizer", "olmo2", True),
         ("Qwen2Tokenizer", "llama", False),
     ],
 )
@@ -37,12 +40,29 @@ def test_the_class_is_the_one_that_transformers_chooses(tmp_path, name, model_ty
         assert got.encode(text) == want.encode(text)
 
 
+def test_a_llama_tokenizer_of_pieces_is_the_one_that_transformers_chooses(tmp_path):
+    from transformers import AutoTokenizer
+
+    save_tokenizer(tmp_path, "sentencepiece-like")
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizer"}
+    file.write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    want, got = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert type(got) is type(want) is known_class(tmp_path)
+    assert type(got).__name__ == "LlamaTokenizer"
+    for text in TEXTS:
+        assert got.encode(text) == want.encode(text)
+
+
 def test_the_classes_of_model_types_are_those_of_transformers():
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     for name, model_types in OF_MODELS.items():
         for model_type in model_types:
-            assert TOKENIZER_MAPPING_NAMES[model_type].removesuffix("Fast") == name
+            assert TOKENIZER_MAPPING_NAMES.get(model_type, name).removesuffix("Fast") == name
+    generic = ("TokenizersBackend", "MistralCommonBackend")
+    assert {TOKENIZER_MAPPING_NAMES[name] for name in ALWAYS_GENERIC} <= {*generic}
 
 
 @pytest.mark.parametrize("change", [{"auto_map": {}}, {"tokenizer_class": None}])
