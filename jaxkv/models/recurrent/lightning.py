@@ -41,7 +41,7 @@ class Lightning:
         """Returns the logarithm of what each token leaves of the state of each head, by layer."""
         rate_M = 2.0 ** (-8 / self.num_heads * (np.arange(self.num_heads) + 1))
         part_L = 1 - np.array(self.layers) / (self.num_layers - 1 + 1e-5) + 1e-5
-        return np.float32(-rate_M[None] * part_L[:, None])
+        return (-rate_M[None] * part_L[:, None]).astype(np.float32)
 
     def __call__(
         self,
