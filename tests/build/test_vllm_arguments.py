@@ -13,6 +13,7 @@ from jaxkv.build.engine_args import AsyncEngineArgs
 from jaxkv.build.model import find_model
 from jaxkv.build.options import ABOUT, DEFAULTS, EngineOptions
 from jaxkv.build.vllm_arguments import FOREIGN, as_options
+from tiny import make_checkpoint, tiny_config
 
 OF_VLLM = json.loads(Path(__file__).parents[1].joinpath("api/vllm_names.json").read_text())
 
@@ -136,3 +137,17 @@ def test_generation_config_vllm_leaves_the_model_s_defaults_out(checkpoint, tmp_
     assert (auto.default_params().top_k, vllm.default_params().top_k) == (7, 0)
     assert auto.eos_ids == vllm.eos_ids
     assert 3 in vllm.eos_ids
+
+
+def test_objects_of_config_are_overridden_key_by_key(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    for name, factor in (("as_it_is", 2.0), ("wanted", 4.0)):
+        config = tiny_config("llama", rope_parameters=rope | {"factor": factor})
+        make_checkpoint(tmp_path / name, config)
+    options = EngineOptions(
+        tmp_path / "as_it_is",
+        skip_tokenizer_init=True,
+        hf_overrides={"rope_parameters": {"factor": 4.0}},
+    )
+    wanted = EngineOptions(tmp_path / "wanted", skip_tokenizer_init=True)
+    assert find_model(options).spec == find_model(wanted).spec
