@@ -80,6 +80,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.3, "tie_word_embeddings": True},
     "cohere-qk-norm": {"use_qk_norm": True, "attention_bias": True},
     "cohere2": WINDOW | HEAD | {"logit_scale": 0.3},
+    "cohere2_moe": WINDOW
+    | HEAD
+    | EXPERTS
+    | {"logit_scale": 0.3, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    | {"num_shared_experts": 2, "prefix_dense_intermediate_size": 64},
+    "cohere2_moe-sigmoid": HEAD
+    | EXPERTS
+    | {"expert_selection_fn": "sigmoid", "sliding_window": 8, "first_k_dense_replace": 1}
+    | {"rms_norm_eps": 1e-6, "shared_expert_combination_strategy": "sum", "num_shared_experts": 1},
     "cwm": WINDOW | HEAD,
     "axk1": GROUPED | LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "deepseek_v2": GROUPED
@@ -135,6 +145,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN
         | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16}
     },
+    "longcat_flash": LATENT
+    | {"num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 80, "head_dim": 8}
+    | {"moe_topk": 3, "n_routed_experts": 6, "zero_expert_num": 4, "expert_ffn_hidden_size": 24},
+    "sarvam_moe": GROUPED | HEAD,
     "sarvam_mla": GROUPED | LATENT | {"q_lora_rank": None},
     "youtu": LATENT | {"tie_word_embeddings": True},
     "glm4_moe": GROUPED | HEAD | {"use_qk_norm": True, "attention_bias": True},

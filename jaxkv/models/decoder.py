@@ -57,7 +57,10 @@ def forward(
     # The pools are carried whole, with the layer's number beside them: as scan xs/ys they would be
     # copied (7.25 GiB against 0.1 MiB of temporaries for a 7 GiB pool, compiled for v5e).
     with jax.named_scope("layers"):  # by which `jaxkv check` knows the loop in a compiled program
-        carry = (x_TD, attend.held(statistics))
+        held = attend.held(statistics)
+        if spec.has_shortcut:
+            held = held._replace(aside_TD=jnp.zeros_like(x_TD))
+        carry = (x_TD, held)
         layer = jax.checkpoint(layers) if runs_again else layers
         x_TD, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
     return attend.state(held), x_TD, _of_all_devices(held.statistics, statistics, axis)

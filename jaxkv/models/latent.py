@@ -40,6 +40,8 @@ def project(
     latent_T1R = rms_norm(
         row_T1H[..., :rank], values(w["kv_down_norm"]), eps=spec.attention.latent_eps
     )
+    if spec.attention.latent_factor != 1.0:
+        latent_T1R *= spec.attention.latent_factor
     rotated = [q_TNH[..., num_plain:], row_T1H[..., rank:]]
     if rope is not None:
         rotated = [apply_rope(x, rope) for x in rotated]

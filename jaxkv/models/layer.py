@@ -82,7 +82,7 @@ class Layers:
         spec, layers = self._spec, self._spec.layers_of(kind)
         index_L = np.zeros(spec.num_layers, np.int32)
         index_L[list(layers)] = range(len(layers))
-        mix, stream = self._mix(layers), spec.normed_stream
+        mix, stream = self._mix(layers), spec.scales.stream
 
         def run(number: jax.Array, carry: Carry) -> Carry:
             x_TD, held = carry
@@ -106,6 +106,8 @@ class Layers:
             if stream is not None:
                 x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
             x_TD = x_TD + out_TD
+            if spec.has_shortcut:
+                x_TD, held = self._shortcut(x_TD, h_TD, w, held)
             if self._own_LTP is not None:
                 x_TD = x_TD + _of_layer(x_TD, self._own_LTP[number], w, spec)
             return x_TD * w["scalar"][None] if "scalar" in w else x_TD, held
@@ -191,7 +193,7 @@ class Layers:
         spec, router = self._spec, self._spec.router
         if "up" not in w and "router" not in w:
             return jnp.zeros_like(h_TD)
-        if router is None or "router" not in w:
+        if router is None or "router" not in w or spec.has_shortcut:
             out_TD = mlp(
                 h_TD,
                 w,
@@ -208,10 +210,19 @@ class Layers:
             routed_TD, w, "post_routed_norm", spec
         )
 
+    def _shortcut(self, x_TD: jax.Array, h_TD: jax.Array, w: Weights, held: Held) -> Carry:
+        """Sets aside what a layer's experts make of the input to its MLP; the layer behind it,
+        which has none, adds it to the stream.
+        """
+        router = self._spec.router
+        if router is not None and "router" in w:
+            return x_TD, held._replace(aside_TD=self._experts(h_TD, w, router))
+        return x_TD if held.aside_TD is None else x_TD + held.aside_TD, held
+
     def _experts(self, x_TD: jax.Array, w: Weights, router: Router) -> jax.Array:
         """Runs the experts that the router chooses, and the shared one."""
         spec, activation = self._spec, self._spec.activation
-        num_experts = w["router"].num_rows
+        num_experts = w["router"].num_rows - router.num_identity
         logits_TE = linear_float32(normed(x_TD, w, "router_norm", spec), w["router"])
         if "router_offset" in w:
             logits_TE += w["router_offset"].astype(jnp.float32)[None, :]
@@ -219,6 +230,7 @@ class Layers:
         if "router_gain" in w:
             weight_TK *= w["router_gain"].astype(jnp.float32)[expert_TK]
         x_TD = normed(x_TD, w, "routed_norm", spec)
+        given_T1 = jnp.where(expert_TK < num_experts, 0, weight_TK).sum(axis=1, keepdims=True)
         expert_TK = jnp.where(self._is_real_T[:, None], expert_TK, num_experts)
 
         def run(x_RD: jax.Array, expert: jax.Array) -> jax.Array:
@@ -246,8 +258,9 @@ class Layers:
             shared_TD = mlp(x_TD, own, activation=activation)
             if "shared_weight" in w:
                 shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))
-            y_TD += shared_TD
-        return add_up(y_TD, None, self._axis)
+            y_TD += scaled(shared_TD, router.shared_scale)
+        y_TD = add_up(y_TD, None, self._axis)
+        return y_TD + given_T1 * x_TD if router.num_identity else y_TD
 
 
 def _weighed(

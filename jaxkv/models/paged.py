@@ -28,12 +28,14 @@ Result = tuple[jax.Array, "Held"]
 
 class Held(NamedTuple):
     """Holds what layers change: the pools of each store, what is observed, and recurrent states.
-    All else of the KV state stays outside of the loop.
+    All else of the KV state stays outside of the loop. aside_TD: what experts have given that joins
+    the stream behind the next layer (`ModelSpec.has_shortcut`).
     """
 
     stores: tuple[Pools, ...]
     statistics: Statistics | None
     states: tuple[tuple[jax.Array, ...], ...] = ()
+    aside_TD: jax.Array | None = None
 
 
 class PagedAttention:

@@ -70,7 +70,7 @@ class AttentionSpec:
     there is one. clip:
     bounds queries, keys and values from both sides, where it is not 0. kv_sources: for each layer
     the one whose keys and values it attends to; () if each has its own. latent_eps: of the norms
-    inside of latent attention.
+    inside of latent attention. latent_factor: of latents, before they are stored.
     """
 
     scale: float | None = None
@@ -82,21 +82,7 @@ class AttentionSpec:
     has_sinks: bool = False
     kv_sources: tuple[int, ...] = ()
     latent_eps: float = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scales:
-    """Holds factors on embeddings, on values, on an MLP's gate and on its output, on what joins the
-    stream, and on logits, which `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
-    """
-
-    embed: float = 1.0
-    values: float = 1.0
-    gate: float = 1.0
-    mlp: float = 1.0
-    residual: float = 1.0
-    logits: float = 1.0
-    logit_cap: float = 0.0
+    latent_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +94,23 @@ class NormedStream:
 
     mixer: tuple[tuple[float, float], ...]
     mlp: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scales:
+    """Holds factors on embeddings, on values, on an MLP's gate and on its output, on what joins the
+    stream, and on logits, which `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
+    stream: where it goes on from behind norms.
+    """
+
+    embed: float = 1.0
+    values: float = 1.0
+    gate: float = 1.0
+    mlp: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    logit_cap: float = 0.0
+    stream: NormedStream | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +190,6 @@ class ModelSpec:
     layer_ropes: tuple[RopeSpec | None, ...] = ()
     is_parallel: bool = False
     scales: Scales = Scales()
-    normed_stream: NormedStream | None = None
     layer_kinds: tuple[int, ...] = ()
     router: Router | None = None
     states: tuple[StateSpec, ...] = ()
@@ -202,6 +204,11 @@ class ModelSpec:
         ropes = {rope for rope in (self.rope, *self.layer_ropes) if rope}
         beyond = {rope.kind for rope in ropes if max_len > rope.original_max_len > 0}
         return max_len if "dynamic" in beyond else int("longrope" in beyond)
+
+    @property
+    def has_shortcut(self) -> bool:
+        """Says whether what a layer's experts give joins the stream behind the next layer."""
+        return self.router is not None and self.router.is_shortcut
 
     @property
     def num_kinds(self) -> int:

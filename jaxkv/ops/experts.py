@@ -29,9 +29,11 @@ class Router:
     scores, or if not `by_two` the largest scores. margin: if not 0, experts are chosen one after
     the other, and each weighs as in a softmax over those left whose logits are less than such a
     part of their size behind it. logit_scale: of the logits. on_input: a weight multiplies what
-    comes into its expert, not what goes out.
+    comes into its expert, not what goes out. shared_scale: of what the MLP for all tokens gives.
+    num_identity: so many experts, the last ones, give back what comes in. is_shortcut: experts take
+    what comes into the layer's MLP, and what they give joins the stream behind the next layer.
     Sources: arXiv 2401.04088, section 2.1; with groups arXiv 2412.19437, section 2.1.2; one after
-    the other arXiv 2409.12136, as its authors' code has it.
+    the other arXiv 2409.12136, as its authors' code has it; the last two arXiv 2509.01322.
     """
 
     num_used: int
@@ -45,6 +47,9 @@ class Router:
     margin: float = 0.0
     on_input: bool = False
     logit_scale: float = 1.0
+    shared_scale: float = 1.0
+    num_identity: int = 0
+    is_shortcut: bool = False
 
     def __call__(self, logits_TE: Array, bias_E: Array | None = None) -> tuple[Array, Array]:
         """Returns the experts of each token [T, K] int32, and their weights [T, K] float32. The
@@ -99,7 +104,8 @@ def run_experts(
     on_input: bool = False,
 ) -> Array:
     """Adds up what each token's experts make of it, [T, D] float32; `run(x, expert)` is one expert
-    on some rows. A token of expert `num_experts` is in none. on_input: as in `Router`.
+    on some rows. A token of an expert from `num_experts` on is in none. on_input: as in
+    `Router`.
 
     Tokens are sorted by expert and taken in blocks of one expert each; a block's last rows may be
     those of the next expert, whose own block overwrites what this one wrote there. Cost: an

@@ -244,7 +244,8 @@ def expected_packing(
     """
     form, width = FORMS[how.kind], leaf.info.shape[-1]
     is_turned = leaf.part is not None and leaf.part.transposed
-    module = leaf.source.format(layer=0, head=0, expert=0).removesuffix(".weight")
+    names = dict.fromkeys(("layer", "pair", "half", "head", "expert"), 0)
+    module = leaf.source.format(**names).removesuffix(".weight")
     if how.skips(module) or (form.is_turned and not is_turned):
         return None
     group = how.block[0] if is_turned and not form.is_turned else how.block[1]

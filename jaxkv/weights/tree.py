@@ -80,7 +80,7 @@ def tree_leaves(spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
 def _stacked(name: str, leaf: Leaf, kind: int, layers: Sequence[int]) -> TreeLeaf:
     num_named = leaf.num_experts if "{expert}" in leaf.source else leaf.num_sources
     sources = tuple(
-        leaf.source.format(layer=layer, head=number, expert=number)
+        leaf.source.format(layer=layer, pair=layer // 2, half=layer % 2, head=number, expert=number)
         for layer in layers
         for number in range(num_named)
     )

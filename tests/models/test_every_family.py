@@ -42,6 +42,7 @@ QUICK = {
     "granite_swa",  # sinks
     "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts
     "llama4",  # chunks, experts that take weighed inputs; the text part of another model
+    "longcat_flash",  # experts whose results join later, or that give back what comes in
     "minimax",  # a stream that goes on from behind norms, decays by layer
     "ministral3",  # queries that grow
     "nanochat",  # norms without weights, the other way round

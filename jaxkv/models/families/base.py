@@ -71,8 +71,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """Describes one array of the weight tree: its name in the checkpoint (`{layer}` is filled in)
-    and its description.
+    """Describes one array of the weight tree: its name in the checkpoint (`{layer}` is filled in,
+    or `{pair}` and `{half}` where it counts two layers as one) and its description.
 
     `same_as` names a leaf that this one may repeat: absent or equal in the checkpoint, it is left
     out of the tree. `part`: it is a part of the tensor only. `num_sources`: it is so many tensors

@@ -12,7 +12,7 @@ from jaxkv.models.families.delta import CHANNELS, LINEAR
 from jaxkv.models.families.experts import read_mixtral, read_router
 from jaxkv.models.families.hybrid import rows_of, with_mixer
 from jaxkv.models.recurrent import Lightning
-from jaxkv.models.spec import ModelSpec, NormedStream
+from jaxkv.models.spec import ModelSpec, NormedStream, Scales
 
 DERIVED = r"model\.layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_decay)"
 """Tensors that follow from the sizes."""
@@ -42,7 +42,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         mixer=tuple(_factors(config, f"{name}_attn") for name in _kinds_in_order(kinds)),
         mlp=_factors(config, "mlp"),
     )
-    spec = replace(spec, normed_stream=stream)
+    spec = replace(spec, scales=Scales(stream=stream))
     return spec, replace(layout, derived=(*layout.derived, DERIVED))
 
 
