@@ -243,8 +243,9 @@ class Scheduler:
             self._give_back(request)
 
     def _admit(self) -> None:
-        if self.tiers is not None and self.tiers.disk is not None and self._waiting:
-            self._read_ahead(self.tiers)
+        if self.tiers is not None and self.tiers.disk is not None:
+            for n, (_, request) in enumerate(heapq.nsmallest(READ_AHEAD, self._waiting)):
+                self._read(request, is_first=not n)
         if self._waiting and not self._free_rows and not self._is_ready():
             self._preempt(self.running[-1])
         # In order: a request that does not fit yet holds back those behind it, or it could wait
@@ -256,6 +257,7 @@ class Scheduler:
             _, request = self._waiting[0]
             if request.num_coming:
                 return  # it was preempted, and all its tokens are computed anew
+            self._read(request, is_first=True)
             if self.is_loading:
                 return  # sooner than what it could compute until then
             request.hold.begin(self.allocators)
@@ -467,19 +469,18 @@ class Scheduler:
             return False
         return self.tiers.is_coming(self._waiting[0][1].hold)
 
-    def _read_ahead(self, tiers: Tiers) -> None:
-        """Has pages of those that are admitted next read from a disk."""
-        for n, (_, request) in enumerate(heapq.nsmallest(READ_AHEAD, self._waiting)):
-            # A beam is not made to wait, as others of its search may wait for it.
-            if not request.num_coming and not request.beams:
-                tiers.read_ahead(
-                    request.hold,
-                    request.tokens,
-                    self._most_cached(request),
-                    is_listed=self.allocator.has_key,
-                    is_first=not n,
-                    is_busy=bool(self.running),
-                )
+    def _read(self, request: Request, *, is_first: bool) -> None:
+        """Has pages of a request that waits read from a disk, if it has any that pay."""
+        # A beam is not made to wait, as others of its search may wait for it.
+        if self.tiers is not None and not request.num_coming and not request.beams:
+            self.tiers.read_ahead(
+                request.hold,
+                request.tokens,
+                self._most_cached(request),
+                is_listed=self.allocator.has_key,
+                is_first=is_first,
+                is_busy=bool(self.running),
+            )
 
     def _load(self, request: Request) -> int:
         """Goes on with pages from host memory and a disk where no more are on the device; returns

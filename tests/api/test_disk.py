@@ -9,6 +9,7 @@ import pytest
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.errors import DirectoryInUseError
+from jaxkv.holding import tiers
 from jaxkv.holding.costs import Costs
 from jaxkv.testing import engine_of
 from poison import poisoned
@@ -172,12 +173,34 @@ def test_an_interrupt_while_pages_are_read_ends_nothing_else(make, on_disk, monk
             ask(llm, prompt)
     engine.check()
     assert ask(llm, prompt) == [(want[0], 56)]
-    tiers = engine.scheduler.tiers
-    num_bytes, tiers.disk.num_bytes = tiers.disk.num_bytes, 0
-    tiers._reads["somebody"] = None
+    own = engine.scheduler.tiers
+    num_bytes, own.disk.num_bytes = own.disk.num_bytes, 0
+    own._reads["somebody"] = None
     engine._is_changing = True  # as an interrupt in the middle of a change leaves it
     engine.check()
-    assert (tiers.disk.num_bytes, tiers._reads) == (num_bytes, {})
+    assert (own.disk.num_bytes, own._reads) == (num_bytes, {})
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("ahead_bytes", [0, 2**30])
+@pytest.mark.usefixtures("loads_always")
+def test_more_requests_than_rows_wait_for_their_pages(make, on_disk, monkeypatch, ahead_bytes):
+    """Those behind the first one too, where not much is read ahead. One that is aborted leaves
+    nothing behind.
+    """
+    monkeypatch.setattr(tiers, "AHEAD_BYTES", ahead_bytes)
+    prompts = [ids(60, seed) for seed in range(8)]
+    llm = make(**on_disk)
+    want = [tokens for tokens, _ in ask(llm, *prompts)]
+    llm.shutdown()
+    llm = make(**on_disk)
+    engine = engine_of(llm)
+    with poisoned(engine):
+        stream = llm.stream({"prompt_token_ids": prompts[0]}, GREEDY)
+        next(stream)
+        stream.close()
+        assert ask(llm, *prompts) == [(tokens, 56) for tokens in want]
+    assert engine.scheduler.tiers._reads == {}
     llm.shutdown()
 
 
