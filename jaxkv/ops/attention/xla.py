@@ -73,6 +73,17 @@ class Scores(NamedTuple):
         own = position % self.chunk + 1
         return own if self.window is None else jnp.minimum(own, self.window)
 
+    def seen(
+        self, position_RM: jax.Array, key_position_RKJ: jax.Array, held_RKJ: jax.Array
+    ) -> jax.Array:
+        """Returns which keys, of those that are held, each query sees, [R, K, M, J]."""
+        position_RKMJ = position_RM[:, None, :, None]
+        distance_RKMJ = position_RKMJ - key_position_RKJ[:, :, None, :]
+        seen_RKMJ = held_RKJ[:, :, None, :] & (distance_RKMJ >= 0)
+        if (reach := self.reach(position_RKMJ)) is not None:
+            seen_RKMJ &= distance_RKMJ < reach
+        return seen_RKMJ
+
 
 @dataclass(frozen=True, slots=True)
 class Xla:
@@ -429,11 +440,7 @@ def _sweep(
         slot_1J = jnp.tile(slot_S, per_block)[None, None]
         held_RKJ = once(slot_1J < jnp.repeat(in_page_RKC, size, axis=2))
         key_position_RKJ = once(jnp.repeat(first_RKC, size, axis=2) + slot_1J)
-        distance_RKMJ = position_RM[:, None, :, None] - key_position_RKJ[:, :, None, :]
-        seen_RKMJ = held_RKJ[:, :, None, :] & (distance_RKMJ >= 0)
-        if (reach := asked.reach(position_RM[:, None, :, None])) is not None:
-            seen_RKMJ &= distance_RKMJ < reach
-        seen_RKMJ = once(seen_RKMJ)
+        seen_RKMJ = once(asked.seen(position_RM, key_position_RKJ, held_RKJ))
         index_RKC = once(layer_base + page_RKC * page_rows + key_1K1)
         keys = fetch(index_RKC)
         values = fetch(once(index_RKC + to_values)) if to_values else keys
