@@ -102,6 +102,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ernie4_5": HEAD | {"use_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
     | {"moe_layer_start_index": 1, "moe_num_shared_experts": 2},
+    "exaone": HEAD | {"attention_bias": True},
     "exaone4": WINDOW,
     "exaone4-full": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     "falcon": FALCON | {"multi_query": True, "new_decoder_architecture": False},
@@ -136,6 +137,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_neox-in-turn": {"use_parallel_residual": False, "attention_bias": False},
     "gpt_bigcode": GPT2,
     "gpt_bigcode-all-heads": GPT2 | {"multi_query": False, "n_inner": 80},
+    "gpt_neo": {"num_layers": 3, "num_heads": 6, "window_size": 8}
+    | {
+        "attention_types": [[["local", "global", "local"], 1]],
+        "attention_layers": ["local", "global", "local"],
+    },
     "gptj": GPT2 | {"rotary_dim": 4},
     "glm4_moe_lite": GROUPED | LATENT,
     "minicpm3": LATENT | {"scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 24},
@@ -287,6 +293,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
             | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
         }
     },
+    "persimmon": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+    "persimmon-no-norm": {"qk_layernorm": False, "tie_word_embeddings": True},
     "phi": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "phi-qk-norm": {"qk_layernorm": True, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "phi3": {"sliding_window": 8},
