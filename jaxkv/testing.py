@@ -13,12 +13,18 @@ from jaxkv.build.memory import Budget
 from jaxkv.build.model import Model
 from jaxkv.config import EngineConfig
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.handover import Handover
 from jaxkv.requests.intake import Intake
 
 
 def engine_of(llm: LLM | AsyncLLM) -> Engine:
     """Returns the engine, whose attributes without an underscore are for tests to look at."""
     return blocking(llm)._engine
+
+
+def front_of(llm: LLM | AsyncLLM) -> Engine | Handover:
+    """Returns what runs requests: the engine, or what stands in front of two."""
+    return blocking(llm)._front
 
 
 def model_of(llm: LLM) -> Model:

@@ -169,7 +169,7 @@ class EngineThread:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._engine = llm._engine
+        self._engine = llm._front
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         # A daemon, because Python waits for other threads before it calls what is registered for
         # its exit.

@@ -23,11 +23,10 @@ from jaxkv.api.arguments import (
     listed_priorities,
 )
 from jaxkv.api.description import describe
+from jaxkv.api.part import make_parts
 from jaxkv.api.session import PREFILL, Home, Session, chat_options
-from jaxkv.build.blueprint import Blueprint, make_blueprint
-from jaxkv.build.compile_cache import open_program_files, use_compile_cache
+from jaxkv.build.compile_cache import use_compile_cache
 from jaxkv.build.engine_args import EngineArgs
-from jaxkv.build.memory import device_memory
 from jaxkv.build.model import Model, find_model
 from jaxkv.build.options import (
     IS_BOOL,
@@ -41,8 +40,7 @@ from jaxkv.build.origin import origin_of
 from jaxkv.build.vllm_arguments import ABSENT_FROM_LLM, absence
 from jaxkv.config import BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
-from jaxkv.engine.engine import Engine
-from jaxkv.engine.host_moves import make_tiers
+from jaxkv.engine.handover import Handover
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.saving import page_form
 from jaxkv.engine.streams import complete, stream
@@ -79,31 +77,28 @@ class LLM:
         devices = jax.devices()
         self._compile_cache = use_compile_cache(devices[0])
         model = find_model(options)
-        blueprint = make_blueprint(
-            options, model.spec, model.layout, devices, stored_dtype=model.stored_dtype
-        )
         with ExitStack() as undo:
             # Before anything takes long: it may be somebody else's.
             self._directory = None if options.kv_disk is None else Directory(Path(options.kv_disk))
             if self._directory is not None:
                 undo.callback(self._directory.close)
-            self._build(model.loaded(blueprint), blueprint, devices)
+            self._build(options, model, devices)
             undo.pop_all()
 
-    def _build(self, model: Model, blueprint: Blueprint, devices: Sequence[jax.Device]) -> None:
-        """Allocates what the engine needs, for weights that are loaded."""
-        options = blueprint.options
-        self._model = model
-        memory = device_memory(
-            devices[0],
-            weight_bytes=self._model.weight_bytes,
-            utilization=options.gpu_memory_utilization,
-        )
-        self._files = open_program_files(blueprint.placement.devices)
-        self._budget = blueprint.budget(memory, self._model.weights, self._files)
-        self._blueprint = blueprint.with_pages(self._budget.num_pages)
+    def _build(self, options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> None:
+        """Loads the weights and allocates what the engine needs, or the two that there are."""
+        self._parts = make_parts(options, model, devices)
+        part = self._parts[0]
+        self._model, self._blueprint, self._budget = part.model, part.blueprint, part.budget
         self._lock = RLock()
-        self._engine = self._make_engine()
+        # Each engine has a lock of its own, of which the first one's is the intake's too.
+        locks = [self._lock, RLock()][: len(self._parts)]
+        self._engines = [
+            part.make_engine(lock, self._directory)
+            for part, lock in zip(self._parts, locks, strict=True)
+        ]
+        self._engine, *prefill = self._engines
+        self._front = Handover(prefill[0], self._engine) if prefill else self._engine
         self._intake = self._make_intake()
 
     @classmethod
@@ -235,7 +230,7 @@ class LLM:
             raise ValueError(
                 f"requests: expected an iterable of (prompt, params), got {type(requests).__name__}"
             )
-        return complete(self._engine, enumerate(map(self._accept_or_refuse, requests)))
+        return complete(self._front, enumerate(map(self._accept_or_refuse, requests)))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -249,7 +244,7 @@ class LLM:
         """
         params = listed_params(sampling_params, 1, self.get_default_sampling_params)
         (submission,) = self._intake.accept([prompt], params)
-        return stream(self._engine, submission)
+        return stream(self._front, submission)
 
     def session(
         self,
@@ -293,17 +288,20 @@ class LLM:
 
         Raises: CapacityError if the programs do not fit, and what else compiling one has raised.
         """
-        self._budget.compile_all(self._engine.programs)
+        for part, engine in zip(self._parts, self._engines, strict=True):
+            part.budget.compile_all(engine.programs)
 
     def shutdown(self) -> None:
         """Ends every request and gives the memory of weights and KV cache back, and a `kv_disk` to
         others; later calls raise EngineDeadError. Once is enough, twice is fine; the end of a
         `with LLM(...) as llm` does it.
         """
-        self._engine.programs.stop()
-        self._engine.end()
-        for array in jax.tree.leaves((self._model.weights, self._engine.kv)):
-            array.delete()
+        for engine in self._engines:
+            engine.programs.stop()
+        self._front.end()
+        for engine in self._engines:
+            for array in jax.tree.leaves((engine.weights, engine.kv)):
+                array.delete()
 
     def __enter__(self) -> Self:
         return self
@@ -325,7 +323,7 @@ class LLM:
     @property
     def compile_s(self) -> float:
         """Seconds spent compiling so far."""
-        return self._engine.programs.compile_s
+        return sum(engine.programs.compile_s for engine in self._engines)
 
     def get_tokenizer(self) -> Any:
         """Returns the Hugging Face tokenizer, None with skip_tokenizer_init=True."""
@@ -374,7 +372,7 @@ class LLM:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now
         on.
         """
-        self._engine.forget()
+        self._front.forget()
 
     def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
         """Counters, gauges and histograms under vLLM's names (and some of our own), behind
@@ -387,9 +385,11 @@ class LLM:
 
     def describe(self) -> str:
         """Describes what this engine is and has: model, memory, programs, backend and why."""
-        return describe(
+        prompts_on = [f"prompts   on {part.blueprint.placement}" for part in self._parts[1:]]
+        lines = describe(
             self._model, self._blueprint, self._engine, self._budget, self._compile_cache
         )
+        return "\n".join([lines, *prompts_on])
 
     def _home(self, owner: Any, chat: Mapping[str, Any] | None = None) -> Home:
         """Returns what sessions of `owner`, which this engine serves, have in common."""
@@ -412,28 +412,6 @@ class LLM:
             cache_root=root,
             share_prefixes=blueprint.options.enable_prefix_caching,
             lock=self._lock,
-        )
-
-    def _make_engine(self) -> Engine:
-        blueprint, tokenizer = self._blueprint, self._model.tokenizer
-        programs = blueprint.programs(self._model.weights, files=self._files)
-        self._budget.compile(programs, lazy=blueprint.options.lazy_compile)
-        options, kv = blueprint.options, blueprint.empty_kv()
-        tiers = make_tiers(
-            kv,
-            host_bytes=options.kv_host_bytes,
-            disk_bytes=options.kv_disk_bytes,
-            directory=self._directory,
-        )
-        return Engine(
-            self._model.weights,
-            kv,
-            programs,
-            blueprint.limits,
-            make_kv=blueprint.empty_kv,
-            decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token]),
-            lock=self._lock,
-            tiers=tiers,
         )
 
     def _accept_or_refuse(self, pair: Any, priority: int = 0) -> Submission | ValueError:
@@ -488,7 +466,7 @@ class LLM:
 
         with (
             tqdm(total=len(submissions), desc="Processed prompts", disable=not use_tqdm) as bar,
-            closing(complete(self._engine, enumerate(submissions))) as completed,
+            closing(complete(self._front, enumerate(submissions))) as completed,
         ):
             for _ in completed:
                 bar.update()

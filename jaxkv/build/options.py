@@ -116,6 +116,17 @@ IS_COUNT_OR_NONE = Check(
     expected="None or a number >= 0",
     holds=lambda value: value is None or (is_int(value) and value >= 0),
 )
+IS_PAIR_OR_NONE = Check(
+    expected="None or two numbers of devices >= 1",
+    holds=lambda value: (
+        value is None
+        or (
+            isinstance(value, tuple | list)
+            and len(value) == 2
+            and all(is_int(one) and one >= 1 for one in value)
+        )
+    ),
+)
 IS_SECRET = Check(
     expected="bytes or None", holds=lambda value: isinstance(value, bytes | None), is_secret=True
 )
@@ -225,6 +236,12 @@ class EngineOptions:
         1,
         "devices that divide the model and its KV cache between them by heads",
         commands=ENGINES + TARGETS,
+    )
+    disaggregate: Sequence[int] | None = option(
+        None,
+        "(p, d): prompts are computed on the first p devices and outputs on the next d, each part "
+        "with all weights and a KV cache of its own, so that long prompts do not hold up outputs",
+        check=IS_PAIR_OR_NONE,
     )
     max_model_len: int | None = option(
         None,
@@ -369,6 +386,22 @@ class EngineOptions:
                 f"{self.kv_disk_bytes} with kv_disk={self.kv_disk!r}"
             )
 
+        if self.disaggregate is not None:
+            for name, value in ALONE.items():
+                if (got := getattr(self, name)) != value:
+                    raise ValueError(f"{name}: expected {value!r} with disaggregate, got {got!r}")
+
+
+ALONE = {
+    "tensor_parallel_size": 1,
+    "enable_prefix_caching": True,
+    "kv_policy": "full",
+    "kv_host_bytes": 0,
+    "kv_disk": None,
+}
+"""What `disaggregate` goes with: each part has devices of its own, and pages go from one to the
+other as those of the prefix cache.
+"""
 
 ABOUT: dict[str, About] = {one.name: one.metadata["about"] for one in fields(EngineOptions)}
 DEFAULTS: dict[str, Any] = {one.name: one.default for one in fields(EngineOptions)}

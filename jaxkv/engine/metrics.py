@@ -87,6 +87,12 @@ class Observations:
         return Histogram(name, help, total, self.sum, buckets)
 
 
+def arrived(request: Request) -> None:
+    """Notes that a request has come to the first engine that it comes to."""
+    request.record.times.arrival_time = time.time()
+    request.record.arrived_s = time.monotonic()
+
+
 class Recorder:
     """Takes note of what the engine does. Cheap enough for every step: a few additions."""
 
@@ -101,8 +107,8 @@ class Recorder:
         self.held_slots = self.allocated_slots = self.low_slots = 0
 
     def added(self, request: Request) -> None:
-        request.record.times.arrival_time = time.time()
-        request.record.arrived_s = time.monotonic()
+        if not request.record.arrived_s:
+            arrived(request)
 
     def begun(self, requests: Iterable[Request]) -> None:
         """Notes that a step of these requests begins."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 
 from jaxkv.engine.engine import Engine
+from jaxkv.engine.handover import Handover
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.request import Submission
 
 
 def complete(
-    engine: Engine, arriving: Iterator[tuple[int, Submission | ValueError]]
+    engine: Engine | Handover, arriving: Iterator[tuple[int, Submission | ValueError]]
 ) -> Generator[tuple[int, RequestOutput | ValueError]]:
     """Runs what arrives and yields it as it finishes, a refusal at once."""
     # As many again as can finish in one step: the scheduler never looks at an empty queue while
@@ -53,7 +54,7 @@ def _done(taken: Mapping[int, Submission]) -> list[int]:
     return [index for index, submission in taken.items() if submission.is_finished]
 
 
-def stream(engine: Engine, submission: Submission) -> Iterator[RequestOutput]:
+def stream(engine: Engine | Handover, submission: Submission) -> Iterator[RequestOutput]:
     """Yields what is new of the submission as it comes; closing the iterator ends it."""
     try:
         engine.add(submission)

@@ -1,0 +1,98 @@
+"""Builds an engine with all that belongs to it, on some of the devices; two of them where prompts
+and outputs are computed apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from threading import RLock
+
+import jax
+
+from jaxkv.build.blueprint import Blueprint, make_blueprint
+from jaxkv.build.compile_cache import open_program_files
+from jaxkv.build.memory import Budget, device_memory
+from jaxkv.build.model import Model
+from jaxkv.build.options import EngineOptions
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.host_moves import make_tiers
+from jaxkv.holding.directory import Directory
+from jaxkv.programs.executables import ProgramFiles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Holds a model with its weights on some devices, and what an engine on those is made from."""
+
+    model: Model
+    blueprint: Blueprint
+    budget: Budget
+    files: ProgramFiles | None
+
+    def make_engine(self, lock: RLock, directory: Directory | None) -> Engine:
+        """Compiles the programs and allocates the KV cache. directory: where pages are kept too."""
+        blueprint, tokenizer = self.blueprint, self.model.tokenizer
+        programs = blueprint.programs(self.model.weights, files=self.files)
+        self.budget.compile(programs, lazy=blueprint.options.lazy_compile)
+        options, kv = blueprint.options, blueprint.empty_kv()
+        tiers = make_tiers(
+            kv,
+            host_bytes=options.kv_host_bytes,
+            disk_bytes=options.kv_disk_bytes,
+            directory=directory,
+        )
+        return Engine(
+            self.model.weights,
+            kv,
+            programs,
+            blueprint.limits,
+            make_kv=blueprint.empty_kv,
+            decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token]),
+            lock=lock,
+            tiers=tiers,
+        )
+
+
+def make_parts(options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> list[Part]:
+    """Returns what computes outputs, and behind it what computes prompts where that is apart.
+    Raises: as `LLM` does.
+    """
+    if options.disaggregate is None:
+        return [_make_part(options, model, devices)]
+    _refuse_model(model)
+    first, second = options.disaggregate
+    if first + second > len(devices):
+        raise ValueError(
+            f"disaggregate: expected at most {len(devices)} devices in all, the devices here, got "
+            f"{first} + {second}"
+        )
+    return [
+        _make_part(replace(options, tensor_parallel_size=len(own), disaggregate=None), model, own)
+        for own in (devices[first : first + second], devices[:first])
+    ]
+
+
+def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> Part:
+    blueprint = make_blueprint(
+        options, model.spec, model.layout, devices, stored_dtype=model.stored_dtype
+    )
+    model = model.loaded(blueprint)
+    memory = device_memory(
+        devices[0],
+        weight_bytes=model.weight_bytes,
+        utilization=options.gpu_memory_utilization,
+    )
+    files = open_program_files(blueprint.placement.devices)
+    budget = blueprint.budget(memory, model.weights, files)
+    blueprint = blueprint.with_pages(budget.num_pages)
+    return Part(model=model, blueprint=blueprint, budget=budget, files=files)
+
+
+def _refuse_model(model: Model) -> None:
+    """Raises: NotImplementedError for one that does not go with `disaggregate`."""
+    if model.spec.states or model.spec.depends_on_context:
+        kept = "recurrent states" if model.spec.states else "rotations by a request's length"
+        raise NotImplementedError(
+            f"disaggregate: {model.directory}: its pages are not all of a prompt ({kept})"
+        )

@@ -1,0 +1,286 @@
+"""Computes prompts on one engine and outputs on another, each on devices of its own, so that no
+next token waits for the long prompt of another request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from threading import RLock
+from typing import TypeVar
+
+from jaxkv.config import SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.metrics import arrived
+from jaxkv.engine.saving import extract, form_of, insert
+from jaxkv.engine.scheduler import Scheduler
+from jaxkv.errors import CapacityError, Catch, EngineDeadError
+from jaxkv.holding.hold import Hold
+from jaxkv.holding.prefix import PageChain
+from jaxkv.kv.saved import Origin, SavedPages
+from jaxkv.requests.request import Request, Submission
+
+T = TypeVar("T")
+
+PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+
+WAIT_S = 0.02
+"""How long a step waits for a prompt where nothing else is to be done: whoever has a request to add
+or to end comes in between.
+"""
+
+Computed = list[tuple[Request, SavedPages | None]]
+"""Prompts that are done, with their full pages if those are still there."""
+
+
+class Handover:
+    """Stands in front of two engines, which know nothing of each other, as one: what runs requests
+    talks to it as to an `Engine`.
+
+    A prompt goes to the prefill engine as a request of its own (its twin). Its full pages, read
+    into host memory, are put into the decode engine's prefix cache, and only then does the request
+    come there: it finds them, computes what is left of its prompt, at most a page, and goes on as
+    it would alone. Where pages are evicted before it comes, or there is no room for them, it
+    computes its prompt itself.
+
+    The prefill engine is touched by one thread only, which takes its steps; everything else happens
+    in the steps of the decode engine, under its lock.
+    """
+
+    def __init__(self, prefill: Engine, decode: Engine) -> None:
+        forms = [form_of(prefill.kv), form_of(decode.kv)]
+        if forms[0] != forms[1]:
+            raise NotImplementedError(
+                f"disaggregate: expected as many devices for prompts as for outputs with a "
+                f"quantised KV cache, whose pages differ: {forms[0]}, {forms[1]}"
+            )
+        self._prefill, self._decode = _Prefill(prefill), decode
+        self._twins: dict[Request, Submission] = {}
+        """Submissions that the decode engine does not have yet, by their twins."""
+        self._ready: dict[Request, SavedPages | None] = {}
+        """What is known of those of them that are computed."""
+        self._is_ended = self._is_under_way = False
+        self._aborted: list[Submission] = []
+        """Ended while these were changed (`abort`)."""
+
+    @property
+    def lock(self) -> RLock:
+        return self._decode.lock
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._decode.scheduler
+
+    @property
+    def has_work(self) -> bool:
+        return self._decode.has_work or bool(self._twins or self._prefill.leaving)
+
+    def add(self, submission: Submission) -> None:
+        """Queues what `Intake` made."""
+        with self.lock:
+            if self._is_ended:
+                raise EngineDeadError("the engine has been shut down")
+            if not self._is_worth_it(submission.samples[0]):
+                self._decode.add(submission)
+                return
+            for request in submission.samples:
+                arrived(request)
+            twin = _twin(submission.samples[0])
+            self._twins[twin] = submission
+            self._prefill.arriving.append(twin)
+
+    def abort(self, submission: Submission) -> None:
+        """Ends what is left of it, as `Engine.abort` does: in a step, where the garbage collector
+        may close a forgotten stream, it waits. What the prefill engine holds is free at the next
+        step.
+        """
+        with self.lock:
+            if self._is_under_way:
+                self._aborted.append(submission)
+                return
+            for twin, other in list(self._twins.items()):
+                if other is submission:
+                    self._let_go(twin)
+            self._decode.abort(submission)
+
+    def step(self) -> list[Request]:
+        """Takes over prompts that are computed, then takes a step of the decode engine. Returns the
+        requests that got tokens.
+
+        Raises: as `Engine.step`, and what a step of the prefill engine has raised.
+        """
+        with self.lock:
+            try:
+                self._is_under_way = True
+                self._collect(wait_s=0 if self._decode.has_work or self._ready else WAIT_S)
+                self._hand_over()
+            finally:
+                self._is_under_way = False
+                while self._aborted:
+                    self.abort(self._aborted.pop())
+            return self._decode.step() if self._decode.has_work else []
+
+    def forget(self) -> None:
+        """Makes nothing that is computed so far be found again in the prefix caches."""
+        self._prefill.call(lambda engine: engine.forget())
+        self._decode.forget()
+
+    def leave_disk(self) -> None:
+        """Does what `Engine.leave_disk` does."""
+        self._decode.leave_disk()
+
+    def end(self) -> None:
+        """Ends every request, and takes no more."""
+        with self.lock:
+            self._is_ended = True
+            for twin in list(self._twins):
+                self._let_go(twin)
+        self._prefill.end()
+        self._decode.end()
+
+    def check(self) -> None:
+        """Raises RuntimeError if pages, rows and requests of either engine do not add up."""
+        self._prefill.call(lambda engine: engine.check())
+        self._decode.check()
+
+    def _is_worth_it(self, request: Request) -> bool:
+        """Tells whether the decode engine lacks more than a page of the prompt, and can use pages:
+        prompt tokens that are to be scored it has to see, and under a policy it decides what stays.
+        """
+        size = self.scheduler.config.block_size
+        if request.hold.retention is not None or request.most_cached < request.prompt_len - 1:
+            return False
+        hold = _hold(request)
+
+        def look() -> int:
+            hold.begin(self.scheduler.allocators)
+            num_found = hold.take_cached(request.tokens, request.prompt_len - 1)
+            hold.release()
+            return num_found
+
+        return request.prompt_len - self._decode.change(look) > size
+
+    def _collect(self, *, wait_s: float) -> None:
+        """Notes what the prefill engine has computed, and has it go on."""
+        with Catch() as caught:
+            computed = self._prefill.take(wait_s)
+        if caught.error is not None:
+            # Its engine has ended those that were in the step; of others the pages are lost.
+            lost = [twin for twin in self._twins if twin.finish_reason and twin not in self._ready]
+            for twin in lost:
+                self._let_go(twin)
+            raise caught.error
+        self._ready.update((twin, saved) for twin, saved in computed if twin in self._twins)
+
+    def _hand_over(self) -> None:
+        """Gives the decode engine prompts as it has rows for them: pages that wait there for a row
+        might be evicted.
+        """
+        while self._ready and not self.scheduler.num_waiting:
+            twin = min(self._ready, key=lambda twin: twin.order)
+            saved, submission = self._ready[twin], self._twins[twin]
+            if saved is not None:
+                with suppress(CapacityError):
+                    insert(self._decode, saved, twin.hold.chain.root)
+            del self._ready[twin], self._twins[twin]
+            self._decode.add(submission)
+
+    def _let_go(self, twin: Request) -> None:
+        """Ends a submission that the decode engine does not have yet."""
+        submission = self._twins.pop(twin)
+        self._ready.pop(twin, None)
+        self._prefill.leaving.append(twin)
+        for request in submission.samples:
+            request.finish_reason = "abort"
+
+
+class _Prefill:
+    """Takes the steps of the prefill engine, in a thread that nothing else is done in."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.arriving: deque[Request] = deque()
+        self.leaving: deque[Request] = deque()
+        """What other threads have for its engine."""
+        self._engine = engine
+        self._running: list[Request] = []
+        self._is_ended = False
+        kv, size = engine.kv, engine.scheduler.config.block_size
+        # Both engines have the same model: what it is nobody asks.
+        self._origin = Origin(
+            model="", dtype="", codec="", form=form_of(kv), page_size=size, weights="", tokenizer=""
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxkv-prefill")
+        self._advancing: Future[Computed] | None = None
+
+    def take(self, wait_s: float) -> Computed:
+        """Returns what is computed, after waiting for it so long at most. Raises: what a step has
+        raised.
+        """
+        self._go_on()
+        if self._advancing is None or not wait([self._advancing], wait_s).done:
+            return []
+        done, self._advancing = self._advancing, None
+        computed = done.result()
+        self._go_on()
+        return computed
+
+    def _go_on(self) -> None:
+        """Takes steps, if there is anything to do and the thread is not at it."""
+        if self._advancing is None and (self.arriving or self.leaving or self._engine.has_work):
+            self._advancing = self._thread.submit(self._advance)
+
+    def call(self, function: Callable[[Engine], T]) -> T:
+        """Returns function(engine), between two prompts. Raises: EngineDeadError after `end`."""
+        if self._is_ended:
+            raise EngineDeadError("the engine has been shut down")
+        return self._thread.submit(function, self._engine).result()
+
+    def end(self) -> None:
+        """Ends every request, and takes no more."""
+        self._is_ended = True
+        self._thread.shutdown(cancel_futures=True)
+        self._engine.end()
+        self.leaving.clear()
+
+    def _advance(self) -> Computed:
+        """Takes steps until a prompt is done, or none is left."""
+        while True:
+            while self.arriving:
+                twin = self.arriving.popleft()
+                self._running.append(twin)
+                self._engine.add(_submission(twin))
+            while self.leaving:
+                self._engine.abort(_submission(self.leaving.popleft()))
+            done = [twin for twin in self._running if twin.finish_reason is not None]
+            if done or not self._engine.has_work:
+                self._running = [twin for twin in self._running if twin.finish_reason is None]
+                return [(twin, self._pages(twin)) for twin in done]
+            self._engine.step()
+
+    def _pages(self, twin: Request) -> SavedPages | None:
+        tokens = twin.tokens[: twin.prompt_len - 1]
+        return extract(self._engine, tokens, twin.hold.chain.root, self._origin, {})
+
+
+def _twin(request: Request) -> Request:
+    """Returns a request that computes the prompt of this one."""
+    return Request(
+        id=request.id,
+        tokens=array("i", request.tokens),
+        prompt_len=request.prompt_len,
+        params=PREFILL,
+        hold=_hold(request),
+        max_len=request.prompt_len + 1,
+        priority=request.priority,
+    )
+
+
+def _hold(request: Request) -> Hold:
+    return Hold(PageChain(request.hold.chain.root), request.prompt_len)
+
+
+def _submission(twin: Request) -> Submission:
+    return Submission(twin.id, None, (twin,))

@@ -1,0 +1,238 @@
+"""What is computed on two engines, prompts on one and outputs on another, is what one engine
+computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import LLM, SamplingParams
+from jaxkv.engine.handover import Handover
+from jaxkv.engine.streams import complete, stream
+from jaxkv.errors import EngineDeadError
+from jaxkv.testing import engine_of, intake_of
+from tiny import SMALL, make_checkpoint, tiny_config
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+LENGTHS = (1, 5, 40, 77, 64, 110, 33, 8, 9, 90)
+"""Of prompts, in pages of 8 tokens; a step has at most 32."""
+
+
+def prompts(seed: int = 0) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    return [{"prompt_token_ids": rng.integers(3, 151, length).tolist()} for length in LENGTHS]
+
+
+def params() -> list[SamplingParams]:
+    """Greedy, and drawn several times with a seed, with log-probabilities."""
+    kinds = [{"temperature": 0.0, "logprobs": 2}, {"temperature": 1.0, "seed": 5, "n": 3}]
+    kinds.append({"temperature": 0.0, "prompt_logprobs": 1})
+    more = {"max_tokens": 12, "ignore_eos": True}
+    return [SamplingParams(**kinds[i % 3], **more) for i in range(len(LENGTHS))]
+
+
+def small(directory: Path, **changes: object) -> LLM:
+    return LLM(directory, **SMALL | changes)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), tiny_config("mistral-window"))
+
+
+@pytest.fixture(scope="module")
+def llms(directory) -> list[LLM]:
+    """One that is asked alone, one for prompts and one for outputs, all on one device."""
+    return [small(directory), small(directory), small(directory)]
+
+
+@pytest.fixture
+def front(llms) -> Handover:
+    for llm in llms:
+        llm.reset_prefix_cache()
+    return Handover(engine_of(llms[1]), engine_of(llms[2]))
+
+
+def submitted(llm: LLM, *given: list) -> list:
+    return intake_of(llm).accept(*given, None)
+
+
+def finish(front: Handover, submissions: list) -> list[list]:
+    for _ in complete(front, enumerate(submissions)):
+        pass
+    outputs = [submission.output() for submission in submissions]
+    return [[one.token_ids, one.finish_reason] for output in outputs for one in output.outputs]
+
+
+def run_out(front: Handover) -> None:
+    while front.has_work:
+        front.step()
+
+
+def check(front: Handover, llms: list[LLM]) -> None:
+    front.check()
+    assert not front.has_work
+    assert [engine_of(llm).scheduler.allocator.num_used for llm in llms] == [0, 0, 0]
+
+
+def test_tokens_are_those_of_one_engine_and_no_page_is_lost(front, llms):
+    joint, before, here = llms
+    wanted = joint.generate(prompts(), params(), use_tqdm=False)
+    submissions = submitted(here, prompts(), params())
+    found = finish(front, submissions)
+    assert found == [
+        [one.token_ids, one.finish_reason] for output in wanted for one in output.outputs
+    ]
+    check(front, llms)
+    # All full pages that a request begins with came from the other engine, but for those whose
+    # prompts are scored here, and those of a page or less.
+    cached = [submission.output().num_cached_tokens for submission in submissions]
+    assert cached == [
+        0 if i % 3 == 2 or length <= 8 else (length - 1) // 8 * 8
+        for i, length in enumerate(LENGTHS)
+    ]
+    # What the engine has already is not computed a second time elsewhere.
+    num_before = engine_of(before).scheduler.num_looked_up
+    assert finish(front, submitted(here, prompts()[3:4], params()[:1]))
+    assert engine_of(before).scheduler.num_looked_up == num_before
+
+
+@pytest.mark.slow
+def test_a_pool_without_room_for_the_pages_computes_the_prompt_itself(front, llms, directory):
+    tiny = small(directory, num_gpu_blocks_override=17)
+    front = Handover(engine_of(llms[1]), engine_of(tiny))
+    asked = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * len(LENGTHS)
+    wanted = llms[0].generate(prompts(1), asked, use_tqdm=False)
+    found = finish(front, submitted(tiny, prompts(1), asked))
+    assert [tokens for tokens, _ in found] == [one.outputs[0].token_ids for one in wanted]
+    front.check()
+
+
+def test_who_is_ended_before_the_prompt_is_computed_holds_nothing(front, llms):
+    submissions = submitted(llms[2], prompts(2), params())
+    for submission in submissions:
+        front.add(submission)
+    front.step()
+    for submission in submissions:
+        front.abort(submission)
+        front.abort(submission)
+    assert all(submission.is_finished for submission in submissions)
+    run_out(front)
+    check(front, llms)
+    assert not engine_of(llms[1]).has_work
+    (last,) = submitted(llms[2], prompts(3)[5:6], params()[:1])
+    assert len(list(stream(front, last))) > 1
+    check(front, llms)
+
+
+def test_a_step_that_fails_ends_who_was_in_it_and_nobody_else(front, llms, monkeypatch):
+    first, second = submitted(llms[2], prompts(4)[3:6:2], params()[:1] * 2)
+    with monkeypatch.context() as patch:
+
+        def fail(*_):
+            raise RuntimeError("no step")
+
+        patch.setattr(engine_of(llms[1]).programs, "step", fail)
+        front.add(first)
+        with pytest.raises(RuntimeError, match="no step"):
+            run_out(front)
+    assert [request.finish_reason for request in first.samples] == ["abort"]
+    assert finish(front, [second])[0][1] == "length"
+    check(front, llms)
+
+
+def test_nothing_is_taken_after_the_end(llms, directory):
+    one, two = small(directory), small(directory)
+    front = Handover(engine_of(one), engine_of(two))
+    submission, late = submitted(two, prompts()[3:5], params()[:1] * 2)
+    front.add(submission)
+    front.end()
+    front.end()
+    assert submission.is_finished
+    assert not front.has_work
+    with pytest.raises(EngineDeadError):
+        front.add(late)
+    with pytest.raises(EngineDeadError):
+        front.forget()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"disaggregate": (1, 1)}, "disaggregate: expected at most 1 devices .* got 1 . 1"),
+        ({"disaggregate": (1, 0)}, "disaggregate: expected None or two"),
+        ({"disaggregate": 2}, "disaggregate: expected None or two"),
+        ({"disaggregate": (1, 1), "tensor_parallel_size": 2}, "tensor_parallel_size: expected 1"),
+        ({"disaggregate": (1, 1), "enable_prefix_caching": False}, "enable_prefix_caching"),
+        ({"disaggregate": (1, 1), "kv_policy": "streaming", "kv_budget": 40}, "kv_policy: expec"),
+        ({"disaggregate": (1, 1), "kv_host_bytes": 2**20}, "kv_host_bytes: expected 0"),
+        (
+            {"disaggregate": (1, 1), "kv_disk": "x", "kv_disk_bytes": 2**20},
+            "kv_disk: expected None",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(directory, changes, message):
+    with pytest.raises(ValueError, match=message):
+        small(directory, **changes)
+
+
+RUN = """
+import asyncio, json, sys
+from jaxkv import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from jaxkv.testing import engine_of, front_of
+path, given = sys.argv[1], json.loads(sys.argv[2])
+options, prompts = given["options"], given["prompts"]
+params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=12, ignore_eos=True) for i in range(len(prompts))]
+
+def run(**changes):
+    llm = LLM(path, **options | changes)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    beams = llm.beam_search(prompts[2:4], BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True))
+    session = llm.session(prompts[3])
+    _, said = session.generate(params[0])
+    llm.reset_prefix_cache()
+    front_of(llm).check()
+    assert engine_of(llm).scheduler.allocator.num_used == 0
+    found = [output.outputs[0].token_ids for output in outputs], [beam.tokens for one in beams for beam in one.sequences]
+    llm.shutdown()
+    return [*found, said.token_ids]
+
+async def run_async(**changes):
+    async def one(llm, i):
+        async for output in llm.generate(prompts[i], params[i]):
+            pass
+        return output.outputs[0].token_ids
+    async with AsyncLLM(path, **options | changes) as llm:
+        return await asyncio.gather(*(one(llm, i) for i in range(len(prompts))))
+
+print(json.dumps([run(tensor_parallel_size=2), run(disaggregate=(2, 2)), run(disaggregate=(1, 2)),
+    asyncio.run(run_async(disaggregate=(2, 2)))]))
+"""
+
+
+@pytest.mark.slow
+def test_two_and_two_devices_give_the_tokens_of_one_engine(tmp_path):
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
+    make_checkpoint(tmp_path, tiny_config("llama-3", **heads))
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    env = os.environ | {
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": str(Path(jaxkv.__file__).parents[1]),
+    }
+    given = json.dumps({"options": SMALL, "prompts": prompts()})
+    command = [sys.executable, "-c", RUN, str(tmp_path), given]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    joint, *others, streamed = json.loads(done.stdout.splitlines()[-1])
+    assert others == [joint, joint]
+    assert streamed == joint[0]
