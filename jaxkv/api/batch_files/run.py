@@ -69,8 +69,8 @@ def run_batch(
     shard: (i, n) takes the lines whose number (from 1) modulo n is i. max_errors: the run ends with
     a ValueError at one error row more. served_model_name: what "model" is in OpenAI's lines (by
     default the model's name or path as the LLM got it, or the name of its directory).
-    Memory: about 150 bytes per line for its id, a window of lines that are sorted, and the requests that
-    `LLM.as_completed` takes at once.
+    Memory: about 150 bytes per line for its id, a window of lines that are sorted, and the requests
+    that `LLM.as_completed` takes at once.
     Raises: ValueError for arguments out of range, params that ask for logprobs or several samples,
     and rows of another model or other parameters; OSError; never for what a line holds.
     """
