@@ -273,6 +273,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phimoe-longrope": LOCAL
     | {"num_experts_per_tok": 2, "original_max_position_embeddings": 64}
     | {"rope_parameters": LONG | {"short_mscale": 1.2, "long_mscale": 1.2}},
+    "laguna": WINDOW
+    | EXPERTS
+    | HEAD
+    | {"shared_expert_intermediate_size": 40, "gating": "per-element"}
+    | {"mlp_layer_types": ["dense", "sparse", "sparse"], "moe_routed_scaling_factor": 1.7}
+    | {"num_attention_heads_per_layer": [6, 6, 6], "moe_router_logit_softcapping": 1.5}
+    | {
+        "rope_parameters": {
+            "sliding_attention": ROPE,
+            "full_attention": ROPE | {"rope_theta": 1e5, "partial_rotary_factor": 0.5},
+        }
+    },
+    "laguna-by-head": WINDOW
+    | EXPERTS
+    | HEAD
+    | {"shared_expert_intermediate_size": 40, "gating": True, "attention_bias": True},
     "llama4_text": LLAMA4,
     "llama4_text-no-norm": LLAMA4
     | {"use_qk_norm": False, "attn_temperature_tuning": False, "moe_layers": [0, 1, 2]},

@@ -37,6 +37,8 @@ from jaxkv.ops.recurrent import Rows
 from jaxkv.ops.rotation import Rotation, apply_rope
 from jaxkv.weights.tree import EXPERT, Weights, layer_weights
 
+GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
+
 Carry = tuple[jax.Array, Held]
 """The stream [T, D] and what layers change, from layer to layer."""
 
@@ -159,7 +161,10 @@ class Layers:
             out_TF = out_TNH[..., :value_dim].reshape(q.shape[0], -1)
             if "attn_gate" in w:
                 gate_TF = linear(h_TD, w["attn_gate"], w.get("attn_gate_bias"))
-                out_TF = out_TF.astype(jnp.float32) * jax.nn.sigmoid(gate_TF)
+                gate_TF = GATES[spec.attention.gate](gate_TF)
+                size = out_TF.shape[1] // gate_TF.shape[1]  # of a head, where each has one gate
+                gate_TF = gate_TF if size == 1 else jnp.repeat(gate_TF, size, axis=1)
+                out_TF = out_TF.astype(jnp.float32) * gate_TF
             return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held
 
         return attend

@@ -70,7 +70,8 @@ class AttentionSpec:
     there is one. clip:
     bounds queries, keys and values from both sides, where it is not 0. kv_sources: for each layer
     the one whose keys and values it attends to; () if each has its own. latent_eps: of the norms
-    inside of latent attention. latent_factor: of latents, before they are stored.
+    inside of latent attention. latent_factor: of latents, before they are stored. gate: the
+    activation of gates of what attention gives, which are one for each head or each number.
     """
 
     scale: float | None = None
@@ -83,6 +84,7 @@ class AttentionSpec:
     kv_sources: tuple[int, ...] = ()
     latent_eps: float = 1e-6
     latent_factor: float = 1.0
+    gate: str = "sigmoid"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,8 @@ class Router:
     are in so many groups, and those of `num_groups_used` can be chosen: of the largest sums of two
     scores, or if not `by_two` the largest scores. margin: if not 0, experts are chosen one after
     the other, and each weighs as in a softmax over those left whose logits are less than such a
-    part of their size behind it. logit_scale: of the logits. on_input: a weight multiplies what
+    part of their size behind it. logit_scale: of the logits, which are then
+    cap * tanh(logit / cap), where cap is not 0. on_input: a weight multiplies what
     comes into its expert, not what goes out. shared_scale: of what the MLP for all tokens gives.
     num_identity: so many experts, the last ones, give back what comes in. is_shortcut: experts take
     what comes into the layer's MLP, and what they give joins the stream behind the next layer.
@@ -47,6 +48,7 @@ class Router:
     margin: float = 0.0
     on_input: bool = False
     logit_scale: float = 1.0
+    cap: float = 0.0
     shared_scale: float = 1.0
     num_identity: int = 0
     is_shortcut: bool = False
@@ -56,6 +58,8 @@ class Router:
         bias counts for the choice only.
         """
         logits_TE = logits_TE if self.logit_scale == 1.0 else logits_TE * self.logit_scale
+        if self.cap:
+            logits_TE = self.cap * jnp.tanh(logits_TE / self.cap)
         score = jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid
         if self.margin:
             return self._in_turn(logits_TE)

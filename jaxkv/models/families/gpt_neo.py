@@ -67,9 +67,9 @@ def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
         return [SLIDING if layer % 2 else FULL for layer in range(num_layers)]
     listed: list[str] = []
     for one in types if isinstance(types, list) else [None]:
-        is_pair = isinstance(one, list) and len(one) == 2 and isinstance(one[0], list)
-        if not is_pair or not is_int(one[1]) or not 0 <= one[1] <= MAX_LAYERS:
+        names, count = one if isinstance(one, list) and len(one) == 2 else (None, None)
+        if not isinstance(names, list) or not is_int(count) or not 0 <= count <= MAX_LAYERS:
             raise config.fail("attention_types", "a list of pairs, kinds of layers and how often")
-        listed += [*one[0]] * one[1]
+        listed += names * count
     shown = ConfigReader({"attention_types": listed}, config.where)
     return [KINDS[kind] for kind in shown.kinds("attention_types", num_layers, tuple(KINDS))]

@@ -1,0 +1,92 @@
+"""Laguna: attention behind softplus gates, windows with a rotary embedding of their own, experts by
+sigmoid scores. Source: the model's card, poolside/laguna-XS.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import (
+    FULL,
+    QK_NORMED,
+    QKV,
+    SLIDING,
+    Layout,
+    leaf,
+    read_decoder,
+    read_forms,
+)
+from jaxkv.models.families.experts import listed_dense, read_router
+from jaxkv.models.families.qwen3_moe import read_experts
+from jaxkv.models.rope_config import read_rope
+from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
+
+Form = tuple[str, bool]
+"""What a layer sees, and whether it has experts."""
+
+ROPES = {
+    FULL: {"rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+    SLIDING: {"rope_theta": 10000.0},
+}
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    heads = config.get("num_attention_heads_per_layer")
+    if heads is not None and heads != [config.size("num_attention_heads")] * num_layers:
+        expected = "num_attention_heads for each layer (unlike numbers are not built)"
+        raise config.fail("num_attention_heads_per_layer", expected)
+    config.refuse("moe_apply_router_weight_on_input", False)
+    kinds = [FULL] * num_layers
+    if config.get("layer_types") is not None:
+        kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
+    dense = listed_dense(config, [0])
+    forms = [(kind, layer not in dense) for layer, kind in enumerate(kinds)]
+    return read_forms(forms, lambda form: _read_form(config, form, num_layers))
+
+
+def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[ModelSpec, Layout]:
+    kind, is_routed = form
+    experts = replace(
+        read_experts(config),
+        bias="mlp.experts.e_score_correction_bias",
+        shared="mlp.shared_expert.",
+        shared_width=config.size("shared_expert_intermediate_size"),
+    )
+    router = read_router(
+        config,
+        experts.count,
+        used="num_experts_per_tok",
+        score="sigmoid",
+        is_normalised=True,
+        scale=config.number("moe_routed_scaling_factor", 1.0),
+        cap=config.number("moe_router_logit_softcapping", 0.0, at_least=0.0),
+    )
+    spec, layout = read_decoder(
+        config,
+        family="laguna",
+        names=QK_NORMED,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        kinds=[kind] * num_layers,
+        ropes=[_rope(config, kind)] * num_layers,
+        attention=AttentionSpec(gate="softplus"),
+        experts=experts.leaves if is_routed else None,
+        router=router if is_routed else None,
+    )
+    given = config.get("gating", True)
+    if given is not True and given not in ("per-head", "per-element"):
+        raise config.fail("gating", "true, per-head or per-element")
+    rows = spec.num_heads * (spec.head_dim if given == "per-element" else 1)
+    source = "model.layers.{layer}.self_attn.g_proj.weight"
+    gate = leaf(source, (rows, spec.hidden_size), ("heads", "model"))
+    return spec, replace(layout, layers=({**layout.layers[0], "attn_gate": gate},))
+
+
+def _rope(config: ConfigReader, kind: str) -> RopeSpec:
+    sections = config.section("rope_parameters")
+    if kind not in sections.values:
+        sections = ConfigReader(ROPES, config.where)
+    max_len, head_dim = config.size("max_position_embeddings"), config.size("head_dim")
+    section = sections.section(kind)
+    return read_rope(config, section, max_len=max_len, head_dim=head_dim, partly=True)
