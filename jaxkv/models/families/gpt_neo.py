@@ -5,6 +5,7 @@ model's card, EleutherAI/gpt-neo-2.7B.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from jaxkv.config import is_int
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
@@ -67,7 +68,8 @@ def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
         return [SLIDING if layer % 2 else FULL for layer in range(num_layers)]
     listed: list[str] = []
     for one in types if isinstance(types, list) else [None]:
-        names, count = one if isinstance(one, list) and len(one) == 2 else (None, None)
+        pair: Any = one if isinstance(one, list) and len(one) == 2 else (None, None)
+        names, count = pair
         if not isinstance(names, list) or not is_int(count) or not 0 <= count <= MAX_LAYERS:
             raise config.fail("attention_types", "a list of pairs, kinds of layers and how often")
         listed += names * count
