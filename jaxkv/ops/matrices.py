@@ -206,9 +206,10 @@ class Packed:
 AnyMatrix = Matrix | Packed
 
 
+@jax.custom_jvp
 def _dot_int8(x_TD: Array, w_FD: Array) -> Array:
     """Multiplies int8 with int8 in int32. Source: arXiv 2211.10438, section 3 (a scale per token
-    and output).
+    and output). Raises: NotImplementedError where it is differentiated.
     """
     x_TD = x_TD.astype(jnp.float32)
     scale_T1 = jnp.maximum(jnp.abs(x_TD).max(axis=1, keepdims=True), 1e-30) / 127
@@ -217,6 +218,14 @@ def _dot_int8(x_TD: Array, w_FD: Array) -> Array:
         rounded_TD, w_FD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
     )
     return y_TF.astype(jnp.float32) * scale_T1
+
+
+@_dot_int8.defjvp
+def _refuse_gradient(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "gradients: inputs of matrices in int8_dynamic are rounded, whose gradient is 0; load "
+        "the weights in int8 or unquantised"
+    )
 
 
 class HeadMatrices(NamedTuple):

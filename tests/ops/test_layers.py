@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxkv.ops import layers
+from jaxkv.ops import layers, matrices
 from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, linear, total
 from jaxkv.ops.matrices import LANES, HeadMatrices, Matrix
 
@@ -108,3 +108,13 @@ def test_a_matrix_for_each_head_gives_the_same_bits_whatever_the_number_of_token
     np.testing.assert_allclose(whole, np.einsum("tnd,nfd->tnf", x_TND, leaf[1]), atol=1e-4)
     for count in (2, 3, 8):
         np.testing.assert_array_equal(dot(x_TND[:count]), whole[:count])
+
+
+def test_products_of_rounded_inputs_have_no_gradient():
+    """It would be 0, and nobody would be told."""
+    w, x = jnp.ones((2, 8), jnp.int8), jnp.arange(24.0).reshape(3, 8)
+    with pytest.raises(NotImplementedError, match="gradients: inputs of matrices in int8_dynamic"):
+        jax.grad(lambda x: matrices._dot_int8(x, w).sum())(x)
+    np.testing.assert_allclose(
+        jax.vmap(matrices._dot_int8, (0, None))(x[:, None], w)[:, 0], matrices._dot_int8(x, w)
+    )
