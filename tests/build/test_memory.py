@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxkv import LLM, SamplingParams
-from jaxkv.api import llm
+from jaxkv.api import part
 from jaxkv.build import memory as build_memory
 from jaxkv.build.memory import AMPLE, Budget, Memory, available_memory, device_memory
 from jaxkv.errors import CapacityError
@@ -175,7 +175,7 @@ def device_has(monkeypatch):
         def memory(_: object, *, weight_bytes: int, utilization: float) -> Memory:
             return Memory(limit=limit, used=weight_bytes, source="test device", pool_limit=pool)
 
-        monkeypatch.setattr(llm, "device_memory", memory)
+        monkeypatch.setattr(part, "device_memory", memory)
 
     return set_to
 

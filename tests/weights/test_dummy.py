@@ -68,6 +68,6 @@ def test_a_config_alone_generates(tmp_path):
     )
     assert len(output.outputs[0].token_ids) == 4
     with pytest.raises(
-        ValueError, match="load_format: expected one of auto, unchecked, dummy, got 'safetensors'"
+        ValueError, match="load_format: expected one of auto, unchecked, dummy, got 'pt'"
     ):
-        LLM(tmp_path, load_format="safetensors", **options)
+        LLM(tmp_path, load_format="pt", **options)
