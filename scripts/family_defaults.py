@@ -2,8 +2,8 @@
 
     python scripts/family_defaults.py
 
-Needs transformers, and no weights. Rotary embeddings are left out but for theta and the rotated
-part: their other parameters are always written.
+Needs transformers, and no weights. Of rotary embeddings only theta and the rotated part are
+written, and all parameters where a family's own default is a scaled embedding.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ LEFT_OUT = re.compile(
     r"architectures|chunk_size_feed_forward|dtype|initializer_range|layer_types|model_type|"
     r"no_rope_layers|pretraining_tp|problem_type|rope_parameters|transformers_version|use_cache"
 )
-"""Of no meaning here, or made of other keys."""
+"""Matches keys that mean nothing here, or are made of other keys."""
 
 
 def defaults(model_type: str) -> dict[str, Any]:
-    """Returns the keys of a default config that are numbers, flags, texts or null."""
+    """Returns the keys of a default config that are numbers, flags, texts or null, and its
+    `rope_parameters` if they scale.
+    """
     kind = CONFIG_MAPPING[model_type]
     values = kind().to_dict()
     rope = values.get("rope_parameters") or {}
@@ -35,11 +37,13 @@ def defaults(model_type: str) -> dict[str, Any]:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             values[key] = rope[key]
-    return {
+    known = {
         key: value
         for key, value in sorted(values.items())
         if not isinstance(value, (dict, list)) and not LEFT_OUT.fullmatch(key)
     }
+    is_scaled = rope.get("rope_type", "default") != "default"
+    return known | ({"rope_parameters": rope} if is_scaled else {})
 
 
 def main() -> None:

@@ -131,6 +131,22 @@ def test_windows_put_layers_into_groups():
     assert spec_of("smollm2").groups == (KVGroup(layers=(0, 1, 2), num_kv_heads=3, head_dim=8),)
 
 
+@pytest.mark.parametrize("family", ["apertus", "cwm", "gpt_oss", "ministral3", "mistral4"])
+def test_a_config_that_says_nothing_of_rotation_scales_it_as_transformers_does(family):
+    from transformers import AutoConfig
+
+    variant = next(name for name in families.VARIANTS if name.split("-")[0] == family)
+    config = families.SMALL | families.VARIANTS[variant] | {"model_type": family}
+    keys = ("rope_parameters", "rope_scaling", "rope_theta")
+    silent = {key: value for key, value in config.items() if key not in keys}
+    theirs = AutoConfig.for_model(family).rope_parameters
+    spec, _ = read(silent)
+    assert spec.rope.kind == theirs["rope_type"] != "default"
+    assert spec == read(silent | {"rope_parameters": theirs})[0]
+    assert spec == read(silent | dict.fromkeys(keys))[0]
+    assert read(silent | {"rope_theta": 1e4})[0].rope.kind == "default"
+
+
 @pytest.mark.parametrize("family", LLAMA_LIKE)
 def test_keys_that_a_config_leaves_out_mean_what_transformers_means(family):
     from transformers import AutoConfig

@@ -28,6 +28,7 @@ FAMILIES = tuple(
     )
 )
 MAX_CONFIG_BYTES = 10_000_000
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 DEFAULTS = Path(__file__).with_name("defaults.json")
 """Written by scripts/family_defaults.py."""
 
@@ -102,7 +103,7 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         nearest = f" (the nearest: {', '.join(near)})" if near else ""
         raise config.fail("model_type", f"one of {', '.join((*FAMILIES, *TEXT_OF))}{nearest}")
     family = importlib.import_module(f"{__name__}.{model_type}")
-    spec, layout = family.read(config.with_defaults(_defaults(model_type, config is not outer)))
+    spec, layout = family.read(_with_defaults(config, is_part=config is not outer))
     for rope in {spec.rope, *spec.layer_ropes} - {None}:
         inv_freq = rope_frequencies(rope, spec.head_dim)
         if not np.isfinite(inv_freq).all():
@@ -129,12 +130,17 @@ def _text_part(config: ConfigReader) -> ConfigReader:
     return text.with_defaults(above | {"model_type": TEXT_OF[outer]})
 
 
-def _defaults(model_type: str, is_part: bool) -> dict[str, Any]:
-    """Returns what transformers takes for keys that a config.json leaves out. Sizes are always
-    there, but in a part of a model.
+def _with_defaults(config: ConfigReader, *, is_part: bool) -> ConfigReader:
+    """Returns a reader that finds what transformers takes for keys that a config.json leaves out.
+    Sizes are always there, but in a part of a model; a scaled rotary embedding is taken if nothing
+    is said of any.
     """
-    values = _written_defaults().get(model_type, {})
-    return {key: value for key, value in values.items() if is_part or key not in SIZES}
+    found = dict(_written_defaults().get(config.values["model_type"], {}))
+    rope = found.pop("rope_parameters", None)
+    found = {key: value for key, value in found.items() if is_part or key not in SIZES}
+    if rope is not None and all(config.get(key) is None for key in ROPE_KEYS):
+        config = config.replaced(rope_parameters=rope)
+    return config.with_defaults(found)
 
 
 @cache

@@ -25,7 +25,7 @@ OWN = {
     "layer_norm_epsilon": "rms_norm_eps",
     "activation_function": "hidden_act",
 }
-"""What the published config calls keys, and what Llama's does."""
+"""Maps keys as the published config has them to those of Llama."""
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:

@@ -23,7 +23,7 @@ from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
 
 Form = tuple[str, bool]
-"""What a layer sees, and whether it has experts."""
+"""Says what a layer sees, and whether it has experts."""
 
 ROPES = {
     FULL: {"rope_theta": 500000.0, "partial_rotary_factor": 0.5},

@@ -16,7 +16,7 @@ from jaxkv.models.spec import ModelSpec
 
 PREFIX = "model.layers.{pair}."
 OWN = ("self_attn", "input_layernorm", "post_attention_layernorm", "mlp")
-"""What a layer has for each half, in a list."""
+"""Names the modules that a layer has for each half, in a list."""
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:

@@ -39,7 +39,7 @@ NAMES = Names(
 )
 RECURRENT, ATTENTION = "recurrent", "attention"
 MAX_LEN = 8192
-"""Of published models, whose configs do not say it."""
+"""Limits the context as the published models do, whose configs do not say it."""
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -95,7 +95,7 @@ def _leaves(mixer: RgLru, hidden: int) -> dict[str, Leaf]:
     channels = blocks * size
 
     def vector(source: str, *stored: int) -> Leaf:
-        """What no matmul reads is a vector, and not quantised."""
+        """Describes an array that no matmul reads: a vector, and not quantised."""
         part = Part(shape=stored) if len(stored) > 1 else None
         return leaf(prefix + source, (prod(stored),), (CHANNELS,), part=part)
 

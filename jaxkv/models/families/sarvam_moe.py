@@ -15,7 +15,7 @@ OWN = {
     "use_qkv_bias": "attention_bias",
     "num_mtp_layers": "num_nextn_predict_layers",
 }
-"""What the published config calls keys, and what GLM's does."""
+"""Maps keys as the published config has them to those of GLM-4.5."""
 
 NAMES = Names(
     embed="model.word_embeddings",

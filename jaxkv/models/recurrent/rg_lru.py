@@ -14,7 +14,7 @@ from jaxkv.ops.layers import ACTIVATIONS, linear, linear_over
 from jaxkv.ops.recurrent import Diagonal, Gains, Rows, run, short_conv
 
 STRENGTH = 8.0
-"""The paper's c: of the recurrence gate, in the exponent."""
+"""Multiplies the recurrence gate in the exponent: the c of the paper."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
