@@ -17,9 +17,10 @@ HOST = tuple(f"{ROOT / name}" for name in ("engine", "holding", "requests", "api
 class Interrupt:
     """Raises at the line of the host with this number, counted from the start of the block."""
 
-    def __init__(self, at: int = -1) -> None:
+    def __init__(self, at: int = -1, files: tuple[str, ...] = HOST) -> None:
         self.num_lines = 0
         self._at = at
+        self._files = files
 
     def __enter__(self) -> Interrupt:
         sys.settrace(self._trace)
@@ -29,7 +30,7 @@ class Interrupt:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(HOST):
+        if not frame.f_code.co_filename.startswith(self._files):
             return None
         if event == "line":
             self.num_lines += 1

@@ -102,13 +102,15 @@ class Engine:
         return bool(self._requests)
 
     def add(self, submission: Submission) -> None:
-        """Queues what `Intake` made."""
+        """Queues what `Intake` made, but for requests that are there already."""
         self.change(partial(self._add, submission))
 
     def _add(self, submission: Submission) -> None:
         if self._is_ended:
             raise EngineDeadError("the engine has been shut down")
         for request in submission.samples:
+            if request in self._requests:
+                continue
             self._requests.add(request)
             if request.needs_tokens:
                 self._watching.add(request)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import RLock
 from typing import TypeVar
 
@@ -32,8 +33,16 @@ WAIT_S = 0.02
 or to end comes in between.
 """
 
-Computed = list[tuple[Request, SavedPages | None]]
-"""Prompts that are done, with their full pages if those are still there."""
+
+@dataclass(slots=True)
+class _Coming:
+    """Holds a submission that the decode engine does not have yet, and the full pages of its prompt
+    once that is computed, if they are still there.
+    """
+
+    submission: Submission
+    is_computed: bool = False
+    saved: SavedPages | None = None
 
 
 class Handover:
@@ -47,7 +56,9 @@ class Handover:
     computes its prompt itself.
 
     The prefill engine is touched by one thread only, which takes its steps; everything else happens
-    in the steps of the decode engine, under its lock.
+    in the steps of the decode engine, under its lock. An interrupt may come between any two lines
+    there: nothing is taken out of one place before it is in the next one, and may be put there
+    twice.
     """
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
@@ -58,10 +69,10 @@ class Handover:
                 f"quantised KV cache, whose pages differ: {forms[0]}, {forms[1]}"
             )
         self._prefill, self._decode = _Prefill(prefill), decode
-        self._twins: dict[Request, Submission] = {}
-        """Submissions that the decode engine does not have yet, by their twins."""
-        self._ready: dict[Request, SavedPages | None] = {}
-        """What is known of those of them that are computed."""
+        self._coming: dict[Request, _Coming] = {}
+        """Submissions by their twins."""
+        self._moving: Request | None = None
+        """The twin of the one that is being given to the decode engine, which may have it."""
         self._is_ended = self._is_under_way = False
         self._aborted: list[Submission] = []
         """Ended while these were changed (`abort`)."""
@@ -76,7 +87,7 @@ class Handover:
 
     @property
     def has_work(self) -> bool:
-        return self._decode.has_work or bool(self._twins or self._prefill.leaving)
+        return self._decode.has_work or bool(self._coming or self._prefill.leaving)
 
     def add(self, submission: Submission) -> None:
         """Queues what `Intake` made."""
@@ -89,7 +100,7 @@ class Handover:
             for request in submission.samples:
                 arrived(request)
             twin = _twin(submission.samples[0])
-            self._twins[twin] = submission
+            self._coming[twin] = _Coming(submission)
             self._prefill.arriving.append(twin)
 
     def abort(self, submission: Submission) -> None:
@@ -101,8 +112,8 @@ class Handover:
             if self._is_under_way:
                 self._aborted.append(submission)
                 return
-            for twin, other in list(self._twins.items()):
-                if other is submission:
+            for twin, coming in list(self._coming.items()):
+                if coming.submission is submission:
                     self._let_go(twin)
             self._decode.abort(submission)
 
@@ -114,19 +125,27 @@ class Handover:
         """
         with self.lock:
             try:
-                self._is_under_way = True
-                self._collect(wait_s=0 if self._decode.has_work or self._ready else WAIT_S)
-                self._hand_over()
-            finally:
+                try:
+                    self._is_under_way = True
+                    self._collect(wait_s=0 if self._decode.has_work or self._ready else WAIT_S)
+                    self._hand_over()
+                finally:
+                    self._is_under_way = False
+            finally:  # the line above may be the one that is cut off
                 self._is_under_way = False
                 while self._aborted:
-                    self.abort(self._aborted.pop())
+                    self.abort(self._aborted[0])
+                    del self._aborted[0]
             return self._decode.step() if self._decode.has_work else []
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix caches."""
         self._prefill.call(lambda engine: engine.forget())
-        self._decode.forget()
+        with self.lock:
+            self._note()
+            for coming in list(self._coming.values()):
+                coming.saved = None
+            self._decode.forget()
 
     def leave_disk(self) -> None:
         """Does what `Engine.leave_disk` does."""
@@ -136,7 +155,7 @@ class Handover:
         """Ends every request, and takes no more."""
         with self.lock:
             self._is_ended = True
-            for twin in list(self._twins):
+            for twin in list(self._coming):
                 self._let_go(twin)
         self._prefill.end()
         self._decode.end()
@@ -163,38 +182,62 @@ class Handover:
 
         return request.prompt_len - self._decode.change(look) > size
 
+    @property
+    def _ready(self) -> list[Request]:
+        """Lists the twins of those that are computed."""
+        return [twin for twin, coming in self._coming.items() if coming.is_computed]
+
     def _collect(self, *, wait_s: float) -> None:
-        """Notes what the prefill engine has computed, and has it go on."""
-        with Catch() as caught:
-            computed = self._prefill.take(wait_s)
-        if caught.error is not None:
-            # Its engine has ended those that were in the step; of others the pages are lost.
-            lost = [twin for twin in self._twins if twin.finish_reason and twin not in self._ready]
-            for twin in lost:
+        """Notes what the prefill engine has computed, and has it go on. Raises: what a step has
+        raised.
+        """
+        try:
+            self._prefill.go_on(wait_s)
+        finally:
+            self._note()
+
+    def _note(self) -> None:
+        """Notes what the prefill engine has computed, and ends requests that a step has ended."""
+        done = self._prefill.done
+        while done:
+            twin, saved = done[0]
+            coming = self._coming.get(twin)
+            if coming is not None and twin.finish_reason == "abort":
                 self._let_go(twin)
-            raise caught.error
-        self._ready.update((twin, saved) for twin, saved in computed if twin in self._twins)
+            elif coming is not None:
+                coming.saved, coming.is_computed = saved, True
+            done.popleft()
 
     def _hand_over(self) -> None:
         """Gives the decode engine prompts as it has rows for them: pages that wait there for a row
         might be evicted.
         """
-        while self._ready and not self.scheduler.num_waiting:
-            twin = min(self._ready, key=lambda twin: twin.order)
-            saved, submission = self._ready[twin], self._twins[twin]
+        self._move()
+        while not self.scheduler.num_waiting and (ready := self._ready):
+            twin = min(ready, key=lambda twin: twin.order)
+            coming = self._coming[twin]
+            # Pages that cannot be written are not tried again.
+            saved, coming.saved = coming.saved, None
             if saved is not None:
                 with suppress(CapacityError):
                     insert(self._decode, saved, twin.hold.chain.root)
-            del self._ready[twin], self._twins[twin]
-            self._decode.add(submission)
+            self._moving = twin
+            self._move()
+
+    def _move(self) -> None:
+        """Gives the decode engine a submission, or what an interrupt has left of doing so."""
+        twin = self._moving
+        if twin is not None and twin in self._coming:
+            self._decode.add(self._coming[twin].submission)
+            del self._coming[twin]
+        self._moving = None
 
     def _let_go(self, twin: Request) -> None:
         """Ends a submission that the decode engine does not have yet."""
-        submission = self._twins.pop(twin)
-        self._ready.pop(twin, None)
-        self._prefill.leaving.append(twin)
-        for request in submission.samples:
+        for request in self._coming[twin].submission.samples:
             request.finish_reason = "abort"
+        self._prefill.leaving.append(twin)
+        del self._coming[twin]
 
 
 class _Prefill:
@@ -203,7 +246,11 @@ class _Prefill:
     def __init__(self, engine: Engine) -> None:
         self.arriving: deque[Request] = deque()
         self.leaving: deque[Request] = deque()
-        """What other threads have for its engine."""
+        """Twins that other threads want computed, and that they want no more."""
+        self.done: deque[tuple[Request, SavedPages | None]] = deque()
+        """Twins that have ended, computed or not, with their full pages if those are still there,
+        for other threads to take.
+        """
         self._engine = engine
         self._running: list[Request] = []
         self._is_ended = False
@@ -213,24 +260,21 @@ class _Prefill:
             model="", dtype="", codec="", form=form_of(kv), page_size=size, weights="", tokenizer=""
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxkv-prefill")
-        self._advancing: Future[Computed] | None = None
+        self._steps: Future[None] | None = None
 
-    def take(self, wait_s: float) -> Computed:
-        """Returns what is computed, after waiting for it so long at most. Raises: what a step has
-        raised.
+    def go_on(self, wait_s: float) -> None:
+        """Takes steps, if there is anything to do and the thread is not at it, and waits so long
+        at most until a prompt is done. Raises: what a step has raised.
         """
-        self._go_on()
-        if self._advancing is None or not wait([self._advancing], wait_s).done:
-            return []
-        done, self._advancing = self._advancing, None
-        computed = done.result()
-        self._go_on()
-        return computed
+        self._start()
+        if self._steps is not None and wait([self._steps], wait_s).done:
+            steps, self._steps = self._steps, None
+            steps.result()
+            self._start()
 
-    def _go_on(self) -> None:
-        """Takes steps, if there is anything to do and the thread is not at it."""
-        if self._advancing is None and (self.arriving or self.leaving or self._engine.has_work):
-            self._advancing = self._thread.submit(self._advance)
+    def _start(self) -> None:
+        if self._steps is None and (self.arriving or self.leaving or self._engine.has_work):
+            self._steps = self._thread.submit(self._take_steps)
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """Returns function(engine), between two prompts. Raises: EngineDeadError after `end`."""
@@ -243,9 +287,10 @@ class _Prefill:
         self._is_ended = True
         self._thread.shutdown(cancel_futures=True)
         self._engine.end()
+        self.arriving.clear()
         self.leaving.clear()
 
-    def _advance(self) -> Computed:
+    def _take_steps(self) -> None:
         """Takes steps until a prompt is done, or none is left."""
         while True:
             while self.arriving:
@@ -254,11 +299,23 @@ class _Prefill:
                 self._engine.add(_submission(twin))
             while self.leaving:
                 self._engine.abort(_submission(self.leaving.popleft()))
-            done = [twin for twin in self._running if twin.finish_reason is not None]
-            if done or not self._engine.has_work:
-                self._running = [twin for twin in self._running if twin.finish_reason is None]
-                return [(twin, self._pages(twin)) for twin in done]
-            self._engine.step()
+            saved: dict[Request, SavedPages | None] = {}
+            with Catch() as caught:
+                if self._engine.has_work:
+                    self._engine.step()
+                for twin in self._ended():
+                    if twin.finish_reason != "abort":
+                        saved[twin] = self._pages(twin)
+            ended = self._ended()
+            self._running = [twin for twin in self._running if twin.finish_reason is None]
+            self.done += [(twin, saved.get(twin)) for twin in ended]
+            if caught.error is not None:
+                raise caught.error
+            if ended or not self._engine.has_work:
+                return
+
+    def _ended(self) -> list[Request]:
+        return [twin for twin in self._running if twin.finish_reason is not None]
 
     def _pages(self, twin: Request) -> SavedPages | None:
         tokens = twin.tokens[: twin.prompt_len - 1]

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 
 import jaxkv
+from interrupt import Interrupt
 from jaxkv import LLM, SamplingParams
+from jaxkv.engine import handover
 from jaxkv.engine.handover import Handover
 from jaxkv.engine.streams import complete, stream
 from jaxkv.errors import EngineDeadError
+from jaxkv.requests.request import Submission
 from jaxkv.testing import engine_of, intake_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
@@ -74,8 +77,11 @@ def finish(front: Handover, submissions: list) -> list[list]:
 
 
 def run_out(front: Handover) -> None:
-    while front.has_work:
+    for _ in range(1000):
+        if not front.has_work:
+            return
         front.step()
+    raise AssertionError("a request is lost")
 
 
 def check(front: Handover, llms: list[LLM]) -> None:
@@ -147,6 +153,67 @@ def test_a_step_that_fails_ends_who_was_in_it_and_nobody_else(front, llms, monke
             run_out(front)
     assert [request.finish_reason for request in first.samples] == ["abort"]
     assert finish(front, [second])[0][1] == "length"
+    check(front, llms)
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+def test_an_interrupt_while_a_request_goes_over_neither_loses_nor_doubles_it(
+    front, llms, monkeypatch, is_added
+):
+    (submission,) = submitted(llms[2], prompts(7)[5:6], params()[:1])
+    front.add(submission)
+    decode = engine_of(llms[2])
+    add = decode.add
+
+    def interrupt(submission: Submission) -> None:
+        if is_added:
+            add(submission)
+        monkeypatch.setattr(decode, "add", add)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode, "add", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_out(front)
+    run_out(front)
+    assert [len(one.token_ids) for one in submission.output().outputs] == [12]
+    check(front, llms)
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_loses_no_request_of_others(front, llms, monkeypatch):
+    """Whoever presses Ctrl-C takes steps for the requests of others too."""
+    monkeypatch.setattr(handover, "WAIT_S", 10.0)
+    given, asked = prompts(5)[2:4], [SamplingParams(temperature=0.0, max_tokens=2)] * 2
+    wanted = [one.outputs[0] for one in llms[0].generate(given, asked, use_tqdm=False)]
+    at, was_cut_off = 0, True
+    while was_cut_off:
+        front.forget()
+        submissions, was_cut_off = submitted(llms[2], given, asked), False
+        for submission in submissions:
+            front.add(submission)
+        try:
+            with Interrupt(at, files=(handover.__file__,)):
+                run_out(front)
+        except KeyboardInterrupt:
+            was_cut_off = True
+        run_out(front)
+        found = [request.completion() for one in submissions for request in one.samples]
+        for one, want in zip(found, wanted, strict=True):
+            assert (one.token_ids, one.finish_reason) == (want.token_ids, want.finish_reason), at
+        check(front, llms)
+        at += 1
+    assert at > 60
+
+
+def test_what_is_computed_before_a_reset_is_not_handed_over_after_it(front, llms):
+    (submission,) = submitted(llms[2], prompts(6)[5:6], params()[:1])
+    front.add(submission)
+    while not front._prefill.done:
+        front._prefill.go_on(10.0)
+    front.forget()
+    run_out(front)
+    assert submission.is_finished
+    assert submission.output().num_cached_tokens == 0
     check(front, llms)
 
 
