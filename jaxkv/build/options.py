@@ -399,7 +399,7 @@ ALONE = {
     "kv_host_bytes": 0,
     "kv_disk": None,
 }
-"""What `disaggregate` goes with: each part has devices of its own, and pages go from one to the
+"""Values that `disaggregate` needs: each part has devices of its own, and pages go from one to the
 other as those of the prefix cache.
 """
 

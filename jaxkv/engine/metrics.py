@@ -36,7 +36,7 @@ LATENCY_S = (
 """Upper bounds of the histograms' buckets, in seconds."""
 
 TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
-"""The same of those that count tokens."""
+"""Upper bounds of the buckets of histograms that count tokens."""
 
 
 @dataclass(frozen=True, slots=True)

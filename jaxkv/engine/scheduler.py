@@ -27,7 +27,7 @@ CPU).
 """
 
 READ_AHEAD = 8
-"""Of so many requests that wait, pages are read from a disk before they are admitted."""
+"""Number of waiting requests, the first ones, whose pages are read from a disk ahead of time."""
 
 PageAndKey = tuple[int, bytes]
 

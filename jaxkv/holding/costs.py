@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 LASTING_S = 10.0
-"""What was measured before the last so many seconds counts half, before that a quarter, ..."""
+"""Measured seconds after which what was measured before counts half, then a quarter, ..."""
 TRIED_AGAIN = 32
-"""Of so many hits that it does not pay to load, one is loaded: that may have changed."""
+"""One of so many hits that it does not pay to load is loaded: that may have changed."""
 
 
 @dataclass(slots=True)

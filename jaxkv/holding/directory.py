@@ -34,20 +34,21 @@ class Directory:
                 )
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            what = "expected a directory that can be made and written"
-            raise ValueError(f"kv_disk: {what}, got {error}") from error
+            raise _unusable(error) from error
         self.close = weakref.finalize(self, os.close, lock)
         """Lets others have the directory; also when nobody has this."""
         with ExitStack() as undo:
             undo.callback(self.close)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.secret = self._read_secret()
             except BlockingIOError as error:
                 raise DirectoryInUseError(
                     f"kv_disk: expected a directory that no other engine uses, got {self.path}; "
                     f"give each engine its own, or close the other one (LLM.shutdown)"
                 ) from error
-            self.secret = self._read_secret()
+            except OSError as error:
+                raise _unusable(error) from error
             undo.pop_all()
 
     def _read_secret(self) -> bytes:
@@ -63,6 +64,10 @@ class Directory:
                 f"{path}; remove it, and nothing that was kept is found any more"
             )
         return secret
+
+
+def _unusable(error: OSError) -> ValueError:
+    return ValueError(f"kv_disk: expected a directory that can be made and written, got {error}")
 
 
 def write_whole(path: Path, parts: list[bytes | memoryview]) -> None:

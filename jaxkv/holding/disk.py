@@ -32,8 +32,9 @@ T = TypeVar("T")
 MAGIC = b"jaxkvpg1"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
 WAITING_BYTES = 2**28
-"""What may wait to be written: where a disk is slower than that for long, pages are left out."""
+"""Bytes of pages that may wait to be written: those beyond, as a slow disk has, are left out."""
 _NAME = re.compile(r"([0-9a-f]{64})\.page")
+_UNFINISHED = re.compile(r"([0-9a-f]{64}|secret)\.part")
 
 PageShapes = tuple[tuple[tuple[tuple[int, ...], np.dtype], ...], ...]
 """Shape [L, ...] and dtype of each array of each store."""
@@ -98,8 +99,8 @@ class DiskPages:
         return has_room
 
     def put(self, key: bytes, page: HostPage) -> None:
-        """Has a page written, in place of those that were used least lately."""
-        if key in self._size_of or not self.is_writing:
+        """Has a page that it `wants` written, in place of those that were used least lately."""
+        if not self.wants(key):
             return
         self._make_room(self.page_bytes)
         written = _told(self._writer, _write, self._path(key), key, page)
@@ -182,13 +183,13 @@ class DiskPages:
 
 
 def _listed(folder: Path) -> OrderedDict[bytes, int]:
-    """Returns key and size of each page, the one used least lately first. Removes what a process
-    that was killed has not finished.
+    """Returns key and size of each page, the one used least lately first. Removes files of its own
+    that a process that was killed has not finished, and no others.
     """
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith(".part"):
+            if _UNFINISHED.fullmatch(entry.name):
                 os.unlink(entry.path)
             elif (name := _NAME.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                 status = entry.stat(follow_symlinks=False)

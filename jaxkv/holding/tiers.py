@@ -16,9 +16,9 @@ from jaxkv.holding.hold import Hold
 from jaxkv.holding.host import HostPage, HostPages
 
 AHEAD_BYTES = 2**30
-"""What is read for requests behind the first one that waits, at most."""
+"""Most bytes that are read for requests behind the first one that waits."""
 LONGEST_WAIT_S = 0.05
-"""How long nobody else is heard while pages are read and nothing runs."""
+"""Longest time that nobody else is heard while pages are read and nothing runs."""
 
 
 class _Read(NamedTuple):
@@ -40,7 +40,7 @@ class Tiers:
         self.page_size = page_size
         self.costs = Costs(page_size)
         self._reads: dict[Hold, _Read | None] = {}
-        """What is read for those that wait; None where nothing is."""
+        """Pages that are read for those that wait; None where there are none."""
 
     def wants(self, key: bytes, *, is_leaving: bool) -> bool:
         """Tells whether `put` would keep the page."""

@@ -94,6 +94,7 @@ def test_conversations_go_on_after_a_restart(make, on_disk, options):
             llm.shutdown()
     assert num_found == num_asked
     assert values(llm)["kv_disk_hits"] > 300
+    assert engine_of(llm).scheduler.tiers.costs.read.num * 8 >= values(llm)["kv_disk_hits"]
     assert f"{on_disk['kv_disk']} keeps up to" in llm.describe()
     llm.shutdown()
 

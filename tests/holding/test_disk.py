@@ -9,6 +9,7 @@ import sys
 import time
 from hashlib import shake_256
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from jaxkv.holding import disk
 from jaxkv.holding.costs import TRIED_AGAIN, Costs
 from jaxkv.holding.directory import Directory
 from jaxkv.holding.disk import DiskPages
+from jaxkv.holding.host import HostPages
+from jaxkv.holding.tiers import Tiers
 
 SHAPES = ((((2, 8, 3), np.dtype(np.float32)), ((2, 5), np.dtype(np.uint8))),)
 PAGE_BYTES = 8 + 32 + 4 * 48 + 10
@@ -106,6 +109,12 @@ def test_a_damaged_file_is_a_miss_and_goes(pages, how):
 
 
 def test_the_files_used_least_lately_make_room(pages):
+    pages = reopened(pages, 2 * PAGE_BYTES)
+    put(pages, 1, 2)
+    pages.used([key_of(1), key_of(2)])
+    put(pages, 3)
+    assert read(pages, 1, 2) == [1]  # of one sequence the first pages stay longest
+    pages.clear()
     pages = reopened(pages, 4 * PAGE_BYTES)
     put(pages, 1, 2, 3, 4)
     pages.used([key_of(1), key_of(2)])
@@ -131,16 +140,25 @@ def test_the_files_used_least_lately_make_room(pages):
 def test_a_full_disk_ends_writing_with_one_warning(pages, monkeypatch):
     put(pages, 1)
     pages = reopened(pages)
+    calls, is_noted = [], Event()
 
     def full(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            is_noted.wait(10)  # what is behind it has not begun
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         put(pages, 2, 3, 4)
-        pages._writer.submit(int).result()
+        while len(calls) < 2:
+            time.sleep(0.001)
         with pytest.warns(UserWarning, match="no more pages are written.*No space") as told:
             pages.settle()
+        assert (len(pages), pages.num_bytes) == (2, 2 * PAGE_BYTES)
+        is_noted.set()
+        pages._writer.submit(int).result()
+        pages.settle()  # without a second warning, which would be an error
     assert len(told) == 1
     assert not pages.wants(key_of(5))
     put(pages, 5)
@@ -154,10 +172,39 @@ def test_what_a_slow_disk_has_no_time_for_is_left_out(pages, monkeypatch):
     monkeypatch.setattr(disk, "WAITING_BYTES", 2 * PAGE_BYTES)
     put(pages, 1, 2)
     assert not pages.wants(key_of(3))
-    assert pages.num_left_out == 1
+    put(pages, 3)  # as host memory wants it
+    assert key_of(3) not in pages
+    assert pages.num_left_out == 2
     pages._writer.submit(int).result()
     pages.settle()
     assert pages.wants(key_of(3))
+
+
+def test_only_files_of_its_own_are_removed(pages):
+    put(pages, 1)
+    pages.close()
+    for name in ("film.part", f"{key_of(2).hex()}.part", "secret.part", "notes.page"):
+        (pages.path / name).write_bytes(b"1234")
+    (pages.path / f"{key_of(3).hex()}.page").symlink_to(pages.path / "notes.page")
+    pages = DiskPages(Directory(pages.path), ROOM, SHAPES)
+    assert len(pages) == 1
+    pages.clear()
+    pages.close()
+    names = ["film.part", f"{key_of(3).hex()}.page", "lock", "notes.page", "secret"]
+    assert sorted(file.name for file in pages.path.iterdir()) == sorted(names)
+
+
+def test_a_page_that_leaves_the_device_goes_to_host_memory_and_to_the_disk(pages):
+    both, (one, two) = Tiers(8, HostPages(2), pages), (key_of(1), key_of(2))
+    assert both.wants(one, is_leaving=False)
+    both.put(one, page_of(one), is_leaving=False)
+    assert (one in both.host, one in pages) == (False, True)
+    assert both.wants(one, is_leaving=True)
+    assert not both.wants(one, is_leaving=False)
+    both.put(two, page_of(two), is_leaving=True)
+    assert (two in both.host, two in pages) == (True, True)
+    both.clear()
+    assert len(both.host) == len(pages) == 0
 
 
 def test_what_comes_while_the_process_ends_is_neither_kept_nor_found(pages):
@@ -185,6 +232,17 @@ def test_a_directory_is_one_engines_and_its_secret_this_users(tmp_path):
     secret.write_bytes(one.secret[:-1])
     with pytest.raises(ValueError, match="kv_disk: expected 32 bytes"):
         Directory(tmp_path / "a")
+    secret.write_bytes(one.secret)
+    secret.chmod(0o644)
+    with pytest.raises(ValueError, match="kv_disk: expected 32 bytes"):
+        Directory(tmp_path / "a")
+    secret.unlink()
+    secret.mkdir()
+    with pytest.raises(ValueError, match="kv_disk: expected a directory that can be made") as first:
+        Directory(tmp_path / "a")
+    with pytest.raises(ValueError, match="kv_disk: expected a directory that can be made"):
+        Directory(tmp_path / "a")
+    assert first  # which has the frames alive: the lock is let go nevertheless
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match="kv_disk: expected a directory that can be made"):
