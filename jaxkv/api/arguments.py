@@ -15,6 +15,16 @@ POSITIVE_OR_NONE = Check(
     expected="None or a number >= 1", holds=lambda x: x is None or (is_int(x) and x >= 1)
 )
 
+SLEEPING = ("weights", "kv_cache")
+SLEEP_LEVEL = Check(expected="1 or 2", holds=lambda x: is_int(x) and x in (1, 2))
+WAKE_TAGS = Check(
+    expected='None or some of "weights" and "kv_cache"',
+    holds=lambda x: (
+        x is None
+        or (isinstance(x, list | tuple) and len(x) > 0 and all(tag in SLEEPING for tag in x))
+    ),
+)
+
 
 def listed_params(
     params: SamplingParams | Sequence[SamplingParams] | None,

@@ -7,7 +7,7 @@ import atexit
 import os
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -177,6 +177,23 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """As `LLM.reset_prefix_cache`."""
         await self._engine.ask(self._llm.reset_prefix_cache)
+
+    async def update_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> None:
+        """As `LLM.update_weights`; requests run while the new weights are loaded."""
+        models = await asyncio.to_thread(self._llm._loaded_from, weights)
+        await self._engine.ask(partial(self._llm._take, models))
+
+    async def sleep(self, level: int = 1) -> None:
+        """As `LLM.sleep`."""
+        await self._engine.ask(partial(self._llm.sleep, level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """As `LLM.wake_up`."""
+        await self._engine.ask(partial(self._llm.wake_up, tags))
+
+    async def is_sleeping(self) -> bool:
+        """As `LLM.is_sleeping`."""
+        return await self._engine.ask(lambda: self._llm.is_sleeping)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Answers as `LLM.get_default_sampling_params` does."""

@@ -17,6 +17,8 @@ import jax
 from jaxkv.api.arguments import (
     CONTENT_FORMAT,
     POSITIVE_OR_NONE,
+    SLEEP_LEVEL,
+    WAKE_TAGS,
     check_no_lora,
     check_none,
     listed_params,
@@ -40,13 +42,15 @@ from jaxkv.build.origin import origin_of
 from jaxkv.build.vllm_arguments import ABSENT_FROM_LLM, absence
 from jaxkv.config import BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
+from jaxkv.engine.engine import PAGES, WEIGHTS
 from jaxkv.engine.handover import Handover
 from jaxkv.engine.metrics import Metric
 from jaxkv.engine.saving import page_form
 from jaxkv.engine.streams import complete, stream
+from jaxkv.errors import CapacityError
 from jaxkv.holding.directory import Directory
 from jaxkv.holding.prefix import root_key
-from jaxkv.kv.saved import fingerprint
+from jaxkv.kv.saved import Origin, fingerprint
 from jaxkv.ops.attention import check_backend
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput
@@ -291,6 +295,68 @@ class LLM:
         for part, engine in zip(self._parts, self._engines, strict=True):
             part.budget.compile_all(engine.programs)
 
+    def update_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> None:
+        """Computes with other weights of the same model from now on: all of them, or after an
+        error none. Nothing compiles, the prefix cache and what stands behind it are emptied, and
+        requests under way go on from the tokens that they have, computed anew.
+
+        weights: a directory or hub id, or numpy or jax arrays: under a checkpoint's names, nested
+        at any dot, or in jaxkv's own tree (`jaxkv.functional.load(...).weights`). They become what
+        loading makes of them. An engine that is awake has room for old and new ones at once, or
+        `sleep(level=2)` comes first.
+        Raises: CheckpointError for missing, unknown or misshapen tensors, values that are not
+        finite and another model's config.json, ValueError for other things, CapacityError.
+        """
+        self._take(self._loaded_from(weights))
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the device's memory to others until `wake_up`: that of the KV cache, and of the
+        weights, which level 1 keeps in host memory and level 2 does not (`update_weights` brings
+        others). Requests are refused meanwhile.
+
+        Raises: ValueError with requests under way.
+        """
+        SLEEP_LEVEL("level", level)
+        self._front.sleep(keeps_weights=level == 1)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Takes the memory again that `sleep` gave away, with an empty KV cache. tags: "weights"
+        or "kv_cache" for one of them at a time.
+
+        Raises: ValueError after level 2 before `update_weights`.
+        """
+        WAKE_TAGS("tags", tags)
+        self._front.wake_up((WEIGHTS, PAGES) if tags is None else tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Tells whether `sleep` has taken anything that `wake_up` has not brought back."""
+        return self._front.is_asleep
+
+    def _loaded_from(self, weights: Any) -> list[Model]:
+        """Returns the models of all parts with these weights, beside those that they have."""
+        try:
+            return [part.model.updated(part.blueprint, weights) for part in self._parts]
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise CapacityError(
+                f"no room for the new weights beside the old ones: call sleep(level=2) before "
+                f"update_weights, and wake_up after it ({str(error).splitlines()[0]})"
+            ) from error
+
+    def _take(self, models: Sequence[Model]) -> None:
+        """Has the engines compute with the weights of these models."""
+        old = [engine.weights for engine in self._engines]
+        self._intake.begin_anew(root_key(secrets.token_bytes(32)))
+        self._front.replace_weights(*(model.weights for model in models))
+        self._parts = [
+            replace(part, model=model) for part, model in zip(self._parts, models, strict=True)
+        ]
+        self._model = models[0]
+        for array in jax.tree.leaves(old):
+            array.delete()
+
     def shutdown(self) -> None:
         """Ends every request and gives the memory of weights and KV cache back, and a `kv_disk` to
         others; later calls raise EngineDeadError. Once is enough, twice is fine; the end of a
@@ -393,7 +459,10 @@ class LLM:
 
     def _home(self, owner: Any, chat: Mapping[str, Any] | None = None) -> Home:
         """Returns what sessions of `owner`, which this engine serves, have in common."""
-        origin = partial(origin_of, self._model, self._blueprint)
+
+        def origin(form: str) -> Origin:
+            return origin_of(self._model, self._blueprint, form)
+
         return Home(owner, self._intake, self._engine, origin, chat=chat or {})
 
     def _make_intake(self) -> Intake:

@@ -5,15 +5,16 @@ about ending.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.build.blueprint import Blueprint
-from jaxkv.build.options import EngineOptions
+from jaxkv.build.options import IS_PATH, EngineOptions
 from jaxkv.build.tokenizer import check_vocabulary, load_tokenizer
 from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
 from jaxkv.errors import CheckpointError
@@ -21,6 +22,7 @@ from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.fit_keys import fit_keys
+from jaxkv.weights.arrays import take_weights
 from jaxkv.weights.dummy import random_weights
 from jaxkv.weights.hub import WITHOUT_WEIGHTS, Access, resolve_model, with_weights
 from jaxkv.weights.load import load_weights, put
@@ -76,16 +78,75 @@ class Model:
         """Returns the model with its weights on the blueprint's devices. Raises: CheckpointError,
         OSError.
         """
-        weights = self._load(blueprint)
+        return self._fitted(self._load(blueprint), blueprint)
+
+    def updated(self, blueprint: Blueprint, source: Any) -> Model:
+        """Returns the model with other weights, of a directory or hub id or of arrays
+        (`weights.arrays`), on the blueprint's devices; its own are as they were.
+
+        Raises: CheckpointError for weights of another model or that break a rule of loading,
+        ValueError for what is no weights at all, OSError.
+        """
+        if isinstance(source, Mapping):
+            weights = self._load(blueprint, source)
+            return self._fitted(weights, blueprint)._like(self)
+        IS_PATH("weights", source)
+        if source is None:
+            raise ValueError("weights: expected a directory, a hub id or arrays, got None")
+        own = blueprint.options
+        options = replace(
+            own,
+            model=source,
+            revision=None,
+            tokenizer=None,
+            tokenizer_revision=None,
+            skip_tokenizer_init=True,
+            load_format="auto" if own.load_format == "dummy" else own.load_format,
+        )
+        found = find_model(options)
+        if found.spec.joined() != self.spec.joined():
+            raise CheckpointError(
+                f"{found.directory}: expected weights of the model that was loaded, got a "
+                f"config.json of another one"
+            )
+        other = replace(
+            self,
+            directory=found.directory,
+            layout=found.layout,
+            stored_dtype=found.stored_dtype,
+        )
+        return other.loaded(replace(blueprint, options=options))._like(self)
+
+    def _like(self, other: Model) -> Model:
+        """Returns itself. Raises: CheckpointError, with its weights given back, unless their arrays
+        are like the other model's.
+        """
+        forms = [
+            jax.tree.map(lambda x: (x.shape, x.dtype.name), one.weights) for one in (self, other)
+        ]
+        if forms[0] != forms[1]:
+            for array in jax.tree.leaves(self.weights):
+                array.delete()
+            new, old = (dict(jax.tree_util.tree_leaves_with_path(form)) for form in forms)
+            differing = [path for path in new.keys() | old if new.get(path) != old.get(path)]
+            named = sorted(".".join(key.key for key in path[:2]) for path in differing)
+            raise CheckpointError(
+                f"{self.directory}: expected weights that are stored as those that were loaded, "
+                f"got others: {', '.join(dict.fromkeys(named))[:200]}"
+            )
+        return self
+
+    def _fitted(self, weights: Weights, blueprint: Blueprint) -> Model:
         if blueprint.fits_keys:
             tokens = calibration_tokens(blueprint.spec, self.tokenizer)
             weights = with_fitted_keys(weights, tokens, blueprint.spec, blueprint.placement)
         return replace(self, spec=blueprint.spec, weights=weights)
 
-    def _load(self, blueprint: Blueprint) -> Weights:
+    def _load(self, blueprint: Blueprint, arrays: Mapping[str, Any] | None = None) -> Weights:
+        """Loads the weights from the model's directory, or takes these."""
         options, spec, dtype = blueprint.options, blueprint.spec, blueprint.dtype
         as_bits = dtype == "bfloat16" and bfloat16_as_bits(blueprint.platform)
-        if options.load_format == "dummy":
+        if options.load_format == "dummy" and arrays is None:
             return random_weights(
                 spec,
                 self.layout,
@@ -95,10 +156,13 @@ class Model:
                 seed=options.seed,
                 quantization=blueprint.quantization,
             )
-        from_files = load_weights if self.stored_dtype is None else load_converted
-        directory = with_weights(_given(options), self.directory, _access(options))
-        return from_files(
-            directory,
+        load: Callable[..., dict[str, Any]] = take_weights
+        source: Any = arrays
+        if arrays is None:
+            load = load_weights if self.stored_dtype is None else load_converted
+            source = with_weights(_given(options), self.directory, _access(options))
+        return load(
+            source,
             spec,
             self.layout,
             dtype=dtype,

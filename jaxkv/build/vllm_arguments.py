@@ -65,6 +65,8 @@ _NOTHING: dict[str, Any] = {
     "preemption_mode": None,
     "disable_hybrid_kv_cache_manager": False,
     "prefix_caching_hash_algo": "sha256",
+    # Any engine can sleep.
+    "enable_sleep_mode": False,
     # How files are read.
     "max_parallel_loading_workers": None,
     "safetensors_load_strategy": "lazy",
@@ -123,7 +125,6 @@ _SOME: dict[str, Foreign] = {
     "kv_events_config": Foreign(default=None, nearest="LLM.page_table"),
     "otlp_traces_endpoint": Foreign(default=None, nearest="LLM.get_metrics"),
     "enable_log_requests": Foreign(default=False, nearest="RequestOutput.metrics"),
-    "enable_sleep_mode": Foreign(default=False, nearest="LLM.shutdown"),
     "pipeline_parallel_size": Foreign(default=1, nearest=_DEVICES),
     "data_parallel_size": Foreign(default=1, nearest=_DEVICES),
     "decode_context_parallel_size": Foreign(default=1, nearest=_DEVICES),
@@ -283,8 +284,6 @@ ABSENT_FROM_LLM = {
     "reset_mm_cache": "",
     "start_profile": "jax.profiler",
     "stop_profile": "jax.profiler",
-    "sleep": "shutdown",
-    "wake_up": "a new LLM",
 }
 """The same of its `LLM`."""
 
@@ -301,9 +300,6 @@ ABSENT_FROM_ASYNC = {
     "start_profile": "jax.profiler",
     "stop_profile": "jax.profiler",
     "reset_mm_cache": "",
-    "sleep": "shutdown",
-    "wake_up": "a new AsyncLLM",
-    "is_sleeping": "",
     "add_lora": "",
     "remove_lora": "",
     "list_loras": "",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
 from threading import RLock
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from jaxkv.config import EngineConfig
@@ -28,6 +30,7 @@ from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.errors import EngineDeadError
+from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.decoder import head_of
@@ -38,6 +41,9 @@ from jaxkv.requests.request import Request, Submission
 from jaxkv.weights.tree import Weights
 
 T = TypeVar("T")
+
+WEIGHTS, PAGES = "weights", "kv_cache"
+"""What `sleep` takes off the device, under vLLM's names."""
 
 
 class Engine:
@@ -85,6 +91,10 @@ class Engine:
             self.scheduler, self._requests, self._recorder, decode_token=decode_token
         )
         self._failed = self._is_ended = False
+        self._away: frozenset[str] = frozenset()
+        """What is off the device until `wake_up`."""
+        self._kept: Any = None
+        """The weights in host memory meanwhile, if they are kept."""
         self._is_changing = False
         """Bookkeeping may be half done: set before every change of it, taken back behind it."""
         self._is_under_way = False
@@ -102,8 +112,12 @@ class Engine:
         return bool(self._requests)
 
     def add(self, submission: Submission) -> None:
-        """Queues what `Intake` made, but for requests that are there already."""
-        self.change(partial(self._add, submission))
+        """Queues what `Intake` made, but for requests that are there already. Raises: ValueError
+        while it sleeps.
+        """
+        with self.lock:
+            self.check_awake()
+            self.change(partial(self._add, submission))
 
     def _add(self, submission: Submission) -> None:
         if self._is_ended:
@@ -178,6 +192,87 @@ class Engine:
         self.scheduler.forget()
         if self._moves is not None:
             self._moves.forget()
+
+    def replace_weights(self, weights: Weights) -> None:
+        """Computes with these weights, of the same shapes, from the next step on. What was cached
+        is not found again, and requests go on with the tokens that they have, computed anew.
+        """
+        self.change(partial(self._replace_weights, weights))
+
+    def _replace_weights(self, weights: Weights) -> None:
+        self.scheduler.start_over()
+        self._forget()
+        # Their pages would be listed under keys that stand for the other weights.
+        secret = secrets.token_bytes(32)
+        for request in self._requests:
+            request.hold.chain = PageChain(root_key(secret, request.hold.chain.root.hex()))
+        self.weights = weights
+        self._away -= {WEIGHTS}
+        self._kept = None
+
+    @property
+    def is_asleep(self) -> bool:
+        return bool(self._away)
+
+    def check_awake(self) -> None:
+        """Raises ValueError while it sleeps."""
+        if self._away:
+            raise ValueError(
+                f"expected an engine that is awake, got one without its {', '.join(self._away)} on "
+                f"the device: call wake_up() first"
+            )
+
+    def check_idle(self) -> None:
+        """Raises ValueError with requests under way."""
+        if self.has_work:
+            raise ValueError("sleep: expected no requests under way: wait for them, or abort them")
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Gives the device's memory back but for programs: that of the pages, with what is cached
+        in them, and of the weights, which host memory gets if they are kept.
+
+        Raises: ValueError with requests under way.
+        """
+        with self.lock:
+            self.check_idle()
+            self.change(partial(self._sleep, keeps_weights))
+
+    def _sleep(self, keeps_weights: bool) -> None:
+        self._flight = None
+        if self._moves is not None:
+            self._keep_all(self._moves)
+        self.scheduler.start_over()
+        self.scheduler.take_moves()  # of pages that are no more
+        if not keeps_weights:
+            self._kept = None
+        elif WEIGHTS not in self._away:
+            self._kept = jax.tree.map(np.array, self.weights)
+        self._away = frozenset((WEIGHTS, PAGES))
+        for array in jax.tree.leaves((self.weights, self.kv)):
+            array.delete()
+
+    def wake_up(self, what: Collection[str]) -> None:
+        """Brings this back, pages without anything in them.
+
+        Raises: ValueError where the weights were not kept, and nobody has given others.
+        """
+        with self.lock:
+            if WEIGHTS in self._away.intersection(what) and self._kept is None:
+                raise ValueError(
+                    "wake_up: expected update_weights() first: sleep(level=2) has kept no weights"
+                )
+            self.change(partial(self._wake_up, self._away.intersection(what)))
+
+    def _wake_up(self, what: frozenset[str]) -> None:
+        if WEIGHTS in what:
+            self.weights = jax.tree.map(
+                lambda x, like: jax.device_put(x, like.sharding), self._kept, self.programs.weights
+            )
+            self._away -= {WEIGHTS}
+            self._kept = None
+        if PAGES in what:
+            self.kv = self._make_kv()
+            self._away -= {PAGES}
 
     def change(self, change: Callable[[], T]) -> T:
         """Makes a change of requests, rows and pages, and those that were to wait for its end.

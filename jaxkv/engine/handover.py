@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain
 from jaxkv.kv.saved import Origin, SavedPages
 from jaxkv.requests.request import Request, Submission
+from jaxkv.weights.tree import Weights
 
 T = TypeVar("T")
 
@@ -94,6 +95,7 @@ class Handover:
         with self.lock:
             if self._is_ended:
                 raise EngineDeadError("the engine has been shut down")
+            self._decode.check_awake()
             if not self._is_worth_it(submission.samples[0]):
                 self._decode.add(submission)
                 return
@@ -142,10 +144,39 @@ class Handover:
         """Makes nothing that is computed so far be found again in the prefix caches."""
         self._prefill.call(lambda engine: engine.forget())
         with self.lock:
-            self._note()
-            for coming in list(self._coming.values()):
-                coming.saved = None
+            self._drop_saved()
             self._decode.forget()
+
+    def _drop_saved(self) -> None:
+        """Drops the pages that are computed and not handed over."""
+        self._note()
+        for coming in list(self._coming.values()):
+            coming.saved = None
+
+    def replace_weights(self, weights: Weights, of_prefill: Weights) -> None:
+        """Does what `Engine.replace_weights` does, on both engines."""
+        self._prefill.call(lambda engine: engine.replace_weights(of_prefill))
+        with self.lock:
+            self._drop_saved()
+            self._decode.replace_weights(weights)
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._decode.is_asleep
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Does what `Engine.sleep` does, on both engines."""
+        with self.lock:
+            if self._coming or self._prefill.leaving:
+                self._decode.check_idle()
+            self._decode.sleep(keeps_weights=keeps_weights)
+            self._prefill.call(lambda engine: engine.sleep(keeps_weights=keeps_weights))
+
+    def wake_up(self, what: Collection[str]) -> None:
+        """Does what `Engine.wake_up` does, on both engines."""
+        with self.lock:
+            self._prefill.call(lambda engine: engine.wake_up(what))
+            self._decode.wake_up(what)
 
     def leave_disk(self) -> None:
         """Does what `Engine.leave_disk` does."""

@@ -50,7 +50,10 @@ class Places:
 
 
 def refuse_unsaved(engine: Engine) -> None:
-    """Raises: NotImplementedError for KV states of which pages are not all."""
+    """Raises: NotImplementedError for KV states of which pages are not all, ValueError for an
+    engine that sleeps.
+    """
+    engine.check_awake()
     kv = engine.kv
     if kv.states:
         raise NotImplementedError("save: recurrent states are not built in; save the tokens")

@@ -519,11 +519,16 @@ class Scheduler:
             request.hold.is_listed = False
 
     def start_over(self) -> None:
-        """Preempts every request and forgets what was cached: the pages' contents are lost."""
+        """Preempts every request and forgets what was cached: the pages' contents are lost. Those
+        whose last tokens are coming need no pages any more.
+        """
         for request in list(self.leaving):
             self._give_back(request)
         for request in list(self.running):
-            self._preempt(request)
+            if request.num_tokens == request.max_len:
+                self._release(request)
+            else:
+                self._preempt(request)
         self._state_copies.clear()
         self.allocators.forget()
 

@@ -94,6 +94,10 @@ class Intake:
             self._num_submitted += len(made)
         return made
 
+    def begin_anew(self, cache_root: bytes) -> None:
+        """Takes another root, so that no page that is there already is found again."""
+        self._cache_root = cache_root
+
     def render(
         self,
         conversations: Sequence[Any],

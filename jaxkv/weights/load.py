@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -45,7 +45,7 @@ cache.
 
 
 def load_weights(
-    directory: Path,
+    source: Path | Mapping[str, Any],
     spec: ModelSpec,
     layout: Layout,
     *,
@@ -58,13 +58,14 @@ def load_weights(
     """Returns the weight tree (`weights.tree`) with every tensor as `dtype`, bfloat16 as raw uint16
     bits if `as_bits`. Matrices that the checkpoint stores quantised stay so where a matmul can read
     them; those of other checkpoints are quantised by the method `quantization` (`packing.METHODS`).
+    source: a directory, or the arrays of a checkpoint under its names.
 
     Tensors go one by one from the mapped file to the device and their file pages are dropped at
     once.
     Raises: CheckpointError naming every missing, unexpected or misshapen tensor, before anything is
     allocated; naming the first tensor that holds NaN or infinity, unless `check` is False.
     """
-    with open_checkpoint(directory, spec, layout) as checkpoint:
+    with open_checkpoint(source, spec, layout) as checkpoint:
         leaves = _present(checkpoint, spec, layout)
         _check(checkpoint, spec, layout, leaves)
         num_parts = 1 if placement is None else placement.size
@@ -110,11 +111,14 @@ TEXT = (
 """How models of several parts call the tensors of their text part, and what it calls them."""
 
 
-def open_checkpoint(directory: Path, spec: ModelSpec, layout: Layout) -> Tensors:
+def open_checkpoint(source: Path | Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Tensors:
     """Opens the tensors of the layout's model: under their names in the text part where it is a
     part of another model, and as if they were not quantised.
     """
-    checkpoint = Checkpoint.open(directory)
+    if isinstance(source, Mapping):
+        checkpoint = Checkpoint.of_arrays(source)
+    else:
+        checkpoint = Checkpoint.open(source)
     known = {source for leaf in tree_leaves(spec, layout) for source in leaf.sources}
     modules = {source.rpartition(".")[0] for source in known}
 

@@ -29,6 +29,10 @@ from jaxkv.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+IN_MEMORY = Path("arrays in memory")
+"""Stands for the directory of tensors that are in no file."""
+
+Maps = dict[Path, mmap.mmap | memoryview]
 MAX_JSON_BYTES = 100_000_000
 MAX_TENSORS = 2**20
 MAX_RANK = 8
@@ -90,9 +94,7 @@ class Checkpoint:
     another process shortens meanwhile ends this one (SIGBUS).
     """
 
-    def __init__(
-        self, directory: Path, entries: dict[str, TensorEntry], maps: dict[Path, mmap.mmap]
-    ) -> None:
+    def __init__(self, directory: Path, entries: dict[str, TensorEntry], maps: Maps) -> None:
         self.directory = directory
         self.entries: Mapping[str, TensorEntry] = MappingProxyType(entries)
         self._maps = maps
@@ -111,7 +113,7 @@ class Checkpoint:
             [_single_name(directory)] if weight_map is None else sorted(set(weight_map.values()))
         )
         entries: dict[str, TensorEntry] = {}
-        maps: dict[Path, mmap.mmap] = {}
+        maps: Maps = {}
         for file in (directory / name for name in names):
             shard, maps[file] = _open_file(file)
             for entry in shard:
@@ -122,6 +124,24 @@ class Checkpoint:
         if weight_map is not None:
             _check_index(index, weight_map, entries)
         return cls(directory, entries, maps)
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Checkpoint:
+        """Makes a checkpoint of arrays in memory, which it reads without a copy."""
+        entries: dict[str, TensorEntry] = {}
+        maps: Maps = {}
+        for name, array in arrays.items():
+            whole, file = np.ascontiguousarray(array), IN_MEMORY / name
+            maps[file] = whole.reshape(-1).view(np.uint8).data
+            entries[name] = TensorEntry(
+                name=name,
+                file=file,
+                dtype=whole.dtype,
+                shape=array.shape,
+                start=0,
+                nbytes=whole.nbytes,
+            )
+        return cls(IN_MEMORY, entries, maps)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -158,7 +178,7 @@ class Checkpoint:
         not Linux.
         """
         entry, mapping = self._locate(name)
-        if sys.platform == "linux" and entry.nbytes:
+        if sys.platform == "linux" and entry.nbytes and isinstance(mapping, mmap.mmap):
             first = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
             mapping.madvise(mmap.MADV_DONTNEED, first, entry.start + entry.nbytes - first)
 
@@ -174,7 +194,7 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _locate(self, name: str) -> tuple[TensorEntry, mmap.mmap]:
+    def _locate(self, name: str) -> tuple[TensorEntry, mmap.mmap | memoryview]:
         entry = self.entries.get(name)
         if entry is None:
             raise _wrong(

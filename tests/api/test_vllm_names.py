@@ -313,6 +313,4 @@ def test_what_is_absent_is_said_in_one_sentence(llm):
         assert "\n" not in str(caught.value)
     with pytest.raises(AttributeError, match=r"^LLM has no 'embed' yet, which vLLM has$"):
         llm.embed("x")
-    with pytest.raises(AttributeError, match=r"LLM has no 'sleep' yet, .*nearest: shutdown"):
-        llm.sleep()
     assert not hasattr(llm, "llm_engine")

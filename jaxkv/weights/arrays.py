@@ -1,0 +1,122 @@
+"""Makes weight trees of arrays that a program has, in place of a checkpoint's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.axes import Array
+from jaxkv.errors import CheckpointError
+from jaxkv.models.families import Layout
+from jaxkv.models.spec import ModelSpec
+from jaxkv.placement import Placement
+from jaxkv.weights.load import (
+    FLOATS,
+    aligned_empty,
+    is_finite,
+    load_weights,
+    put,
+    put_packed,
+    quantise_layers,
+)
+from jaxkv.weights.packing import packing_for
+from jaxkv.weights.tree import LAYERS, TreeLeaf, is_matrix, make_tree, tree_leaves
+
+BITS = np.dtype(np.uint16)
+
+
+def take_weights(
+    tree: Mapping[str, Any],
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    dtype: str,
+    as_bits: bool = False,
+    placement: Placement | None = None,
+    check: bool = True,
+    quantization: str | None = None,
+) -> dict[str, Any]:
+    """Returns what `load_weights` gives, of numpy or jax arrays: under a checkpoint's names, in
+    dicts that may be nested at every dot, or in the tree of `weights.tree`, where each is whole
+    and not quantised. All are copied.
+
+    Raises: ValueError for what is no such tree, CheckpointError as `load_weights` does.
+    """
+    arrays = _flat(tree)
+    is_own = "embed" in arrays and any(name.startswith(f"{LAYERS}.") for name in arrays)
+    if not is_own:
+        return load_weights(
+            arrays,
+            spec,
+            layout,
+            dtype=dtype,
+            as_bits=as_bits,
+            placement=placement,
+            check=check,
+            quantization=quantization,
+        )
+    leaves = [
+        leaf
+        for leaf in tree_leaves(spec, layout)
+        if leaf.path in arrays or leaf.one.same_as is None
+    ]
+    _check(arrays, leaves, spec.family)
+
+    def put_one(leaf: TreeLeaf) -> dict[str, Array]:
+        given, to = arrays[leaf.path], jnp.dtype(dtype)
+        given = given.view(jnp.bfloat16) if given.dtype == BITS else given
+        is_packed = quantization is not None and is_matrix(leaf)
+        host = aligned_empty(leaf.shape, np.dtype(np.float32) if is_packed else to)
+        with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is named below
+            host[...] = given
+        if check and not is_finite(host):
+            raise CheckpointError(f"weights: {leaf.path}: expected finite values as {to.name}")
+        if is_packed and quantization is not None:
+            num_parts = 1 if placement is None else placement.size
+            packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
+            return put_packed(quantise_layers(host, packing), leaf, placement)
+        return {"": put(host.view(BITS) if as_bits else host, leaf.name, placement)}
+
+    return make_tree((leaf, put_one(leaf)) for leaf in leaves)
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a tree by their paths. Raises: ValueError for anything else in it."""
+    found: dict[str, np.ndarray] = {}
+
+    def take(prefix: str, branch: Mapping[str, Any]) -> None:
+        for key, value in branch.items():
+            if not isinstance(key, str):
+                raise ValueError(f"weights: expected texts as names, got {key!r:.80}")
+            name = prefix + key
+            if isinstance(value, Mapping):
+                take(f"{name}.", value)
+                continue
+            if not isinstance(value, np.ndarray | jax.Array) or value.dtype == object:
+                got = type(value).__name__
+                raise ValueError(f"weights: {name}: expected a numpy or jax array, got {got}")
+            if name in found:
+                raise ValueError(f"weights: expected one array {name}, got two")
+            found[name] = np.asarray(value)
+
+    take("", tree)
+    return found
+
+
+def _check(arrays: Mapping[str, np.ndarray], leaves: list[TreeLeaf], family: str) -> None:
+    """Raises: CheckpointError naming every missing, unexpected or misshapen array."""
+    known = {leaf.path: leaf for leaf in leaves}
+    problems = [f"missing array {path}" for path in known if path not in arrays]
+    problems += [f"array that {family} does not use: {path}" for path in arrays.keys() - known]
+    for path, array in arrays.items():
+        if path in known and array.shape != known[path].shape:
+            problems.append(f"{path}: expected shape {known[path].shape}, got {array.shape}")
+        elif path in known and array.dtype.name not in FLOATS and array.dtype != BITS:
+            problems.append(f"{path}: expected one of {', '.join(FLOATS)}, got {array.dtype.name}")
+    if problems:
+        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise CheckpointError(f"weights: {'; '.join(sorted(problems)[:10])}{more}")
