@@ -18,7 +18,7 @@ SAID = re.compile(r"print\(.*\)  # ([^:\n]*)")
         ("docs/functional.md", 8, 8),
         ("docs/sessions.md", 6, 8),
         ("docs/tiers.md", 1, 0),
-        ("docs/usage.md", 2, 0),
+        ("docs/usage.md", 3, 0),
         ("README.md", 3, 0),
     ],
 )
