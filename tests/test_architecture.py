@@ -26,7 +26,7 @@ FLOORS = [
     "build",
 ]
 FLOORS += [
-    "requests",
+    "requests pictures",
     "engine",
     "api tools functional",
     "testing inputs metrics outputs sampling_params __init__ __main__",

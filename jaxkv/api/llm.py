@@ -27,6 +27,7 @@ from jaxkv.api.arguments import (
 from jaxkv.api.description import describe
 from jaxkv.api.part import make_parts
 from jaxkv.api.session import PREFILL, Home, Session, chat_options
+from jaxkv.api.views import PageRecording, cached_pages, memory_picture, page_frame
 from jaxkv.build.compile_cache import use_compile_cache
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.model import Model, find_model
@@ -44,7 +45,7 @@ from jaxkv.config import BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
 from jaxkv.engine.engine import PAGES, WEIGHTS
 from jaxkv.engine.handover import Handover
-from jaxkv.engine.metrics import Metric
+from jaxkv.engine.metrics import Metric, Metrics
 from jaxkv.engine.saving import page_form
 from jaxkv.engine.streams import complete, stream
 from jaxkv.errors import CapacityError
@@ -52,8 +53,11 @@ from jaxkv.holding.directory import Directory
 from jaxkv.holding.prefix import root_key
 from jaxkv.kv.saved import Origin, fingerprint
 from jaxkv.ops.attention import check_backend
+from jaxkv.pictures.markup import Picture, escape, html, tag
+from jaxkv.pictures.pages import page_map
+from jaxkv.pictures.prefix import prefix_tree
 from jaxkv.requests.intake import Intake
-from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput
+from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput, RequestOutputs
 from jaxkv.requests.prompts import Prompt, is_conversation, listed
 from jaxkv.requests.request import Submission
 
@@ -434,6 +438,27 @@ class LLM:
                 for request in running
             }
 
+    def record_pages(self) -> PageRecording:
+        """Records who holds which pages after each step: `with llm.record_pages() as pages:`, and
+        `pages.picture()` draws them. Costs nothing outside of that block.
+        """
+        return PageRecording(self._engine)
+
+    def prefix_tree(self) -> Picture:
+        """Draws what the prefix cache keeps and who holds it, as a tree with its texts, of whoever
+        has sent them.
+        """
+        with self._lock:
+            pages = cached_pages(self._engine.scheduler)
+            decode = self._intake.decode if self._intake.has_tokenizer else None
+            return prefix_tree(pages, decode)
+
+    def _repr_html_(self) -> str:
+        with self._lock:
+            frame = page_frame(self._engine.scheduler)
+            memory = memory_picture(self._budget, self._engine.programs)
+        return html(tag("pre", escape(self.describe())), memory, page_map(frame))
+
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now
         on.
@@ -447,7 +472,7 @@ class LLM:
         """
         with self._lock:
             metrics = self._engine.metrics()
-        return [replace(metric, name=prefix + metric.name) for metric in metrics]
+        return Metrics(replace(metric, name=prefix + metric.name) for metric in metrics)
 
     def describe(self) -> str:
         """Describes what this engine is and has: model, memory, programs, backend and why."""
@@ -539,4 +564,4 @@ class LLM:
         ):
             for _ in completed:
                 bar.update()
-        return [submission.output() for submission in submissions]
+        return RequestOutputs(submission.output() for submission in submissions)

@@ -151,6 +151,25 @@ class BaseSession:
         state = "closed" if self._claim is None else f"{len(self.pages)} pages"
         return f"<{type(self).__name__}: {len(self)} tokens, {state}>"
 
+    def _repr_html_(self) -> str | None:
+        if self._claim is None:
+            return None
+        from jaxkv.pictures.tables import TokenPage, sequence_html
+
+        home, keys = self._home, self._claim.keys
+        with home.engine.lock:
+            allocator = home.engine.scheduler.allocator
+            where = [next(iter(allocator.listed([key])), None) for key in keys]
+            size = allocator.page_size
+        starts = range(0, len(self), size)
+        where += [None] * (len(starts) - len(where))
+        pages = [
+            TokenPage(self.tokens[start : start + size], page)
+            for start, page in zip(starts, where, strict=True)
+        ]
+        decode = home.intake.decode if home.intake.has_tokenizer else None
+        return sequence_html(repr(self), pages, decode)
+
     @property
     def prompt(self) -> dict[str, Any]:
         """Returns the session as a prompt of `LLM.generate`, which takes several at once."""

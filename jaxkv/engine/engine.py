@@ -104,6 +104,8 @@ class Engine:
         self._pins: dict[int, Sequence[bytes]] = {}
         self._pin_changes: deque[tuple[int, Sequence[bytes] | None]] = deque()
         """Pins to be made, and (None) to be ended, before the next change."""
+        self.watchers: list[Callable[[Scheduler], None]] = []
+        """Are shown the scheduler when a step has been launched."""
         self._touched: list[Flight | StepPlan | LoopPlan] = []
         """Those whose requests' tokens, text and pages may disagree if the step does not end."""
 
@@ -365,6 +367,8 @@ class Engine:
         else:
             self._touched.append(plan)
             self._flight = self._launch(plan, plan.requests)
+            for watch in self.watchers:
+                watch(self.scheduler)
         got += self.results.read(before)
         self._touched.clear()
         if self._moves is not None and not self._requests:

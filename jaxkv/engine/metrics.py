@@ -67,6 +67,25 @@ class Histogram(Metric):
     buckets: dict[str, int]
 
 
+class Metrics(list[Metric]):
+    """Is the list of metrics that `LLM.get_metrics` returns, which notebooks show as tables."""
+
+    def _repr_html_(self) -> str:
+        from jaxkv.pictures.tables import Distribution, Figure, metrics_html
+
+        figures = [
+            Figure(_labelled(one), one.help, one.value)
+            for one in self
+            if isinstance(one, (Gauge, Counter))
+        ]
+        distributions = [
+            Distribution(one.name, one.help, one.count, one.sum, tuple(one.buckets.items()))
+            for one in self
+            if isinstance(one, Histogram)
+        ]
+        return metrics_html(figures, distributions)
+
+
 class Observations:
     """Counts by bucket, of `LATENCY_S` or other upper bounds."""
 
@@ -295,6 +314,12 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
+def _labelled(metric: Metric, name: str | None = None) -> str:
+    """Returns the metric's name, or this one, with its labels as Prometheus writes them."""
+    labels = ",".join(f'{key}="{value}"' for key, value in metric.labels.items())
+    return f"{name or metric.name}{{{labels}}}" if labels else name or metric.name
+
+
 def prometheus_text(metrics: Iterable[Metric]) -> str:
     """Formats the metrics in Prometheus' text format 0.0.4."""
     lines: list[str] = []
@@ -311,8 +336,5 @@ def prometheus_text(metrics: Iterable[Metric]) -> str:
             ]
             lines += [f"{name}_sum {metric.sum}", f"{name}_count {metric.count}"]
         elif isinstance(metric, (Gauge, Counter)):
-            labels = ",".join(f'{key}="{value}"' for key, value in metric.labels.items())
-            lines.append(
-                f"{name}{{{labels}}} {metric.value}" if labels else f"{name} {metric.value}"
-            )
+            lines.append(f"{_labelled(metric, name)} {metric.value}")
     return "\n".join(lines) + "\n"

@@ -275,7 +275,9 @@ class Scheduler:
             if request.hold.retention is not None:
                 self.bounded.add(request)
             self._begin_state(request)
-            if not request.record.num_preemptions:
+            if request.record.num_preemptions:
+                request.record.resumed()
+            else:
                 self.num_looked_up += request.prompt_len
             self._count_found(request, found + self._load(request))
             insort(self.running, request, key=_order)
@@ -440,7 +442,7 @@ class Scheduler:
         self._publish(request)
         self._release(request)
         self.num_preemptions += 1
-        request.record.num_preemptions += 1
+        request.record.preempted()
         heapq.heappush(self._waiting, (request.order, request))
 
     def _trim(self) -> None:
@@ -549,7 +551,7 @@ class Scheduler:
         self._free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         for request in requests:
             if request.row is not None:
-                request.record.num_preemptions += 1
+                request.record.preempted()
                 self.num_preemptions += 1
             request.row = None
             request.num_tokens = len(request.tokens)

@@ -26,6 +26,17 @@ class KVHandle:
     length: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ListedPage:
+    """Holds a page of the prefix index, with the page before it and its tokens (int32)."""
+
+    key: bytes
+    page: int
+    parent: int | None
+    tokens: bytes
+    num_holders: int
+
+
 class PageAllocator:
     """Hands out pages 0..num_pages-1. Mutable, host only; `check` states its invariants.
 
@@ -68,6 +79,20 @@ class PageAllocator:
     @property
     def num_used(self) -> int:
         return self.num_pages - self.num_free
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Returns the pages that nobody holds and the prefix index lists, those first that will be
+        needed for others first.
+        """
+        return (*self._cached, *self._pinned)
+
+    def listed_pages(self) -> list[ListedPage]:
+        """Returns what the prefix index lists, as it is now."""
+        return [
+            ListedPage(key, page, parent, tokens, self._references[page])
+            for key, page, parent, tokens in self._index.entries()
+        ]
 
     def pages_for(self, num_tokens: int) -> int:
         """Counts the pages that `num_tokens` tokens take."""

@@ -99,6 +99,11 @@ class PrefixIndex:
         """Returns the page that is listed under this key."""
         return self._page_of.get(key)
 
+    def entries(self) -> Iterable[tuple[bytes, int, int | None, bytes]]:
+        """Returns (key, page, parent, tokens) of all that is listed."""
+        for key, page in self._page_of.items():
+            yield key, page, self._parent_of[page], self._tokens_of[page]
+
     def add(self, page_key: PageKey, page: int, parent: int | None) -> bool:
         """Lists a page and tells whether it is listed now; it is not where its key is taken
         already.

@@ -142,6 +142,11 @@ class Intake:
         """Returns what those keys begin with."""
         return self._root(0, salt, self._model.spec.context_of(self._config.max_model_len))
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Tells whether texts can be made of tokens, and tokens of texts."""
+        return self._model.tokenizer is not None
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, without special ones. Raises: ValueError without a
         tokenizer.

@@ -46,6 +46,9 @@ class CompletionOutput:
 class RequestMetrics:
     """Tells when things happened to a request: Unix times, `time_in_queue` in seconds. None: it has
     not happened.
+
+    preemptions: (when it gave its pages back, when it got some again) of each time that it was
+    preempted.
     """
 
     arrival_time: float = 0.0
@@ -54,6 +57,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    preemptions: tuple[tuple[float, float | None], ...] = ()
 
 
 @dataclass(slots=True)
@@ -80,6 +84,20 @@ class RequestOutput:
     encoder_prompt_token_ids: None = None
     multi_modal_placeholders: Any = None
     kv_transfer_params: Any = None
+
+    def _repr_html_(self) -> str:
+        return RequestOutputs([self])._repr_html_()
+
+
+class RequestOutputs(list[RequestOutput]):
+    """Is the list of results that `LLM.generate` returns, which notebooks show as a table and a
+    timeline.
+    """
+
+    def _repr_html_(self) -> str:
+        from jaxkv.pictures.tables import outputs_html
+
+        return outputs_html(self)
 
 
 def new_since(output: RequestOutput, before: RequestOutput | None) -> RequestOutput:

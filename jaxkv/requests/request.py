@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from dataclasses import dataclass, field
 
@@ -69,6 +70,21 @@ class Record:
     last_token_s: float | None = None
     num_cached: int = 0
     num_preemptions: int = 0
+
+    def preempted(self) -> None:
+        """Notes that it gives its pages back."""
+        self.num_preemptions += 1
+        self.times.preemptions = (*self.times.preemptions, (self._now(), None))
+
+    def resumed(self) -> None:
+        """Notes that it gets pages again, if it was preempted."""
+        if self.times.preemptions and self.times.preemptions[-1][1] is None:
+            *before, (start, _) = self.times.preemptions
+            self.times.preemptions = (*before, (start, self._now()))
+
+    def _now(self) -> float:
+        """Returns the Unix time by the monotonic clock, as all of its times are."""
+        return self.times.arrival_time + time.monotonic() - self.arrived_s
 
 
 @dataclass(slots=True, eq=False)

@@ -15,8 +15,8 @@ from jaxkv.build.pool import fit_pages, most_pages
 from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError
 from jaxkv.kv.state import PagedKV
+from jaxkv.pictures.memory import stacked_bars
 from jaxkv.programs.compiled import Programs
-from jaxkv.tools.bars import stacked_bars
 from jaxkv.tools.chips import GIB
 from jaxkv.tools.deployment import Deployment
 
@@ -189,6 +189,9 @@ class Planned:
     deployment: Deployment
     plans: tuple[Plan, ...] = ()
     refusal: str | None = None
+
+    def _repr_html_(self) -> str | None:
+        return picture([self]) if self.plans else None
 
 
 def make_plans(deployment: Deployment, *, compile_too: bool) -> Planned:

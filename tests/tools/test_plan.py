@@ -20,10 +20,9 @@ from jaxkv.api import cli
 from jaxkv.errors import CapacityError
 from jaxkv.placement import TENSOR
 from jaxkv.testing import config_of, engine_of, model_of
-from jaxkv.tools.bars import stacked_bars
 from jaxkv.tools.chips import CHIPS, GIB, Target, parse_target
 from jaxkv.tools.deployment import Deployment, deploy
-from jaxkv.tools.plan import make_plans, plan_by_compiler, plan_by_formula
+from jaxkv.tools.plan import Planned, make_plans, plan_by_compiler, plan_by_formula
 from tiny import SMALL, make_checkpoint, tiny_config
 
 LLAMA_3_70B = {
@@ -79,10 +78,12 @@ MAMBA2 = {
 }
 
 
-def test_a_model_without_attention_has_rows_and_no_pool(write, plan):
+def test_a_model_without_attention_has_rows_and_no_pool(write, plan, tmp_path):
     rows = ("--max-num-seqs", 32, "--max-model-len", 4096)
-    status, out, _ = plan(write(MAMBA2), "--target", "v6e", *rows, "--context", 4096)
+    picture = ("--svg", tmp_path / "plan.svg")
+    status, out, _ = plan(write(MAMBA2), "--target", "v6e", *rows, "--context", 4096, *picture)
     assert status == 0
+    assert "recurrent states: " in picture[1].read_text()
     assert "64 layers, no attention" in out
     assert re.search(r"KV cache of a token +0\.00 KiB\n", out)
     # 64 layers of 128 matrices of 128 x 64, and the last 3 inputs of their convolutions.
@@ -234,11 +235,9 @@ def test_json_and_picture_say_the_same(write, plan, tmp_path):
     names = ("weight_bytes", "pool_bytes", "temp_bytes", "kept_bytes", "left")
     sizes = [one["plans"][0][name] for one in planned for name in names]
     assert widths == pytest.approx([size * sum(widths) / sum(sizes) for size in sizes], abs=0.1)
-
-
-def test_bars_without_a_size_for_each_part_are_refused():
-    with pytest.raises(ValueError, match="expected bars of 2 parts"):
-        stacked_bars("", ["a", "b"], [("bar", [1], "")])
+    shown = make_plans(deploy(write(LLAMA_3_8B), V6E, **ROWS), compile_too=False)
+    assert "KV cache: " in shown._repr_html_()
+    assert Planned(deployment=shown.deployment, refusal="no")._repr_html_() is None
 
 
 @pytest.mark.parametrize(
