@@ -80,7 +80,8 @@ class EngineConfig:
     most, whose pages a row gives back when no later query sees them; 0: all tokens. What is left
     begins in a table at a multiple of `aligned_len` tokens. `has_contexts`: rotary embeddings
     depend on how long a row may get. `num_slots`: places for the recurrent state of a row, the
-    first ones those of the rows; 0: the model has none.
+    first ones those of the rows; 0: the model has none. `pooled`: which hidden states of a prompt
+    are wanted (`programs.pool.KINDS`) in place of tokens; "": none.
     """
 
     max_model_len: int
@@ -99,13 +100,14 @@ class EngineConfig:
     aligned_len: int = 1
     has_contexts: bool = False
     num_slots: int = 0
+    pooled: str = ""
 
     def __post_init__(self) -> None:
         may_be_zero = {"seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages"}
         may_be_zero |= {"num_slots"}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("kv_policy", "windows", "has_contexts"):
+            if field.name not in ("kv_policy", "windows", "has_contexts", "pooled"):
                 _expect(is_int(value), field.name, "a whole number", value)
                 least = 0 if field.name in may_be_zero else 1
                 _expect(value >= least, field.name, f"a number >= {least}", value)

@@ -135,6 +135,7 @@ def load(
         kv_cache_dtype=kv_cache_dtype,
         tensor_parallel_size=tensor_parallel_size,
         skip_tokenizer_init=skip_tokenizer_init,
+        runner="generate",
     )
     devices = jax.devices()
     use_compile_cache(devices[0])

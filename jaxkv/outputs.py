@@ -9,14 +9,32 @@ from jaxkv.requests.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from jaxkv.requests.pooling import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 
 __all__ = [
     "BeamSearchOutput",
     "BeamSearchSequence",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Logprob",
+    "PoolingOutput",
+    "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
 ]
 
 __getattr__ = refuse_names(__name__, ABSENT)

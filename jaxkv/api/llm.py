@@ -26,6 +26,7 @@ from jaxkv.api.arguments import (
 )
 from jaxkv.api.description import describe
 from jaxkv.api.part import make_parts
+from jaxkv.api.pooling import PoolingCalls
 from jaxkv.api.session import PREFILL, Home, Session, chat_options
 from jaxkv.api.views import PageRecording, cached_pages, memory_picture, page_frame
 from jaxkv.build.compile_cache import use_compile_cache
@@ -65,7 +66,7 @@ Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
 
 
-class LLM:
+class LLM(PoolingCalls):
     __doc__ = f"""A model ready to generate: loads weights, compiles every step, then allocates the
     KV cache, once. Threads may share one: their requests run in the same steps.
 

@@ -75,7 +75,12 @@ def make_parts(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
 
 def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> Part:
     blueprint = make_blueprint(
-        options, model.spec, model.layout, devices, stored_dtype=model.stored_dtype
+        options,
+        model.spec,
+        model.layout,
+        devices,
+        stored_dtype=model.stored_dtype,
+        pooled="" if model.pooling is None else model.pooling.kind,
     )
     model = model.loaded(blueprint)
     memory = device_memory(
@@ -91,6 +96,10 @@ def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
 
 def _refuse_model(model: Model) -> None:
     """Raises: NotImplementedError for one that does not go with `disaggregate`."""
+    if model.pooling is not None:
+        raise NotImplementedError(
+            f"disaggregate: {model.directory}: a model that pools has prompts only"
+        )
     if model.spec.states or model.spec.depends_on_context:
         kept = "recurrent states" if model.spec.states else "rotations by a request's length"
         raise NotImplementedError(

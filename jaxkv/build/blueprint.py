@@ -377,12 +377,13 @@ def make_blueprint(
     *,
     stored_dtype: str | None = None,
     keeps_all: bool = False,
+    pooled: str = "",
 ) -> Blueprint:
     """Derives all that an engine is built from.
 
     devices: the first `tensor_parallel_size` of them are used. stored_dtype: what "auto" takes for
     the dtype of weights that have been converted. keeps_all: rows keep what is behind windows too,
-    in one page table.
+    in one page table. pooled: as in `EngineConfig`.
     Raises: ValueError for an option that this model or platform has no room for,
     NotImplementedError for a backend or policy that cannot do what was asked for.
     """
@@ -395,7 +396,7 @@ def make_blueprint(
     if dtype == "auto":
         dtype = stored_dtype or auto_dtype(platform)
     codecs = group_codecs(spec, options.kv_cache_dtype, skipped, platform=platform, dtype=dtype)
-    limits = make_limits(options, spec, platform)
+    limits = replace(make_limits(options, spec, platform), pooled=pooled)
     # A policy says itself what stays.
     if not keeps_all and resolve(options.kv_policy) is None:
         spec, limits = with_windows(spec, limits, codecs)

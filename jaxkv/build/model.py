@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.options import IS_PATH, EngineOptions
+from jaxkv.build.pooling import Pooling, pooling_layout, read_pooling
 from jaxkv.build.tokenizer import check_vocabulary, load_tokenizer
 from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
 from jaxkv.errors import CheckpointError
@@ -22,7 +23,7 @@ from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.fit_keys import fit_keys
-from jaxkv.weights.arrays import take_weights
+from jaxkv.weights.arrays import flat, take_weights
 from jaxkv.weights.dummy import random_weights
 from jaxkv.weights.hub import WITHOUT_WEIGHTS, Access, resolve_model, with_weights
 from jaxkv.weights.load import load_weights, put
@@ -47,13 +48,15 @@ class Model:
     `spec` is the family's, and once loaded the blueprint's. `generation` is what `default_params`
     reads: generation_config.json, {} without one, and what was overridden. `eos_ids` end a request
     unless it ignores them; `eos_id` is the main one, whose end needs no stop_reason. `stored_dtype`
-    is that of weights which `jaxkv convert` has stored.
+    is that of weights which `jaxkv convert` has stored. `pooling`: what becomes of hidden
+    states, None of a model that generates.
     """
 
     directory: Path
     spec: ModelSpec
     layout: Layout
     stored_dtype: str | None
+    pooling: Pooling | None
     tokenizer: Any | None
     generation: Mapping[str, Any]
     eos_ids: frozenset[int]
@@ -78,7 +81,10 @@ class Model:
         """Returns the model with its weights on the blueprint's devices. Raises: CheckpointError,
         OSError.
         """
-        return self._fitted(self._load(blueprint), blueprint)
+        weights, pooling = self._load(blueprint), self.pooling
+        if pooling is not None:
+            pooling = pooling.loaded(self._files(blueprint.options), self.layout)
+        return replace(self, pooling=pooling)._fitted(weights, blueprint)
 
     def updated(self, blueprint: Blueprint, source: Any) -> Model:
         """Returns the model with other weights, of a directory or hub id or of arrays
@@ -88,8 +94,10 @@ class Model:
         ValueError for what is no weights at all, OSError.
         """
         if isinstance(source, Mapping):
-            weights = self._load(blueprint, source)
-            return self._fitted(weights, blueprint)._like(self)
+            weights, pooling = self._load(blueprint, source), self.pooling
+            if pooling is not None:
+                pooling = pooling.with_head(flat(source), "weights")
+            return replace(self, pooling=pooling)._fitted(weights, blueprint)._like(self)
         IS_PATH("weights", source)
         if source is None:
             raise ValueError("weights: expected a directory, a hub id or arrays, got None")
@@ -160,7 +168,7 @@ class Model:
         source: Any = arrays
         if arrays is None:
             load = load_weights if self.stored_dtype is None else load_converted
-            source = with_weights(_given(options), self.directory, _access(options))
+            source = self._files(options)
         return load(
             source,
             spec,
@@ -171,6 +179,10 @@ class Model:
             check=options.load_format != "unchecked",
             quantization=blueprint.quantization,
         )
+
+    def _files(self, options: EngineOptions) -> Path:
+        """Returns the model's directory, in which its weights are now too."""
+        return with_weights(_given(options), self.directory, _access(options))
 
     @property
     def weight_bytes(self) -> int:
@@ -207,6 +219,8 @@ def find_model(options: EngineOptions) -> Model:
         check_vocabulary(tokenizer, spec.vocab_size, where)
     # One that is there and no file is no missing one.
     found = os.path.lexists(directory / GENERATION)
+    pooling = read_pooling(directory, config, spec, options.runner, tokenizer)
+    layout = layout if pooling is None else pooling_layout(layout, spec)
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
     defaults = {} if options.generation_config == "vllm" else generation.values
     eos_ids = _eos_ids(config, generation, tokenizer, spec.vocab_size)
@@ -216,6 +230,7 @@ def find_model(options: EngineOptions) -> Model:
         spec=spec,
         layout=layout,
         stored_dtype=None if is_dummy else stored_dtype(directory, spec),
+        pooling=pooling,
         tokenizer=tokenizer,
         generation={**defaults, **(options.override_generation_config or {})},
         eos_ids=frozenset(eos_ids),

@@ -215,6 +215,12 @@ class EngineOptions:
         check=one_of("auto", "bfloat16", "float32"),
         commands=ENGINES + TARGETS,
     )
+    runner: str = option(
+        "auto",
+        "generate; pooling for `embed`, `classify`, `score` and `reward` in its place; auto: "
+        "pooling for checkpoints of sentence-transformers and sequence classifiers",
+        check=one_of("auto", "generate", "pooling"),
+    )
     load_format: str = option(
         "auto",
         "auto; unchecked to load weights that hold NaN or infinity, or have changed since "

@@ -93,9 +93,8 @@ _NOTHING: dict[str, Any] = {
 }
 _DEVICES = "tensor_parallel_size, one process for each group of devices"
 _SOME: dict[str, Foreign] = {
-    "runner": Foreign(default="auto", also=("generate",)),
-    "convert": Foreign(default="auto", also=("none",)),
-    "task": Foreign(default=None, also=("auto", "generate")),
+    "convert": Foreign(default="auto", also=("none",), nearest="runner"),
+    "task": Foreign(default=None, also=("auto", "generate"), nearest='runner="pooling"'),
     "tokenizer_mode": Foreign(default="auto", also=("hf",), nearest="tokenizer"),
     "config_format": Foreign(default="auto", also=("hf",)),
     "model_impl": Foreign(default="auto", also=("vllm",)),
@@ -246,17 +245,8 @@ def as_options(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, 
 ABSENT = {
     "AsyncLLMEngine": "AsyncLLM",
     "LLMEngine": "LLM.as_completed and LLM.stream",
-    "PoolingParams": "",
     "ModelRegistry": "a file in jaxkv/models/families",
     "initialize_ray_cluster": "tensor_parallel_size",
-    "ClassificationOutput": "",
-    "ClassificationRequestOutput": "",
-    "EmbeddingOutput": "",
-    "EmbeddingRequestOutput": "",
-    "PoolingOutput": "",
-    "PoolingRequestOutput": "",
-    "ScoringOutput": "",
-    "ScoringRequestOutput": "",
 }
 """Names of vLLM's package that do not exist here, and what is nearest."""
 
@@ -272,11 +262,7 @@ ABSENT_METRICS = {"Vector": "Counter"}
 ABSENT_FROM_LLM = {
     "llm_engine": "the methods of LLM itself",
     "model_config": "max_model_len and describe()",
-    "encode": "",
-    "embed": "",
-    "classify": "",
-    "reward": "",
-    "score": "Session.logprobs, or generate with prompt_logprobs",
+    "encode": "embed, classify and reward",
     "collective_rpc": "",
     "apply_model": "",
     "preprocess_chat": "chat, whose outputs have prompt and prompt_token_ids",

@@ -37,6 +37,7 @@ from jaxkv.models.decoder import head_of
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
+from jaxkv.programs.pool import norm_of
 from jaxkv.requests.request import Request, Submission
 from jaxkv.weights.tree import Weights
 
@@ -495,7 +496,29 @@ class Engine:
     def _move_pages(self, copies: Pairs, demotions: Pairs) -> None:
         self.kv = move_pages(self.programs, self.kv, copies=copies, demotions=demotions)
 
+    def _launch_pool(self, plan: StepPlan, requests: list[Request]) -> Flight:
+        """Launches a step of a model that pools: nothing is drawn behind it."""
+        num_tokens = sum(count for _, count in plan.work)
+        size = fit_bucket(self.programs.token_buckets, num_tokens)
+        num_rows = self.programs.num_step_rows(size)
+        program, pool = self.programs.step(size), self.programs.pool(size)
+        batch = self._rows.batch(plan.work, size, num_rows)
+        position_B = self._rows.positions(requests, num_rows)
+        kv, newest, _ = self._rows.bind(self.kv, self._newest_R, requests, position_B)
+        start_s = time.monotonic()
+        self.kv, _, hidden_TD, found = program(self.weights, kv, newest, batch)
+        pooled_BD = pool(norm_of(self.weights), hidden_TD, batch)
+        self._recorder.step(num_tokens, size)
+        rows = self.scheduler.launched(plan)
+        self._recorder.pages(self.scheduler.running, self.scheduler.allocators)
+        observed = self._observed(plan, requests, found)
+        return Flight(
+            rows, None, num_rows, start_s, observed, batch, num_tokens=size, pooled_BD=pooled_BD
+        )
+
     def _launch_step(self, plan: StepPlan, requests: list[Request]) -> Flight:
+        if self.scheduler.config.pooled:
+            return self._launch_pool(plan, requests)
         num_tokens = sum(count for _, count in plan.work)
         size = fit_bucket(self.programs.token_buckets, num_tokens)
         num_rows = self.programs.num_step_rows(size)

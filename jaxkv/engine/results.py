@@ -48,18 +48,20 @@ class Flight:
     device will return.
 
     It was launched at `start_s` of the monotonic clock. `batch`, `scores` and `num_tokens`, with
-    padding, are those of a step. A request that has ended meanwhile takes nothing from
+    padding, are those of a step; one that pools has `pooled_BD` in place of tokens. A request that
+    has ended meanwhile takes nothing from
     it.
     """
 
     rows: list[tuple[Request, int]]
-    sampled: Sampled
+    sampled: Sampled | None
     num_padded_rows: int
     start_s: float
     observed: Observed | None
     batch: Batch | None = None
     scores: Scores | None = None
     num_tokens: int = 0
+    pooled_BD: jax.Array | None = None
 
     @property
     def requests(self) -> list[Request]:
@@ -94,6 +96,8 @@ class Results:
             return []
         if flight.observed is not None:
             flight.observed.note()
+        if flight.sampled is None:
+            return self._take_pooled(flight)
         token_Bn = np.atleast_2d(flight.sampled.token_B).T.copy()
         # A row that rests does so from then on.
         num_B = np.count_nonzero(token_Bn != NO_TOKEN, axis=1)
@@ -110,10 +114,7 @@ class Results:
         else:
             self._take_prompt_logprobs(flight)
         got, going_on, now = [], [], time.monotonic()
-        if self._scheduler.tiers is not None:
-            costs = self._scheduler.tiers.costs
-            costs.stepped(flight.num_tokens, now - max(flight.start_s, self._read_s))
-            self._read_s = now
+        self._note_cost(flight, now)
         # Of a hundred rows hardly one needs more than its tokens added, so those stay bytes. Only
         # the last one can be a
         # stop token: the device draws none after it.
@@ -138,6 +139,37 @@ class Results:
                     )
         finally:  # making text of one row's tokens may raise, and the others' count all the same
             self._recorder.generated(going_on, now)
+        return got
+
+    def _note_cost(self, flight: Flight, now: float) -> None:
+        if self._scheduler.tiers is not None:
+            costs = self._scheduler.tiers.costs
+            costs.stepped(flight.num_tokens, now - max(flight.start_s, self._read_s))
+            self._read_s = now
+
+    def _take_pooled(self, flight: Flight) -> list[Request]:
+        """Adds what a step has given of vectors; returns the requests that are done with it."""
+        pooled_BD, batch = np.asarray(flight.pooled_BD), flight.batch
+        if batch is None:
+            raise RuntimeError("a step that pools has no batch")
+        self._note_cost(flight, time.monotonic())
+        position_T, kind = np.asarray(batch.position_T), self._scheduler.config.pooled
+        got = []
+        for row, (request, num_coming) in enumerate(flight.rows):
+            if request.finish_reason is not None:
+                continue
+            output, begins = request.output, position_T[batch.start_B[row]] == 0
+            if begins or kind == "last":  # also where it was preempted and begins again
+                output.pooled_D = pooled_BD[row]
+            elif kind == "mean" and output.pooled_D is not None:
+                output.pooled_D = output.pooled_D + pooled_BD[row]
+            if num_coming:
+                if kind == "mean" and output.pooled_D is not None:
+                    output.pooled_D = output.pooled_D / np.float32(request.prompt_len)
+                request.num_tokens = len(request.tokens)
+                request.finish_reason = "stop"
+                self._end(request)
+                got.append(request)
         return got
 
     def _accept(

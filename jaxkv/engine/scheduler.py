@@ -124,7 +124,7 @@ class Scheduler:
                 )
             plan = (
                 self._plan_step()
-                if most > 1
+                if most > 1 or self.config.pooled
                 else self._plan_loop(list(compress(self.running, pending)))
             )
             # None where all that was ready gave its pages up and those before it are beams that

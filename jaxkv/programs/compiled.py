@@ -38,6 +38,7 @@ from jaxkv.programs.inputs import (
 )
 from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages, copy_states, demote_pages, measure_pages
+from jaxkv.programs.pool import norm_of, pool
 from jaxkv.programs.step import Last, Newest, step
 from jaxkv.weights.tree import Weights
 
@@ -101,7 +102,8 @@ class Programs:
     `step(T)`, `draw(R)`, `loop(R)` and `copy()` give an executable, compiling it on first use;
     `compile_all` compiles them all, `compile_in_background` too while the first are used already.
     Any thread may ask. Not compiled so are those of `scores(T)`: most engines score no prompts, and
-    the first that is scored compiles that for every T.
+    the first that is scored compiles that for every T. A model that pools has `step(T)` and
+    `pool(T)` only.
     """
 
     def __init__(
@@ -159,6 +161,10 @@ class Programs:
         if ("scores", num_tokens) not in self.executables:
             self._compile_each(("scores", size) for size in self.token_buckets)
         return self._get("scores", num_tokens)
+
+    def pool(self, num_tokens: int) -> Compiled:
+        """Returns the program that takes vectors from a step of T packed tokens."""
+        return self._get("pool", num_tokens)
 
     def copy(self) -> Compiled:
         """Returns the program that copies up to `num_copies` pages."""
@@ -220,6 +226,8 @@ class Programs:
         """Bytes of the sampling parameters that stay on the device for every row count, whatever
         runs.
         """
+        if self.config.pooled:
+            return 0
         counts = {*self._drawn_rows, *self.row_buckets}
         return sum(bytes_per_device(self._sampling_for(count)) for count in counts)
 
@@ -230,12 +238,13 @@ class Programs:
 
     @property
     def _every(self) -> list[tuple[str, int]]:
-        every = [
-            *(("step", size) for size in self.token_buckets),
-            *(("draw", size) for size in self._drawn_rows),
-            *(("loop", size) for size in self.row_buckets),
-            ("copy", self.num_copies),
-        ]
+        every = [("step", size) for size in self.token_buckets]
+        if self.config.pooled:
+            every += [("pool", size) for size in self.token_buckets]
+        else:
+            every += [("draw", size) for size in self._drawn_rows]
+            every += [("loop", size) for size in self.row_buckets]
+            every.append(("copy", self.num_copies))
         if self.config.has_states:
             every.append(("states", COPIED_AT_ONCE))
         policy = get_policy(self.config.kv_policy)
@@ -283,6 +292,9 @@ class Programs:
     def compile_largest(self) -> None:
         """Compiles the step, the draw, the scores and the loop that need the most memory."""
         tokens, rows = self.token_buckets[-1], self.row_buckets[-1]
+        if self.config.pooled:
+            self._compile_each([("step", tokens), ("pool", tokens)])
+            return
         drawn = self._drawn_rows[-1]
         self._compile_each([("step", tokens), ("draw", drawn), ("scores", tokens), ("loop", rows)])
 
@@ -345,6 +357,7 @@ class Programs:
             "step": self._lower_step,
             "draw": self._lower_draw,
             "scores": self._lower_scores,
+            "pool": self._lower_pool,
             "loop": self._lower_loop,
             "copy": self._lower_copy,
             "states": self._lower_states,
@@ -400,6 +413,8 @@ class Programs:
             taken.append(self._weights)
         if kind in ("draw", "scores"):
             taken.append(head_of(self._weights))
+        elif kind == "pool":
+            taken.append(norm_of(self._weights))
         else:
             taken.append(self._kv.pools)
         held = bytes_per_device(taken)
@@ -438,6 +453,12 @@ class Programs:
         size = (num_tokens, self.spec.hidden_size)
         inputs = (abstract_full(size, 0, np.float32), abstract_full((num_tokens,), 0))
         return program.lower(head_of(self._weights), *self._whole(inputs))
+
+    def _lower_pool(self, num_tokens: int) -> Lowering:
+        program = own(pool, donate=(), kind=self.config.pooled, **self._model)
+        hidden_TD = abstract_full((num_tokens, self.spec.hidden_size), 0, np.float32)
+        batch = empty_batch(num_tokens, self.num_step_rows(num_tokens))
+        return program.lower(norm_of(self._weights), *self._whole((hidden_TD, batch)))
 
     def _lower_loop(self, num_rows: int) -> Lowering:
         rows, n = self._whole((empty_rows(num_rows), np.int32(0)))
@@ -524,7 +545,7 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _name(kind: str, size: int) -> str:
-    units = {"step": "tokens", "scores": "tokens", "draw": "rows", "loop": "rows"}
+    units = {"step": "tokens", "scores": "tokens", "pool": "tokens", "draw": "rows", "loop": "rows"}
     units["states"] = "slots"
     unit = units.get(kind, "pages")
     return f"{kind} of {size} {unit}"

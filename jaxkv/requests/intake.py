@@ -24,9 +24,13 @@ from jaxkv.requests.chats import Chats
 from jaxkv.requests.contents import RefusedChatError
 from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.outputs import Logprob
+from jaxkv.requests.pooling import PoolingParams
 from jaxkv.requests.prompts import Prompt, parse
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
+
+POOLED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+"""Of a prompt that is pooled, from whose last token nothing is drawn."""
 
 
 class Intake:
@@ -65,6 +69,7 @@ class Intake:
 
         Raises: ValueError naming every bad index, with nothing numbered.
         """
+        self._check_generates()
         priorities = [0] * len(prompts) if priorities is None else priorities
         asked = zip(prompts, params, priorities, strict=True)
         copies: dict[int, SamplingParams] = {}
@@ -76,9 +81,59 @@ class Intake:
         """Makes one submission per prompt, whose samples are the beams of its search. Raises:
         ValueError as `accept` does.
         """
+        self._check_generates()
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params: expected BeamSearchParams, got {type(params).__name__}")
         return self._make([partial(self._search, prompt, params) for prompt in prompts])
+
+    def accept_pooling(
+        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams]
+    ) -> list[Submission]:
+        """Makes one submission per prompt, of whose hidden states a vector is made. Raises:
+        ValueError as `accept` does, and for a model that generates.
+        """
+        if not self._config.pooled:
+            raise ValueError('expected LLM(runner="pooling"), got a model that generates')
+        return self._make(
+            [partial(self._pooling, *one) for one in zip(prompts, params, strict=True)]
+        )
+
+    def _pooling(self, prompt: Prompt, params: PoolingParams, number: int) -> Submission:
+        most = params.truncate_prompt_tokens
+        if most is not None:
+            prompt = self._truncated(prompt, min(most % 2**31, self._config.max_model_len))
+        submission = self._submission(prompt, POOLED, 0, {}, number)
+        submission.samples[0].output.reads_all = self._config.pooled != "last"
+        return submission
+
+    def _truncated(self, prompt: Prompt, most: int) -> dict[str, Any]:
+        """Returns the prompt with at most so many tokens."""
+        text, ids, salt = parse(prompt)
+        if ids is None:
+            if self._longest_token is None and self._model.tokenizer is not None:
+                self._longest_token = longest_token(self._model.tokenizer)
+            # A tokenizer takes seconds for megabytes of what is cut off.
+            longest = most * (self._longest_token or 0)
+            cut = text if not text or len(text) <= longest else text[: int(longest)]
+            ids = self._encode(cut or "", truncation=True, max_length=most)
+        return {"prompt": text, "prompt_token_ids": ids[:most], "cache_salt": salt}
+
+    def pair(self, first: str, second: str, most: int | None) -> dict[str, Any]:
+        """Returns two texts as one prompt, as the tokenizer joins them, of at most so many tokens
+        (-1: what the model takes). Raises: ValueError without a tokenizer, and for an empty text.
+        """
+        with self._lock:
+            ids = self._encode(first, text_pair=second)
+        if most is not None:
+            ids = ids[: min(most % 2**31, self._config.max_model_len)]
+        return {"prompt_token_ids": ids}
+
+    def _check_generates(self) -> None:
+        if self._config.pooled:
+            raise ValueError(
+                "expected a model that generates, got one that pools: embed, classify, score and "
+                'reward are its calls; LLM(runner="generate") generates'
+            )
 
     def _make(self, makers: Sequence[Callable[[int], Submission]]) -> list[Submission]:
         made: list[Submission] = []
@@ -303,7 +358,7 @@ class Intake:
         that reaches them.
         """
         config = self._config
-        wanted = config.max_model_len
+        wanted = config.max_model_len + self._num_unstored
         if params.max_tokens is not None:
             wanted = min(wanted, prompt_len + params.max_tokens)
         if retention is not None:
@@ -311,6 +366,7 @@ class Intake:
         longest = min(config.num_pages, config.table_width) * config.block_size
         if config.has_windows:
             longest = config.max_len
+        longest += self._num_unstored
         if prompt_len >= longest:
             raise ValueError(
                 f"the prompt has {prompt_len} tokens; the KV cache holds {longest} of one "
@@ -433,12 +489,24 @@ class Intake:
         config = self._config
         if not length:
             raise ValueError("the prompt is empty; expected at least one token")
-        if length >= config.max_model_len:
+        if config.pooled and length > config.max_model_len:
+            raise ValueError(
+                f"the prompt has {length} tokens; expected at most "
+                f"max_model_len={config.max_model_len}, or truncate_prompt_tokens"
+            )
+        if length >= config.max_model_len + self._num_unstored:
             raise ValueError(
                 f"the prompt has {length} tokens; expected at most {config.max_model_len - 1}, "
                 f"so that one more "
                 f"fits into max_model_len={config.max_model_len}"
             )
+
+    @property
+    def _num_unstored(self) -> int:
+        """Returns by how many tokens a sequence may be longer than the model allows: one that is
+        pooled ends with a token that nobody draws.
+        """
+        return int(bool(self._config.pooled))
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
         # JAX gathers clamp silently, so every id is checked here, before it reaches the device.

@@ -45,7 +45,8 @@ class Output:
     """Collects what a request gives out beside its tokens, and how much its caller has got.
 
     `prompt_logprobs` grows with the prompt. The first `num_given` tokens have been given to a
-    stream, and the end too if `is_given`.
+    stream, and the end too if `is_given`. Of a request that pools, `pooled_D` is what its steps so
+    far have given, and with `reads_all` no token of its prompt may come out of the prefix cache.
     """
 
     text: TextStream | None = None
@@ -55,6 +56,8 @@ class Output:
     stop_reason: int | str | None = None
     num_given: int = 0
     is_given: bool = False
+    pooled_D: np.ndarray | None = None
+    reads_all: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,6 +162,8 @@ class Request:
         is still to be scored.
         """
         scored = self.output.prompt_logprobs
+        if self.output.reads_all:
+            return 0
         if scored is None or len(scored) == self.prompt_len:
             return len(self.tokens) - 1
         return len(scored) - 1

@@ -46,7 +46,7 @@ def take_weights(
 
     Raises: ValueError for what is no such tree, CheckpointError as `load_weights` does.
     """
-    arrays = _flat(tree)
+    arrays = flat(tree)
     is_own = "embed" in arrays and any(name.startswith(f"{LAYERS}.") for name in arrays)
     if not is_own:
         return load_weights(
@@ -84,7 +84,7 @@ def take_weights(
     return make_tree((leaf, put_one(leaf)) for leaf in leaves)
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def flat(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Returns the arrays of a tree by their paths. Raises: ValueError for anything else in it."""
     found: dict[str, np.ndarray] = {}
 

@@ -292,7 +292,6 @@ def test_what_is_absent_is_said_in_one_sentence(llm):
     for import_, message in {
         "from jaxkv.sampling_params import StructuredOutputsParams": "nearest: allowed_token_ids",
         "from jaxkv.inputs import EmbedsPrompt": "has no 'EmbedsPrompt' yet, which vLLM has",
-        "from jaxkv.outputs import EmbeddingRequestOutput": "has no 'EmbeddingRequestOutput' yet",
         "from jaxkv.metrics import Vector": "nearest: Counter",
         "from jaxkv import LLMEngine": r"nearest: LLM.as_completed and LLM.stream",
     }.items():
@@ -311,6 +310,6 @@ def test_what_is_absent_is_said_in_one_sentence(llm):
         with pytest.raises(ValueError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
-    with pytest.raises(AttributeError, match=r"^LLM has no 'embed' yet, which vLLM has$"):
-        llm.embed("x")
+    with pytest.raises(AttributeError, match=r"^LLM has no 'apply_model' yet, which vLLM has$"):
+        llm.apply_model("x")
     assert not hasattr(llm, "llm_engine")

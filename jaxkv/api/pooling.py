@@ -1,0 +1,244 @@
+"""The calls of `LLM` that want vectors and scores of prompts in place of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.api.arguments import check_no_lora, check_none
+from jaxkv.build.model import Model
+from jaxkv.build.options import IS_BOOL
+from jaxkv.build.pooling import Pooling, unit
+from jaxkv.requests.intake import Intake
+from jaxkv.requests.outputs import RequestOutput
+from jaxkv.requests.pooling import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from jaxkv.requests.prompts import Prompt, listed
+from jaxkv.requests.request import Request, Submission
+
+
+class PoolingCalls:
+    """Adds `embed`, `classify`, `score` and `reward` to an `LLM`. They need a model that pools:
+    `LLM(runner="pooling")`, or a checkpoint that says so; the model then does not generate.
+
+    What the checkpoint says decides how: sentence-transformers' modules.json, a sequence
+    classifier's head, and for any other model the state of the last token, made as long as 1.
+    Prompts are as in `generate`, pooling_params one for all or one each, and vLLM's other
+    arguments may be None. Results come in input order.
+    Raises: ValueError naming every bad index before any work starts, and for a model that
+    generates.
+    """
+
+    _intake: Intake
+    _model: Model
+
+    def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
+        raise NotImplementedError
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns a vector for each prompt, as the class's documentation says."""
+        check_none("tokenization_kwargs", tokenization_kwargs)
+        check_no_lora(lora_request)
+        given = listed(prompts)
+        params = _listed(pooling_params, len(given), truncate_prompt_tokens)
+        pooling = self._pooling_of()
+        size = pooling.size(self._model.spec.hidden_size)
+        for one in params:
+            if one.dimensions is not None and one.dimensions > size:
+                raise ValueError(f"dimensions: expected at most {size}, got {one.dimensions}")
+        vectors = [
+            (request, pooling.embedding(x, one.dimensions, one.normalize))
+            for (request, x), one in zip(self._pooled(given, params, use_tqdm), params, strict=True)
+        ]
+        return [
+            EmbeddingRequestOutput(*_head_of(request, EmbeddingOutput(vector.tolist())))
+            for request, vector in vectors
+        ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Returns a probability for each label of a classifier, for each prompt."""
+        check_none("tokenization_kwargs", tokenization_kwargs)
+        check_no_lora(lora_request)
+        given = listed(prompts)
+        params = _listed(pooling_params, len(given), None)
+        scored = self._scored(given, params, use_tqdm, activate=True)
+        return [
+            ClassificationRequestOutput(*_head_of(request, ClassificationOutput(scores.tolist())))
+            for request, scores in scored
+        ]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Returns a classifier's scores of each prompt as its head gives them, before sigmoid or
+        softmax: of the whole prompt, not of each of its tokens.
+        """
+        check_none("tokenization_kwargs", tokenization_kwargs)
+        check_no_lora(lora_request)
+        given = listed(prompts)
+        params = _listed(pooling_params, len(given), truncate_prompt_tokens)
+        scored = self._scored(given, params, use_tqdm, activate=False)
+        return [
+            PoolingRequestOutput(*_head_of(request, PoolingOutput(scores)))
+            for request, scores in scored
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Returns how well texts fit together: one with each of several, or pair by pair. A
+        classifier with one label reads each pair as one prompt, as its tokenizer joins them; of a
+        model of vectors it is the cosine between the two.
+        """
+        check_no_lora(lora_request)
+        first, second = _texts(data_1), _texts(data_2)
+        if len(first) not in (1, len(second)) or not second:
+            raise ValueError(
+                f"score: expected one text or as many as the other side has, got {len(first)} "
+                f"and {len(second)}"
+            )
+        pooling = self._pooling_of()
+        params = _listed(pooling_params, 1, truncate_prompt_tokens)[0]
+        if pooling.labels > 1:
+            raise ValueError(f"score: expected a classifier of one label, got {pooling.labels}")
+        if not pooling.labels:
+            return self._cosines(pooling, first, second, params, use_tqdm)
+        most = params.truncate_prompt_tokens
+        pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
+        prompts = [self._intake.pair(*pair, most) for pair in pairs]
+        scored = self._scored(prompts, [params] * len(prompts), use_tqdm, activate=True)
+        return [
+            ScoringRequestOutput(*_head_of(request, ScoringOutput(float(scores[0]))))
+            for request, scores in scored
+        ]
+
+    def _cosines(
+        self,
+        pooling: Pooling,
+        first: list[str],
+        second: list[str],
+        params: PoolingParams,
+        use_tqdm: bool,
+    ) -> list[ScoringRequestOutput]:
+        both = [*first, *second]
+        done = self._pooled(both, [params] * len(both), use_tqdm)
+        vectors = [unit(pooling.embedding(x, params.dimensions, False)) for _, x in done]
+        left = vectors[: len(first)] * (len(second) if len(first) == 1 else 1)
+        return [
+            ScoringRequestOutput(*_head_of(request, ScoringOutput(float(x @ y))))
+            for x, (request, _), y in zip(
+                left, done[len(first) :], vectors[len(first) :], strict=True
+            )
+        ]
+
+    def _scored(
+        self, prompts: list[Any], params: list[PoolingParams], use_tqdm: bool, *, activate: bool
+    ) -> list[tuple[Request, np.ndarray]]:
+        pooling = self._pooling_of()
+        if not pooling.labels:
+            pooling.scores(np.zeros(0), activate=activate)  # which says what is missing
+        return [
+            (request, pooling.scores(x, activate=activate and p.activation is not False))
+            for (request, x), p in zip(self._pooled(prompts, params, use_tqdm), params, strict=True)
+        ]
+
+    def _pooled(
+        self, prompts: list[Any], params: list[PoolingParams], use_tqdm: bool
+    ) -> list[tuple[Request, np.ndarray]]:
+        """Returns every prompt's request with what was pooled of its hidden states."""
+        IS_BOOL("use_tqdm", use_tqdm)
+        submissions = self._intake.accept_pooling(prompts, params)
+        self._run(submissions, use_tqdm)
+        found = []
+        for submission in submissions:
+            (request,) = submission.samples
+            if request.output.pooled_D is None or request.finish_reason != "stop":
+                raise RuntimeError(f"request {request.id} has ended before it was computed")
+            found.append((request, request.output.pooled_D))
+        return found
+
+    def _pooling_of(self) -> Pooling:
+        """Returns how the model pools. Raises: ValueError for one that generates."""
+        pooling = self._model.pooling
+        if pooling is None:
+            raise ValueError('expected LLM(runner="pooling"), got a model that generates')
+        return pooling
+
+
+def _head_of(request: Request, output: Any) -> tuple[str, Any, list[int], int]:
+    """Returns the fields of a result."""
+    return request.id, output, request.tokens.tolist(), request.record.num_cached
+
+
+def _texts(given: Any) -> list[str]:
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
+        raise ValueError(f"score: expected a text or a list of texts, got {type(given).__name__}")
+    return list(given)
+
+
+def _listed(
+    params: PoolingParams | Sequence[PoolingParams] | None, count: int, most: int | None
+) -> list[PoolingParams]:
+    """Returns checked parameters for so many prompts, `most` of whose tokens are taken."""
+    given = params if isinstance(params, list | tuple) else [params] * count
+    if len(given) != count:
+        raise ValueError(f"pooling_params: expected one or {count}, got {len(given)}")
+    found = []
+    for one in given:
+        if not isinstance(one, PoolingParams | None):
+            raise ValueError(f"pooling_params: expected PoolingParams, got {type(one).__name__}")
+        own = PoolingParams() if one is None else one
+        found.append(
+            PoolingParams(
+                truncate_prompt_tokens=own.truncate_prompt_tokens if most is None else most,
+                dimensions=own.dimensions,
+                normalize=own.normalize,
+                activation=own.activation,
+            )
+        )
+    return found
