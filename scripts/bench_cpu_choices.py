@@ -19,7 +19,7 @@ import numpy as np
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Store
-from jaxkv.ops.attention import Batch, Place, xla
+from jaxkv.ops.attention import Batch, Place, sweep, xla
 
 
 def median_ms(f: Callable[..., Any], *args: Any, calls: int = 15) -> float:
@@ -98,7 +98,7 @@ def decode_attention() -> None:
         "tokens gathered at once"
     )
     size, length, rng = 16, 1024, np.random.default_rng(0)
-    default = xla.BLOCK
+    default = sweep.BLOCK
     for rows in (1, 8, 32):
         width = length // size
         table = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
@@ -126,13 +126,13 @@ def decode_attention() -> None:
             at = Place(store, 0, PageTables(table, first, np.full(rows, length, np.int32)))
             cells = []
             for tokens in (64, 128, 256, 512, 1024):
-                xla.BLOCK = tokens
+                sweep.BLOCK = tokens
                 attend = jax.jit(
                     lambda q, at, batch: xla.read(q, at, batch, scale=0.125, window=None)
                 )
                 cells.append(f"{tokens}: {median_ms(attend, q, at, batch, calls=9):6.2f}")
             print(f"  {rows:3d} rows {name:9s} " + "  ".join(cells))
-    xla.BLOCK = default
+    sweep.BLOCK = default
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Latent attention: all that a token leaves in the cache is one row for all heads, a latent from
 which each head could make its key and value, and behind it a key part that is rotated.
 
-It runs absorbed: instead of expanding every row by W_uk and W_uv, a query goes through W_uk once
-and meets the rows as they are, and what it has gathered of them goes through W_uv. Source:
-DeepSeek-V2, arXiv 2405.04434, section 2.1.
+Attention runs in two forms that compute the same. Absorbed, a query goes through W_uk once and
+meets the rows as they are, and what it has gathered of them goes through W_uv. Expanded, rows go
+through both and are keys and values as in attention of other kinds, which pays where many queries
+meet them (`ops.attention.expanded`). Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from jaxkv.weights.tree import Weights
 def project(
     x_TD: Array, w: Weights, rope: Rotation | None, spec: ModelSpec
 ) -> tuple[Array, Array | None, Array | None]:
-    """Computes the queries [T, N, R + P] that meet rows of the cache, and the rows [T, 1, R + P] of
-    these tokens: a latent of R numbers and P rotated ones. There are no values: they are the
-    latents (`KVGroup.latent_dim`).
+    """Computes queries [T, N, C + P], as they would meet keys, and the rows [T, 1, R + P] of these
+    tokens: a latent of R numbers and P rotated ones. There are no values: they are the latents
+    (`KVGroup.latent_dim`).
     """
     up: HeadMatrices = w["k_up"]
     h_TD = x_TD
@@ -45,11 +46,5 @@ def project(
     rotated = [q_TNH[..., num_plain:], row_T1H[..., rank:]]
     if rope is not None:
         rotated = [apply_rope(x, rope) for x in rotated]
-    q_TNH = jnp.concatenate([up.dot(q_TNH[..., :num_plain]), rotated[0]], axis=-1)
+    q_TNH = jnp.concatenate([q_TNH[..., :num_plain], rotated[0]], axis=-1)
     return q_TNH, jnp.concatenate([latent_T1R, rotated[1]], axis=-1), None
-
-
-def expand(out_TNR: Array, w: Weights) -> Array:
-    """Returns each head's value [T, N, V] of what it has gathered of latents."""
-    up: HeadMatrices = w["v_up"]
-    return up.dot(out_TNR)

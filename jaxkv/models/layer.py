@@ -20,7 +20,7 @@ from jaxkv.models import latent
 from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import ModelSpec, QueryTemperature
-from jaxkv.ops.attention import Batch
+from jaxkv.ops.attention import Batch, LatentMaps
 from jaxkv.ops.experts import Router, run_experts
 from jaxkv.ops.layers import (
     ACTIVATIONS,
@@ -145,6 +145,7 @@ class Layers:
 
         def attend(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             rope, is_latent = rotation_of(number), "kv_down" in w
+            maps = LatentMaps(w["k_up"], w["v_up"]) if is_latent else None
             if is_latent:
                 q, k, v = latent.project(h_TD, w, rope, spec)
             else:
@@ -153,10 +154,14 @@ class Layers:
                 q = q * self._warmth_T[:, None, None]
             sinks_N, dtype = w.get("sinks"), w["o"].dtype
             out_TNH, held = self._attend(
-                held, number, q, k, v, groups=groups, sinks_N=sinks_N, out_dtype=dtype
+                held,
+                number,
+                *(q, k, v),
+                groups=groups,
+                sinks_N=sinks_N,
+                maps=maps,
+                out_dtype=dtype,
             )
-            if is_latent:
-                out_TNH = latent.expand(out_TNH, w)
             value_dim = w["o"].num_columns // q.shape[1]
             out_TF = out_TNH[..., :value_dim].reshape(q.shape[0], -1)
             if "attn_gate" in w:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkv.kv.state import PagedKV, PageTables, Statistics, Store
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Attention, Batch, Heads, Place
+from jaxkv.ops.attention import Attention, Batch, Heads, LatentMaps, Place
 
 EVERYTHING = 2**30
 """The window of layers that see all tokens, and the chunk of those that cut nothing, where others
@@ -94,14 +94,15 @@ class PagedAttention:
         *kv: jax.Array | None,
         groups: Sequence[int],
         sinks_N: jax.Array | None,
+        maps: LatentMaps | None,
         out_dtype: np.dtype,
     ) -> Result:
         """Attends the queries of layer `number` (int32) of the model, which is in one of `groups`.
 
-        kv: keys and values [T, K, H], or None (`Attention.attend`).
+        kv: keys and values [T, K, H], or None; maps: as `Attention.attend` takes them.
         Returns (out [T, N, H] of the values' H, what is held after it).
         """
-        attend = partial(self._attend, sinks_N=sinks_N, out_dtype=out_dtype)
+        attend = partial(self._attend, sinks_N=sinks_N, maps=maps, out_dtype=out_dtype)
         if not self._has_places:
             return attend(0, self._of_groups[0], held, number, q_TNH, *kv)
         group, layer = jnp.asarray(self._places_L2)[number]
@@ -128,6 +129,7 @@ class PagedAttention:
         q_TNH: jax.Array,
         *kv: jax.Array | None,
         sinks_N: jax.Array | None,
+        maps: LatentMaps | None,
         out_dtype: np.dtype,
     ) -> Result:
         """Attends in layer `layer` of a KV group, whose pages are in store s, with the tables of
@@ -138,7 +140,7 @@ class PagedAttention:
         size = place.store.layout.head_dim
         k_TKH, v_TKH = (None if x is None else _padded(x, size) for x in kv)
         found = self._attention.attend(
-            _padded(q_TNH, size),
+            q_TNH if maps is not None else _padded(q_TNH, size),
             k_TKH,
             v_TKH,
             place,
@@ -147,11 +149,11 @@ class PagedAttention:
             scale=self._scale,
             cap=self._cap,
             sinks_N=sinks_N,
+            maps=maps,
             out_dtype=out_dtype,
         )
         stores = (*held.stores[:s], _pools(found.store), *held.stores[s + 1 :])
-        size = place.store.layout.latent_dim or q_TNH.shape[2]
-        out_TNH = found.out_TNH[..., :size]
+        out_TNH = found.out_TNH if maps is not None else found.out_TNH[..., : q_TNH.shape[2]]
         return out_TNH, held._replace(stores=stores, statistics=found.statistics)
 
 

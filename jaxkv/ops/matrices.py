@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -250,6 +251,23 @@ class HeadMatrices(NamedTuple):
         """Multiplies each head's part with its weight: [T, N, F] float32."""
         return jax.lax.platform_dependent(x_TND, self, cpu=_heads_in_turn, default=_heads_at_once)
 
+    def dot_all(self, x_TD: Array) -> Array:
+        """Multiplies the same x with each head's weight: [N, T, F] float32."""
+        return self._dot_shared(x_TD, column=1)
+
+    def dot_back(self, x_TF: Array) -> Array:
+        """Multiplies the same x with each head's weight transposed: [N, T, D] float32."""
+        return self._dot_shared(x_TF, column=0)
+
+    def _dot_shared(self, x: Array, *, column: int) -> Array:
+        in_turn, at_once = (partial(form, column) for form in (_shared_in_turn, _shared_at_once))
+        return jax.lax.platform_dependent(x, self, cpu=in_turn, default=at_once)
+
+    def of_head(self, n: Array) -> Array:
+        """Returns the weight of a head as values, [F, D]."""
+        start, size = (self.layer, n, 0, 0), (1, 1, self.num_rows, self.num_columns)
+        return values(jax.lax.dynamic_slice(self.leaf, start, size)[0, 0])
+
 
 def _heads_at_once(x_TND: Array, w: HeadMatrices) -> Array:
     w_NFD = values(w.leaf[w.layer])
@@ -269,11 +287,26 @@ def _heads_in_turn(x_TND: Array, w: HeadMatrices) -> Array:
     """
 
     def one(n: Array) -> Array:
-        start, size = (w.layer, n, 0, 0), (1, 1, w.num_rows, w.num_columns)
-        w_FD = values(jax.lax.dynamic_slice(w.leaf, start, size)[0, 0])
+        w_FD = w.of_head(n)
         return dot(x_TND[:, n].astype(w_FD.dtype), w_FD)
 
     return jax.lax.map(one, jnp.arange(w.num_heads)).transpose(1, 0, 2)
+
+
+def _shared_at_once(column: int, x: Array, w: HeadMatrices) -> Array:
+    w_NFD = values(w.leaf[w.layer])
+    y_TNX = _contracted(x.astype(w_NFD.dtype), w_NFD, column + 1)
+    return y_TNX.transpose(1, 0, 2)
+
+
+def _shared_in_turn(column: int, x: Array, w: HeadMatrices) -> Array:
+    """Multiplies head by head: XLA:CPU would lay out all weights anew for one matmul."""
+
+    def one(n: Array) -> Array:
+        w_FD = w.of_head(n)
+        return _contracted(x.astype(w_FD.dtype), w_FD, column)
+
+    return jax.lax.map(one, jnp.arange(w.num_heads))
 
 
 class Vectors(NamedTuple):
@@ -294,10 +327,15 @@ def values(leaf: Array) -> Array:
 
 def dot(x_TD: Array, w_FD: Array) -> Array:
     """Multiplies x [T, D] with the rows of w [F, D]: [T, F] float32."""
+    return _contracted(x_TD, w_FD, 1)
+
+
+def _contracted(x: Array, w: Array, axis: int) -> Array:
+    """Multiplies the last axis of x with one of w, in float32."""
     return jax.lax.dot_general(
-        x_TD,
-        w_FD,
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if w_FD.dtype == jnp.float32 else None,
+        x,
+        w,
+        (((x.ndim - 1,), (axis,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if w.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )

@@ -15,9 +15,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PageTables, Store, empty_store
-from jaxkv.ops.attention import Backend, Batch, Heads, Place, pallas_tpu
+from jaxkv.ops.attention import Backend, Batch, Heads, LatentMaps, Place, pallas_tpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
+from jaxkv.ops.matrices import HeadMatrices
 from kernels_pallas import tpu
 from ragged import LAYER, NUM_ROWS, Case, Shape, assert_close, expected, random_case
 from tiers import some
@@ -128,12 +129,15 @@ def test_the_backend_gives_what_xla_gives_over_latent_pages(monkeypatch, name, p
     drawn = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
         for shape in (
-            (1 + chunk, num_heads, head_dim),
+            (1 + chunk, num_heads, 12 + head_dim - rank),
             (1 + chunk, 1, head_dim),
             (1, num_pages * page_size, 1, head_dim),
+            (1, num_heads, rank, 12),
+            (1, num_heads, 10, rank),
         )
     )
-    q_TNH, k_TKH, before = drawn
+    q_TNH, k_TKH, before, *up = drawn
+    maps = LatentMaps(*(HeadMatrices(x, jnp.int32(0)) for x in up))
     lengths = jnp.asarray([page_size + 2, 3], jnp.int32)
     tables = PageTables(
         table_BW=jnp.asarray([[4, 1], [2, 5]], jnp.int32),
@@ -164,12 +168,12 @@ def test_the_backend_gives_what_xla_gives_over_latent_pages(monkeypatch, name, p
         def step(store: Store) -> jax.Array:
             prepared = backend.prepare(store, tables, batch, heads)
             at = Place(store, 0, replace(tables, len_B=lengths + count_B))
-            options = {"scale": head_dim**-0.5, "out_dtype": np.dtype(np.float32)}
-            q, k = padded(q_TNH), padded(k_TKH)
-            return backend.attend(q, k, None, at, batch, prepared, **options).out_TNH
+            options = {"scale": head_dim**-0.5, "out_dtype": np.dtype(np.float32), "maps": maps}
+            k = padded(k_TKH)
+            return backend.attend(q_TNH, k, None, at, batch, prepared, **options).out_TNH
 
         return np.asarray(step(empty.with_arrays(*packed)))
 
     xla, kernels = attended(Xla()), attended(PallasTpu(interpret=True))
-    assert kernels.shape == xla.shape == (1 + chunk, num_heads, rank)
+    assert kernels.shape == xla.shape == (1 + chunk, num_heads, 10)
     np.testing.assert_allclose(kernels, xla, rtol=0, atol=apart * xla.std())

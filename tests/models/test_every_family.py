@@ -14,6 +14,7 @@ from families import ALONE, LONG, VARIANTS, WRAPPED, hf_config, make_hf_model
 from jaxkv import SamplingParams
 from jaxkv.models.families import FAMILIES, ConfigReader, read_family
 from jaxkv.models.spec import AttentionSpec
+from jaxkv.ops.attention import xla
 from parity import (
     TOLERANCE,
     assert_generates_equal,
@@ -54,6 +55,12 @@ QUICK = {
     "stablelm-parallel",  # a tensor for each head
 }
 """One variant for each mechanism."""
+
+
+@pytest.fixture(autouse=True)
+def latent_attention_in_both_forms(monkeypatch):
+    """Of the prompts' lengths some are attended absorbed then, and some expanded."""
+    monkeypatch.setattr(xla, "LEAST_QUERIES", 20)
 
 
 def variants(quick: set[str]) -> list:

@@ -17,6 +17,7 @@ from jaxkv.build.blueprint import make_blueprint
 from jaxkv.build.options import EngineOptions
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, read_family
+from jaxkv.ops.attention import xla
 from jaxkv.testing import engine_of
 from poison import poisoned
 from tiny import BASE, make_checkpoint
@@ -45,6 +46,12 @@ CONFIG = BASE | {
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 APART = {"float32": 1e-4, "int8": 0.05}
 """How far logprobs may be: sums in another order; numbers of int8 that round the other way."""
+
+
+@pytest.fixture(autouse=True)
+def long_chunks_are_short(monkeypatch):
+    """Prompts that run whole are attended expanded, chunks of 16 tokens and decode rows absorbed."""
+    monkeypatch.setattr(xla, "LEAST_QUERIES", 20)
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +157,10 @@ def test_devices_that_would_choose_other_pages_are_refused(checkpoint):
 RUN = """
 import json, sys
 from jaxkv import LLM, BeamSearchParams, SamplingParams
+from jaxkv.ops.attention import xla
 from jaxkv.testing import engine_of, model_of
 
+xla.LEAST_QUERIES = 12
 path, kv_dtype, policy, *sizes = sys.argv[1:]
 greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 prompts = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (70, 9, 41)]

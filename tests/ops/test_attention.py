@@ -27,7 +27,8 @@ from cases import (
     step_case,
 )
 from jaxkv.kv.state import Store
-from jaxkv.ops.attention import Batch, dense, xla
+from jaxkv.ops.attention import Batch, LatentMaps, dense, expanded, xla
+from jaxkv.ops.matrices import HeadMatrices
 from kernels_pallas import reference
 from poison import nan_of
 from tiers import some
@@ -202,6 +203,45 @@ def test_values_that_are_the_first_numbers_of_keys_equal_float64(dtype):
         got = run_backend(backend, case._replace(store=only_layer(latent, 1)), layer=1, window=None)
         assert got.shape == (*want.shape[:2], 16)
         assert_equal(got, want[..., :16], case.batch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window"),
+    some([("float32", None), ("float32", 300), ("int4", None)], ("float32", None)),
+)
+def test_chunks_of_latent_attention_equal_float64_absorbed_and_expanded(monkeypatch, dtype, window):
+    """Rows of one token and short chunks are absorbed, long ones expanded: blocks of fewer queries
+    and rows than there are, which begin and end within them.
+    """
+    monkeypatch.setattr(xla, "LEAST_QUERIES", 40)
+    monkeypatch.setattr(expanded, "QUERIES", 16)
+    monkeypatch.setattr(expanded, "ROWS", 32)
+    rng, (num_heads, rank) = np.random.default_rng(0), (4, 16)
+    up = [rng.normal(size=(NUM_LAYERS, num_heads, *x)) * 0.3 for x in ((rank, 12), (10, rank))]
+    maps = LatentMaps(*(HeadMatrices(x.astype(np.float32), jnp.int32(1)) for x in up))
+    shape, forms = Shape(16, window, num_heads, 1, 24, dtype), set[bool]()
+    for seed in (2, 3):
+        case = step_case(seed, shape, num_tokens=240)
+        keys = case.store.pages[:, :1]
+        twice = replace(case.store, pages=jnp.concatenate([keys, keys], axis=1))
+        layout = replace(case.store.layout, latent_dim=rank)
+        latent = only_layer(replace(case.store, pages=keys, layout=layout), 1)
+        q_TNH = case.q_TNH[..., :20]
+        plain_TNR = np.einsum("tnc,nrc->tnr", q_TNH[..., :12], up[0][1])
+        absorbed = case._replace(
+            store=twice, q_TNH=np.concatenate([plain_TNR, q_TNH[..., 12:]], axis=-1)
+        )
+        want, _ = expected(absorbed, layer=1, window=window)
+        want = np.einsum("tnr,nvr->tnv", want[..., :rank], up[1][1])
+        scale = scale_of(absorbed)
+        got, _ = jax.jit(partial(xla.read, scale=scale, window=window))(
+            q_TNH, case._replace(store=latent).at(1), case.batch, maps=maps
+        )
+        assert got.shape == want.shape
+        assert_equal(np.asarray(got), want, case.batch)
+        chunks = case.batch.count_B[int(case.batch.num_decode) : int(case.batch.num_rows)]
+        forms |= set((chunks >= 40).tolist())
+    assert forms == {False, True}
 
 
 @pytest.mark.parametrize("chunk", [24, pytest.param(300, marks=pytest.mark.slow)])

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxkv.ops.attention.base import Attended, Attention, Backend, Batch, Heads, Needs, Place
+from jaxkv.ops.attention.base import (
+    Attended,
+    Attention,
+    Backend,
+    Batch,
+    Heads,
+    LatentMaps,
+    Needs,
+    Place,
+)
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
@@ -81,6 +90,7 @@ __all__ = [
     "Backend",
     "Batch",
     "Heads",
+    "LatentMaps",
     "Needs",
     "Place",
     "check_backend",

@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PageTables, Statistics, Store
+from jaxkv.ops.matrices import HeadMatrices
 from jaxkv.pytree import pytree, static
 
 
@@ -77,10 +79,36 @@ class Place(NamedTuple):
     statistics: Statistics | None = None
 
 
+class LatentMaps(NamedTuple):
+    """Holds what latent attention has beside its rows `[latent | rotated]` of R + P numbers, by
+    head: matrices [R, C] through which queries meet latents, and [V, R] which make values of them.
+    Source: arXiv 2405.04434, section 2.1.2.
+    """
+
+    k_up: HeadMatrices
+    v_up: HeadMatrices
+
+    def absorb(self, q_TNH: jax.Array) -> jax.Array:
+        """Returns queries [T, N, R + P] that meet rows as these [T, N, C + P] would meet keys."""
+        size = self.k_up.num_columns
+        latent = self.k_up.dot(q_TNH[..., :size])
+        return jnp.concatenate([latent, q_TNH[..., size:].astype(latent.dtype)], axis=-1)
+
+    def values_of(self, out_TNR: jax.Array) -> jax.Array:
+        """Returns each head's value [T, N, V] of what it has gathered of latents."""
+        return self.v_up.dot(out_TNR)
+
+    def expand(self, row_JH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Makes keys [N, J, C + P] and values [N, J, V] of rows, float32."""
+        latent_JR, rotated_JP = jnp.split(row_JH, [self.k_up.num_rows], axis=-1)
+        k_NJC, v_NJV = self.k_up.dot_back(latent_JR), self.v_up.dot_all(latent_JR)
+        rotated_NJP = jnp.broadcast_to(rotated_JP, (k_NJC.shape[0], *rotated_JP.shape))
+        return jnp.concatenate([k_NJC, rotated_NJP], axis=-1), v_NJV
+
+
 class Attended(NamedTuple):
-    """Holds what a layer's attention returns: out [T, N, H], H of the values where keys are wider
-    (`Heads.latent_dim`), the store with the step's keys and values, and the statistics with this
-    layer's added.
+    """Holds what a layer's attention returns: out [T, N, H], H of the values where keys are wider,
+    the store with the step's keys and values, and the statistics with this layer's added.
     """
 
     out_TNH: jax.Array
@@ -113,10 +141,13 @@ class Attention(Protocol):
         out_dtype: np.dtype,
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
+        maps: LatentMaps | None = None,
     ) -> Attended:
         """Attends one layer's queries, after storing its keys and values. No values: keys have
         them (`Heads.latent_dim`); no keys: another layer has stored both at the same place.
 
+        maps: of latent attention. Queries [T, N, C + P] have not been through them, and out
+        [T, N, V] has; which of both meets the other where is up to the backend.
         scale: of the scores. cap: if not 0, they are cap * tanh(score / cap). sinks_N: each head's
         score of one more key, whose value is 0. out is float32, or rounded to `out_dtype` already,
         which is what its caller does with it.
@@ -166,6 +197,12 @@ class Batch:
     num_rows: jax.Array
     target_T: jax.Array | None = None
     decode_only: bool = static(default=False)
+
+
+def refuse_latents(maps: LatentMaps | None) -> None:
+    """Raises: NotImplementedError for latent attention; for what has no form of it."""
+    if maps is not None:
+        raise NotImplementedError("latent attention: expected keys and values of each head")
 
 
 def refuse_chunks(heads: Heads) -> None:

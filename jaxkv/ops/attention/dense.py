@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import BEHIND, PageTables, Store, write
-from jaxkv.ops.attention.base import Attended, Batch, Place, refuse_statistics
+from jaxkv.ops.attention.base import Attended, Batch, LatentMaps, Place, refuse_statistics
 from jaxkv.ops.attention.softmax import MASKED
-from jaxkv.ops.attention.xla import Scores, Window, Xla
+from jaxkv.ops.attention.sweep import Scores, Window
+from jaxkv.ops.attention.xla import Xla
 from jaxkv.ops.layers import soft_cap
 from jaxkv.pytree import pytree
 
@@ -35,13 +36,14 @@ class Dense(Xla):
         out_dtype: np.dtype,
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
+        maps: LatentMaps | None = None,
     ) -> Attended:
         dest_T, window, chunk = prepared
         store = at.store
         if k_TKH is not None:
             store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         out_TNH = read(
-            q_TNH,
+            q_TNH if maps is None else maps.absorb(q_TNH),
             at._replace(store=store),
             batch,
             scale=scale,
@@ -50,7 +52,7 @@ class Dense(Xla):
             cap=cap,
             sinks_N=sinks_N,
         )
-        return Attended(out_TNH, store, None)
+        return Attended(out_TNH if maps is None else maps.values_of(out_TNH), store, None)
 
 
 def read(

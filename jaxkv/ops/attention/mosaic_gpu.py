@@ -19,9 +19,11 @@ from jaxkv.ops.attention.base import (
     Attended,
     Batch,
     Heads,
+    LatentMaps,
     Needs,
     Place,
     refuse_chunks,
+    refuse_latents,
     refuse_statistics,
 )
 from kernels_pallas.gpu import (
@@ -149,7 +151,9 @@ class MosaicGpu:
         out_dtype: np.dtype,
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
+        maps: LatentMaps | None = None,
     ) -> Attended:
+        refuse_latents(maps)
         refuse_statistics(at)
         if k_TKH is None or v_TKH is None:
             raise NotImplementedError("layers that attend to what another has stored run on xla")

@@ -20,6 +20,7 @@ from jaxkv.ops.attention.base import (
     Attended,
     Batch,
     Heads,
+    LatentMaps,
     Needs,
     Place,
     refuse_chunks,
@@ -142,10 +143,14 @@ class PallasTpu:
         out_dtype: np.dtype,
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
+        maps: LatentMaps | None = None,
     ) -> Attended:
         refuse_statistics(at)
         store, layout = at.store, _layout_of(at.store)
         codec, rank = store.codec, layout.latent_dim
+        if maps is not None:  # the kernel has this form alone
+            q_TNH = maps.absorb(q_TNH)
+            q_TNH = jnp.pad(q_TNH, ((0, 0), (0, 0), (0, layout.head_dim - q_TNH.shape[2])))
         quantise = layout.quantise if store.scales is not None else lambda x: x
         pool = store.pages if store.scales is None else Packed(store.pages, store.scales)
         rounded = out_dtype if store.scales is None else np.dtype(np.float32)
@@ -182,8 +187,12 @@ class PallasTpu:
         if isinstance(pages, Packed):
             store = store.with_arrays(pages.words, pages.scales)
             restored = out_TNH if rank is not None else codec.restore(out_TNH)
-            return Attended(restored.astype(out_dtype), store, None)
-        return Attended(out_TNH, store.with_arrays(pages), None)
+            out_TNH = restored.astype(out_dtype)
+        else:
+            store = store.with_arrays(pages)
+        if maps is not None:
+            out_TNH = maps.values_of(out_TNH[..., :rank])
+        return Attended(out_TNH, store, None)
 
 
 def _layout_of(store: Store) -> LaneLayout:

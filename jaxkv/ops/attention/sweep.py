@@ -1,0 +1,299 @@
+"""Sweeps over blocks of pages in plain XLA: which keys queries see, how a block is gathered, and
+the running softmax over blocks (arXiv 2205.14135, algorithm 1).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.kv.codecs import Elements
+from jaxkv.kv.layout import HeadMajorLayout, PageLayout
+from jaxkv.kv.state import BEHIND, PageTables, Store
+from jaxkv.ops.attention.base import Place
+from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
+from jaxkv.ops.layers import soft_cap, total
+
+BLOCK = 128
+"""Keys gathered per row and iteration, for decode rows and prefill chunks alike: both add up in the
+same order.
+"""
+
+FLOAT32_VALUES = 64
+"""Float32 values are padded to a multiple: XLA:CPU adds up the product of a few queries and other
+widths in another order than that of many.
+"""
+
+Window = int | jax.Array | None
+"""How many tokens a query sees, itself included, or are in a chunk; None: all before it."""
+
+
+class Scores(NamedTuple):
+    """Says what becomes of scores: which keys are seen, and cap and sinks as in `Attention`, these
+    by KV head.
+    """
+
+    window: Window
+    chunk: Window
+    cap: float
+    sinks_KG: jax.Array | None
+
+    def reach(self, position: jax.Array) -> Window:
+        """Returns how many tokens queries at these positions see at most, themselves included: one
+        number for all, or an array like `position`.
+        """
+        if self.chunk is None:
+            return self.window
+        own = position % self.chunk + 1
+        return own if self.window is None else jnp.minimum(own, self.window)
+
+    def seen(
+        self, position_RM: jax.Array, key_position_RKJ: jax.Array, held_RKJ: jax.Array
+    ) -> jax.Array:
+        """Returns which keys, of those that are held, each query sees, [R, K, M, J]."""
+        position_RKMJ = position_RM[:, None, :, None]
+        distance_RKMJ = position_RKMJ - key_position_RKJ[:, :, None, :]
+        seen_RKMJ = held_RKJ[:, :, None, :] & (distance_RKMJ >= 0)
+        if (reach := self.reach(position_RKMJ)) is not None:
+            seen_RKMJ &= distance_RKMJ < reach
+        return seen_RKMJ
+
+
+once = jax.lax.optimization_barrier
+"""Keeps XLA:CPU from computing masks and indices anew for each element of whatever reads them."""
+
+
+def rows_of(store: Store, tables: PageTables, window: Window) -> Rows:
+    low = None
+    if store.low is not None and tables.low is not None:
+        low = rows_of(store.low, tables.low, None)
+    table_BW, first_BW = jnp.asarray(tables.table_BW), jnp.asarray(tables.first_BW)
+    begin_W = jnp.arange(table_BW.shape[1], dtype=jnp.int32) * store.page_size
+    held_BW = jnp.clip(tables.len_B[:, None] - begin_W[None], 0, store.page_size)
+    if window is not None:
+        held_BW = jnp.where(first_BW == BEHIND, 0, held_BW)
+    return Rows(table_BW[:, None], first_BW[:, None], held_BW[:, None], low)
+
+
+class Block(NamedTuple):
+    """Holds the keys and values [R, K, J, H] of a block of slots, zeros for values that nobody
+    holds; which slots are held, and their positions.
+    """
+
+    keys: Elements
+    values: Elements
+    held_RKJ: jax.Array
+    position_RKJ: jax.Array
+
+
+class Blocks(NamedTuple):
+    """Reads the slots of R rows' tables in blocks of whole pages, which begin at multiples of their
+    size.
+    """
+
+    store: Store
+    rows: Rows
+    layer: int | jax.Array
+    num_pages: int
+    in_float32: bool
+
+    @classmethod
+    def of(
+        cls, store: Store, rows: Rows, layer: int | jax.Array, *, size: int, in_float32: bool
+    ) -> Blocks:
+        num_pages = max(1, size // store.page_size)
+        missing = -rows.table_RKW.shape[2] % num_pages
+        table, first, held = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in rows[:3])
+        return cls(store, Rows(table, first, held, None), layer, num_pages, in_float32)
+
+    @property
+    def num_blocks(self) -> int:
+        """Returns how many blocks whole tables have."""
+        return self.rows.table_RKW.shape[2] // self.num_pages
+
+    @property
+    def size(self) -> int:
+        """Returns how many slots a block has."""
+        return self.num_pages * self.store.page_size
+
+    def covering(self, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the range of the blocks that have slots low..high-1."""
+        return low // self.size, (high + self.size - 1) // self.size
+
+    def read(self, i: jax.Array) -> Block:
+        """Gathers block i: contiguous pieces of a page's vectors, already in the order that the
+        matmul reads.
+        """
+        store, num_pages, size = self.store, self.num_pages, self.store.page_size
+        page_rows = store.pages.shape[1]
+        take = partial(
+            jax.lax.dynamic_slice_in_dim, start_index=i * num_pages, slice_size=num_pages, axis=2
+        )
+        page_RKC, first_RKC, in_page_RKC = map(take, self.rows[:3])
+        slot_1J = jnp.tile(jnp.arange(size, dtype=jnp.int32), num_pages)[None, None]
+        held_RKJ = once(slot_1J < jnp.repeat(in_page_RKC, size, axis=2))
+        position_RKJ = once(jnp.repeat(first_RKC, size, axis=2) + slot_1J)
+        key_1K1, to_values = _rows_of_heads(store.layout)
+        index_RKC = once((self.layer * store.num_pages + page_RKC) * page_rows + key_1K1)
+        keys = self._fetch(index_RKC)
+        values = self._fetch(once(index_RKC + to_values)) if to_values else keys
+        # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is
+        # not enough.
+        cleared = jnp.where(held_RKJ[..., None], values.values, 0)
+        of_slot = (None if x is None else jnp.where(held_RKJ, x, 0.0) for x in values[1:])
+        return Block(keys, Elements(cleared, *of_slot), held_RKJ, position_RKJ)
+
+    def _fetch(self, head_page_RKC: jax.Array) -> Elements:
+        store = self.store
+        by_head = store.pages.reshape(-1, store.page_size, store.pages.shape[3])
+        num_rows, heads, _ = head_page_RKC.shape
+        stored = by_head.at[head_page_RKC].get(mode="clip").reshape(num_rows, heads, self.size, -1)
+        found = store.codec.elements(stored)
+        if not self.in_float32:
+            return found
+        return found._replace(values=found.values.astype(jnp.float32))
+
+
+def attend(
+    q_RKMH: jax.Array,
+    at: Place,
+    rows: Rows,
+    position_RM: jax.Array,
+    bounds: tuple[jax.Array, jax.Array],
+    *,
+    in_float32: bool,
+    asked: Scores,
+) -> tuple[jax.Array, Found | None]:
+    """Sweeps over the pages of both pools. Returns [R, K, M, H], and what `at.statistics` wants.
+
+    The M queries of a KV head are of its G heads by turns: query m of head m mod G.
+    """
+    sweep = partial(_sweep, in_float32=in_float32, asked=asked)
+    softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds)
+    low, of_low = at.store.low, None
+    if low is not None and rows.low is not None:
+        # The store's own codec rotates nothing (`kv.policies`).
+        codec, all_slots = low.codec, (jnp.int32(0), jnp.max(rows.low.held_RKW.sum(axis=2)))
+        at_low = at._replace(store=low)
+        found, of_low = sweep(codec.rotate(q_RKMH), at_low, rows.low, position_RM, all_slots)
+        softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
+    if asked.sinks_KG is not None:
+        softmax = softmax.merged(_sinks(asked.sinks_KG, softmax))
+    return softmax.result(), None if own is None else Found(softmax, own, of_low)
+
+
+def _sinks(sinks_KG: jax.Array, like: Softmax) -> Softmax:
+    """Returns the softmax over a key of value 0 that every query of a head sees with the head's
+    score. Source: arXiv 2309.17453, section 3.3, as gpt-oss learns them.
+    """
+    num_rows, heads, queries = like.max.shape
+    sinks_KG = sinks_KG.astype(jnp.float32)
+    score_KM = jnp.tile(sinks_KG, (1, -(-queries // sinks_KG.shape[1])))[:, :queries]
+    score_RKM = jnp.broadcast_to(score_KM, (num_rows, heads, queries))
+    zeros = jnp.zeros_like(like.acc)
+    entropy = None if like.entropy is None else zeros[..., 0]
+    return Softmax(score_RKM, jnp.ones_like(like.sum), zeros, entropy)
+
+
+def _sweep(
+    q_RKMH: jax.Array,
+    at: Place,
+    rows: Rows,
+    position_RM: jax.Array,
+    bounds: tuple[jax.Array, jax.Array],
+    *,
+    in_float32: bool,
+    asked: Scores,
+) -> tuple[Softmax, Tally | None]:
+    """Attends M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables,
+    counted as if all pages were full, BLOCK of them (or one page) at a time.
+
+    Both matmuls take their inputs in the dtype that the pages decode to, or float32, and add up in
+    float32. Blocks begin at multiples of their size, and one without a seen key changes no bit:
+    what a query gets does not depend on the bounds.
+
+    position_RM has the position of each query, or [R, 1] where all queries of a row share it.
+    """
+    head_dim, wanted = q_RKMH.shape[3], at.statistics
+    blocks = Blocks.of(at.store, rows, at.layer, size=BLOCK, in_float32=in_float32)
+    is_float32 = in_float32 or at.store.codec.dtype == "float32"
+    padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
+
+    def body(i: jax.Array, carry: tuple[Softmax, Tally | None]) -> tuple[Softmax, Tally | None]:
+        state, tally = carry
+        found = blocks.read(i)
+        seen_RKMJ = once(asked.seen(position_RM, found.position_RKJ, found.held_RKJ))
+        padded = jnp.pad(found.values.values, ((0, 0), (0, 0), (0, 0), (0, padding)))
+        values = found.values._replace(values=padded)
+        state, weight = accumulate(state, q_RKMH, found.keys, values, seen_RKMJ, asked.cap)
+        if tally is not None:
+            tally = tally.with_block(i, weight, state.max, seen_RKMJ[:, 0])
+        return state, tally
+
+    tally = None
+    if wanted is not None:
+        shape = (blocks.num_blocks, *q_RKMH.shape[:-1], blocks.num_pages)
+        tally = Tally.empty(shape, position_RM)
+    entropy = wanted is not None and wanted.entropy_B is not None
+    empty = Softmax.empty(*q_RKMH.shape[:-1], head_dim + padding, entropy=entropy)
+    first, end = blocks.covering(*bounds)
+    state, tally = jax.lax.fori_loop(first, end, body, (empty, tally))
+    return state._replace(acc=state.acc[..., :head_dim]), tally
+
+
+def _rows_of_heads(layout: PageLayout) -> tuple[jax.Array, int]:
+    """Returns which rows of a page are each KV head's keys, [1, K, 1], and how many rows later its
+    values are.
+    """
+    if not isinstance(layout, HeadMajorLayout):
+        raise TypeError(f"expected pages that XLA can read head by head, got {layout}")
+    keys, values = layout.keys, layout.values
+    key_K = jnp.arange(keys.start, keys.stop, dtype=jnp.int32)
+    return key_K[None, :, None], values.start - keys.start
+
+
+def accumulate(
+    state: Softmax, q: jax.Array, keys: Elements, values: Elements, seen: jax.Array, cap: float
+) -> tuple[Softmax, jax.Array]:
+    """Adds one block of keys and values [R, K, J, H] into the running softmax of queries [R, K, M,
+    H]. Returns the weights [R, K, M, J] too.
+
+    Queries and weights are rounded to the dtype of keys and values. Of quantised ones the scales
+    act on columns of scores and on weights, the offsets on the sums of both.
+    """
+    dtype = keys.values.dtype
+    matmul = partial(
+        jnp.einsum,
+        precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    q = q.astype(dtype)
+    scores = matmul("rkmh,rkjh->rkmj", q, keys.values)
+    if keys.scale is not None:
+        scores *= keys.scale[:, :, None]
+    if keys.offset is not None:
+        scores += total(q.astype(jnp.float32))[..., None] * keys.offset[:, :, None]
+    if cap:
+        scores = soft_cap(scores, cap)
+    scores = jnp.where(seen, scores, MASKED)
+    top = jnp.maximum(state.max, scores.max(axis=-1))
+    # What is not seen gets weight 0, also where nothing is and the largest score is MASKED itself.
+    weight = jnp.exp(scores - jnp.maximum(top, MASKED / 2)[..., None])
+    # XLA:CPU would compute the exponentials anew for each of their sums.
+    weight = jax.lax.optimization_barrier(weight)
+    shrink = jnp.exp(state.max - top)
+    scaled = weight if values.scale is None else weight * values.scale[:, :, None]
+    gained = matmul("rkmj,rkjh->rkmh", scaled.astype(dtype), values.values)
+    if values.offset is not None:
+        gained += total(weight * values.offset[:, :, None])[..., None]
+    entropy = None
+    if state.entropy is not None:
+        # What is not seen has weight 0 and a finite score.
+        gained_entropy = total(weight * (scores - top[..., None]))
+        entropy = shrink * (state.entropy + state.sum * (state.max - top)) + gained_entropy
+    return Softmax(
+        top, state.sum * shrink + total(weight), state.acc * shrink[..., None] + gained, entropy
+    ), weight
