@@ -19,7 +19,7 @@ from jaxkv.ops.attention.base import Batch, LatentMaps, Place
 from jaxkv.ops.attention.softmax import Softmax
 from jaxkv.ops.attention.sweep import Blocks, Scores, accumulate, once, rows_of
 
-LEAST_QUERIES = 128
+LEAST_QUERIES = 256
 """Chunks of fewer are attended absorbed."""
 
 QUERIES, ROWS = 128, 256
