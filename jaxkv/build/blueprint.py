@@ -431,9 +431,8 @@ def _check_tiers(blueprint: Blueprint) -> None:
         what = "kv_disk: expected None"
     else:
         return
-    if limits.has_windows or limits.has_states:
-        has = "windows" if limits.has_windows else "recurrent states"
-        raise ValueError(f"{what} for a model with {has}")
+    if limits.has_states:
+        raise ValueError(f"{what} for a model with recurrent states, which are not kept there")
     if resolve(options.kv_policy) is not None:
         raise ValueError(f"{what} with kv_policy {options.kv_policy}")
     if not options.enable_prefix_caching:

@@ -327,7 +327,7 @@ class EngineOptions:
     kv_host_bytes: int = option(
         0,
         "host memory for pages that the prefix cache has no room for on the device, in bytes; not "
-        "for models with windows or recurrent states, nor with a kv_policy",
+        "for models with recurrent states, nor with a kv_policy",
         check=IS_COUNT,
         commands=ENGINES,
     )

@@ -37,7 +37,7 @@ def make_tiers(
         disk = DiskPages(directory, disk_bytes, shapes)
     if host is None and disk is None:
         return None
-    return Tiers(kv.stores[0].page_size, host, disk)
+    return Tiers(host, disk)
 
 
 class HostMoves:

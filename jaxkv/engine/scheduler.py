@@ -63,6 +63,8 @@ class Scheduler:
         """Requests without a row whose last tokens are coming. They keep their pages until those
         are read, and listed with them, unless somebody else needs the pages.
         """
+        self.loop_steps = config.decode_steps
+        """Counts the steps of a decode loop at most: fewer where somebody waits for its end."""
         self.num_preemptions = 0
         self.num_looked_up = 0
         self.num_found = 0
@@ -324,7 +326,7 @@ class Scheduler:
     def _plan_loop(self, ready: list[Request]) -> LoopPlan | None:
         left = [request.max_len - request.num_tokens for request in ready]
         # With others waiting, stop as soon as the first row is done: its place goes to one of them.
-        num_steps = min(self.config.decode_steps, min(left) if self._waiting else max(left))
+        num_steps = min(self.loop_steps, min(left) if self._waiting else max(left))
         if True in [request.needs_host for request in ready]:
             num_steps = 1
         pairs = zip(ready, left, strict=True)
@@ -478,8 +480,8 @@ class Scheduler:
             self.tiers.read_ahead(
                 request.hold,
                 request.tokens,
-                self._most_cached(request),
-                is_listed=self.allocator.has_key,
+                self.most_cached(request),
+                self.allocators,
                 is_first=is_first,
                 is_busy=bool(self.running),
             )
@@ -490,10 +492,11 @@ class Scheduler:
         """
         if self.tiers is None:
             return 0
-        loads = self.tiers.load(request.hold, request.tokens, self._most_cached(request))
+        before = request.hold.num_stored
+        loads = self.tiers.load(request.hold, request.tokens, self.most_cached(request))
         if loads:
             self._loads[request] = loads
-        return len(loads) * self.config.block_size
+        return request.hold.num_stored - before
 
     def take_moves(self) -> tuple[list[PageAndKey], list[PageAndKey], list[tuple[int, HostPage]]]:
         """Returns pages that were listed and pages that leave the device, both to be copied to host
@@ -563,9 +566,9 @@ class Scheduler:
 
     def _take_cached(self, request: Request) -> int:
         """Extends what the request holds by the cached pages that follow; returns their tokens."""
-        return request.hold.take_cached(request.tokens, self._most_cached(request))
+        return request.hold.take_cached(request.tokens, self.most_cached(request))
 
-    def _most_cached(self, request: Request) -> int:
+    def most_cached(self, request: Request) -> int:
         """Returns how many of its first tokens may be cached ones: where rows have recurrent
         states, there have to be snapshots of those.
         """
@@ -591,7 +594,7 @@ class Scheduler:
         """
         self._count_found(request, self._take_cached(request))
         self._begin_state(request)
-        index = request.hold.next_page(self._most_cached(request))
+        index = request.hold.next_page(self.most_cached(request))
         return index is None or request.hold.key(index, request.tokens) not in coming
 
     def _count_found(self, request: Request, num_tokens: int) -> None:

@@ -5,12 +5,20 @@ holds.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxkv.errors import CapacityError
 from jaxkv.holding.prefix import PageKey, PrefixIndex
 from jaxkv.holding.snapshots import Snapshots
+
+ELSEWHERE = -1
+"""Stands for the page of what is kept, but not on the device."""
+
+
+def nowhere(key: bytes) -> bool:
+    """Tells whether a page is kept elsewhere, where none are."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,27 +143,40 @@ class PageAllocator:
             self._references[page] = 1
         return new
 
-    def find(self, keys: Iterable[PageKey], parent: int | None) -> list[int]:
+    def find(
+        self,
+        keys: Iterable[PageKey],
+        parent: int | None,
+        is_kept: Callable[[bytes], bool] = nowhere,
+    ) -> list[int]:
         """Returns the pages of these keys, as far as they are listed, each after the one before it
-        and the first after `parent`. Nobody holds them for that: `share` does.
+        and the first after `parent`, or kept elsewhere. Nobody holds them for that: `share` does.
         """
         found = list[int]()
         for key in keys:
-            page = self._index.find(key, parent)
+            page = self._find(key, parent, is_kept)
             if page is None:
                 break
             found.append(page)
             parent = page
         return found
 
-    def find_last(self, keys: Sequence[PageKey], needed: Sequence[int]) -> tuple[int, list[int]]:
-        """Returns the largest n for which the last `needed[n - 1]` of the first n keys are listed,
-        and those pages; (0, []) if there is none. For what is not `linked`; `needed` grows by at
-        most one from key to key.
+    def _find(
+        self, key: PageKey, parent: int | None, is_kept: Callable[[bytes], bool]
+    ) -> int | None:
+        page = self._index.find(key, parent)
+        return ELSEWHERE if page is None and is_kept(key[0]) else page
+
+    def find_last(
+        self, keys: Sequence[PageKey], needed: Sequence[int], is_kept: Callable[[bytes], bool]
+    ) -> tuple[int, list[int]]:
+        """Returns the largest n for which the last `needed[n - 1]` of the first n keys are listed
+        or kept elsewhere, and those pages; (0, []) if there is none. For what is not `linked`;
+        `needed` grows by at most one from key to key.
         """
         n, found = len(keys), list[int]()
         while n and len(found) < needed[n - 1]:
-            page = self._index.find(keys[n - 1 - len(found)], None)
+            page = self._find(keys[n - 1 - len(found)], None, is_kept)
             if page is not None:
                 found.append(page)
             else:  # whatever ends behind it needs it too
@@ -164,10 +185,6 @@ class PageAllocator:
 
     def is_listed(self, page: int) -> bool:
         return self._index.key_of[page] is not None
-
-    def has_key(self, key: bytes) -> bool:
-        """Tells whether a page is listed under this key."""
-        return self._index.page_of(key) is not None
 
     def share(self, pages: Iterable[int]) -> None:
         """Adds a reference to each of these pages, which are listed or held."""

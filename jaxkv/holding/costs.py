@@ -36,22 +36,21 @@ class Costs:
     request that waits for its pages lets go by if others run.
     """
 
-    page_size: int
     read: Pace = field(default_factory=Pace)
     copied: Pace = field(default_factory=Pace)
     computed: Pace = field(default_factory=Pace)
     step_s: float = 0.0
     num_refused: int = 0
 
-    def pays(self, num_pages: int, *, is_busy: bool) -> bool:
-        """Tells whether so many pages are there sooner if they are loaded; `is_busy`: others run
-        meanwhile.
+    def pays(self, num_pages: int, num_tokens: int, *, is_busy: bool) -> bool:
+        """Tells whether so many tokens are there sooner if these pages of them are loaded;
+        `is_busy`: others run meanwhile.
         """
         if not (self.read.num and self.computed.num):
             return True
         load_s = num_pages * (self.read.each_s + self.copied.each_s)
         load_s += self.step_s if is_busy else 0.0
-        if load_s <= num_pages * self.page_size * self.computed.each_s:
+        if load_s <= num_tokens * self.computed.each_s:
             return True
         self.num_refused += 1
         return self.num_refused % TRIED_AGAIN == 0

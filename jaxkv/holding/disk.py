@@ -33,8 +33,9 @@ MAGIC = b"jaxkvpg1"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
 WAITING_BYTES = 2**28
 """Bytes of pages that may wait to be written: those beyond, as a slow disk has, are left out."""
-_NAME = re.compile(r"([0-9a-f]{64})\.page")
-_UNFINISHED = re.compile(r"([0-9a-f]{64}|secret)\.part")
+_KEY = "[0-9a-f]{64}(?:[0-9a-f]{2})?"
+_NAME = re.compile(rf"({_KEY})\.page")
+_UNFINISHED = re.compile(rf"({_KEY}|secret)\.part")
 
 PageShapes = tuple[tuple[tuple[tuple[int, ...], np.dtype], ...], ...]
 """Shape [L, ...] and dtype of each array of each store."""
@@ -110,10 +111,13 @@ class DiskPages:
             self._waiting[key] = written, page
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Notes the use of what is kept of a sequence, so that its first pages stay longest."""
-        for key in reversed(keys):
-            if key in self._size_of:
-                self._size_of.move_to_end(key)
+        """Notes the use of what is kept of a sequence, so that its first pages stay longest, after
+        a restart too.
+        """
+        kept = [key for key in reversed(keys) if key in self._size_of]
+        for key in kept:
+            self._size_of.move_to_end(key)
+        _told(self._writer, _touch, [self._path(key) for key in kept])
 
     def read(self, keys: Sequence[bytes]) -> Future[Found]:
         """Begins to read these pages. What comes is for `has_read` to note."""
@@ -218,6 +222,14 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _touch(paths: Sequence[Path]) -> None:
+    """Makes these files the newest ones, each newer than the one before it."""
+    now = time.time_ns()
+    for i, path in enumerate(paths):
+        with suppress(OSError):  # it has been deleted meanwhile, or the disk takes nothing more
+            os.utime(path, ns=(now + i, now + i))
+
+
 def _read_all(
     paths: dict[bytes, Path], shapes: PageShapes, waiting: dict[bytes, HostPage]
 ) -> Found:
@@ -225,7 +237,6 @@ def _read_all(
     for key, path in paths.items():
         try:
             data = memoryview(path.read_bytes())
-            os.utime(path)  # it was used
         except FileNotFoundError:
             found.missing.append(key)
             continue
@@ -277,6 +288,9 @@ def _nbytes(array: tuple[tuple[int, ...], np.dtype]) -> int:
 
 
 def _close(writer: ThreadPoolExecutor, reader: ThreadPoolExecutor, directory: Directory) -> None:
-    writer.shutdown()
-    reader.shutdown(cancel_futures=True)
-    directory.close()
+    try:
+        writer.shutdown()
+    finally:  # an interrupt leaves out what still waits
+        writer.shutdown(wait=False, cancel_futures=True)
+        reader.shutdown(wait=False, cancel_futures=True)
+        directory.close()

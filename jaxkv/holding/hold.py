@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 
 from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError
-from jaxkv.holding.allocator import KVHandle, PageAllocator
+from jaxkv.holding.allocator import ELSEWHERE, KVHandle, PageAllocator, nowhere
 from jaxkv.holding.prefix import PageChain, PageKey
 from jaxkv.holding.retention import NEVER, Retention
 from jaxkv.holding.snapshots import Snapshots
@@ -318,6 +318,36 @@ class Hold:
             part.pages += new[part.number * num_pages : (part.number + 1) * num_pages]
         self.room_len += num_pages * self.page_size
 
+    def extend_seen(self, length: int) -> None:
+        """Reserves pages for the first `length` tokens, which fill them, but for those that no
+        query sees which comes after them.
+
+        Raises: CapacityError, with nothing changed, if there are too few.
+        """
+        size, allocator = self.page_size, self.parts[0].allocator
+        firsts = [max(self.room_len // size, part.num_unseen(length)) for part in self.parts]
+        new = iter(allocator.take(sum(length // size - first for first in firsts)))
+        for part, first in zip(self.parts, firsts, strict=True):
+            if first * size > self.room_len:  # nothing of what it held is seen any more
+                allocator.release(KVHandle(tuple(part.pages)), linked=False)
+                part.pages, part.num_gone = [], first * size
+            part.pages += islice(new, length // size - first)
+        self.room_len = length
+        self.bound_len = 0
+
+    def listed_before(self, part: Part, first: int, tokens: array[int]) -> list[int]:
+        """Returns the listed pages of a table that come right before those it holds, at most those
+        from page `first` on. Nobody holds them for that.
+        """
+        own = part.keys(self.chain.pages(first, part.num_gone_pages, tokens, self.page_size))
+        found = list[int]()
+        for key, _ in reversed(list(own)):
+            page = part.allocator.listed([key])
+            if not page:
+                break
+            found += page
+        return found[::-1]
+
     def own_tail(self) -> Pairs:
         """Makes the last page ready for the next write; returns the page copies to make before,
         at most one of each part.
@@ -413,8 +443,61 @@ class Hold:
         if self.has_states:
             num_found, found = self._with_state(first, num_found, found, tokens)
         if num_found:
+            for part, pages in zip(self.parts, found, strict=True):
+                part.allocator.share(pages)
             self._take_over(first, num_found, found)
         return num_found * self.page_size
+
+    def find_kept(
+        self, tokens: array[int], most: int, is_kept: Callable[[bytes], bool]
+    ) -> tuple[int, list[tuple[int, bytes]]]:
+        """Finds what continues what it holds with these tokens, up to the first `most`, where pages
+        are kept elsewhere too. Returns how many tokens, and the pages of all tables with their
+        keys.
+        """
+        num_found, pairs = self._find_kept(tokens, most, is_kept)
+        return num_found * self.page_size, [pair for own in pairs for pair in own]
+
+    def take_kept(
+        self, tokens: array[int], most: int, is_kept: Callable[[bytes], bool]
+    ) -> list[tuple[int, bytes]]:
+        """Takes what `find_kept` finds. Returns new pages, and the keys of what is to be written to
+        them before anything reads them; takes nothing where there is no room for that.
+        """
+        num_found, pairs = self._find_kept(tokens, most, is_kept)
+        allocator, first = self.parts[0].allocator, self.num_stored // self.page_size
+        listed = [page for own in pairs for page, _ in own if page != ELSEWHERE]
+        allocator.share(listed)  # before others are evicted
+        try:
+            new = iter(allocator.take(sum(map(len, pairs)) - len(listed)))
+        except CapacityError:
+            allocator.release(KVHandle(tuple(listed)))
+            return []
+        found, loads = [list[int]() for _ in pairs], list[tuple[int, bytes]]()
+        for pages, own in zip(found, pairs, strict=True):
+            for page, key in own:
+                pages.append(next(new) if page == ELSEWHERE else page)
+                if page == ELSEWHERE:
+                    loads.append((pages[-1], key))
+        if num_found:
+            self._take_over(first, num_found, found)
+        if loads:
+            self._set_published(first)
+        return loads
+
+    def _find_kept(
+        self, tokens: array[int], most: int, is_kept: Callable[[bytes], bool]
+    ) -> tuple[int, list[list[tuple[int, bytes]]]]:
+        """Returns how many pages of tokens were found, and those of each table with their keys."""
+        if (first := self.next_page(most)) is None:
+            return 0, [[] for _ in self.parts]
+        end = min(most, self._most_cached) // self.page_size
+        num_found, found = self._find_cached(first, end, tokens, is_kept)
+        end, pairs = first + num_found, []
+        for part, pages in zip(self.parts, found, strict=True):
+            keys = part.keys(self.chain.pages(end - len(pages), end, tokens, self.page_size))
+            pairs.append([(page, key) for page, (key, _) in zip(pages, keys, strict=True)])
+        return num_found, pairs
 
     def _with_state(
         self, first: int, num_found: int, found: list[list[int]], tokens: array[int]
@@ -448,17 +531,23 @@ class Hold:
             return None
         return snapshots.take(page)
 
-    def _find_cached(self, first: int, end: int, tokens: array[int]) -> tuple[int, list[list[int]]]:
+    def _find_cached(
+        self,
+        first: int,
+        end: int,
+        tokens: array[int],
+        is_kept: Callable[[bytes], bool] = nowhere,
+    ) -> tuple[int, list[list[int]]]:
         """Finds the largest n for which each table's pages from `first` on, n at most and none past
-        `end`, are listed, but for those that no query sees which comes after them. Returns n and
-        the pages of each table.
+        `end`, are listed or kept elsewhere, but for those that no query sees which comes after
+        them. Returns n and the pages of each table.
         """
         found = [list[int]() for _ in self.parts]
         for part in self.parts:
             if part.linked:
                 keys = (self.key(index, tokens) for index in range(first, end))
                 last = part.pages[-1] if part.pages else None
-                found[part.number] = part.allocator.find(part.keys(keys), last)
+                found[part.number] = part.allocator.find(part.keys(keys), last, is_kept)
                 end = first + len(found[part.number])
         unlinked = [part for part in self.parts if not part.linked]
         while unlinked:
@@ -468,7 +557,7 @@ class Hold:
                 ends = range(first + 1, end + 1)
                 unseen = [part.num_unseen(count * self.page_size) for count in ends]
                 needed = [count - max(first, n) for count, n in zip(ends, unseen, strict=True)]
-                num_found, found[part.number] = part.allocator.find_last(own, needed)
+                num_found, found[part.number] = part.allocator.find_last(own, needed, is_kept)
                 end = first + num_found
             if end == before:  # every table has what that end needs
                 break
@@ -478,10 +567,9 @@ class Hold:
         return end - first, found
 
     def _take_over(self, first: int, num_found: int, found: list[list[int]]) -> None:
-        """Goes on by listed pages, those that `_find_cached` has found."""
+        """Goes on by pages that are its own already, those that `_find_cached` has found."""
         self.num_stored = self.room_len = (first + num_found) * self.page_size
         for part, pages in zip(self.parts, found, strict=True):
-            part.allocator.share(pages)
             if len(pages) < num_found:  # nothing of what it held is seen any more
                 part.allocator.release(KVHandle(tuple(part.pages)), linked=False)
                 part.pages, part.num_gone = [], self.num_stored - len(pages) * self.page_size

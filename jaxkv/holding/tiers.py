@@ -5,14 +5,13 @@ disk.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
 
-from jaxkv.errors import CapacityError
+from jaxkv.holding.allocator import ELSEWHERE, nowhere
 from jaxkv.holding.costs import Costs
 from jaxkv.holding.disk import DiskPages, Found
-from jaxkv.holding.hold import Hold
+from jaxkv.holding.hold import Allocators, Hold
 from jaxkv.holding.host import HostPage, HostPages
 
 AHEAD_BYTES = 2**30
@@ -35,10 +34,9 @@ class Tiers:
     nothing but what was on its way, and to both when it leaves the device.
     """
 
-    def __init__(self, page_size: int, host: HostPages | None, disk: DiskPages | None) -> None:
+    def __init__(self, host: HostPages | None, disk: DiskPages | None) -> None:
         self.host, self.disk = host, disk
-        self.page_size = page_size
-        self.costs = Costs(page_size)
+        self.costs = Costs()
         self._reads: dict[Hold, _Read | None] = {}
         """Pages that are read for those that wait; None where there are none."""
 
@@ -64,30 +62,33 @@ class Tiers:
         hold: Hold,
         tokens: array[int],
         most: int,
+        allocators: Allocators,
         *,
-        is_listed: Callable[[bytes], bool],
         is_first: bool,
         is_busy: bool,
     ) -> None:
         """Begins to read what the disk alone has of the first `most` of these tokens, where that
-        pays; once for a hold that waits. `is_listed`: by the device. `is_first`: of those that
-        wait; others come later if much is read already. `is_busy`: others run.
+        pays; once for a hold that waits, and so is empty. allocators: of the device's pages.
+        `is_first`: of those that wait; others come later if much is read already. `is_busy`: others
+        run.
         """
         if self.disk is None or hold in self._reads or hold.retention is not None:
             return
         num_coming = sum(read.num_pages for read in self._reads.values() if read is not None)
         if not is_first and num_coming * self.disk.page_bytes > AHEAD_BYTES:
             return
-        found, missing = list[bytes](), list[bytes]()
-        for index in range(most // self.page_size):
-            key, _ = hold.chain.page(index, tokens, self.page_size)
-            if not is_listed(key) and (self.host is None or key not in self.host):
-                if key not in self.disk:
-                    break
-                missing.append(key)
-            found.append(key)
-        self.disk.used(found)
-        pays = missing and self.costs.pays(len(missing), is_busy=is_busy)
+        disk, host = self.disk, self.host
+        hold.begin(allocators)
+        on_device, _ = hold.find_kept(tokens, most, nowhere)
+        num_tokens, found = hold.find_kept(
+            tokens, most, lambda key: key in disk or (host is not None and key in host)
+        )
+        hold.release()
+        missing = [
+            key for page, key in found if page == ELSEWHERE and (host is None or key not in host)
+        ]
+        disk.used([key for _, key in found])
+        pays = missing and self.costs.pays(len(missing), num_tokens - on_device, is_busy=is_busy)
         self._reads[hold] = _Read(self.disk.read(missing), len(missing)) if pays else None
 
     def is_coming(self, hold: Hold) -> bool:
@@ -106,32 +107,26 @@ class Tiers:
         first `most`. Returns what is to be written to which page before it is read; nothing where
         there is no room, or a policy bounds the hold.
         """
-        from_disk = self._has_read(hold)
-        first, size = hold.next_page(most), hold.page_size
-        if first is None or hold.retention is not None:
+        from_disk, host = self._has_read(hold), self.host
+        if hold.retention is not None:
             return []
-        keys, found = list[bytes](), list[HostPage]()
-        for index in range(first, most // size):
-            key, _ = hold.key(index, tokens)
-            page = None if self.host is None else self.host.get(key)
-            page = from_disk.get(key) if page is None else page
-            if page is None:
-                break
-            keys.append(key)
-            found.append(page)
-        try:
-            hold.extend(hold.num_stored + len(found) * size)
-        except CapacityError:
-            return []
-        hold.advance(len(found) * size)
-        num_from_host = 0
-        if self.host is not None:
-            self.host.used(keys)
-            num_from_host = sum(key in self.host for key in keys)
-            self.host.num_found += num_from_host * size
+        before = hold.num_stored
+        taken = hold.take_kept(
+            tokens, most, lambda key: key in from_disk or (host is not None and key in host)
+        )
+        loads = []
+        for page, key in taken:
+            kept = None if host is None else host.get(key)
+            loads.append((page, from_disk[key] if kept is None else kept))
+        keys, num_tokens = [key for _, key in taken], hold.num_stored - before
+        num_from_host = 0 if host is None else sum(key in host for key in keys)
+        of_host = num_tokens * num_from_host // max(1, len(keys))
+        if host is not None:
+            host.used(keys)
+            host.num_found += of_host
         if self.disk is not None:
-            self.disk.num_found += (len(found) - num_from_host) * size
-        return list(zip(hold.parts[0].pages[first:], found, strict=True))
+            self.disk.num_found += num_tokens - of_host
+        return loads
 
     def _has_read(self, hold: Hold) -> dict[bytes, HostPage]:
         """Returns what was read for the hold, which waits no more."""
@@ -163,10 +158,12 @@ class Tiers:
 
     def close(self) -> None:
         """Writes what waits for the disk, and lets others have its directory."""
-        disk, self.disk = self.disk, None
         self._reads.clear()
-        if disk is not None:
-            disk.close()
+        try:
+            if self.disk is not None:
+                self.disk.close()
+        finally:
+            self.disk = None
 
     def describe(self) -> str:
         """Says what is kept where, as `LLM.describe` has it."""

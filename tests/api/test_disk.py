@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from families import text_config
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.errors import DirectoryInUseError
@@ -28,7 +29,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def make(checkpoint) -> Callable[..., LLM]:
-    return lambda **options: LLM(checkpoint, **SMALL | OWN | options)
+    return lambda model=checkpoint, **options: LLM(model, **SMALL | OWN | options)
 
 
 @pytest.fixture
@@ -62,14 +63,18 @@ def ask(llm: LLM, *prompts: list[int], salt: str = "") -> list[tuple[list[int], 
     [
         {},
         pytest.param({"kv_host_bytes": 2**16, "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param({"model": "windows", "num_gpu_blocks_override": 40}, marks=pytest.mark.slow),
     ],
-    ids=["", "host-int8"],
+    ids=["", "host-int8", "windows"],
 )
 @pytest.mark.usefixtures("loads_always")
-def test_conversations_go_on_after_a_restart(make, on_disk, options):
+def test_conversations_go_on_after_a_restart(make, on_disk, tmp_path, options):
     """Eight of them in a pool for two, several at once, with NaN in all memory that nobody owns.
     All full pages are found, those too that were on the device when the first engine ended.
     """
+    if "model" in options:
+        config = tiny_config("qwen2-mixed-windows")
+        options = options | {"model": make_checkpoint(tmp_path / "model", config)}
     plain = make(**{**options, "kv_host_bytes": 0})
     turns: dict[int, list[int]] = {talk: ids(30, talk) for talk in range(8)}
     num_asked = num_found = 0
@@ -218,9 +223,9 @@ def test_what_a_disk_does_not_keep_is_refused_by_name(make, on_disk, checkpoint,
     ):
         with pytest.raises(ValueError, match=reason):
             make(**on_disk | options)
-    windows = make_checkpoint(tmp_path / "model", tiny_config("qwen2-mixed-windows"))
-    with pytest.raises(ValueError, match=r"kv_disk: expected None .*windows"):
-        LLM(windows, **SMALL, **on_disk)
+    states = make_checkpoint(tmp_path / "model", text_config("lfm2"))
+    with pytest.raises(ValueError, match=r"kv_disk: expected None .*recurrent states"):
+        LLM(states, **SMALL, **on_disk)
     llm = make(**on_disk)
     with pytest.raises(DirectoryInUseError, match="no other engine"):
         make(**on_disk)

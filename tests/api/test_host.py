@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from families import text_config
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.testing import engine_of
@@ -23,19 +24,33 @@ def checkpoint(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("host") / "model", tiny_config("llama"))
 
 
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory) -> Path:
+    """A model with two page tables, of which one is for windows."""
+    config = tiny_config("qwen2-mixed-windows")
+    return make_checkpoint(tmp_path_factory.mktemp("windows") / "model", config)
+
+
 @pytest.fixture
 def make(checkpoint, compile_once) -> Callable[..., LLM]:
-    return lambda **options: LLM(checkpoint, **SMALL | options)
+    return lambda model=checkpoint, **options: LLM(model, **SMALL | options)
 
 
 def ids(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 150, length).tolist()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_conversations_that_take_turns_find_their_pages_again(make, kv_cache_dtype):
+@pytest.mark.parametrize(
+    ("model", "kv_cache_dtype", "num_pages"),
+    [("checkpoint", "auto", 26), ("checkpoint", "int8", 26), ("windows", "auto", 40)],
+    ids=["auto", "int8", "windows"],
+)
+def test_conversations_that_take_turns_find_their_pages_again(
+    make, request, model, kv_cache_dtype, num_pages
+):
     """Eight of them in a pool for two, several at once, with NaN in all memory that nobody owns."""
-    own = {"kv_cache_dtype": kv_cache_dtype, "num_gpu_blocks_override": 26}
+    own = {"kv_cache_dtype": kv_cache_dtype, "num_gpu_blocks_override": num_pages}
+    own["model"] = request.getfixturevalue(model)
     llm, plain = make(kv_host_bytes=SOME, **own), make(**own)
     turns: dict[int, list[int]] = {talk: ids(30, talk) for talk in range(8)}
     with poisoned(engine_of(llm)):
@@ -103,7 +118,7 @@ def test_a_failure_between_taking_and_loading_loses_no_page(make, monkeypatch):
     engine.check()
 
 
-def test_what_host_memory_does_not_hold_is_refused_by_name(make, checkpoint, tmp_path):
+def test_what_host_memory_does_not_hold_is_refused_by_name(make, tmp_path):
     for reason, options in (
         ("kv_policy", {"kv_policy": "streaming", "kv_budget": 64}),
         ("enable_prefix_caching", {"enable_prefix_caching": False}),
@@ -111,6 +126,6 @@ def test_what_host_memory_does_not_hold_is_refused_by_name(make, checkpoint, tmp
     ):
         with pytest.raises(ValueError, match=f"kv_host_bytes.*{reason}"):
             make(**{"kv_host_bytes": 1} | options)
-    windows = make_checkpoint(tmp_path / "model", tiny_config("qwen2-mixed-windows"))
-    with pytest.raises(ValueError, match=r"kv_host_bytes.*windows"):
-        LLM(windows, **SMALL, kv_host_bytes=1)
+    states = make_checkpoint(tmp_path / "model", text_config("lfm2"))
+    with pytest.raises(ValueError, match=r"kv_host_bytes.*recurrent states"):
+        make(model=states, kv_host_bytes=1)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import shake_256
 from pathlib import Path
 from threading import Event
@@ -127,6 +128,8 @@ def test_the_files_used_least_lately_make_room(pages):
         os.utime(pages.path / f"{key_of(number).hex()}.page", (then, then))
     pages = reopened(pages, 3 * PAGE_BYTES)
     assert read(pages, 1, 4) == [4]
+    pages.used([key_of(4), key_of(5)])
+    pages.used([key_of(2), key_of(4)])  # some of which may be on the device
     pages = reopened(pages, 2 * PAGE_BYTES)
     assert read(pages, 2, 4, 5) == [2, 4]
     assert pages.num_bytes == 2 * PAGE_BYTES
@@ -135,6 +138,24 @@ def test_the_files_used_least_lately_make_room(pages):
     pages.clear()
     assert files(pages) == []
     pages.close()
+
+
+def test_an_interrupt_while_it_is_closed_lets_others_have_the_directory(pages, monkeypatch):
+    put(pages, 1)
+    whole = ThreadPoolExecutor.shutdown
+
+    def interrupted(thread: ThreadPoolExecutor, wait: bool = True, **options: bool) -> None:
+        if wait:
+            raise KeyboardInterrupt
+        whole(thread, wait, **options)
+
+    tiers = Tiers(None, pages)
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "shutdown", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tiers.close()
+    Directory(pages.path).close()
+    assert tiers.disk is None
 
 
 def test_a_full_disk_ends_writing_with_one_warning(pages, monkeypatch):
@@ -195,7 +216,7 @@ def test_only_files_of_its_own_are_removed(pages):
 
 
 def test_a_page_that_leaves_the_device_goes_to_host_memory_and_to_the_disk(pages):
-    both, (one, two) = Tiers(8, HostPages(2), pages), (key_of(1), key_of(2))
+    both, (one, two) = Tiers(HostPages(2), pages), (key_of(1), key_of(2))
     assert both.wants(one, is_leaving=False)
     both.put(one, page_of(one), is_leaving=False)
     assert (one in both.host, one in pages) == (False, True)
@@ -293,20 +314,20 @@ def test_killed_while_it_writes_it_leaves_no_wrong_page(tmp_path, times):
 
 
 def test_pages_are_loaded_where_that_is_sooner():
-    costs = Costs(page_size=16)
-    assert costs.pays(10, is_busy=True)  # nothing is known yet
+    costs = Costs()
+    assert costs.pays(10, 160, is_busy=True)  # nothing is known yet
     costs.stepped(1600, 1.0)  # a page in 10 ms
-    assert costs.pays(10, is_busy=True)
+    assert costs.pays(10, 160, is_busy=True)
     costs.read.add(100, 0.5)  # in 5 ms
-    assert costs.pays(1, is_busy=False)
+    assert costs.pays(1, 16, is_busy=False)
     costs.stepped(0, 0.02)
-    assert not costs.pays(3, is_busy=True)  # 35 ms with a loop before it against 30
-    assert costs.pays(5, is_busy=True)
+    assert not costs.pays(3, 48, is_busy=True)  # 35 ms with a loop before it against 30
+    assert costs.pays(5, 80, is_busy=True)
     costs.copied.add(100, 0.6)
-    assert not costs.pays(1, is_busy=False)
-    tried = [costs.pays(1, is_busy=False) for _ in range(3 * TRIED_AGAIN)]
+    assert not costs.pays(1, 16, is_busy=False)
+    tried = [costs.pays(1, 16, is_busy=False) for _ in range(3 * TRIED_AGAIN)]
     assert sum(tried) == 3
     for _ in range(20):  # the disk is faster now
         costs.read.add(1000, 1.0)
     assert costs.read.each_s < 0.0011
-    assert costs.pays(1, is_busy=False)
+    assert costs.pays(1, 16, is_busy=False)
