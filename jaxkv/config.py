@@ -11,6 +11,7 @@ from typing import Any
 
 import jaxlib.version
 
+PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 MIN_FLOAT32 = 2.0**-126
@@ -115,8 +116,9 @@ class EngineConfig:
         some = some and all(is_int(window) and window >= 0 for window in self.windows)
         _expect(some, "windows", "at least one number >= 0", self.windows)
         _expect(self.seed < 2**64, "seed", "a number below 2**64", self.seed)
-        sizes = (8, 16, 32, 64, 128)
-        _expect(self.block_size in sizes, "block_size", f"one of {sizes}", self.block_size)
+        _expect(
+            self.block_size in PAGE_SIZES, "block_size", f"one of {PAGE_SIZES}", self.block_size
+        )
         _expect(
             self.max_num_batched_tokens >= 16,
             "max_num_batched_tokens",

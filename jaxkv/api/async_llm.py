@@ -137,10 +137,10 @@ class AsyncLLM:
             pass
         return session
 
-    async def restore(self, path: str | os.PathLike[str]) -> AsyncSession:
+    async def restore(self, path: str | os.PathLike[str], *, convert: bool = False) -> AsyncSession:
         """Does what `LLM.restore` does."""
-        where = Path(path).absolute()
-        return await self._engine.ask(partial(AsyncSession.restored, self._llm._home(self), where))
+        home, where = self._llm._home(self), Path(path).absolute()
+        return await self._engine.ask(partial(AsyncSession.restored, home, where, convert=convert))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several, and returns when all that it held is free; an unknown id is

@@ -275,13 +275,15 @@ class LLM(PoolingCalls):
         self.generate(session.prompt, PREFILL, use_tqdm=False)
         return session
 
-    def restore(self, path: str | os.PathLike[str]) -> Session:
+    def restore(self, path: str | os.PathLike[str], *, convert: bool = False) -> Session:
         """Returns the session that `Session.save` has written, with its pages in the prefix cache.
 
+        convert: keys and values of another dtype or kv_cache_dtype, and quantised ones from another
+        backend or in pages of another size, are stored anew, which rounds them once more.
         Raises: SavedFileError for a file that is broken or of another model, CapacityError where
         its pages do not fit.
         """
-        return Session.restored(self._home(self), Path(path).absolute())
+        return Session.restored(self._home(self), Path(path).absolute(), convert=convert)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what the model's generation_config.json asks for, vLLM's defaults where it says

@@ -20,10 +20,11 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from jaxkv.build.options import IS_LIST, IS_TEXT_OR_NONE
+from jaxkv.build.options import IS_BOOL, IS_LIST, IS_TEXT_OR_NONE
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.engine.engine import Engine
-from jaxkv.engine.saving import extract, form_of, insert
+from jaxkv.engine.places import converted
+from jaxkv.engine.saving import extract, form_of, insert, saved_len
 from jaxkv.errors import CapacityError, SavedFileError
 from jaxkv.kv.saved import Origin, SavedPages
 from jaxkv.requests.intake import Intake
@@ -104,10 +105,11 @@ class BaseSession:
         self._claim: Claim | None = Claim(home.engine, keys) if claim is None else claim
 
     @classmethod
-    def restored(cls, home: Home, path: Path) -> Self:
+    def restored(cls, home: Home, path: Path, *, convert: bool) -> Self:
         """Makes a session of what `save` has written. Raises: SavedFileError, CapacityError."""
-        saved = SavedPages.load(path)
-        saved.origin.check(home.own_origin(), str(path))
+        IS_BOOL("convert", convert)
+        saved, own = SavedPages.load(path), home.own_origin()
+        saved.origin.check(own, str(path), convert=convert)
         try:
             salt, chat, messages = (saved.extra[name] for name in ("salt", "chat", "messages"))
             prompt = {"prompt_token_ids": saved.extra["tokens"], "cache_salt": salt}
@@ -118,6 +120,8 @@ class BaseSession:
             raise SavedFileError(f"{path}: expected a session, got {error!r}") from error
         if tokens[: len(saved.tokens)] != saved.tokens:
             raise SavedFileError(f"{path}: expected the pages of the session's tokens, got others")
+        if saved.origin.is_stored_otherwise(own):
+            saved = converted(home.engine, saved)
         insert(home.engine, saved, home.intake.page_root(home.salt))
         return cls(home, tokens, messages)
 
@@ -291,8 +295,17 @@ class BaseSession:
             "salt": home.salt,
             "chat": dict(home.chat),
         }
-        root = home.intake.page_root(home.salt)
-        return extract(home.engine, self.tokens, root, home.own_origin(), extra)
+        root, origin = home.intake.page_root(home.salt), home.own_origin()
+        tokens = self.tokens[: saved_len(home.engine, len(self))]
+        return extract(home.engine, tokens, root, origin, extra)
+
+    @property
+    def _saved_prompt(self) -> dict[str, Any]:
+        """Returns the prompt that computes what `save` writes: the state of recurrent layers is
+        kept before a prompt's last token.
+        """
+        length = saved_len(self._home.engine, len(self)) + 1
+        return self.prompt | {"prompt_token_ids": list(self.tokens[:length])}
 
     def _generation(self, params: SamplingParams | None) -> SamplingParams:
         self._open()
@@ -365,15 +378,15 @@ class Session(BaseSession):
 
         Raises: FileExistsError if there is a file, OSError if it cannot be written,
         CapacityError where the cache does not keep all of its pages (other requests need them, or a
-        kv_policy drops them), NotImplementedError for models with recurrent state and for kv_policy
-        quest.
+        kv_policy drops them), NotImplementedError for kv_policy quest, ValueError for a model with
+        recurrent states and num_state_snapshots=0.
         """
         where = Path(path).absolute()
         if where.exists():
             raise FileExistsError(f"{where}: expected a new file")
         saved = self._saved()
         if saved is None:  # others have needed its pages meanwhile
-            self._home.llm.generate(self.prompt, PREFILL, use_tqdm=False)
+            self._home.llm.generate(self._saved_prompt, PREFILL, use_tqdm=False)
             saved = self._saved()
         _there(saved).save(where)
 
@@ -407,7 +420,7 @@ class AsyncSession(BaseSession):
         where = Path(path).absolute()
         saved = await self._ask(self._saved)
         if saved is None:
-            await _last(self._home.llm, self.prompt, PREFILL)
+            await _last(self._home.llm, self._saved_prompt, PREFILL)
             saved = await self._ask(self._saved)
         await asyncio.to_thread(_there(saved).save, where)
 

@@ -12,53 +12,29 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxkv.config import PAGE_SIZES
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.pages import MOVED_AT_ONCE, chunks
+from jaxkv.engine.places import Places, fitted_keys, places_of, stored_as, vectors
 from jaxkv.errors import CapacityError, SavedFileError
 from jaxkv.holding.hold import Hold, Part
 from jaxkv.holding.prefix import PageChain
 from jaxkv.kv.codecs import PlainCodec
-from jaxkv.kv.layout import PageLayout
-from jaxkv.kv.saved import Origin, SavedPages, rounded
+from jaxkv.kv.layout import described
+from jaxkv.kv.saved import BY_TOKEN, Origin, SavedPages, rounded
 from jaxkv.kv.state import PagedKV
-from jaxkv.models.spec import ModelSpec
-from jaxkv.programs.pages import read_pages, write_pages
-
-BY_TOKEN = "tokens"
-
-
-class Places:
-    """Knows where an engine keeps the keys and values of each layer: in which page table, in which
-    store, and as which of that store's layers.
-    """
-
-    def __init__(self, spec: ModelSpec, kv: PagedKV, num_tables: int) -> None:
-        self.of: dict[int, tuple[int, int, int]] = {}
-        alone = len(kv.stores) == num_tables == 1
-        for layer in spec.kv_layers:
-            group, index = spec.group_of(layer)
-            index = spec.kv_layers.index(layer) if alone else index
-            table = group if num_tables > 1 else 0
-            self.of[layer] = (table, group if len(kv.stores) > 1 else 0, index)
-        self.head_dims = {layer: spec.groups[spec.group_of(layer)[0]].head_dim for layer in self.of}
-
-    def layers_in(self, table: int, store: int) -> dict[int, int]:
-        """Returns the layers of a table whose pages are in a store: layer -> its index there."""
-        return {
-            layer: index for layer, (t, s, index) in self.of.items() if (t, s) == (table, store)
-        }
+from jaxkv.programs.pages import read_pages, read_states, write_pages, write_states
 
 
 def refuse_unsaved(engine: Engine) -> None:
-    """Raises: NotImplementedError for KV states of which pages are not all, ValueError for an
-    engine that sleeps.
+    """Raises: NotImplementedError or ValueError for KV states of which pages are not all, and for
+    an engine that sleeps.
     """
     engine.check_awake()
-    kv = engine.kv
-    if kv.states:
-        raise NotImplementedError("save: recurrent states are not built in; save the tokens")
-    if any(store.extremes is not None for store in kv.stores):
+    if any(store.extremes is not None for store in engine.kv.stores):
         raise NotImplementedError("save: kv_policy quest is not built in; save the tokens")
+    if engine.kv.states and not engine.scheduler.allocator.snapshots.num_slots:
+        raise ValueError("num_state_snapshots: expected more than 0, to save a session, got 0")
 
 
 def form_of(kv: PagedKV) -> str:
@@ -76,11 +52,24 @@ def page_form(kv: PagedKV) -> str:
     return repr([(store.layout, store.layout.num_devices(store.pages)) for store in kv.stores])
 
 
+def saved_len(engine: Engine, num_tokens: int) -> int:
+    """Returns how many of so many tokens to extract: those of full pages. A recurrent state is of
+    one position, and a window begins somewhere in a page: with these it is as many as fill pages of
+    any size, and are followed by a token that is computed.
+    """
+    config = engine.scheduler.config
+    if not (config.has_states or config.has_windows):
+        return num_tokens // config.block_size * config.block_size
+    power = 1 << max(0, num_tokens - 1).bit_length() >> 1  # the largest below num_tokens
+    size = max(config.block_size, min(power, PAGE_SIZES[-1]))
+    return (num_tokens - 1) // size * size
+
+
 def extract(
     engine: Engine, tokens: Sequence[int], root: bytes, origin: Origin, extra: Mapping[str, Any]
 ) -> SavedPages | None:
-    """Reads the full pages of these tokens, whose keys begin with `root`. None: not all are there
-    (any more).
+    """Reads the full pages of these tokens, whose keys begin with `root`, and the recurrent states
+    behind the last one. None: not all are there (any more).
     """
     refuse_unsaved(engine)
     packed, size = array("i", tokens), engine.scheduler.config.block_size
@@ -93,10 +82,14 @@ def extract(
         try:
             if not engine.change(lambda: _found(engine, hold, packed, num_tokens)):
                 return None
-            layers, firsts = _read(engine, hold, origin.form == BY_TOKEN)
+            saved = replace(saved, **_read(engine, hold, packed, origin.form == BY_TOKEN))
+            if hold.source is not None:
+                slot, num_slots = np.int32(hold.source), engine.scheduler.config.num_slots
+                found = read_states(replace(engine.kv, rows=()), slot, num_slots=num_slots)
+                saved = replace(saved, states=jax.tree.map(np.asarray, found))
         finally:
             engine.change(hold.release)
-    return replace(saved, layers=layers, firsts=firsts)
+    return saved
 
 
 def _found(engine: Engine, hold: Hold, tokens: array[int], num_tokens: int) -> bool:
@@ -105,15 +98,18 @@ def _found(engine: Engine, hold: Hold, tokens: array[int], num_tokens: int) -> b
     return hold.num_stored == num_tokens
 
 
-def _read(
-    engine: Engine, hold: Hold, by_token: bool
-) -> tuple[dict[int, tuple[np.ndarray, ...]], dict[int, int]]:
-    places = _places(engine)
+def _read(engine: Engine, hold: Hold, tokens: array[int], by_token: bool) -> dict[str, Any]:
+    """Returns `layers` and what else `SavedPages` has of them."""
+    places, size = places_of(engine), hold.page_size
     layers: dict[int, tuple[np.ndarray, ...]] = {}
     firsts: dict[int, int] = {}
+    layouts: dict[int, dict[str, Any]] = {}
     for part in hold.parts:
+        # A larger page may begin before the first one that is seen.
+        unseen = max(0, hold.num_stored - part.window + 1) if part.window else 0
+        before = hold.listed_before(part, unseen // PAGE_SIZES[-1] * PAGE_SIZES[-1] // size, tokens)
         read: list[list[list[np.ndarray]]] = [[] for _ in engine.kv.stores]
-        for page_C, n in chunks(part.pages):
+        for page_C, n in chunks([*before, *part.pages]):
             found = read_pages(replace(engine.kv, rows=()), page_C)
             for into, arrays in zip(read, found, strict=True):
                 into.append([np.asarray(x)[:, :n] for x in arrays])
@@ -125,20 +121,13 @@ def _read(
             for layer, index in own.items():
                 arrays = tuple(x[index] for x in whole)
                 if by_token:
-                    arrays = _vectors(store.layout, arrays, places.head_dims[layer])
-                layers[layer], firsts[layer] = arrays, part.num_gone
-    return layers, firsts
-
-
-def _vectors(
-    layout: PageLayout, arrays: tuple[np.ndarray, ...], head_dim: int
-) -> tuple[np.ndarray, ...]:
-    """Returns keys and values [T, K, H], of one layer's pages; keys alone where values are in
-    them.
-    """
-    k, v = layout.unpack([jax.device_put(x[None]) for x in arrays])
-    found = [k] if layout.latent_dim is not None else [k, v]
-    return tuple(rounded(np.asarray(x)[0, ..., :head_dim], layout.codec.dtype) for x in found)
+                    found = vectors(store.layout, arrays, places.head_dims[layer])
+                    arrays = tuple(rounded(x, stored_as(store)) for x in found)
+                else:
+                    layouts[layer] = described(store.layout)
+                layers[layer], firsts[layer] = arrays, part.num_gone - len(before) * size
+    keys = fitted_keys(engine.weights, places)
+    return {"layers": layers, "firsts": firsts, "layouts": layouts, "keys": keys}
 
 
 def insert(engine: Engine, saved: SavedPages, root: bytes) -> None:
@@ -162,36 +151,53 @@ def _check(engine: Engine, saved: SavedPages) -> None:
     """Raises: SavedFileError unless this is what `extract` gives of this engine's model: a file may
     be made up, with its hashes.
     """
-    config, kv, places = engine.scheduler.config, engine.kv, _places(engine)
+    config, kv, places = engine.scheduler.config, engine.kv, places_of(engine)
     size, num_tokens = saved.origin.page_size, len(saved.tokens)
-    if config.has_windows and size != config.block_size:
-        raise SavedFileError(
-            f"block_size: expected {size}, as the model has windows, got {config.block_size}"
-        )
     if size < 1 or num_tokens % size:
         raise SavedFileError(f"tokens: expected whole pages of {size}, got {num_tokens}")
     expected = set(places.of) if num_tokens else set()
     if not saved.layers.keys() == saved.firsts.keys() == expected:
         raise SavedFileError(f"layers: expected {sorted(expected)}, got {sorted(saved.layers)}")
+    num_stored = num_tokens // config.block_size * config.block_size
     for layer, of_layer in saved.layers.items():
         table, s, _ = places.of[layer]
         store, window = kv.stores[s], config.windows[table]
         part = Part(engine.scheduler.allocator, table, window)
-        first = part.num_unseen(num_tokens) * config.block_size
-        if saved.firsts[layer] != first:
+        needed = part.num_unseen(num_stored) * config.block_size
+        first = saved.firsts[layer]
+        if not 0 <= first <= needed or first % size:
             raise SavedFileError(
-                f"layer {layer}: expected tokens from {first} on, got {saved.firsts[layer]}"
+                f"layer {layer}: expected tokens from {needed} on, for pages of "
+                f"{config.block_size}, got those from {first} on, in pages of {size}"
             )
         if saved.origin.form == BY_TOKEN:
             heads = store.layout.num_kv_heads * store.layout.num_devices(store.pages)
             shape: tuple[int, ...] = (num_tokens - first, heads, places.head_dims[layer])
             count = 1 if store.layout.latent_dim is not None else 2
-            wanted = [(shape, rounded(np.zeros(0), store.layout.codec.dtype).dtype)] * count
+            wanted = [(shape, rounded(np.zeros(0), stored_as(store)).dtype)] * count
         else:
             num_pages = (num_tokens - first) // size
             wanted = [((num_pages, *x.shape[1:]), x.dtype) for x in store.arrays]
         if (got := [(x.shape, x.dtype) for x in of_layer]) != wanted:
             raise SavedFileError(f"layer {layer}: expected arrays {wanted}, got {got}")
+    _check_states(engine, saved)
+
+
+def _check_states(engine: Engine, saved: SavedPages) -> None:
+    """Raises: SavedFileError for recurrent states that are not those behind full pages."""
+    config, num_tokens = engine.scheduler.config, len(saved.tokens)
+    wanted = [
+        [((x.shape[0] // config.num_slots, *x.shape[1:]), x.dtype) for x in arrays]
+        for arrays in (engine.kv.states if num_tokens else ())
+    ]
+    got = [[(x.shape, x.dtype) for x in arrays] for arrays in saved.states]
+    if got != wanted:
+        raise SavedFileError(f"recurrent states: expected {wanted}, got {got}")
+    if wanted and num_tokens // config.block_size * config.block_size not in (0, num_tokens):
+        raise SavedFileError(
+            f"block_size: expected a divisor of {num_tokens}, the tokens behind which the "
+            f"recurrent states are, got {config.block_size}"
+        )
 
 
 def _insert(engine: Engine, hold: Hold, saved: SavedPages, tokens: array[int]) -> bool:
@@ -199,16 +205,16 @@ def _insert(engine: Engine, hold: Hold, saved: SavedPages, tokens: array[int]) -
     hold.begin(engine.scheduler.allocators)
     found = hold.take_cached(tokens, len(tokens))
     try:
-        hold.extend(len(tokens))
+        hold.extend_seen(len(tokens))
     except CapacityError:
         hold.release()
         return False
     engine.move_pages_aside()
-    places, size = _places(engine), hold.page_size
+    places, size = places_of(engine), hold.page_size
     for part in hold.parts:
         for s in range(len(engine.kv.stores)):
             own = places.layers_in(part.number, s)
-            start = max([found, *(saved.firsts[layer] for layer in own)])
+            start = max(found, part.num_gone)
             pages = part.pages[(start - part.num_gone) // size :]
             for page_C, n in chunks(pages) if own else ():
                 arrays = _arrays(engine, saved, places, own, s, range(start, start + n * size))
@@ -218,8 +224,19 @@ def _insert(engine: Engine, hold: Hold, saved: SavedPages, tokens: array[int]) -
     hold.num_stored = len(tokens)
     hold.drop_unseen()
     hold.publish(tokens, len(tokens))
+    if saved.states:
+        _insert_states(engine, hold.parts[0].pages[-1], saved)
     hold.release()
     return True
+
+
+def _insert_states(engine: Engine, page: int, saved: SavedPages) -> None:
+    """Keeps the states beside the last page, unless it has some."""
+    allocator, num_slots = engine.scheduler.allocator, engine.scheduler.config.num_slots
+    if page not in allocator.snapshots and allocator.is_listed(page):
+        slot = np.int32(allocator.snapshots.take(page))
+        state = replace(engine.kv, rows=())
+        engine.kv = write_states(state, slot, saved.states, num_slots=num_slots)
 
 
 def _arrays(
@@ -236,10 +253,10 @@ def _arrays(
     for layer, index in own.items():
         begin = span.start - saved.firsts[layer]
         if saved.origin.form == BY_TOKEN:
-            vectors = [
+            given = [
                 _wide(x[begin : begin + len(span)], layout.head_dim) for x in saved.layers[layer]
             ]
-            packed = layout.pack(vectors[0], vectors[1] if len(vectors) > 1 else None)
+            packed = layout.pack(given[0], given[1] if len(given) > 1 else None)
             own_pages = [np.asarray(x)[0] for x in packed]
         else:
             first = begin // size
@@ -253,7 +270,3 @@ def _wide(x_TKH: np.ndarray, size: int) -> jax.Array:
     """Returns vectors [1, T, K, H] with zeros behind them, as pages of a larger head size have."""
     missing = size - x_TKH.shape[-1]
     return jax.device_put(np.pad(x_TKH.astype(np.float32), ((0, 0), (0, 0), (0, missing)))[None])
-
-
-def _places(engine: Engine) -> Places:
-    return Places(engine.programs.spec, engine.kv, len(engine.scheduler.config.windows))

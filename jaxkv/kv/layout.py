@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.codecs import Codec, Elements, ScaledCodec, decode_elements
+from jaxkv.kv.codecs import KINDS, Codec, Elements, ScaledCodec, decode_elements
 from jaxkv.kv.codecs.int4 import Int4Codec
 from kernels_pallas import tpu
 
@@ -269,6 +270,30 @@ class LaneLayout(PageLayout):
         # A 4-bit number stands for the middle of its step (`Quantised`).
         values = numbers + 0.5 if offset else numbers
         return decode_elements(self.codec, Elements(values, scale, *offset))
+
+
+LAYOUTS = {one.__name__: one for one in (HeadMajorLayout, ScalesApartLayout, LaneLayout)}
+
+
+def described(layout: PageLayout) -> dict[str, Any]:
+    """Returns a layout as JSON has it."""
+    fields = asdict(layout)
+    codec = {"type": type(layout.codec).__name__, **fields.pop("codec")}
+    return {"type": type(layout).__name__, "codec": codec, **fields}
+
+
+def layout_of(description: Mapping[str, Any]) -> PageLayout:
+    """Inverts `described`. Raises: LookupError, TypeError or ValueError for what it has not made.
+    Values of fields are not looked at.
+    """
+    fields = dict(description)
+    of_codec: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in dict(fields.pop("codec")).items()
+    }
+    kind: Any = KINDS[of_codec.pop("type")]
+    codec = kind(**of_codec)
+    return LAYOUTS[fields.pop("type")](codec=codec, **fields)
 
 
 def packing_of(codec: Codec) -> tpu.Packing | None:

@@ -3,9 +3,9 @@ number of devices.
 
 A file is in safetensors' format: `tokens`, and of each layer its keys and values [tokens, KV heads,
 dim] as the model's dtype rounds them; of a quantising codec the arrays of its pages as they are,
-because decoding and encoding again need not give the same bytes. Its header says what they are
-of, and has the SHA-256 of each page over all layers, and of itself. It appears complete or not at
-all.
+because decoding and encoding again need not give the same bytes. Recurrent states are those behind
+the last of the tokens. Its header says what they are of, and has the SHA-256 of each page over all
+layers, of what is beside the pages, and of itself. It appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -26,8 +26,12 @@ from safetensors.numpy import save_file
 
 from jaxkv.errors import SavedFileError
 
-FORMAT = 1
-KEY = "jaxkv"
+T = TypeVar("T")
+
+FORMAT = 2
+KEY, BY_TOKEN = "jaxkv", "tokens"
+STORED = ("dtype", "codec", "form", "page_size", "keys")
+"""What of an `Origin` says how keys and values are stored, not which they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +39,9 @@ class Origin:
     """Says what keys and values are of, beside their tokens: those of another origin mean nothing.
 
     model, weights, tokenizer: fingerprints ("" of no tokenizer). dtype: the model's. codec: the
-    pages'. form: "tokens" of vectors by token, else what the arrays of pages are like.
+    pages'. form: "tokens" of vectors by token, else what the arrays of pages are like. keys: a
+    fingerprint of what they are fitted to being quantised by, "" where they are not.
+    state_devices: how many divide recurrent states, in an order of their own; 0 without any.
     """
 
     model: str
@@ -45,16 +51,28 @@ class Origin:
     page_size: int
     weights: str
     tokenizer: str
+    keys: str = ""
+    state_devices: int = 0
 
-    def check(self, here: Origin, where: str) -> None:
-        """Raises: SavedFileError naming the first thing that is otherwise here."""
+    def is_stored_otherwise(self, here: Origin) -> bool:
+        """Tells whether what is the same may be stored in other bytes."""
+        names = [name for name in STORED if name != "page_size" or self.form != BY_TOKEN]
+        return any(getattr(self, name) != getattr(here, name) for name in names)
+
+    def check(self, here: Origin, where: str, *, convert: bool = False) -> None:
+        """Raises: SavedFileError naming the first thing that is otherwise here. convert: it may be
+        stored otherwise.
+        """
         for name, value in asdict(self).items():
             own = getattr(here, name)
-            is_free = name == "page_size" and self.form == "tokens"
-            if own != value and not is_free and not (name == "tokenizer" and "" in (own, value)):
-                raise SavedFileError(
-                    f"{where}: {name}: expected {own!r}, which this engine has, got {value!r}"
-                )
+            is_free = name == "page_size" and self.form == BY_TOKEN
+            is_free |= name == "tokenizer" and "" in (own, value)
+            if own == value or is_free or (convert and name in STORED):
+                continue
+            hint = "; restore(path, convert=True) stores it anew" if name in STORED else ""
+            raise SavedFileError(
+                f"{where}: {name}: expected {own!r}, which this engine has, got {value!r}{hint}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +81,9 @@ class SavedPages:
 
     layers: of each that has keys and values its arrays, along pages or tokens first. firsts: the
     position of their first token, past those that a window has let go. extra: what the owner wants
-    to find again, as JSON has it.
+    to find again, as JSON has it. states: of each entry of `ModelSpec.states` its arrays, [layers,
+    ...]. For those who store it anew: `layouts` of pages, as JSON has them, and `keys`, the means
+    and factors [K, 2, H] of each layer whose keys are fitted.
     """
 
     origin: Origin
@@ -71,6 +91,9 @@ class SavedPages:
     extra: Mapping[str, Any]
     layers: Mapping[int, tuple[np.ndarray, ...]] = field(default_factory=dict)
     firsts: Mapping[int, int] = field(default_factory=dict)
+    states: tuple[tuple[np.ndarray, ...], ...] = ()
+    layouts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    keys: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes the file. Raises: FileExistsError if there is one, OSError if it cannot be."""
@@ -80,9 +103,11 @@ class SavedPages:
         for layer, of_layer in self.layers.items():
             for i, array in enumerate(of_layer):
                 arrays[f"{layer}.{i}"] = np.ascontiguousarray(array)
+        arrays |= self._beside()
         header = {"format": FORMAT, "origin": asdict(self.origin), "extra": dict(self.extra)}
         header["firsts"] = {str(layer): first for layer, first in self.firsts.items()}
-        header["pages"] = self._hashes()
+        header["layouts"] = {str(layer): dict(layout) for layer, layout in self.layouts.items()}
+        header["pages"], header["beside"] = self._hashes(), self._hash_beside()
         text = json.dumps(header, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -113,7 +138,7 @@ class SavedPages:
         header = _header(meta, path)
         try:
             found = cls._of(header, arrays)
-            hashes = found._hashes()
+            hashes, beside = found._hashes(), found._hash_beside()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             what = f"expected what Session.save writes, got {error!r}"
             raise SavedFileError(f"{path}: {what}") from error
@@ -121,27 +146,55 @@ class SavedPages:
             pairs = zip(hashes, header["pages"], strict=False)
             wrong = [page for page, (own, said) in enumerate(pairs) if own != said]
             raise SavedFileError(f"{path}: expected pages as their hashes say, got others: {wrong}")
+        if beside != header["beside"]:
+            raise SavedFileError(f"{path}: expected states and keys as their hash says, got others")
         return found
 
     @classmethod
     def _of(cls, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> SavedPages:
         layers: dict[int, dict[int, np.ndarray]] = {}
+        states: dict[int, dict[int, np.ndarray]] = {}
+        keys: dict[int, np.ndarray] = {}
         for name, array in arrays.items():
-            if name != "tokens":
-                layer, number = map(int, name.split("."))
-                layers.setdefault(layer, {})[number] = array
+            kind, *numbers = name.split(".")
+            if kind == "state":
+                of, number = map(int, numbers)
+                states.setdefault(of, {})[number] = array
+            elif kind == "keys":
+                keys[int(numbers[0])] = array
+            elif kind != "tokens":
+                layers.setdefault(int(kind), {})[int(numbers[0])] = array
         return cls(
             origin=Origin(**header["origin"]),
             tokens=tuple(arrays["tokens"].tolist()),
             extra=header["extra"],
-            layers={layer: tuple(of[i] for i in range(len(of))) for layer, of in layers.items()},
+            layers={layer: _in_order(of) for layer, of in layers.items()},
             firsts={int(layer): int(first) for layer, first in header["firsts"].items()},
+            states=tuple(map(_in_order, _in_order(states))),
+            layouts={int(layer): dict(layout) for layer, layout in header["layouts"].items()},
+            keys=keys,
         )
+
+    def _beside(self) -> dict[str, np.ndarray]:
+        """Returns the arrays that no page has, by name."""
+        of_states = {
+            f"state.{number}.{i}": np.ascontiguousarray(array)
+            for number, arrays in enumerate(self.states)
+            for i, array in enumerate(arrays)
+        }
+        return of_states | {f"keys.{layer}": one for layer, one in self.keys.items()}
+
+    def _hash_beside(self) -> str:
+        """Returns one SHA-256 of the arrays that no page has."""
+        digest = hashlib.sha256()
+        for _, array in sorted(self._beside().items()):
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+        return digest.hexdigest()
 
     def _hashes(self) -> list[str]:
         """Returns the SHA-256 of each page: of its tokens, and of what it is in each layer."""
         size = self.origin.page_size
-        by_token = self.origin.form == "tokens"
+        by_token = self.origin.form == BY_TOKEN
         hashes = []
         for page in range(len(self.tokens) // size):
             own = np.array(self.tokens[page * size : (page + 1) * size], np.int32)
@@ -154,6 +207,11 @@ class SavedPages:
                         digest.update(np.ascontiguousarray(array[part]).view(np.uint8).data)
             hashes.append(digest.hexdigest())
         return hashes
+
+
+def _in_order(found: Mapping[int, T]) -> tuple[T, ...]:
+    """Returns what is numbered from 0 on. Raises: KeyError if a number is missing."""
+    return tuple(found[number] for number in range(len(found)))
 
 
 def _header(meta: Mapping[str, str], path: Path) -> dict[str, Any]:

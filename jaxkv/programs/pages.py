@@ -49,6 +49,29 @@ def copy_states(
     return jax.lax.fori_loop(0, n, copy, kv)
 
 
+@partial(jax.jit, static_argnames=("num_slots",))
+def read_states(
+    kv: PagedKV, slot: jax.Array, *, num_slots: int
+) -> tuple[tuple[jax.Array, ...], ...]:
+    """Returns what each array of the recurrent states has in this slot, [layers, ...]."""
+    return jax.tree.map(lambda x: x[_rows(x, slot, num_slots)], kv.states)
+
+
+@partial(jax.jit, static_argnames=("num_slots",), donate_argnames=("kv",))
+def write_states(
+    kv: PagedKV, slot: jax.Array, states: tuple[tuple[jax.Array, ...], ...], *, num_slots: int
+) -> PagedKV:
+    """Stores in a slot what `read_states` has read from one. Consumes `kv`."""
+    written = jax.tree.map(
+        lambda x, new: x.at[_rows(x, slot, num_slots)].set(new), kv.states, states
+    )
+    return replace(kv, states=written)
+
+
+def _rows(array: jax.Array, slot: jax.Array, num_slots: int) -> jax.Array:
+    return jnp.arange(array.shape[0] // num_slots, dtype=jnp.int32) * num_slots + slot
+
+
 @partial(jax.jit, static_argnames=("measure",))
 def measure_pages(kv: PagedKV, page_W: jax.Array, *, measure: Measure) -> jax.Array:
     """Runs `state.measure_pages` as a program."""

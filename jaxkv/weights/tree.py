@@ -109,6 +109,12 @@ def with_layer_leaf(weights: Weights, name: str, stacked: Any) -> dict[str, Any]
     return {**weights, LAYERS: {**weights[LAYERS], name: stacked}}
 
 
+def layer_leaf(weights: Weights, name: str) -> jax.Array | None:
+    """Returns a stacked leaf of the first kind of layers; None if they have none of that name."""
+    found: jax.Array | None = weights[LAYERS].get(name)
+    return found
+
+
 def is_matrix(leaf: TreeLeaf) -> bool:
     """Tells whether the leaf may be kept quantised: it is a linear map of each layer, and does not
     choose experts.

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 
 import jaxkv
+from families import text_config
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.errors import CapacityError, SavedFileError
 from jaxkv.kv.saved import SavedPages
 from jaxkv.testing import engine_of
+from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -28,13 +30,17 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprob
 IDS = np.random.default_rng(3).integers(3, 150, 70).tolist()
 
 
+FAMILIES = ("gemma3_text", "lfm2", "qwen3_next")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("saved")
 
     def find(variant: str) -> Path:
         if not (folder / variant).exists():
-            make_checkpoint(folder / variant, tiny_config(variant))
+            config = text_config(variant) if variant in FAMILIES else tiny_config(variant)
+            make_checkpoint(folder / variant, config)
         return folder / variant
 
     return find
@@ -53,9 +59,13 @@ def cached_of(llm: LLM, session: jaxkv.Session) -> tuple[int, list[int], list[fl
     [
         ("llama", {}, 32, 64),
         ("llama", {"kv_cache_dtype": "int8"}, 8, 64),
-        ("qwen2-mixed-windows", {}, 8, 64),
+        ("qwen2-mixed-windows", {}, 32, 64),
+        ("lfm2", {}, 32, 64),
+        pytest.param("gemma3_text", {"block_size": 64}, 8, 64, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", {"block_size": 32}, 64, 64, marks=pytest.mark.slow),
+        pytest.param("lfm2", {"kv_cache_dtype": "int8"}, 8, 64, marks=pytest.mark.slow),
     ],
-    ids=["other page size", "int8", "windows"],
+    ids=["other page size", "int8", "windows", "states", "gemma3", "qwen3_next", "states in int8"],
 )
 def test_a_restored_session_goes_on_as_the_saved_one(
     models, compile_once, tmp_path, variant, options, block_size, num_cached
@@ -79,6 +89,71 @@ def test_a_restored_session_goes_on_as_the_saved_one(
     llm.reset_prefix_cache()
     session.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "session").read_bytes()
+
+
+@pytest.mark.parametrize("variant", some(["qwen2-mixed-windows", "lfm2"], "lfm2"))
+def test_a_session_ends_for_a_file_where_pages_of_any_size_end(
+    models, compile_once, tmp_path, variant
+):
+    """Its state is computed there, and what larger pages have in front of a window is saved too."""
+    llm = LLM(models(variant), **SMALL)
+    session = llm.session({"prompt_token_ids": IDS[:60]})
+    _, want, _ = cached_of(llm, session)
+    session.save(tmp_path / "session")
+    assert SavedPages.load(tmp_path / "session").tokens == tuple(IDS[:32])
+    for block_size, num_cached in ((8, 32), (32, 32)):
+        other = LLM(models(variant), **SMALL | {"block_size": block_size})
+        restored = other.restore(tmp_path / "session")
+        assert cached_of(other, restored)[:2] == (num_cached, want)
+        engine_of(other).check()
+
+
+def layers_of(path: Path) -> dict[int, tuple[np.ndarray, ...]]:
+    return {
+        layer: tuple(x.astype(np.float64) for x in arrays)
+        for layer, arrays in SavedPages.load(path).layers.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "block_size", "error"),
+    some(
+        [
+            ("int8", "float32", 8, 1 / 127),
+            ("float32", "int8", 8, 1 / 127),
+            ("int4", "bfloat16", 16, 1 / 7),
+            ("turboquant4", "int8", 16, 1 / 4),
+        ],
+        ("int8", "float32", 8, 1 / 127),
+    ),
+)
+def test_pages_of_another_codec_are_stored_anew_when_asked(
+    models, compile_once, tmp_path, source, target, block_size, error
+):
+    """What comes out in float32 is what is computed in float32, but for what codecs round. In the
+    first layer: keys and values of others follow from attention over what was rounded.
+    """
+    engines = {
+        name: LLM(models("llama"), **SMALL | {"kv_cache_dtype": name, "block_size": size})
+        for name, size in ((source, 8), ("float32", 8), (target, block_size))
+    }
+    for name, llm in engines.items():
+        llm.session({"prompt_token_ids": IDS[:64]}).save(tmp_path / name)
+    with pytest.raises(SavedFileError, match=r"codec: expected .*convert=True"):
+        engines[target].restore(tmp_path / source)
+    engines[target].reset_prefix_cache()
+    restored = engines[target].restore(tmp_path / source, convert=True)
+    found, _, scores = cached_of(engines[target], restored)
+    assert found == 63 // block_size * block_size  # one token at least is computed
+    restored.save(tmp_path / "between")
+    engines["float32"].reset_prefix_cache()
+    engines["float32"].restore(tmp_path / "between", convert=True).save(tmp_path / "out")
+    want, got = (layers_of(tmp_path / name)[0] for name in ("float32", "out"))
+    for exact, stored in zip(want, got, strict=True):
+        largest = np.abs(exact).max(-1, keepdims=True)
+        assert (np.abs(stored - exact) <= error * largest).all()
+    _, _, own = cached_of(engines[source], engines[source].session({"prompt_token_ids": IDS[:64]}))
+    np.testing.assert_allclose(scores[0], own[0], rtol=0, atol=4 * error)
 
 
 def test_a_file_that_is_not_what_it_says_inserts_nothing(models, compile_once, tmp_path):

@@ -12,6 +12,7 @@ from jaxkv.kv.codecs.turboquant import TurboQuantCodec
 PLAIN = ("bfloat16", "float32")
 TURBOQUANT = {"turboquant4": (4,), "turboquant3": (3,), "turboquant2.5": (3, 2)}
 CODECS = (*PLAIN, *LARGEST, "int4", *TURBOQUANT)
+KINDS = {one.__name__: one for one in (PlainCodec, ScaledCodec, Int4Codec, TurboQuantCodec)}
 ALIASES = {"bf16": "bfloat16", "f32": "float32", "fp8": "fp8_e4m3"}
 
 
@@ -37,6 +38,7 @@ def get_codec(name: str, *, platform: str, dtype: str = "bfloat16") -> Codec:
 
 __all__ = [
     "CODECS",
+    "KINDS",
     "Codec",
     "Elements",
     "PlainCodec",
