@@ -35,6 +35,12 @@ class EngineDeadError(RuntimeError):
     """
 
 
+class KernelError(RuntimeError):
+    """A kernel has failed its self-test on this device; the message says how, and where the report
+    is.
+    """
+
+
 class Catch:
     """Catches an exception of its block for those whom it concerns; an exit or interrupt (no
     `Exception`) goes on.

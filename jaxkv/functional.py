@@ -31,6 +31,7 @@ from jaxkv.build.blueprint import Blueprint, make_blueprint
 from jaxkv.build.compile_cache import use_compile_cache
 from jaxkv.build.model import find_model
 from jaxkv.build.options import EngineOptions
+from jaxkv.build.selftest import make_tested
 from jaxkv.config import MAX_INT32, EngineConfig, SamplingParams, is_int
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.holding.handles import cut, free_pages, reserve
@@ -195,14 +196,15 @@ def empty(
         max_num_seqs=num_rows,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    sized = make_blueprint(
-        options,
-        before.spec,
-        before.layout,
-        before.placement.devices,
+    make = partial(
+        make_blueprint,
+        spec=before.spec,
+        layout=before.layout,
+        devices=before.placement.devices,
         stored_dtype=before.dtype,
         keeps_all=True,
-    ).with_pages(num_pages)
+    )
+    sized = make_tested(make, options).with_pages(num_pages)
     return State(sized.empty_kv(), (KVHandle(),) * num_rows, sized.limits, sized.backend)
 
 

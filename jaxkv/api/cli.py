@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_plan(commands)
     _add_check(commands)
+    _add_selftest(commands)
     return parser
 
 
@@ -289,6 +290,25 @@ def _add_check(commands: Any) -> None:
         help="tokens of a row that a kernel attends (default: budgeted)",
     )
     check.add_argument("--json", action="store_true", help="JSON instead of the table")
+
+
+def _add_selftest(commands: Any) -> None:
+    selftest = _add_command(
+        commands,
+        "selftest",
+        help="try the attention kernels on this machine's device, beside XLA",
+        description="Attends small ragged batches by the kernels and by XLA, on the same device, "
+        "and compares outputs and pages; on a CPU in the kernels' interpreters. What comes out is "
+        "remembered for engines. Exit status 1 if anything failed.",
+        examples="jaxkv selftest\njaxkv selftest --all --kernel pallas_tpu --json",
+    )
+    selftest.set_defaults(run=_selftest)
+    selftest.add_argument("--kernel", choices=("pallas_tpu", "mosaic_gpu"), help="only this one")
+    selftest.add_argument("--all", action="store_true", help="all shapes, not only the usual ones")
+    selftest.add_argument(
+        "--limit", type=float, metavar="S", help="seconds until a case counts as hung (default 180)"
+    )
+    selftest.add_argument("--json", action="store_true", help="JSON instead of the table")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -528,3 +548,9 @@ def _check(args: argparse.Namespace) -> int:
         context=args.context,
         as_json=args.json,
     )
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    from jaxkv.tools.selftest import run
+
+    return run(kernel=args.kernel, every=args.all, as_json=args.json, limit_s=args.limit)

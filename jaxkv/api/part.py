@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import RLock
 
 import jax
@@ -15,6 +16,7 @@ from jaxkv.build.compile_cache import open_program_files
 from jaxkv.build.memory import Budget, device_memory
 from jaxkv.build.model import Model
 from jaxkv.build.options import EngineOptions
+from jaxkv.build.selftest import make_tested
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.host_moves import make_tiers
 from jaxkv.holding.directory import Directory
@@ -74,14 +76,15 @@ def make_parts(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
 
 
 def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> Part:
-    blueprint = make_blueprint(
-        options,
-        model.spec,
-        model.layout,
-        devices,
+    make = partial(
+        make_blueprint,
+        spec=model.spec,
+        layout=model.layout,
+        devices=devices,
         stored_dtype=model.stored_dtype,
         pooled="" if model.pooling is None else model.pooling.kind,
     )
+    blueprint = make_tested(make, options)
     model = model.loaded(blueprint)
     memory = device_memory(
         devices[0],

@@ -47,17 +47,28 @@ def use_compile_cache(device: jax.Device) -> str:
         chosen = config.jax_compilation_cache_dir
         if chosen is not None and chosen != str(folder):
             return f"{chosen or 'off'} (jax_compilation_cache_dir)"
-        for one in (folder.parent, folder, folder / PROGRAMS):
-            one.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if others_may_write(one):
-                return f"off: {one} can be written by others than this user"
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        open_folder(device, PROGRAMS)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         return f"off: {error}"
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
     return str(folder)
+
+
+def open_folder(device: jax.Device, name: str) -> Path:
+    """Makes a folder in the one that this user has for such devices, and returns it.
+
+    Raises: OSError where it cannot be written, or others may write to it; RuntimeError where the
+    user has no home directory.
+    """
+    folder = _folder(device) / name
+    for one in (folder.parent.parent, folder.parent, folder):
+        one.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if others_may_write(one):
+            raise PermissionError(f"{one} can be written by others than this user")
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+    return folder
 
 
 def open_program_files(devices: Sequence[jax.Device]) -> ProgramFiles | None:

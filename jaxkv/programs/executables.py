@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jax.stages import ArgInfo, Compiled
 from jax.tree_util import PyTreeDef, default_registry
 
-import kernels_pallas
+from jaxkv.version import digest_of_sources
 
 SUFFIX = ".program"
 MAGIC = b"jaxkv-1\n"
@@ -186,7 +186,7 @@ def _around(devices: Sequence[jax.Device]) -> dict[str, Any]:
     settings = {name: value for name, value in jax.config.values.items() if "cache" not in name}
     return {
         "versions": _versions(),
-        "sources": _digest_of_sources(),
+        "sources": digest_of_sources(),
         "platform": [client.platform, client.platform_version],
         "devices": [f"{device} {device.device_kind}" for device in devices],
         "flags": [os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS"), *flags],
@@ -198,17 +198,6 @@ def _around(devices: Sequence[jax.Device]) -> dict[str, Any]:
 @cache
 def _versions() -> list[str]:
     return [f"{name} {version(name)}" for name in ("jax", "jaxlib", "numpy")]
-
-
-@cache
-def _digest_of_sources() -> str:
-    """Returns a hash over the sources of this package and of the kernels."""
-    digest = hashlib.sha256()
-    for root in (Path(__file__).parents[1], Path(kernels_pallas.__path__[0])):
-        for path in sorted([*root.rglob("*.py"), *root.rglob("tuned/*.json")]):
-            text = path.read_bytes()
-            digest.update(f"{path.relative_to(root)} {len(text)}\n".encode() + text)
-    return digest.hexdigest()
 
 
 # --- what `Compiled` holds beside the executable, as JSON and back

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxkv import version
 from jaxkv.programs import executables
 from jaxkv.programs.compiled import Lowering
 from jaxkv.programs.executables import SUFFIX, ProgramFiles
@@ -154,7 +155,7 @@ def test_whatever_it_depends_on_is_in_the_key(files, program, monkeypatch):
         seen.add(key())
     with jax.default_matmul_precision("highest"):
         seen.add(key())
-    for name in ("_versions", "_digest_of_sources"):
+    for name in ("_versions", "digest_of_sources"):
         with monkeypatch.context() as patch:
             patch.setattr(executables, name, lambda: "other")
             seen.add(key())
@@ -177,11 +178,11 @@ def test_whatever_it_depends_on_is_in_the_key(files, program, monkeypatch):
 def test_the_digest_follows_the_sources(tmp_path, monkeypatch):
     package = tmp_path / "jaxkv" / "programs"
     package.mkdir(parents=True)
-    monkeypatch.setattr(executables, "__file__", str(package / "executables.py"))
+    monkeypatch.setattr(version, "__file__", str(package.parent / "version.py"))
     digests = []
     for text in ("1", "2", "1"):
         (package / "step.py").write_text(text)
-        digests.append(executables._digest_of_sources.__wrapped__())
+        digests.append(version.digest_of_sources.__wrapped__())
     assert digests[0] == digests[2] != digests[1]
 
 

@@ -29,6 +29,7 @@ from jaxkv.ops.attention.base import (
 from kernels_pallas.tpu import (
     Packed,
     Schedule,
+    Tiles,
     choose_tiles,
     make_schedule,
     padded_head_dim,
@@ -39,10 +40,13 @@ from kernels_pallas.tpu import (
 
 @dataclass(frozen=True, slots=True)
 class PallasTpu:
-    """See `base.Backend`. `interpret`: for tests on a CPU, as `pallas_call` takes it."""
+    """See `base.Backend`. For tests on a CPU: `interpret`, as `pallas_call` takes it, and `tiles`
+    that an interpreter is not long at.
+    """
 
     aligned_len: ClassVar[int] = 1
     interpret: Any = False
+    tiles: Tiles | None = None
 
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         if needs.platform != "tpu" and not self.interpret:
@@ -119,7 +123,8 @@ class PallasTpu:
             num_tokens=batch.token_T.shape[0],
             page_size=store.page_size,
             window=heads.window,
-            tiles=choose_tiles(
+            tiles=self.tiles
+            or choose_tiles(
                 layout=layout.lanes,
                 page_size=store.page_size,
                 itemsize=jnp.dtype(store.codec.dtype).itemsize,
