@@ -131,8 +131,9 @@ def _run(
     given = jax.device_put(given, device)
     started = time.perf_counter()
     # What an interpreter runs is not worth optimising.
-    options = {"xla_backend_optimization_level": "0"} if device.platform == "cpu" else None
-    program = jax.jit(partial(_attend, backend=backend, heads=heads)).lower(*given).compile(options)
+    quick: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+    lowered = jax.jit(partial(_attend, backend=backend, heads=heads)).lower(*given)
+    program = lowered.compile(quick if device.platform == "cpu" else None)
     compiled = time.perf_counter()
     out_TNH, stored = jax.block_until_ready(program(*given))
     ended = time.perf_counter()
@@ -209,7 +210,11 @@ def make_rows(case: Case, rng: np.random.Generator) -> Rows:
         position_T[tokens] = first_BW[row, new // size] + new % size
         row_T[tokens] = row
     return Rows(
-        *(x.astype(np.int32) for x in (table_BW, first_BW, before_B, start_B, count_B)),
+        table_BW=table_BW.astype(np.int32),
+        first_BW=first_BW.astype(np.int32),
+        len_B=before_B.astype(np.int32),
+        start_B=start_B.astype(np.int32),
+        count_B=count_B.astype(np.int32),
         position_T=position_T.astype(np.int32),
         row_T=row_T.astype(np.int32),
         num_decode=num_decode,
@@ -226,19 +231,20 @@ def _inputs(case: Case, heads: Heads, rows: Rows, rng: np.random.Generator) -> t
         x = rng.normal(size=(num_tokens, count, heads.head_dim))
         return x.astype(jnp.bfloat16).astype(case.codec.dtype)
 
+    of_step: Any = rows  # arrays of numpy, until the program has them
     batch = Batch(
-        token_T=np.zeros(num_tokens, np.int32),
-        position_T=rows.position_T,
-        row_T=rows.row_T,
-        start_B=rows.start_B,
-        count_B=rows.count_B,
-        num_decode=np.int32(rows.num_decode),
-        num_rows=np.int32(rows.num_rows),
+        token_T=of_step.row_T,
+        position_T=of_step.position_T,
+        row_T=of_step.row_T,
+        start_B=of_step.start_B,
+        count_B=of_step.count_B,
+        num_decode=jnp.int32(rows.num_decode),
+        num_rows=jnp.int32(rows.num_rows),
         decode_only=case.decode_only,
     )
     k_TKH = vectors(heads.num_kv_heads)
     v_TKH = None if heads.latent_dim is not None else vectors(heads.num_kv_heads)
-    tables = PageTables(rows.table_BW, rows.first_BW, rows.len_B)
+    tables = PageTables(of_step.table_BW, of_step.first_BW, of_step.len_B)
     return vectors(heads.num_heads), k_TKH, v_TKH, tables, batch
 
 
