@@ -16,6 +16,8 @@ from jaxkv.pictures.pages import PageFrame, page_map
 from jaxkv.pictures.prefix import CachedPage
 from jaxkv.programs.compiled import Programs
 
+GIB = 2**30
+
 MAX_FRAMES = 512
 """Steps that a recording keeps: an even number."""
 
@@ -25,7 +27,7 @@ it.
 """
 
 
-def page_frame(scheduler: Scheduler, step: int = 0) -> PageFrame:
+def page_frame(scheduler: Scheduler, step: int | None = None) -> PageFrame:
     """Returns who holds which pages now: what runs, and what only waits for its last tokens."""
     requests = (*scheduler.running, *scheduler.leaving)
     return PageFrame(
@@ -93,8 +95,10 @@ def cached_pages(scheduler: Scheduler) -> list[CachedPage]:
 
 
 def memory_picture(budget: Budget, programs: Programs) -> Picture:
-    """Draws what the device's memory is divided into."""
+    """Draws what takes a part of the device's memory; what is left stands beside it, which on a CPU
+    would leave no room for the rest.
+    """
     parts = budget.parts(programs)
-    names, sizes = list(parts), list(parts.values())
-    said = f"{budget.num_pages:,} pages"
-    return stacked_bars("Memory of the device in GiB", names, [("in use", sizes, said)])
+    limit, taken = budget.memory.limit, sum(parts.values())
+    left = "" if limit is None else f"{(limit - taken) / GIB:.2f} GiB left"
+    return stacked_bars("Memory of the device", list(parts), [("in use", [*parts.values()], left)])

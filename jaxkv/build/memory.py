@@ -145,19 +145,16 @@ class Budget:
             )
 
     def parts(self, programs: Programs) -> dict[str, int]:
-        """Returns the bytes of each part of the memory by name, what is left last, if the device
-        says what it has; without parts that the model does not have.
-        """
+        """Returns by name the bytes of what takes a part of the memory."""
         memory, compiled = self.memory, programs.memory
         parts = {
-            "in use before": memory.used,
+            "weights, others": memory.used,
             "recurrent states": memory.state_bytes,
             "KV cache": self.pool_bytes,
             "temporaries": _largest(compiled).temp_bytes if compiled else 0,
             "code, inputs": _kept_bytes(programs),
         }
-        parts["left"] = 0 if memory.limit is None else max(0, memory.limit - sum(parts.values()))
-        return {name: size for name, size in parts.items() if size or name == "left"}
+        return {name: size for name, size in parts.items() if size or name != "recurrent states"}
 
     def lines(self, programs: Programs) -> list[str]:
         """Formats the budget as people read it: the limit, one line for each that takes a part of

@@ -22,7 +22,7 @@ SIZE, PITCH, LEFT, TOP = 12, 14, 56, 46
 
 @dataclass(frozen=True, slots=True)
 class PageFrame:
-    """Holds who has which pages after a step was planned.
+    """Holds who has which pages, at some moment or after the `step` that it names was launched.
 
     holders: (request id, its page ids) of each sequence that has any; the ids of a page in them are
     as many as the page has references. cached: pages that nobody holds and the prefix cache finds.
@@ -31,7 +31,7 @@ class PageFrame:
     num_pages: int
     holders: tuple[tuple[str, tuple[int, ...]], ...]
     cached: tuple[int, ...] = ()
-    step: int = 0
+    step: int | None = None
 
     def references(self) -> Counter[int]:
         """Counts the holders of each page that has any."""
@@ -42,8 +42,9 @@ class PageFrame:
         counts = self.references()
         shared = sum(count > 1 for count in counts.values())
         empty = self.num_pages - len(counts) - len(self.cached)
+        when = "" if self.step is None else f"step {self.step}: "
         return (
-            f"step {self.step}: {len(counts):,} of {self.num_pages:,} pages held, {shared:,} of "
+            f"{when}{len(counts):,} of {self.num_pages:,} pages held, {shared:,} of "
             f"them by several; {len(self.cached):,} cached, {empty:,} empty"
         )
 

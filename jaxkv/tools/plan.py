@@ -315,6 +315,4 @@ def picture(planned: Sequence[Planned]) -> str:
     ]
     if not bars:
         raise ValueError("expected a target that the model fits on, for a picture of its memory")
-    return stacked_bars(
-        f"{planned[0].deployment.name}: memory of each device in GiB", list(parts), bars
-    )
+    return stacked_bars(f"{planned[0].deployment.name}: memory of each device", list(parts), bars)
