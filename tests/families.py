@@ -77,6 +77,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"num_shared_experts": 2, "num_dense_layers": 1, "mup_enabled": True, "route_scale": 1.7},
     "apertus": {},
     "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
+    "biogpt": {"tie_word_embeddings": True},
+    "biogpt-unscaled": {"scale_embedding": False, "hidden_act": "relu"},
     "cohere": {"logit_scale": 0.3, "tie_word_embeddings": True},
     "cohere-qk-norm": {"use_qk_norm": True, "attention_bias": True},
     "cohere2": WINDOW | HEAD | {"logit_scale": 0.3},

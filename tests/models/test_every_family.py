@@ -134,6 +134,12 @@ def test_kimi_k2_is_deepseek_v3():
     assert replace(one, family="deepseek_v3") == other
 
 
+def test_gpt_sw3_is_gpt2():
+    """transformers has its class of model for both names."""
+    gpt2 = ConfigReader(families.text_config("gpt2"), "config.json")
+    assert read_family(gpt2.replaced(model_type="gpt-sw3")) == read_family(gpt2)
+
+
 def test_minicpm_is_granite_by_other_names():
     common = families.SMALL | {"num_hidden_layers": 4, "hidden_size": 48}
     minicpm = {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}

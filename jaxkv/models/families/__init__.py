@@ -60,6 +60,10 @@ TEXT_OF = {
 """Models of several parts, each with the family of a text part that does not say which it is."""
 
 
+RENAMED = {"gpt-sw3": "gpt2"}
+"""Older names of families."""
+
+
 def read_config(directory: Path, name: str = "config.json") -> ConfigReader:
     """Reads a JSON file of a model directory. Raises: CheckpointError if it is missing, too large
     or not a JSON object.
@@ -96,6 +100,8 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     Raises: CheckpointError for an unknown model_type, naming those that are spelt like it, and for
     rotary parameters that do not compute.
     """
+    if (name := config.values.get("model_type")) in tuple(RENAMED):
+        config = config.replaced(model_type=RENAMED[name])
     outer, config = config, _text_part(config)
     model_type = config.values.get("model_type")
     if model_type not in FAMILIES:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
-from jaxkv.models.families.base import QKV, Layout, Names, Part, leaf, read_decoder
+from jaxkv.models.families.base import QKV, Layout, Leaf, Names, Part, leaf, read_decoder
 from jaxkv.models.spec import ModelSpec
 
 NAMES = Names(
@@ -26,8 +26,7 @@ FIRST = 2
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    hidden, max_len = config.size("hidden_size"), config.size("max_position_embeddings")
-    config.refuse("word_embed_proj_dim", hidden)
+    config.refuse("word_embed_proj_dim", config.size("hidden_size"))
     config.refuse("do_layer_norm_before", True)
     config.refuse("_remove_final_layer_norm", False)
     biased: tuple[str, ...] = ("attn_norm", "mlp_norm", "norm")
@@ -46,10 +45,12 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         activation="activation_function",
         norm="layer",
     )
-    positions = leaf(
-        "model.decoder.embed_positions.weight",
-        (max_len, hidden),
-        (None, "model"),
-        part=Part(shape=(max_len + FIRST, hidden), start=FIRST),
-    )
-    return spec, replace(layout, top={**layout.top, "positions": positions})
+    table = positions("model.decoder.embed_positions", spec)
+    return spec, replace(layout, top={**layout.top, "positions": table})
+
+
+def positions(name: str, spec: ModelSpec) -> Leaf:
+    """Describes the embeddings of positions, the first of which is in row FIRST."""
+    shape = (spec.max_len, spec.hidden_size)
+    part = Part(shape=(spec.max_len + FIRST, spec.hidden_size), start=FIRST)
+    return leaf(f"{name}.weight", shape, (None, "model"), part=part)

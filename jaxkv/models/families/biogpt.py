@@ -1,0 +1,34 @@
+"""BioGPT: OPT with scaled embeddings and names of its own. Source: arXiv 2210.10341."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families import opt
+from jaxkv.models.families.base import QKV, Layout, read_decoder
+from jaxkv.models.spec import ModelSpec, Scales
+
+NAMES = replace(
+    opt.NAMES,
+    embed="biogpt.embed_tokens",
+    norm="biogpt.layer_norm",
+    head="output_projection",
+    layer="biogpt.layers.{layer}.",
+)
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    factor = config.size("hidden_size") ** 0.5 if config.flag("scale_embedding", True) else 1.0
+    spec, layout = read_decoder(
+        config.replaced(num_key_value_heads=None, head_dim=None),
+        family="biogpt",
+        names=NAMES,
+        biased=("attn_norm", "mlp_norm", "norm", *QKV, "o", "up", "down"),
+        ropes=[None] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
+        eps=None,
+        norm="layer",
+        scales=Scales(embed=factor),
+    )
+    table = opt.positions("biogpt.embed_positions", spec)
+    return spec, replace(layout, top={**layout.top, "positions": table})
