@@ -53,7 +53,7 @@ def own(value: Any) -> Any:
     """Returns numpy's numbers as Python's, and copies of lists, which their givers may change."""
     if isinstance(value, list | tuple):
         return type(value)(map(own, value)) if type(value) in (list, tuple) else value
-    if isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Integral):
         return int(value)
@@ -211,14 +211,27 @@ MAX_SAMPLES = 1024
 """Samples of one prompt: each has its own copy of the prompt on the host from the start."""
 
 _NOT_BUILT = {
+    "flat_logprobs": "lists of dicts, which logprobs always are",
+    "logprob_token_ids": "logprobs=-1, which has every token",
+    "prompt_logprob_start": "prompt_logprobs_start",
+    "prompt_logprob_token_ids": "prompt_logprobs=-1, which has every token",
+    "repetition_detection": "repetition_penalty",
+    "routed_experts_prompt_start": "",
+    "stream_interval": "",
+    "thinking_token_budget": "max_tokens",
+    "trace_decode_token_ids": "",
     "truncate_prompt_tokens": "token ids that are cut before",
     "structured_outputs": "allowed_token_ids",
     "guided_decoding": "allowed_token_ids",
     "logits_processors": "logit_bias, allowed_token_ids and bad_words",
     "skip_reading_prefix_cache": "a cache_salt of the prompt's own",
     "extra_args": "",
+    "watermarking": "",
 }
 """Fields of vLLM's that have one possible value, None, and what is nearest to them."""
+
+_OFF = ("flat_logprobs", "skip_reading_prefix_cache", "watermarking")
+"""Those of them that may also be False."""
 
 
 class RequestOutputKind(IntEnum):
@@ -246,7 +259,8 @@ def _checked_bias(given: Any) -> dict[int, float]:
     _expect(isinstance(given, dict), "logit_bias", "a dict of token id -> number", given)
     bias = {}
     for token, value in ((own(token), own(value)) for token, value in given.items()):
-        is_id = is_int(token) or (isinstance(token, str) and token.strip().isdecimal())
+        is_text = isinstance(token, str) and len(token) < 20 and token.strip().isdecimal()
+        is_id = is_int(token) or is_text
         _expect(is_id, "logit_bias", "token ids as keys", token)
         number = (is_int(value) or isinstance(value, float)) and value == value  # false for NaN
         _expect(number, "logit_bias", f"a number for token {token}", value)
@@ -275,7 +289,7 @@ class SamplingParams:
     (None), in tokens, or "full". `kv_protect`: (begin, end) positions of the prompt's tokens whose
     pages no policy touches.
     `output_kind` is for `AsyncLLM.generate`. `spaces_between_special_tokens` changes nothing, as in
-    vLLM with the tokenizers of today. `best_of` may be n.
+    vLLM with the tokenizers of today, nor does `skip_clone`. `best_of` may be n.
     Fields may be assigned: whatever takes parameters checks them again, and takes a copy.
     Raises: ValueError naming the field for a value out of range, and for a field that is not built
     yet.
@@ -314,6 +328,17 @@ class SamplingParams:
     logits_processors: Any = None
     skip_reading_prefix_cache: bool | None = None
     extra_args: dict[str, Any] | None = None
+    flat_logprobs: bool | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprob_start: int | None = None
+    prompt_logprob_token_ids: Any = None
+    repetition_detection: Any = None
+    routed_experts_prompt_start: int | None = None
+    stream_interval: int | None = None
+    thinking_token_budget: int | None = None
+    trace_decode_token_ids: Any = None
+    watermarking: bool | None = None
+    skip_clone: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     best_of: int | None = None
 
@@ -321,7 +346,8 @@ class SamplingParams:
         take_over(self)
         for name, nearest in _NOT_BUILT.items():
             value = getattr(self, name)
-            if value is not None and value not in ([], {}):
+            empty = value is None or (isinstance(value, list | dict) and not value)
+            if not (empty or (value is False and name in _OFF)):
                 near = f" (nearest: {nearest})" if nearest else ""
                 raise ValueError(f"{name}={value!r} is not supported yet; leave it at None{near}")
         _expect(
@@ -382,7 +408,8 @@ class SamplingParams:
             _expect(
                 isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
             )
-        _expect(self.best_of in (None, self.n), "best_of", f"None or n={self.n}", self.best_of)
+        ranks_none = self.best_of is None or (is_int(self.best_of) and self.best_of == self.n)
+        _expect(ranks_none, "best_of", f"None or n={self.n}", self.best_of)
         is_kind = isinstance(self.output_kind, RequestOutputKind)
         _expect(is_kind, "output_kind", "a RequestOutputKind", self.output_kind)
         _expect(
@@ -466,8 +493,8 @@ class BeamSearchParams:
     divided by length ** length_penalty; the length is in generated tokens, and includes an end
     token. With `ignore_eos` none ends
     before max_tokens. `include_stop_str_in_output`: the text has the end token's too (`tokens`
-    always have it).
-    `temperature` has one possible value: nothing is drawn.
+    always have it), with `skip_special_tokens` no special ones.
+    `temperature` has one possible value: nothing is drawn. Other fields of vLLM's may be None.
     Raises: ValueError naming the field for a value out of range.
     """
 
@@ -477,13 +504,19 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+    skip_special_tokens: bool = False
+    watermarking: bool | None = None
+    allowed_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         take_over(self)
+        for name in ("structured_outputs", "watermarking", "allowed_token_ids"):
+            _expect(getattr(self, name) is None, name, "None (not built)", getattr(self, name))
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             _expect(is_int(value) and 1 <= value <= MAX_INT32, name, "a number >= 1", value)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             _expect(
                 isinstance(getattr(self, name), bool), name, "True or False", getattr(self, name)
             )

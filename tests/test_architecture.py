@@ -29,7 +29,7 @@ FLOORS += [
     "requests pictures",
     "engine",
     "api tools functional",
-    "testing inputs metrics outputs sampling_params __init__ __main__",
+    "testing inputs metrics outputs ray sampling_params __init__ __main__",
 ]
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units.split()}
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)

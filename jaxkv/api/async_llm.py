@@ -23,7 +23,10 @@ from jaxkv.engine.metrics import Metric
 from jaxkv.requests.outputs import RequestOutput, new_since
 from jaxkv.requests.prompts import Prompt
 
-OF_VLLM = ("prompt_text", "tokenization_kwargs", "trace_headers", "data_parallel_rank")
+OF_VLLM = (
+    *("prompt_text", "tokenization_kwargs", "trace_headers", "data_parallel_rank", "session_id"),
+    *("kv_hints", "reasoning_ended", "reasoning_parser_kwargs"),
+)
 """Arguments of vLLM's `generate` that set nothing here."""
 
 
@@ -150,7 +153,7 @@ class AsyncLLM:
         await self._engine.ask(partial(self._engine.abort, ids))
 
     async def get_tokenizer(self) -> Any:
-        """A copy of the Hugging Face tokenizer, the same one each time (None with
+        """Returns a copy of the Hugging Face tokenizer, the same one each time (None with
         skip_tokenizer_init=True).
 
         A copy, because a tokenizer is for one thread at a time and the engine's thread uses its
@@ -163,19 +166,19 @@ class AsyncLLM:
         self._engine.check()
 
     async def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
-        """As `LLM.get_metrics`."""
+        """Returns what `LLM.get_metrics` does."""
         return await self._engine.ask(partial(self._llm.get_metrics, prefix))
 
     async def wait_until_compiled(self) -> None:
-        """As `LLM.wait_until_compiled`; requests run meanwhile."""
+        """Waits as `LLM.wait_until_compiled` does; requests run meanwhile."""
         await asyncio.to_thread(self._llm.wait_until_compiled)
 
     async def describe(self) -> str:
-        """As `LLM.describe`."""
+        """Describes the engine as `LLM.describe` does."""
         return await self._engine.ask(self._llm.describe)
 
     async def reset_prefix_cache(self) -> None:
-        """As `LLM.reset_prefix_cache`."""
+        """Empties the prefix cache as `LLM.reset_prefix_cache` does."""
         await self._engine.ask(self._llm.reset_prefix_cache)
 
     async def update_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> None:

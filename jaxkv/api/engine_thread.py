@@ -195,8 +195,9 @@ class EngineThread:
         self._commands.put(command)
 
     async def ask(self, function: Callable[[], T]) -> T:
-        """What the function returns between two steps. Raises: EngineDeadError, and what the
-        function raises.
+        """Calls the function between two steps and returns what it does.
+
+        Raises: EngineDeadError, and what the function raises.
         """
         call = _Call(function)
         self.post(call)

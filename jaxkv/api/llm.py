@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ import jax
 
 from jaxkv.api.arguments import (
     CONTENT_FORMAT,
+    IS_BAR,
     POSITIVE_OR_NONE,
     SLEEP_LEVEL,
     WAKE_TAGS,
@@ -120,22 +121,33 @@ class LLM(PoolingCalls):
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Completes every prompt; results in input order.
 
         prompts: a text, token ids, {"prompt": text} or {"prompt_token_ids": [...]}, or a sequence
         or 1-D array of them.
         sampling_params: one for all or one each (default: `get_default_sampling_params`). priority:
-        one number for all or per prompt, the lowest first.
+        one number for all or per prompt, the lowest first. use_tqdm: whether a bar is shown, or a
+        class of bars. prompt_token_ids: prompts, as older scripts give them.
         Raises: ValueError naming every bad index before any work starts.
         """
-        IS_BOOL("use_tqdm", use_tqdm)
+        IS_BAR("use_tqdm", use_tqdm)
+        check_none("tokenization_kwargs", tokenization_kwargs)
+        check_none("mm_processor_kwargs", mm_processor_kwargs)
         check_no_lora(lora_request)
+        if prompt_token_ids is not None:
+            if prompts is not None:
+                raise ValueError("prompt_token_ids: expected no prompts beside them")
+            prompts = prompt_token_ids
         given = listed(prompts)
         params = listed_params(sampling_params, len(given), self.get_default_sampling_params)
         priorities = listed_priorities(priority, len(given))
@@ -145,14 +157,16 @@ class LLM(PoolingCalls):
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Completes conversations: a list of {"role": ..., "content": ...} messages, or a list of
@@ -169,11 +183,12 @@ class LLM(PoolingCalls):
                 f"messages: expected a conversation or a list of them, got "
                 f"{type(messages).__name__}"
             )
-        IS_BOOL("use_tqdm", use_tqdm)
+        IS_BAR("use_tqdm", use_tqdm)
         IS_BOOL("add_generation_prompt", add_generation_prompt)
         IS_BOOL("continue_final_message", continue_final_message)
         IS_TEXT_OR_NONE("chat_template", chat_template)
         CONTENT_FORMAT("chat_template_content_format", chat_template_content_format)
+        check_none("tokenization_kwargs", tokenization_kwargs)
         check_none("mm_processor_kwargs", mm_processor_kwargs)
         check_no_lora(lora_request)
         IS_LIST("tools", tools)
@@ -187,15 +202,16 @@ class LLM(PoolingCalls):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         lora_request: None = None,
-        use_tqdm: bool = False,
+        use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
+        priority: None = None,
     ) -> list[BeamSearchOutput]:
         """Finds the `beam_width` best sequences for every prompt, as transformers' beam search
         finds them; in input order.
@@ -205,19 +221,20 @@ class LLM(PoolingCalls):
         Raises: ValueError naming every bad index before any work starts.
         """
         POSITIVE_OR_NONE("concurrency_limit", concurrency_limit)
-        IS_BOOL("use_tqdm", use_tqdm)
+        check_none("priority", priority)
+        IS_BAR("use_tqdm", use_tqdm)
         check_no_lora(lora_request)
         submissions = self._intake.accept_searches(listed(prompts), params)
         self._run(submissions, use_tqdm)
         tokenizer, include = self._model.tokenizer, params.include_stop_str_in_output
-        decode = (
-            None
-            if tokenizer is None
-            else partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        )
+        decode = write = None
+        if tokenizer is not None:
+            decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+            write = partial(decode, skip_special_tokens=params.skip_special_tokens)
+        eos_id = self._model.eos_id
         return [
-            beam_output(submission, eos_id=self._model.eos_id, include_stop=include, decode=decode)
-            for submission in submissions
+            beam_output(one, eos_id=eos_id, include_stop=include, decode=decode, write=write)
+            for one in submissions
         ]
 
     def as_completed(
@@ -558,11 +575,14 @@ class LLM(PoolingCalls):
         text, tokens, salt = self._intake.parse(prompt)
         return {"prompt": text, "prompt_token_ids": tokens, "cache_salt": salt}
 
-    def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, submissions: list[Submission], use_tqdm: bool | Callable[..., Any]
+    ) -> list[RequestOutput]:
         from tqdm import tqdm
 
+        make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
         with (
-            tqdm(total=len(submissions), desc="Processed prompts", disable=not use_tqdm) as bar,
+            make_bar(total=len(submissions), desc="Processed prompts", disable=not use_tqdm) as bar,
             closing(complete(self._front, enumerate(submissions))) as completed,
         ):
             for _ in completed:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -26,7 +27,7 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 """Names that tasks have for the tokens to generate; the first one that is given counts."""
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-"""What else tasks may ask of generation: fields of SamplingParams."""
+"""Lists what else tasks may ask of generation: fields of SamplingParams."""
 
 
 @register_model("jaxkv")
@@ -79,6 +80,11 @@ class JaxKV(TemplateLM):
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         self._chat_template_args = dict(chat_template_args or {})
+        if not is_int(self.prefix_token_id):
+            raise ValueError(
+                f"prefix_token_id: expected a token (this tokenizer has neither a first nor an end "
+                f"token), got {self.prefix_token_id!r:.80}"
+            )
 
     @property
     def eot_token_id(self) -> int:
@@ -215,16 +221,20 @@ class JaxKV(TemplateLM):
         until = left.pop("until", [])
         lengths = [left.pop(name) for name in _LENGTHS if name in left]
         sampling = {name: left.pop(name) for name in _SAMPLING if name in left}
-        if not left.pop("do_sample", sampling.get("temperature", 0) > 0):
-            sampling = {"temperature": 0.0}
+        draws = left.pop("do_sample", None)
         if left:
-            raise ValueError(f"generation_kwargs: not supported: {', '.join(left)}")
+            raise ValueError(f"generation_kwargs: not supported: {', '.join(map(str, left))}")
+        if not isinstance(draws, bool | None):
+            raise ValueError(f"do_sample: expected True or False, got {draws!r:.80}")
         listed = [until] if isinstance(until, str) else until
-        return SamplingParams(
-            stop=[one for one in listed if one] or None,
-            max_tokens=int(lengths[0]) if lengths else self.max_gen_toks,
-            **sampling,
+        if not isinstance(listed, list | tuple):
+            raise ValueError(f"until: expected a text or a list of texts, got {until!r:.80}")
+        asked = SamplingParams(
+            stop=[one for one in listed if one != ""] or None,
+            max_tokens=lengths[0] if lengths else self.max_gen_toks,
+            **{"temperature": 1.0 if draws else 0.0, **sampling},
         )
+        return replace(asked, temperature=0.0) if draws is False else asked
 
     def _run(
         self,

@@ -160,6 +160,8 @@ def key_of(error: ValueError, keys: Collection[str]) -> str | None:
     name = str(error).partition(":")[0]
     if name == "logprobs" and "top_logprobs" in keys:
         return "top_logprobs"
+    if name == "max_tokens" and name not in keys:
+        name = "max_completion_tokens"
     return name if name in keys else None
 
 
@@ -287,7 +289,7 @@ def _with_objects(message: Any) -> Any:
         if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
             try:
                 function = {**function, "arguments": json.loads(text) if text else {}}
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise BodyError(
                     f"messages: expected JSON in the arguments of a tool call, got {text!r:.80}",
                     "messages",

@@ -12,7 +12,7 @@ from jaxkv.models.families import check_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-"""What is read beside them, where it is there."""
+"""Files that are read beside them, where they are there."""
 
 ADVICE = (
     "fetch the file again, pass tokenizer=DIR, or skip_tokenizer_init=True to work with token ids "

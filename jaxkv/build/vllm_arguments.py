@@ -1,7 +1,8 @@
 """Lists the arguments of vLLM's engine that set nothing here: which values of them mean nothing, so
 that scripts may go on passing them, and what is nearest to the others.
 
-Names and defaults are those of vLLM 0.11.2 (its `EngineArgs`), with some of older versions.
+Names and defaults are those of vLLM 0.11.2 and 0.33.0 (their `EngineArgs`), with some of older
+versions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Foreign:
         if self.means_nothing or empty:
             return
         taken = (self.default, *self.also)
-        if any(value == one and type(value) is type(one) for one in taken):
+        if any(type(value) is type(one) and value == one for one in taken):
             return
         expected = " or ".join(dict.fromkeys(map(repr, taken)))
         near = f"; nearest: {self.nearest}" if self.nearest else ""
@@ -46,6 +47,19 @@ _NOTHING: dict[str, Any] = {
     "aggregate_engine_logging": False,
     "use_tqdm_on_load": True,
     "served_model_name": None,
+    "log_level": None,
+    "log_config_file": None,
+    "logging_config": None,
+    "jit_monitor_mode": "warn",
+    "jit_monitor_verbose": False,
+    "enable_logging_iteration_details": False,
+    "enable_layerwise_nvtx_tracing": False,
+    "enable_mfu_metrics": False,
+    "enable_mm_processor_stats": False,
+    "cudagraph_metrics": False,
+    "kv_cache_metrics": False,
+    "kv_cache_metrics_sample": 0.01,
+    "per_request_spec_decode_metrics": "none",
     # How CUDA runs the model.
     "max_seq_len_to_capture": 8192,
     "max_context_len_to_capture": None,
@@ -55,6 +69,16 @@ _NOTHING: dict[str, Any] = {
     "disable_custom_all_reduce": False,
     "disable_cascade_attn": False,
     "disable_nccl_for_dp_synchronization": False,
+    "enable_flashinfer_autotune": True,
+    "ir_op_priority": None,
+    "optimization_level": 2,
+    "performance_mode": "balanced",
+    "numa_bind": False,
+    "numa_bind_nodes": None,
+    "numa_bind_cpus": None,
+    "distributed_timeout_seconds": None,
+    "cpu_distributed_timeout_seconds": None,
+    "fail_on_environ_validation": False,
     # How steps follow each other: always the next one before the last one is read.
     "async_scheduling": False,
     "disable_async_output_proc": False,
@@ -70,6 +94,8 @@ _NOTHING: dict[str, Any] = {
     # How files are read.
     "max_parallel_loading_workers": None,
     "safetensors_load_strategy": "lazy",
+    "safetensors_prefetch_num_threads": 8,
+    "safetensors_prefetch_block_size": 2**24,
     "pt_load_map_location": "cpu",
     # vLLM's own engine does not use it either; kv_host_bytes is an option of ours.
     "swap_space": 4,
@@ -80,6 +106,12 @@ _NOTHING: dict[str, Any] = {
     "lora_dtype": "auto",
     "lora_extra_vocab_size": 256,
     "fully_sharded_loras": False,
+    "lora_target_modules": None,
+    "max_lora_cls_labels": None,
+    "enable_tower_connector_lora": False,
+    "specialize_active_lora": False,
+    "enable_mixed_moe_lora_format": False,
+    "enable_moe_shared_loras": False,
     "allowed_local_media_path": "",
     "allowed_media_domains": None,
     "disable_mm_preprocessor_cache": False,
@@ -90,6 +122,13 @@ _NOTHING: dict[str, Any] = {
     "skip_mm_profiling": False,
     "interleave_mm_strings": False,
     "disable_chunked_mm_input": False,
+    "language_model_only": False,
+    "mm_hasher_algorithm": "blake3",
+    "mm_processor_device": "auto",
+    "mm_ipc_gpu_memory_gb": 0,
+    "mm_tensor_ipc": "direct_rpc",
+    "mm_device_do_normalize": True,
+    "renderer_num_workers": 1,
 }
 _DEVICES = "tensor_parallel_size, one process for each group of devices"
 _SOME: dict[str, Foreign] = {
@@ -109,6 +148,22 @@ _SOME: dict[str, Foreign] = {
     "cpu_offload_gb": Foreign(default=0, also=(0.0,), nearest="quantization"),
     "limit_mm_per_prompt": Foreign(default=None, also=({"image": 0}, {"image": 0, "video": 0})),
     "speculative_config": Foreign(default=None),
+    "attention_backend": Foreign(default=None, nearest="backend"),
+    "attention_config": Foreign(default=None, nearest="backend"),
+    "quantization_config": Foreign(default=None, nearest="quantization"),
+    "offload_backend": Foreign(default="auto", nearest="quantization"),
+    "mamba_cache_mode": Foreign(default=None, also=("none", "align", "all")),
+    "max_num_scheduled_tokens": Foreign(default=None, nearest="max_num_batched_tokens"),
+    "max_num_active_seqs": Foreign(default=None, nearest="max_num_seqs"),
+    "max_num_queued_reqs": Foreign(default=None, nearest="jaxkv serve --max-concurrent-sequences"),
+    "max_num_queued_tokens": Foreign(
+        default=None, nearest="jaxkv serve --max-concurrent-sequences"
+    ),
+    "shutdown_timeout": Foreign(default=0, nearest="jaxkv serve --drain-s"),
+    "model_class_overrides": Foreign(default=None, nearest="a family of jaxkv.models.families"),
+    "device_ids": Foreign(default=None, nearest="the environment variable CUDA_VISIBLE_DEVICES"),
+    "profiler_config": Foreign(default=None, nearest="jax.profiler"),
+    "prefill_context_parallel_size": Foreign(default=1, nearest=_DEVICES),
     "rope_scaling": Foreign(default=None, nearest="hf_overrides"),
     "rope_theta": Foreign(default=None, nearest="hf_overrides"),
     "hf_config_path": Foreign(default=None, nearest="hf_overrides"),
@@ -197,6 +252,77 @@ _DEFAULT_ONLY: dict[str, Any] = {
     "kv_offloading_backend": None,
     "tokenizer_pool_size": 0,
     "tokens_only": False,
+    "enable_return_routed_experts": False,
+    "return_sampling_mask": False,
+    "model_weights": "",
+    "dcp_comm_backend": None,
+    "dcp_q_replicate": None,
+    "cp_kv_cache_interleave_size": None,
+    "data_parallel_multi_port_external_lb": False,
+    "enable_hc_sp": False,
+    "enable_batch_sharded_sampling": None,
+    "enable_ep_weight_filter": False,
+    "moe_backend": "auto",
+    "linear_backend": "auto",
+    "sparse_indexer_topk_backend": "auto",
+    "enable_elastic_ep": False,
+    "elastic_ep_max_dp_size": None,
+    "ubatch_size": 0,
+    "dp_sync_interval": 16,
+    "prefix_cache_retention_interval": None,
+    "cpu_offload_params": None,
+    "offload_group_size": 0,
+    "offload_num_in_group": 1,
+    "offload_prefetch_step": 1,
+    "offload_params": None,
+    "long_prefill_token_threshold_adaptive": False,
+    "use_fp64_gumbel": False,
+    "enable_trace_replay": False,
+    "allow_deprecated_quantization": False,
+    "enable_shm_tensor_arena": False,
+    "mm_encoder_only": False,
+    "mm_encoder_attn_dtype": None,
+    "mm_encoder_fp8_scale_path": None,
+    "mm_encoder_fp8_scale_save_path": None,
+    "mm_encoder_fp8_scale_save_margin": 1.5,
+    "video_pruning_method": "evs",
+    "scheduler_reserve_full_isl": True,
+    "prefill_schedule_interval": 1,
+    "watermark": 0.0,
+    "watermark_config": None,
+    "aux_output_config": None,
+    "spec_method": None,
+    "spec_model": None,
+    "spec_tokens": None,
+    "diffusion_config": None,
+    "custom_histogram_buckets": None,
+    "engram_config": None,
+    "mamba_config": None,
+    "kernel_config": None,
+    "monokernel": None,
+    "ec_manager_config": None,
+    "reasoning_config": None,
+    "sleep_mode_backend": "cumem",
+    "sleep_mode_offload_cudagraph": False,
+    "sleep_preserve_parameter_names": None,
+    "enable_cumem_allocator": False,
+    "enable_nccl_comm_suspend": False,
+    "prefix_match_unit": None,
+    "enable_mamba_shared_prefix_checkpoint": False,
+    "replayssm_buffer_len": 16,
+    "use_replayssm": False,
+    "mamba_backend": "triton",
+    "mamba_ssu_algorithm": None,
+    "enable_mamba_cache_stochastic_rounding": False,
+    "mamba_cache_philox_rounds": 0,
+    "swa_bounded_replay": True,
+    "fault_tolerance_config": None,
+    "enable_fault_tolerance": False,
+    "watchdog_config": None,
+    "weight_transfer_config": None,
+    "gdn_prefill_backend": None,
+    "kda_prefill_backend": None,
+    "kda_decode_backend": None,
 }
 FOREIGN: dict[str, Foreign] = {
     **{name: Foreign(default=value, means_nothing=True) for name, value in _NOTHING.items()},
@@ -250,14 +376,30 @@ ABSENT = {
 }
 """Names of vLLM's package that do not exist here, and what is nearest."""
 
-ABSENT_PARAMS = dict.fromkeys(
-    ("StructuredOutputsParams", "GuidedDecodingParams"), "allowed_token_ids of SamplingParams"
-)
-ABSENT_INPUTS = dict.fromkeys(
-    ("EmbedsPrompt", "ExplicitEncoderDecoderPrompt", "DataPrompt", "SingletonPrompt"), ""
-)
+ABSENT_PARAMS = {
+    **dict.fromkeys(
+        ("StructuredOutputsParams", "GuidedDecodingParams"), "allowed_token_ids of SamplingParams"
+    ),
+    "RepetitionDetectionParams": "repetition_penalty of SamplingParams",
+}
+ABSENT_INPUTS = {
+    **dict.fromkeys(
+        ("EmbedsPrompt", "ExplicitEncoderDecoderPrompt", "DataPrompt", "SingletonPrompt"), ""
+    ),
+    **dict.fromkeys(("TokensInput", "tokens_input", "EngineInput"), "TokensPrompt"),
+    **dict.fromkeys(("EmbedsInput", "embeds_input", "MultiModalDataDict"), ""),
+}
 ABSENT_METRICS = {"Vector": "Counter"}
-"""The same of its modules `sampling_params`, `inputs` and `v1.metrics.reader`."""
+"""These three are names of its modules `sampling_params`, `inputs` and `v1.metrics.reader`."""
+
+_OF_TRAINERS = dict.fromkeys(
+    (
+        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update"),
+        *("start_draft_weight_update", "finish_weight_update"),
+        *("update_weight_version", "get_weight_version"),
+    ),
+    "update_weights",
+)
 
 ABSENT_FROM_LLM = {
     "llm_engine": "the methods of LLM itself",
@@ -270,8 +412,14 @@ ABSENT_FROM_LLM = {
     "reset_mm_cache": "",
     "start_profile": "jax.profiler",
     "stop_profile": "jax.profiler",
+    "release_kv_cache_memory": "sleep",
+    "get_world_size": "describe()",
+    "enqueue": "as_completed",
+    "enqueue_chat": "as_completed",
+    "wait_for_completion": "as_completed",
+    **_OF_TRAINERS,
 }
-"""The same of its `LLM`."""
+"""Names of its `LLM`."""
 
 ABSENT_FROM_ASYNC = {
     "add_request": "generate",
@@ -294,8 +442,26 @@ ABSENT_FROM_ASYNC = {
     "from_vllm_config": "from_engine_args",
     "wait_for_requests_to_drain": "awaiting the requests",
     "scale_elastic_ep": "",
+    "tokenizer": "get_tokenizer",
+    "get_num_unfinished_requests": "get_metrics",
+    "get_num_queued_tokens": "get_metrics",
+    "check_admission": "jaxkv serve --max-concurrent-sequences",
+    "pause_generation": "abort",
+    "release_kv_cache_memory": "sleep",
+    "get_status": "check_health",
+    "get_kv_event_sources": "LLM.page_table",
+    **dict.fromkeys(
+        (
+            *("resume_generation", "is_paused", "reset_encoder_cache", "checkpoint_prepare"),
+            *("checkpoint_restore", "compute_weight_checksums", "handle_fault"),
+            *("get_external_elastic_ep_status", "should_keep_api_server_alive"),
+            "notify_kv_transfer_request_rejected",
+        ),
+        "",
+    ),
+    **_OF_TRAINERS,
 }
-"""The same of its `AsyncLLM`."""
+"""Names of its `AsyncLLM`."""
 
 
 def refuse_names(whose: str, table: Mapping[str, str]) -> Callable[[str], Any]:

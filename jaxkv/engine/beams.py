@@ -75,11 +75,17 @@ def _take_rows(beams: tuple[Request, ...], parents: list[int]) -> Pairs:
 
 
 def beam_output(
-    submission: Submission, *, eos_id: int | None, include_stop: bool, decode: Decode | None
+    submission: Submission,
+    *,
+    eos_id: int | None,
+    include_stop: bool,
+    decode: Decode | None,
+    write: Decode | None = None,
 ) -> BeamSearchOutput:
     """Returns what the finished search of these beams has found. `eos_id`: the end token that needs
-    no stop_reason.
+    no stop_reason. `decode` names tokens; `write` makes the text (None: as `decode` does).
     """
+    write = write or decode
     first = submission.samples[0]
     if first.search is None:
         raise RuntimeError(f"request {first.id} is no beam")
@@ -94,8 +100,8 @@ def beam_output(
             logprobs=[_named(beam, decode) for beam in path],
             cum_logprob=float(end.cum_logprob),
             text=None
-            if decode is None
-            else decode(tokens[:-1] if stopped and not include_stop else tokens),
+            if write is None
+            else write(tokens[:-1] if stopped and not include_stop else tokens),
             finish_reason="stop" if stopped else "length",
             stop_reason=end.token if stopped and end.token != eos_id else None,
         )

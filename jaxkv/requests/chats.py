@@ -17,7 +17,7 @@ OF_TEMPLATES = (
     *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError),
     *(RecursionError, MemoryError, TemplateTimeoutError),
 )
-"""What a template may raise beside jinja2's own errors."""
+"""Lists what a template may raise beside jinja2's own errors."""
 
 
 class Chats:

@@ -113,7 +113,8 @@ def _text(where: str, part: Any) -> str:
     expected = '{"type": "text", "text": ...} (models here read text only)'
     if not isinstance(part, Mapping):
         raise RefusedChatError(f"{where}: expected {expected}, got {type(part).__name__}")
-    if (kind := part.get("type", "text")) != "text":
+    kind = part.get("type", "text")
+    if not isinstance(kind, str) or kind != "text":
         raise RefusedChatError(f"{where}: expected {expected}, got type {kind!r:.80}")
     if not isinstance(text := part.get("text"), str):
         raise RefusedChatError(f"{where}: expected {expected}, got text of {type(text).__name__}")

@@ -26,7 +26,7 @@ class CompletionOutput:
     `stop_reason` is the stop string or stop token id that ended it, None for the model's own end
     token or "length".
     `logprobs` has one dict per token: token id -> Logprob. In a stream, text, token_ids and
-    logprobs are what is new.
+    logprobs are what is new. The fields behind `stop_reason` are vLLM's for what is not built here.
     """
 
     index: int
@@ -37,6 +37,10 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: None = None
+    routed_experts: None = None
+    sampling_mask: None = None
+    spec_decode_metrics: None = None
+    weight_versions: None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -45,7 +49,8 @@ class CompletionOutput:
 @dataclass(slots=True)
 class RequestMetrics:
     """Tells when things happened to a request: Unix times, `time_in_queue` in seconds. None: it has
-    not happened.
+    not happened. vLLM's newer names are there too; its times with `_ts` count from another moment,
+    so that only their differences are the same.
 
     preemptions: (when it gave its pages back, when it got some again) of each time that it was
     preempted.
@@ -58,6 +63,38 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     preemptions: tuple[tuple[float, float | None], ...] = ()
+    num_generation_tokens: int = 0
+
+    @property
+    def queued_ts(self) -> float:
+        """Returns when it came."""
+        return self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float | None:
+        """Returns when it was first planned in a step."""
+        return self.first_scheduled_time
+
+    @property
+    def first_token_ts(self) -> float | None:
+        """Returns when its first token was there."""
+        return self.first_token_time
+
+    @property
+    def last_token_ts(self) -> float | None:
+        """Returns when its newest token was there."""
+        return self.last_token_time
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Returns the seconds until its first token."""
+        first = self.first_token_time
+        return None if first is None else first - self.arrival_time
+
+    @property
+    def num_preemptions(self) -> int:
+        """Counts how often it gave its pages back."""
+        return len(self.preemptions)
 
 
 @dataclass(slots=True)
@@ -84,6 +121,9 @@ class RequestOutput:
     encoder_prompt_token_ids: None = None
     multi_modal_placeholders: Any = None
     kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    num_cache_creation_tokens: None = None
+    prompt_token_id_logprobs: None = None
 
     def _repr_html_(self) -> str:
         return RequestOutputs([self])._repr_html_()

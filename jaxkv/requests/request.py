@@ -224,6 +224,7 @@ class Request:
         record, times = self.record, self.record.times
         if record.last_token_s is not None:
             times.last_token_time = times.arrival_time + record.last_token_s - record.arrived_s
+        times.num_generation_tokens = self.num_new
         return times
 
     def completion(self) -> CompletionOutput:

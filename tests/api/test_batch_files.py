@@ -327,7 +327,7 @@ def test_the_seed_of_a_line_is_the_same_in_every_version():
     """Or a run that goes on after an update would not be the same run; numpy and hashlib promise
     that it can be.
     """
-    seeds = [run._seed_for(*of) for of in ((0, 1), (0, "1"), (2**64 - 1, "\ud800"))]
+    seeds = [run.seed_for(*of) for of in ((0, 1), (0, "1"), (2**64 - 1, "\ud800"))]
     assert seeds == [2127240200087265450, 4875855158820106941, 7438654425704650499]
 
 

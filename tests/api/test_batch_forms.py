@@ -363,6 +363,18 @@ def test_the_rows_of_a_parquet_file_are_lines(tmp_path, rows_of, llm):
         got = texts(list(map(json.loads, (tmp_path / name).read_bytes().splitlines())))
         assert got == {key: want[key] for key in got}
         assert len(got) == len(lines)
+    deep = '{"a":' * 900 + "1" + "}" * 900
+    odd = ["{", deep, '{"model": "m", "model": "m"}', '{"model": NaN}', "[]"]
+    bad = [
+        {"custom_id": str(i), "url": CHAT, "method": "POST", "body": body}
+        for i, body in enumerate(odd)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(bad), tmp_path / "odd.parquet")
+    with (
+        open_lines(str(tmp_path / "odd.parquet")) as source,
+        open_output(tmp_path / "odd", source) as rows,
+    ):
+        assert run_batch(llm, source, rows, GREEDY, use_tqdm=False).num_errors == len(odd)
     (tmp_path / "no.parquet").write_bytes(b"PAR1 nonsense")
     with (
         pytest.raises(ValueError, match=r"no.parquet: expected a Parquet file"),

@@ -170,5 +170,26 @@ def test_what_is_not_supported_is_named(model, checkpoint):
     assert model._generation(
         {"until": "x", "do_sample": False, "temperature": 1.0}
     ) == SamplingParams(temperature=0.0, max_tokens=256, stop=["x"])
+    for given, want in (
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"repetition_penalty": 2.0}, {"temperature": 0.0, "repetition_penalty": 2.0}),
+        (
+            {"do_sample": False, "repetition_penalty": 2.0},
+            {"temperature": 0.0, "repetition_penalty": 2.0},
+        ),
+    ):
+        assert model._generation(given) == SamplingParams(max_tokens=256, **want)
+    for given, message in (
+        ({"until": 3}, "until: expected a text or a list of texts"),
+        ({"until": [None]}, "stop: expected a string or a list of strings"),
+        ({"do_sample": "false"}, "do_sample: expected True or False"),
+        ({"temperature": "hot"}, "temperature: expected a finite"),
+        ({"max_gen_toks": "x"}, "max_tokens: expected None or a number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model._generation(given)
+    with pytest.raises(ValueError, match="prefix_token_id: expected a token"):
+        JaxKV(model.llm, prefix_token_id="x")
     with pytest.raises(ValueError, match="request 0: expected a context and a continuation"):
         model._loglikelihood_tokens([(None, [1], [2] * (WINDOW + 1))])

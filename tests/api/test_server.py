@@ -405,9 +405,12 @@ def test_prompts_with_unlike_salts_share_no_pages(server):
         ("completions", {"prompt": [True]}, 400, "prompt", "a list of either"),
         ("completions", {"temperature": 1e999}, 400, "temperature", "finite"),
         ("completions", {"frobnicate": 1}, 400, "frobnicate", "unknown"),
+        ("completions", {"\ud800": 1}, 400, "\ud800", "unknown"),
+        ("completions", {"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "token ids as keys"),
         ("completions", {"stream": True, "top_p": 2}, 400, "top_p", "in (0, 1], got 2"),
         ("completions", {"stream": True, "prompt": ""}, 400, "prompt", "empty"),
         ("chat/completions", {"messages": []}, 400, "messages", "at least one"),
+        ("chat/completions", {"max_completion_tokens": 0}, 400, "max_completion_tokens", ">= 1"),
         ("chat/completions", {"messages": [{"role": "user"}, 7]}, 400, "messages", "objects"),
         ("chat/completions", {"messages": [1, 2]}, 400, "messages", "list of objects"),
         (
@@ -460,6 +463,8 @@ def test_unknown_paths_methods_and_keys_of_other_routes_get_openais_error(server
     assert error_of(server.ask("/v1/models/other"))[:2] == (404, "model")
     assert error_of(server.ask("/v1/completions"))[0] == 405
     assert error_of(server.ask("/tokenize", {}))[:2] == (400, "prompt")
+    long = {"role": "user", "tool_calls": [{"function": {"arguments": "9" * 5000}}]}
+    assert error_of(server.ask("/tokenize", {"messages": [long]}))[:2] == (400, "messages")
     assert error_of(server.ask("/tokenize", {"prompt": "a", "tools": []}))[:2] == (400, "prompt")
     assert error_of(server.ask("/detokenize", {"tokens": [-1]}))[:2] == (400, "tokens")
     assert error_of(server.ask("/detokenize", {"tokens": ["a"]}))[:2] == (400, "tokens")

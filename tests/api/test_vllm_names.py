@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 import jaxkv
 from jaxkv import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, EngineDeadError
@@ -20,7 +21,7 @@ from jaxkv.build.options import ABOUT
 from jaxkv.build.vllm_arguments import ABSENT, ABSENT_FROM_ASYNC, ABSENT_FROM_LLM, FOREIGN
 from jaxkv.inputs import PromptType, TextPrompt, TokensPrompt
 from jaxkv.metrics import Counter, Gauge, Histogram
-from jaxkv.outputs import CompletionOutput, RequestOutput
+from jaxkv.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxkv.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jaxkv.testing import engine_of
 
@@ -112,12 +113,47 @@ def test_outputs_have_the_fields_that_wrappers_copy(llm):
     (output,) = llm.generate(IDS, GREEDY, use_tqdm=False)
     names = "request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics"
     names += " lora_request encoder_prompt encoder_prompt_token_ids num_cached_tokens"
-    names += " multi_modal_placeholders kv_transfer_params"
+    names += " multi_modal_placeholders kv_transfer_params ec_transfer_params"
     assert RequestOutput(**{name: getattr(output, name) for name in names.split()}) == output
     (one,) = output.outputs
     names = "index text token_ids cumulative_logprob logprobs finish_reason stop_reason"
     names += " lora_request"
     assert CompletionOutput(**{name: getattr(one, name) for name in names.split()}) == one
+    times = output.metrics
+    assert times.queued_ts <= times.scheduled_ts <= times.first_token_ts <= times.last_token_ts
+    assert times.first_token_latency == times.first_token_time - times.arrival_time
+    assert (times.num_generation_tokens, times.num_preemptions) == (len(one.token_ids), 0)
+
+
+def test_older_and_newer_scripts_give_the_same(llm):
+    want = ids_of(llm.generate([IDS, IDS], GREEDY, use_tqdm=False))
+    shown = []
+
+    class Bar(tqdm):
+        def update(self, n: float = 1) -> None:
+            shown.append(n)
+
+    assert ids_of(llm.generate(prompt_token_ids=[IDS, IDS], sampling_params=GREEDY)) == want
+    assert ids_of(llm.generate([IDS, IDS], GREEDY, use_tqdm=Bar)) == want
+    assert shown == [1, 1]
+    off = {"flat_logprobs": False, "watermarking": None, "skip_clone": True}
+    off |= {"stream_interval": None, "logprob_token_ids": [], "skip_reading_prefix_cache": False}
+    assert ids_of(llm.generate([IDS, IDS], replace(GREEDY, **off), use_tqdm=False)) == want
+    with pytest.raises(ValueError, match="prompt_token_ids: expected no prompts beside them"):
+        llm.generate("x", prompt_token_ids=IDS)
+    for field in ("flat_logprobs", "logprob_token_ids", "thinking_token_budget"):
+        for value in (True, [3], 3, np.array([1, 2])):
+            with pytest.raises(ValueError, match=f"{field}=.* is not supported yet"):
+                SamplingParams(**{field: value})
+    search = BeamSearchParams(beam_width=2, max_tokens=4)
+    plain, skipping = (
+        llm.beam_search([IDS], replace(search, skip_special_tokens=skips))[0].sequences[0]
+        for skips in (False, True)
+    )
+    decode = llm.get_tokenizer().decode
+    assert plain.tokens == skipping.tokens
+    assert plain.text == decode(plain.tokens)
+    assert skipping.text == decode(plain.tokens, skip_special_tokens=True)
 
 
 def test_every_kind_of_output_of_async_llm_is_the_same_in_the_end(llm, checkpoint):
@@ -185,13 +221,15 @@ def test_every_name_of_vllm_s_is_here_or_known_to_be_absent(llm):
     for name, kind in fields.items():
         missing = set(OF_VLLM[name]) - {field.name for field in dataclasses.fields(kind)}
         assert missing <= {"output_text_buffer_length"}
+    missing = set(OF_VLLM["request_metrics"]) - set(dir(RequestMetrics()))
+    assert missing == {"is_corrupted", "is_watermarked", "is_watermark_skipped"}
 
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="docs are in the checkout only")
 def test_the_page_has_every_name_and_says_of_metrics_what_is_true(llm):
     text = PAGE.read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w.]+)`", text))
-    lists = [names for kind, names in OF_VLLM.items() if kind not in ("version", "llm_arguments")]
+    lists = [names for kind, names in OF_VLLM.items() if kind not in ("versions", "llm_arguments")]
     lists += [
         *OF_VLLM["llm_arguments"].values(),
         FOREIGN,
@@ -200,7 +238,7 @@ def test_the_page_has_every_name_and_says_of_metrics_what_is_true(llm):
         ABSENT_FROM_ASYNC,
     ]
     assert not {name for names in lists for name in names} - named
-    assert f"vLLM {OF_VLLM['version']}" in text
+    assert all(f"vLLM {version}" in text for version in OF_VLLM["versions"])
     works, not_here = text.split("## What differs")[0], text.split("## What is not here")[1]
     there = {metric.name for metric in llm.get_metrics("")} | {"request_success"}
     for name in OF_VLLM["metrics"]:
@@ -303,6 +341,9 @@ def test_what_is_absent_is_said_in_one_sentence(llm):
         lambda: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}): "multi_modal_data",
         lambda: LLM(speculative_config={"model": "x"}): "speculative_config: expected None",
         lambda: LLM(enable_lora=True): "enable_lora: expected False .a vLLM argument",
+        lambda: LLM(runner=np.array([1, 2])): "runner: expected 'auto' or 'generate'",
+        lambda: LLM(attention_backend="FLASH_ATTN"): "attention_backend: .*nearest: backend",
+        lambda: SamplingParams(best_of=np.array([1, 1])): "best_of: expected None or n=1",
         lambda: llm.chat(
             [{"role": "user", "content": "x"}], mm_processor_kwargs={"a": 1}
         ): "mm_pro",

@@ -29,8 +29,9 @@ on what ran before, and a sampled run that was cut off ends like one that was no
 counts as done; `retry_errors` does such lines again.
 """
 
-from jaxkv.api.batch_files.journal import open_output
+from jaxkv.api.batch_files.journal import Rows, open_output
 from jaxkv.api.batch_files.run import BatchCounts, run_batch
 from jaxkv.api.batch_files.sources import open_lines
+from jaxkv.api.batch_files.unanswered import Line, Unanswered
 
-__all__ = ["BatchCounts", "open_lines", "open_output", "run_batch"]
+__all__ = ["BatchCounts", "Line", "Rows", "Unanswered", "open_lines", "open_output", "run_batch"]

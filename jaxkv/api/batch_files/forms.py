@@ -21,13 +21,14 @@ class Defaults:
 
     `has_max_tokens`: the run says how many; where it does not, OpenAI's chats go on as long as the
     context allows. `models`: the names by which OpenAI's lines may call the model. `decode`: makes
-    text of tokens, None without a tokenizer.
+    text of tokens, None without a tokenizer. `seed`: the run's, of which each line's is made.
     """
 
     params: SamplingParams
     has_max_tokens: bool
     models: tuple[str, ...]
     decode: Callable[[Sequence[int]], str] | None
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines, parse
 MAX_ROW_BYTES = 2**30
 SYNC_S = 5.0
 MANIFEST = ".manifest.json"
-"""What the name of an output has behind it for the file that says what its rows are of."""
+"""Follows an output's name in that of the file that says what its rows are of."""
 
 FORMS: tuple[Form, ...] = (Plain(), OpenAI())
 MAX_MESSAGE_LEN = 1000
@@ -133,7 +133,10 @@ class RowFile(Rows):
         known: dict[str, Any] = {}
         if os.path.exists(path):
             with open(path, "rb") as file:
-                known = parse(file.read(), MAX_ROW_BYTES)
+                try:
+                    known = parse(file.read(), MAX_ROW_BYTES)
+                except ValueError as error:
+                    raise ValueError(f"{path}: expected a manifest: {error}") from error
         elif self.num_rows:
             raise ValueError(
                 f"{self._name}: has {self.num_rows} rows, but {os.path.basename(path)} is not "

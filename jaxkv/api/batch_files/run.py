@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxkv.api.batch_files import openai, sources
+from jaxkv.api.batch_files import sources
 from jaxkv.api.batch_files.forms import Defaults, Form, Job, LineId
-from jaxkv.api.batch_files.journal import FORMS, Ids, Rows, message_of
-from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines, parse
+from jaxkv.api.batch_files.journal import Rows, message_of
+from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines
+from jaxkv.api.batch_files.unanswered import Line, Unanswered, is_of
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.requests.outputs import RequestOutput
 
@@ -28,7 +29,7 @@ WINDOW_LINES = 1024
 """Lines of a file that are sorted, so that prompts with one beginning follow each other."""
 
 WINDOW_BYTES = 2**26
-"""Of the lines of a window, which are held in memory."""
+"""Bounds the lines of a window, which are held in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +78,13 @@ def run_batch(
     from tqdm import tqdm
 
     _check_arguments(shard, max_errors)
-    defaults, seed = _defaults(llm, params, served_model_name)
-    rows.require({"engine": llm.identity(), "params": asdict(defaults.params) | {"seed": seed}})
-    total = _count_lines(source, shard) if source.seekable() else None
-    requests = _Requests(source, rows, defaults, seed, shard, max_errors)
+    defaults = defaults_of(llm, params, served_model_name)
+    rows.require(facts_of(llm, defaults))
+    # The next line of a pipe may take long.
+    is_file = source.seekable()
+    total = _count_lines(source, shard) if is_file else None
+    lines = Unanswered(source, rows, shard)
+    requests = _Requests(lines, rows, defaults, windowed=is_file, max_errors=max_errors)
     num_before, tally = rows.num_rows, _Tally(llm)
     with (
         tqdm(
@@ -103,7 +107,7 @@ def run_batch(
         bar.update(rows.num_rows - bar.n)
     return BatchCounts(
         num_written=rows.num_rows - num_before,
-        num_skipped=requests.num_skipped,
+        num_skipped=lines.num_skipped,
         num_errors=rows.num_errors,
         num_prompt_tokens=tally.num_prompt_tokens,
         num_cached_tokens=tally.num_cached_tokens,
@@ -145,24 +149,20 @@ class _Requests:
 
     def __init__(
         self,
-        source: Lines,
+        lines: Unanswered,
         rows: Rows,
         defaults: Defaults,
-        seed: int,
-        shard: tuple[int, int],
+        *,
+        windowed: bool,
         max_errors: int | None,
     ) -> None:
         self.taken: dict[int, Job] = {}
-        self.num_skipped = 0
-        self._source = source
+        self._lines = lines
         self._rows = rows
         self._defaults = defaults
-        self._seed = seed
-        self._shard = shard
+        self._windowed = windowed
         self._max_errors = max_errors
         self._num_refused = 0
-        self._seen = Ids()
-        self._last_form = FORMS[0]
 
     def __iter__(self) -> Iterator[tuple[Any, SamplingParams]]:
         index = itertools.count()
@@ -173,9 +173,6 @@ class _Requests:
 
     def refuse(self, form: Form, line_id: LineId | None, number: int, message: str) -> None:
         """Adds the error row of a line. Raises: ValueError if that is one too many."""
-        if line_id is None and number in self._rows.lines:
-            self.num_skipped += 1
-            return
         self._rows.append(form.refusal(line_id, number, message))
         self._num_refused += 1
         if self._max_errors is not None and self._num_refused > self._max_errors:
@@ -185,51 +182,32 @@ class _Requests:
             )
 
     def _windows(self) -> Iterator[list[Job]]:
-        """Yields the jobs by windows. A pipe has windows of one, because its next line may take
-        long.
-        """
-        is_pipe = not self._source.seekable()
+        """Yields the jobs by windows; not `windowed`: by windows of one."""
         window: list[Job] = []
         num_bytes = 0
-        for number, raw in numbered_lines(self._source, sources.MAX_LINE_BYTES):
-            if is_blank(raw) or not _is_of(self._shard, number):
+        for line in self._lines:
+            try:
+                window.append(ask(line, self._defaults))
+            except ValueError as error:
+                message = f"line {line.number}: {message_of(error)}"
+                self.refuse(line.form, line.line_id, line.number, message)
                 continue
-            if (job := self._job(number, raw)) is None:
-                continue
-            window.append(job)
-            num_bytes += len(raw or b"")
-            if is_pipe or len(window) >= WINDOW_LINES or num_bytes >= WINDOW_BYTES:
+            num_bytes += len(line.raw or b"")
+            if not self._windowed or len(window) >= WINDOW_LINES or num_bytes >= WINDOW_BYTES:
                 yield window
                 window, num_bytes = [], 0
         yield window
 
-    def _job(self, number: int, raw: bytes | None) -> Job | None:
-        """Returns what a line asks for; None if it has its row, or has got an error row now."""
-        line_id = None
-        form = self._last_form
-        try:
-            line = parse(raw, sources.MAX_LINE_BYTES)
-            self._last_form = form = _form_of(line)
-            line_id = self._new_id(form, line)
-            if line_id in self._rows.ids:
-                self._rows.ids.remove(line_id)  # it is in _seen now: once is enough
-                self.num_skipped += 1
-                return None
-            asking = form.ask(line, self._defaults)
-        except ValueError as error:
-            self.refuse(form, line_id, number, f"line {number}: {message_of(error)}")
-            return None
-        if asking.params.seed in (None, -1):
-            seeded = replace(asking.params, seed=_seed_for(self._seed, line_id))
-            asking = replace(asking, params=seeded)
-        return Job(line_id, form, asking)
 
-    def _new_id(self, form: Form, line: Mapping[str, Any]) -> LineId:
-        line_id = form.id_of(line)
-        if line_id in self._seen:
-            raise ValueError(f"id: expected one that no line above has, got {line_id!r:.300}")
-        self._seen.add(line_id)
-        return line_id
+def ask(line: Line, defaults: Defaults) -> Job:
+    """Returns what a line asks for, with a seed. Raises: ValueError for one that is refused."""
+    if line.refusal is not None or line.line_id is None:
+        raise ValueError(line.refusal)
+    asking = line.form.ask(line.value, defaults)
+    if asking.params.seed in (None, -1):
+        seed = seed_for(defaults.seed, line.line_id)
+        asking = replace(asking, params=replace(asking.params, seed=seed))
+    return Job(line.line_id, line.form, asking)
 
 
 def _check_arguments(shard: Any, max_errors: Any) -> None:
@@ -240,10 +218,14 @@ def _check_arguments(shard: Any, max_errors: Any) -> None:
         raise ValueError(f"max_errors: expected None or a number >= 0, got {max_errors!r}")
 
 
-def _defaults(
-    llm: LLM, params: SamplingParams | Mapping[str, Any] | None, served_model_name: str | None
-) -> tuple[Defaults, int]:
-    """Returns what holds for lines that say nothing else, and the run's seed."""
+def defaults_of(
+    llm: LLM,
+    params: SamplingParams | Mapping[str, Any] | None = None,
+    served_model_name: str | None = None,
+) -> Defaults:
+    """Returns what holds for lines that say nothing else; params as in `run_batch`. Raises:
+    ValueError for parameters that rows have no place for.
+    """
     if isinstance(params, SamplingParams):
         chosen, has_max_tokens = params, True
     else:
@@ -258,7 +240,7 @@ def _defaults(
     if chosen.n != 1:
         raise ValueError(f"n: expected 1, because a row has place for one sample, got {chosen.n}")
     tokenizer = llm.get_tokenizer()
-    defaults = Defaults(
+    return Defaults(
         params=replace(chosen, seed=None),
         has_max_tokens=has_max_tokens,
         models=llm.model_names if served_model_name is None else (served_model_name,),
@@ -267,23 +249,20 @@ def _defaults(
         else partial(
             tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
         ),
+        seed=0 if chosen.seed in (None, -1) else chosen.seed % 2**64,
     )
-    return defaults, 0 if chosen.seed in (None, -1) else chosen.seed % 2**64
 
 
-def _form_of(line: Mapping[str, Any]) -> Form:
-    plain, of_openai = FORMS
-    return of_openai if line.keys() & openai.KEYS else plain
-
-
-def _is_of(shard: tuple[int, int], number: int) -> bool:
-    return number % shard[1] == shard[0]
+def facts_of(llm: LLM, defaults: Defaults) -> dict[str, Any]:
+    """Returns what the manifest of an output says: of which model and parameters its rows are."""
+    params = asdict(defaults.params) | {"seed": defaults.seed}
+    return {"engine": llm.identity(), "params": params}
 
 
 def _count_lines(source: Lines, shard: tuple[int, int]) -> int:
     """Counts the lines that the run is of, and goes back to the first one."""
     numbered = numbered_lines(source, sources.MAX_LINE_BYTES)
-    total = sum(_is_of(shard, number) and not is_blank(raw) for number, raw in numbered)
+    total = sum(is_of(shard, number) and not is_blank(raw) for number, raw in numbered)
     source.seek(0)
     return total
 
@@ -295,7 +274,7 @@ def _sort_key(job: Job) -> str:
     return text if isinstance(text, str) else json.dumps(prompt)
 
 
-def _seed_for(run_seed: int, line_id: LineId) -> int:
+def seed_for(run_seed: int, line_id: LineId) -> int:
     """Draws 64 bits for one line, of a hash that is the same in every process, which Python's own
     for texts is not.
     """

@@ -8,14 +8,14 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, Protocol
 
 MAX_LINE_BYTES = 2**24
-"""Of input: twice what a million token ids take."""
+"""Bounds a line of input: twice what a million token ids take."""
 
 MAX_DEPTH = 64
-"""Of nested lists and objects in a line. Chat templates recurse over what a message holds."""
+"""Bounds the nesting of lists and objects in a line: chat templates recurse over a message."""
 
 PARQUET_ROWS = 256
 """Rows of a Parquet file that are held at once."""
@@ -122,7 +122,11 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """
     for key in _OBJECTS:
         if isinstance(row.get(key), str):
-            row[key] = json.loads(row[key])
+            # What is no JSON stays a text, which the line is then refused for.
+            with suppress(ValueError, RecursionError):
+                value = json.loads(row[key], object_pairs_hook=_unique)
+                _check_depth(value, MAX_DEPTH)
+                row[key] = value
     kept: dict[str, Any] = _pruned(row)
     return kept
 

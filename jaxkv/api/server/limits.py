@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import math
 import time
 from collections import Counter, deque
@@ -13,7 +14,7 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxkv.api.openai_format import error_body
@@ -51,8 +52,10 @@ class Refusal(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return error_body(str(self), _KINDS.get(self.status, kind), key=self.key, code=self.code)
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self) -> Response:
+        """Returns the answer, in ASCII: its message may have halves of surrogate pairs."""
+        body = json.dumps(self.body)
+        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 class Gate:

@@ -1,0 +1,182 @@
+"""Makes jaxkv a model provider of Inspect (`pip install "jaxkv[inspect]"`), which finds it by its
+entry point:
+
+    inspect eval task.py --model jaxkv/path/to/checkpoint -M max_num_seqs=64
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from inspect_ai.model import (
+    ChatCompletionChoice,
+    ChatMessage,
+    ChatMessageAssistant,
+    ContentText,
+    GenerateConfig,
+    Logprobs,
+    ModelAPI,
+    ModelOutput,
+    ModelUsage,
+    StopReason,
+    modelapi,
+)
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+from jaxkv.api.openai_format import CHAT, Answer, read_body
+
+if TYPE_CHECKING:
+    from jaxkv.requests.outputs import RequestOutput
+
+KEYS = {"num_choices": "n", "stop_seqs": "stop"} | {
+    name: name
+    for name in (
+        *("frequency_penalty", "logit_bias", "logprobs", "max_tokens", "presence_penalty"),
+        *("seed", "temperature", "top_k", "top_logprobs", "top_p"),
+    )
+}
+"""Fields of `GenerateConfig` by what a body of OpenAI's calls them."""
+
+OF_INSPECT = {
+    *("adaptive_connections", "attempt_timeout", "batch", "cache", "cache_prompt", "extra_body"),
+    *("fail_on_refusal", "internal_tools", "max_connections", "max_retries", "max_tool_output"),
+    *("parallel_tool_calls", "reasoning_history", "stream_idle_timeout", "system_message"),
+    "timeout",
+}
+"""Fields that Inspect reads itself, or that ask for nothing here."""
+
+STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "max_tokens"}
+
+
+@modelapi(name="jaxkv")
+class JaxKV(ModelAPI):
+    """Answers Inspect's samples with an `AsyncLLM`, which batches those that run at once.
+
+    model_name: a directory or a hub id. model_args: what `LLM` takes.
+    Raises: ValueError for base_url and api_key, and what `LLM` raises.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig | None = None,
+        **model_args: Any,
+    ) -> None:
+        for name, value in (("base_url", base_url), ("api_key", api_key)):
+            if value is not None:
+                raise ValueError(f"{name}: expected none: the model runs in this process")
+        super().__init__(model_name, config=config or GenerateConfig())
+        from jaxkv.api.async_llm import AsyncLLM
+
+        self.llm = AsyncLLM(model_name, **model_args)
+        if self.llm._llm.get_tokenizer() is None:
+            raise ValueError("tokenizer: expected one, got skip_tokenizer_init=True")
+
+    def close(self) -> None:
+        """Ends the engine and gives its memory back."""
+        self.llm.shutdown()
+
+    def max_connections(self) -> int:
+        """Returns how many samples run at once where nothing is said: enough for every row."""
+        return 2 * self.llm._llm._blueprint.limits.max_num_seqs
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Returns the tokens of a text."""
+        tokens: list[int] = (await self.llm.render(text))["prompt_token_ids"]
+        return tokens
+
+    async def count_text_tokens(self, text: str) -> int:
+        """Counts the tokens of a text."""
+        return len(await self.tokenize(text)) if text else 0
+
+    async def generate(
+        self,
+        input: list[ChatMessage],
+        tools: list[ToolInfo],
+        tool_choice: ToolChoice,
+        config: GenerateConfig,
+    ) -> ModelOutput:
+        """Answers a conversation.
+
+        Raises: ValueError naming what is not supported: tools (calls in answers are not parsed),
+        contents that are no text, and fields of the config that would be ignored.
+        """
+        if tools and tool_choice != "none":
+            raise ValueError("tools: expected none: calls in a model's answer are not parsed here")
+        body = _body(config) | {"messages": _messages(input)}
+        asked = read_body(CHAT, body, self.llm.get_default_sampling_params())
+        started = time.perf_counter()
+        last: RequestOutput | None = None
+        async with aclosing(self.llm.generate(asked.inputs[0], asked.params)) as outputs:
+            async for output in outputs:
+                last = output
+        if last is None or any(one.finish_reason == "abort" for one in last.outputs):
+            raise RuntimeError("the engine has ended")
+        tokenizer = await self.llm.get_tokenizer()
+        answer = Answer(asked=asked, model=self.model_name, decode=tokenizer.decode).whole([last])
+        return ModelOutput(
+            model=self.model_name,
+            choices=[self._choice(choice) for choice in answer["choices"]],
+            usage=_usage(answer["usage"]),
+            time=time.perf_counter() - started,
+        )
+
+    def _choice(self, choice: dict[str, Any]) -> ChatCompletionChoice:
+        scores = choice["logprobs"]
+        return ChatCompletionChoice(
+            message=ChatMessageAssistant(
+                content=choice["message"]["content"], model=self.model_name, source="generate"
+            ),
+            stop_reason=STOP_REASONS[choice["finish_reason"]],
+            logprobs=None if scores is None else Logprobs(content=scores["content"]),
+        )
+
+
+def _body(config: GenerateConfig) -> dict[str, Any]:
+    """Returns what a config asks for in OpenAI's words; `extra_body` adds keys of the server's."""
+    given = config.model_dump(exclude_none=True)
+    if unknown := sorted(given.keys() - KEYS.keys() - OF_INSPECT):
+        raise ValueError(f"{', '.join(unknown)}: not supported")
+    body = {key: given[name] for name, key in KEYS.items() if name in given}
+    if not body.get("logprobs"):
+        body.pop("top_logprobs", None)
+    more = given.get("extra_body", {})
+    if twice := sorted(more.keys() & (body.keys() | {"messages", "stream"})):
+        raise ValueError(f"extra_body: expected other keys than {', '.join(twice)}")
+    return body | more
+
+
+def _messages(given: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Returns OpenAI's form of a conversation."""
+    messages = []
+    for number, message in enumerate(given):
+        if message.role == "tool" or (message.role == "assistant" and message.tool_calls):
+            raise ValueError(f"message {number}: expected no tool calls, nor their results")
+        content: Any = message.content
+        if not isinstance(content, str):
+            content = [_part(part) for part in content]
+        messages.append({"role": message.role, "content": content})
+    return messages
+
+
+def _part(part: Any) -> dict[str, Any]:
+    """Returns a part of a content. One that is no text is refused by its kind where it is read."""
+    if isinstance(part, ContentText):
+        return {"type": "text", "text": part.text}
+    return {"type": part.type}
+
+
+def _usage(counted: dict[str, Any]) -> ModelUsage:
+    """Returns the counts of tokens as Inspect has them: those from the cache apart."""
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return ModelUsage(
+        input_tokens=counted["prompt_tokens"] - cached,
+        output_tokens=counted["completion_tokens"],
+        total_tokens=counted["total_tokens"],
+        input_tokens_cache_read=cached,
+    )
