@@ -116,6 +116,17 @@ OF_VLLM = {
     "logits_processors": None,
     "skip_reading_prefix_cache": None,
     "extra_args": None,
+    "flat_logprobs": None,  # False in vLLM, which is taken too
+    "logprob_token_ids": None,
+    "prompt_logprob_start": None,
+    "prompt_logprob_token_ids": None,
+    "repetition_detection": None,
+    "routed_experts_prompt_start": None,
+    "stream_interval": None,
+    "thinking_token_budget": None,
+    "trace_decode_token_ids": None,
+    "watermarking": None,
+    "skip_clone": False,
     "output_kind": RequestOutputKind.CUMULATIVE,
     "best_of": None,
 }

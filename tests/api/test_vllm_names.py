@@ -341,7 +341,7 @@ def test_what_is_absent_is_said_in_one_sentence(llm):
         lambda: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}): "multi_modal_data",
         lambda: LLM(speculative_config={"model": "x"}): "speculative_config: expected None",
         lambda: LLM(enable_lora=True): "enable_lora: expected False .a vLLM argument",
-        lambda: LLM(runner=np.array([1, 2])): "runner: expected 'auto' or 'generate'",
+        lambda: LLM(tokenizer_mode=np.array([1, 2])): "tokenizer_mode: expected 'auto' or 'hf'",
         lambda: LLM(attention_backend="FLASH_ATTN"): "attention_backend: .*nearest: backend",
         lambda: SamplingParams(best_of=np.array([1, 1])): "best_of: expected None or n=1",
         lambda: llm.chat(
