@@ -62,8 +62,8 @@ def make_parts(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
     """
     if options.disaggregate is None:
         return [_make_part(options, model, devices)]
-    _refuse_model(model)
     first, second = options.disaggregate
+    _refuse_model(model, is_even=first == second)
     if first + second > len(devices):
         raise ValueError(
             f"disaggregate: expected at most {len(devices)} devices in all, the devices here, got "
@@ -97,14 +97,18 @@ def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
     return Part(model=model, blueprint=blueprint, budget=budget, files=files)
 
 
-def _refuse_model(model: Model) -> None:
+def _refuse_model(model: Model, *, is_even: bool) -> None:
     """Raises: NotImplementedError for one that does not go with `disaggregate`."""
     if model.pooling is not None:
         raise NotImplementedError(
             f"disaggregate: {model.directory}: a model that pools has prompts only"
         )
-    if model.spec.states or model.spec.depends_on_context:
-        kept = "recurrent states" if model.spec.states else "rotations by a request's length"
+    if model.spec.depends_on_context:
         raise NotImplementedError(
-            f"disaggregate: {model.directory}: its pages are not all of a prompt ({kept})"
+            f"disaggregate: {model.directory}: its pages depend on how long a request may get"
+        )
+    if model.spec.states and not is_even:
+        raise NotImplementedError(
+            "disaggregate: expected as many devices for prompts as for outputs with recurrent "
+            "states, which lie as devices divide them"
         )

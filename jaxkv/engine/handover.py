@@ -16,7 +16,7 @@ from typing import TypeVar
 from jaxkv.config import SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import arrived
-from jaxkv.engine.saving import extract, form_of, insert
+from jaxkv.engine.saving import extract, form_of, insert, page_form
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.errors import CapacityError, Catch, EngineDeadError
 from jaxkv.holding.hold import Hold
@@ -28,6 +28,9 @@ from jaxkv.weights.tree import Weights
 T = TypeVar("T")
 
 PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+
+LOOP_STEPS = 2
+"""Steps of a decode loop while prompts are being computed, which come between two loops."""
 
 WAIT_S = 0.02
 """How long a step waits for a prompt where nothing else is to be done: whoever has a request to add
@@ -63,13 +66,16 @@ class Handover:
     """
 
     def __init__(self, prefill: Engine, decode: Engine) -> None:
-        forms = [form_of(prefill.kv), form_of(decode.kv)]
+        # Pages that are alike are copied as they are, others by token.
+        forms = [page_form(prefill.kv), page_form(decode.kv)]
+        if forms[0] != forms[1]:
+            forms = [form_of(prefill.kv), form_of(decode.kv)]
         if forms[0] != forms[1]:
             raise NotImplementedError(
                 f"disaggregate: expected as many devices for prompts as for outputs with a "
                 f"quantised KV cache, whose pages differ: {forms[0]}, {forms[1]}"
             )
-        self._prefill, self._decode = _Prefill(prefill), decode
+        self._prefill, self._decode = _Prefill(prefill, forms[0]), decode
         self._coming: dict[Request, _Coming] = {}
         """Submissions by their twins."""
         self._moving: Request | None = None
@@ -131,6 +137,8 @@ class Handover:
                     self._is_under_way = True
                     self._collect(wait_s=0 if self._decode.has_work or self._ready else WAIT_S)
                     self._hand_over()
+                    most = self.scheduler.config.decode_steps
+                    self.scheduler.loop_steps = min(LOOP_STEPS, most) if self._coming else most
                 finally:
                     self._is_under_way = False
             finally:  # the line above may be the one that is cut off
@@ -201,7 +209,8 @@ class Handover:
         prompt tokens that are to be scored it has to see, and under a policy it decides what stays.
         """
         size = self.scheduler.config.block_size
-        if request.hold.retention is not None or request.most_cached < request.prompt_len - 1:
+        most = self.scheduler.most_cached(request)
+        if request.hold.retention is not None or most < request.prompt_len - 1:
             return False
         hold = _hold(request)
 
@@ -274,7 +283,7 @@ class Handover:
 class _Prefill:
     """Takes the steps of the prefill engine, in a thread that nothing else is done in."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, form: str) -> None:
         self.arriving: deque[Request] = deque()
         self.leaving: deque[Request] = deque()
         """Twins that other threads want computed, and that they want no more."""
@@ -285,10 +294,10 @@ class _Prefill:
         self._engine = engine
         self._running: list[Request] = []
         self._is_ended = False
-        kv, size = engine.kv, engine.scheduler.config.block_size
+        size = engine.scheduler.config.block_size
         # Both engines have the same model: what it is nobody asks.
         self._origin = Origin(
-            model="", dtype="", codec="", form=form_of(kv), page_size=size, weights="", tokenizer=""
+            model="", dtype="", codec="", form=form, page_size=size, weights="", tokenizer=""
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxkv-prefill")
         self._steps: Future[None] | None = None

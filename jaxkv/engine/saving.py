@@ -20,7 +20,7 @@ from jaxkv.errors import CapacityError, SavedFileError
 from jaxkv.holding.hold import Hold, Part
 from jaxkv.holding.prefix import PageChain
 from jaxkv.kv.codecs import PlainCodec
-from jaxkv.kv.layout import described
+from jaxkv.kv.layout import PageLayout, described
 from jaxkv.kv.saved import BY_TOKEN, Origin, SavedPages, rounded
 from jaxkv.kv.state import PagedKV
 from jaxkv.programs.pages import read_pages, read_states, write_pages, write_states
@@ -245,28 +245,34 @@ def _arrays(
     """Returns the arrays of some pages of store s, which have the tokens at these positions, in
     every layer, [L, C, ...].
     """
-    store = engine.kv.stores[s]
-    layout, size = store.layout, store.page_size
-    found = [
+    store, by_token = engine.kv.stores[s], saved.origin.form == BY_TOKEN
+    unit = 1 if by_token else store.page_size
+    given = []
+    for layer in own:
+        begin = (span.start - saved.firsts[layer]) // unit
+        given.append([x[begin : begin + len(span) // unit] for x in saved.layers[layer]])
+    if by_token:
+        given = _packed(store.layout, given)
+    found = tuple(
         np.zeros((store.num_layers, MOVED_AT_ONCE, *x.shape[1:]), x.dtype) for x in store.arrays
-    ]
-    for layer, index in own.items():
-        begin = span.start - saved.firsts[layer]
-        if saved.origin.form == BY_TOKEN:
-            given = [
-                _wide(x[begin : begin + len(span)], layout.head_dim) for x in saved.layers[layer]
-            ]
-            packed = layout.pack(given[0], given[1] if len(given) > 1 else None)
-            own_pages = [np.asarray(x)[0] for x in packed]
-        else:
-            first = begin // size
-            own_pages = [x[first : first + len(span) // size] for x in saved.layers[layer]]
-        for whole, some in zip(found, own_pages, strict=True):
+    )
+    for index, pages in zip(own.values(), given, strict=True):
+        for whole, some in zip(found, pages, strict=True):
             whole[index, : len(some)] = some
-    return tuple(found)
+    return found
 
 
-def _wide(x_TKH: np.ndarray, size: int) -> jax.Array:
-    """Returns vectors [1, T, K, H] with zeros behind them, as pages of a larger head size have."""
-    missing = size - x_TKH.shape[-1]
-    return jax.device_put(np.pad(x_TKH.astype(np.float32), ((0, 0), (0, 0), (0, missing)))[None])
+def _packed(layout: PageLayout, given: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
+    """Returns the pages of keys and values by layer, with zeros behind them as larger heads have.
+    They are MOVED_AT_ONCE always: what packs them is compiled for each number once.
+    """
+    wide = []
+    for of_layers in zip(*given, strict=True):
+        num_tokens, heads, head_dim = of_layers[0].shape
+        shape = (len(of_layers), MOVED_AT_ONCE * layout.page_size, heads, layout.head_dim)
+        whole = np.zeros(shape, np.float32)
+        for i, x_TKH in enumerate(of_layers):
+            whole[i, :num_tokens, :, :head_dim] = x_TKH
+        wide.append(jax.device_put(whole))
+    packed = [np.asarray(x) for x in layout.pack(wide[0], wide[1] if len(wide) > 1 else None)]
+    return [list(pages) for pages in zip(*packed, strict=True)]

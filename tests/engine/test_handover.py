@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from families import text_config
 from interrupt import Interrupt
 from jaxkv import LLM, SamplingParams
 from jaxkv.engine import handover
@@ -110,6 +111,38 @@ def test_tokens_are_those_of_one_engine_and_no_page_is_lost(front, llms):
     num_before = engine_of(before).scheduler.num_looked_up
     assert finish(front, submitted(here, prompts()[3:4], params()[:1]))
     assert engine_of(before).scheduler.num_looked_up == num_before
+
+
+@pytest.mark.slow
+def test_recurrent_states_go_over_with_their_pages(tmp_path):
+    directory = make_checkpoint(tmp_path, text_config("lfm2"))
+    llms = [small(directory) for _ in range(3)]
+    front = Handover(engine_of(llms[1]), engine_of(llms[2]))
+    asked = params()[:1] * 4
+    wanted = llms[0].generate(prompts()[2:6], asked, use_tqdm=False)
+    submissions = submitted(llms[2], prompts()[2:6], asked)
+    found = finish(front, submissions)
+    assert [tokens for tokens, _ in found] == [one.outputs[0].token_ids for one in wanted]
+    cached = [submission.output().num_cached_tokens for submission in submissions]
+    assert cached == [(length - 1) // 8 * 8 for length in LENGTHS[2:6]]
+    check(front, llms)
+
+
+def test_loops_are_short_while_prompts_are_computed(front, llms, monkeypatch):
+    """What is handed over comes between two of them."""
+    seen, scheduler = set(), engine_of(llms[2]).scheduler
+    plan = scheduler.plan
+
+    def planned():
+        made = plan()
+        seen.add((bool(front._coming), getattr(made, "num_steps", 0)))
+        return made
+
+    monkeypatch.setattr(scheduler, "plan", planned)
+    assert finish(front, submitted(llms[2], prompts(6)[:6], params()[:1] * 6))
+    check(front, llms)
+    assert {steps for is_coming, steps in seen if is_coming} <= {0, 1, 2}
+    assert max(steps for is_coming, steps in seen if not is_coming) == 8
 
 
 @pytest.mark.slow
