@@ -17,7 +17,7 @@ SAID = re.compile(r"print\(.*\)  # ([^:\n]*)")
     [
         ("docs/functional.md", 8, 8),
         ("docs/pooling.md", 1, 0),
-        ("docs/pictures.md", 1, 0),
+        ("docs/pictures.md", 2, 0),
         ("docs/sessions.md", 6, 8),
         ("docs/tiers.md", 1, 0),
         ("docs/usage.md", 3, 0),

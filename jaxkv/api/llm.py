@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import RLock
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -29,7 +29,6 @@ from jaxkv.api.description import describe
 from jaxkv.api.part import make_parts
 from jaxkv.api.pooling import PoolingCalls
 from jaxkv.api.session import PREFILL, Home, Session, chat_options
-from jaxkv.api.views import PageRecording, cached_pages, memory_picture, page_frame
 from jaxkv.build.compile_cache import use_compile_cache
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.model import Model, find_model
@@ -55,13 +54,14 @@ from jaxkv.holding.directory import Directory
 from jaxkv.holding.prefix import root_key
 from jaxkv.kv.saved import Origin, fingerprint
 from jaxkv.ops.attention import check_backend
-from jaxkv.pictures.markup import Picture, escape, html, tag
-from jaxkv.pictures.pages import page_map
-from jaxkv.pictures.prefix import prefix_tree
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput, RequestOutputs
 from jaxkv.requests.prompts import Prompt, is_conversation, listed
 from jaxkv.requests.request import Submission
+
+if TYPE_CHECKING:
+    from jaxkv.api.views import PageRecording
+    from jaxkv.pictures.markup import Picture
 
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
@@ -462,22 +462,22 @@ class LLM(PoolingCalls):
         """Records who holds which pages after each step: `with llm.record_pages() as pages:`, and
         `pages.picture()` draws them. Costs nothing outside of that block.
         """
+        from jaxkv.api.views import PageRecording
+
         return PageRecording(self._engine)
 
     def prefix_tree(self) -> Picture:
         """Draws what the prefix cache keeps and who holds it, as a tree with its texts, of whoever
         has sent them.
         """
-        with self._lock:
-            pages = cached_pages(self._engine.scheduler)
-            decode = self._intake.decode if self._intake.has_tokenizer else None
-            return prefix_tree(pages, decode)
+        from jaxkv.api.views import prefix_picture
+
+        return prefix_picture(self._engine, self._intake)
 
     def _repr_html_(self) -> str:
-        with self._lock:
-            frame = page_frame(self._engine.scheduler)
-            memory = memory_picture(self._budget, self._engine.programs)
-        return html(tag("pre", escape(self.describe())), memory, page_map(frame))
+        from jaxkv.api.views import engine_html
+
+        return engine_html(self.describe(), self._engine, self._budget)
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache: nothing computed so far is used for requests that come from now

@@ -10,11 +10,12 @@ from typing import Self
 from jaxkv.build.memory import Budget
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.scheduler import Scheduler
-from jaxkv.pictures.markup import Picture
+from jaxkv.pictures.markup import Picture, escape, html, tag
 from jaxkv.pictures.memory import stacked_bars
 from jaxkv.pictures.pages import PageFrame, page_map
-from jaxkv.pictures.prefix import CachedPage
+from jaxkv.pictures.prefix import CachedPage, prefix_tree
 from jaxkv.programs.compiled import Programs
+from jaxkv.requests.intake import Intake
 
 GIB = 2**30
 
@@ -33,7 +34,10 @@ def page_frame(scheduler: Scheduler, step: int | None = None) -> PageFrame:
     return PageFrame(
         num_pages=scheduler.allocator.num_pages,
         holders=tuple(
-            (request.id, tuple(page for part in request.hold.parts for page in part.pages))
+            (
+                f"request {request.id}",
+                tuple(page for part in request.hold.parts for page in part.pages),
+            )
             for request in requests
         ),
         cached=scheduler.allocator.cached,
@@ -94,7 +98,21 @@ def cached_pages(scheduler: Scheduler) -> list[CachedPage]:
     ]
 
 
-def memory_picture(budget: Budget, programs: Programs) -> Picture:
+def prefix_picture(engine: Engine, intake: Intake) -> Picture:
+    """Draws the prefix cache, with its texts if there is a tokenizer."""
+    with engine.lock:
+        pages = cached_pages(engine.scheduler)
+    return prefix_tree(pages, intake.decode if intake.has_tokenizer else None)
+
+
+def engine_html(description: str, engine: Engine, budget: Budget) -> Picture:
+    """Shows a description of an engine, its memory, and its pages now."""
+    with engine.lock:
+        frame, memory = page_frame(engine.scheduler), _memory(budget, engine.programs)
+    return html(tag("pre", escape(description)), memory, page_map(frame))
+
+
+def _memory(budget: Budget, programs: Programs) -> Picture:
     """Draws what takes a part of the device's memory; what is left stands beside it, which on a CPU
     would leave no room for the rest.
     """

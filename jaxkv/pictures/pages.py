@@ -1,4 +1,4 @@
-"""Draws which request holds which pages of the pool: at one moment, or step by step."""
+"""Draws who holds which pages of the pool: at one moment, or step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SQUARES = 40_000
 """Squares of all steps together."""
 
 MAX_NAMES = 14
-"""Requests in the legend."""
+"""Holders in the legend."""
 
 SIZE, PITCH, LEFT, TOP = 12, 14, 56, 46
 
@@ -24,8 +24,8 @@ SIZE, PITCH, LEFT, TOP = 12, 14, 56, 46
 class PageFrame:
     """Holds who has which pages, at some moment or after the `step` that it names was launched.
 
-    holders: (request id, its page ids) of each sequence that has any; the ids of a page in them are
-    as many as the page has references. cached: pages that nobody holds and the prefix cache finds.
+    holders: (name, page ids) of each sequence that has any. cached: pages that nobody holds and the
+    prefix cache finds.
     """
 
     num_pages: int
@@ -34,7 +34,7 @@ class PageFrame:
     step: int | None = None
 
     def references(self) -> Counter[int]:
-        """Counts the holders of each page that has any."""
+        """Counts the holders of each page that has any, as the allocator counts references."""
         return Counter(page for _, pages in self.holders for page in pages)
 
     def describe(self) -> str:
@@ -50,7 +50,8 @@ class PageFrame:
 
 
 def page_map(frames: PageFrame | Sequence[PageFrame]) -> Picture:
-    """Draws a square for each page, in the colour of who holds it; hatched: held by several.
+    """Draws a square for each page, in the colour of who holds it; of one that several hold, which
+    is hatched, in that of the first.
 
     One frame gives SVG, several give HTML with a slider over them. Of a pool of more than
     `MAX_PAGES` pages it draws those that are held, of many steps as many as `MAX_SQUARES` squares
@@ -67,12 +68,14 @@ def page_map(frames: PageFrame | Sequence[PageFrame]) -> Picture:
     legend = _legend(colour, end)
     notes = _left_out(frames, shown, places)
     is_several = len(shown) > 1
-    groups = [_frame(one, places, colour, is_hidden=one is not shown[-1]) for one in shown]
+    *before, last = [_frame(one, places, colour) for one in shown]
+    groups = [*(tag("g", one, class_="frame", style="display:none") for one in before)]
+    groups.append(tag("g", last, class_="frame"))
     body = [*_grid(places, columns), *groups, *legend]
     below = end + 18 * -(-(len(legend) // 2) // 4) + 6
     body += [text(LEFT, below + 16 * i, note, class_="soft") for i, note in enumerate(notes)]
     picture = svg(
-        "Pages of the KV cache by request",
+        "Pages of the KV cache",
         f"{shown[-1].describe()}. {' '.join(notes)}",
         LEFT + max(columns * PITCH, 4 * 150) + 20,
         below + 16 * len(notes) + 4,
@@ -100,7 +103,7 @@ def _columns(num_squares: int) -> int:
 def _evenly(frames: Sequence[PageFrame]) -> Sequence[PageFrame]:
     """Returns as many frames as there may be squares, the first and the last among them."""
     most = max(len(frame.references()) + len(frame.cached) for frame in frames)
-    count = max(2, min(len(frames), MAX_SQUARES // min(max(most, 1), MAX_PAGES)))
+    count = max(2, min(len(frames), MAX_SQUARES // min(max(most, 64), MAX_PAGES)))
     if count >= len(frames):
         return frames
     return [frames[i * (len(frames) - 1) // (count - 1)] for i in range(count)]
@@ -127,7 +130,7 @@ def _grid(places: Mapping[int, tuple[int, int]], columns: int) -> list[str]:
     """Draws all squares as empty ones, with the id of the first page of each row."""
     ids = list(places)[::columns]
     return [
-        text(12, 20, "Pages of the KV cache by request", class_="head"),
+        text(12, 20, "Pages of the KV cache", class_="head"),
         *(
             text(LEFT - 6, TOP + i * PITCH + 10, f"{page:,}", class_="soft", text_anchor="end")
             for i, page in enumerate(ids)
@@ -137,29 +140,40 @@ def _grid(places: Mapping[int, tuple[int, int]], columns: int) -> list[str]:
 
 
 def _frame(
-    frame: PageFrame,
-    places: Mapping[int, tuple[int, int]],
-    colour: Mapping[str, str],
-    *,
-    is_hidden: bool,
+    frame: PageFrame, places: Mapping[int, tuple[int, int]], colour: Mapping[str, str]
 ) -> str:
+    """Draws what has changed from empty: each page once, so that a thousand holders of the same
+    pages cost no more than one.
+    """
     said = frame.describe()
     paths = [title(said), text(12, 37, said, class_="soft")]
     cached = _squares(frame.cached, places)
     if cached:
         paths.append(_path(f"cached, held by nobody: {len(frame.cached):,} pages", cached, "kept"))
-    # The first holder of a shared page gives it its colour.
-    for name, pages in reversed(frame.holders):
+    shared = list[int]()
+    for names, pages in _together(frame).items():
+        shared += pages if len(names) > 1 else ()
         if squares := _squares(pages, places):
-            said = f"request {shorten(name, 80)}: {len(pages):,} pages"
-            paths.append(_path(said, squares, "page", fill=colour[name]))
-    shared = [page for page, count in frame.references().items() if count > 1]
+            said = f"{shorten(', '.join(names[:20]), 200)}: {len(pages):,} pages"
+            said = f"{said}, held by {len(names):,}" if len(names) > 1 else said
+            paths.append(_path(said, squares, "page", fill=colour[names[0]]))
     corners = [_corner(places[page]) for page in shared if page in places]
     if corners:
         strokes = "".join(hatch(x, y, SIZE, SIZE, SIZE / 2) for x, y in corners)
-        paths.append(_path(f"held by several requests: {len(shared):,} pages", strokes, "hatch"))
-    style = {"style": "display:none"} if is_hidden else {}
-    return tag("g", "\n".join(paths), class_="frame", **style)
+        paths.append(tag("path", class_="hatch", pointer_events="none", d=strokes))
+    return "\n".join(paths)
+
+
+def _together(frame: PageFrame) -> dict[tuple[str, ...], list[int]]:
+    """Groups pages by who holds them."""
+    holders: dict[int, list[str]] = {}
+    for name, pages in frame.holders:
+        for page in pages:
+            holders.setdefault(page, []).append(name)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for page, names in holders.items():
+        groups.setdefault(tuple(names), []).append(page)
+    return groups
 
 
 def _path(said: str, data: str, class_: str, **attributes: object) -> str:
@@ -184,7 +198,7 @@ def _legend(colour: Mapping[str, str], y: int) -> list[str]:
     ]
     for name, shade in list(colour.items())[:MAX_NAMES]:
         box = tag("rect", fill=shade, x=0, y=0, width=SIZE, height=SIZE)
-        items.append((box, f"request {shorten(name, 14)}"))
+        items.append((box, shorten(name, 20)))
     if len(colour) > MAX_NAMES:
         items.append((tag("g", " "), f"and {len(colour) - MAX_NAMES:,} more"))
     drawn = []
@@ -198,6 +212,7 @@ def _legend(colour: Mapping[str, str], y: int) -> list[str]:
 _SHOW = (
     "const all=this.closest('.jaxkv').querySelectorAll('g.frame');"
     "all.forEach((one,i)=>one.style.display=i==this.value?'':'none');"
+    "this.ariaValueText=all[this.value].querySelector('title').textContent"
 )
 
 
@@ -208,7 +223,6 @@ def _slider(count: int) -> str:
         min=0,
         max=count - 1,
         value=count - 1,
-        aria_label="step",
         style="width:22em;vertical-align:middle",
         oninput=_SHOW,
     )

@@ -111,7 +111,7 @@ def _box(run: _Run, scale: float, decode: Callable[[Sequence[int]], str] | None)
     first, last = run.pages[0], run.pages[-1]
     x, y = LEFT + run.start * scale, float(TOP + run.line * LINE)
     width, height = len(run.pages) * scale, float(run.num_lines * LINE - 3)
-    ids = f"page {first.page}" if len(run.pages) == 1 else f"pages {first.page} to {last.page}"
+    ids = f"first {first.page}, last {last.page}"
     said = f"{len(run.pages):,} pages ({ids}), held by {first.num_holders}"
     label = f"{len(run.pages):,}"
     if decode is not None:

@@ -42,7 +42,7 @@ def outputs_html(outputs: Sequence[RequestOutput]) -> Picture:
 def _row(output: RequestOutput, one: CompletionOutput | None) -> list[str]:
     prompt = output.prompt
     if prompt is None:
-        prompt = f"token ids {output.prompt_token_ids[:40]}"
+        prompt = " ".join(map(str, output.prompt_token_ids[:MAX_CHARACTERS]))
     number, done = "0", "no completion"
     if one is not None:
         number, done = f"{len(one.token_ids):,}", one.finish_reason or "not yet"
@@ -153,7 +153,7 @@ def _table(
 
     def line(name: str, cells: Sequence[str]) -> str:
         written = (
-            tag(name, cell or " ", class_="number" if column in numbers else "said")
+            tag(name, cell or " ", **({"class_": "number"} if column in numbers else {}))
             for column, cell in enumerate(cells)
         )
         return tag("tr", "".join(written))
