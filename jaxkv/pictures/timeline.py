@@ -69,7 +69,7 @@ def timeline(outputs: RequestOutput | Iterable[RequestOutput]) -> Picture:
     shown, begin = lanes[:MAX_LANES], lanes[0][1][0].start if lanes else 0.0
     span = max([parts[-1].end - begin for _, parts in shown], default=0.0) or 1.0
     scale, height = WIDTH / span, TOP + LANE * len(shown)
-    lines = [text(12, 22, f"{len(lanes):,} requests over {span:.3g} s", class_="head")]
+    lines = [text(12, 22, f"{len(shown):,} requests over {span:.3g} s", class_="head")]
     for i, (name, colour) in enumerate(COLOUR.items()):
         lines.append(_bar(name, colour, LEFT + 110.0 * i, 32.0, 22.0))
         lines.append(text(LEFT + 110 * i + 28, 42, name))
