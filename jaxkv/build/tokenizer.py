@@ -57,15 +57,31 @@ def load_tokenizer(directory: Path) -> Any:
 
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 OF_MODELS = {
+    "CohereTokenizer": ("cohere", "cohere2"),
+    "GPT2Tokenizer": ("gpt2", "gpt_neo", "gptj", "jais2", "opt", "phi", "starcoder2"),
+    "GPTNeoXTokenizer": ("falcon_mamba", "gpt_neox", "mamba", "mamba2", "olmo", "olmoe"),
+    "GemmaTokenizer": (
+        *("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text"),
+        "recurrent_gemma",
+    ),
     "LlamaTokenizer": ("llama",),
-    "Qwen2Tokenizer": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
-    "GemmaTokenizer": ("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text"),
+    "Qwen2Tokenizer": ("qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    "Qwen3_5Tokenizer": ("qwen3_5_text",),
 }
 """Classes that AutoTokenizer takes of these model types where tokenizer_config.json names them."""
 
+ALWAYS = {
+    "qwen2": "Qwen2Tokenizer",
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
+}
+"""Classes that it takes of these model types, whatever is named."""
+
 ALWAYS_GENERIC = (
     *("mistral", "mixtral", "ministral", "ministral3", "mistral3"),
-    *("granite", "granitemoe", "granitemoehybrid", "olmo2", "olmo3", "glm4", "glm4_moe"),
+    *("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"),
+    *("olmo2", "olmo3", "olmo_hybrid", "flex_olmo", "glm", "glm4", "glm4_moe", "glm4_moe_lite"),
+    *("ernie4_5", "ernie4_5_moe", "hyperclovax", "jamba", "mimo_v2_flash", "minicpm3"),
+    *("minimax_m2", "nemotron", "persimmon", "phi3", "phimoe", "stablelm"),
 )
 """Model types of which it takes the generic class, whatever is named."""
 
@@ -83,17 +99,21 @@ def known_class(directory: Path) -> Any | None:
         return None
     import transformers
 
-    name = name if name in GENERIC else name.removesuffix("Fast")
     model = directory / "config.json"
     model_type = check_json(model).get("model_type") if model.is_file() else None
+    if not isinstance(model_type, str | None):
+        return None
+    if model_type in ALWAYS:
+        return getattr(transformers, ALWAYS[model_type], None)
     if name in GENERIC or model_type in ALWAYS_GENERIC:
         return transformers.PreTrainedTokenizerFast
+    name = name.removesuffix("Fast")
     if model_type not in OF_MODELS.get(name, ()):
         return None
     # Llama 3's file under Llama 2's name, as some checkpoints have it.
     if name == "LlamaTokenizer" and "ByteLevel" in files[0].read_text(encoding="utf-8"):
         return transformers.PreTrainedTokenizerFast
-    return getattr(transformers, name)
+    return getattr(transformers, name, None)
 
 
 def check_vocabulary(tokenizer: Any, vocab_size: int, directory: Path) -> None:

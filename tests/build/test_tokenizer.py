@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxkv.build.tokenizer import ALWAYS_GENERIC, OF_MODELS, known_class, load_tokenizer
+from jaxkv.build.tokenizer import ALWAYS, ALWAYS_GENERIC, OF_MODELS, known_class, load_tokenizer
 from tokenizers_ import save_tokenizer
 
 TEXTS = ["The end of  the story", " One\n\nby <s> one", "Привет, мир! 12345"]
@@ -22,6 +22,12 @@ TEXTS = ["The end of  the story", " One\n\nby <s> one", "Привет, мир! 1
         ("LlamaTokenizerFast", "mistral", True),
         ("GPT2Tokenizer", "granite", True),
         ("GPT2Tokenizer", "olmo2", True),
+        ("PreTrainedTokenizerFast", "qwen2", True),
+        ("LlamaTokenizerFast", "qwen2", True),
+        ("GPT2Tokenizer", "gpt2", True),
+        ("GPTNeoXTokenizerFast", "gpt_neox", True),
+        ("CohereTokenizerFast", "cohere2", True),
+        ("LlamaTokenizerFast", "phi3", True),
         ("Qwen2Tokenizer", "llama", False),
     ],
 )
@@ -56,8 +62,14 @@ def test_a_llama_tokenizer_of_pieces_is_the_one_that_transformers_chooses(tmp_pa
 
 
 def test_the_classes_of_model_types_are_those_of_transformers():
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+    from transformers.models.auto.tokenization_auto import (
+        MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
+        TOKENIZER_MAPPING_NAMES,
+    )
 
+    for model_type, name in ALWAYS.items():
+        assert TOKENIZER_MAPPING_NAMES[model_type].removesuffix("Fast") == name
+        assert model_type in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
     for name, model_types in OF_MODELS.items():
         for model_type in model_types:
             assert TOKENIZER_MAPPING_NAMES.get(model_type, name).removesuffix("Fast") == name
