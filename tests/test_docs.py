@@ -1,41 +1,124 @@
-"""The blocks of Python in documentation run, in order, and print what they say that they print."""
+"""What documentation says is so: its blocks of Python run, in order, and print what they say that
+they print; messages that it explains are the code's; its links lead somewhere.
+"""
 
+import ast
 import re
+import textwrap
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from jaxkv import LLM
+
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = "# Not run in this page's test: "
 SAID = re.compile(r"print\(.*\)  # ([^:\n]*)")
+PAGES = [
+    ("README.md", 2, 0),
+    ("docs/choosing.md", 1, 0),
+    ("docs/functional.md", 8, 8),
+    ("docs/how_it_works.md", 1, 1),
+    ("docs/pictures.md", 2, 0),
+    ("docs/pooling.md", 1, 0),
+    ("docs/sessions.md", 6, 8),
+    ("docs/start/colab.md", 2, 0),
+    ("docs/start/laptop.md", 1, 0),
+    ("docs/tiers.md", 1, 0),
+    ("docs/transformers.md", 2, 0),
+    ("docs/usage.md", 3, 0),
+]
+ELSEWHERE = ["docs/server.md"]  # tests/api/test_server.py
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
-@pytest.mark.parametrize(
-    ("page", "num_blocks", "num_said"),
-    [
-        ("docs/functional.md", 8, 8),
-        ("docs/pooling.md", 1, 0),
-        ("docs/pictures.md", 2, 0),
-        ("docs/sessions.md", 6, 8),
-        ("docs/tiers.md", 1, 0),
-        ("docs/usage.md", 3, 0),
-        ("README.md", 3, 0),
-    ],
-)
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks_of(page: Path) -> list[str]:
+    """Returns the blocks of Python that run."""
+    found = [textwrap.dedent(text) for _, text in BLOCK.findall(page.read_text(encoding="utf-8"))]
+    return [block for block in found if not block.startswith(NOT_RUN)]
+
+
+@pytest.fixture
+def checkout() -> None:
+    if not (ROOT / "README.md").is_file():
+        pytest.skip("the documentation is in the checkout only")
+
+
+@pytest.mark.usefixtures("checkout")
+@pytest.mark.parametrize(("page", "num_blocks", "num_said"), PAGES)
 def test_the_blocks_of_a_page_run_and_print_what_they_say(
     page, num_blocks, num_said, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    if not (ROOT / page).is_file():
-        pytest.skip(f"{page} is in the checkout only")
-    text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = BLOCK.findall(text.replace('"path/to/checkpoint"', ""))  # the demo model
     names, said = {}, []
+    blocks = blocks_of(ROOT / page)
     for block in blocks:
+        block = block.replace('"path/to/checkpoint"', "")  # the demo model
         exec(compile(block, page, "exec"), names)  # noqa: S102
         printed = capsys.readouterr().out
         said += SAID.findall(block)
         assert all(text.removesuffix(" ...") in printed for text in SAID.findall(block))
     assert (len(blocks), len(said)) == (num_blocks, num_said)
+
+
+@pytest.mark.usefixtures("checkout")
+def test_no_page_has_blocks_that_nothing_runs():
+    have = {page.relative_to(ROOT).as_posix() for page in pages() if blocks_of(page)}
+    assert have == {page for page, _, _ in PAGES} | set(ELSEWHERE)
+
+
+@cache
+def messages() -> list[str]:
+    """Returns every text in the code, with an ellipsis for each field of an f-string."""
+    texts = []
+    for file in sorted((ROOT / "jaxkv").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    one.value if isinstance(one, ast.Constant) else "..." for one in node.values
+                ]
+                texts.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def is_said(message: str) -> bool:
+    """Tells whether the code has a text with these words in this order; `...` is anything."""
+    words = ".*".join(re.escape(part) for part in message.split("..."))
+    pattern = re.compile(words, re.DOTALL)
+    return any(pattern.search(text) for text in messages())
+
+
+@pytest.mark.usefixtures("checkout")
+def test_every_message_that_troubleshooting_explains_is_one_of_the_code():
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = "".join(re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    with pytest.raises(ValueError, match="model_type") as made_of_parts:
+        LLM(hf_overrides={"model_type": "no_model"})
+    messages().append(str(made_of_parts.value))
+    assert len(quoted.splitlines()) > 40
+    assert [message for message in quoted.splitlines() if not is_said(message)] == []
+    assert not is_said("max_model_len: expected at least ..., got ...")
+
+
+@pytest.mark.usefixtures("checkout")
+def test_links_lead_to_files():
+    """Those within docs/ are also checked by `mkdocs build --strict`, with their anchors."""
+    texts = [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "jaxkv/demo/README.md"]
+    assert [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in texts
+        for link in LINK.findall(page.read_text(encoding="utf-8"))
+        if "://" not in link
+        and not link.startswith("#")
+        and not (page.parent / link.split("#")[0]).exists()
+    ] == []
