@@ -60,7 +60,7 @@ drawn = SamplingParams(temperature=0.7, seed=3, ignore_eos=True)
 
 kv, logits = jk.prefill(model, kv, {0: prompt})  # {row: tokens}
 kv, tokens = jk.decode(model, kv, {0: logits[0].argmax()}, n=64, sampling=drawn)
-print(model.tokenizer.decode([*prompt, *tokens[0].tolist()]))
+print(model.tokenizer.decode([*prompt, *tokens[0].tolist()], skip_special_tokens=True))
 print("row lengths:", kv.lengths)
 
 # %% [markdown]
@@ -116,7 +116,8 @@ from jaxkv import LLM
 
 llm = LLM(max_model_len=512, max_num_seqs=4, lazy_compile=True)
 
-start = llm.session("import os\n\n\ndef copy(source, target):\n")
+text = "import os\nimport shutil\n\n\ndef copy(source, target):\n    # Both are names of files"
+start = llm.session(text + " or of directories that exist.\n")
 careful, first = start.generate(SamplingParams(temperature=0, max_tokens=24))
 daring, second = start.generate(SamplingParams(temperature=1, seed=1, max_tokens=24))
 print(first.text)

@@ -41,7 +41,8 @@ def jaxkv(*arguments):
     done = subprocess.run(
         [sys.executable, "-m", "jaxkv", *map(str, arguments)], capture_output=True, text=True
     )
-    print((done.stdout + done.stderr).replace(f"{folder.name}/", ""))
+    said = done.stdout if done.returncode == 0 else done.stdout + done.stderr
+    print(said.replace(f"{folder.name}/", ""))
 
 
 # %% [markdown]
@@ -76,7 +77,7 @@ from IPython.display import SVG, display
 
 picture = Path(folder.name) / "plan.svg"
 jaxkv("plan", model, "--target", "v6e", "v5e:2x2", "tpu7x", *limits, "--svg", picture)
-display(SVG(picture.read_text()))
+display(SVG(picture.read_text().replace(f"{folder.name}/", "")))
 
 # %% [markdown]
 # ## Does it compile?

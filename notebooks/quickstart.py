@@ -50,7 +50,7 @@ def extra():
 
 
 if find_spec("jaxkv") is not None:
-    print("jaxkv", version("jaxkv"), "is installed")
+    print("jaxkv is installed")
 else:
     name = f"jaxkv{extra()} @ {SOURCE}" if SOURCE.startswith("git+") else SOURCE + extra()
     print("installing", name)
@@ -62,7 +62,7 @@ else:
     if old := [name for name in loaded if sys.modules[name].__version__ != version(name)]:
         print("Restart now (Runtime > Restart session), then go on:", *old, "were loaded before")
     else:
-        print("jaxkv", version("jaxkv"), "is installed; no restart is needed")
+        print("installed; no restart is needed")
 
 # %% [markdown]
 # ## 2. Your device
@@ -149,7 +149,8 @@ folder = tempfile.TemporaryDirectory()  # gone when the notebook ends
 demo = Path(jaxkv.__file__).parent / "demo"
 model = MODEL or shutil.copytree(demo, Path(folder.name) / "my-model")
 own = LLM(model, hf_token=TOKEN, max_model_len=512, max_num_seqs=4, lazy_compile=True)
-(output,) = own.generate("import sys", SamplingParams(temperature=0, max_tokens=16))
+params = SamplingParams(temperature=0, max_tokens=16)
+(output,) = own.generate("import sys", params, use_tqdm=False)
 print(output.prompt + output.outputs[0].text)
 
 # %% [markdown]
@@ -158,7 +159,7 @@ print(output.prompt + output.outputs[0].text)
 # is quicker for a first look.)
 
 # %%
-print(own.describe().replace(folder.name, "..."))
+print(own.describe().replace(folder.name, "...").replace(str(Path.home()), "~"))
 
 # %% [markdown]
 # ## 5. Streaming and chat

@@ -51,7 +51,7 @@ def execute(notebook: dict[str, Any]) -> dict[str, Any]:
     import nbformat
     from nbclient import NotebookClient
 
-    node = nbformat.from_dict(notebook)
+    node = nbformat.reads(json.dumps(notebook), as_version=4)
     NotebookClient(node, timeout=300, kernel_name="python3", record_timing=False).execute()
     node.metadata = METADATA
     for cell in node.cells:
