@@ -15,7 +15,7 @@ import random
 from jaxkv import LLM, SamplingParams
 
 held_out = [calendar, random, json.encoder]  # not among the files that the demo model learned from
-texts = [inspect.getsource(module)[:5000] for module in held_out]
+texts = [inspect.getsource(module)[:4500] for module in held_out]
 
 # %% [markdown]
 # ## How it is measured
