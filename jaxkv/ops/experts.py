@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jaxkv.axes import Array
 
-CPU_ROWS, ROWS = 16, 128
-"""Tokens that an expert takes at once. It does not depend on the number of tokens, so neither do
-the bits of a result.
+CPU_ROWS, CPU_FEW_ROWS, ROWS = 16, 4, 128
+"""Tokens that an expert takes at once: on a CPU fewer where experts have two each or less on
+average. A result's bits do not depend on it: there matmuls add up alike for all numbers of rows.
 """
 
 
@@ -115,11 +115,9 @@ def run_experts(
     those of the next expert, whose own block overwrites what this one wrote there. Cost: an
     expert's weights are read once for each of its blocks.
     """
-    fixed = (run, num_experts, on_input)
-    at = {rows: partial(_by_blocks, *fixed, rows) for rows in (CPU_ROWS, ROWS)}
-    return jax.lax.platform_dependent(
-        x_TD, expert_TK, weight_TK, cpu=at[CPU_ROWS], default=at[ROWS]
-    )
+    on_cpu = CPU_FEW_ROWS if expert_TK.size <= 2 * num_experts else CPU_ROWS
+    cpu, default = (partial(_by_blocks, run, num_experts, on_input, x) for x in (on_cpu, ROWS))
+    return jax.lax.platform_dependent(x_TD, expert_TK, weight_TK, cpu=cpu, default=default)
 
 
 def _by_blocks(
