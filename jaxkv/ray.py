@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxkv.api.batch_files.forms import Job
 from jaxkv.api.batch_files.journal import message_of
-from jaxkv.api.batch_files.run import ask, defaults_of, facts_of
+from jaxkv.api.batch_files.run import ask, completed_by, defaults_of, facts_of
 from jaxkv.api.batch_files.sources import MAX_LINE_BYTES
 from jaxkv.api.batch_files.unanswered import Line, read_line
 from jaxkv.config import SamplingParams
@@ -96,7 +96,7 @@ class Generate:
                 message = f"line {line.number}: {message_of(error)}"
                 rows[place] = line.form.refusal(line.line_id, line.number, message)
         requests = [(job.asking.prompt, job.asking.params) for _, job in jobs]
-        with closing(self.llm.as_completed(requests)) as completed:
+        with closing(completed_by(self.llm, requests)) as completed:
             for index, result in completed:
                 place, job = jobs[index]
                 if isinstance(result, ValueError):

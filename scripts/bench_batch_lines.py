@@ -23,6 +23,7 @@ class Instant:
     """Is what `run_batch` uses of an `LLM`."""
 
     compile_s = 0.0
+    pools = False
     model_names = ("instant",)
 
     def identity(self) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Asked:
         return len(self.inputs) * self.params.n
 
 
-class _Keys:
+class Keys:
     """Gives the keys of a body one after the other; None is as absent."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
@@ -146,7 +146,7 @@ def read_body(url: str, body: Mapping[str, Any], defaults: SamplingParams) -> As
 
     Raises: BodyError.
     """
-    keys = _Keys(body)
+    keys = Keys(body)
     try:
         return _read_chat(keys, defaults) if url == CHAT else _read_completion(keys, defaults)
     except BodyError:
@@ -165,8 +165,8 @@ def key_of(error: ValueError, keys: Collection[str]) -> str | None:
     return name if name in keys else None
 
 
-def _read_completion(keys: _Keys, defaults: SamplingParams) -> Asked:
-    prompts = _prompts(keys.take_any("prompt"))
+def _read_completion(keys: Keys, defaults: SamplingParams) -> Asked:
+    prompts = prompts_of(keys.take_any("prompt"))
     echo, top = keys.take("echo", bool, False), keys.take_count("logprobs")
     changes = _sampling(keys)
     has_output = changes.get("max_tokens") != 0 or not echo
@@ -186,7 +186,7 @@ def _read_completion(keys: _Keys, defaults: SamplingParams) -> Asked:
     )
 
 
-def _read_chat(keys: _Keys, defaults: SamplingParams) -> Asked:
+def _read_chat(keys: Keys, defaults: SamplingParams) -> Asked:
     messages = read_messages(keys.take("messages", list))
     wanted, top = keys.take("logprobs", bool, False), keys.take_count("top_logprobs")
     if top is not None and not wanted:
@@ -220,7 +220,7 @@ def _read_chat(keys: _Keys, defaults: SamplingParams) -> Asked:
     )
 
 
-def _asked(keys: _Keys, inputs: list[dict[str, Any]], **read: Any) -> Asked:
+def _asked(keys: Keys, inputs: list[dict[str, Any]], **read: Any) -> Asked:
     """Adds what both kinds of requests have."""
     if (salt := keys.take("cache_salt", str)) is not None:
         inputs = [{**one, "cache_salt": salt} for one in inputs]
@@ -247,7 +247,7 @@ def _asked(keys: _Keys, inputs: list[dict[str, Any]], **read: Any) -> Asked:
     return asked
 
 
-def _sampling(keys: _Keys) -> dict[str, Any]:
+def _sampling(keys: Keys) -> dict[str, Any]:
     """Returns the fields of `SamplingParams` that the body sets under their own names."""
     given = {name: keys.take_any(name) for name in SAME if name in keys}
     for name in ("stop", "bad_words"):
@@ -256,16 +256,16 @@ def _sampling(keys: _Keys) -> dict[str, Any]:
     return given
 
 
-def _prompts(given: Any) -> list[dict[str, Any]]:
+def prompts_of(given: Any, key: str = "prompt") -> list[dict[str, Any]]:
     """Returns the prompts of one text, one list of token ids, or a list of either."""
     one = isinstance(given, str) or (isinstance(given, list) and given and is_int(given[0]))
     prompts = [given] if one else given
     is_list = isinstance(prompts, list) and len(prompts) > 0
     if not is_list or not all(isinstance(one, str | list) for one in prompts):
         raise BodyError(
-            f"prompt: expected a text, a list of token ids, or a list of either, got "
+            f"{key}: expected a text, a list of token ids, or a list of either, got "
             f"{json.dumps(given):.80}",
-            "prompt",
+            key,
         )
     return [{"prompt_token_ids" if isinstance(one, list) else "prompt": one} for one in prompts]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from jaxkv.api.arguments import check_no_lora, check_none
 from jaxkv.build.model import Model
 from jaxkv.build.options import IS_BOOL
 from jaxkv.build.pooling import Pooling, unit
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.handover import Handover
+from jaxkv.engine.streams import complete
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.pooling import (
@@ -40,8 +44,14 @@ class PoolingCalls:
     generates.
     """
 
+    _front: Engine | Handover
     _intake: Intake
     _model: Model
+
+    @property
+    def pools(self) -> bool:
+        """Tells whether the model makes vectors and scores in place of text."""
+        return self._model.pooling is not None
 
     def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         raise NotImplementedError
@@ -61,19 +71,39 @@ class PoolingCalls:
         check_no_lora(lora_request)
         given = listed(prompts)
         params = _listed(pooling_params, len(given), truncate_prompt_tokens)
-        pooling = self._pooling_of()
-        size = pooling.size(self._model.spec.hidden_size)
         for one in params:
-            if one.dimensions is not None and one.dimensions > size:
-                raise ValueError(f"dimensions: expected at most {size}, got {one.dimensions}")
-        vectors = [
-            (request, pooling.embedding(x, one.dimensions, one.normalize))
-            for (request, x), one in zip(self._pooled(given, params, use_tqdm), params, strict=True)
-        ]
-        return [
-            EmbeddingRequestOutput(*_head_of(request, EmbeddingOutput(vector.tolist())))
-            for request, vector in vectors
-        ]
+            self._check_dimensions(one)
+        pooled = zip(self._pooled(given, params, use_tqdm), params, strict=True)
+        return [self._embedding(*done, one) for done, one in pooled]
+
+    def embed_as_completed(
+        self, requests: Iterable[tuple[Prompt, PoolingParams | None]]
+    ) -> Generator[tuple[int, EmbeddingRequestOutput | ValueError]]:
+        """Yields (index, result) of every (prompt, parameters) pair in order of finishing, as
+        `as_completed` does of requests for text.
+        """
+        self._pooling_of()
+        asked: dict[int, tuple[Submission, PoolingParams]] = {}
+
+        def arriving() -> Iterator[tuple[int, Submission | ValueError]]:
+            for index, (prompt, params) in enumerate(requests):
+                try:
+                    (own,) = _listed(params, 1, None)
+                    self._check_dimensions(own)
+                    (submission,) = self._intake.accept_pooling([prompt], [own])
+                except ValueError as error:
+                    yield index, ValueError(str(error).removeprefix("prompt 0: "))
+                    continue
+                asked[index] = submission, own
+                yield index, submission
+
+        with closing(complete(self._front, arriving())) as completed:
+            for index, result in completed:
+                if isinstance(result, ValueError):
+                    yield index, result
+                else:
+                    submission, own = asked.pop(index)
+                    yield index, self._embedding(*_pooled_of(submission), own)
 
     def classify(
         self,
@@ -192,13 +222,19 @@ class PoolingCalls:
         IS_BOOL("use_tqdm", use_tqdm)
         submissions = self._intake.accept_pooling(prompts, params)
         self._run(submissions, use_tqdm)
-        found = []
-        for submission in submissions:
-            (request,) = submission.samples
-            if request.output.pooled_D is None or request.finish_reason != "stop":
-                raise RuntimeError(f"request {request.id} has ended before it was computed")
-            found.append((request, request.output.pooled_D))
-        return found
+        return [_pooled_of(submission) for submission in submissions]
+
+    def _check_dimensions(self, params: PoolingParams) -> None:
+        """Raises ValueError for more dimensions than vectors have."""
+        size = self._pooling_of().size(self._model.spec.hidden_size)
+        if params.dimensions is not None and params.dimensions > size:
+            raise ValueError(f"dimensions: expected at most {size}, got {params.dimensions}")
+
+    def _embedding(
+        self, request: Request, pooled_D: np.ndarray, params: PoolingParams
+    ) -> EmbeddingRequestOutput:
+        vector = self._pooling_of().embedding(pooled_D, params.dimensions, params.normalize)
+        return EmbeddingRequestOutput(*_head_of(request, EmbeddingOutput(vector.tolist())))
 
     def _pooling_of(self) -> Pooling:
         """Returns how the model pools. Raises: ValueError for one that generates."""
@@ -206,6 +242,14 @@ class PoolingCalls:
         if pooling is None:
             raise ValueError('expected LLM(runner="pooling"), got a model that generates')
         return pooling
+
+
+def _pooled_of(submission: Submission) -> tuple[Request, np.ndarray]:
+    """Returns a prompt's request and what was pooled. Raises: RuntimeError if it was ended."""
+    (request,) = submission.samples
+    if request.output.pooled_D is None or request.finish_reason != "stop":
+        raise RuntimeError(f"request {request.id} has ended before it was computed")
+    return request, request.output.pooled_D
 
 
 def _head_of(request: Request, output: Any) -> tuple[str, Any, list[int], int]:

@@ -2,6 +2,7 @@
 `generate` or `chat` gives, and nothing in a line is ignored.
 """
 
+import base64
 import gzip
 import io
 import itertools
@@ -11,12 +12,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxkv.api import cli
 from jaxkv.api.batch_files import open_lines, open_output, run, run_batch
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
+from jaxkv.requests.pooling import PoolingParams
 
 SMALL = {
     "max_model_len": 128,
@@ -214,7 +217,8 @@ REFUSED = {  # in place of parts of a line, what the message says
     "a key": ({"params": {}}, "unknown keys: params"),
     "method": ({"method": "GET"}, "method: expected 'POST', got 'GET'"),
     "no url": ({"url": None}, "url: expected /v1/chat/completions or /v1/completions, got None"),
-    "embeddings": ({"url": "/v1/embeddings"}, "url: .* got '/v1/embeddings' .*not built here"),
+    "embeddings": ({"url": "/v1/embeddings"}, "url: .* got '/v1/embeddings' .*either text or vec"),
+    "moderations": ({"url": "/v1/moderations"}, "url: .* got '/v1/moderations' .*not built here"),
     "body": ({"body": [1]}, "body: expected an object, got list"),
     "model": ({"model": "gpt-4o"}, "model: expected '.*' or 'model', .* got 'gpt-4o'"),
     "no model": ({"model": None}, "model: expected .*, got None"),
@@ -381,6 +385,59 @@ def test_the_rows_of_a_parquet_file_are_lines(tmp_path, rows_of, llm):
         open_lines(str(tmp_path / "no.parquet")),
     ):
         pass
+
+
+@pytest.fixture(scope="module")
+def pooling(checkpoint) -> LLM:
+    return LLM(checkpoint, **SMALL, lazy_compile=True, runner="pooling")
+
+
+def test_lines_for_embeddings_get_the_vectors_of_embed(tmp_path, llm, pooling):
+    url = "/v1/embeddings"
+    good = [
+        line("text", url, input="The end"),
+        line("long", url, input="The end of " * 9, dimensions=7, user="me"),
+        line("ids", url, input=[9, 8, 7], encoding_format="base64"),
+        line("one", url, input=["The end"], encoding_format="float"),
+    ]
+    wrong = {
+        "input: expected one in a line, got 2": line("two", url, input=["a", "b"]),
+        "input: expected a text, a list": line("none", url),
+        "dimensions: expected at most 48": line("wide", url, input="a", dimensions=4800),
+        "dimensions: expected None, a number": line("zero", url, input="a", dimensions=0),
+        "encoding_format: expected one of": line("form", url, input="a", encoding_format="int8"),
+        "wizard: unknown": line("wizard", url, input="a", wizard=1),
+        "model: expected": line("model", url, input="a", model="other"),
+        "empty": line("empty", url, input=""),
+        "either text or vectors": line("chat", CHAT, messages=[USER]),
+        "this model makes vectors": {"id": "plain", "prompt": "x"},
+    }
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(dumped(good + list(wrong.values())))
+    for _ in range(2):  # the second start has nothing to do
+        with path.open("rb") as lines, open_output(tmp_path / "out", lines) as rows:
+            counts = run_batch(pooling, lines, rows, use_tqdm=False)
+    assert (counts.num_written, counts.num_errors) == (0, len(wrong))
+    found = [json.loads(row) for row in (tmp_path / "out").read_bytes().splitlines()]
+    by = {row.get("custom_id") or row["id"]: row for row in found}
+    assert len(by) == len(found) == len(good) + len(wrong)
+    for message, one in wrong.items():
+        error = by[one.get("custom_id", "plain")]["error"]
+        assert message in (error if isinstance(error, str) else error["message"])
+    for one in good:
+        asked = one["body"]["input"]
+        params = PoolingParams(dimensions=one["body"].get("dimensions"))
+        prompt = asked[0] if asked == ["The end"] else asked
+        (want,) = pooling.embed(prompt, pooling_params=params, use_tqdm=False)
+        body = by[one["custom_id"]]["response"]["body"]
+        (item,) = body["data"]
+        vector = item["embedding"]
+        if one["custom_id"] == "ids":
+            vector = np.frombuffer(base64.b64decode(vector), "<f4")
+        np.testing.assert_allclose(vector, want.outputs.embedding, atol=1e-6)
+        assert body["usage"]["prompt_tokens"] == len(want.prompt_token_ids)
+    with pytest.raises(ValueError, match="got a model that generates"):
+        next(llm.embed_as_completed([("The end", None)]))
 
 
 def test_shards_are_all_lines_each_once(rows_of):

@@ -11,8 +11,10 @@ from typing import Any
 
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.requests.outputs import RequestOutput
+from jaxkv.requests.pooling import EmbeddingRequestOutput, PoolingParams
 
 LineId = str | int
+Output = RequestOutput | EmbeddingRequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class Defaults:
     `has_max_tokens`: the run says how many; where it does not, OpenAI's chats go on as long as the
     context allows. `models`: the names by which OpenAI's lines may call the model. `decode`: makes
     text of tokens, None without a tokenizer. `seed`: the run's, of which each line's is made.
+    `pools`: the model makes vectors in place of text.
     """
 
     params: SamplingParams
@@ -29,6 +32,7 @@ class Defaults:
     models: tuple[str, ...]
     decode: Callable[[Sequence[int]], str] | None
     seed: int
+    pools: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Asking:
     """Holds what a line asks of the engine, and what else its form wants to know for the row."""
 
     prompt: Any
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     rest: Any = None
 
 
@@ -77,7 +81,7 @@ class Form(ABC):
         """
 
     @abstractmethod
-    def row(self, job: Job, output: RequestOutput, defaults: Defaults) -> dict[str, Any]:
+    def row(self, job: Job, output: Output, defaults: Defaults) -> dict[str, Any]:
         """Returns the row of a line that ran."""
 
     @abstractmethod
@@ -106,6 +110,8 @@ class Plain(Form):
         raise ValueError(f"id: expected a whole number or a text, got {line_id!r:.80}")
 
     def ask(self, line: Mapping[str, Any], defaults: Defaults) -> Asking:
+        if defaults.pools:
+            raise ValueError("expected a line for /v1/embeddings: this model makes vectors")
         if unknown := sorted(line.keys() - {"id", "params", *_KINDS}):
             raise ValueError(f"unknown keys: {', '.join(unknown)}")
         given = [kind for kind in _KINDS if kind in line]
@@ -123,9 +129,12 @@ class Plain(Form):
         params = replace(defaults.params, **changes)
         return Asking({given[0]: line[given[0]]}, params)
 
-    def row(self, job: Job, output: RequestOutput, defaults: Defaults) -> dict[str, Any]:
+    def row(self, job: Job, output: Output, defaults: Defaults) -> dict[str, Any]:
+        params = job.asking.params
+        if not isinstance(output, RequestOutput) or not isinstance(params, SamplingParams):
+            raise TypeError(f"output: expected one of text, got {type(output).__name__}")
         done = output.outputs[0]
-        is_text = job.asking.params.detokenize and defaults.decode is not None
+        is_text = params.detokenize and defaults.decode is not None
         shown = {"text": done.text} if is_text else {"token_ids": done.token_ids}
         counted = (done.finish_reason, len(output.prompt_token_ids), len(done.token_ids))
         return {"id": job.line_id, **shown, **dict(zip(_COUNTED, counted, strict=True))}

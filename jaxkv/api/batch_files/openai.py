@@ -16,18 +16,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxkv.api.batch_files.forms import Asking, Defaults, Form, Job, LineId, Written
+from jaxkv.api.batch_files.forms import Asking, Defaults, Form, Job, LineId, Output, Written
 from jaxkv.api.openai_format import CHAT, COMPLETIONS, Answer, read_body
-from jaxkv.requests.outputs import RequestOutput
+from jaxkv.api.openai_vectors import EMBEDDINGS, Vectors, read_embedding
 
 KEYS = {"custom_id", "method", "url", "body"}
 _ROW_KEYS = {"id", "custom_id", "response", "error"}
 _BY_NUMBER = "batch_req_line_"
-_NOT_BUILT = ("/v1/embeddings", "/v1/responses", "/v1/moderations")
+_NOT_BUILT = ("/v1/responses", "/v1/moderations")
 
 
 class OpenAI(Form):
-    """Is the form of OpenAI's batches, for chats and completions."""
+    """Is the form of OpenAI's batches, for chats, completions and embeddings."""
 
     def id_of(self, line: Mapping[str, Any]) -> LineId:
         custom_id = line.get("custom_id")
@@ -41,20 +41,22 @@ class OpenAI(Form):
         if line.get("method") != "POST":
             raise ValueError(f"method: expected 'POST', got {line.get('method')!r:.80}")
         url, body = line.get("url"), line.get("body")
-        if url not in (CHAT, COMPLETIONS):
+        possible = (EMBEDDINGS,) if defaults.pools else (CHAT, COMPLETIONS)
+        if not isinstance(url, str) or url not in possible:
             built = " (which is not built here)" if url in _NOT_BUILT else ""
-            raise ValueError(f"url: expected {CHAT} or {COMPLETIONS}, got {url!r:.80}{built}")
+            if url in (CHAT, COMPLETIONS, EMBEDDINGS):
+                built = " (a model makes either text or vectors: --runner)"
+            raise ValueError(f"url: expected {' or '.join(possible)}, got {url!r:.80}{built}")
         if not isinstance(body, dict):
             raise ValueError(f"body: expected an object, got {type(body).__name__}")
         if defaults.decode is None:
             raise ValueError("body: expected a tokenizer, got skip_tokenizer_init=True")
+        if url == EMBEDDINGS:
+            wanted = read_embedding(body)
+            model = _checked_model(wanted.model, defaults)
+            return Asking(wanted.prompt, wanted.params, Vectors(model, is_base64=wanted.is_base64))
         asked = read_body(url, body, defaults.params)
-        if asked.model is None or asked.model not in defaults.models:
-            names = " or ".join(map(repr, defaults.models))
-            raise ValueError(
-                f"model: expected {names}, which this run is of (--served-model-name has another "
-                f"name), got {asked.model!r:.80}"
-            )
+        model = _checked_model(asked.model, defaults)
         if asked.stream:
             raise ValueError("stream: expected false in a batch, got true")
         if len(asked.inputs) > 1:
@@ -63,10 +65,10 @@ class OpenAI(Form):
         if defaults.has_max_tokens and not _says_max_tokens(body):
             params = replace(params, max_tokens=defaults.params.max_tokens)
         name = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{_hex(self.id_of(line))}"
-        answer = Answer(asked=asked, model=asked.model, decode=defaults.decode, id=name)
+        answer = Answer(asked=asked, model=model, decode=defaults.decode, id=name)
         return Asking(asked.inputs[0], params, answer)
 
-    def row(self, job: Job, output: RequestOutput, defaults: Defaults) -> dict[str, Any]:
+    def row(self, job: Job, output: Output, defaults: Defaults) -> dict[str, Any]:
         number, answer = _hex(job.line_id), job.asking.rest
         response = {
             "status_code": 200,
@@ -99,6 +101,17 @@ class OpenAI(Form):
         if not (is_error and number.isascii() and number.isdecimal()):
             raise ValueError(f"id: expected {_BY_NUMBER} and a number, got {row['id']!r:.80}")
         return Written(None, int(number), is_error)
+
+
+def _checked_model(name: str | None, defaults: Defaults) -> str:
+    """Returns the name of the model. Raises: ValueError for another one than the run is of."""
+    if name is not None and name in defaults.models:
+        return name
+    names = " or ".join(map(repr, defaults.models))
+    raise ValueError(
+        f"model: expected {names}, which this run is of (--served-model-name has another name), "
+        f"got {name!r:.80}"
+    )
 
 
 def _hex(line_id: LineId | None) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines
 from jaxkv.api.batch_files.unanswered import Line, Unanswered, is_of
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.requests.outputs import RequestOutput
+from jaxkv.requests.pooling import EmbeddingRequestOutput, PoolingParams
 
 if TYPE_CHECKING:
     from jaxkv.api.llm import LLM
@@ -93,7 +94,7 @@ def run_batch(
             desc="Processed prompts",
             disable=not use_tqdm,
         ) as bar,
-        closing(llm.as_completed(requests)) as completed,
+        closing(completed_by(llm, requests)) as completed,
     ):
         for index, result in completed:
             job = requests.taken.pop(index)
@@ -124,10 +125,11 @@ class _Tally:
         self._llm = llm
         self._started, self._compile_s = time.perf_counter(), llm.compile_s
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput | EmbeddingRequestOutput) -> None:
         self.num_prompt_tokens += len(output.prompt_token_ids)
         self.num_cached_tokens += output.num_cached_tokens
-        self.num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
+        if isinstance(output, RequestOutput):
+            self.num_output_tokens += sum(len(one.token_ids) for one in output.outputs)
 
     @property
     def run_s(self) -> float:
@@ -138,6 +140,16 @@ class _Tally:
         """Returns what the progress bar shows behind it."""
         cached = self.num_cached_tokens / max(1, self.num_prompt_tokens)
         return f"{self.num_output_tokens / self.run_s:.1f} tokens/s, {cached:.0%} cached"
+
+
+def completed_by(
+    llm: LLM, requests: Iterable[tuple[Any, Any]]
+) -> Generator[tuple[int, RequestOutput | EmbeddingRequestOutput | ValueError]]:
+    """Yields the results of what lines ask for, in order of finishing: texts or vectors."""
+    if llm.pools:
+        yield from llm.embed_as_completed(requests)
+    else:
+        yield from llm.as_completed(requests)
 
 
 class _Requests:
@@ -164,7 +176,7 @@ class _Requests:
         self._max_errors = max_errors
         self._num_refused = 0
 
-    def __iter__(self) -> Iterator[tuple[Any, SamplingParams]]:
+    def __iter__(self) -> Iterator[tuple[Any, SamplingParams | PoolingParams]]:
         index = itertools.count()
         for window in self._windows():
             for job in sorted(window, key=_sort_key) if len(window) > 1 else window:
@@ -204,7 +216,7 @@ def ask(line: Line, defaults: Defaults) -> Job:
     if line.refusal is not None or line.line_id is None:
         raise ValueError(line.refusal)
     asking = line.form.ask(line.value, defaults)
-    if asking.params.seed in (None, -1):
+    if isinstance(asking.params, SamplingParams) and asking.params.seed in (None, -1):
         seed = seed_for(defaults.seed, line.line_id)
         asking = replace(asking, params=replace(asking.params, seed=seed))
     return Job(line.line_id, line.form, asking)
@@ -250,6 +262,7 @@ def defaults_of(
             tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
         ),
         seed=0 if chosen.seed in (None, -1) else chosen.seed % 2**64,
+        pools=llm.pools,
     )
 
 
