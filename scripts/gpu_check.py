@@ -3,6 +3,8 @@ where there is none.
 
     python scripts/gpu_check.py                    what this machine can do; a table last
     python scripts/gpu_check.py --compile          compile for sm_90 even with a GPU here
+    # one case for each mechanism, for CI
+    python scripts/gpu_check.py --compile --short
     # an engine's largest step and loop for an H200, too
     python scripts/gpu_check.py --compile --config config.json
     # everything that was measured or counted, too
@@ -41,6 +43,9 @@ from gpu_bench import measure
 from gpu_cases import CHUNK_CONTEXT, INT8_PAGES, PAGES, SHAPES, Case, attend
 
 ENGINE_PAGES = 8000
+SHORT = (("8b", 16), ("h64", 64), ("h256", 64))
+"""Shapes, and the page size of each, that the short form has in bfloat16."""
+
 AT_ONCE = 2
 WITHOUT_GPU = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 H200 = """
@@ -55,7 +60,10 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } device_de
 """  # noqa: E501
 
 
-def compile_cases() -> list[Case]:
+def compile_cases(*, short: bool = False) -> list[Case]:
+    """All shapes, page sizes, codecs and a window; `short`: one case for each of their mechanisms,
+    which are the size of a head, of a page, int8 pages and a window.
+    """
     context = {"decode": 4096, "prefill": CHUNK_CONTEXT}
     plain = [
         Case(
@@ -75,6 +83,13 @@ def compile_cases() -> list[Case]:
     ]
     int8 = [replace(case, codec="int8") for case in plain if case.page_size in INT8_PAGES]
     int8 += [replace(case, codec="int8", page_size=64) for case in windows]
+    if short:
+        one_size = [case for case in plain if (case.shape, case.page_size) in SHORT]
+        return (
+            one_size
+            + windows
+            + [case for case in int8 if case.shape in ("8b", "h256") and case.window is None]
+        )
     return plain + windows + int8
 
 
@@ -283,6 +298,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--compile", action="store_true", help="compile only, even where there is a GPU"
     )
+    parser.add_argument(
+        "--short", action="store_true", help="when compiling: one case for each mechanism"
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="only these")
     parser.add_argument(
         "--deadline", type=float, default=540, help="seconds after which no further cell is begun"
@@ -325,7 +343,9 @@ def main() -> None:
     result: dict[str, Any] = environment() | {"command": " ".join(sys.argv)}
     if options.compile or jax.devices()[0].platform != "gpu":
         cases = [
-            case for case in compile_cases() if not options.shapes or case.shape in options.shapes
+            case
+            for case in compile_cases(short=options.short)
+            if not options.shapes or case.shape in options.shapes
         ]
         result["compiled"] = compile_all(cases)
         print(compiled_table(result["compiled"]))

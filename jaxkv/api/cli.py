@@ -274,13 +274,16 @@ def _add_check(commands: Any) -> None:
     )
     _add_target_options(check, "check")
     check.add_argument(
-        "--all", action="store_true", help="every program, not only the largest of each kind"
+        "--all",
+        action="store_true",
+        help="every program, not only the largest of each kind; kernels at every named shape, "
+        "which takes half an hour",
     )
     check.add_argument(
         "--shape",
         nargs="+",
         metavar="S",
-        help="kernels at these named shapes (default: all, or MODEL's)",
+        help="kernels at these named shapes (default: a few, or MODEL's)",
     )
     check.add_argument("--kernel", choices=("decode", "prefill"), help="only this one")
     check.add_argument(

@@ -99,6 +99,8 @@ class Budget:
     advice: str
     compile_s: float = 0.0
     """Spent on finding `num_pages`."""
+    tried: Programs | None = None
+    """Programs of a pool of that size, where finding it has compiled some."""
 
     @property
     def pool_bytes(self) -> int:
@@ -110,13 +112,19 @@ class Budget:
         Raises: CapacityError if it, or already the pool, does not fit.
         """
         self.check(programs)
-        programs.compile_s += self.compile_s
+        self.hand_over(programs)
         if lazy:
             return
         if self._is_ample:
             programs.compile_in_background()
         else:
             self.compile_all(programs)
+
+    def hand_over(self, programs: Programs) -> None:
+        """Gives the engine's programs what finding the size of its pool has compiled of them."""
+        programs.compile_s += self.compile_s
+        if self.tried is not None:
+            programs.take_over(self.tried)
 
     def compile_all(self, programs: Programs) -> None:
         """Returns when all are compiled. Raises: CapacityError if they do not fit."""

@@ -56,13 +56,13 @@ def plan_pool(
             reason=f"asked for by {name}",
             advice=advice,
         )
-    wanted, compile_s = limits.max_num_seqs * limits.pages_per_row, 0.0
+    wanted, tried = limits.max_num_seqs * limits.pages_per_row, ()
     if memory.pool_limit is None:
         # A small pool bounds the length of rows, and so other inputs: one that only tries the
         # compiler must not.
         rows = replace(limits, num_pages=limits.pages_per_row)
         at_most = min(wanted, _rounded(memory.free // page_nbytes, "accelerator"))
-        most, compile_s = fit_pages(memory, page_nbytes, at_most, partial(programs_for, rows))
+        most, tried = fit_pages(memory, page_nbytes, at_most, partial(programs_for, rows))
     elif (most := memory.pool_limit // page_nbytes) < 1:
         raise CapacityError(
             f"{page_nbytes} bytes needed for one page of KV cache, {memory.pool_limit} free"
@@ -70,15 +70,17 @@ def plan_pool(
     _check_row(limits, most, "memory")
     kind = "cpu" if memory.pool_limit is not None else "accelerator"
     most = max(_rounded(most, kind), _row_pages(limits))
+    num_pages = min(wanted, most)
     return Budget(
         memory=memory,
-        num_pages=min(wanted, most),
+        num_pages=num_pages,
         page_nbytes=page_nbytes,
         reason="what max_num_seqs x max_model_len needs"
         if wanted <= most
         else "as many as memory allows",
         advice="lower max_num_batched_tokens or max_num_seqs, or set num_gpu_blocks_override",
-        compile_s=compile_s,
+        compile_s=sum(programs.compile_s for programs in tried),
+        tried=next((one for one in tried if one.num_pages == num_pages), None),
     )
 
 
@@ -126,21 +128,37 @@ def _asked_pages(
 
 def fit_pages(
     memory: Memory, page_nbytes: int, at_most: int, programs_for: Callable[[int], Programs]
-) -> tuple[int, float]:
-    """Returns (most pages that fit beside the programs, seconds spent compiling), learned from
-    pools below `at_most` pages.
+) -> tuple[int, tuple[Programs, ...]]:
+    """Returns (most pages that fit beside the programs, the programs of both pools of which that
+    was learned).
 
+    The second pool is what fits if temporaries do not grow with pages, as with kernels that update
+    it in place: then that is the answer, and its programs are those of the engine.
     Raises: CapacityError if not even one page fits.
     """
-    small, large = measured = _compile_two(at_most, programs_for)
-    kept = large.wide_bytes + large.num_programs * max(
-        program.code_bytes for program in large.memory
+    first = _compile_first(max(2, at_most // 2), programs_for)
+    kept = first.wide_bytes + first.num_programs * max(
+        program.code_bytes for program in first.memory
     )
-    points = (
-        [(programs.num_pages, one.temp_bytes) for one in programs.memory] for programs in measured
-    )
-    lines = [fit_line(*pair) for pair in zip(*points, strict=True)]
-    return most_pages(memory, page_nbytes, kept, lines), small.compile_s + large.compile_s
+    flat = [(program.temp_bytes, 0) for program in first.memory]
+    smaller = max(1, first.num_pages * 3 // 4)
+    guess = min(at_most, _pages_beside(memory, page_nbytes, kept, flat))
+    guess = _rounded(guess, "accelerator") if guess >= 1 else smaller
+    # Two points make a line.
+    second = programs_for(guess if guess != first.num_pages else smaller)
+    second.take_over(first)
+    try:
+        second.compile_largest()
+    except CapacityError:
+        second = programs_for(smaller)
+        second.take_over(first)
+        second.compile_largest()
+    before = {program.name: program.temp_bytes for program in first.memory}
+    lines = [
+        fit_line((first.num_pages, before[one.name]), (second.num_pages, one.temp_bytes))
+        for one in second.memory
+    ]
+    return most_pages(memory, page_nbytes, kept, lines), (first, second)
 
 
 def most_pages(
@@ -151,10 +169,10 @@ def most_pages(
 
     Raises: CapacityError if not even one page fits.
     """
-    room = memory.free - kept_bytes - int(MARGIN * (memory.free + memory.taken))
     lines = list(lines)
-    num_pages = min((room - fixed) // (page_nbytes + per_page) for fixed, per_page in lines)
+    num_pages = _pages_beside(memory, page_nbytes, kept_bytes, lines)
     if num_pages < 1:
+        room = _room(memory, kept_bytes)
         needed = max(page_nbytes + fixed + per_page for fixed, per_page in lines)
         raise CapacityError(
             f"{needed} bytes needed for one page of KV cache and the programs, {room} free: "
@@ -163,26 +181,33 @@ def most_pages(
     return num_pages
 
 
-def _compile_two(
-    at_most: int, programs_for: Callable[[int], Programs]
-) -> tuple[Programs, Programs]:
-    """Compiles the largest program of each kind for two pools, of which the larger has half of what
-    would fit without programs.
+def _pages_beside(
+    memory: Memory, page_nbytes: int, kept_bytes: int, lines: Iterable[tuple[int, int]]
+) -> int:
+    """Counts as `most_pages`; below 1 where there is no room."""
+    room = _room(memory, kept_bytes)
+    return min((room - fixed) // (page_nbytes + per_page) for fixed, per_page in lines)
+
+
+def _room(memory: Memory, kept_bytes: int) -> int:
+    return memory.free - kept_bytes - int(MARGIN * (memory.free + memory.taken))
+
+
+def _compile_first(num_pages: int, programs_for: Callable[[int], Programs]) -> Programs:
+    """Compiles the largest program of each kind for a pool that has half of what would fit without
+    programs; half of it again if the compiler says that it cannot.
 
     As large as that because a compiler that has memory to spare may spend it: for a small pool it
-    has made three copies where it made one for a large one (docs/benchmarks/memory.md). Half of it
-    again if the compiler says that it cannot.
+    has made three copies where it made one for a large one (docs/benchmarks/memory.md).
     """
-    count = max(2, at_most // 2)
-    pair = programs_for(max(1, count * 3 // 4)), programs_for(count)
+    programs = programs_for(num_pages)
     try:
-        for programs in pair:
-            programs.compile_largest()
+        programs.compile_largest()
     except CapacityError:
-        if count == 2:
+        if num_pages <= 2:
             raise
-        return _compile_two(count, programs_for)
-    return pair
+        return _compile_first(max(2, num_pages // 2), programs_for)
+    return programs
 
 
 def fit_line(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:

@@ -60,6 +60,10 @@ if jax.__version_info__ < (0, 11):
     COMPILER_OPTIONS["cpu"] = {"xla_cpu_use_fusion_emitters": "False"}
 
 
+WITHOUT_POOL = ("draw", "scores", "pool")
+"""Kinds of programs that neither read nor write pages."""
+
+
 class ProgramMemory(NamedTuple):
     """Counts what one program takes on its device beside weights and pool, in bytes, by the
     compiler's own account.
@@ -297,6 +301,22 @@ class Programs:
             return
         drawn = self._drawn_rows[-1]
         self._compile_each([("step", tokens), ("draw", drawn), ("scores", tokens), ("loop", rows)])
+
+    def take_over(self, other: Programs) -> None:
+        """Takes what other programs of the same model and limits have compiled: what has no pool
+        is the same for any, all is for a pool of the same size.
+        """
+
+        def depends_on(programs: Programs) -> tuple[object, ...]:
+            config = programs.config
+            return replace(config, num_pages=1), config.max_len, config.table_width
+
+        if depends_on(self) != depends_on(other):
+            return
+        same_pool = self.num_pages == other.num_pages
+        for key, program in dict(other.executables).items():
+            if same_pool or key[0] in WITHOUT_POOL:
+                self.executables.setdefault(key, program)
 
     def _compile_each(self, wanted: Iterable[tuple[str, int]]) -> None:
         """Compiles what is missing."""

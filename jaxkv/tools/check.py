@@ -26,8 +26,19 @@ AT_ONCE = 2
 QUANTISED = ("int8", "int4")
 """What the kernels take of KV dtypes beside the model's own."""
 
-OTHERS = tuple(("8b", dtype) for dtype in ("float32", *QUANTISED))
-"""Shapes and dtypes that are also checked where nothing is said."""
+USUAL = (("8b", "bfloat16"), ("70b-tp8", "bfloat16"), ("h64-tp8", "bfloat16"), ("8b", "int4"))
+"""Shapes and dtypes that are checked where nothing is said."""
+
+ALL = (
+    *((name, "bfloat16") for name in SHAPES),
+    *(("8b", dtype) for dtype in ("float32", *QUANTISED)),
+)
+"""Those of --all."""
+
+SECONDS = {"decode": 8.0, "prefill": 25.0, "engine": 90.0}
+"""What a job takes on a machine that does nothing else, for the estimate: that of a first line. It
+is corrected by what has been measured as jobs end.
+"""
 
 Job = Case | EngineJob
 
@@ -77,27 +88,51 @@ def check(
         )
     # What the caller has wrong shows in the engines, within seconds.
     verdicts = _run([*engines, *cases], say)
+    if cases:
+        return verdicts
     own = (
         case
         for verdict in verdicts
         if isinstance(verdict.job, EngineJob)
         for case in _own_cases(verdict)
     )
-    return verdicts if cases else verdicts + _run(list(dict.fromkeys(own)), say)
+    return verdicts + _run(list(dict.fromkeys(own)), say)
 
 
 def _run(jobs: Sequence[Job], say: Callable[[str], None]) -> list[Verdict]:
+    if not jobs:
+        return []
     found: dict[Job, dict[str, Any]] = {}
+    left = sum(map(_expected_s, jobs))
+    say(f"{len(jobs)} to compile, {AT_ONCE} at a time: about {_about(left / AT_ONCE)}")
+    taken = expected = 0.0
     with ThreadPoolExecutor(AT_ONCE) as pool:
         waiting = {pool.submit(compile_apart, job): job for job in jobs}
         try:
             for done in as_completed(waiting):
                 job = waiting[done]
                 found[job] = done.result()
-                say(f"[{len(found)}/{len(jobs)}] {job}: {found[job]['compile_s']} s")
+                taken += found[job]["compile_s"]
+                expected += _expected_s(job)
+                left -= _expected_s(job)
+                rest = _about(left * taken / expected / AT_ONCE)
+                say(
+                    f"[{len(found)}/{len(jobs)}] {job}: {found[job]['compile_s']} s"
+                    + (f"; about {rest} left" if len(found) < len(jobs) else "")
+                )
         finally:
             pool.shutdown(cancel_futures=True)
     return [judge(job, found[job]) for job in jobs]
+
+
+def _expected_s(job: Job) -> float:
+    if isinstance(job, Case):
+        return SECONDS[job.kernel]
+    return SECONDS["engine"]
+
+
+def _about(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def judge(job: Job, found: dict[str, Any]) -> Verdict:
@@ -286,18 +321,25 @@ def run(
     else 0.
 
     options: those of `deploy` that were given; without a model their dtype, kv_cache_dtype and
-    block_size are those of the kernels.
+    block_size are those of the kernels. every: all programs of an engine, and without a model
+    kernels at all named shapes.
     """
     targets = [str(parse_target(target)) for target in targets]
-    names = shapes or (() if model else tuple(SHAPES))
-    dtype = options.get("kv_cache_dtype")
-    if dtype not in QUANTISED:
-        dtype = options.get("dtype", "bfloat16")
+    given = options.get("kv_cache_dtype")
+    if given not in QUANTISED:
+        given = options.get("dtype", "bfloat16")
+    if shapes or model:
+        wanted = [(name, given) for name in shapes]
+    elif given == "bfloat16":
+        wanted = list(ALL if every else USUAL)
+    else:
+        wanted = list(dict.fromkeys((name, given) for name, _ in (ALL if every else USUAL)))
     cases_of = partial(named_cases, page_size=options.get("block_size", 64), context=context)
-    cases = cases_of(targets, names, kernels or KERNELS, dtype=dtype)
-    if not model and not shapes and dtype == "bfloat16":
-        for name, other in OTHERS:
-            cases += cases_of(targets, [name], kernels or KERNELS, dtype=other)
+    cases = [
+        case
+        for name, dtype in wanted
+        for case in cases_of(targets, [name], kernels or KERNELS, dtype=dtype)
+    ]
     engines = [
         EngineJob(model=model, target=to, options=tuple(options.items()), every=every)
         for to in targets

@@ -43,6 +43,7 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
     weights = made.abstract_weights()
     budget = made.budget(deployment.memory, weights)
     programs = made.with_pages(budget.num_pages).programs(weights)
+    budget.hand_over(programs)
     if job.every:
         programs.compile_all()
     programs.compile_largest()

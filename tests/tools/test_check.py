@@ -71,16 +71,39 @@ def check(capsys):
     return run
 
 
-def test_without_a_model_every_shape_is_compiled_for_three_chips(compiler, check):
+def test_without_a_model_a_few_shapes_are_compiled_for_three_chips(compiler, check):
     status, out, err = check()
     _, jobs = compiler
     assert status == 0
-    assert out.endswith("72 checked, 0 failed (compiler 1). Compiled, not run.\n")
+    assert out.endswith("24 checked, 0 failed (compiler 1). Compiled, not run.\n")
     assert {(job.chip, job.kernel) for job in jobs} == {
         (chip, kernel) for chip in ("v5e", "v6e", "tpu7x") for kernel in ("decode", "prefill")
     }
-    assert {job.dtype for job in jobs} == {"bfloat16", "float32", "int8", "int4"}
-    assert err.count("\n") == 72
+    assert {job.dtype for job in jobs} == {"bfloat16", "int4"}
+    first, *lines = err.splitlines()
+    assert first == "24 to compile, 2 at a time: about 3 min"
+    assert len(lines) == 24
+    # 1 s each: the estimate follows what is measured.
+    seconds = [int(re.search(r"about (\d+) s left$", line)[1]) for line in lines[:-1]]
+    assert seconds[-1] <= 3
+    assert max(seconds) < 90
+    assert re.fullmatch(r"\[24/24\] .*: 1.0 s", lines[-1])
+
+
+def test_all_shapes_are_compiled_when_asked_for(compiler, check):
+    status, out, _ = check("--all")
+    assert status == 0
+    assert out.endswith("72 checked, 0 failed (compiler 1). Compiled, not run.\n")
+    assert {job.dtype for job in compiler[1]} == {"bfloat16", "float32", "int8", "int4"}
+
+
+def test_a_dtype_is_that_of_all_shapes(compiler, check):
+    check("--target", "v6e", "--kv-cache-dtype", "int8", "--kernel", "decode")
+    assert [(job.name, job.dtype) for job in compiler[1]] == [
+        ("8b", "int8"),
+        ("70b-tp8", "int8"),
+        ("h64-tp8", "int8"),
+    ]
 
 
 @pytest.mark.parametrize(
