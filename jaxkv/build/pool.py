@@ -56,7 +56,8 @@ def plan_pool(
             reason=f"asked for by {name}",
             advice=advice,
         )
-    wanted, tried = limits.max_num_seqs * limits.pages_per_row, ()
+    wanted = limits.max_num_seqs * limits.pages_per_row
+    tried: tuple[Programs, ...] = ()
     if memory.pool_limit is None:
         # A small pool bounds the length of rows, and so other inputs: one that only tries the
         # compiler must not.
