@@ -133,20 +133,21 @@ class SavedPages:
             with safe_open(path, "np") as file:
                 meta = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (AttributeError, SafetensorError) as error:  # numpy has not all of its dtypes
             raise SavedFileError(f"{path}: expected a whole file, got {error}") from error
         header = _header(meta, path)
         try:
             found = cls._of(header, arrays)
             hashes, beside = found._hashes(), found._hash_beside()
+            said, said_beside = list(header["pages"]), header["beside"]
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             what = f"expected what Session.save writes, got {error!r}"
             raise SavedFileError(f"{path}: {what}") from error
-        if hashes != header["pages"]:
-            pairs = zip(hashes, header["pages"], strict=False)
-            wrong = [page for page, (own, said) in enumerate(pairs) if own != said]
+        if hashes != said:
+            pairs = enumerate(zip(hashes, said, strict=False))
+            wrong = [page for page, (own, one) in pairs if own != one]
             raise SavedFileError(f"{path}: expected pages as their hashes say, got others: {wrong}")
-        if beside != header["beside"]:
+        if beside != said_beside:
             raise SavedFileError(f"{path}: expected states and keys as their hash says, got others")
         return found
 
@@ -164,9 +165,12 @@ class SavedPages:
                 keys[int(numbers[0])] = array
             elif kind != "tokens":
                 layers.setdefault(int(kind), {})[int(numbers[0])] = array
+        tokens = arrays["tokens"]
+        if tokens.dtype != np.int32 or tokens.ndim != 1:
+            raise ValueError(f"tokens: expected int32 [T], got {tokens.dtype} {tokens.shape}")
         return cls(
             origin=Origin(**header["origin"]),
-            tokens=tuple(arrays["tokens"].tolist()),
+            tokens=tuple(tokens.tolist()),
             extra=header["extra"],
             layers={layer: _in_order(of) for layer, of in layers.items()},
             firsts={int(layer): int(first) for layer, first in header["firsts"].items()},
@@ -223,7 +227,7 @@ def _header(meta: Mapping[str, str], path: Path) -> dict[str, Any]:
         header: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SavedFileError(f"{path}: expected a header in JSON, got {error}") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT or "pages" not in header:
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise SavedFileError(f"{path}: expected a header of format {FORMAT}, got {text!r:.80}")
     return header
 
