@@ -372,8 +372,9 @@ class LLM(PoolingCalls):
     def _take(self, models: Sequence[Model]) -> None:
         """Has the engines compute with the weights of these models."""
         old = [engine.weights for engine in self._engines]
-        self._intake.begin_anew(root_key(secrets.token_bytes(32)))
-        self._front.replace_weights(*(model.weights for model in models))
+        secret = secrets.token_bytes(32)
+        self._intake.begin_anew(secret)
+        self._front.replace_weights(*(model.weights for model in models), secret=secret)
         self._parts = [
             replace(part, model=model) for part, model in zip(self._parts, models, strict=True)
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -30,7 +29,6 @@ from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.errors import EngineDeadError
-from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models.decoder import head_of
@@ -96,6 +94,8 @@ class Engine:
         """What is off the device until `wake_up`."""
         self._kept: Any = None
         """The weights in host memory meanwhile, if they are kept."""
+        self._secret = b""
+        """What page keys are made with since the weights were replaced."""
         self._is_changing = False
         """Bookkeeping may be half done: set before every change of it, taken back behind it."""
         self._is_under_way = False
@@ -128,6 +128,7 @@ class Engine:
         for request in submission.samples:
             if request in self._requests:
                 continue
+            self._renew(request)
             self._requests.add(request)
             if request.needs_tokens:
                 self._watching.add(request)
@@ -196,22 +197,30 @@ class Engine:
         if self._moves is not None:
             self._moves.forget()
 
-    def replace_weights(self, weights: Weights) -> None:
+    def replace_weights(self, weights: Weights, *, secret: bytes) -> None:
         """Computes with these weights, of the same shapes, from the next step on. What was cached
         is not found again, and requests go on with the tokens that they have, computed anew.
-        """
-        self.change(partial(self._replace_weights, weights))
 
-    def _replace_weights(self, weights: Weights) -> None:
+        secret: of page keys that stand for these weights.
+        """
+        self.change(partial(self._replace_weights, weights, secret))
+
+    def _replace_weights(self, weights: Weights, secret: bytes) -> None:
         self.scheduler.start_over()
         self._forget()
-        # Their pages would be listed under keys that stand for the other weights.
-        secret = secrets.token_bytes(32)
+        self._secret = secret
         for request in self._requests:
-            request.hold.chain = PageChain(root_key(secret, request.hold.chain.root.hex()))
+            self._renew(request)
         self.weights = weights
         self._away -= {WEIGHTS}
         self._kept = None
+
+    def _renew(self, request: Request) -> None:
+        """Gives a request other page keys that was accepted before the weights were replaced: its
+        own stand for those that are no more, in what is on a disk too.
+        """
+        if self._secret not in (b"", request.hold.chain.secret):
+            request.hold.chain = request.hold.chain.renewed(self._secret)
 
     @property
     def is_asleep(self) -> bool:

@@ -161,12 +161,12 @@ class Handover:
         for coming in list(self._coming.values()):
             coming.saved = None
 
-    def replace_weights(self, weights: Weights, of_prefill: Weights) -> None:
+    def replace_weights(self, weights: Weights, of_prefill: Weights, *, secret: bytes) -> None:
         """Does what `Engine.replace_weights` does, on both engines."""
-        self._prefill.call(lambda engine: engine.replace_weights(of_prefill))
+        self._prefill.call(lambda engine: engine.replace_weights(of_prefill, secret=secret))
         with self.lock:
             self._drop_saved()
-            self._decode.replace_weights(weights)
+            self._decode.replace_weights(weights, secret=secret)
 
     @property
     def is_asleep(self) -> bool:
@@ -376,7 +376,8 @@ def _twin(request: Request) -> Request:
 
 
 def _hold(request: Request) -> Hold:
-    return Hold(PageChain(request.hold.chain.root), request.prompt_len)
+    chain = request.hold.chain
+    return Hold(PageChain(chain.root, secret=chain.secret), request.prompt_len)
 
 
 def _submission(twin: Request) -> Submission:

@@ -21,17 +21,24 @@ class PageChain:
     """The keys of a growing sequence's full pages: each is SHA-256 over the key before it and the
     page's tokens.
 
-    `root` stands for all else that the content depends on (`root_key`). Cost: one hash per page,
-    made once.
+    `root` stands for all else that the content depends on (`root_key`), made with `secret` if that
+    may change. Cost: one hash per page, made once.
     """
 
     root: bytes
     keys: list[bytes] = field(default_factory=list)
     packed: list[bytes] = field(default_factory=list)
+    secret: bytes = b""
 
     def copy(self) -> PageChain:
         """Copies the chain for a sequence that may go on otherwise."""
-        return PageChain(self.root, list(self.keys), list(self.packed))
+        return PageChain(self.root, list(self.keys), list(self.packed), self.secret)
+
+    def renewed(self, secret: bytes) -> PageChain:
+        """Returns an empty chain of the same with another secret: what is listed under this one's
+        keys is not found by it.
+        """
+        return PageChain(root_key(secret, self.root.hex()), secret=secret)
 
     def page(self, index: int, tokens: array[int], page_size: int) -> PageKey:
         """Returns the key of page `index`, which the first (index + 1) * page_size of `tokens`

@@ -327,7 +327,7 @@ class Intake:
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=_unscored(params) if not sample else None,
                 ),
-                hold=Hold(PageChain(root), len(tokens), retention),
+                hold=Hold(PageChain(root, secret=self._cache_root), len(tokens), retention),
                 priority=priority,
             )
             for sample in range(num_samples)

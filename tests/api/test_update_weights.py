@@ -209,6 +209,7 @@ def test_what_stands_behind_the_prefix_cache_is_emptied_too(old, new, want, tmp_
         llm.wake_up()
         kept = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert kept[0].num_cached_tokens > 0  # from the disk: its weights are the same
+        accepted = llm.stream(PROMPTS[2][::-1], GREEDY)  # of which the engine knows nothing yet
         llm.update_weights(new)
         pages = {
             metric.name: metric.value for metric in llm.get_metrics("") if "pages" in metric.name
@@ -217,8 +218,11 @@ def test_what_stands_behind_the_prefix_cache_is_emptied_too(old, new, want, tmp_
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
         assert [output.outputs[0].token_ids for output in outputs] == want[1]
+        assert [output.num_cached_tokens for output in accepted][-1] == 0
     with LLM(old, **options) as llm:  # no page of the new weights is taken for one of the old
         assert tokens(llm) == want[0]
+        (output,) = llm.generate([PROMPTS[2][::-1]], GREEDY, use_tqdm=False)
+        assert output.num_cached_tokens == 0
 
 
 def test_asyncio(old, new, want, llm):
@@ -247,7 +251,7 @@ def test_both_engines_of_a_handover_have_the_new_weights(llm, old, new, want):
     front = Handover(first, second)
     parts[1]._front = front
     assert tokens(parts[1]) == want[0]
-    front.replace_weights(*(model_of(one).weights for one in others))
+    front.replace_weights(*(model_of(one).weights for one in others), secret=b"new")
     parts[1].reset_prefix_cache()
     assert tokens(parts[1]) == want[1]
     front.sleep(keeps_weights=True)
