@@ -74,12 +74,19 @@ class Generate:
         has as its line. Several threads may call at once.
         Raises: ValueError for other columns of these names, and what a step of the engine raises.
         """
+        if not isinstance(batch, Mapping):
+            raise ValueError(
+                f'batch: expected columns as arrays (batch_format="numpy"), got '
+                f"{type(batch).__name__}"
+            )
         if LINE not in batch or {ROW, ENGINE} & batch.keys():
             raise ValueError(
                 f"batch: expected a column {LINE!r} and none called {ROW!r} or {ENGINE!r}, got "
                 f"{', '.join(map(repr, batch)) or 'none'}"
             )
         numbers = batch.get(NUMBER, np.zeros(len(batch[LINE]), int))
+        if numbers.dtype.kind not in "iu":
+            raise ValueError(f"{NUMBER}: expected whole numbers, got {numbers.dtype}")
         lines = [_line(*of) for of in zip(batch[LINE], numbers, strict=True)]
         rows = np.array([json.dumps(row) for row in self._rows(lines)], object)
         engine = np.full(len(rows), self._facts, object)

@@ -143,8 +143,6 @@ def _body(config: GenerateConfig) -> dict[str, Any]:
     if unknown := sorted(given.keys() - KEYS.keys() - OF_INSPECT):
         raise ValueError(f"{', '.join(unknown)}: not supported")
     body = {key: given[name] for name, key in KEYS.items() if name in given}
-    if not body.get("logprobs"):
-        body.pop("top_logprobs", None)
     more = given.get("extra_body", {})
     if twice := sorted(more.keys() & (body.keys() | {"messages", "stream"})):
         raise ValueError(f"extra_body: expected other keys than {', '.join(twice)}")

@@ -434,12 +434,14 @@ class LLM(PoolingCalls):
         origin = origin_of(self._model, self._blueprint, form="")
         template = getattr(self._model.tokenizer, "chat_template", None)
         limits, options = self._blueprint.limits, self._blueprint.options
+        pooling = self._model.pooling
         return {
             **{name: getattr(origin, name) for name in ("model", "weights", "tokenizer", "dtype")},
             "chat_template": fingerprint([repr(template).encode()]),
             "kv_cache_dtype": origin.codec,
             "kv_policy": [options.kv_policy, options.kv_budget],
             "max_model_len": limits.max_model_len,
+            **({} if pooling is None else {"pooling": f"{pooling.kind} {pooling.normalizes}"}),
         }
 
     def page_table(self) -> dict[str, tuple[int, ...]]:

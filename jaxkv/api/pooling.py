@@ -86,9 +86,14 @@ class PoolingCalls:
         asked: dict[int, tuple[Submission, PoolingParams]] = {}
 
         def arriving() -> Iterator[tuple[int, Submission | ValueError]]:
-            for index, (prompt, params) in enumerate(requests):
+            for index, pair in enumerate(requests):
                 try:
-                    (own,) = _listed(params, 1, None)
+                    if not isinstance(pair, tuple) or len(pair) != 2:
+                        raise ValueError(
+                            f"expected (prompt, PoolingParams or None), got {type(pair).__name__}"
+                        )
+                    prompt, params = pair
+                    (own,) = _listed([params], 1, None)
                     self._check_dimensions(own)
                     (submission,) = self._intake.accept_pooling([prompt], [own])
                 except ValueError as error:

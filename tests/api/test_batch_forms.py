@@ -436,6 +436,14 @@ def test_lines_for_embeddings_get_the_vectors_of_embed(tmp_path, llm, pooling):
             vector = np.frombuffer(base64.b64decode(vector), "<f4")
         np.testing.assert_allclose(vector, want.outputs.embedding, atol=1e-6)
         assert body["usage"]["prompt_tokens"] == len(want.prompt_token_ids)
+    with (
+        path.open("rb") as lines,
+        open_output(tmp_path / "out", lines) as rows,
+        pytest.raises(ValueError, match="engine: expected"),
+    ):
+        run_batch(llm, lines, rows, use_tqdm=False)
+    odd = dict(pooling.embed_as_completed(["The end", ("x", "y"), ("x", None), (3, None)]))
+    assert [isinstance(odd[i], ValueError) for i in range(4)] == [True, True, False, True]
     with pytest.raises(ValueError, match="got a model that generates"):
         next(llm.embed_as_completed([("The end", None)]))
 

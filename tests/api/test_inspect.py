@@ -118,6 +118,7 @@ def test_log_probabilities_and_usage_are_those_of_the_engine(llm, model):
         ({"extra_body": {"wizard": 1}}, "wizard: unknown, or not supported"),
         ({"extra_body": {"temperature": 1}}, "extra_body: expected other keys than temperature"),
         ({"temperature": -1.0}, "temperature"),
+        ({"top_logprobs": 2}, "top_logprobs: expected logprobs to be true with it"),
     ],
     ids=str,
 )

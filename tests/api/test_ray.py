@@ -104,6 +104,10 @@ def test_what_is_no_line_has_an_error_row_and_a_wrong_column_fails(llm):
     for columns in ({"text"}, {"line", "row"}, {"line", "engine"}, set()):
         with pytest.raises(ValueError, match="batch: expected a column 'line'"):
             generate({name: np.array(["x"], object) for name in columns})
+    with pytest.raises(ValueError, match="number: expected whole numbers, got float64"):
+        generate({"line": np.array(["x"], object), "number": np.array([float("nan")])})
+    with pytest.raises(ValueError, match=r"batch: expected columns as arrays .*, got list"):
+        generate(["x"])
     with pytest.raises(ValueError, match="n: expected 1"):
         Generate(llm, params={"n": 2})
     with pytest.raises(ValueError, match="dtype: expected nothing beside an LLM"):
