@@ -83,7 +83,8 @@ class Model:
         """
         weights, pooling = self._load(blueprint), self.pooling
         if pooling is not None:
-            pooling = pooling.loaded(self._files(blueprint.options), self.layout)
+            files, size = self._files(blueprint.options), self.spec.hidden_size
+            pooling = pooling.loaded(files, self.layout, size)
         return replace(self, pooling=pooling)._fitted(weights, blueprint)
 
     def updated(self, blueprint: Blueprint, source: Any) -> Model:
@@ -96,7 +97,8 @@ class Model:
         if isinstance(source, Mapping):
             weights, pooling = self._load(blueprint, source), self.pooling
             if pooling is not None:
-                pooling = pooling.with_head(flat(source), "weights")
+                size = self.spec.hidden_size
+                pooling = pooling.with_head(flat(source), Path("weights"), size)
             return replace(self, pooling=pooling)._fitted(weights, blueprint)._like(self)
         IS_PATH("weights", source)
         if source is None:

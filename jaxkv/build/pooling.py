@@ -32,7 +32,7 @@ MODES = {
 ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "Identity": lambda x: x,
     "Tanh": np.tanh,
-    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "Sigmoid": lambda x: 0.5 + 0.5 * np.tanh(0.5 * x),  # which does not overflow
     "Softmax": lambda x: np.exp(x - x.max()) / np.exp(x - x.max()).sum(),
 }
 """By the last part of the class's name."""
@@ -94,11 +94,14 @@ class Pooling:
             )
         return replace(self.head, activation=self.activation if activate else "Identity")(pooled_D)
 
-    def loaded(self, directory: Path, layout: Layout) -> Pooling:
+    def loaded(self, directory: Path, layout: Layout, hidden_size: int) -> Pooling:
         """Returns it with its own weights. Raises: CheckpointError."""
-        dense = tuple(_read_dense(directory / folder, kind) for folder, kind in self.folders)
+        dense, size = list[Dense](), hidden_size
+        for folder, kind in self.folders:
+            dense.append(_checked(_read_dense(directory / folder, kind), size, directory / folder))
+            size = len(dense[-1].weight_FD)
         if not self.labels:
-            return replace(self, dense=dense)
+            return replace(self, dense=tuple(dense))
         with Checkpoint.open(directory) as checkpoint:
             arrays = {name: checkpoint.read(name) for name in checkpoint.names if _is_head(name)}
             if self.yes_no is not None and "lm_head.weight" not in arrays:
@@ -106,9 +109,9 @@ class Pooling:
                 found = [name for name in names if name in checkpoint.entries]
                 if found:
                     arrays["lm_head.weight"] = checkpoint.read(found[0])
-            return self.with_head(arrays, str(directory))
+            return self.with_head(arrays, directory, hidden_size)
 
-    def with_head(self, arrays: Mapping[str, np.ndarray], where: str) -> Pooling:
+    def with_head(self, arrays: Mapping[str, np.ndarray], where: Path, hidden_size: int) -> Pooling:
         """Returns it with a classifier's head of these arrays. Raises: CheckpointError."""
         if not self.labels:
             return self
@@ -129,11 +132,8 @@ class Pooling:
             weight_FD = weight_FD[1:] - weight_FD[:1]
         bias = arrays.get("score.bias") if self.yes_no is None else None
         bias_F = None if bias is None else np.array(bias, np.float32)
-        if not np.isfinite(weight_FD).all():
-            raise CheckpointError(f"{where}: {name}: expected finite values")
-        return replace(
-            self, head=Dense(weight_FD=weight_FD, bias_F=bias_F, activation=self.activation)
-        )
+        head = Dense(weight_FD=weight_FD, bias_F=bias_F, activation=self.activation)
+        return replace(self, head=_checked(head, hidden_size, where / name))
 
 
 def unit(x: np.ndarray) -> np.ndarray:
@@ -297,12 +297,22 @@ def _read_dense(directory: Path, activation: str) -> Dense:
         bias_F = None
         if "linear.bias" in checkpoint.entries:
             bias_F = np.array(checkpoint.read("linear.bias"), np.float32)
-    if (
-        unknown
-        or weight_FD.ndim != 2
-        or (bias_F is not None and bias_F.shape != weight_FD.shape[:1])
-    ):
+    if unknown or weight_FD.ndim != 2:
         raise CheckpointError(
             f"{directory}: expected linear.weight [out, in] and linear.bias [out]"
         )
     return Dense(weight_FD=weight_FD, bias_F=bias_F, activation=activation)
+
+
+def _checked(dense: Dense, size: int, where: Path) -> Dense:
+    """Returns it. Raises: CheckpointError unless it takes vectors of this size and is finite."""
+    weight_FD, bias_F = dense.weight_FD, dense.bias_F
+    if weight_FD.shape[1] != size or not len(weight_FD):
+        raise CheckpointError(f"{where}: expected [out, {size}], got shape {weight_FD.shape}")
+    if bias_F is not None and bias_F.shape != weight_FD.shape[:1]:
+        raise CheckpointError(
+            f"{where}: expected a bias of {len(weight_FD)} numbers, got shape {bias_F.shape}"
+        )
+    if not all(x is None or np.isfinite(x).all() for x in (weight_FD, bias_F)):
+        raise CheckpointError(f"{where}: expected finite values")
+    return dense
