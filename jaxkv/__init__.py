@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from jaxkv.requests.prompts import Prompt as PromptType
     from jaxkv.requests.prompts import TextPrompt, TokensPrompt
+    from jaxkv.structured import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -72,6 +73,7 @@ __all__ = [
     "ScoringOutput",
     "ScoringRequestOutput",
     "Session",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -94,6 +96,7 @@ _HOMES = {
     ),
     "jaxkv.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
     "jaxkv.requests.pooling": ("PoolingParams",),
+    "jaxkv.structured": ("StructuredOutputsParams",),
     "jaxkv.outputs": (
         "ClassificationOutput",
         "ClassificationRequestOutput",

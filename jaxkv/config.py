@@ -11,6 +11,8 @@ from typing import Any
 
 import jaxlib.version
 
+from jaxkv.structured import StructuredOutputsParams
+
 PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -221,8 +223,7 @@ _NOT_BUILT = {
     "thinking_token_budget": "max_tokens",
     "trace_decode_token_ids": "",
     "truncate_prompt_tokens": "token ids that are cut before",
-    "structured_outputs": "allowed_token_ids",
-    "guided_decoding": "allowed_token_ids",
+    "guided_decoding": "structured_outputs",
     "logits_processors": "logit_bias, allowed_token_ids and bad_words",
     "skip_reading_prefix_cache": "a cache_salt of the prompt's own",
     "extra_args": "",
@@ -281,10 +282,11 @@ class SamplingParams:
     `logit_bias`: token id (an int, or a string of one as in OpenAI's JSON) -> what is added, held
     within [-100, 100].
     `allowed_token_ids`: only these may come. `bad_words` may not, with or without a space in front;
-    one of several tokens is kept from ending, and makes the decode loop stop after each token while
-    its request runs. `logprobs=k`: the k likeliest tokens and the sampled one, `prompt_logprobs=k`
-    the same of the prompt's tokens, from position `prompt_logprobs_start` on, before which they
-    may come out of the prefix cache; -1 is all of the vocabulary. `LLM(max_logprobs=)` bounds both.
+    one of several tokens is kept from ending. `structured_outputs`: what the text must be; those
+    two and min_tokens do not go with it. `logprobs=k`: the k likeliest tokens and the sampled one,
+    `prompt_logprobs=k` the same of the prompt's tokens, from position `prompt_logprobs_start` on,
+    before which they may come out of the prefix cache; -1 is all of the vocabulary.
+    `LLM(max_logprobs=)` bounds both.
     `kv_policy`, `kv_budget`: another policy or budget of the request's cache than the engine's
     (None), in tokens, or "full". `kv_protect`: (begin, end) positions of the prompt's tokens whose
     pages no policy touches.
@@ -323,7 +325,7 @@ class SamplingParams:
     kv_protect: list[tuple[int, int]] | tuple[tuple[int, int], ...] | None = None
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     guided_decoding: Any = None
     logits_processors: Any = None
     skip_reading_prefix_cache: bool | None = None
@@ -418,6 +420,7 @@ class SamplingParams:
             "None or the name of one",
             self.kv_policy,
         )
+        self._check_structured()
         self._check_penalties()
         self._check_words_and_ids()
         if self.logit_bias is not None:
@@ -431,6 +434,19 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         """Returns a copy with lists of its own, checked again: ValueError as when one is made."""
         return replace(self)
+
+    def _check_structured(self) -> None:
+        structured = self.structured_outputs
+        if structured is not None:
+            is_one = isinstance(structured, StructuredOutputsParams)
+            _expect(is_one, "structured_outputs", "StructuredOutputsParams", structured)
+            self.structured_outputs = replace(structured)
+            for name in ("allowed_token_ids", "bad_words", "min_tokens"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name}: expected none with structured_outputs, which might then have no "
+                        f"token left, got {getattr(self, name)!r:.80}"
+                    )
 
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):

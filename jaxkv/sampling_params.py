@@ -2,7 +2,8 @@
 
 from jaxkv.build.vllm_arguments import ABSENT_PARAMS, refuse_names
 from jaxkv.config import BeamSearchParams, RequestOutputKind, SamplingParams
+from jaxkv.structured import StructuredOutputsParams
 
-__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams"]
+__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
 
 __getattr__ = refuse_names(__name__, ABSENT_PARAMS)

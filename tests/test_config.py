@@ -150,7 +150,6 @@ def test_an_unknown_field_is_a_type_error_that_names_it(name):
     ("name", "value"),
     [
         ("truncate_prompt_tokens", 5),
-        ("structured_outputs", {"json": {}}),
         ("logits_processors", [len]),
         ("extra_args", {"a": 1}),
     ],

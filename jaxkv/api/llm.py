@@ -216,8 +216,9 @@ class LLM(PoolingCalls):
         """Finds the `beam_width` best sequences for every prompt, as transformers' beam search
         finds them; in input order.
 
-        prompts: as in `generate`. Each beam takes a row, and while one runs, loops of all rows have
-        one step. concurrency_limit changes nothing: max_num_seqs says how many rows run.
+        prompts: as in `generate`. Each beam takes a row, and gets one token of a loop, so where
+        many run, loops of all rows are short. concurrency_limit changes nothing: max_num_seqs says
+        how many rows run.
         Raises: ValueError naming every bad index before any work starts.
         """
         POSITIVE_OR_NONE("concurrency_limit", concurrency_limit)

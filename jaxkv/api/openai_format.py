@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxkv.structured import StructuredOutputsParams
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -33,7 +34,6 @@ LABELS = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -253,7 +253,40 @@ def _sampling(keys: Keys) -> dict[str, Any]:
     for name in ("stop", "bad_words"):
         if isinstance(given.get(name), list) and len(given[name]) > MAX_WORDS:
             raise BodyError(f"{name}: expected at most {MAX_WORDS}, got {len(given[name])}", name)
+    if (structured := _structured(keys)) is not None:
+        given["structured_outputs"] = structured
     return given
+
+
+def _structured(keys: Keys) -> StructuredOutputsParams | None:
+    """Returns what OpenAI's response_format asks for, or vLLM's structured_outputs."""
+    form, own = keys.take("response_format", dict), keys.take("structured_outputs", dict)
+    if form is None or form == {"type": "text"}:
+        if own is None:
+            return None
+        known = StructuredOutputsParams.__dataclass_fields__.keys()
+        if unknown := sorted(own.keys() - known):
+            message = f"structured_outputs: expected some of {', '.join(known)}, got {unknown}"
+            raise BodyError(message[:300], "structured_outputs")
+        return StructuredOutputsParams(**own)
+    if own is not None:
+        message = "response_format: expected none with structured_outputs"
+        raise BodyError(message, "response_format")
+    if form == {"type": "json_object"}:
+        return StructuredOutputsParams(json_object=True)
+    asked = form.get("json_schema")
+    is_known = form.keys() == {"type", "json_schema"} and form["type"] == "json_schema"
+    if not is_known or not isinstance(asked, dict) or not isinstance(asked.get("schema"), dict):
+        raise BodyError(
+            f'response_format: expected {{"type": "text"}}, {{"type": "json_object"}} or '
+            f'{{"type": "json_schema", "json_schema": {{"name": ..., "schema": {{...}}}}}}, got '
+            f"{json.dumps(form):.80}",
+            "response_format",
+        )
+    if unknown := sorted(asked.keys() - {"name", "description", "schema", "strict"}):
+        message = f"response_format: json_schema: unknown keys: {', '.join(unknown)}"
+        raise BodyError(message[:300], "response_format")
+    return StructuredOutputsParams(json=asked["schema"])
 
 
 def prompts_of(given: Any, key: str = "prompt") -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ class Model:
     spec: ModelSpec
     layout: Layout
     stored_dtype: str | None
-    pooling: Pooling | None
+    pooling: Pooling | None = None
     tokenizer: Any | None
     generation: Mapping[str, Any]
     eos_ids: frozenset[int]

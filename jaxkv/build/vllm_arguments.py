@@ -167,8 +167,8 @@ _SOME: dict[str, Foreign] = {
     "rope_scaling": Foreign(default=None, nearest="hf_overrides"),
     "rope_theta": Foreign(default=None, nearest="hf_overrides"),
     "hf_config_path": Foreign(default=None, nearest="hf_overrides"),
-    "structured_outputs_config": Foreign(default=None, nearest="allowed_token_ids of a request"),
-    "guided_decoding_backend": Foreign(default=None, nearest="allowed_token_ids of a request"),
+    "structured_outputs_config": Foreign(default=None, nearest="structured_outputs of a request"),
+    "guided_decoding_backend": Foreign(default=None, nearest="structured_outputs of a request"),
     "logits_processors": Foreign(default=None, nearest="logit_bias of a request"),
     "trust_remote_code": Foreign(default=False, nearest="a family of jaxkv.models.families"),
     "compilation_config": Foreign(default=None, also=(0, 1, 2, 3), nearest="lazy_compile"),
@@ -377,9 +377,7 @@ ABSENT = {
 """Names of vLLM's package that do not exist here, and what is nearest."""
 
 ABSENT_PARAMS = {
-    **dict.fromkeys(
-        ("StructuredOutputsParams", "GuidedDecodingParams"), "allowed_token_ids of SamplingParams"
-    ),
+    "GuidedDecodingParams": "StructuredOutputsParams",
     "RepetitionDetectionParams": "repetition_penalty of SamplingParams",
 }
 ABSENT_INPUTS = {

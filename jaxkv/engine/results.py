@@ -235,6 +235,9 @@ class Results:
                 return
 
     def _ends(self, request: Request, token: int) -> bool:
+        grammar = request.draw.grammar
+        if grammar is not None:
+            grammar.accept(token)
         enough = request.num_new > request.params.min_tokens
         if token in request.ends.stop_ids and enough:
             request.finish_reason = "stop"
@@ -247,6 +250,11 @@ class Results:
             found = request.output.text.push([token], search=enough)
             if found is not None and request.finish_reason is None:
                 request.finish_reason, request.output.stop_reason = "stop", found
+        if grammar is not None and request.finish_reason is None:
+            if grammar.error:
+                request.finish_reason, request.output.stop_reason = "abort", grammar.error
+            elif grammar.is_done:
+                request.finish_reason = "stop"
         if request.finish_reason is None and request.is_full:
             request.finish_reason = request.ends.at_max_len
         return request.finish_reason is not None

@@ -22,6 +22,7 @@ from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
 from jaxkv.requests.beam import BeamSearch, num_candidates
 from jaxkv.requests.chats import Chats
 from jaxkv.requests.contents import RefusedChatError
+from jaxkv.requests.grammar import Grammar, Grammars
 from jaxkv.requests.masks import Word, encode_words
 from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.pooling import PoolingParams
@@ -56,6 +57,7 @@ class Intake:
         self._cache_root = cache_root
         self._share_prefixes = share_prefixes
         self._longest_token: float | None = None
+        self._grammars: Grammars | None = None
         self._num_submitted = 0
         self._lock = RLock() if lock is None else lock
 
@@ -302,6 +304,7 @@ class Intake:
         stop_ids = self._stop_ids(params)
         self._check_logprobs(params, len(tokens))
         bad_words = self._processing(params, stop_ids | {self._model.eos_id})
+        grammar = self._grammar(params)
         retention = self._retention(params, len(tokens))
         max_len, at_max_len = self._limit(len(tokens), params, retention)
         root = self._root(number, salt, self._model.spec.context_of(max_len))
@@ -320,7 +323,12 @@ class Intake:
                 prompt_len=len(tokens),
                 params=params,
                 max_len=max_len,
-                draw=Draw(seed=seed, sample=sample, bad_words=bad_words),
+                draw=Draw(
+                    seed=seed,
+                    sample=sample,
+                    bad_words=bad_words,
+                    grammar=None if grammar is None else grammar.copy(),
+                ),
                 ends=ends,
                 output=Output(
                     text=self._text_stream(tokens, params),
@@ -333,6 +341,15 @@ class Intake:
             for sample in range(num_samples)
         )
         return Submission(str(number), text, samples)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """Returns the grammar that the text is to follow, None without one. Raises: ValueError."""
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            model = self._model
+            self._grammars = Grammars(model.tokenizer, model.spec.vocab_size, model.eos_ids)
+        return self._grammars.compile(params.structured_outputs)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         own_stops = params.stop_token_ids or ()

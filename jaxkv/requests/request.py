@@ -11,19 +11,21 @@ import numpy as np
 from jaxkv.config import SamplingParams
 from jaxkv.holding.hold import Hold
 from jaxkv.requests.beam import BeamSearch
+from jaxkv.requests.grammar import Grammar
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.requests.text import TextStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """Says what a request's tokens are drawn by: its seed, which sample of a prompt it is, and the
-    token ids of words that must not come.
+    """Says what a request's tokens are drawn by: its seed, which sample of a prompt it is, the
+    token ids of words that must not come, and where it is in the grammar that it follows.
     """
 
     seed: int = 0
     sample: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +127,8 @@ class Request:
     candidates: tuple[np.ndarray, np.ndarray] | None = None
     num_tokens: int = field(init=False)
     needs_host: bool = field(init=False)
-    """Whether what may come next is made on the host from the token before it, so that no loop may
-    run ahead.
+    """Whether what may come next is made on the host from the token before it, so that it gets one
+    token of a loop.
     """
     is_plain: bool = field(init=False)
     """Whether its new tokens are all that anybody wants of a step: no text, log-probabilities or
@@ -135,13 +137,16 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
-        self.needs_host = any(len(word) > 1 for word in self.draw.bad_words)
+        self.needs_host = self.draw.grammar is not None or any(
+            len(word) > 1 for word in self.draw.bad_words
+        )
         self.is_plain = self.output.text is None and not self.looks_at_each
 
     @property
     def looks_at_each(self) -> bool:
         """Tells whether each new token has to be looked at, not only the last one."""
-        return self.output.logprobs is not None or bool(self.params.stop)
+        has_grammar = self.draw.grammar is not None
+        return self.output.logprobs is not None or bool(self.params.stop) or has_grammar
 
     @property
     def needs_tokens(self) -> bool:

@@ -224,8 +224,8 @@ REFUSED = {  # in place of parts of a line, what the message says
     "no model": ({"model": None}, "model: expected .*, got None"),
     "effort": ({"reasoning_effort": "low"}, "reasoning_effort: unknown, or not supported"),
     "json": (
-        {"response_format": {"type": "json_object"}},
-        'response_format: expected {"type": "text"} .*, got {"type": "json_object"}',
+        {"response_format": {"type": "xml"}},
+        'response_format: expected {"type": "text"}.*, got {"type": "xml"}',
     ),
     "stream": ({"stream": True}, "stream: expected false in a batch, got true"),
     "choice": ({"tool_choice": "required"}, 'tool_choice: expected .*, got "required"'),

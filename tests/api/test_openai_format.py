@@ -7,6 +7,7 @@ import pytest
 from jaxkv.api.openai_format import CHAT, COMPLETIONS, SAME, Answer, BodyError, read_body
 from jaxkv.config import SamplingParams
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxkv.structured import StructuredOutputsParams
 
 DEFAULTS = SamplingParams(temperature=0.5, top_k=7)
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -94,7 +95,9 @@ def test_the_two_ways_to_ask_for_log_probabilities():
         (COMPLETIONS, {"stream": True, "stream_options": {"other": 1}}, "stream_options"),
         (CHAT, {"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         (CHAT, {"top_logprobs": 5}, "top_logprobs"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
+        (CHAT, {"structured_outputs": {"regex": "a", "other": 1}}, "structured_outputs"),
+        (CHAT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
         (CHAT, {"store": 0}, "store"),
         (CHAT, {"functions": []}, "functions"),
@@ -141,3 +144,19 @@ def test_a_stream_shows_what_is_new_and_an_end_once():
         choices = [chunk["choices"][0] for chunk in chunks]
         shown.append([(one["index"], one["text"], one["finish_reason"]) for one in choices])
     assert shown == [[(0, "ab", "stop")], [(1, "c", None)], [(1, "d", None)], [(1, "", "length")]]
+
+
+def test_a_form_that_is_asked_for_is_a_structured_output():
+    schema = {"type": "object"}
+    named = {"name": "x", "schema": schema, "strict": True}
+    for body, want in (
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutputsParams(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": named}},
+            StructuredOutputsParams(json=schema),
+        ),
+        ({"structured_outputs": {"choice": ["a"]}}, StructuredOutputsParams(choice=["a"])),
+    ):
+        body |= {"messages": [{"role": "user", "content": "x"}]}
+        assert read_body(CHAT, body, SamplingParams()).params.structured_outputs == want

@@ -328,7 +328,7 @@ def test_an_asynchronous_script_streams(llm, checkpoint):
 
 def test_what_is_absent_is_said_in_one_sentence(llm):
     for import_, message in {
-        "from jaxkv.sampling_params import StructuredOutputsParams": "nearest: allowed_token_ids",
+        "from jaxkv.sampling_params import GuidedDecodingParams": "nearest: StructuredOutputsParams",
         "from jaxkv.inputs import EmbedsPrompt": "has no 'EmbedsPrompt' yet, which vLLM has",
         "from jaxkv.metrics import Vector": "nearest: Counter",
         "from jaxkv import LLMEngine": r"nearest: LLM.as_completed and LLM.stream",
@@ -336,7 +336,7 @@ def test_what_is_absent_is_said_in_one_sentence(llm):
         with pytest.raises(ImportError, match=message):
             exec(import_)  # noqa: S102
     for call, message in {
-        lambda: SamplingParams(structured_outputs={"choice": ["a"]}): "nearest: allowed_token_ids",
+        lambda: SamplingParams(guided_decoding={"choice": ["a"]}): "nearest: structured_outputs",
         lambda: SamplingParams(logits_processors=[print]): "nearest: logit_bias",
         lambda: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}): "multi_modal_data",
         lambda: LLM(speculative_config={"model": "x"}): "speculative_config: expected None",

@@ -196,12 +196,12 @@ def test_loops_of_8_equal_one_token_at_a_time(new_llm, expected, temperature, mo
     prompts = [ids for ids, _ in expected.values()]
     params = [replace(one, temperature=temperature, seed=3, top_p=0.9) for one in CASES.values()]
     whole = tokens_of(run(new_llm(), prompts, params))
-    # With a neighbour that runs a word of two tokens every loop has one step.
+    # A neighbour with a word of several tokens gets one token of each loop.
     watched = replace(GREEDY, bad_words=["The end of"], max_tokens=90)
     llm = new_llm()
     sizes = loop_sizes(llm, monkeypatch)
     assert tokens_of(run(llm, [[5], *prompts], [watched, *params]))[1:] == whole
-    assert set(sizes) == {1}
+    assert {1} < set(sizes)
     monkeypatch.setattr(jaxkv.build.blueprint, "DECODE_STEPS", 1)
     assert tokens_of(run(new_llm(), prompts, params)) == whole
 

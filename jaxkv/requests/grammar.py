@@ -1,0 +1,100 @@
+"""Which tokens may come next where a text must be what a schema or grammar describes: llguidance's
+parser, on the host.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from jaxkv.structured import StructuredOutputsParams
+
+
+class Grammar:
+    """Follows the tokens of one request through its grammar.
+
+    What llguidance cannot follow any more (`error`: its limits on time and memory) allows
+    everything, and ends the request with the next token.
+    """
+
+    def __init__(self, matcher: Any, num_words: int) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+
+    def copy(self) -> Grammar:
+        """Returns one for another request, as far as this one has come."""
+        return Grammar(self._matcher.deep_copy(), self._num_words)
+
+    @property
+    def error(self) -> str:
+        return self._matcher.get_error() if self._matcher.is_error() else ""
+
+    @property
+    def is_done(self) -> bool:
+        """Tells whether no text can follow."""
+        return self._matcher.is_stopped()
+
+    def mask(self) -> np.ndarray:
+        """Returns the tokens that may come, uint32 [ceil(V/32)] as `masks.token_mask` has them."""
+        if not self._matcher.is_error():
+            found = self._matcher.compute_bitmask()
+            if not self._matcher.is_error():
+                return np.frombuffer(found, "<u4")[: self._num_words]
+        return np.full(self._num_words, 2**32 - 1, np.uint32)
+
+    def accept(self, token: int) -> None:
+        """Goes on with a token that was drawn."""
+        self._matcher.consume_token(token)
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. Cost: reads its vocabulary once."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
+        try:
+            import llguidance.hf
+        except ImportError as error:
+            raise ValueError(
+                "structured_outputs: expected the package llguidance, which is not installed: "
+                'pip install "jaxkv[structured]"'
+            ) from error
+        if tokenizer is None or not eos_ids:
+            raise ValueError(
+                "structured_outputs: expected a tokenizer and an end token of the model"
+            )
+        self._llguidance = llguidance
+        self._num_words = -(-vocab_size // 32)
+        self._tokenizer = llguidance.hf.from_tokenizer(
+            tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids)
+        )
+
+    def compile(self, asked: StructuredOutputsParams) -> Grammar:
+        """Compiles what was asked for. Raises: ValueError with llguidance's reason for an invalid
+        schema or grammar, and for what it has no room for.
+        """
+        matcher = self._llguidance.LLMatcher(self._tokenizer, self._source(asked), log_level=0)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())
+            raise ValueError(f"structured_outputs: expected a valid grammar, got {reason:.300}")
+        return Grammar(matcher, self._num_words)
+
+    def _source(self, asked: StructuredOutputsParams) -> str:
+        """Returns a grammar in llguidance's own form."""
+        make = self._llguidance.LLMatcher
+        if asked.json is not None or asked.json_object:
+            form: dict[str, Any] = {"whitespace_flexible": not asked.disable_any_whitespace}
+            if asked.whitespace_pattern is not None:
+                form["whitespace_pattern"] = asked.whitespace_pattern
+            schema = asked.json if isinstance(asked.json, str) else '{"type": "object"}'
+            return make.grammar_from_json_schema(schema, defaults=form)
+        if asked.regex is not None:
+            return make.grammar_from_regex(asked.regex)
+        if asked.choice is not None:
+            return self._llguidance.grammar_from("choice", json.dumps(list(asked.choice)))
+        try:
+            return self._llguidance.grammar_from("grammar", asked.grammar)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs: grammar: {error}") from error

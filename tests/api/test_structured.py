@@ -1,0 +1,231 @@
+"""Outputs are what a schema, regex, choice or grammar describes, whatever the model would say, and
+whoever runs beside them says what they would say alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxkv import LLM, SamplingParams, StructuredOutputsParams
+from jaxkv.engine.plan import LoopPlan
+from jaxkv.testing import engine_of
+
+pytest.importorskip("llguidance")
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+OPTIONS = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 600,
+    "lazy_compile": True,
+}
+WORDS = ("name", "a b", "é", 'q"x', "\\", "n\n")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint) -> LLM:
+    return LLM(checkpoint, **OPTIONS, hf_overrides={"max_position_embeddings": 1024})
+
+
+def schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
+    """Draws a schema of which no text is longer than a few hundred characters."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
+    if depth < 3:
+        kinds += ["object", "object", "array", "anyOf"]
+    kind = str(rng.choice(kinds)) if depth else "object"
+    if kind == "string":
+        low = int(rng.integers(0, 3))
+        return {"type": "string", "minLength": low, "maxLength": low + int(rng.integers(1, 8))}
+    if kind == "integer":
+        low = int(rng.integers(-1000, 1000))
+        return {"type": "integer", "minimum": low, "maximum": low + int(rng.integers(0, 500))}
+    if kind == "number":
+        return {"type": "number", "minimum": -2, "maximum": 3, "multipleOf": 0.25}
+    if kind == "enum":
+        return {"enum": [str(w) for w in rng.permutation(WORDS)[:3]] + [1, None, 2.5]}
+    if kind == "const":
+        return {"const": [1, {"k": str(rng.choice(WORDS))}]}
+    if kind == "pattern":
+        return {"type": "string", "pattern": "^[a-c]{1,3}(-[0-9]{2})?$"}
+    if kind == "array":
+        low = int(rng.integers(0, 2))
+        items = schema(rng, depth + 1)
+        return {"type": "array", "items": items, "minItems": low, "maxItems": low + 2}
+    if kind == "anyOf":
+        return {"anyOf": [schema(rng, depth + 1), schema(rng, depth + 1)]}
+    if kind == "object":
+        names = [str(w) for w in rng.permutation(WORDS)[: rng.integers(1, 4)]]
+        properties = {name: schema(rng, depth + 1) for name in names}
+        required = names[: rng.integers(0, len(names) + 1)]
+        closed = {"additionalProperties": False, "required": required}
+        return {"type": "object", "properties": properties, **closed}
+    return {"type": kind}
+
+
+def params(**asked: Any) -> SamplingParams:
+    given = StructuredOutputsParams(**asked)
+    return SamplingParams(temperature=1.0, seed=5, max_tokens=800, structured_outputs=given)
+
+
+def check_schemas(llm: LLM, seed: int, count: int) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    rng = np.random.default_rng(seed)
+    schemas = [schema(rng) for _ in range(count)]
+    given = [
+        replace(params(json=one, disable_any_whitespace=True), seed=number)
+        for number, one in enumerate(schemas)
+    ]
+    outputs = llm.generate(["{"] * count, given, use_tqdm=False)
+    for one, output in zip(schemas, outputs, strict=True):
+        (said,) = output.outputs
+        assert said.finish_reason == "stop"
+        jsonschema.validate(json.loads(said.text), one)
+    engine_of(llm).check()
+
+
+def test_every_output_validates_against_its_schema(llm):
+    check_schemas(llm, 0, 8)
+
+
+@pytest.mark.slow
+def test_every_output_of_a_hundred_schemas_validates(llm):
+    check_schemas(llm, 1, 100)
+
+
+def test_regex_choice_grammar_and_objects(llm):
+    lark = 'start: "<" /[xy]+/ ">" | "none"'
+    cases = [
+        (params(regex="[0-9]{3}-[a-f]{2}"), re.compile("[0-9]{3}-[a-f]{2}")),
+        (params(choice=["yes", 'n"o', "é"]), re.compile('yes|n"o|é')),
+        (replace(params(grammar=lark), max_tokens=100), re.compile("<[xy]{0,100}>?|none")),
+        (params(grammar='root ::= "a" [0-9] "b"'), re.compile("a[0-9]b")),
+        (replace(params(regex="(ab){2}c?"), ignore_eos=True), re.compile("ababc?")),
+        (replace(params(choice=["alpha", "beta"]), n=4), re.compile("alpha|beta")),
+    ]
+    outputs = llm.generate(["The end"] * len(cases), [one for one, _ in cases], use_tqdm=False)
+    for (_, wanted), output in zip(cases, outputs, strict=True):
+        for said in output.outputs:
+            assert wanted.fullmatch(said.text), said.text
+    assert {len(output.outputs) for output in outputs} == {1, 4}
+    cut = replace(params(regex="[0-9]{99}"), max_tokens=3)
+    (output,) = llm.generate("x", cut, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+    assert re.fullmatch("[0-9]{3,99}", output.outputs[0].text)
+
+
+def test_a_class_of_pydantic_is_a_schema(llm):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Car(pydantic.BaseModel):
+        wheels: int = pydantic.Field(ge=3, le=4)
+        kind: str = pydantic.Field(max_length=4)
+
+    strict = {"disable_any_whitespace": True, "disable_additional_properties": True}
+    (output,) = llm.generate("x", params(json=Car, **strict), use_tqdm=False)
+    assert Car.model_validate_json(output.outputs[0].text).wheels in (3, 4)
+
+
+def test_objects_are_closed_where_that_is_asked_for():
+    inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
+    open_ = {"type": "object", "properties": {}, "additionalProperties": inner}
+    given = {"anyOf": [{"$ref": "#/$defs/a"}, open_], "$defs": {"a": inner}, "properties": {}}
+    asked = StructuredOutputsParams(json=given, disable_additional_properties=True)
+    closed = inner | {"additionalProperties": False}
+    want = given | {"anyOf": [given["anyOf"][0], open_ | {"additionalProperties": closed}]}
+    assert json.loads(asked.json) == want | {"$defs": {"a": closed}, "additionalProperties": False}
+    assert json.loads(StructuredOutputsParams(json=given).json) == given
+    assert json.loads(replace(asked).json) == json.loads(asked.json)
+
+
+def test_greedy_takes_the_likeliest_token_that_may_come(llm):
+    """Which the model's own log-probabilities tell, token by token."""
+    vocabulary = llm.get_tokenizer().get_vocab()
+    wanted = replace(params(regex="[a-z]{5}"), temperature=0.0)
+    (output,) = llm.generate("The end", wanted, use_tqdm=False)
+    texts = {i: llm.get_tokenizer().decode([i]) for i in vocabulary.values()}
+    first = [i for i, text in texts.items() if re.fullmatch("[a-z]{1,5}", text)]
+    bias = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=first)
+    (same,) = llm.generate("The end", bias, use_tqdm=False)
+    assert output.outputs[0].token_ids[0] == same.outputs[0].token_ids[0]
+
+
+def test_neighbours_keep_their_loops_and_their_tokens(llm, monkeypatch):
+    plain = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+    words = SamplingParams(seed=4, max_tokens=60, ignore_eos=True, bad_words=["over the lazy"])
+    prompts = ["The end", "One by one", "Once upon", "The quick", "by one", "jumps", "night", "x"]
+    given = [replace(plain, seed=i) for i in range(6)]
+    alone = llm.generate(prompts[:6], given, use_tqdm=False)
+    asked = [words, replace(params(regex="[a-z ]{30}"), max_tokens=40)]
+    apart = [
+        llm.generate(p, one, use_tqdm=False)[0] for p, one in zip(prompts[6:], asked, strict=True)
+    ]
+    loops, scheduler = [], engine_of(llm).scheduler
+    plan = scheduler.plan
+
+    def noted():
+        planned = plan()
+        if isinstance(planned, LoopPlan):
+            loops.append((planned.num_steps, [(r.needs_host, n) for r, n in planned.work]))
+        return planned
+
+    monkeypatch.setattr(scheduler, "plan", noted)
+    together = llm.generate(prompts, [*given, *asked], use_tqdm=False)
+    for one, other in zip(together, [*alone, *apart], strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    # Two wait for the host and six do not: loops of three steps, of which those two get one.
+    steps, work = next(one for one in loops if len(one[1]) == 8)
+    assert steps == 3
+    assert dict(work) == {True: 1, False: 3}
+
+
+def test_grammars_go_on_where_requests_are_preempted_or_weights_change(llm, checkpoint):
+    wanted = replace(params(regex="[0-9]{40}"), max_tokens=60)
+    stream, text = llm.stream("The end", wanted), ""
+    for number, output in enumerate(stream):
+        text += output.outputs[0].text
+        if number in (2, 5):
+            llm.update_weights(checkpoint)
+    assert re.fullmatch("[0-9]{40}", text)
+
+
+def test_what_cannot_be_followed_is_refused_at_the_front_door(llm):
+    for asked, message in (
+        ({"json": {"type": "objectt"}}, r"valid grammar, got Invalid type: objectt"),
+        ({"json": {"not": {"type": "string"}}}, r"Unimplemented keys: \[.not.\]"),
+        ({"json": "{"}, r"json: expected a JSON schema \(Expecting"),
+        ({"json": "[]"}, "json: expected a JSON schema, an object"),
+        ({"json": {"a": {1, 2}}}, r"json: expected a JSON schema \(Object of type set"),
+        ({"regex": "[a-"}, "unclosed character class"),
+        ({"regex": ""}, "regex: expected a text"),
+        ({"regex": "\ud800"}, "regex: expected valid Unicode"),
+        ({"choice": []}, "choice: expected a list of texts"),
+        ({"grammar": "start: foo"}, "unknown name: .foo."),
+        ({"grammar": "x" * 2**19}, "at most 262144 characters"),
+        ({}, "expected exactly one of json, regex, .*, got none"),
+        ({"regex": "a", "choice": ["a"]}, "got regex, choice"),
+        ({"regex": "a", "structural_tag": "x"}, "structural_tag"),
+    ):
+        with pytest.raises(ValueError, match=rf"structured_outputs: .*{message}"):
+            llm.generate("x", params(**asked), use_tqdm=False)
+    for change in ({"min_tokens": 2}, {"bad_words": ["x"]}, {"allowed_token_ids": [3]}):
+        with pytest.raises(ValueError, match=f"^{next(iter(change))}: expected none with struct"):
+            replace(params(regex="a"), **change)
+    with pytest.raises(ValueError, match=r"^structured_outputs: expected StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a"})
+
+
+def test_what_the_parser_has_no_room_for_ends_its_own_request_only(llm, monkeypatch):
+    from jaxkv.requests.grammar import Grammar
+
+    monkeypatch.setattr(Grammar, "error", property(lambda self: "too complex"))
+    plain = SamplingParams(temperature=0.0, max_tokens=8)
+    bad, good = llm.generate(["x", "The end"], [params(regex="[a-z]{9}"), plain], use_tqdm=False)
+    assert (bad.outputs[0].finish_reason, bad.outputs[0].stop_reason) == ("abort", "too complex")
+    assert good.outputs[0].finish_reason in ("length", "stop")
