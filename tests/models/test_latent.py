@@ -49,7 +49,7 @@ APART = {"float32": 1e-4, "int8": 0.05}
 
 
 @pytest.fixture(autouse=True)
-def long_chunks_are_short(monkeypatch):
+def prompts_are_long_chunks(monkeypatch):
     """Prompts that run whole are attended expanded, chunks of 16 tokens and decode rows absorbed."""
     monkeypatch.setattr(xla, "LEAST_QUERIES", 20)
 

@@ -220,6 +220,9 @@ def test_chunks_of_latent_attention_equal_float64_absorbed_and_expanded(monkeypa
     up = [rng.normal(size=(NUM_LAYERS, num_heads, *x)) * 0.3 for x in ((rank, 12), (10, rank))]
     maps = LatentMaps(*(HeadMatrices(x.astype(np.float32), jnp.int32(1)) for x in up))
     shape, forms = Shape(16, window, num_heads, 1, 24, dtype), set[bool]()
+    in_parts = jax.jit(partial(xla.read, scale=24**-0.5, window=window))
+    options = {"scale": 24**-0.5, "out_dtype": np.dtype(np.float32)}
+    at_once = jax.jit(partial(dense.Dense().attend, **options))
     for seed in (2, 3):
         case = step_case(seed, shape, num_tokens=240)
         keys = case.store.pages[:, :1]
@@ -233,11 +236,12 @@ def test_chunks_of_latent_attention_equal_float64_absorbed_and_expanded(monkeypa
         )
         want, _ = expected(absorbed, layer=1, window=window)
         want = np.einsum("tnr,nvr->tnv", want[..., :rank], up[1][1])
-        scale = scale_of(absorbed)
-        got, _ = jax.jit(partial(xla.read, scale=scale, window=window))(
-            q_TNH, case._replace(store=latent).at(1), case.batch, maps=maps
-        )
+        at = case._replace(store=latent).at(1)
+        got, _ = in_parts(q_TNH, at, case.batch, maps=maps)
         assert got.shape == want.shape
+        assert_equal(np.asarray(got), want, case.batch)
+        prepared = (jnp.zeros(0, jnp.int32), window, None)
+        got = at_once(q_TNH, None, None, at, case.batch, prepared, maps=maps).out_TNH
         assert_equal(np.asarray(got), want, case.batch)
         chunks = case.batch.count_B[int(case.batch.num_decode) : int(case.batch.num_rows)]
         forms |= set((chunks >= 40).tolist())

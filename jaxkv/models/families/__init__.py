@@ -59,7 +59,6 @@ TEXT_OF = {
 }
 """Models of several parts, each with the family of a text part that does not say which it is."""
 
-
 RENAMED = {"gpt-sw3": "gpt2"}
 """Older names of families."""
 

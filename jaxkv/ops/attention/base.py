@@ -146,8 +146,8 @@ class Attention(Protocol):
         """Attends one layer's queries, after storing its keys and values. No values: keys have
         them (`Heads.latent_dim`); no keys: another layer has stored both at the same place.
 
-        maps: of latent attention. Queries [T, N, C + P] have not been through them, and out
-        [T, N, V] has; which of both meets the other where is up to the backend.
+        maps: of latent attention, whose queries [T, N, C + P] are as they would meet keys, and out
+        [T, N, V] has each head's values; the backend decides what goes through them, and when.
         scale: of the scores. cap: if not 0, they are cap * tanh(score / cap). sinks_N: each head's
         score of one more key, whose value is 0. out is float32, or rounded to `out_dtype` already,
         which is what its caller does with it.

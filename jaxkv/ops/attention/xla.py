@@ -160,9 +160,9 @@ def read(
         return out_TNH, statistics
     at = at._replace(statistics=statistics)
     prefill = partial(_prefill, at=at, batch=batch, enter=enter, leave=leave, asked=asked)
-    # What policies want to know of pages is observed absorbed; a decode row's bits are absorbed.
-    observes = statistics is not None or at.store.low is not None
-    if maps is None or q_TNH.shape[0] < LEAST_QUERIES or observes or deterministic:
+    # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
+    has_more = statistics is not None or at.store.low is not None or sinks_N is not None
+    if maps is None or q_TNH.shape[0] < LEAST_QUERIES or has_more or deterministic:
         return prefill(q_TNH, out_TNH, batch.count_B)
     is_long_B = batch.count_B >= LEAST_QUERIES
     out_TNH, _ = prefill(q_TNH, out_TNH, jnp.where(is_long_B, 0, batch.count_B))
