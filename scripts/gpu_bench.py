@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from gpu_cases import CHUNK_CONTEXT, PAGES, Case, attend
+from gpu_cases import CHUNK_CONTEXT, PAGES, Case, attend, placed
 
 MEASURED = ("8b", "70b", "70b-tp8", "mha")
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (512, 2048, 4096, 8192, 32768)
@@ -25,8 +25,10 @@ the same pages.
 """
 
 
-def random_arrays(case: Case, seed: int) -> dict[str, Any]:
-    """The pages in a random order; the rows' lengths are all the context."""
+def random_arrays(case: Case, backend: Any, seed: int) -> dict[str, Any]:
+    """The pages, as the backend lays them out, in a random order; the rows' lengths are all the
+    context.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -36,14 +38,19 @@ def random_arrays(case: Case, seed: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: jax.random.normal(next(keys), arrays[name][0], jnp.bfloat16) for name in vectors
     }
-    num_pages, *page = arrays["pages"][0]
+    num_pages, _, *page = case.page_shape
+    _, layout = placed(case, backend)
     # The same few over and over: random numbers for all of a large pool would take several times
     # its memory.
-    few = jax.random.normal(next(keys), (min(num_pages, 64), *page), jnp.bfloat16)
-    if case.codec == "int8":
-        few = jnp.clip(jnp.round(few * 32), -127, 127).astype(jnp.int8)
-        found["scales"] = jnp.full(arrays["scales"][0], 1 / 32, jnp.bfloat16)
-    found["pages"] = jax.jit(lambda few: few[jnp.arange(num_pages) % len(few)])(few)
+    few = jax.random.normal(next(keys), (min(num_pages, 64), 1, layout.num_vectors, *page))
+
+    @jax.jit
+    def stored(few: jax.Array) -> list[jax.Array]:
+        return [x[jnp.arange(num_pages) % len(x)] for x in layout.encode(few)]
+
+    found["pages"], *scales = stored(few)
+    if scales:
+        (found["scales"],) = scales
     order = jax.random.permutation(next(keys), case.batch * case.pages_per_row)
     first = jnp.arange(case.pages_per_row, dtype=jnp.int32) * case.page_size
     found["table_BW"] = order.astype(jnp.int32).reshape(case.batch, -1)
@@ -93,7 +100,7 @@ def time_case(case: Case, backend: Any) -> float:
     """Seconds of one layer."""
     import jax
 
-    arrays = random_arrays(case, 0)
+    arrays = random_arrays(case, backend, 0)
     pages, scales = arrays.pop("pages"), arrays.pop("scales", None)
     # Given away and taken back: else each call would copy them.
     step = jax.jit(attend(case, backend, REPEATS), donate_argnames=("pages", "scales"))

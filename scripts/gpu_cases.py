@@ -1,4 +1,4 @@
-"""What the GPU attention kernels are compiled, compared and timed at."""
+"""What the attention kernels are compiled, compared and timed at."""
 
 from __future__ import annotations
 
@@ -85,6 +85,17 @@ class Case:
         return {"scales": ((num_pages, 1, num_heads * size), "bfloat16")}
 
 
+def placed(case: Case, backend: Any) -> tuple[Any, Any]:
+    """What the case asks of attention, and how the backend lays its pages out."""
+    from jaxkv.kv.codecs import get_codec
+    from jaxkv.ops.attention import Heads
+
+    num_heads, kv_heads, head_dim = SHAPES[case.shape]
+    heads = Heads(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=case.window)
+    codec = get_codec(case.codec, platform="gpu")
+    return heads, backend.page_layout(heads, case.page_size, codec)
+
+
 def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
     """A step's schedule and attention of so many layers, each asking with what the one before it
     answered, all with the same pages, by a backend of jaxkv. -> (out, pages, scales or None)
@@ -92,16 +103,11 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
     import jax
     import jax.numpy as jnp
 
-    from jaxkv.kv.codecs import get_codec
     from jaxkv.kv.state import PageTables, Store
-    from jaxkv.ops.attention import Batch, Heads, Place
+    from jaxkv.ops.attention import Batch, Place
 
-    num_heads, kv_heads, head_dim = SHAPES[case.shape]
     count = 1 if case.kernel == "decode" else CHUNK
-
-    heads = Heads(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=head_dim, window=case.window)
-    codec = get_codec(case.codec, platform="gpu")
-    layout = backend.page_layout(heads, case.page_size, codec)
+    heads, layout = placed(case, backend)
 
     def run(q_TNH, k_TKH, v_TKH, pages, table_BW, first_BW, len_B, scales=None):  # type: ignore[no-untyped-def]
         store = Store(pages, layout=layout, num_layers=1, scales=scales)
@@ -120,7 +126,7 @@ def attend(case: Case, backend: Any, repeats: int = 1) -> Callable[..., Any]:
             decode_only=decodes,
         )
         prepared = backend.prepare(store, before, batch, heads)
-        options: Any = {"scale": head_dim**-0.5, "out_dtype": q_TNH.dtype}
+        options: Any = {"scale": heads.head_dim**-0.5, "out_dtype": q_TNH.dtype}
 
         def layer(_: Any, carried: tuple[Any, ...]) -> tuple[Any, ...]:
             at = Place(store.with_arrays(*carried[1:]), 0, stepped)

@@ -1,5 +1,5 @@
-r"""An engine on a GPU from end to end: what share of the memory's bandwidth a decode step reaches,
-and a mixed load.
+r"""An engine on a GPU or TPU from end to end: what share of the memory's bandwidth a decode step
+reaches, and a mixed load.
 
     python scripts/gpu_generate.py --json out.json
     # anywhere
@@ -32,7 +32,7 @@ from bench_generate import environment
 from bench_models import SHAPES
 from gpu_bench import copy_bandwidth
 
-BACKENDS = {"xla", "mosaic_gpu"}
+BACKENDS = {"auto", "xla", "mosaic_gpu", "pallas_tpu"}
 NUM_STEPS = 128
 ROUNDS = 3
 
