@@ -19,7 +19,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -152,12 +152,15 @@ def find_verdict(
                 verdict, ended = Verdict(case=str(case), backend=name, fault=DIED), True
             else:
                 verdict, ended = _watch(case, name, backend, device, limit_s)
-            verdict = replace(verdict, report=report)
-            _write(report, verdict, device)
+            if _write(report, verdict, device):
+                verdict = replace(verdict, report=report)
     if not ended:
+        then = f"backend='auto' then takes XLA (report: {verdict.report})"
+        if verdict.report is None:
+            then = "with backend='xla', as no folder can be written that would remember it"
         raise KernelError(
             f"{name}: self-test ({verdict.case}): {verdict.fault}; this process cannot go on with "
-            f"the device. Start again: backend='auto' then takes XLA (report: {verdict.report})"
+            f"the device. Start again: {then}"
         )
     return verdict
 
@@ -211,8 +214,8 @@ def _read(report: Path) -> Verdict | None:
         return None
 
 
-def _write(report: Path, verdict: Verdict, device: jax.Device) -> None:
-    """Writes all that whoever looks into a fault will ask for."""
+def _write(report: Path, verdict: Verdict, device: jax.Device) -> bool:
+    """Writes all that whoever looks into a fault will ask for; returns whether it could."""
     about = {
         "verdict": asdict(verdict) | {"report": None},
         "device": device.device_kind,
@@ -222,28 +225,47 @@ def _write(report: Path, verdict: Verdict, device: jax.Device) -> None:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     part = report.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(about, indent=1) + "\n")
-    os.replace(part, report)
+    try:
+        part.write_text(json.dumps(about, indent=1) + "\n")
+        os.replace(part, report)
+    except OSError:  # a full disk is no reason not to start
+        return False
+    return True
 
 
 @contextmanager
 def _marked(path: Path) -> Iterator[bool]:
     """Leaves a file as long as its block runs; yields whether there was one of a process that has
-    died. Where another process is trying the same at the moment there is nothing to leave.
+    died. Where another process is trying the same at the moment there is nothing to leave, nor
+    where files cannot be locked, as on some network file systems.
     """
-    import fcntl  # there is none on Windows
-
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
+    file = _locked(path)
+    if file is None:
         yield False
         return
-    died = os.fstat(file).st_size > 0
-    os.write(file, b"running\n")
     try:
+        died = os.fstat(file).st_size > 0
+        with suppress(OSError):  # the disk is full
+            os.write(file, b"running\n")
         yield died
     finally:  # also for an interrupt, which says nothing about the kernel
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.ftruncate(file, 0)  # somebody may have opened it and lock it once it is closed here
+            path.unlink(missing_ok=True)
         os.close(file)
+
+
+def _locked(path: Path) -> int | None:
+    """Opens and locks a file; None where that cannot be done now."""
+    import fcntl  # there is none on Windows
+
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        return None
+    return file

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 START_S = 180.0
 """A process that is silent for so long beyond a case's limit is ended."""
 
+MOST_S = 86400
+"""Longest limit: a day. No thread can wait for ever."""
+
 ENVIRONMENT = {"PJRT_NPROC": "16"}
 """Threads of a GPU that wait for each other in the interpreter each hold one of XLA's."""
 
@@ -43,8 +46,8 @@ def run(
 
     Raises: ValueError for a limit or kernel that cannot be, RuntimeError where there is no device.
     """
-    if limit_s is not None and not limit_s > 0:
-        raise ValueError(f"--limit: expected seconds above 0, got {limit_s:g}")
+    if limit_s is not None and not 0 < limit_s <= MOST_S:
+        raise ValueError(f"--limit: expected seconds above 0, at most {MOST_S}, got {limit_s:g}")
     given = {"kernel": kernel, "every": every, "limit_s": limit_s}
     head, *found = _shown(_messages(given), as_json)
     failed = [one for one in found if one["fault"] is not None]
@@ -125,8 +128,10 @@ def _lines(process: subprocess.Popen[str], silent_s: float) -> Iterator[str]:
     while True:
         timer = Timer(silent_s, process.kill)
         timer.start()
-        line = process.stdout.readline()
-        timer.cancel()
+        try:
+            line = process.stdout.readline()
+        finally:  # or else an interrupted command would wait for it
+            timer.cancel()
         if not line:
             return
         yield line

@@ -4,6 +4,8 @@ a kernel that hung or took its process with it.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -98,6 +100,41 @@ def test_without_a_folder_it_is_tried_every_time(trials, monkeypatch):
     assert find().report is None
     assert find().fault is None
     assert len(trials[1]) == 2
+
+
+def test_neither_a_full_disk_nor_one_without_locks_keeps_an_engine_from_starting(
+    trials, monkeypatch
+):
+    def refused(*_: object):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refused)
+        assert find().fault is None
+    find().report.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(guard.os, "replace", refused)
+        assert find().report is None
+        ended = Event()
+        trials[0][:] = [lambda: RIGHT if ended.wait() else WRONG]
+        with pytest.raises(KernelError, match=r"Start again: with backend='xla', as no folder"):
+            find(limit_s=0.05)
+        ended.set()
+
+
+def test_a_process_that_ends_while_another_opens_its_file_has_not_died(trials, monkeypatch):
+    mark = find().report.with_suffix(".running")
+    first, lock = guard._marked(mark), fcntl.flock
+    first.__enter__()
+
+    def late(file: int, kind: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.__exit__(None, None, None)
+        lock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with guard._marked(mark) as died:
+        assert not died
 
 
 def test_an_exception_is_a_fault_with_its_trace(trials):

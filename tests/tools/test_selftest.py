@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,7 +102,23 @@ def test_a_process_that_finds_no_device_is_status_2(monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize("limit", ["0", "-1", "nan"])
+def test_an_interrupt_leaves_no_timer_behind():
+    """The command would not end before it."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    pipe = SimpleNamespace(readline=interrupted)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        next(selftest._lines(SimpleNamespace(stdout=pipe, kill=lambda: None), 60.0))
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join(5.0)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf"])
 def test_a_limit_is_seconds(run, limit):
     status, _, err = run({}, "--limit", limit)
     assert status == 2
