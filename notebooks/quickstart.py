@@ -12,12 +12,12 @@
 # %% [markdown]
 # ## 1. Install
 #
-# On Colab, choose a TPU or GPU first (*Runtime > Change runtime type*). `SOURCE` says where jaxkv
-# comes from: a name on a package index, a wheel that you have uploaded to the *Files* panel (`pip
-# wheel --no-deps .` in a checkout makes one), or a git URL. The cell finds out which JAX the
-# machine needs (a TPU, CUDA 12, CUDA 13 or none of them) and tells you whether to restart: Colab
-# brings an older JAX and numpy, and what Python has imported already stays as it was until then.
-# Where jaxkv is installed, the cell does nothing.
+# On Colab, choose a TPU or GPU first (*Runtime > Change runtime type*), and drop a wheel of jaxkv
+# into the *Files* panel (`pip wheel --no-deps .` in a checkout makes one). `SOURCE` says where
+# jaxkv comes from: that wheel, or else the package index; a git URL is possible too. The cell finds
+# out which JAX the machine needs (a TPU, CUDA 12, CUDA 13 or none of them) and tells you whether to
+# restart: Colab brings an older JAX and numpy, and what Python has imported already stays as it was
+# until then. Where jaxkv is installed, the cell does nothing.
 
 # %%
 import ctypes
@@ -27,7 +27,7 @@ from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
 
-SOURCE = "jaxkv"  # or "jaxkv-0.1.0-py3-none-any.whl", or "git+https://..."
+SOURCE = max(glob("jaxkv-*.whl"), default="jaxkv")  # or "git+https://..."
 
 
 def cuda_version():

@@ -78,7 +78,7 @@ for kind, (nll, num_tokens) in measured.items():
     axis.plot(x, y, "o", color="C0")
     axis.annotate(kind, (x, y), textcoords="offset points", xytext=(6, 5))
 axis.set(xlabel="tokens in the same memory, bfloat16 = 1", ylabel="change of nll, %")
-axis.margins(0.15)
+axis.margins(x=0.25, y=0.15)
 axis.grid(alpha=0.3)
 plt.show()
 
