@@ -93,7 +93,9 @@ class PoolingCalls:
                             f"expected (prompt, PoolingParams or None), got {type(pair).__name__}"
                         )
                     prompt, params = pair
-                    (own,) = _listed([params], 1, None)
+                    if isinstance(params, list | tuple):
+                        raise ValueError("pooling_params: expected one, got several")
+                    (own,) = _listed(params, 1, None)
                     self._check_dimensions(own)
                     (submission,) = self._intake.accept_pooling([prompt], [own])
                 except ValueError as error:
