@@ -18,6 +18,16 @@ from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.spec import ModelSpec
 from jaxkv.weights.tree import Weights, layer_leaf
 
+_MADE_UP = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+"""What a description that no engine has written can raise."""
+
 
 class Places:
     """Knows where an engine keeps the keys and values of each layer: in which page table, in which
@@ -98,7 +108,7 @@ def converted(engine: Engine, saved: SavedPages) -> SavedPages:
                 arrays = vectors(layout, arrays, places.head_dims[layer])
             k, *v = (x.astype(np.float32) for x in arrays)
             k = _fitted(_unfitted(k, saved.keys.get(layer)), own.get(layer))
-        except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        except _MADE_UP as error:
             raise SavedFileError(
                 f"layer {layer}: expected pages as described, got {error}"
             ) from error
@@ -123,6 +133,8 @@ def _unfitted(k_TKH: np.ndarray, affine_K2H: np.ndarray | None) -> np.ndarray:
     if affine_K2H is None:
         return k_TKH
     mean_KH, factor_KH = np.moveaxis(affine_K2H, 1, 0)
+    if not (np.isfinite(affine_K2H).all() and factor_KH.all()):
+        raise ValueError("means and factors of keys that are 0 or not finite")
     return k_TKH / factor_KH + mean_KH
 
 

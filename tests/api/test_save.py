@@ -219,15 +219,38 @@ def test_a_file_made_up_with_its_hashes_disturbs_nobody(models, compile_once, tm
         "messages": replace(true, extra={**true.extra, "messages": [5]}),
         "part of a page": replace(true, tokens=true.tokens[:-1]),
         "no page size": replace(true, origin=replace(true.origin, page_size=0)),
+        "states": replace(true, states=((np.zeros((2, 3), np.float32),),)),
     }
+    int8 = {"type": "ScaledCodec", "kind": "int8", "dtype": "float32"}
+    heads = {"num_kv_heads": 2, "head_dim": 8, "page_size": 8, "latent_dim": None}
+    pages = replace(true, origin=replace(true.origin, form="pages"))
+    for number, layout in enumerate(
+        [
+            {"type": "HeadMajorLayout", "codec": int8, **heads},
+            {"type": "HeadMajorLayout", "codec": int8, **heads, "num_kv_heads": 0},
+            {"type": "HeadMajorLayout", "codec": int8, **heads, "head_dim": "8"},
+            {"type": "LaneLayout", "codec": {**int8, "kind": "int7"}, **heads},
+            {"type": "HeadMajorLayout", "codec": {**int8, "type": ["ScaledCodec"]}, **heads},
+            {"type": "HeadMajorLayout", "codec": {**int8, "more": 1}, **heads},
+            {"type": "PageLayout", "codec": int8, **heads},
+            {"type": "HeadMajorLayout", "codec": int8},
+            {},
+        ]
+    ):
+        made_up[f"layout {number}"] = replace(pages, layouts=dict.fromkeys(layers, layout))
+    fitted = replace(true, origin=replace(true.origin, keys="fitted"))
+    for number, shape in enumerate(((2, 2, 8), (3, 2, 8), (2, 3, 8), (2,))):
+        zeros = np.zeros(shape, np.float32)
+        made_up[f"keys {number}"] = replace(fitted, keys=dict.fromkeys(layers, zeros))
     stream = llm.stream({"prompt_token_ids": [7] * 9}, GREEDY)
     given = list(next(stream).outputs[0].token_ids)
     for number, one in enumerate(made_up.values()):
         path = tmp_path / f"made-up-{number}"
         with suppress(ArithmeticError, LookupError):  # some cannot even be written
             one.save(path)
-        with pytest.raises(SavedFileError):
-            llm.restore(path)
+        for convert in (False, True):
+            with pytest.raises(SavedFileError):
+                llm.restore(path, convert=convert)
     given += [token for output in stream for token in output.outputs[0].token_ids]
     want = llm.generate(
         {"prompt_token_ids": [7] * 9, "cache_salt": "alone"}, GREEDY, use_tqdm=False
