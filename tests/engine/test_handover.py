@@ -129,7 +129,8 @@ def test_recurrent_states_go_over_with_their_pages(tmp_path):
 
 
 def test_loops_are_short_while_prompts_are_computed(front, llms, monkeypatch):
-    """What is handed over comes between two of them."""
+    """What is handed over comes between two of them, and so does the next prompt."""
+    monkeypatch.setattr(handover, "SHORT_LOOPS", 2)
     seen, scheduler = set(), engine_of(llms[2]).scheduler
     plan = scheduler.plan
 

@@ -277,3 +277,69 @@ def test_a_bounded_sequence_finds_all_its_first_pages_among_those_of_windows():
     hold = Hold(PageChain(b"root"), 100, retention)
     hold.begin(pages)
     assert hold.take_cached(TOKENS, len(TOKENS) - 1) == retention.cached_len // SIZE * SIZE > SIZE
+
+
+@pytest.mark.parametrize("window", [1, SIZE, 2 * SIZE + 3])
+def test_each_table_takes_each_page_from_where_it_is(window):
+    """The device or elsewhere; compared with trying every length."""
+    pages, rng = allocators(windows=(0, window), num_pages=32), np.random.default_rng(window)
+    chain = PageChain(b"root")
+    keys = [list(chain.pages(0, 8, TOKENS, SIZE))]
+    keys.append([(key + b"\1", tokens) for key, tokens in keys[0]])
+    allocator = pages.pages
+    for _ in range(40):
+        pages.forget()
+        listed = [list(range(rng.integers(9))), np.flatnonzero(rng.random(8) < 0.5).tolist()]
+        kept = {key for of_table in keys for key, _ in of_table if rng.random() < 0.6}
+        for table, own in enumerate(listed):
+            parent = KVHandle()
+            for index in own:
+                handle = KVHandle((*parent.pages, *allocator.take(1)), SIZE)
+                allocator.publish(handle, len(parent.pages), [keys[table][index]], linked=not table)
+                parent = KVHandle(handle.pages, 0) if not table else parent
+                if table:
+                    allocator.release(handle, linked=False)
+            allocator.release(parent)
+        best, wanted = 0, []
+        for n in range(1, 9):
+            first_seen = max(0, n * SIZE - window + 1) // SIZE
+            needed = [(0, i) for i in range(n)] + [(1, i) for i in range(first_seen, n)]
+            missing = [keys[table][i][0] for table, i in needed if i not in listed[table]]
+            if kept.issuperset(missing):
+                best, wanted = n, missing
+        hold = begun(pages)
+        loads = hold.take_kept(TOKENS, 8 * SIZE, kept.__contains__)
+        assert hold.num_stored == best * SIZE
+        assert [key for _, key in loads] == wanted
+        assert {page for page, _ in loads} <= {page for part in hold.parts for page in part.pages}
+        pages.check([hold])
+        hold.release()
+    pages.forget()
+    everything = begun(pages, 16 * SIZE)
+    hold = begun(pages)
+    assert hold.take_kept(TOKENS, 8 * SIZE, lambda _: True) == []
+    assert hold.num_stored == 0
+    pages.check([hold, everything])
+
+
+def test_for_what_is_restored_pages_are_reserved_that_later_queries_see():
+    for window in (1, SIZE, 2 * SIZE + 3):
+        pages = allocators(windows=(0, window), num_pages=32)
+        hold = begun(pages)
+        hold.extend_seen(6 * SIZE)
+        hold.num_stored = 6 * SIZE
+        gone = (6 * SIZE - window + 1) // SIZE
+        assert [part.num_gone for part in hold.parts] == [0, gone * SIZE]
+        assert [len(part.pages) for part in hold.parts] == [6, 6 - gone]
+        assert not hold.drop_unseen()
+        pages.check([hold])
+        hold.publish(TOKENS, 6 * SIZE)
+        late = begun(pages)
+        assert late.take_cached(TOKENS, 6 * SIZE) == 6 * SIZE
+        # Of what comes right before, only what is listed is there.
+        assert late.listed_before(late.parts[1], 0, TOKENS) == []
+        with pytest.raises(CapacityError):
+            begun(pages).extend_seen(64 * SIZE)
+        hold.release()
+        late.release()
+        pages.check([])
