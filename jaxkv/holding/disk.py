@@ -117,7 +117,8 @@ class DiskPages:
         kept = [key for key in reversed(keys) if key in self._size_of]
         for key in kept:
             self._size_of.move_to_end(key)
-        _told(self._writer, _touch, [self._path(key) for key in kept])
+        if kept:
+            _told(self._writer, _touch, self.path, kept)
 
     def read(self, keys: Sequence[bytes]) -> Future[Found]:
         """Begins to read these pages. What comes is for `has_read` to note."""
@@ -183,7 +184,7 @@ class DiskPages:
         _told(self._writer, _delete, self._path(key))
 
     def _path(self, key: bytes) -> Path:
-        return self.path / f"{key.hex()}.page"
+        return _path_of(self.path, key)
 
 
 def _listed(folder: Path) -> OrderedDict[bytes, int]:
@@ -222,12 +223,16 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _touch(paths: Sequence[Path]) -> None:
-    """Makes these files the newest ones, each newer than the one before it."""
+def _path_of(folder: Path, key: bytes) -> Path:
+    return folder / f"{key.hex()}.page"
+
+
+def _touch(folder: Path, keys: Sequence[bytes]) -> None:
+    """Makes the files of these keys the newest ones, each newer than the one before it."""
     now = time.time_ns()
-    for i, path in enumerate(paths):
+    for i, key in enumerate(keys):
         with suppress(OSError):  # it has been deleted meanwhile, or the disk takes nothing more
-            os.utime(path, ns=(now + i, now + i))
+            os.utime(_path_of(folder, key), ns=(now + i, now + i))
 
 
 def _read_all(
