@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import families
 from jaxkv import LLM, RequestOutput, SamplingParams
 from jaxkv.testing import engine_of
 from tiers import some
@@ -148,3 +149,18 @@ def assert_continued(llm: LLM, alone: list[Bits]) -> None:
         for done in (1, NUM_NEW - 1):
             (rest,) = answers(llm, [ids + tokens[:done]])
             assert rest[: NUM_NEW - done] == answer[done:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_option_keeps_latent_attention_in_one_form(tmp_path, dtype):
+    """Without it the whole prompt would be attended expanded, its chunks absorbed."""
+    config = families.text_config("deepseek_v3") | {"vocab_size": 1000, "bos_token_id": None}
+    path = make_checkpoint(tmp_path, config | {"max_position_embeddings": 512}, dtype=dtype)
+    options = {"skip_tokenizer_init": True, "lazy_compile": True, "enable_prefix_caching": False}
+    whole, cut = (
+        LLM(path, dtype=dtype, deterministic=True, max_num_batched_tokens=size, **options)
+        for size in (512, 100)
+    )
+    ids = prompts(300)
+    assert answers(cut, ids) == answers(whole, ids)
