@@ -432,7 +432,7 @@ class LLM(PoolingCalls):
         """Returns fingerprints of the model and what else its outputs depend on, by which runs of
         unlike engines are told apart. Cost: reads the first row of every matrix of the weights.
         """
-        origin = origin_of(self._model, self._blueprint, form="")
+        origin = self._origin(form="")
         template = getattr(self._model.tokenizer, "chat_template", None)
         limits, options = self._blueprint.limits, self._blueprint.options
         pooling = self._model.pooling
@@ -508,11 +508,12 @@ class LLM(PoolingCalls):
 
     def _home(self, owner: Any, chat: Mapping[str, Any] | None = None) -> Home:
         """Returns what sessions of `owner`, which this engine serves, have in common."""
+        return Home(owner, self._intake, self._engine, self._origin, chat=chat or {})
 
-        def origin(form: str) -> Origin:
-            return origin_of(self._model, self._blueprint, form)
-
-        return Home(owner, self._intake, self._engine, origin, chat=chat or {})
+    def _origin(self, form: str) -> Origin:
+        """Says what the engine's keys and values are of. Raises: ValueError while it sleeps."""
+        self._engine.check_awake()
+        return origin_of(self._model, self._engine.weights, self._blueprint, form)
 
     def _make_intake(self) -> Intake:
         blueprint = self._blueprint
@@ -521,7 +522,7 @@ class LLM(PoolingCalls):
         depends_on = [repr(blueprint.spec), blueprint.dtype, repr(blueprint.codecs)]
         if self._directory is not None:
             secret = self._directory.secret if secret is None else secret
-            origin = origin_of(self._model, blueprint, page_form(self._engine.kv))
+            origin = self._origin(page_form(self._engine.kv))
             depends_on = [repr(replace(origin, tokenizer=""))]  # pages are of token ids
         root = root_key(secrets.token_bytes(32) if secret is None else secret, *depends_on)
         return Intake(

@@ -11,16 +11,16 @@ import numpy as np
 from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.model import Model
 from jaxkv.kv.saved import Origin, fingerprint
-from jaxkv.weights.tree import layer_leaf
+from jaxkv.weights.tree import Weights, layer_leaf
 
 
-def origin_of(model: Model, blueprint: Blueprint, form: str) -> Origin:
+def origin_of(model: Model, weights: Weights, blueprint: Blueprint, form: str) -> Origin:
     """Returns the origin of what this engine stores in this form. Cost: reads the first row of
     every matrix of the weights, by which models of one shape are told apart.
     """
     tokenizer = model.tokenizer
-    keys = layer_leaf(model.weights, "k_affine")
-    named = jax.tree_util.tree_leaves_with_path(model.weights)
+    keys = layer_leaf(weights, "k_affine")
+    named = jax.tree_util.tree_leaves_with_path(weights)
     leaves = [leaf for path, leaf in named if path[-1] != jax.tree_util.DictKey("k_affine")]
     words = [] if tokenizer is None else sorted(tokenizer.get_vocab().items())
     return Origin(

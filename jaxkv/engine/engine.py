@@ -229,9 +229,10 @@ class Engine:
     def check_awake(self) -> None:
         """Raises ValueError while it sleeps."""
         if self._away:
+            away = ", ".join(sorted(self._away))
             raise ValueError(
-                f"expected an engine that is awake, got one without its {', '.join(self._away)} on "
-                f"the device: call wake_up() first"
+                f"expected an engine that is awake, got one without its {away} on the device: call "
+                f"wake_up() first"
             )
 
     def check_idle(self) -> None:

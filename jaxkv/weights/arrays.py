@@ -96,14 +96,21 @@ def flat(tree: Mapping[str, Any]) -> dict[str, np.ndarray]:
             if isinstance(value, Mapping):
                 take(f"{name}.", value)
                 continue
-            if not isinstance(value, np.ndarray | jax.Array) or value.dtype == object:
-                got = type(value).__name__
+            dtype = getattr(value, "dtype", None)
+            is_array = isinstance(value, np.ndarray | jax.Array)
+            if not is_array or not isinstance(dtype, np.dtype) or dtype.hasobject:
+                got = f"{type(value).__name__}{f' of {dtype}' if is_array else ''}"
                 raise ValueError(f"weights: {name}: expected a numpy or jax array, got {got}")
+            if isinstance(value, jax.Array) and value.is_deleted():
+                raise ValueError(f"weights: {name}: expected an array, got one that was deleted")
             if name in found:
                 raise ValueError(f"weights: expected one array {name}, got two")
             found[name] = np.asarray(value)
 
-    take("", tree)
+    try:
+        take("", tree)
+    except RecursionError as error:
+        raise ValueError("weights: expected a tree, got dicts within dicts without end") from error
     return found
 
 

@@ -85,9 +85,17 @@ def test_other_weights_give_their_tokens_at_once_and_compile_nothing(llm, want, 
     assert not any(array.is_deleted() for array in arrays.values())
 
 
+def deleted() -> jax.Array:
+    array = jnp.ones(48)
+    array.delete()
+    return array
+
+
 def test_what_does_not_fit_leaves_the_old_weights_whole(llm, want, new, tmp_path):
     arrays = load_file(new / "model.safetensors")
     name, other = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+    endless: dict = {}
+    endless["model"] = endless
     wrong = {
         r"up_proj.weight: expected shape .* got \(80, 47\)": {name: arrays[name][:, :-1]},
         r"expected finite values as float32, got nan": {other: arrays[other] * np.nan},
@@ -95,6 +103,10 @@ def test_what_does_not_fit_leaves_the_old_weights_whole(llm, want, new, tmp_path
         r"expected one of float32.* got int32": {other: np.zeros(48, np.int32)},
         r"model.norm.weight: expected a numpy or jax array, got list": {other: [1.0]},
         r"expected texts as names, got 3": {3: arrays[other]},
+        r"model.norm.weight: .* one that was deleted": {other: deleted()},
+        r"model.norm.weight: expected a .* got ndarray of .*O": {other: np.zeros(48, [("a", "O")])},
+        r"model.norm.weight: expected a .* of key<fry>": {other: jax.random.key(0)},
+        r"dicts within dicts without end": {"model": endless},
     }
     cases = {message: arrays | change for message, change in wrong.items()}
     cases[f"missing tensor {name}"] = {k: x for k, x in arrays.items() if k != name}
@@ -163,20 +175,21 @@ def test_what_a_request_lists_later_is_not_found_by_keys_that_were_made_before(l
 
 def test_sleep_gives_the_memory_away_and_wake_up_brings_it_back(llm, want, new, old):
     engine = engine_of(llm)
-    count = engine.programs.num_compiled
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
     with pytest.raises(ValueError, match="sleep: expected no requests under way"):
         llm.sleep()
     stream.close()
+    count = engine.programs.num_compiled
     for level in (1, 2):
         assert tokens(llm) == want[0]
+        identity = llm.identity()
         arrays = jax.tree.leaves((engine.weights, engine.kv.pools))
         llm.sleep(level)
         llm.sleep(level)
         assert llm.is_sleeping
         assert all(array.is_deleted() for array in arrays)
-        for call in (lambda: tokens(llm), lambda: llm.session([7] * 9)):
+        for call in (lambda: tokens(llm), lambda: llm.session([7] * 9), llm.identity):
             with pytest.raises(ValueError, match=r"^expected an engine that is awake"):
                 call()
         assert llm.describe()
@@ -193,6 +206,7 @@ def test_sleep_gives_the_memory_away_and_wake_up_brings_it_back(llm, want, new, 
         assert not llm.is_sleeping
         llm.wake_up()
         assert tokens(llm) == want[level - 1]
+        assert (llm.identity() == identity) == (level == 1)
     assert engine.programs.num_compiled == count
     llm.update_weights(old)
     for call in (lambda: llm.sleep(0), lambda: llm.wake_up("weights"), lambda: llm.wake_up([])):
