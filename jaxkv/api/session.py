@@ -378,8 +378,8 @@ class Session(BaseSession):
 
         Raises: FileExistsError if there is a file, OSError if it cannot be written,
         CapacityError where the cache does not keep all of its pages (other requests need them, or a
-        kv_policy drops them), NotImplementedError for kv_policy quest, ValueError for a model with
-        recurrent states and num_state_snapshots=0.
+        kv_policy drops them), NotImplementedError for kv_policy quest and windows of one token,
+        ValueError for a model with recurrent states and num_state_snapshots=0.
         """
         where = Path(path).absolute()
         if where.exists():

@@ -33,6 +33,8 @@ def refuse_unsaved(engine: Engine) -> None:
     engine.check_awake()
     if any(store.extremes is not None for store in engine.kv.stores):
         raise NotImplementedError("save: kv_policy quest is not built in; save the tokens")
+    if 1 in engine.scheduler.config.windows:  # no page has what is seen later
+        raise NotImplementedError("save: a window of one token is not built in; save the tokens")
     if engine.kv.states and not engine.scheduler.allocator.snapshots.num_slots:
         raise ValueError("num_state_snapshots: expected more than 0, to save a session, got 0")
 
