@@ -97,8 +97,10 @@ class Model:
         if isinstance(source, Mapping):
             weights, pooling = self._load(blueprint, source), self.pooling
             if pooling is not None:
-                size = self.spec.hidden_size
-                pooling = pooling.with_head(flat(source), Path("weights"), size)
+                arrays, embed = flat(source), self.layout.top["embed"].source
+                if embed in arrays:  # which a tied head is
+                    arrays.setdefault("lm_head.weight", arrays[embed])
+                pooling = pooling.with_head(arrays, Path("weights"), self.spec.hidden_size)
             return replace(self, pooling=pooling)._fitted(weights, blueprint)._like(self)
         IS_PATH("weights", source)
         if source is None:
