@@ -99,16 +99,20 @@ def entry_of(case: Case, found: dict[str, Any]) -> dict[str, Any]:
         "tiles": found["tiles"],
         "issue_cycles": found["issue_cycles"],
         "measured": found["ratio"],
-        "ratio": round(found["ratio"] * (1 + MARGIN), 3),
+        "ratio": with_margin(found["ratio"]),
+        "at": {name: with_margin(one["ratio"]) for name, one in found["at"].items()},
         "spills": found["spills"],
         "versions": versions(),
     }
 
 
+def with_margin(ratio: float) -> float:
+    return round(ratio * (1 + MARGIN), 3)
+
+
 def is_known(case: Case) -> bool:
-    wanted = json.loads(
-        json.dumps(entry_of(case, {"tiles": None, "issue_cycles": 0, "ratio": 0.0, "spills": 0}))
-    )
+    nothing = {"tiles": None, "issue_cycles": 0, "ratio": 0.0, "at": {}, "spills": 0}
+    wanted = json.loads(json.dumps(entry_of(case, nothing)))
     keys = ("case", "versions")
     return any(all(entry[key] == wanted[key] for key in keys) for entry in read(case.chip))
 

@@ -166,6 +166,10 @@ def _kernel_faults(found: dict[str, Any], budget: dict[str, Any]) -> list[str]:
         )
     if found["ratio"] > budget["ratio"]:
         faults.append(f"compute/DMA ratio {found['ratio']}, expected at most {budget['ratio']}")
+    for name, one in found["at"].items():
+        most = budget.get("at", {}).get(name)
+        if most is not None and one["ratio"] > most:
+            faults.append(f"compute/DMA ratio {one['ratio']} at {name}, expected at most {most}")
     if found["tiles"] != budget["tiles"]:
         faults.append(f"tiles {found['tiles']}, expected {budget['tiles']}, which the sweep found")
     return faults

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxkv.tools.chips import CHIPS, parse_target
 from jaxkv.tools.schedule import Schedule, read_schedule
 
@@ -117,7 +119,6 @@ def lower_case(case: Case) -> Any:
     """Lowers the kernel's call for the chip. jax comes late: `chips.ENVIRONMENT` comes before."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from jaxkv.programs.compiled import lower
@@ -193,22 +194,16 @@ def count(case: Case, folder: Path) -> dict[str, Any]:
         return {"temporary_bytes": memory.temp_size_in_bytes}
     tiles, schedule = tiles_of(case), read_schedule(folder, f"paged_{case.kernel}")
     found = (_decode if case.kernel == "decode" else _prefill)(case, schedule, tiles)
-    dma_bytes = found.pop("read_tokens") * bytes_per_token(case)
-    chip = CHIPS[case.chip]
-    dma = (
-        None
-        if chip.bandwidth is None or chip.clock is None
-        else dma_bytes / chip.bandwidth * chip.clock
-    )
+    at = {name: one | _against_dma(case, one) for name, one in found.pop("at").items()}
     main = max(schedule.loops, key=lambda loop: loop.units["MXU"])
     busy = {
         name: round(main.units[name] / slots / main.own, 3)
         for name, slots in schedule.capacity.items()
     }
-    return found | {
-        "dma_bytes": dma_bytes,
-        "dma_cycles": None if dma is None else round(dma),
-        "ratio": None if dma is None else round(found["issue_cycles"] / dma, 3),
+    return {
+        **found,
+        **_against_dma(case, found),
+        "at": at,
         "spills": schedule.spills,
         "loops": [{"depth": loop.depth, "own": loop.own} for loop in schedule.loops],
         "busy": {name: share for name, share in busy.items() if ":" not in name},
@@ -216,6 +211,19 @@ def count(case: Case, folder: Path) -> dict[str, Any]:
         "smem_bytes": schedule.smem_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "tiles": asdict(tiles),
+    }
+
+
+def _against_dma(case: Case, found: dict[str, Any]) -> dict[str, Any]:
+    """Compares issue cycles with those that the bytes of what rows hold take."""
+    dma_bytes, chip = found["read_tokens"] * bytes_per_token(case), CHIPS[case.chip]
+    if chip.bandwidth is None or chip.clock is None:
+        return {"dma_bytes": dma_bytes, "dma_cycles": None, "ratio": None}
+    cycles = dma_bytes / chip.bandwidth * chip.clock
+    return {
+        "dma_bytes": dma_bytes,
+        "dma_cycles": round(cycles),
+        "ratio": round(found["issue_cycles"] / cycles, 3),
     }
 
 
@@ -230,6 +238,23 @@ def bytes_per_token(case: Case) -> float:
     )
     vectors = 2 * kv_heads if case.rank is None else kv_heads
     return vectors * head_dim * case.bits / 8 + scales
+
+
+def decode_lengths(case: Case) -> dict[str, list[int]]:
+    """Lists what rows may hold besides `context`: few tokens, one more than a block, unlike numbers
+    of tokens, and one row alone, beside rows that rest.
+    """
+    ragged = np.random.default_rng(0).integers(100, 4001, case.batch)
+    every = {f"{case.batch} x {n:,}": [n] * case.batch for n in (512, 2048, 2049, 8192)}
+    return every | {
+        f"{case.batch} x 100 to 4,000": [int(n) for n in ragged],
+        "1 x 2,048": [2048],
+        "1 x 512": [512],
+    }
+
+
+PREFILL_LENGTHS = ((512, 512), (2048, 2048), (512, 8192), (512, 8704))
+"""Queries of a chunk, and what its row holds with them."""
 
 
 def _decode(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
@@ -248,24 +273,28 @@ def _decode(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
     clears = [loop for loop in schedule.inner(main) if not loop.units["MXU"]]
     joined = layout_of(case).joined
     own = main.own + sum(loop.own for loop in heads) * (joined // tiles.decode_heads)
-    block = tiles.decode_pages * case.page_size
-    blocks = -(-case.context // block)
-    cleared = blocks * tiles.decode_pages - case.context // case.page_size
-    rounds = -(-case.batch * blocks // SLOTS)
     clear = sum(loop.own for loop in clears) / max(1, len(clears))
-    cycles = schedule.outside_loops + rounds * own + case.batch * cleared * clear
-    return {
-        "issue_cycles": round(cycles),
-        "cycles_per_row": round(cycles / case.batch),
+    pages, slots = tiles.decode_pages, tiles.decode_pages * case.page_size
+
+    def counted(lengths: list[int]) -> dict[str, int]:
+        blocks = [-(-length // slots) for length in lengths]
+        rounds = -(-sum(blocks) // SLOTS)
+        # Blocks of the last round that are nobody's are cleared as a whole.
+        cleared = rounds * SLOTS * pages - sum(length // case.page_size for length in lengths)
+        cycles = schedule.outside_loops + rounds * own + cleared * clear
+        return {"issue_cycles": round(cycles), "trips": rounds, "read_tokens": sum(lengths)}
+
+    found = counted([case.context] * case.batch)
+    return found | {
+        "cycles_per_row": round(found["issue_cycles"] / case.batch),
         "bundles": own,
-        "trips": rounds,
-        "read_tokens": case.batch * case.context,
+        "at": {name: counted(lengths) for name, lengths in decode_lengths(case).items()},
     }
 
 
 def _prefill(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
-    """Counts a block of keys, which runs one of two regions: without a mask, or with (blocks that
-    hold the queries themselves).
+    """Counts blocks of queries, and for each the blocks of keys, which run one of two regions:
+    without a mask, or with (blocks that hold the queries themselves).
     """
     regions = sorted(
         (region for region in schedule.regions if region.units["MXU"]),
@@ -276,27 +305,43 @@ def _prefill(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
     blocks = max(
         (loop for loop in schedule.loops if loop.holds(whole)), key=lambda loop: loop.depth
     )
+    (items,) = [loop for loop in schedule.loops if loop.holds(blocks)]
+    clear = sum(loop.own for loop in schedule.inner(blocks))
     size, slots = tiles.prefill_queries, tiles.prefill_pages * case.page_size
-    begins = range(case.context - case.queries, case.context, size)
-    whole_trips = sum((begin + 1) // slots for begin in begins)
-    trips = sum(-(-min(begin + size, case.context) // slots) for begin in begins)
     around = blocks.own - whole.own - masked.own
-    cycles = (
-        schedule.outside_loops
-        + whole_trips * whole.own
-        + (trips - whole_trips) * masked.own
-        + trips * around
-    )
-    share = whole.units["MXU"] / schedule.capacity["MXU"] / whole.own
-    return {
-        "issue_cycles": round(cycles),
+    matmuls = whole.units["MXU"] / schedule.capacity["MXU"]
+
+    def counted(queries: int, context: int) -> dict[str, Any]:
+        begins = range(context - queries, context, size)
+        ends = [min(begin + size, context) for begin in begins]
+        whole_trips = sum((begin + 1) // slots for begin in begins)
+        trips = sum(-(-end // slots) for end in ends)
+        cleared = trips * tiles.prefill_pages - sum(end // case.page_size for end in ends)
+        cycles = (
+            schedule.outside_loops
+            + len(ends) * items.own
+            + whole_trips * whole.own
+            + (trips - whole_trips) * masked.own
+            + trips * around
+            + cleared * clear
+        )
+        return {
+            "issue_cycles": round(cycles),
+            "trips": trips,
+            "mxu_share_all": round(trips * matmuls / cycles, 3),
+            "read_tokens": sum(ends),
+        }
+
+    return counted(case.queries, case.context) | {
+        "item_bundles": items.own,
         "bundles": whole.own + around,
         "masked_bundles": masked.own + around,
-        "trips": trips,
-        "mxu_share": round(share, 3),
-        "mxu_share_all": round(trips * whole.units["MXU"] / schedule.capacity["MXU"] / cycles, 3),
+        "mxu_share": round(matmuls / whole.own, 3),
         "busy_whole": {
             n: round(whole.units[n] / c / whole.own, 3) for n, c in schedule.capacity.items()
         },
-        "read_tokens": sum(min(begin + size, case.context) for begin in begins),
+        "at": {
+            f"{queries:,} of {context:,}": counted(queries, context)
+            for queries, context in PREFILL_LENGTHS
+        },
     }

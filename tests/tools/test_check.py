@@ -28,6 +28,7 @@ KERNEL = {
     "bundles": 3670,
     "dma_bytes": 2**29,
     "ratio": 0.3,
+    "at": {},
     "spills": 0,
     "vmem_bytes": 2**23,
     "tiles": TILES,
@@ -57,9 +58,8 @@ def compiler(monkeypatch):
     monkeypatch.setattr(report, "compile_apart", compile_apart)
     monkeypatch.setattr(report, "find_spec", lambda name: True)
     monkeypatch.setattr(report, "versions", lambda: "compiler 1")
-    monkeypatch.setattr(
-        report, "budget_of", lambda case: {"ratio": 0.4, "spills": 0, "tiles": TILES}
-    )
+    budget = {"ratio": 0.4, "at": {"64 x 2,049": 0.5}, "spills": 0, "tiles": TILES}
+    monkeypatch.setattr(report, "budget_of", lambda case: budget)
     return answers, jobs
 
 
@@ -110,6 +110,7 @@ def test_a_dtype_is_that_of_all_shapes(compiler, check):
     ("found", "reason"),
     [
         ({"ratio": 0.401}, "compute/DMA ratio 0.401, expected at most 0.4"),
+        ({"at": {"64 x 2,049": {"ratio": 0.501}}}, "ratio 0.501 at 64 x 2,049, expected .* 0.5"),
         ({"spills": 3}, "3 spills of vector registers, expected at most 0"),
         ({"tiles": TILES | {"decode_pages": 8}}, "tiles .*, which the sweep found"),
         ({"reason": "Mosaic failed\nat length"}, "Mosaic failed"),
