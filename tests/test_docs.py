@@ -110,15 +110,24 @@ def test_every_message_that_troubleshooting_explains_is_one_of_the_code():
     assert not is_said("max_model_len: expected at least ..., got ...", texts)
 
 
+def is_good(page: Path, link: str) -> bool:
+    """Tells whether a link leads to a file, from docs/ to one that the site has too."""
+    if "://" in link or link.startswith("#"):
+        return True
+    target = (page.parent / link.split("#")[0]).resolve()
+    on_site = target.is_relative_to(ROOT / "docs") or target.is_relative_to(ROOT / "notebooks")
+    return target.exists() and (on_site or not page.is_relative_to(ROOT / "docs"))
+
+
 @pytest.mark.usefixtures("checkout")
-def test_links_lead_to_files():
+def test_links_lead_to_files_and_every_page_is_on_the_site():
     """Those within docs/ are also checked by `mkdocs build --strict`, with their anchors."""
     texts = [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "jaxkv/demo/README.md"]
-    assert [
-        f"{page.relative_to(ROOT)}: {link}"
-        for page in texts
-        for link in LINK.findall(page.read_text(encoding="utf-8"))
-        if "://" not in link
-        and not link.startswith("#")
-        and not (page.parent / link.split("#")[0]).exists()
-    ] == []
+    links = [(page, link) for page in texts for link in LINK.findall(page.read_text("utf-8"))]
+    assert [(str(page), link) for page, link in links if not is_good(page, link)] == []
+    page = ROOT / "docs/index.md"
+    assert not is_good(page, "no.md")
+    assert not is_good(page, "../README.md")
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    names = [page.relative_to(ROOT / "docs").as_posix() for page in pages()[1:]]
+    assert [name for name in names if f" {name}\n" not in site] == [], "nav of mkdocs.yml"
