@@ -309,7 +309,7 @@ def _add_selftest(commands: Any) -> None:
     selftest.add_argument("--kernel", choices=("pallas_tpu", "mosaic_gpu"), help="only this one")
     selftest.add_argument("--all", action="store_true", help="all shapes, not only the usual ones")
     selftest.add_argument(
-        "--limit", type=float, metavar="S", help="seconds until a case counts as hung (default 180)"
+        "--limit", type=float, metavar="S", help="seconds until a case counts as hung (default 300)"
     )
     selftest.add_argument("--json", action="store_true", help="JSON instead of the table")
 

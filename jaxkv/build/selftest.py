@@ -40,7 +40,7 @@ from jaxkv.version import VERSION, digest_of_sources
 
 LOG = logging.getLogger("jaxkv")
 
-LIMIT_S = 180.0
+LIMIT_S = 300.0
 """A trial takes 1 to 3 s, and some 30 s of compiling: one that takes longer has hung."""
 
 LONGEST, LONGEST_BYTES = 8200, 64 << 20

@@ -91,6 +91,16 @@ class Rows(NamedTuple):
     held_PS: np.ndarray
 
 
+class Step(NamedTuple):
+    """Holds what attention is given, beside the pages; no values where keys have them."""
+
+    q_TNH: Any
+    k_TKH: Any
+    v_TKH: Any
+    tables: PageTables
+    batch: Batch
+
+
 def cases_of(heads: Heads, codec: Codec, page_size: int, *, longest: int) -> list[Case]:
     """Returns both cases of a KV group, with a window that is short enough to be met."""
     if heads.window is not None:
@@ -108,27 +118,57 @@ def cases_of(heads: Heads, codec: Codec, page_size: int, *, longest: int) -> lis
 
 
 def try_case(case: Case, backend: Backend, device: jax.Device) -> Trial:
-    """Attends the case by the backend and by XLA, and compares outputs and pages.
+    """Attends the case by the backend and by XLA's path, and compares outputs and pages.
 
     Raises: whatever compiling or running the kernel meets.
     """
-    rows = make_rows(case, np.random.default_rng(0))
-    # Both see vectors of the size that the kernel's pages have: codecs that rotate store others.
-    head_dim = backend.page_layout(case.heads, case.page_size, case.codec).head_dim
-    heads = replace(case.heads, head_dim=head_dim)
-    wanted, *_ = _run(case, heads, rows, Xla(), device)
-    found, compile_s, run_s = _run(case, heads, rows, backend, device)
+    rng = np.random.default_rng(0)
+    rows = make_rows(case, rng)
+    layout = backend.page_layout(case.heads, case.page_size, case.codec)
+    # Both see vectors of the size that the kernel's pages have.
+    heads = replace(case.heads, head_dim=layout.head_dim)
+    step, vectors = _inputs(case, heads, rows, rng), _vectors(layout, rows, rng)
+    wanted = _wanted(case, heads, layout, step, vectors, device)
+    found, compile_s, run_s = _run(heads, layout, step, vectors, backend, device)
     return Trial(_compare(case, rows, wanted, found), compile_s, run_s)
 
 
+def _wanted(
+    case: Case,
+    heads: Heads,
+    layout: PageLayout,
+    step: Step,
+    vectors: np.ndarray,
+    device: jax.Device,
+) -> tuple[np.ndarray, ...]:
+    """Returns what XLA finds. In place of quantised pages it has the vectors that those stand for:
+    XLA's own quantised pages take a TPU's compiler minutes.
+    """
+    codec = case.codec
+    if not isinstance(codec, PlainCodec):
+        codec = PlainCodec(dtype="float32")
+        vectors = np.asarray(jax.jit(partial(_stored, layout))(vectors))
+        v_LTKH = None if step.v_TKH is None else step.v_TKH[None]
+        arrays = layout.pack(step.k_TKH[None], v_LTKH)
+        k, v = (np.asarray(x)[0, : len(step.k_TKH)] for x in layout.unpack(arrays))
+        step = step._replace(k_TKH=k, v_TKH=None if v_LTKH is None else v)
+    xla = Xla()
+    found, *_ = _run(
+        heads, xla.page_layout(heads, case.page_size, codec), step, vectors, xla, device
+    )
+    return found
+
+
 def _run(
-    case: Case, heads: Heads, rows: Rows, backend: Backend, device: jax.Device
+    heads: Heads,
+    layout: PageLayout,
+    step: Step,
+    vectors: np.ndarray,
+    backend: Backend,
+    device: jax.Device,
 ) -> tuple[tuple[np.ndarray, ...], float, float]:
     """Returns ((out, keys, values), seconds of compiling, seconds of the run)."""
-    rng = np.random.default_rng(1)
-    layout = backend.page_layout(heads, case.page_size, case.codec)
-    given = (*_inputs(case, heads, rows, rng), _store(layout, _vectors(layout, rows, rng)))
-    given = jax.device_put(given, device)
+    given = jax.device_put((step, _store(layout, vectors)), device)
     started = time.perf_counter()
     # What an interpreter runs is not worth optimising.
     quick: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
@@ -142,23 +182,16 @@ def _run(
 
 
 def _attend(
-    q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array | None,
-    tables: PageTables,
-    batch: Batch,
-    store: Store,
-    *,
-    backend: Backend,
-    heads: Heads,
+    step: Step, store: Store, *, backend: Backend, heads: Heads
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns (out, the keys and values [P * S, K, H] of all slots of the layer after the step)"""
+    tables, batch = step.tables, step.batch
     prepared = backend.prepare(store, tables, batch, heads)
     after = replace(tables, len_B=tables.len_B + batch.count_B)
     out_TNH, store, _ = backend.attend(
-        q_TNH,
-        k_TKH,
-        v_TKH,
+        step.q_TNH,
+        step.k_TKH,
+        step.v_TKH,
         Place(store, LAYER, after),
         batch,
         prepared,
@@ -223,8 +256,7 @@ def make_rows(case: Case, rng: np.random.Generator) -> Rows:
     )
 
 
-def _inputs(case: Case, heads: Heads, rows: Rows, rng: np.random.Generator) -> tuple[Any, ...]:
-    """Returns queries, keys, values, tables and batch."""
+def _inputs(case: Case, heads: Heads, rows: Rows, rng: np.random.Generator) -> Step:
     num_tokens = len(rows.row_T)
 
     def vectors(count: int) -> np.ndarray:
@@ -245,7 +277,7 @@ def _inputs(case: Case, heads: Heads, rows: Rows, rng: np.random.Generator) -> t
     k_TKH = vectors(heads.num_kv_heads)
     v_TKH = None if heads.latent_dim is not None else vectors(heads.num_kv_heads)
     tables = PageTables(of_step.table_BW, of_step.first_BW, of_step.len_B)
-    return vectors(heads.num_heads), k_TKH, v_TKH, tables, batch
+    return Step(vectors(heads.num_heads), k_TKH, v_TKH, tables, batch)
 
 
 def _vectors(layout: PageLayout, rows: Rows, rng: np.random.Generator) -> np.ndarray:
@@ -263,8 +295,13 @@ def _vectors(layout: PageLayout, rows: Rows, rng: np.random.Generator) -> np.nda
     return np.stack([np.full_like(x, np.nan), x])
 
 
+def _stored(layout: PageLayout, vectors: np.ndarray) -> jax.Array:
+    """Returns the vectors that pages of these stand for."""
+    return layout.decode(layout.encode(jnp.asarray(vectors[:, :, None])))[:, :, 0]
+
+
 def _store(layout: PageLayout, vectors: np.ndarray) -> Store:
-    arrays = jax.jit(layout.encode)(vectors[:, :, None])
+    arrays = jax.jit(layout.encode)(vectors[:, :, None])  # one device's
     pages, *scales = (x.reshape(-1, *x.shape[2:]) for x in arrays)
     return Store(pages, layout, NUM_LAYERS, *scales)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxkv.ops.attention import Backend
     from jaxkv.programs.selftest import Case
 
-START_S = 180.0
+START_S = 300.0
 """A process that is silent for so long beyond a case's limit is ended."""
 
 MOST_S = 86400
