@@ -134,17 +134,17 @@ class Model:
         are like the other model's.
         """
         forms = [
-            jax.tree.map(lambda x: (x.shape, x.dtype.name), one.weights) for one in (self, other)
+            jax.tree.map(lambda x: f"{x.dtype.name}{x.shape}", one.weights) for one in (self, other)
         ]
         if forms[0] != forms[1]:
             for array in jax.tree.leaves(self.weights):
                 array.delete()
             new, old = (dict(jax.tree_util.tree_leaves_with_path(form)) for form in forms)
             differing = [path for path in new.keys() | old if new.get(path) != old.get(path)]
-            named = sorted(".".join(key.key for key in path[:2]) for path in differing)
+            named = sorted(".".join(key.key for key in path) for path in differing)
             raise CheckpointError(
                 f"{self.directory}: expected weights that are stored as those that were loaded, "
-                f"got others: {', '.join(dict.fromkeys(named))[:200]}"
+                f"got others: {', '.join(named)[:200]}"
             )
         return self
 

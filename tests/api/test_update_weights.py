@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxkv import LLM, AsyncLLM, SamplingParams
+from jaxkv import LLM, AsyncLLM, CheckpointError, SamplingParams
 from jaxkv.engine.handover import Handover
 from jaxkv.testing import engine_of, front_of, model_of
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -288,3 +288,6 @@ def test_a_tied_head_is_stored_once_in_what_is_given(tmp_path):
     llm = LLM(old, **SMALL)
     llm.update_weights(new)
     assert "head" not in model_of(llm).weights
+    own_head = arrays | {"lm_head.weight": -arrays["model.embed_tokens.weight"]}
+    with pytest.raises(CheckpointError, match=r"got others: head$"):
+        llm.update_weights(own_head)
