@@ -82,8 +82,8 @@ def make_tested(make: Callable[[EngineOptions], Blueprint], options: EngineOptio
     if verdict is None:
         return replace(blueprint, backend_reason=f"{blueprint.backend_reason}, self-test passed")
     why = (
-        f"{verdict.backend} failed its self-test ({verdict.case}): {verdict.fault}; report: "
-        f"{verdict.report or 'none, no folder can be written'}; `jaxkv selftest` tries again"
+        f"{verdict.backend} failed its self-test ({verdict.case}): {verdict.fault}; report, which "
+        f"is to be removed to try again: {verdict.report or 'none, no folder can be written'}"
     )
     if options.backend != "auto":
         raise KernelError(f"backend={options.backend!r}: {why}")

@@ -153,9 +153,9 @@ def _wanted(
         k, v = (np.asarray(x)[0, : len(step.k_TKH)] for x in layout.unpack(arrays))
         step = step._replace(k_TKH=k, v_TKH=None if v_LTKH is None else v)
     xla = Xla()
-    found, *_ = _run(
-        heads, xla.page_layout(heads, case.page_size, codec), step, vectors, xla, device
-    )
+    stored = xla.page_layout(heads, case.page_size, codec)
+    with jax.default_matmul_precision("highest"):  # a TPU's own is that of bfloat16
+        found, *_ = _run(heads, stored, step, vectors, xla, device)
     return found
 
 

@@ -252,7 +252,7 @@ def test_auto_falls_back_and_says_why(kernels, trials, caplog):
     assert "(prefill, 2/1 heads of 128, float32, pages of 16): outputs are 0.3 of" in line
     (record,) = caplog.records
     assert "backend: xla, as interpreted failed its self-test" in record.getMessage()
-    report = json.loads(Path(line.partition("report: ")[2].partition(";")[0]).read_text())
+    report = json.loads(Path(line.partition("try again: ")[2].removesuffix(")")).read_text())
     assert report["verdict"]["fault"] == WRONG.fault
 
 
