@@ -30,9 +30,7 @@ T = TypeVar("T")
 PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
 LOOP_STEPS = 2
-"""Steps of a decode loop while prompts are being computed, which come between two loops."""
-SHORT_LOOPS = 16
-"""Number of loops after the last prompt that are as short: the next one would meet a long loop."""
+"""Steps of a decode loop at most: prompts come between two loops, at any time."""
 
 WAIT_S = 0.02
 """How long a step waits for a prompt where nothing else is to be done: whoever has a request to add
@@ -78,12 +76,11 @@ class Handover:
                 f"quantised KV cache, whose pages differ: {forms[0]}, {forms[1]}"
             )
         self._prefill, self._decode = _Prefill(prefill, forms[0]), decode
+        decode.scheduler.loop_steps = min(LOOP_STEPS, decode.scheduler.config.decode_steps)
         self._coming: dict[Request, _Coming] = {}
         """Submissions by their twins."""
         self._moving: Request | None = None
         """The twin of the one that is being given to the decode engine, which may have it."""
-        self._num_short = 0
-        """Counts the steps to come in which loops are short."""
         self._is_ended = self._is_under_way = False
         self._aborted: list[Submission] = []
         """Ended while these were changed (`abort`)."""
@@ -141,9 +138,6 @@ class Handover:
                     self._is_under_way = True
                     self._collect(wait_s=0 if self._decode.has_work or self._ready else WAIT_S)
                     self._hand_over()
-                    self._num_short = SHORT_LOOPS if self._coming else max(0, self._num_short - 1)
-                    most = self.scheduler.config.decode_steps
-                    self.scheduler.loop_steps = min(LOOP_STEPS, most) if self._num_short else most
                 finally:
                     self._is_under_way = False
             finally:  # the line above may be the one that is cut off

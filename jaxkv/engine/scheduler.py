@@ -64,7 +64,7 @@ class Scheduler:
         are read, and listed with them, unless somebody else needs the pages.
         """
         self.loop_steps = config.decode_steps
-        """Counts the steps of a decode loop at most: fewer where somebody waits for its end."""
+        """Counts the steps of a decode loop at most."""
         self.num_preemptions = 0
         self.num_looked_up = 0
         self.num_found = 0
