@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.options import IS_PATH, EngineOptions
-from jaxkv.build.pooling import Pooling, pooling_layout, read_pooling
+from jaxkv.build.pooling import MODULES, Pooling, pooling_layout, read_pooling
 from jaxkv.build.tokenizer import check_vocabulary, load_tokenizer
 from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
 from jaxkv.errors import CheckpointError
@@ -113,6 +113,7 @@ class Model:
             tokenizer=None,
             tokenizer_revision=None,
             skip_tokenizer_init=True,
+            runner="generate" if self.pooling is None else "pooling",
             load_format="auto" if own.load_format == "dummy" else own.load_format,
         )
         found = find_model(options)
@@ -120,6 +121,12 @@ class Model:
             raise CheckpointError(
                 f"{found.directory}: expected weights of the model that was loaded, got a "
                 f"config.json of another one"
+            )
+        # A directory of weights alone does not say how they are pooled.
+        if os.path.lexists(found.directory / MODULES) and found.pooling != self.pooling:
+            raise CheckpointError(
+                f"{found.directory}: {MODULES}: expected the pooling of the model that was loaded, "
+                f"got another one"
             )
         other = replace(
             self,

@@ -160,6 +160,12 @@ def test_a_base_model_s_names_and_a_missing_head_make_no_difference(tmp_path):
     changed = vectors(pooling, PROMPTS)
     np.testing.assert_array_equal(changed, vectors(LLM(other, **SMALL, runner="pooling"), PROMPTS))
     assert not np.allclose(changed, want, atol=0.1)
+    # A directory of weights alone is pooled as before, one that says otherwise is refused.
+    llm.update_weights(other)
+    np.testing.assert_array_equal(vectors(llm, PROMPTS), changed)
+    write_modules(other, "mean")
+    with pytest.raises(CheckpointError, match=r"modules.json: expected the pooling of the model"):
+        llm.update_weights(other)
 
 
 def test_prompts_are_cut_only_where_that_is_asked_for(tmp_path):
