@@ -110,8 +110,10 @@ def test_regex_choice_grammar_and_objects(llm):
         (replace(params(choice=["alpha", "beta"]), n=4), re.compile("alpha|beta")),
     ]
     outputs = llm.generate(["The end"] * len(cases), [one for one, _ in cases], use_tqdm=False)
-    for (_, wanted), output in zip(cases, outputs, strict=True):
+    for (asked, wanted), output in zip(cases, outputs, strict=True):
         for said in output.outputs:
+            assert said.finish_reason == "stop" or asked.max_tokens == 100
+            assert said.stop_reason is None
             assert wanted.fullmatch(said.text), said.text
     assert {len(output.outputs) for output in outputs} == {1, 4}
     cut = replace(params(regex="[0-9]{99}"), max_tokens=3)
