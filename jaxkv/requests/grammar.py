@@ -30,7 +30,8 @@ class Grammar:
 
     @property
     def error(self) -> str:
-        return self._matcher.get_error() if self._matcher.is_error() else ""
+        """Returns why it cannot be followed, "" where it can."""
+        return " ".join(self._matcher.get_error().split())[:300] if self._matcher.is_error() else ""
 
     @property
     def is_done(self) -> bool:
@@ -75,11 +76,19 @@ class Grammars:
         """Compiles what was asked for. Raises: ValueError with llguidance's reason for an invalid
         schema or grammar, and for what it has no room for.
         """
-        matcher = self._llguidance.LLMatcher(self._tokenizer, self._source(asked), log_level=0)
-        if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())
-            raise ValueError(f"structured_outputs: expected a valid grammar, got {reason:.300}")
-        return Grammar(matcher, self._num_words)
+        try:
+            source = self._source(asked)
+        except ValueError as error:
+            raise ValueError(
+                f"structured_outputs: expected a valid grammar, got {error}"
+            ) from error
+        grammar = Grammar(
+            self._llguidance.LLMatcher(self._tokenizer, source, log_level=0), self._num_words
+        )
+        grammar.mask()  # some of what is too much for it is found there
+        if grammar.error:
+            raise ValueError(f"structured_outputs: expected a valid grammar, got {grammar.error}")
+        return grammar
 
     def _source(self, asked: StructuredOutputsParams) -> str:
         """Returns a grammar in llguidance's own form."""
@@ -94,7 +103,4 @@ class Grammars:
             return make.grammar_from_regex(asked.regex)
         if asked.choice is not None:
             return self._llguidance.grammar_from("choice", json.dumps(list(asked.choice)))
-        try:
-            return self._llguidance.grammar_from("grammar", asked.grammar)
-        except ValueError as error:
-            raise ValueError(f"structured_outputs: grammar: {error}") from error
+        return self._llguidance.grammar_from("grammar", asked.grammar)

@@ -204,6 +204,8 @@ def test_what_cannot_be_followed_is_refused_at_the_front_door(llm):
         ({"json": "{"}, r"json: expected a JSON schema \(Expecting"),
         ({"json": "[]"}, "json: expected a JSON schema, an object"),
         ({"json": {"a": {1, 2}}}, r"json: expected a JSON schema \(Object of type set"),
+        ({"json": {"$ref": "#"}}, "valid grammar, got "),
+        ({"json": '{"items":' * 900 + "{}" + "}" * 900}, "recursion"),
         ({"regex": "[a-"}, "unclosed character class"),
         ({"regex": ""}, "regex: expected a text"),
         ({"regex": "\ud800"}, "regex: expected valid Unicode"),
@@ -226,7 +228,10 @@ def test_what_cannot_be_followed_is_refused_at_the_front_door(llm):
 def test_what_the_parser_has_no_room_for_ends_its_own_request_only(llm, monkeypatch):
     from jaxkv.requests.grammar import Grammar
 
-    monkeypatch.setattr(Grammar, "error", property(lambda self: "too complex"))
+    lost: list[Grammar] = []
+    monkeypatch.setattr(Grammar, "accept", lambda self, token: lost.append(self))
+    error = property(lambda self: "too complex" if self in lost else "")
+    monkeypatch.setattr(Grammar, "error", error)
     plain = SamplingParams(temperature=0.0, max_tokens=8)
     bad, good = llm.generate(["x", "The end"], [params(regex="[a-z]{9}"), plain], use_tqdm=False)
     assert (bad.outputs[0].finish_reason, bad.outputs[0].stop_reason) == ("abort", "too complex")
