@@ -311,6 +311,9 @@ def _add_selftest(commands: Any) -> None:
     selftest.add_argument(
         "--limit", type=float, metavar="S", help="seconds until a case counts as hung (default 300)"
     )
+    selftest.add_argument(
+        "--checks", action="store_true", help="on a TPU with Mosaic's checks of bounds, semaphores"
+    )
     selftest.add_argument("--json", action="store_true", help="JSON instead of the table")
 
 
@@ -556,4 +559,6 @@ def _check(args: argparse.Namespace) -> int:
 def _selftest(args: argparse.Namespace) -> int:
     from jaxkv.tools.selftest import run
 
+    if args.checks:
+        os.environ["JAXKV_KERNEL_CHECKS"] = "1"
     return run(kernel=args.kernel, every=args.all, as_json=args.json, limit_s=args.limit)

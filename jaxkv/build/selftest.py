@@ -202,7 +202,8 @@ def _watch(
 def _key(case: Case, backend: Backend) -> str:
     """Names what a verdict depends on beside the device and its runtime, which the folder does."""
     versions = (VERSION, version("jax"), version("jaxlib"), digest_of_sources())
-    return hashlib.sha256(repr((case, backend, versions)).encode()).hexdigest()[:24]
+    checks = os.environ.get("JAXKV_KERNEL_CHECKS")
+    return hashlib.sha256(repr((case, backend, versions, checks)).encode()).hexdigest()[:24]
 
 
 def _read(report: Path) -> Verdict | None:

@@ -39,6 +39,7 @@ from kernels_pallas.tpu.block import (
     wait_all,
     weights,
 )
+from kernels_pallas.tpu.checks import compiler_params
 from kernels_pallas.tpu.latent import Running, Seen, attend_latent
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import RECORD_FIELDS, RECORD_IDS, Schedule
@@ -505,9 +506,7 @@ def decode(
         ),
         out_shape=[out],
         input_output_aliases={before + i: 1 + i for i in range(len(pools.each()))},
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
-        ),
+        compiler_params=compiler_params(vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
     )(scalars, given)
     return found.out_DJMX[:, :, :per_row], found.pools

@@ -33,6 +33,7 @@ from kernels_pallas.tpu.block import (
     wait_all,
     weights,
 )
+from kernels_pallas.tpu.checks import compiler_params
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import Schedule
 
@@ -413,9 +414,7 @@ def prefill(
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((*q_JRX.shape[:2], out_width), out_dtype)],
-        compiler_params=pltpu.CompilerParams(
-            vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True, disable_semaphore_checks=True
-        ),
+        compiler_params=compiler_params(vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
     )(scalars, given)
     out_RJMX = out_JRX.reshape(joined, -1, per_row, out_width).transpose(1, 0, 2, 3)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.tpu.block import PerPool, start_all, wait_all
+from kernels_pallas.tpu.checks import compiler_params
 from kernels_pallas.tpu.packing import Packing, to_width
 from kernels_pallas.tpu.schedule import WriteItems
 from kernels_pallas.tpu.tiles import TILE
@@ -170,9 +171,7 @@ def write(
         ),
         out_shape=[jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), pools)],
         input_output_aliases={before + i: i for i in range(len(pools.each()))},
-        compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, disable_semaphore_checks=True
-        ),
+        compiler_params=compiler_params(),
         interpret=interpret,
     )(scalars, given)
     return pools_after

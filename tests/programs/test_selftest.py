@@ -17,7 +17,7 @@ from jaxkv.ops.attention import Heads, pallas_tpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.programs import selftest
 from jaxkv.programs.selftest import Case, make_rows, try_case
-from kernels_pallas.tpu import Tiles
+from kernels_pallas.tpu import Tiles, checks
 
 TILES = Tiles(decode_pages=2, decode_heads=1, prefill_pages=2, prefill_queries=16)
 BACKEND = PallasTpu(interpret=pltpu.InterpretParams(), tiles=TILES)
@@ -159,3 +159,13 @@ def test_rows_share_a_page_and_write_beside_it():
     rows = make_rows(CASE, np.random.default_rng(0))
     assert rows.table_BW[0, 0] == rows.table_BW[1, 0]
     assert list(rows.count_B[:2]) == [1, 1]
+
+
+@pytest.mark.parametrize(("given", "unchecked"), [(None, True), ("0", True), ("1", False)])
+def test_a_switch_turns_mosaics_checks_on(monkeypatch, given, unchecked):
+    monkeypatch.delenv(checks.SWITCH, raising=False)
+    if given is not None:
+        monkeypatch.setenv(checks.SWITCH, given)
+    params = checks.compiler_params(vmem_limit_bytes=9)
+    assert params.disable_bounds_checks is params.disable_semaphore_checks is unchecked
+    assert params.vmem_limit_bytes == 9
