@@ -116,7 +116,7 @@ class Model:
             runner="generate" if self.pooling is None else "pooling",
             load_format="auto" if own.load_format == "dummy" else own.load_format,
         )
-        found = find_model(options)
+        found = find_model(options, self.tokenizer)
         if found.spec.joined() != self.spec.joined():
             raise CheckpointError(
                 f"{found.directory}: expected weights of the model that was loaded, got a "
@@ -201,9 +201,9 @@ class Model:
         return bytes_per_device(self.weights)
 
 
-def find_model(options: EngineOptions) -> Model:
+def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
     """Reads what a model directory (or hub id) holds, but for its weights; the tokenizer may come
-    from another one.
+    from another one, or be given.
 
     Weights are neither read nor fetched before the model is `loaded`: by then a blueprint has been
     made, and so everything checked that was asked for.
@@ -218,7 +218,6 @@ def find_model(options: EngineOptions) -> Model:
         values = _overridden(config.values, options.hf_overrides)
         config = ConfigReader(values, f"{config.where} with hf_overrides")
     spec, layout = read_family(config)
-    tokenizer = None
     if not options.skip_tokenizer_init:
         where, revision = directory, options.tokenizer_revision
         if options.tokenizer is not None or revision is not None:

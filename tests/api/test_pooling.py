@@ -257,6 +257,9 @@ def test_pairs_are_scored_by_a_head_by_two_tokens_or_by_the_angle(tmp_path):
     asked.update_weights(arrays)
     after = asked.reward(TEXTS[1], use_tqdm=False)[0].outputs.data
     np.testing.assert_allclose(after, 2 * before, rtol=1e-5)
+    asked.update_weights(directory)
+    again = asked.reward(TEXTS[1], use_tqdm=False)[0].outputs.data
+    np.testing.assert_array_equal(again, before)
     vector = LLM(directory, **options, runner="pooling")
     embedded = [np.array(one.outputs.embedding) for one in vector.embed(TEXTS, use_tqdm=False)]
     angles = vector.score(TEXTS[:1] * 2, TEXTS[1:], use_tqdm=False)
