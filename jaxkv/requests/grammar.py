@@ -94,7 +94,7 @@ class Grammars:
         """Returns a grammar in llguidance's own form."""
         make = self._llguidance.LLMatcher
         if asked.json is not None or asked.json_object:
-            form: dict[str, Any] = {"whitespace_flexible": not asked.disable_any_whitespace}
+            form: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
             if asked.whitespace_pattern is not None:
                 form["whitespace_pattern"] = asked.whitespace_pattern
             schema = asked.json if isinstance(asked.json, str) else '{"type": "object"}'
@@ -103,4 +103,4 @@ class Grammars:
             return make.grammar_from_regex(asked.regex)
         if asked.choice is not None:
             return self._llguidance.grammar_from("choice", json.dumps(list(asked.choice)))
-        return self._llguidance.grammar_from("grammar", asked.grammar)
+        return self._llguidance.grammar_from("grammar", asked.grammar or "")
