@@ -61,12 +61,13 @@ def lengths(rng: np.random.Generator, size: int) -> np.ndarray:
     return rng.choice([0, 1, *border, WIDTH * size - 1, WIDTH * size], NUM_ROWS)
 
 
-def random_case(seed: int, shape: Shape) -> Case:
+def random_case(seed: int, shape: Shape, held: list[int] | None = None) -> Case:
     """Decode rows (one rests), then chunks, then rows that are not in the step; some rows have
-    dropped pages.
+    dropped pages. held: how many tokens each row holds, instead of `lengths`.
     """
     rng, size = np.random.default_rng(seed), shape.page_size
     len_B, count_B = lengths(rng, size), np.ones(NUM_ROWS, int)
+    len_B = len_B if held is None else np.array(held)
     num_decode = NUM_ROWS if shape.decode_only else 3
     num_rows = NUM_ROWS if shape.decode_only else 6
     count_B[1], count_B[num_rows:] = 0, 0
@@ -88,15 +89,15 @@ def random_case(seed: int, shape: Shape) -> Case:
 
     row_T, position_T = np.full(num_tokens, NUM_ROWS), np.zeros(num_tokens, int)
     dest_T = np.full(num_tokens, num_pages * size)
-    held = np.zeros((num_pages, size), bool)
+    is_held = np.zeros((num_pages, size), bool)
     for row in range(NUM_ROWS):
         slots = np.arange(len_B[row])
-        held[table_BW[row, slots // size], slots % size] = True
+        is_held[table_BW[row, slots // size], slots % size] = True
         new, tokens = slots[len_B[row] - count_B[row] :], start_B[row] + np.arange(count_B[row])
         row_T[tokens], position_T[tokens] = row, first_BW[row, new // size] + new % size
         dest_T[tokens] = table_BW[row, new // size] * size + new % size
     pages = rng.normal(size=(num_pages, 2 * shape.kv_heads, size, shape.head_dim))
-    pages.swapaxes(1, 2)[~held] = np.nan
+    pages.swapaxes(1, 2)[~is_held] = np.nan
     written = dest_T[dest_T < num_pages * size]
     pages.swapaxes(1, 2)[written // size, written % size] = np.nan
     pages = np.concatenate([np.full_like(pages, np.nan), pages])
@@ -114,7 +115,7 @@ def random_case(seed: int, shape: Shape) -> Case:
     }
     arrays |= {name: x.astype(np.int32) for name, x in integers.items()}
     pages = np.asarray(jnp.asarray(pages, shape.dtype))
-    return Case(shape, arrays, pages, held, row_T, position_T, dest_T, num_decode, num_rows)
+    return Case(shape, arrays, pages, is_held, row_T, position_T, dest_T, num_decode, num_rows)
 
 
 def first_page_behind(case: Case) -> Case:
@@ -124,6 +125,15 @@ def first_page_behind(case: Case) -> Case:
     arrays = {name: np.copy(x) for name, x in case.arrays.items()}
     before = arrays["len_B"] - arrays["count_B"] >= case.shape.page_size
     arrays["first_BW"][before, 0] = BEHIND
+    return replace(case, arrays=arrays)
+
+
+def first_page_shared(case: Case) -> Case:
+    """The case whose rows have the first page in common, where a step's own tokens are not in it."""
+    arrays = {name: np.copy(x) for name, x in case.arrays.items()}
+    before = arrays["len_B"] - arrays["count_B"] >= case.shape.page_size
+    assert before.sum() > 1
+    arrays["table_BW"][before, 0] = arrays["table_BW"][before, 0][0]
     return replace(case, arrays=arrays)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.tools.chips import CHIPS, parse_target
-from jaxkv.tools.schedule import Schedule, read_schedule
+from jaxkv.tools.schedule import Schedule, Span, read_schedule
 
 KERNELS = ("decode", "prefill")
 SHAPES: dict[str, tuple[int, ...]] = {  # query heads, KV heads, head_dim; of latent rows: values
@@ -258,38 +258,68 @@ PREFILL_LENGTHS = ((512, 512), (2048, 2048), (512, 8192), (512, 8704))
 
 
 def _decode(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
-    """Rounds of one loop; of the loops in it those with matmuls go over heads, the others clear
-    what a block of floats fetches past its row's end.
-    """
-    from kernels_pallas.tpu.tiles import SLOTS
+    """Counts rounds of one loop over SLOTS blocks. Where a block may be attended in part, a round
+    has a region for full blocks, and one in which each block runs a region by what it holds.
 
-    outer = [loop for loop in schedule.loops if loop.depth == 1]
-    (main,) = [
-        loop
-        for loop in outer
-        if loop.units["MXU"] or any(x.units["MXU"] for x in schedule.inner(loop))
-    ]
-    heads = [loop for loop in schedule.inner(main) if loop.units["MXU"]]
-    clears = [loop for loop in schedule.inner(main) if not loop.units["MXU"]]
-    joined = layout_of(case).joined
-    own = main.own + sum(loop.own for loop in heads) * (joined // tiles.decode_heads)
-    clear = sum(loop.own for loop in clears) / max(1, len(clears))
-    pages, slots = tiles.decode_pages, tiles.decode_pages * case.page_size
+    Of the loops in it those with matmuls go over heads, the others clear what is attended past a
+    row's end, where pages are of floats.
+    """
+    from kernels_pallas.tpu.tiles import SLOTS, sizes_attended
+
+    (main,) = [loop for loop in schedule.loops if loop.depth == 1 and _has_matmuls(schedule, loop)]
+    layout, size, pages = layout_of(case), case.page_size, tiles.decode_pages
+    sizes = sizes_attended(pages, layout=layout, itemsize=case.itemsize, packing=packing_of(case))
+
+    def bundles_of(span: Span) -> float:
+        heads = [loop for loop in schedule.loops if span.holds(loop) and loop.units["MXU"]]
+        return span.own + layout.joined // tiles.decode_heads * sum(loop.own for loop in heads)
+
+    clears = [loop.own for loop in schedule.inner(main) if not loop.units["MXU"]]
+    clear = sum(clears) / max(1, len(clears))
+    # A round of full blocks; any other one without its blocks; a block by the pages attended.
+    full = base = bundles_of(main)
+    block = {pages: 0.0}
+    if len(sizes) > 1:
+        busy = [x for x in schedule.regions if main.holds(x) and _has_matmuls(schedule, x)]
+        leaves = [one for one in busy if not any(one.holds(other) for other in busy)]
+        *parts, whole = sorted(leaves, key=bundles_of)
+        others = [one for one in busy if one not in leaves]
+        if (len(others), len(parts)) != (1, SLOTS * len(sizes)):
+            expected = f"expected one region of {SLOTS * len(sizes)}"
+            raise ValueError(f"{expected}, got {len(others)} of {len(parts)}")
+        full = main.own - others[0].own - whole.own + bundles_of(whole)
+        base = main.own - sum(region.own for region in leaves)
+        block = {0: 0.0} | {
+            attended: sum(map(bundles_of, parts[i * SLOTS :][:SLOTS])) / SLOTS
+            for i, attended in enumerate(sizes)
+        }
+
+    def cost(held: int) -> float:
+        attended = next(n for n in block if held <= n * size)
+        return block[attended] + (attended - held // size) * clear
 
     def counted(lengths: list[int]) -> dict[str, int]:
-        blocks = [-(-length // slots) for length in lengths]
-        rounds = -(-sum(blocks) // SLOTS)
-        # Blocks of the last round that are nobody's are cleared as a whole.
-        cleared = rounds * SLOTS * pages - sum(length // case.page_size for length in lengths)
-        cycles = schedule.outside_loops + rounds * own + cleared * clear
-        return {"issue_cycles": round(cycles), "trips": rounds, "read_tokens": sum(lengths)}
+        slots = pages * size
+        held = [min(slots, n - at) for n in lengths for at in range(0, n, slots)]
+        held += [0] * (-len(held) % SLOTS)
+        rounds = [held[i : i + SLOTS] for i in range(0, len(held), SLOTS)]
+        cycles = schedule.outside_loops + sum(
+            full if min(one) == slots else base + sum(map(cost, one)) for one in rounds
+        )
+        return {"issue_cycles": round(cycles), "trips": len(rounds), "read_tokens": sum(lengths)}
 
     found = counted([case.context] * case.batch)
     return found | {
         "cycles_per_row": round(found["issue_cycles"] / case.batch),
-        "bundles": own,
+        "bundles": round(full),
         "at": {name: counted(lengths) for name, lengths in decode_lengths(case).items()},
     }
+
+
+def _has_matmuls(schedule: Schedule, span: Span) -> bool:
+    return span.units["MXU"] > 0 or any(
+        loop.units["MXU"] for loop in schedule.loops if span.holds(loop)
+    )
 
 
 def _prefill(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:

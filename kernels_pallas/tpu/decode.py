@@ -7,6 +7,10 @@ row's running one (arXiv 2205.14135, section 3.1), so that blocks depend on each
 registers. Three blocks are one round of the loop: with the slot of a block known when compiling,
 the compiler sees that a DMA into one slot and loads from another do not meet, and issues the former
 beside the latter (measured: with a traced slot it puts all of one before all of the other).
+
+A row's last block may hold little: of bfloat16 pages it is attended by code for a quarter, a half
+or all of the block. A round of full blocks, with nothing to clear or to choose, has code of its
+own.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ from kernels_pallas.tpu.checks import compiler_params
 from kernels_pallas.tpu.latent import Running, Seen, attend_latent
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import RECORD_FIELDS, RECORD_IDS, Schedule
-from kernels_pallas.tpu.tiles import AHEAD, SLOTS, TILE
+from kernels_pallas.tpu.tiles import AHEAD, SLOTS, TILE, sizes_attended
 
 RECORDS = 8
 """Items whose records are in scalar memory, or on their way there, where not all are."""
@@ -54,7 +58,7 @@ RECORDS_AHEAD = RECORDS - 2
 
 class Work(NamedTuple):
     """Tells what `DecodeItems` says of an item, and its page ids. await_next(item): those of item
-    + SLOTS - 1 come next.
+    + SLOTS come next.
     """
 
     row: Callable[[jax.Array], jax.Array]
@@ -153,7 +157,7 @@ def _streamed(records: Any, ring: Any, asked: Any) -> tuple[Work, Callable[[jax.
 
     def await_next(item: jax.Array) -> None:
         ask(item + RECORDS_AHEAD).start()
-        ask(item + SLOTS - 1).wait()
+        ask(item + SLOTS).wait()
 
     def of(name: str) -> Callable[[jax.Array], jax.Array]:
         return partial(field, RECORD_FIELDS.index(name))
@@ -194,6 +198,7 @@ def _kernel(
         PerPool(*(None if buffers is None else buffers[slot] for buffers in scratch.blocks))
         for slot in range(SLOTS)
     ]
+    sizes = sizes_attended(block, layout=layout, itemsize=static.dtype.itemsize, packing=packing)
     max_JMX, sum_JMX, acc_JMX = scratch.max_JMX, scratch.sum_JMX, scratch.acc_JMX
     weights_JMS, slot_MS = scratch.weights_JMS, scratch.slot_MS
     tile, per_word = (TILE, 1) if packing is None else (packing.tile, packing.per_word)
@@ -226,13 +231,22 @@ def _kernel(
             arrived = part.at[pl.ds(0, pages_fetched)]
             pl.when(pages_fetched > 0)(pltpu.make_async_copy(arrived, arrived, done.at[slot]).wait)
 
-    def clear_tail(item: jax.Array, slot: int) -> None:
-        """Clears what no one owns: it may be NaN, and 0 x NaN is NaN, so that a weight of zero does
-        not clear a value.
+    def pages_attended(item: jax.Array) -> jax.Array:
+        """Returns the fewest of `sizes` that hold what the row has in the block, 0 past the last
+        block.
+        """
+        high, attended = work.high(item), jnp.int32(block)
+        for pages in reversed([0, *sizes[:-1]]):
+            attended = jnp.where(high <= pages * size, pages, attended)
+        return attended
+
+    def clear_tail(item: jax.Array, slot: int, attended: int | jax.Array) -> None:
+        """Clears what no one owns of the pages that are attended: it may be NaN, and 0 x NaN is
+        NaN, so that a weight of zero does not clear a value.
         """
         high = work.high(item)
 
-        @pl.loop(div(high, size), block)
+        @pl.loop(div(high, size), attended)
         def _(i: jax.Array) -> None:
             rows = pl.ds(layout.values, layout.value_rows)
             values = blocks[slot].pages[i, rows]
@@ -291,7 +305,14 @@ def _kernel(
             copies.append(pltpu.make_async_copy(source, target, written.scales.at[slot]))
         return copies
 
-    def attend(item: jax.Array, slot: int) -> None:
+    def await_tile_before(item: jax.Array, slot: int) -> None:
+        """Waits until the tile of the block before has left: its slot is free then."""
+        before = jnp.maximum(item - 1, 0)
+        pl.when((item > 0) & (work.new(before) >= 0))(
+            partial(wait_all, write_tile(before, (slot - 1) % SLOTS))
+        )
+
+    def attend(item: jax.Array, slot: int, pages: int) -> None:
         row, first = work.row(item), work.first(item) > 0
         if layout.kind == "latent":
             attend_latent(
@@ -305,31 +326,35 @@ def _kernel(
             )
             return
 
+        part, slots = blocks[slot], pl.ds(0, pages * size)
+        if pages < block:
+            part = part._replace(pages=part.pages.at[pl.ds(0, pages)])
+
         def weigh(at: HeadRow) -> tuple[HeadRow, Block]:
             """Takes the block's own softmax for the queries of a row of heads."""
             j = at.number
             # Read back for each row of heads: kept in registers it makes the others spill.
             place = (
-                slot_MS[...]
+                slot_MS[:, slots]
                 if layout.joined > 1
-                else jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
+                else jax.lax.broadcasted_iota(jnp.int32, (static.rows, pages * size), 1)
             )
             seen = place < work.high(item)
             if static.windowed:
                 seen &= place >= work.low(item)
-            s = jnp.where(seen, scores(given.q_DJMX[row, j], blocks[slot], at, static), MASKED)
+            s = jnp.where(seen, scores(given.q_DJMX[row, j], part, at, static), MASKED)
             top = jnp.max(s, axis=1, keepdims=True)
             p = jnp.exp2(s - top)
             of_values = columns(
-                blocks[slot], at, static, of_values=True, held_1S=place[:1] < work.high(item)
+                part, at, static, of_values=True, held_1S=place[:1] < work.high(item)
             )
-            weights_JMS[j], added = weights(p, of_values, static)
+            weights_JMS[j, :, slots], added = weights(p, of_values, static)
             return at, Block(top, jnp.sum(p, axis=1, keepdims=True), added)
 
         def merge(at: HeadRow, new: Block) -> None:
             j = at.number
-            values = elements(blocks[slot], layout.values + j, static, of_values=True)
-            gained = dot(weights_JMS[j], values, (1, 0))
+            values = elements(part, layout.values + j, static, of_values=True)
+            gained = dot(weights_JMS[j, :, slots], values, (1, 0))
             gained = gained if new.added is None else gained + new.added
             old_max = jnp.where(first, given.sinks_JMX[j] if static.sinks else MASKED, max_JMX[j])
             old_sum = jnp.where(first, 1.0 if static.sinks else 0.0, sum_JMX[j])
@@ -356,20 +381,29 @@ def _kernel(
         else:
             pl.loop(0, layout.joined, step=static.heads)(attend_heads)
 
-    def run(item: jax.Array, slot: int) -> None:
-        work.await_next(item)
-        await_fetch(item, slot)
-        if packing is None:
-            clear_tail(item, slot)
+    def work_on(item: jax.Array, slot: int, pages: int) -> None:
         store_new(item, slot)
         pl.when(work.new(item) >= 0)(partial(start_all, write_tile(item, slot)))
-        # The slot of the block before this one is free once its own tile has left.
-        before = jnp.maximum(item - 1, 0)
-        pl.when((item > 0) & (work.new(before) >= 0))(
-            partial(wait_all, write_tile(before, (slot - 1) % SLOTS))
-        )
+        await_tile_before(item, slot)
         fetch(item + SLOTS - 1, (slot - 1) % SLOTS)
-        attend(item, slot)
+        attend(item, slot, pages)
+
+    def run_whole(item: jax.Array, slot: int, *, clears: bool) -> None:
+        work.await_next(item)
+        await_fetch(item, slot)
+        if clears:
+            clear_tail(item, slot, block)
+        work_on(item, slot, block)
+
+    def run_part(item: jax.Array, slot: int) -> None:
+        work.await_next(item)
+        await_fetch(item, slot)
+        attended = pages_attended(item)
+        clear_tail(item, slot, attended)
+        pl.when(attended == 0)(partial(await_tile_before, item, slot))
+        # All of it for each size: what is issued together has to be in one basic block.
+        for pages in sizes:
+            pl.when(attended == pages)(partial(work_on, item, slot, pages))
 
     if layout.kind != "latent":
         slot_MS[...] = jax.lax.broadcasted_iota(jnp.int32, slot_MS.shape, 1)
@@ -377,21 +411,30 @@ def _kernel(
     if static.streamed:
         for i in range(RECORDS_AHEAD):
             ask(jnp.int32(i)).start()
+        for i in range(SLOTS):
+            ask(jnp.int32(i)).wait()
     for slot in range(SLOTS - 1):
-        if static.streamed:
-            ask(jnp.int32(slot)).wait()
         fetch(jnp.int32(slot), slot)
     rounds = div(num[0] + SLOTS - 1, SLOTS)
 
     @pl.loop(0, rounds)
     def round_of_slots(i: jax.Array) -> None:
-        for slot in range(SLOTS):
-            run(i * SLOTS + slot, slot)
+        def each(run: Callable[[jax.Array, int], None]) -> None:
+            for slot in range(SLOTS):
+                run(i * SLOTS + slot, slot)
+
+        if len(sizes) == 1:
+            each(partial(run_whole, clears=packing is None))
+            return
+        held = sum(work.high(i * SLOTS + slot) for slot in range(SLOTS))
+        is_full = held == SLOTS * block * size
+        pl.when(is_full)(partial(each, partial(run_whole, clears=False)))
+        pl.when(jnp.logical_not(is_full))(partial(each, run_part))
 
     last = jnp.maximum(rounds * SLOTS - 1, 0)
     pl.when((rounds > 0) & (work.new(last) >= 0))(partial(wait_all, write_tile(last, SLOTS - 1)))
     if static.streamed:
-        for i in range(SLOTS - 1, RECORDS_AHEAD):
+        for i in range(SLOTS, RECORDS_AHEAD):
             ask(rounds * SLOTS + i).wait()
 
 

@@ -102,3 +102,17 @@ def choose_tiles(
         prefill_pages=max(1, min(DECODE_BYTES // page_bytes, prefill_tokens // page_size)),
         prefill_queries=max(TILE, rows // per_row // TILE * TILE),
     )
+
+
+def sizes_attended(
+    pages: int, *, layout: Layout, itemsize: int, packing: Packing | None = None
+) -> list[int]:
+    """Lists for how many of the `pages` of a decode block there is code; a block runs that for the
+    fewest that hold what its row has in it.
+
+    A quarter, half or all of bfloat16 pages. Others, latent ones and keys beside their values have
+    one size: their code spills registers on some chip, and each copy of it would spill as many.
+    """
+    if packing is not None or itemsize > 2 or layout.kind in ("latent", "beside"):
+        return [pages]
+    return sorted({max(1, pages // 4), max(1, pages // 2), pages})

@@ -24,6 +24,7 @@ from ragged import (
     assert_close,
     expected,
     first_page_behind,
+    first_page_shared,
     random_case,
     sinks_of,
 )
@@ -84,7 +85,7 @@ DECODE = [
     Shape(page_size=32, head_dim=64, kv_heads=1, dtype="float32", sinks=True),
     Shape(tables_in_hbm=True, block=1),
     Shape(tables_in_hbm=True, window=30, block=3),
-    Shape(num_heads=4, kv_heads=4, heads=2),
+    Shape(num_heads=4, kv_heads=4, heads=2, block=4),
 ]
 
 
@@ -245,8 +246,8 @@ def assert_right(case: Case, found: tuple) -> None:
     assert not (changed & ~np.repeat(tiles, TILE, axis=1)).any()
 
 
-def check_modelling_dmas(seed: int, shape: Shape, capfd: pytest.CaptureFixture) -> None:
-    case = random_case(seed, shape)
+def check_modelling_dmas(case: Case, capfd: pytest.CaptureFixture) -> None:
+    shape = case.shape
     found = run(case, pltpu.InterpretParams(detect_races=True))
     jax.block_until_ready(found)
     assert "RACE" not in capfd.readouterr().out.upper()  # jax 0.10 and 0.11 only print it
@@ -255,17 +256,39 @@ def check_modelling_dmas(seed: int, shape: Shape, capfd: pytest.CaptureFixture) 
 
 @pytest.mark.parametrize("shape", some(MIXED, *MIXED[1:5], MIXED[7]), ids=str)
 def test_mixed_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
-    check_modelling_dmas(MIXED.index(shape), shape, capfd)
+    check_modelling_dmas(random_case(MIXED.index(shape), shape), capfd)
 
 
 @pytest.mark.parametrize("shape", some(DECODE, *DECODE[1:4], *DECODE[6:]), ids=str)
 def test_decode_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
-    check_modelling_dmas(DECODE.index(shape), replace(shape, decode_only=True), capfd)
+    case = random_case(DECODE.index(shape), replace(shape, decode_only=True))
+    check_modelling_dmas(case, capfd)
 
 
 @pytest.mark.parametrize("shape", some(QUANTISED, *QUANTISED[1:4], QUANTISED[6]), ids=str)
 def test_quantised_batches_equal_what_their_numbers_stand_for(shape, capfd):
-    check_modelling_dmas(QUANTISED.index(shape), shape, capfd)
+    check_modelling_dmas(random_case(QUANTISED.index(shape), shape), capfd)
+
+
+HELD = {  # rounds of three blocks of 64 tokens; the second row rests
+    "full, part": ([64, 1, 64, 64, 65, 64, 33], True),
+    "part, full": ([33, 1, 17, 16, 64, 64, 64], False),
+}
+
+
+@pytest.mark.parametrize(("held", "tables_in_hbm"), HELD.values(), ids=HELD)
+def test_blocks_that_hold_all_and_fewer_of_their_pages_one_of_them_shared(
+    held, tables_in_hbm, capfd
+):
+    shape = Shape(decode_only=True, block=4, tables_in_hbm=tables_in_hbm)
+    check_modelling_dmas(first_page_shared(random_case(1, shape, held)), capfd)
+
+
+@pytest.mark.slow
+def test_rows_that_share_a_quantised_page(capfd):
+    shape = Shape(num_bits=8, page_size=32)
+    case = random_case(2, shape, [3 * shape.page_size + row for row in range(NUM_ROWS)])
+    check_modelling_dmas(first_page_shared(case), capfd)
 
 
 def random_shape(rng: np.random.Generator, **given: object) -> Shape:
@@ -293,7 +316,7 @@ def test_random_options_equal_float64_with_dmas_and_races_modelled(seed, capfd):
         "page_size": int(rng.choice([16, 32, 64, 128])),
         "dtype": str(rng.choice(["bfloat16", "float32"])),
     }
-    check_modelling_dmas(seed, random_shape(rng, **given), capfd)
+    check_modelling_dmas(random_case(seed, random_shape(rng, **given)), capfd)
 
 
 @pytest.mark.slow
@@ -301,7 +324,8 @@ def test_random_options_equal_float64_with_dmas_and_races_modelled(seed, capfd):
 def test_random_options_with_quantised_pages_equal_what_their_numbers_stand_for(seed, capfd):
     rng, num_bits = np.random.default_rng(100 + seed), (8, 4)[seed % 2]
     page_size = int(rng.choice([32, 64, 128] if num_bits == 8 else [64, 128]))
-    check_modelling_dmas(seed, random_shape(rng, num_bits=num_bits, page_size=page_size), capfd)
+    shape = random_shape(rng, num_bits=num_bits, page_size=page_size)
+    check_modelling_dmas(random_case(seed, shape), capfd)
 
 
 def test_the_plain_interpreter_gives_the_same():
