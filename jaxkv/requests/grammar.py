@@ -94,11 +94,14 @@ class Grammars:
         """Returns a grammar in llguidance's own form."""
         make = self._llguidance.LLMatcher
         if asked.json is not None or asked.json_object:
-            form: Any = {"whitespace_flexible": not asked.disable_any_whitespace}
-            if asked.whitespace_pattern is not None:
-                form["whitespace_pattern"] = asked.whitespace_pattern
             schema = asked.json if isinstance(asked.json, str) else '{"type": "object"}'
-            return make.grammar_from_json_schema(schema, defaults=form)
+            return make.grammar_from_json_schema(
+                schema,
+                defaults={
+                    "whitespace_flexible": not asked.disable_any_whitespace,
+                    "whitespace_pattern": asked.whitespace_pattern,
+                },
+            )
         if asked.regex is not None:
             return make.grammar_from_regex(asked.regex)
         if asked.choice is not None:

@@ -303,7 +303,7 @@ class Traffic:
             assert set(plan.requests) == {
                 request for request in self.scheduler.running if request.num_pending
             }
-            assert plan.num_steps == 1 or not any(request.search for request in plan.requests)
+            assert all(num == 1 for request, num in plan.work if request.search)
             rooms = [
                 min(one.num_left, one.hold.evict_len - one.hold.num_stored) for one in plan.requests
             ]

@@ -126,16 +126,21 @@ def read(
     """
     num_rows, codec = at.tables.table_BW.shape[0], at.store.codec
     q_TNH = q_TNH.astype(jnp.float32)
+    if maps is None:
+        # Once for all: what a rotation rounds to may depend on how many are rotated.
+        q_TNH = codec.rotate(q_TNH * scale)
 
     def enter(q_TNH: jax.Array) -> jax.Array:
         """Returns queries that meet what is stored."""
-        return codec.rotate((q_TNH if maps is None else maps.absorb(q_TNH)) * scale)
+        return q_TNH if maps is None else codec.rotate(maps.absorb(q_TNH) * scale)
+
+    def restored(out_TNH: jax.Array) -> jax.Array:
+        # A codec may have rotated a key as a whole: only now do its first numbers stand apart.
+        return codec.restore(out_TNH)[..., : at.store.layout.latent_dim]
 
     def leave(out_TNH: jax.Array) -> jax.Array:
-        """Returns what the caller wants of what they have found."""
-        # A codec may have rotated a key as a whole: only now do its first numbers stand apart.
-        out_TNH = codec.restore(out_TNH)[..., : at.store.layout.latent_dim]
-        return out_TNH if maps is None else maps.values_of(out_TNH)
+        """Returns what the caller wants of what they have found, of latents."""
+        return out_TNH if maps is None else maps.values_of(restored(out_TNH))
 
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
     sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
@@ -157,12 +162,15 @@ def read(
     )
     out_TNH = leave(decoded)
     if batch.decode_only:
-        return out_TNH, statistics
+        return out_TNH if maps is not None else restored(out_TNH), statistics
     at = at._replace(statistics=statistics)
     prefill = partial(_prefill, at=at, batch=batch, enter=enter, leave=leave, asked=asked)
     # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
     has_more = statistics is not None or at.store.low is not None or sinks_N is not None
-    if maps is None or q_TNH.shape[0] < LEAST_QUERIES or has_more or deterministic:
+    if maps is None:
+        out_TNH, statistics = prefill(q_TNH, out_TNH, batch.count_B)
+        return restored(out_TNH), statistics
+    if q_TNH.shape[0] < LEAST_QUERIES or has_more or deterministic:
         return prefill(q_TNH, out_TNH, batch.count_B)
     is_long_B = batch.count_B >= LEAST_QUERIES
     out_TNH, _ = prefill(q_TNH, out_TNH, jnp.where(is_long_B, 0, batch.count_B))
