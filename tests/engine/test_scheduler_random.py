@@ -303,9 +303,10 @@ class Traffic:
             assert set(plan.requests) == {
                 request for request in self.scheduler.running if request.num_pending
             }
-            assert all(num == 1 for request, num in plan.work if request.search)
+            assert all(request.needs_host for request in plan.requests if request.search)
             rooms = [
-                min(one.num_left, one.hold.evict_len - one.hold.num_stored) for one in plan.requests
+                1 if one.needs_host else min(one.num_left, one.hold.evict_len - one.hold.num_stored)
+                for one in plan.requests
             ]
             assert plan.work == list(
                 zip(plan.requests, [min(plan.num_steps, room) for room in rooms], strict=True)
