@@ -99,9 +99,10 @@ def test_all_shapes_are_compiled_when_asked_for(compiler, check):
 
 def test_a_dtype_is_that_of_all_shapes(compiler, check):
     check("--target", "v6e", "--kv-cache-dtype", "int8", "--kernel", "decode")
-    assert [(job.name, job.dtype) for job in compiler[1]] == [
-        ("8b", "int8"),
+    # Two are compiled at once: the order is that of threads.
+    assert sorted((job.name, job.dtype) for job in compiler[1]) == [
         ("70b-tp8", "int8"),
+        ("8b", "int8"),
         ("h64-tp8", "int8"),
     ]
 
