@@ -1060,9 +1060,13 @@ def test_an_argument_of_another_kind_is_refused_by_name(llm, name, value):
     with pytest.raises(ValueError, match=f"^{name}: expected .*, got {re.escape(repr(value))}$"):
         llm.chat([USER], GREEDY, **{"use_tqdm": False, name: value})
     if name == "use_tqdm":
-        with pytest.raises(ValueError, match=r"^use_tqdm: expected True, False or a class such as tqdm, got None$"):
+        with pytest.raises(
+            ValueError, match=r"^use_tqdm: expected True, False or a class such as tqdm, got None$"
+        ):
             llm.generate(PROMPTS, GREEDY, use_tqdm=None)
-        with pytest.raises(ValueError, match=r"^use_tqdm: expected True, False or a class such as tqdm, got None$"):
+        with pytest.raises(
+            ValueError, match=r"^use_tqdm: expected True, False or a class such as tqdm, got None$"
+        ):
             llm.beam_search(PROMPTS, BeamSearchParams(beam_width=1, max_tokens=1), use_tqdm=None)
 
 
