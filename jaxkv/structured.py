@@ -1,4 +1,4 @@
-"""What an output must look like, as callers say it: vLLM's names."""
+"""Defines how callers say what an output must look like, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_CHARS = 2**18
-"""Of a schema or grammar: compiling one takes time in which no step is planned."""
+"""A schema or grammar may have as many: compiling one takes time in which no step is planned."""
 
 SCHEMAS = {"items", "prefixItems", "anyOf", "allOf", "oneOf", "additionalProperties"}
 NAMED = {"properties", "patternProperties", "$defs", "definitions"}

@@ -43,7 +43,7 @@ extension, which asks for the version of the interface.
 """
 DATA, METADATA, VERSION, INTERFACE = 24, 24, 24, (0, 5)
 FIELDS = 5
-"""Of a layer in a table: primitive, stream, source, destination, arguments."""
+"""A layer in a table has so many: primitive, stream, source, destination, arguments."""
 
 dnnl = ctypes.CDLL(f"{sys.prefix}/lib/libdnnl.so.3")
 dnnl.dnnl_primitive_desc_query_md.restype = POINTER

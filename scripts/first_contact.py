@@ -26,7 +26,7 @@ from gpu_cases import CHUNK_CONTEXT, Case
 
 KERNELS = {"tpu": "pallas_tpu", "gpu": "mosaic_gpu"}
 ENGINES = {"tpu": "auto", "gpu": "mosaic_gpu"}
-"""What is measured beside XLA; "auto" on a TPU takes the kernels where their self-test passes."""
+"""This is measured beside XLA; "auto" on a TPU takes the kernels where their self-test passes."""
 
 BYTES_OF_8B = 20 << 30
 """A device with less gets the model of 1.1B."""
@@ -90,7 +90,7 @@ def label(case: Case) -> str:
 
 
 def stage(command: list[str], output: Path | None = None) -> dict[str, Any]:
-    """What a process writes as JSON, to `output` or as its last lines; why not, if it fails."""
+    """Returns what a process writes as JSON, to `output` or as its last lines; or why it failed."""
     paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     print(f"== {' '.join(command)}", flush=True)
     try:
@@ -127,7 +127,7 @@ def engine(backend: str, shape: str, quick: bool) -> dict[str, Any]:
 
 
 def faults(result: dict[str, Any]) -> list[str]:
-    """What went wrong, a line each."""
+    """Returns what went wrong, a line each."""
     lines = [
         f"{name}: {result[name]['reason']}"
         for name in ("selftest", "kernels")

@@ -1,4 +1,4 @@
-"""What the attention kernels are compiled, compared and timed at."""
+"""Lists what the attention kernels are compiled, compared and timed at."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Case:
 
 
 def placed(case: Case, backend: Any) -> tuple[Any, Any]:
-    """What the case asks of attention, and how the backend lays its pages out."""
+    """Returns what the case asks of attention, and how the backend lays its pages out."""
     from jaxkv.kv.codecs import get_codec
     from jaxkv.ops.attention import Heads
 

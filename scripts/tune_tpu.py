@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def budgeted(chips: Any, shapes: Any, kernels: Any) -> Iterator[Case]:
-    """What `jaxkv check --all` compiles without a model."""
+    """Yields what `jaxkv check --all` compiles without a model."""
     for name, dtype in ALL:
         yield from named_cases(chips, [name] if name in shapes else [], kernels, dtype=dtype)
 

@@ -182,20 +182,20 @@ class AsyncLLM:
         await self._engine.ask(self._llm.reset_prefix_cache)
 
     async def update_weights(self, weights: str | os.PathLike[str] | Mapping[str, Any]) -> None:
-        """As `LLM.update_weights`; requests run while the new weights are loaded."""
+        """Does what `LLM.update_weights` does; requests run while the new weights are loaded."""
         models = await asyncio.to_thread(self._llm._loaded_from, weights)
         await self._engine.ask(partial(self._llm._take, models))
 
     async def sleep(self, level: int = 1) -> None:
-        """As `LLM.sleep`."""
+        """Does what `LLM.sleep` does."""
         await self._engine.ask(partial(self._llm.sleep, level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """As `LLM.wake_up`."""
+        """Does what `LLM.wake_up` does."""
         await self._engine.ask(partial(self._llm.wake_up, tags))
 
     async def is_sleeping(self) -> bool:
-        """As `LLM.is_sleeping`."""
+        """Answers as `LLM.is_sleeping` does."""
         return await self._engine.ask(lambda: self._llm.is_sleeping)
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -68,9 +68,7 @@ class PoolingCalls:
     ) -> list[EmbeddingRequestOutput]:
         """Returns a vector for each prompt, as the class's documentation says."""
         check_none("tokenization_kwargs", tokenization_kwargs)
-        check_no_lora(lora_request)
-        given = listed(prompts)
-        params = _listed(pooling_params, len(given), truncate_prompt_tokens)
+        given, params = _asked(prompts, pooling_params, truncate_prompt_tokens, lora_request)
         for one in params:
             self._check_dimensions(one)
         pooled = zip(self._pooled(given, params, use_tqdm), params, strict=True)
@@ -123,9 +121,7 @@ class PoolingCalls:
     ) -> list[ClassificationRequestOutput]:
         """Returns a probability for each label of a classifier, for each prompt."""
         check_none("tokenization_kwargs", tokenization_kwargs)
-        check_no_lora(lora_request)
-        given = listed(prompts)
-        params = _listed(pooling_params, len(given), None)
+        given, params = _asked(prompts, pooling_params, None, lora_request)
         scored = self._scored(given, params, use_tqdm, activate=True)
         return [
             ClassificationRequestOutput(*_head_of(request, ClassificationOutput(scores.tolist())))
@@ -146,9 +142,7 @@ class PoolingCalls:
         softmax: of the whole prompt, not of each of its tokens.
         """
         check_none("tokenization_kwargs", tokenization_kwargs)
-        check_no_lora(lora_request)
-        given = listed(prompts)
-        params = _listed(pooling_params, len(given), truncate_prompt_tokens)
+        given, params = _asked(prompts, pooling_params, truncate_prompt_tokens, lora_request)
         scored = self._scored(given, params, use_tqdm, activate=False)
         return [
             PoolingRequestOutput(*_head_of(request, PoolingOutput(scores)))
@@ -270,6 +264,15 @@ def _texts(given: Any) -> list[str]:
     if not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
         raise ValueError(f"score: expected a text or a list of texts, got {type(given).__name__}")
     return list(given)
+
+
+def _asked(
+    prompts: Any, params: Any, most: int | None, lora_request: None
+) -> tuple[list[Any], list[PoolingParams]]:
+    """Returns prompts and checked parameters, one each."""
+    check_no_lora(lora_request)
+    given = listed(prompts)
+    return given, _listed(params, len(given), most)
 
 
 def _listed(

@@ -42,7 +42,7 @@ from jaxkv.weights.tree import Weights
 T = TypeVar("T")
 
 WEIGHTS, PAGES = "weights", "kv_cache"
-"""What `sleep` takes off the device, under vLLM's names."""
+"""`sleep` takes these off the device; the names are vLLM's."""
 
 
 class Engine:
@@ -91,11 +91,11 @@ class Engine:
         )
         self._failed = self._is_ended = False
         self._away: frozenset[str] = frozenset()
-        """What is off the device until `wake_up`."""
+        """These are off the device until `wake_up`."""
         self._kept: Any = None
         """The weights in host memory meanwhile, if they are kept."""
         self._secret = b""
-        """What page keys are made with since the weights were replaced."""
+        """Page keys are made with this since the weights were replaced."""
         self._is_changing = False
         """Bookkeeping may be half done: set before every change of it, taken back behind it."""
         self._is_under_way = False
@@ -506,52 +506,46 @@ class Engine:
     def _move_pages(self, copies: Pairs, demotions: Pairs) -> None:
         self.kv = move_pages(self.programs, self.kv, copies=copies, demotions=demotions)
 
-    def _launch_pool(self, plan: StepPlan, requests: list[Request]) -> Flight:
-        """Launches a step of a model that pools: nothing is drawn behind it."""
-        num_tokens = sum(count for _, count in plan.work)
-        size = fit_bucket(self.programs.token_buckets, num_tokens)
-        num_rows = self.programs.num_step_rows(size)
-        program, pool = self.programs.step(size), self.programs.pool(size)
-        batch = self._rows.batch(plan.work, size, num_rows)
-        position_B = self._rows.positions(requests, num_rows)
-        kv, newest, _ = self._rows.bind(self.kv, self._newest_R, requests, position_B)
-        start_s = time.monotonic()
-        self.kv, _, hidden_TD, found = program(self.weights, kv, newest, batch)
-        pooled_BD = pool(norm_of(self.weights), hidden_TD, batch)
-        self._recorder.step(num_tokens, size)
-        rows = self.scheduler.launched(plan)
-        self._recorder.pages(self.scheduler.running, self.scheduler.allocators)
-        observed = self._observed(plan, requests, found)
-        return Flight(
-            rows, None, num_rows, start_s, observed, batch, num_tokens=size, pooled_BD=pooled_BD
-        )
-
     def _launch_step(self, plan: StepPlan, requests: list[Request]) -> Flight:
-        if self.scheduler.config.pooled:
-            return self._launch_pool(plan, requests)
+        """Launches a step, and behind it the draw, or what takes vectors of a model that pools."""
         num_tokens = sum(count for _, count in plan.work)
         size = fit_bucket(self.programs.token_buckets, num_tokens)
         num_rows = self.programs.num_step_rows(size)
-        # First the draw: should both be missing, the thread behind begins with the step.
-        sample, program = self.programs.draw(num_rows), self.programs.step(size)
+        pools = bool(self.scheduler.config.pooled)
+        # First what is behind: should both be missing, the thread behind begins with the step.
+        behind = self.programs.pool(size) if pools else self.programs.draw(num_rows)
+        program = self.programs.step(size)
         batch = self._rows.batch(plan.work, size, num_rows)
         position_B = self._rows.positions(requests, num_rows)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
         start_s = time.monotonic()
         self.kv, last, hidden_TD, found = program(self.weights, kv, newest, batch)
-        # Launched behind the step: the device has it in its queue before the step is done.
-        head = head_of(self.weights)
-        newest, sampled = sample(head, last, newest, sampling)
-        self._newest_R = newest.token_R
-        target_T = np.asarray(batch.target_T)
-        is_scored = (target_T != NO_TOKEN).any()
-        scores = self.programs.scores(size)(head, hidden_TD, target_T) if is_scored else None
+        sampled = scores = pooled_BD = None
+        if pools:
+            pooled_BD = behind(norm_of(self.weights), hidden_TD, batch)
+        else:
+            # Launched behind the step: the device has it in its queue before the step is done.
+            head = head_of(self.weights)
+            newest, sampled = behind(head, last, newest, sampling)
+            self._newest_R = newest.token_R
+            target_T = np.asarray(batch.target_T)
+            if (target_T != NO_TOKEN).any():
+                scores = self.programs.scores(size)(head, hidden_TD, target_T)
         self._recorder.step(num_tokens, size)
         rows = self.scheduler.launched(plan)
         # What a chunk fills is held, what a loop may fill is not yet.
         self._recorder.pages(self.scheduler.running, self.scheduler.allocators)
-        observed = self._observed(plan, requests, found)
-        return Flight(rows, sampled, num_rows, start_s, observed, batch, scores, num_tokens=size)
+        return Flight(
+            rows,
+            sampled,
+            num_rows,
+            start_s,
+            self._observed(plan, requests, found),
+            batch,
+            scores,
+            num_tokens=size,
+            pooled_BD=pooled_BD,
+        )
 
     def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
         num_rows = fit_bucket(self.programs.row_buckets, len(requests))

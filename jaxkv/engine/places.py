@@ -26,7 +26,7 @@ _MADE_UP = (
     TypeError,
     ValueError,
 )
-"""What a description that no engine has written can raise."""
+"""A description that no engine has written can raise any of these."""
 
 
 class Places:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 FORMAT = 2
 KEY, BY_TOKEN = "jaxkv", "tokens"
 STORED = ("dtype", "codec", "form", "page_size", "keys")
-"""What of an `Origin` says how keys and values are stored, not which they are."""
+"""These fields of an `Origin` say how keys and values are stored, not which they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

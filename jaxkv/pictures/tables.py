@@ -11,13 +11,13 @@ from jaxkv.pictures.timeline import timeline
 from jaxkv.requests.outputs import CompletionOutput, RequestOutput
 
 MAX_ROWS = 20
-"""Completions of a table of outputs."""
+"""A table of outputs shows so many completions."""
 
 MAX_CHARACTERS = 400
-"""Of one text."""
+"""A text longer than this is cut."""
 
 MAX_BOXES = 64
-"""Pages of a session."""
+"""A session is drawn with so many pages."""
 
 
 def outputs_html(outputs: Sequence[RequestOutput]) -> Picture:

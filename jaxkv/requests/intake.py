@@ -31,7 +31,7 @@ from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
 
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-"""Of a prompt that is pooled, from whose last token nothing is drawn."""
+"""A prompt that is pooled has these, though nothing is drawn from its last token."""
 
 
 class Intake:

@@ -1,4 +1,4 @@
-"""What callers that want vectors and scores ask for and get, under vLLM's names."""
+"""Defines what callers ask for and get who want vectors and scores, under vLLM's names."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ ALL = (
 """Those of --all."""
 
 SECONDS = {"decode": 8.0, "prefill": 25.0, "engine": 90.0}
-"""What a job takes on a machine that does nothing else, for the estimate: that of a first line. It
-is corrected by what has been measured as jobs end.
+"""A job is estimated at so much until jobs have been measured; on a machine that does nothing
+else.
 """
 
 Job = Case | EngineJob

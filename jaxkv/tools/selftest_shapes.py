@@ -15,7 +15,7 @@ from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.programs.selftest import WINDOW, Case, cases_of
 
 PLATFORMS = {"pallas_tpu": "tpu", "mosaic_gpu": "gpu"}
-"""What kernels are for."""
+"""Kernels are for one of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,27 +124,59 @@ def read(
     maps: as in `base.Attention.attend`; without them latent queries and outputs are absorbed ones.
     `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
     """
-    num_rows, codec = at.tables.table_BW.shape[0], at.store.codec
-    q_TNH = q_TNH.astype(jnp.float32)
-    if maps is None:
-        # Once for all: what a rotation rounds to may depend on how many are rotated.
-        q_TNH = codec.rotate(q_TNH * scale)
-
-    def enter(q_TNH: jax.Array) -> jax.Array:
-        """Returns queries that meet what is stored."""
-        return q_TNH if maps is None else codec.rotate(maps.absorb(q_TNH) * scale)
+    codec, q_TNH = at.store.codec, q_TNH.astype(jnp.float32)
+    sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
+    asked = Scores(window, chunk, cap, sinks_KG)
+    of_rows = partial(_read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic)
 
     def restored(out_TNH: jax.Array) -> jax.Array:
         # A codec may have rotated a key as a whole: only now do its first numbers stand apart.
         return codec.restore(out_TNH)[..., : at.store.layout.latent_dim]
 
-    def leave(out_TNH: jax.Array) -> jax.Array:
-        """Returns what the caller wants of what they have found, of latents."""
-        return out_TNH if maps is None else maps.values_of(restored(out_TNH))
+    if maps is None:
+        # Once for all: what a rotation rounds to may depend on how many are rotated.
+        out_TNH, statistics = of_rows(codec.rotate(q_TNH * scale), batch.count_B)
+        return restored(out_TNH), statistics
 
+    def enter(q_TNH: jax.Array) -> jax.Array:
+        return codec.rotate(maps.absorb(q_TNH) * scale)
+
+    def leave(out_TNH: jax.Array) -> jax.Array:
+        return maps.values_of(restored(out_TNH))
+
+    absorbed = partial(of_rows, enter=enter, leave=leave)
+    # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
+    has_more = at.statistics is not None or at.store.low is not None or sinks_N is not None
+    is_short = batch.decode_only or q_TNH.shape[0] < LEAST_QUERIES
+    if is_short or has_more or deterministic:
+        return absorbed(q_TNH, batch.count_B)
+    is_long_B = batch.count_B >= LEAST_QUERIES
+    out_TNH, _ = absorbed(q_TNH, jnp.where(is_long_B, 0, batch.count_B))
+    long_TNH = attend_expanded(q_TNH * scale, at, batch, is_long_B, maps=maps, asked=asked)
+    is_long_T = is_long_B.at[batch.row_T].get(mode="fill", fill_value=False)
+    return jnp.where(is_long_T[:, None, None], long_TNH, out_TNH), None
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _read_rows(
+    q_TNH: jax.Array,
+    count_B: jax.Array,
+    *,
+    at: Place,
+    batch: Batch,
+    asked: Scores,
+    deterministic: bool,
+    enter: Callable[[jax.Array], jax.Array] = _unchanged,
+    leave: Callable[[jax.Array], jax.Array] = _unchanged,
+) -> tuple[jax.Array, Statistics | None]:
+    """Attends decode rows, and the first `count` tokens of each prefill row. `enter` makes of
+    queries what meets the pages, and `leave` of what they have found there what comes out.
+    """
+    num_rows = at.tables.table_BW.shape[0]
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
-    sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
-    asked = Scores(window, chunk, cap, sinks_KG)
     decode = partial(_decode, asked=asked)
     decoded, statistics = jax.lax.platform_dependent(
         enter(q_TNH[:num_rows]),
@@ -162,21 +194,9 @@ def read(
     )
     out_TNH = leave(decoded)
     if batch.decode_only:
-        return out_TNH if maps is not None else restored(out_TNH), statistics
+        return out_TNH, statistics
     at = at._replace(statistics=statistics)
-    prefill = partial(_prefill, at=at, batch=batch, enter=enter, leave=leave, asked=asked)
-    # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
-    has_more = statistics is not None or at.store.low is not None or sinks_N is not None
-    if maps is None:
-        out_TNH, statistics = prefill(q_TNH, out_TNH, batch.count_B)
-        return restored(out_TNH), statistics
-    if q_TNH.shape[0] < LEAST_QUERIES or has_more or deterministic:
-        return prefill(q_TNH, out_TNH, batch.count_B)
-    is_long_B = batch.count_B >= LEAST_QUERIES
-    out_TNH, _ = prefill(q_TNH, out_TNH, jnp.where(is_long_B, 0, batch.count_B))
-    long_TNH = attend_expanded(q_TNH * scale, at, batch, is_long_B, maps=maps, asked=asked)
-    is_long_T = is_long_B.at[batch.row_T].get(mode="fill", fill_value=False)
-    return jnp.where(is_long_T[:, None, None], long_TNH, out_TNH), None
+    return _prefill(q_TNH, out_TNH, count_B, at, batch, enter=enter, leave=leave, asked=asked)
 
 
 def _decode(
@@ -251,9 +271,9 @@ def _prefill(
     q_TNH: jax.Array,
     out_TNH: jax.Array,
     count_B: jax.Array,
-    *,
     at: Place,
     batch: Batch,
+    *,
     enter: Callable[[jax.Array], jax.Array],
     leave: Callable[[jax.Array], jax.Array],
     asked: Scores,
