@@ -31,9 +31,10 @@ def within_time(render: Callable[[], T]) -> T:
     given the tokenizer. A single call in C, such as a power with millions of digits, ends first.
     """
     thread_id, lock = threading.get_ident(), threading.Lock()
-    is_over, is_sent = threading.Event(), threading.Event()
+    has_begun, is_over, is_sent = threading.Event(), threading.Event(), threading.Event()
 
     def watch() -> None:
+        has_begun.wait()  # within `Thread.start` one that comes leaves another error behind
         # Once only: when it has come, none is on its way any more, wherever it came.
         if not is_over.wait(TEMPLATE_S):
             with lock:
@@ -43,10 +44,12 @@ def within_time(render: Callable[[], T]) -> T:
 
     try:
         threading.Thread(target=watch, name="jaxkv-deadline", daemon=True).start()
+        has_begun.set()
         return render()
     finally:
         with lock:
             is_over.set()
+        has_begun.set()
         if is_sent.is_set():
             _receive(thread_id)
 
