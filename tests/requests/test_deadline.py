@@ -25,15 +25,16 @@ def test_what_ends_in_time_returns_and_raises_as_without():
 
 
 def hammer(monkeypatch, outcomes: list[Counter]) -> None:
-    """Ends at about the limit, some before it and some behind it."""
+    """Ends at about the limit, some before it and some behind it; every twentieth never does."""
     started = time.perf_counter()
     count(200_000)
     taken_s = time.perf_counter() - started
     got = Counter()
     for i in range(40):
         monkeypatch.setattr("jaxkv.requests.deadline.TEMPLATE_S", taken_s * (i % 20) / 10)
+        num = 200_000 if i % 20 < 19 else 10**12
         try:
-            got[within_time(lambda: count(200_000)) == count(200_000)] += 1
+            got[within_time(lambda num=num: count(num)) == count(200_000)] += 1
         except TemplateTimeoutError:
             got["timeout"] += 1
         count(2_000)
@@ -49,7 +50,7 @@ def test_nothing_comes_after_the_end_in_any_thread(monkeypatch):
     assert len(outcomes) == 2
     for got in outcomes:
         assert got.keys() <= {True, "timeout"}
-        assert got["timeout"]
+        assert got["timeout"] >= 2
         assert got.total() == 40
     monkeypatch.setattr("jaxkv.requests.deadline.TEMPLATE_S", 0.05)
     with pytest.raises(
