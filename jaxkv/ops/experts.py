@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jaxkv.axes import Array
 
-CPU_ROWS, CPU_FEW_ROWS, ROWS = 16, 4, 128
-"""Tokens that an expert takes at once: on a CPU fewer where experts have two each or less on
-average. A result's bits do not depend on it: there matmuls add up alike for all numbers of rows.
+CPU_ROWS, ROWS = ((2, 4), (31, 16), (None, 64)), 128
+"""Tokens that an expert takes at once: on a CPU 4 where experts have 2 each or less on average, and
+so on. A result's bits do not depend on it: there matmuls add up alike for all numbers of rows.
 """
 
 
@@ -115,7 +115,8 @@ def run_experts(
     those of the next expert, whose own block overwrites what this one wrote there. Cost: an
     expert's weights are read once for each of its blocks.
     """
-    on_cpu = CPU_FEW_ROWS if expert_TK.size <= 2 * num_experts else CPU_ROWS
+    num_each = expert_TK.size / num_experts
+    on_cpu = next(rows for most, rows in CPU_ROWS if most is None or num_each <= most)
     cpu, default = (partial(_by_blocks, run, num_experts, on_input, x) for x in (on_cpu, ROWS))
     return jax.lax.platform_dependent(x_TD, expert_TK, weight_TK, cpu=cpu, default=default)
 
