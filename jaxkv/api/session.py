@@ -131,6 +131,11 @@ class BaseSession:
         if not home.intake.shares_prefixes:
             raise ValueError("session: expected enable_prefix_caching=True, got False")
         if is_conversation(prompt):
+            if not all(isinstance(message, Mapping) for message in prompt):
+                raise ValueError(
+                    f"prompt: expected a text, token ids or a list of chat messages, got "
+                    f"{prompt!r:.80}"
+                )
             messages = copy.deepcopy(tuple(prompt))
             return cls(home, _rendered(home, messages), messages)
         if home.chat:
