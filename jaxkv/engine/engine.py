@@ -44,6 +44,8 @@ T = TypeVar("T")
 WEIGHTS, PAGES = "weights", "kv_cache"
 """`sleep` takes these off the device; the names are vLLM's."""
 
+UNDER_WAY = "sleep: expected no requests under way: wait for them, or abort them"
+
 
 class Engine:
     """Owns the KV state and everything mutable around it. Threads take turns at steps (`lock`).
@@ -235,11 +237,6 @@ class Engine:
                 f"wake_up() first"
             )
 
-    def check_idle(self) -> None:
-        """Raises ValueError with requests under way."""
-        if self.has_work:
-            raise ValueError("sleep: expected no requests under way: wait for them, or abort them")
-
     def sleep(self, *, keeps_weights: bool) -> None:
         """Gives the device's memory back but for programs: that of the pages, with what is cached
         in them, and of the weights, which host memory gets if they are kept.
@@ -247,7 +244,8 @@ class Engine:
         Raises: ValueError with requests under way.
         """
         with self.lock:
-            self.check_idle()
+            if self.has_work:
+                raise ValueError(UNDER_WAY)
             self.change(partial(self._sleep, keeps_weights))
 
     def _sleep(self, keeps_weights: bool) -> None:

@@ -14,7 +14,7 @@ from threading import RLock
 from typing import TypeVar
 
 from jaxkv.config import SamplingParams
-from jaxkv.engine.engine import Engine
+from jaxkv.engine.engine import UNDER_WAY, Engine
 from jaxkv.engine.metrics import arrived
 from jaxkv.engine.saving import extract, form_of, insert, page_form
 from jaxkv.engine.scheduler import Scheduler
@@ -172,10 +172,11 @@ class Handover:
         return self._decode.is_asleep
 
     def sleep(self, *, keeps_weights: bool) -> None:
-        """Does what `Engine.sleep` does, on both engines."""
+        """Does what `Engine.sleep` does, on both engines or, if one refuses, on neither."""
         with self.lock:
-            if self._coming or self._prefill.leaving:
-                self._decode.check_idle()
+            if self._coming:
+                raise ValueError(UNDER_WAY)
+            self._prefill.call(lambda _: self._prefill.obey())  # what was aborted is there still
             self._decode.sleep(keeps_weights=keeps_weights)
             self._prefill.call(lambda engine: engine.sleep(keeps_weights=keeps_weights))
 
@@ -332,12 +333,7 @@ class _Prefill:
     def _take_steps(self) -> None:
         """Takes steps until a prompt is done, or none is left."""
         while True:
-            while self.arriving:
-                twin = self.arriving.popleft()
-                self._running.append(twin)
-                self._engine.add(_submission(twin))
-            while self.leaving:
-                self._engine.abort(_submission(self.leaving.popleft()))
+            self.obey()
             saved: dict[Request, SavedPages | None] = {}
             with Catch() as caught:
                 if self._engine.has_work:
@@ -352,6 +348,15 @@ class _Prefill:
                 raise caught.error
             if ended or not self._engine.has_work:
                 return
+
+    def obey(self) -> None:
+        """Adds the twins that arrive and ends those that leave, in the engine's thread."""
+        while self.arriving:
+            twin = self.arriving.popleft()
+            self._running.append(twin)
+            self._engine.add(_submission(twin))
+        while self.leaving:
+            self._engine.abort(_submission(self.leaving.popleft()))
 
     def _ended(self) -> list[Request]:
         return [twin for twin in self._running if twin.finish_reason is not None]

@@ -91,6 +91,22 @@ def check(front: Handover, llms: list[LLM]) -> None:
     assert [engine_of(llm).scheduler.allocator.num_used for llm in llms] == [0, 0, 0]
 
 
+def test_both_engines_sleep_or_none(llms, front):
+    (submission,) = submitted(llms[2], prompts()[2:3], params()[:1])
+    front.add(submission)
+    with pytest.raises(ValueError, match="under way"):
+        front.sleep(keeps_weights=True)
+    assert not front.is_asleep
+    front.abort(submission)  # nobody has told the prefill engine yet
+    front.sleep(keeps_weights=True)
+    assert not front.has_work
+    front.wake_up(("weights", "kv_cache"))
+    front.check()
+    given = prompts()[2:4], params()[:2]
+    want = finish(engine_of(llms[0]), submitted(llms[0], *given))
+    assert finish(front, submitted(llms[2], *given)) == want
+
+
 def test_tokens_are_those_of_one_engine_and_no_page_is_lost(front, llms):
     joint, before, here = llms
     wanted = joint.generate(prompts(), params(), use_tqdm=False)
