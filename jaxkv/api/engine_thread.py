@@ -107,7 +107,11 @@ class _Live:
 
     @property
     def is_aborted(self) -> bool:
-        return any(request.finish_reason == "abort" for request in self.submission.samples)
+        """Tells whether the engine has ended any of it; a grammar that does says why."""
+        return any(
+            request.finish_reason == "abort" and request.output.stop_reason is None
+            for request in self.submission.samples
+        )
 
     def news(self) -> RequestOutput | Exception:
         """Returns a state that the engine does not change any more: another thread will read it."""

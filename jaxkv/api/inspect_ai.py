@@ -115,8 +115,10 @@ class JaxKV(ModelAPI):
         async with aclosing(self.llm.generate(asked.inputs[0], asked.params)) as outputs:
             async for output in outputs:
                 last = output
-        if last is None or any(one.finish_reason == "abort" for one in last.outputs):
-            raise RuntimeError("the engine has ended")
+        aborted = [one for one in last.outputs if one.finish_reason == "abort"] if last else []
+        if last is None or aborted:
+            reason = aborted[0].stop_reason if aborted else None  # a grammar says why
+            raise RuntimeError(reason or "the engine has ended")
         tokenizer = await self.llm.get_tokenizer()
         answer = Answer(asked=asked, model=self.model_name, decode=tokenizer.decode).whole([last])
         return ModelOutput(

@@ -162,6 +162,8 @@ def key_of(error: ValueError, keys: Collection[str]) -> str | None:
         return "top_logprobs"
     if name == "max_tokens" and name not in keys:
         name = "max_completion_tokens"
+    if name == "structured_outputs" and name not in keys:
+        name = "response_format"
     return name if name in keys else None
 
 

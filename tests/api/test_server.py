@@ -439,6 +439,24 @@ def test_what_is_not_possible_is_refused_by_its_key(server, path, changes, statu
     assert says in refused[2]
 
 
+def test_a_grammar_that_cannot_be_followed_is_refused_by_its_key(server, monkeypatch):
+    pytest.importorskip("llguidance")
+    from jaxkv.requests.grammar import Grammar
+
+    schema = {"name": "x", "schema": {"type": "nothing"}}
+    body = {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": schema}}
+    status, key, message = error_of(server.ask("/v1/chat/completions", body))
+    assert (status, key) == (400, "response_format")
+    assert "valid grammar" in message
+    # Some is too much for the parser only when it has come so far.
+    monkeypatch.setattr(Grammar, "accept", lambda self, token: setattr(self, "lost", True))
+    error = property(lambda self: "too complex" if hasattr(self, "lost") else "")
+    monkeypatch.setattr(Grammar, "error", error)
+    body["response_format"] = {"type": "json_object"}
+    expected = (400, "response_format", "structured_outputs: too complex")
+    assert error_of(server.ask("/v1/chat/completions", body)) == expected
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [

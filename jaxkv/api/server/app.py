@@ -35,7 +35,7 @@ from jaxkv.api.server.limits import Bodies, Gate, Guard, Refusal, while_connecte
 from jaxkv.api.server.options import ServeOptions
 from jaxkv.engine.metrics import Counter, Gauge, prometheus_text
 from jaxkv.errors import Catch, EngineDeadError
-from jaxkv.requests.outputs import RequestOutput
+from jaxkv.requests.outputs import CompletionOutput, RequestOutput
 
 LOG = logging.getLogger("jaxkv.server")
 
@@ -174,8 +174,8 @@ class App:
                 streams = [self._llm.generate(one, asked.params) for one in asked.inputs]
                 async with aclosing(_merged(streams)) as outputs:
                     async for number, output in outputs:
-                        if any(one.finish_reason == "abort" for one in output.outputs):
-                            raise Refusal(503, "the server is shutting down")
+                        for one in output.outputs:
+                            _check_whole(one)
                         yield number, output
             except ValueError as error:
                 raise Refusal(
@@ -269,6 +269,16 @@ def as_refusal(error: Exception) -> Refusal:
     if isinstance(error, EngineDeadError):
         return Refusal(503, "the engine has ended")
     return Refusal(500, f"the request failed: {type(error).__name__}")
+
+
+def _check_whole(output: CompletionOutput) -> None:
+    """Raises: Refusal for one that the end of the engine has ended, ValueError where its grammar
+    has.
+    """
+    if output.finish_reason == "abort":
+        if output.stop_reason is not None:
+            raise ValueError(f"structured_outputs: {output.stop_reason}")
+        raise Refusal(503, "the server is shutting down")
 
 
 class _Generate:
