@@ -230,7 +230,7 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
     # One that is there and no file is no missing one.
     found = os.path.lexists(directory / GENERATION)
     pooling = read_pooling(directory, config, spec, options.runner, tokenizer)
-    layout = layout if pooling is None else pooling_layout(layout, spec)
+    layout = layout if pooling is None else pooling_layout(layout)
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
     defaults = {} if options.generation_config == "vllm" else generation.values
     eos_ids = _eos_ids(config, generation, tokenizer, spec.vocab_size)

@@ -17,7 +17,6 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config
 from jaxkv.models.spec import ModelSpec
 from jaxkv.weights.safetensors import Checkpoint
-from jaxkv.weights.tree import tree_leaves
 
 MODULES = "modules.json"
 CLASSIFIER = "ForSequenceClassification"
@@ -173,20 +172,14 @@ def read_pooling(
     return Pooling(labels=labels, activation=activation)
 
 
-def pooling_layout(layout: Layout, spec: ModelSpec) -> Layout:
+def pooling_layout(layout: Layout) -> Layout:
     """Returns the layout of a model that pools: without a language model's head, whose tensors the
-    checkpoint may have, and maybe without the prefix of a causal model's names.
+    checkpoint may have.
     """
     top = {name: leaf for name, leaf in layout.top.items() if not name.startswith("head")}
-    without = replace(
+    return replace(
         layout, top=top, derived=(*layout.derived, r"lm_head\.(weight|bias)", r"score\..*")
     )
-    sources = [source for leaf in tree_leaves(spec, without) for source in leaf.sources]
-    prefix = sources[0].partition(".")[0]
-    if any(not source.startswith(f"{prefix}.") for source in sources):
-        return without
-    parts = "|".join(sorted({source.split(".")[1] for source in sources}))
-    return replace(without, spellings=(*layout.spellings, (rf"^(?=({parts})\.)", f"{prefix}.")))
 
 
 def _is_head(name: str) -> bool:

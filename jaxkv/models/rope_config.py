@@ -116,7 +116,8 @@ def rope_section(config: ConfigReader) -> ConfigReader:
     beside `rope_theta` (older files).
     """
     rope, older = config.section("rope_parameters"), config.section("rope_scaling")
-    if rope.values and older.values and rope.values != older.values:
+    differs = any(rope.values.get(key) != value for key, value in older.values.items())
+    if rope.values and differs:
         raise config.fail(
             "rope_scaling",
             "none beside a different rope_parameters: merge them into rope_parameters",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -131,11 +131,20 @@ def open_checkpoint(source: Path | Mapping[str, Any], spec: ModelSpec, layout: L
 
     if layout.part_of is not None:
         checkpoint = checkpoint.renamed(name_in_text)
-    for pattern, other in layout.spellings:
+    for pattern, other in (*layout.spellings, _base_names(layout, known)):
         checkpoint = checkpoint.renamed(partial(re.sub, pattern, other))
     if layout.quantisation is None:
         return checkpoint
     return Dequantised(checkpoint, layout.quantisation, known)
+
+
+def _base_names(layout: Layout, known: Collection[str]) -> tuple[str, str]:
+    """Returns the pattern of names in a checkpoint of the model without its head, such as GPT-2's
+    `h.0.ln_1.weight`, and what they begin with in one of the whole model.
+    """
+    prefix = next(iter(layout.layers[0].values())).source.partition(".")[0]
+    parts = {name.split(".")[1] for name in known if name.startswith(f"{prefix}.")}
+    return rf"^(?=({'|'.join(map(re.escape, sorted(parts)))})\.)", f"{prefix}."
 
 
 def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:

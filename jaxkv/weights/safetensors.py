@@ -300,7 +300,10 @@ def _open_file(file: Path) -> tuple[list[TensorEntry], mmap.mmap]:
         size = os.fstat(stream.fileno()).st_size
         if size < 8:
             raise _wrong(file, "at least 8 bytes", f"a truncated file of {size}")
-        header_bytes = int.from_bytes(stream.read(8), "little")
+        first = stream.read(8)
+        if first == b"version ":
+            raise _wrong(file, "a safetensors file", "a pointer of Git LFS", "run git lfs pull")
+        header_bytes = int.from_bytes(first, "little")
         if header_bytes > MAX_JSON_BYTES:
             raise _wrong(
                 file,

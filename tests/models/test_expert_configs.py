@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from families import text_config
+from families import ROPE, text_config
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, read_config, read_family
 from jaxkv.models.families.base import Part
@@ -52,6 +53,20 @@ def test_a_config_that_cannot_be_is_refused(variant, key, value, expected):
     config: dict[str, Any] = text_config(variant) | {key: value}
     with pytest.raises(CheckpointError, match=f"{key}: expected {re.escape(expected)}"):
         read_family(ConfigReader(config, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("variant", "none", "alike"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "qwen3"),
+        ("mellum", {"mlp_layer_types": ["dense"] * 3, "layer_types": None}, "qwen3"),
+    ],
+)
+def test_a_model_of_which_no_layer_has_experts_is_a_dense_one(variant, none, alike):
+    config = ConfigReader(text_config(variant) | none | {"rope_parameters": ROPE}, "config.json")
+    (spec, layout), (other, others) = map(read_family, (config, config.replaced(model_type=alike)))
+    assert layout == others
+    assert replace(spec, family=alike) == other
 
 
 @pytest.mark.parametrize(

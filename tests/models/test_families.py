@@ -8,6 +8,7 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -92,6 +93,12 @@ def test_rope_parameters_and_rope_scaling_are_two_spellings_of_one_spec(family, 
     specs = [read(base | old)[0], read(base | {"rope_parameters": new})[0]]
     assert specs[0] == specs[1]
     assert specs[0].rope == meaning
+
+
+def test_both_spellings_may_stand_side_by_side_if_they_agree():
+    """transformers writes some families' files so."""
+    both = {"rope_parameters": YARN | {"rope_theta": 1e4}, "rope_scaling": YARN}
+    assert spec_of("llama", **both) == spec_of("llama-yarn")
 
 
 def test_the_longest_context_is_what_a_scaled_rope_is_meant_for():
@@ -445,14 +452,26 @@ def test_a_tensor_that_nobody_takes_is_refused_by_name(tmp_path, name):
         load(changed(tmp_path, "llama", {name: np.zeros(48, np.float32)}))
 
 
-def test_derived_tensors_of_old_checkpoints_are_ignored(tmp_path):
-    load(
-        changed(
-            tmp_path,
-            "llama",
-            {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)},
-        )
-    )
+@pytest.mark.parametrize(
+    "name",
+    ["layers.0.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached"],
+)
+def test_derived_tensors_of_old_checkpoints_are_ignored(tmp_path, name):
+    load(changed(tmp_path, "llama", {f"model.{name}": np.zeros(4, np.float32)}))
+
+
+@pytest.mark.parametrize(("variant", "prefix"), [("gpt2", "transformer."), ("llama", "model.")])
+def test_names_as_a_model_without_a_head_has_them_are_taken_too(tmp_path, variant, prefix):
+    """GPT-2's are published so, with masks beside them."""
+    config = families.text_config(variant) | {"tie_word_embeddings": True}
+    want = load(make_checkpoint(tmp_path, config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert all(name.startswith(prefix) for name in tensors)
+    tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
+    if variant == "gpt2":
+        tensors["h.0.attn.bias"] = np.ones((1, 1, 8, 8), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path), want)
 
 
 def test_integers_are_no_weights_and_every_problem_is_listed(tmp_path):

@@ -250,6 +250,7 @@ BAD_FILES = {
     "header past the end": (layout({})[:-1], ["header of 2 bytes", "truncated", "of 9"]),
     "header of 100 MB": ((100_000_001).to_bytes(8, "little"), ["at most 100000000", "100000001"]),
     "huge header": (b"\xff" * 16, ["at most 100000000", str(2**64 - 1)]),
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", ["Git LFS", "git lfs pull"]),
     "no header": (layout(b""), ["the header", "JSON"]),
     "not UTF-8": (layout(b'{"\xff": 1}'), ["UTF-8", "0xff"]),
     "UTF-16": (layout('{"a": 1}'.encode("utf-16")), ["UTF-8"]),

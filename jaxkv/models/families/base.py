@@ -212,7 +212,9 @@ def read_decoder(
     has_unlike = ropes is not None and set(ropes) != {rope}
     longest = extended_len(rope, max_len)
     windows = _windows(config, kinds, num_layers, longest)
-    has_both = experts is not None and 0 < len(is_dense) < num_layers
+    if experts is not None and len(is_dense) == num_layers:
+        experts, spec = None, {**spec, "router": None}
+    has_both = experts is not None and len(is_dense) > 0
     made = ModelSpec(
         family=family,
         vocab_size=config.size("vocab_size"),
@@ -276,11 +278,11 @@ def read_forms(
 
 
 def _unread(config: ConfigReader, names: Names, num_layers: int) -> tuple[str, ...]:
-    """Returns patterns of what a checkpoint may have beside the model: rotary frequencies, and
-    layers behind the last that predict later tokens (arXiv 2412.19437, section 2.2).
+    """Returns patterns of what a checkpoint may have beside the model: rotary tables, and layers
+    behind the last that predict later tokens (arXiv 2412.19437, section 2.2).
     """
     layer = names.layer.replace(".", r"\.")
-    patterns = [layer.format(layer=r"\d+") + r".*rotary_emb\.inv_freq"]
+    patterns = [r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"]
     if config.get("num_nextn_predict_layers") not in (None, 0):
         count = config.size("num_nextn_predict_layers", at_most=MAX_LAYERS)
         extra = "|".join(str(num_layers + i) for i in range(count))

@@ -39,5 +39,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         norm="layer",
         is_parallel=config.flag("use_parallel_residual", True),
     )
-    masks = (r"gpt_neox\.layers\.\d+\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)",)
-    return spec, replace(layout, derived=masks)
+    masks = r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
+    return spec, replace(layout, derived=(*layout.derived, masks))
