@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxkv.api.arguments import check_no_lora, check_none
+from jaxkv.api.async_pooling import AsyncPoolingCalls
 from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.api.llm import LLM, Conversation
 from jaxkv.api.session import PREFILL, AsyncSession, chat_options
@@ -30,7 +31,7 @@ OF_VLLM = (
 """Arguments of vLLM's `generate` that set nothing here."""
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPoolingCalls):
     """An `LLM` for asyncio: requests come and go at any time, from any number of tasks and event
     loops.
 

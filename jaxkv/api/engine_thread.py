@@ -9,6 +9,7 @@ import copy
 import logging
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from jaxkv.api.llm import LLM, Conversation
+from jaxkv.api.pooling import PoolingCall
 from jaxkv.config import SamplingParams
 from jaxkv.errors import Catch, EngineDeadError
 from jaxkv.requests.outputs import RequestOutput
@@ -234,13 +236,36 @@ class EngineThread:
         priority: int,
     ) -> None:
         """Adds a request. Raises: ValueError if it is refused."""
-        if self._is_stopping:
-            raise _dead(None)
+        self._check_not_stopping()
         if stream.id in self._live:
             raise ValueError(f"request_id: expected one that is not in use, got {stream.id!r}")
         accepted = self._llm._accept_or_refuse((prompt, params), priority)
         if isinstance(accepted, ValueError):
             raise accepted
+        self._begin(stream, loop, accepted)
+
+    def add_pooling(
+        self,
+        streams: list[Stream],
+        loop: asyncio.AbstractEventLoop,
+        make_call: Callable[[], PoolingCall[T]],
+    ) -> tuple[PoolingCall[T], list[Submission]]:
+        """Adds the prompts of a call, and a stream for each of them to `streams`. Raises:
+        ValueError if one is refused, and then adds none.
+        """
+        self._check_not_stopping()
+        call = make_call()
+        submissions = self._llm._intake.accept_pooling(call.prompts, call.params)
+        for submission in submissions:
+            streams.append(Stream(uuid.uuid4().hex))
+            self._begin(streams[-1], loop, submission)
+        return call, submissions
+
+    def _check_not_stopping(self) -> None:
+        if self._is_stopping:
+            raise _dead(None)
+
+    def _begin(self, stream: Stream, loop: asyncio.AbstractEventLoop, accepted: Submission) -> None:
         outbox = self._outboxes.get(loop)
         if outbox is None:
             outbox = self._outboxes[loop] = _Outbox(loop, self.post)
@@ -264,6 +289,11 @@ class EngineThread:
             self._engine.abort(live.submission)
             self._forget(live)
             live.outbox.changed.pop(live, None)
+
+    def close_all(self, streams: Iterable[Stream]) -> None:
+        """Does what `close` does with each."""
+        for stream in streams:
+            self.close(stream)
 
     def copied_tokenizer(self) -> Any:
         if self._tokenizer is None:

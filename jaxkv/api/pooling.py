@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,24 @@ from jaxkv.requests.pooling import (
 )
 from jaxkv.requests.prompts import Prompt, listed
 from jaxkv.requests.request import Request, Submission
+
+T = TypeVar("T")
+
+Pooled = tuple[Request, np.ndarray]
+"""A prompt's request, and what was pooled of its hidden states."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingCall(Generic[T]):
+    """Says which prompts a call computes, and what its results are made of."""
+
+    prompts: Sequence[Any]
+    params: Sequence[PoolingParams]
+    make: Callable[[list[Pooled]], list[T]]
+
+    def results(self, submissions: Sequence[Submission]) -> list[T]:
+        """Returns what was asked for, of prompts that are computed."""
+        return self.make([_pooled_of(submission) for submission in submissions])
 
 
 class PoolingCalls:
@@ -68,11 +87,9 @@ class PoolingCalls:
     ) -> list[EmbeddingRequestOutput]:
         """Returns a vector for each prompt, as the class's documentation says."""
         check_none("tokenization_kwargs", tokenization_kwargs)
-        given, params = _asked(prompts, pooling_params, truncate_prompt_tokens, lora_request)
-        for one in params:
-            self._check_dimensions(one)
-        pooled = zip(self._pooled(given, params, use_tqdm), params, strict=True)
-        return [self._embedding(*done, one) for done, one in pooled]
+        check_no_lora(lora_request)
+        call = self._embed_call(prompts, pooling_params, truncate_prompt_tokens)
+        return self._pooled(call, use_tqdm)
 
     def embed_as_completed(
         self, requests: Iterable[tuple[Prompt, PoolingParams | None]]
@@ -121,12 +138,8 @@ class PoolingCalls:
     ) -> list[ClassificationRequestOutput]:
         """Returns a probability for each label of a classifier, for each prompt."""
         check_none("tokenization_kwargs", tokenization_kwargs)
-        given, params = _asked(prompts, pooling_params, None, lora_request)
-        scored = self._scored(given, params, use_tqdm, activate=True)
-        return [
-            ClassificationRequestOutput(*_head_of(request, ClassificationOutput(scores.tolist())))
-            for request, scores in scored
-        ]
+        check_no_lora(lora_request)
+        return self._pooled(self._classify_call(prompts, pooling_params), use_tqdm)
 
     def reward(
         self,
@@ -142,12 +155,9 @@ class PoolingCalls:
         softmax: of the whole prompt, not of each of its tokens.
         """
         check_none("tokenization_kwargs", tokenization_kwargs)
-        given, params = _asked(prompts, pooling_params, truncate_prompt_tokens, lora_request)
-        scored = self._scored(given, params, use_tqdm, activate=False)
-        return [
-            PoolingRequestOutput(*_head_of(request, PoolingOutput(scores)))
-            for request, scores in scored
-        ]
+        check_no_lora(lora_request)
+        call = self._reward_call(prompts, pooling_params, truncate_prompt_tokens)
+        return self._pooled(call, use_tqdm)
 
     def score(
         self,
@@ -165,6 +175,50 @@ class PoolingCalls:
         model of vectors it is the cosine between the two.
         """
         check_no_lora(lora_request)
+        call = self._score_call(data_1, data_2, pooling_params, truncate_prompt_tokens)
+        return self._pooled(call, use_tqdm)
+
+    def _embed_call(
+        self, prompts: Any, params: Any, most: int | None = None
+    ) -> PoolingCall[EmbeddingRequestOutput]:
+        given, own = _asked(prompts, params, most)
+        for one in own:
+            self._check_dimensions(one)
+
+        def make(pooled: list[Pooled]) -> list[EmbeddingRequestOutput]:
+            return [self._embedding(*done, one) for done, one in zip(pooled, own, strict=True)]
+
+        return PoolingCall(given, own, make)
+
+    def _classify_call(self, prompts: Any, params: Any) -> PoolingCall[ClassificationRequestOutput]:
+        given, own = _asked(prompts, params)
+
+        def make(pooled: list[Pooled]) -> list[ClassificationRequestOutput]:
+            return [
+                ClassificationRequestOutput(*_head_of(one, ClassificationOutput(scores.tolist())))
+                for one, scores in self._scored(pooled, own)
+            ]
+
+        self._check_labels()
+        return PoolingCall(given, own, make)
+
+    def _reward_call(
+        self, prompts: Any, params: Any, most: int | None = None
+    ) -> PoolingCall[PoolingRequestOutput[PoolingOutput]]:
+        given, own = _asked(prompts, params, most)
+
+        def make(pooled: list[Pooled]) -> list[PoolingRequestOutput[PoolingOutput]]:
+            return [
+                PoolingRequestOutput(*_head_of(one, PoolingOutput(scores)))
+                for one, scores in self._scored(pooled, own, activate=False)
+            ]
+
+        self._check_labels()
+        return PoolingCall(given, own, make)
+
+    def _score_call(
+        self, data_1: Any, data_2: Any, params: PoolingParams | None, most: int | None = None
+    ) -> PoolingCall[ScoringRequestOutput]:
         first, second = _texts(data_1), _texts(data_2)
         if len(first) not in (1, len(second)) or not second:
             raise ValueError(
@@ -172,58 +226,62 @@ class PoolingCalls:
                 f"and {len(second)}"
             )
         pooling = self._pooling_of()
-        params = _listed(pooling_params, 1, truncate_prompt_tokens)[0]
+        (own,) = _listed(params, 1, most)
         if pooling.labels > 1:
             raise ValueError(f"score: expected a classifier of one label, got {pooling.labels}")
         if not pooling.labels:
-            return self._cosines(pooling, first, second, params, use_tqdm)
-        most = params.truncate_prompt_tokens
+            return self._cosine_call(pooling, first, second, own)
         pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
-        prompts = [self._intake.pair(*pair, most) for pair in pairs]
-        scored = self._scored(prompts, [params] * len(prompts), use_tqdm, activate=True)
-        return [
-            ScoringRequestOutput(*_head_of(request, ScoringOutput(float(scores[0]))))
-            for request, scores in scored
-        ]
+        prompts = [self._intake.pair(*pair, own.truncate_prompt_tokens) for pair in pairs]
+        each = [own] * len(prompts)
 
-    def _cosines(
-        self,
-        pooling: Pooling,
-        first: list[str],
-        second: list[str],
-        params: PoolingParams,
-        use_tqdm: bool,
-    ) -> list[ScoringRequestOutput]:
+        def make(pooled: list[Pooled]) -> list[ScoringRequestOutput]:
+            return [
+                ScoringRequestOutput(*_head_of(one, ScoringOutput(float(scores[0]))))
+                for one, scores in self._scored(pooled, each)
+            ]
+
+        return PoolingCall(prompts, each, make)
+
+    def _cosine_call(
+        self, pooling: Pooling, first: list[str], second: list[str], params: PoolingParams
+    ) -> PoolingCall[ScoringRequestOutput]:
+        def make(pooled: list[Pooled]) -> list[ScoringRequestOutput]:
+            units = [
+                (one, unit(pooling.embedding(x, params.dimensions, False))) for one, x in pooled
+            ]
+            left = units[: len(first)] * (len(second) if len(first) == 1 else 1)
+            pairs = zip(left, units[len(first) :], strict=True)
+            return [
+                ScoringRequestOutput(*_head_of(two, ScoringOutput(float(x @ y)), behind=one))
+                for (one, x), (two, y) in pairs
+            ]
+
         both = [*first, *second]
-        done = self._pooled(both, [params] * len(both), use_tqdm)
-        vectors = [unit(pooling.embedding(x, params.dimensions, False)) for _, x in done]
-        left = vectors[: len(first)] * (len(second) if len(first) == 1 else 1)
-        return [
-            ScoringRequestOutput(*_head_of(request, ScoringOutput(float(x @ y))))
-            for x, (request, _), y in zip(
-                left, done[len(first) :], vectors[len(first) :], strict=True
-            )
-        ]
+        return PoolingCall(both, [params] * len(both), make)
 
     def _scored(
-        self, prompts: list[Any], params: list[PoolingParams], use_tqdm: bool, *, activate: bool
-    ) -> list[tuple[Request, np.ndarray]]:
+        self, pooled: list[Pooled], params: list[PoolingParams], *, activate: bool = True
+    ) -> list[Pooled]:
+        """Returns each prompt's request with its scores, by default behind sigmoid or softmax."""
         pooling = self._pooling_of()
-        if not pooling.labels:
-            pooling.scores(np.zeros(0), activate=activate)  # which says what is missing
         return [
-            (request, pooling.scores(x, activate=activate and p.activation is not False))
-            for (request, x), p in zip(self._pooled(prompts, params, use_tqdm), params, strict=True)
+            (request, pooling.scores(x, activate=activate and one.activation is not False))
+            for (request, x), one in zip(pooled, params, strict=True)
         ]
 
-    def _pooled(
-        self, prompts: list[Any], params: list[PoolingParams], use_tqdm: bool
-    ) -> list[tuple[Request, np.ndarray]]:
-        """Returns every prompt's request with what was pooled of its hidden states."""
+    def _pooled(self, call: PoolingCall[T], use_tqdm: bool) -> list[T]:
+        """Computes the prompts of a call and returns its results."""
         IS_BOOL("use_tqdm", use_tqdm)
-        submissions = self._intake.accept_pooling(prompts, params)
+        submissions = self._intake.accept_pooling(call.prompts, call.params)
         self._run(submissions, use_tqdm)
-        return [_pooled_of(submission) for submission in submissions]
+        return call.results(submissions)
+
+    def _check_labels(self) -> None:
+        """Raises ValueError for a model without a classifier's head, saying what is missing."""
+        pooling = self._pooling_of()
+        if not pooling.labels:
+            pooling.scores(np.zeros(0), activate=False)
 
     def _check_dimensions(self, params: PoolingParams) -> None:
         """Raises ValueError for more dimensions than vectors have."""
@@ -245,7 +303,7 @@ class PoolingCalls:
         return pooling
 
 
-def _pooled_of(submission: Submission) -> tuple[Request, np.ndarray]:
+def _pooled_of(submission: Submission) -> Pooled:
     """Returns a prompt's request and what was pooled. Raises: RuntimeError if it was ended."""
     (request,) = submission.samples
     if request.output.pooled_D is None or request.finish_reason != "stop":
@@ -253,9 +311,13 @@ def _pooled_of(submission: Submission) -> tuple[Request, np.ndarray]:
     return request, request.output.pooled_D
 
 
-def _head_of(request: Request, output: Any) -> tuple[str, Any, list[int], int]:
-    """Returns the fields of a result."""
-    return request.id, output, request.tokens.tolist(), request.record.num_cached
+def _head_of(
+    request: Request, output: Any, *, behind: Request | None = None
+) -> tuple[str, Any, list[int], int]:
+    """Returns the fields of a result, with the tokens of the request `behind` before its own."""
+    both = [request] if behind is None else [behind, request]
+    tokens = [token for one in both for token in one.tokens.tolist()]
+    return request.id, output, tokens, sum(one.record.num_cached for one in both)
 
 
 def _texts(given: Any) -> list[str]:
@@ -267,10 +329,9 @@ def _texts(given: Any) -> list[str]:
 
 
 def _asked(
-    prompts: Any, params: Any, most: int | None, lora_request: None
+    prompts: Any, params: Any, most: int | None = None
 ) -> tuple[list[Any], list[PoolingParams]]:
     """Returns prompts and checked parameters, one each."""
-    check_no_lora(lora_request)
     given = listed(prompts)
     return given, _listed(params, len(given), most)
 

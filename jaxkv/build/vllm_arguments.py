@@ -421,7 +421,7 @@ ABSENT_FROM_LLM = {
 
 ABSENT_FROM_ASYNC = {
     "add_request": "generate",
-    "encode": "",
+    "encode": "embed, classify, reward and score",
     "get_supported_tasks": "",
     "do_log_stats": "get_metrics",
     "is_tracing_enabled": "",

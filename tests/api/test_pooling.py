@@ -4,6 +4,7 @@ files.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxkv import LLM, CheckpointError, PoolingParams, SamplingParams
+from jaxkv import (
+    LLM,
+    AsyncLLM,
+    CheckpointError,
+    EngineDeadError,
+    PoolingParams,
+    SamplingParams,
+)
 from jaxkv.testing import engine_of, intake_of
 from tiny import SMALL, make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
@@ -318,3 +326,64 @@ def test_a_classifier_without_its_head_is_refused(tmp_path):
     rewrite(directory, lambda x: {k: t for k, t in x.items() if k != "score.weight"})
     with pytest.raises(CheckpointError, match=r"missing tensor score\.weight"):
         LLM(directory, **SMALL)
+
+
+def test_tasks_of_an_event_loop_get_what_llm_returns(tmp_path):
+    config = tiny_config("llama", vocab_size=420)
+    directory = make_checkpoint(tmp_path, config)
+    save_tokenizer(directory)
+    options = SMALL | {
+        "skip_tokenizer_init": False,
+        "hf_overrides": {"classifier_from_token": ["a", "b"]},
+    }
+    llm = LLM(directory, **options)
+    cut = {"truncate_prompt_tokens": 50}
+
+    async def main() -> None:
+        async with AsyncLLM(directory, **options) as served:
+            engine_of(served).programs.executables = engine_of(llm).programs.executables
+            assert served.pools
+            vectors, rewards, labels, scores, short = await asyncio.gather(
+                served.embed(PROMPTS),
+                served.reward(PROMPTS),
+                served.classify(TEXTS),
+                served.score(TEXTS[0], TEXTS[1:]),
+                served.embed(PROMPTS[3], pooling_params=PoolingParams(dimensions=5), **cut),
+            )
+            for got, want in (
+                (vectors, llm.embed(PROMPTS, use_tqdm=False)),
+                (labels, llm.classify(TEXTS, use_tqdm=False)),
+                (scores, llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)),
+            ):
+                assert [one.outputs for one in got] == [one.outputs for one in want]
+                assert [x.prompt_token_ids for x in got] == [x.prompt_token_ids for x in want]
+            heads = [x.outputs.data for x in llm.reward(PROMPTS, use_tqdm=False)]
+            np.testing.assert_array_equal([x.outputs.data for x in rewards], heads)
+            (want,) = llm.embed(PROMPTS[3][:50], use_tqdm=False)
+            first = np.float32(want.outputs.embedding[:5])
+            np.testing.assert_allclose(short[0].outputs.embedding, unit(first), atol=1e-6)
+            for bad, message in (
+                (served.embed([[1], [999]]), "prompt 1"),
+                (served.score(["a", "b"], ["c"] * 3), "expected one text or as many"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    await bad
+            # One that is cancelled before its prompts are added, and one with some of them done.
+            for turns in (0, 5):
+                task = asyncio.create_task(served.embed([PROMPTS[3][i:] for i in range(60)]))
+                for _ in range(turns):
+                    await served.get_metrics()
+                await asyncio.sleep(0)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                await served.get_metrics()
+                assert not engine_of(served).has_work
+                engine_of(served).check()
+            left = asyncio.create_task(served.embed([PROMPTS[3][i:] for i in range(60)]))
+            await served.get_metrics()
+        for late in (left, served.embed(PROMPTS)):
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await late
+
+    asyncio.run(main())

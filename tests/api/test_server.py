@@ -14,18 +14,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxkv.api import cli
 from jaxkv.api.async_llm import AsyncLLM
+from jaxkv.api.openai_vectors import POOLING
 from jaxkv.config import SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.requests.outputs import RequestOutput
+from jaxkv.requests.pooling import PoolingParams
 from jaxkv.testing import engine_of
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
@@ -208,6 +211,10 @@ def generated(llm: AsyncLLM, prompt: Any, **params: Any) -> RequestOutput:
     return asyncio.run(last())
 
 
+def computed(call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    return asyncio.run(call)
+
+
 def error_of(answer: tuple[int, dict, Any]) -> tuple[int, str | None, str]:
     status, _, body = answer
     assert body["error"].keys() == {"message", "type", "param", "code"}
@@ -385,6 +392,115 @@ def test_prompts_with_unlike_salts_share_no_pages(server):
     )
 
 
+# --- vectors and scores
+
+
+@pytest.fixture(scope="module")
+def pooling(checkpoint) -> Iterator[Running]:
+    """A server with few places, of a model that pools."""
+    llm = AsyncLLM(checkpoint, **OPTIONS, runner="pooling")
+    engine_of(llm).step = Pace(engine_of(llm))
+    with closing(Running(llm, max_concurrent_sequences=4)) as running:
+        running.llm = llm
+        yield running
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("changes", [{}, {"encoding_format": "float"}, {"dimensions": 10}])
+def test_vectors_are_what_the_engine_makes(pooling, changes):
+    inputs = [*PROMPTS, "The end of"]
+    with pooling.client() as client:  # which asks for base64 unless it is told otherwise
+        answer = client.embeddings.create(model="tiny", input=inputs, user="me", **changes)
+        (ids,) = client.embeddings.create(model="tiny", input=[5, 6, 7]).data
+    params = PoolingParams(dimensions=changes.get("dimensions"))
+    want = computed(pooling.llm.embed(inputs, pooling_params=params))
+    assert [one.index for one in answer.data] == [0, 1, 2]
+    for one, output in zip(answer.data, want, strict=True):
+        np.testing.assert_array_equal(np.float32(one.embedding), output.outputs.embedding)
+    count = sum(len(output.prompt_token_ids) for output in want)
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (count, count)
+    assert (answer.model, len(ids.embedding)) == ("tiny", 48)
+
+
+def test_scores_and_rankings_are_those_of_the_engine(pooling):
+    texts = ["The end", "Once upon", "by one by one"]
+    want = [one.outputs.score for one in computed(pooling.llm.score(PROMPTS[0], texts))]
+    status, _, scored = pooling.ask("/v1/score", {"text_1": PROMPTS[0], "text_2": texts})
+    assert status == 200
+    assert [(one["index"], one["score"]) for one in scored["data"]] == list(enumerate(want))
+    body = {"model": "tiny", "query": PROMPTS[0], "documents": texts, "top_n": 2}
+    status, _, ranked = pooling.ask("/v1/rerank", body)
+    assert status == 200
+    best = sorted(range(3), key=lambda index: -want[index])[:2]
+    found = [(one["index"], one["relevance_score"]) for one in ranked["results"]]
+    assert found == [(index, want[index]) for index in best]
+    assert ranked["results"][0]["document"] == {"text": texts[best[0]]}
+    assert ranked["usage"] == scored["usage"]
+    alone = [computed(pooling.llm.embed(text))[0].prompt_token_ids for text in (PROMPTS[0], *texts)]
+    num_tokens = 3 * len(alone[0]) + sum(map(len, alone[1:]))
+    assert scored["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    _, _, bare = pooling.ask("/v1/rerank", body | {"return_documents": False, "top_n": 0})
+    assert [one.keys() for one in bare["results"]] == [{"index", "relevance_score"}] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        ("embeddings", {"input": "a", "model": "other"}, "model", "expected 'tiny'"),
+        ("embeddings", {"input": ""}, "input", "empty"),
+        ("embeddings", {"input": ["a", ""]}, "input", "prompt 1"),
+        ("embeddings", {"input": ["a"] * 5}, "input", "at most 4 sequences"),
+        ("embeddings", {"input": "long " * 200}, "input", "tokens; expected at most"),
+        ("embeddings", {"input": [1, 999]}, "input", "token ids from 0"),
+        ("embeddings", {"input": {"a": 1}}, "input", "a list of either"),
+        ("embeddings", {"input": "\ud800"}, "input", "Unicode"),
+        ("embeddings", {"input": "a", "dimensions": 49}, "dimensions", "at most 48, got 49"),
+        ("embeddings", {"input": "a", "dimensions": 0}, "dimensions", "a number >= 1"),
+        ("embeddings", {"input": "a", "dimensions": True}, "dimensions", "a whole number"),
+        ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
+        ("embeddings", {"input": "a", "stream": True}, "stream", "not supported"),
+        ("score", {"text_1": "a"}, "text_2", "a text or a list of texts"),
+        ("score", {"text_1": ["a", "b"], "text_2": "a"}, "text_1", "one text or 1"),
+        ("score", {"text_1": "a", "text_2": ["b", [1]]}, "text_2", "a list of texts"),
+        ("rerank", {"documents": ["a"]}, "query", "expected a text"),
+        ("rerank", {"query": "a", "documents": []}, "documents", "a list of texts"),
+        ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", ">= 0"),
+        ("completions", {"prompt": "a"}, "model", "makes vectors and scores"),
+    ],
+)
+def test_what_has_no_vector_is_refused_by_its_key(pooling, path, body, param, says):
+    refused = error_of(pooling.ask(f"/v1/{path}", body))
+    assert refused[:2] == (404 if body.get("model") else 400, param)
+    assert says in refused[2]
+    assert pooling.server.app.gate.num_in == 0
+
+
+def test_bodies_that_are_no_objects_have_no_vectors(pooling, server):
+    for body in (b"{", b"[1]", b'{"input": NaN}', b'{"input": "\xff"}'):
+        assert error_of(pooling.ask("/v1/embeddings", body))[0] == 400
+    refused = error_of(server.ask("/v1/embeddings", {"input": "a"}))
+    assert refused == (400, "model", "the model makes text, not vectors (jaxkv serve --runner)")
+
+
+def test_vectors_take_places_until_they_are_made_or_their_client_goes(pooling):
+    gate, engine = pooling.server.app.gate, engine_of(pooling.llm)
+    engine.step.rest_s = 0.5
+    with pooling.connect() as connection:
+        body = json.dumps({"input": [[i + 3] * 120 for i in range(3)]}).encode()
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_for(lambda: gate.num_in == 3)
+        status, headers, _ = pooling.ask("/v1/embeddings", {"input": ["a", "b"]})
+        assert status == 429
+        assert int(headers["retry-after"]) >= 1
+        wait_for(lambda: engine.has_work)
+    wait_for(lambda: not gate.num_in)
+    wait_for(lambda: is_empty(pooling.llm))
+    engine.step.rest_s = 0.0
+    metrics = asyncio.run(pooling.llm.get_metrics(""))
+    assert any(one.labels == {"finished_reason": "abort"} and one.value for one in metrics)
+
+
 # --- what is refused
 
 
@@ -517,8 +633,8 @@ def test_every_route_asks_for_a_key(start, monkeypatch):
     monkeypatch.setenv("JAXKV_API_KEY", "of the environment")
     of_environment, given = start(), start(api_key=["one", "två"])
     paths = ["/health", "/metrics", "/v1/models", "/v1/nothing"]
-    generating = ("/v1/completions", "/v1/chat/completions", "/tokenize")
-    bodies = {path: {"prompt": "a"} for path in generating}
+    posting = ("/v1/completions", "/v1/chat/completions", "/tokenize", *POOLING)
+    bodies = {path: {"prompt": "a"} for path in posting}
     for path in [*paths, *bodies]:
         for headers in ("", "Authorization: Bearer wrong\r\n", "Authorization: Basic one\r\n"):
             answer = given.ask(path, bodies.get(path), headers=headers)
@@ -664,14 +780,15 @@ def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
     )
 
 
-def test_what_the_documentation_shows_works(llm, capsys):
+def test_what_the_documentation_shows_works(llm, pooling, capsys):
     if not PAGE.is_file():
         pytest.skip("docs are in the checkout only")
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     with closing(Running(llm, name="demo")) as server:
         names: dict[str, Any] = {}
         for language, text in blocks:
-            block = text.replace("http://127.0.0.1:8000", server.url)
+            answering = pooling if "/v1/embeddings" in text else server
+            block = text.replace("http://127.0.0.1:8000", answering.url)
             if language == "python":
                 exec(compile(block, str(PAGE), "exec"), names)  # noqa: S102
             elif language == "bash" and shutil.which("curl"):
@@ -679,12 +796,12 @@ def test_what_the_documentation_shows_works(llm, capsys):
                 shown = subprocess.run(["bash", "-euc", block], capture_output=True, text=True)
                 assert (shown.returncode, shown.stderr) == (0, "")
                 assert '"total_tokens"' in shown.stdout
-                assert "data: [DONE]" in shown.stdout
+                assert ("data: [DONE]" in shown.stdout) == (answering is server)
             elif language == "sh":
                 command = shlex.split(block.splitlines()[-1])
                 assert cli._parser().parse_args(command[1:]).max_model_len == 4096
         names["client"].close()
-    assert [language for language, _ in blocks] == ["sh", "bash", "python", "python"]
+    assert [language for language, _ in blocks] == ["sh", "bash", "python", "python", "bash"]
     assert capsys.readouterr().out.endswith(f"{names['chunk'].usage.completion_tokens}\n")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxkv.api.batch_files.forms import Asking, Defaults, Form, Job, LineId, Output, Written
 from jaxkv.api.openai_format import CHAT, COMPLETIONS, Answer, read_body
-from jaxkv.api.openai_vectors import EMBEDDINGS, Vectors, read_embedding
+from jaxkv.api.openai_vectors import EMBEDDINGS, Vectors, read_vectors
 
 KEYS = {"custom_id", "method", "url", "body"}
 _ROW_KEYS = {"id", "custom_id", "response", "error"}
@@ -52,9 +52,12 @@ class OpenAI(Form):
         if defaults.decode is None:
             raise ValueError("body: expected a tokenizer, got skip_tokenizer_init=True")
         if url == EMBEDDINGS:
-            wanted = read_embedding(body)
+            wanted = read_vectors(body)
+            if len(wanted.inputs) > 1:
+                raise ValueError(f"input: expected one in a line, got {len(wanted.inputs)}")
             model = _checked_model(wanted.model, defaults)
-            return Asking(wanted.prompt, wanted.params, Vectors(model, is_base64=wanted.is_base64))
+            vectors = Vectors(model, is_base64=wanted.is_base64)
+            return Asking(wanted.inputs[0], wanted.params, vectors)
         asked = read_body(url, body, defaults.params)
         model = _checked_model(asked.model, defaults)
         if asked.stream:

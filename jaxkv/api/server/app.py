@@ -9,7 +9,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,6 +31,7 @@ from jaxkv.api.openai_format import (
     read_body,
     read_messages,
 )
+from jaxkv.api.openai_vectors import POOLING, AskedPooling, read_pooling
 from jaxkv.api.server.limits import Bodies, Gate, Guard, Refusal, while_connected
 from jaxkv.api.server.options import ServeOptions
 from jaxkv.engine.metrics import Counter, Gauge, prometheus_text
@@ -40,6 +41,8 @@ from jaxkv.requests.outputs import CompletionOutput, RequestOutput
 LOG = logging.getLogger("jaxkv.server")
 
 PREFIX = "jaxkv:"
+
+A = TypeVar("A", bound=Asked | AskedPooling)
 
 
 class App:
@@ -66,6 +69,7 @@ class App:
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             *(Route(url, _Generate(self, url), methods=["POST"]) for url in (COMPLETIONS, CHAT)),
+            *(Route(url, _Pool(self, url), methods=["POST"]) for url in POOLING),
         ]
         guard = Middleware(
             Guard,
@@ -153,14 +157,38 @@ class App:
         return JSONResponse({"prompt": self._decode(tokens)})
 
     async def read(self, request: Request, url: str) -> Asked:
-        """Reads what a request asks for. Raises: Refusal."""
+        """Reads what a request for text asks for. Raises: Refusal."""
+        return await self._read(request, lambda body: read_body(url, body, self._defaults))
+
+    async def read_pooling(self, request: Request, url: str) -> AskedPooling:
+        """Reads what a request for vectors or scores asks for. Raises: Refusal."""
+        return await self._read(request, lambda body: read_pooling(url, body))
+
+    async def _read(self, request: Request, reader: Callable[[dict[str, Any]], A]) -> A:
         body = await self._json(request)
         try:
-            asked = read_body(url, body, self._defaults)
+            asked = reader(body)
         except BodyError as error:
             raise Refusal(400, str(error), key=error.key) from error
         self._check_model(asked.model)
+        if self._llm.pools is not isinstance(asked, AskedPooling):
+            makes = "vectors and scores, not text" if self._llm.pools else "text, not vectors"
+            raise Refusal(400, f"the model makes {makes} (jaxkv serve --runner)", key="model")
         return asked
+
+    # --- pooling
+
+    async def pool(self, asked: AskedPooling) -> Response:
+        """Returns the answer to a request for vectors or scores. Raises: Refusal."""
+        with self.gate.enter(asked.num_sequences, asked.of_inputs):
+            try:
+                write = await asked.answer(self._llm, self.name)
+            except ValueError as error:
+                raise Refusal(
+                    400, str(error), key=key_of(error, asked.keys) or asked.of_inputs
+                ) from error
+        # Not in the event loop's thread: millions of numbers take long.
+        return await asyncio.to_thread(lambda: JSONResponse(write()))
 
     # --- generating
 
@@ -324,6 +352,24 @@ class _Generate:
                 self._app.on_death()
             await _send_event(send, json.dumps(as_refusal(caught.error).body))
         await send({"type": "http.response.body", "body": b""})
+
+
+class _Pool:
+    """Is the application behind a route of vectors or scores."""
+
+    def __init__(self, app: App, url: str) -> None:
+        self._app = app
+        self._url = url
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        try:
+            app.gate.check()
+            asked = await app.read_pooling(Request(scope, receive), self._url)
+            answer = await while_connected(receive, app.pool(asked))
+            await answer(scope, receive, send)
+        except ClientDisconnect:
+            return
 
 
 async def _send_event(send: Send, data: str) -> None:
