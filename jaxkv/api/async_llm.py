@@ -7,10 +7,18 @@ import atexit
 import os
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jaxkv.api.arguments import check_no_lora, check_none
 from jaxkv.api.async_pooling import AsyncPoolingCalls
@@ -23,6 +31,10 @@ from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.engine.metrics import Metric
 from jaxkv.requests.outputs import RequestOutput, new_since
 from jaxkv.requests.prompts import Prompt
+
+if TYPE_CHECKING:
+    from jaxkv.api.views import PageRecording
+    from jaxkv.pictures.markup import Picture
 
 OF_VLLM = (
     *("prompt_text", "tokenization_kwargs", "trace_headers", "data_parallel_rank", "session_id"),
@@ -177,6 +189,21 @@ class AsyncLLM(AsyncPoolingCalls):
     async def describe(self) -> str:
         """Describes the engine as `LLM.describe` does."""
         return await self._engine.ask(self._llm.describe)
+
+    @asynccontextmanager
+    async def record_pages(self) -> AsyncIterator[PageRecording]:
+        """Records what `LLM.record_pages` does: `async with llm.record_pages() as pages:`."""
+        recording = self._llm.record_pages()
+        try:
+            await self._engine.ask(recording.__enter__)
+            yield recording
+        finally:
+            # Not awaited, which could be cancelled: another step or two may still be noted.
+            self._engine.post(recording.stop)
+
+    async def prefix_tree(self) -> Picture:
+        """Draws what `LLM.prefix_tree` does."""
+        return await self._engine.ask(self._llm.prefix_tree)
 
     async def reset_prefix_cache(self) -> None:
         """Empties the prefix cache as `LLM.reset_prefix_cache` does."""

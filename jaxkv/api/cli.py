@@ -10,7 +10,8 @@ import sys
 import textwrap
 import time
 from argparse import SUPPRESS
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from jaxkv.version import VERSION
 if TYPE_CHECKING:
     from jaxkv.api.llm import LLM
     from jaxkv.config import SamplingParams
+    from jaxkv.pictures import ChromeTrace
     from jaxkv.requests.prompts import Prompt
     from jaxkv.tools.deployment import Deployment
 
@@ -153,6 +155,11 @@ def _add_batch(commands: Any) -> None:
         "--served-model-name",
         metavar="NAME",
         help="what model is in OpenAI's lines, if neither MODEL nor its last part",
+    )
+    batch.add_argument(
+        "--trace",
+        metavar="FILE.json",
+        help="when each request of this run waited and ran, for chrome://tracing and Perfetto",
     )
     _add_engine_options(batch, "batch")
     _add_sampling_options(batch, max_tokens=16)
@@ -425,6 +432,7 @@ def _batch(args: argparse.Namespace) -> int:
         with (
             open_lines(args.input) as source,
             open_output(args.output, source, retry_errors=args.retry_errors) as rows,
+            _opened_trace(args.trace, (args.input, args.output)) as trace,
         ):
             # Imports and weights take seconds to minutes: only when the files are known to be good.
             from jaxkv.api.llm import LLM
@@ -439,6 +447,7 @@ def _batch(args: argparse.Namespace) -> int:
                 max_errors=args.max_errors,
                 served_model_name=args.served_model_name,
                 use_tqdm=not args.quiet,
+                trace=trace,
             )
     except KeyboardInterrupt:
         print("jaxkv: stopped; the same command goes on where this one ended", file=sys.stderr)
@@ -449,6 +458,22 @@ def _batch(args: argparse.Namespace) -> int:
         rate = {"tokens_per_s": counts.num_output_tokens / counts.run_s, "compile_s": llm.compile_s}
         print(json.dumps(asdict(counts) | rate), file=sys.stderr)
     return 0
+
+
+@contextmanager
+def _opened_trace(path: str | None, others: tuple[str, str]) -> Iterator[ChromeTrace | None]:
+    """Opens the file of --trace, which is written anew. Raises: ValueError if it is one of the
+    other files.
+    """
+    if path is None:
+        yield None
+        return
+    from jaxkv.pictures import ChromeTrace
+
+    if Path(path).resolve() in [Path(other).resolve() for other in others]:
+        raise ValueError(f"trace: expected a file of its own, got {path}")
+    with open(path, "w", encoding="utf-8") as file, ChromeTrace(file) as trace:
+        yield trace
 
 
 def _serve(args: argparse.Namespace) -> int:

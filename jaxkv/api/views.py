@@ -64,8 +64,13 @@ class PageRecording:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Notes nothing more. Twice is fine."""
         with self._engine.lock:
-            self._engine.watchers.remove(self._note)
+            if self._note in self._engine.watchers:
+                self._engine.watchers.remove(self._note)
 
     def picture(self) -> Picture:
         """Draws the steps. Raises: ValueError if there were none."""

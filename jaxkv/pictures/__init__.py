@@ -11,10 +11,11 @@ from jaxkv.pictures.markup import Picture
 from jaxkv.pictures.memory import stacked_bars
 from jaxkv.pictures.pages import PageFrame, page_map
 from jaxkv.pictures.prefix import CachedPage, prefix_tree
-from jaxkv.pictures.timeline import chrome_trace, timeline
+from jaxkv.pictures.timeline import ChromeTrace, chrome_trace, timeline
 
 __all__ = [
     "CachedPage",
+    "ChromeTrace",
     "PageFrame",
     "Picture",
     "chrome_trace",

@@ -5,10 +5,12 @@ Perfetto.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from itertools import pairwise
-from typing import Any
+from typing import Self, TextIO
 
 from jaxkv.pictures.markup import Picture, hatch, shorten, svg, tag, text, title
 from jaxkv.requests.outputs import RequestMetrics, RequestOutput
@@ -106,12 +108,39 @@ def chrome_trace(outputs: RequestOutput | Iterable[RequestOutput]) -> str:
     """Returns the phases of all requests as JSON that chrome://tracing and Perfetto open: a thread
     for each request, times in microseconds since the first one came.
     """
-    lanes, events = _lanes(outputs), list[dict[str, Any]]()
-    begin = lanes[0][1][0].start if lanes else 0.0
-    for thread, (output, parts) in enumerate(lanes, start=1):
-        place = {"pid": 1, "tid": thread}
-        name = f"request {output.request_id}"
-        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": name}})
+    lanes, file = _lanes(outputs), StringIO()
+    with ChromeTrace(file, lanes[0][1][0].start if lanes else 0.0) as trace:
+        for output, _ in lanes:
+            trace.add(output, f"request {output.request_id}")
+    return file.getvalue()
+
+
+class ChromeTrace:
+    """Writes the phases of requests into a file as they are added, and its end where the `with`
+    block ends: JSON that chrome://tracing and Perfetto open, a thread for each request. Times are
+    in microseconds since `begin` (Unix seconds, by default now). It holds no request.
+    """
+
+    def __init__(self, file: TextIO, begin: float | None = None) -> None:
+        self._file = file
+        self._begin = time.time() if begin is None else begin
+        self._num_requests = 0
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.write("]}")
+
+    def add(self, output: RequestOutput, name: str) -> None:
+        """Writes the phases of a request; one without times is left out."""
+        parts = phases(output.metrics)
+        if not parts:
+            return
+        self._num_requests += 1
+        place = {"pid": 1, "tid": self._num_requests}
+        events = [{"ph": "M", "name": "thread_name", **place, "args": {"name": name}}]
         args = {
             "prompt_tokens": len(output.prompt_token_ids),
             "cached_tokens": output.num_cached_tokens,
@@ -119,12 +148,13 @@ def chrome_trace(outputs: RequestOutput | Iterable[RequestOutput]) -> str:
             "finish_reason": [one.finish_reason for one in output.outputs],
         }
         for part in parts:
-            start, end = (round((one - begin) * 1e6) for one in (part.start, part.end))
+            start, end = (round((one - self._begin) * 1e6) for one in (part.start, part.end))
             times = {"ts": start, "dur": end - start}
             events.append(
                 {"ph": "X", "name": part.name, "cat": "request", **place, **times, "args": args}
             )
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        comma = ",\n" if self._num_requests > 1 else "\n"
+        self._file.write(comma + ",\n".join(map(json.dumps, events)))
 
 
 def _lanes(

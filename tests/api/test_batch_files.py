@@ -668,7 +668,13 @@ def test_the_command_writes_the_rows_and_says_how_many(tmp_path, files, command)
     again = json.loads(command()[2].splitlines()[-1])
     assert (again["num_written"], again["num_skipped"], again["num_errors"]) == (0, 7, 1)
     assert command("--quiet") == (0, "", "")
-    assert command("--quiet", output="quiet") == (0, "", "")
+    traced = tmp_path / "trace.json"
+    assert command("--quiet", "--trace", str(traced), output="quiet") == (0, "", "")
+    events = json.loads(traced.read_text())["traceEvents"]
+    names = sorted(one["args"]["name"] for one in events if one["ph"] == "M")
+    assert names == sorted(f"line {row['id']}" for row in want if "error" not in row)
+    assert {"prefill", "decode"} <= {one["name"] for one in events}
+    assert min(one["ts"] for one in events if one["ph"] == "X") >= 0
     assert in_order(rows_in(tmp_path / "quiet.jsonl")) == in_order(want)
     command("--temperature", "2", "--seed", "3", output="drawn")
     drawn, _ = files(params=replace(GREEDY, temperature=2.0, seed=3), name="drawn too")
@@ -688,6 +694,10 @@ def test_what_the_caller_can_mend_is_status_2_before_the_model_is_loaded(
         (
             ["-o", str(tmp_path / "in.jsonl")],
             ".*in.jsonl: expected an output that is not the input",
+        ),
+        (
+            ["--trace", str(tmp_path / "in.jsonl")],
+            "trace: expected a file of its own, got .*in.jsonl",
         ),
     ):
         status, out, err = command(*arguments)

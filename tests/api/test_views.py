@@ -1,27 +1,29 @@
 """What notebooks show of an engine are its own numbers."""
 
+import asyncio
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
-from jaxkv import LLM, SamplingParams
+from jaxkv import LLM, AsyncLLM, SamplingParams
 from jaxkv.api.views import MAX_FRAMES, PageRecording, cached_pages, page_frame
 from jaxkv.pictures import chrome_trace
 from jaxkv.pictures.timeline import phases
-from jaxkv.testing import engine_of
+from jaxkv.testing import blocking, engine_of
 from tiny import SMALL
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+OPTIONS = SMALL | {"max_num_seqs": 2, "num_gpu_blocks_override": 14}
 PROMPTS = [{"prompt_token_ids": [*range(3, 30), *range(30 + i, 40 + 3 * i)]} for i in range(6)]
 
 
 @pytest.fixture(scope="module")
 def llm(checkpoint):
     """Has pages for a part of what is asked for."""
-    return LLM(checkpoint, **SMALL | {"max_num_seqs": 2, "num_gpu_blocks_override": 14})
+    return LLM(checkpoint, **OPTIONS)
 
 
 def drawn(picture: str) -> ElementTree.Element:
@@ -56,6 +58,30 @@ def test_a_recording_has_the_allocators_numbers_of_each_step(llm, monkeypatch):
     llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     assert len(pages.frames) == pages.num_steps < len(expected)
     assert engine.watchers == [look]
+
+
+def test_an_async_llm_records_and_draws_the_same(llm, checkpoint):
+    async def main() -> None:
+        async with AsyncLLM(checkpoint, **OPTIONS) as served:
+            engine = engine_of(served)
+            engine.programs.executables = engine_of(llm).programs.executables
+            seen: list[int] = []
+            engine.watchers.append(lambda scheduler: seen.append(scheduler.allocator.num_used))
+            async with served.record_pages() as pages:
+                first = [one async for one in served.generate(PROMPTS[0], GREEDY)][-1]
+            await served.describe()
+            num_recorded = pages.num_steps
+            again = [one async for one in served.generate(PROMPTS[0], GREEDY)][-1]
+            assert again.outputs[0].token_ids == first.outputs[0].token_ids
+            assert pages.num_steps == num_recorded < len(seen)
+            used = [len(frame.references()) for frame in pages.frames]
+            assert used == seen[:num_recorded]
+            assert {name for frame in pages.frames for name, _ in frame.holders}
+            assert await served.prefix_tree() == blocking(served).prefix_tree()
+            drawn(await served.prefix_tree())
+            pages.stop()
+
+    asyncio.run(main())
 
 
 def test_a_long_recording_keeps_steps_evenly(llm):

@@ -25,6 +25,7 @@ from jaxkv.requests.pooling import EmbeddingRequestOutput, PoolingParams
 
 if TYPE_CHECKING:
     from jaxkv.api.llm import LLM
+    from jaxkv.pictures import ChromeTrace
 
 WINDOW_LINES = 1024
 """Lines of a file that are sorted, so that prompts with one beginning follow each other."""
@@ -59,6 +60,7 @@ def run_batch(
     max_errors: int | None = None,
     served_model_name: str | None = None,
     use_tqdm: bool = True,
+    trace: ChromeTrace | None = None,
 ) -> BatchCounts:
     """Gives every line of `source` (opened in binary mode) that has no row yet one in `rows`.
 
@@ -70,7 +72,8 @@ def run_batch(
     on as long as the context allows. params.seed is the run's seed.
     shard: (i, n) takes the lines whose number (from 1) modulo n is i. max_errors: the run ends with
     a ValueError at one error row more. served_model_name: what "model" is in OpenAI's lines (by
-    default the model's name or path as the LLM got it, or the name of its directory).
+    default the model's name or path as the LLM got it, or the name of its directory). trace: is
+    told of each request when it has ended, by the id of its line.
     Memory: about 150 bytes per line for its id, a window of lines that are sorted, and the requests
     that `LLM.as_completed` takes at once.
     Raises: ValueError for arguments out of range, params that ask for logprobs or several samples,
@@ -79,6 +82,8 @@ def run_batch(
     from tqdm import tqdm
 
     _check_arguments(shard, max_errors)
+    if trace is not None and llm.pools:
+        raise ValueError("trace: expected a model that generates; vectors have no times")
     defaults = defaults_of(llm, params, served_model_name)
     rows.require(facts_of(llm, defaults))
     # The next line of a pipe may take long.
@@ -103,6 +108,8 @@ def run_batch(
             else:
                 rows.append(job.form.row(job, result, defaults))
                 tally.add(result)
+                if trace is not None and isinstance(result, RequestOutput):
+                    trace.add(result, f"line {job.line_id}")
                 bar.set_postfix_str(tally.rates(), refresh=False)
             bar.update(rows.num_rows - bar.n)
         bar.update(rows.num_rows - bar.n)
