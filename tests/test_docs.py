@@ -29,7 +29,7 @@ PAGES = [
     ("docs/start/laptop.md", 1, 0),
     ("docs/tiers.md", 1, 0),
     ("docs/transformers.md", 2, 0),
-    ("docs/usage.md", 4, 0),
+    ("docs/usage.md", 5, 0),
 ]
 ELSEWHERE = ["docs/server.md"]  # tests/api/test_server.py
 LINK = re.compile(r"\]\(([^)\s]+)\)")
