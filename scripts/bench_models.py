@@ -1,15 +1,16 @@
 """Random Llama checkpoints for benchmarks: real shapes, weights drawn on the spot, bfloat16
-safetensors.
+safetensors, and the same as GGUF.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 COMMON = {
     "model_type": "llama",
@@ -94,3 +95,90 @@ def leaves(config: dict) -> list[tuple[str, tuple[int, ...]]]:
         for k, dims in layer.items()
     }
     return [(f"{name}.weight", dims) for name, dims in top.items()]
+
+
+GGUF_UINT32, GGUF_INT32, GGUF_FLOAT32, GGUF_STRING, GGUF_ARRAY = 4, 5, 6, 8, 9
+GGML_F32, GGML_BF16 = 0, 30
+ALIGNMENT = 32
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def make_gguf(directory: Path, dtype: str) -> Path:
+    """Writes the checkpoint's model as `dtype`.gguf, which llama.cpp reads, beside it; its
+    vocabulary has a name for each id. Source: docs/gguf.md of ggml.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    heads, vocab = config["num_attention_heads"], config["vocab_size"]
+    tokens = [b"<unk>", b"<s>", b"</s>", *(f"t{i}".encode() for i in range(3, vocab))]
+    numbers = {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "rope.dimension_count": config["hidden_size"] // heads,
+        "vocab_size": vocab,
+    }
+    fields = [_field("general.architecture", GGUF_STRING, _text(b"llama"))]
+    fields += [_field(f"llama.{k}", GGUF_UINT32, struct.pack("<I", n)) for k, n in numbers.items()]
+    for key, value in (
+        ("attention.layer_norm_rms_epsilon", config["rms_norm_eps"]),
+        ("rope.freq_base", config["rope_theta"]),
+    ):
+        fields.append(_field(f"llama.{key}", GGUF_FLOAT32, struct.pack("<f", value)))
+    fields.append(_field("tokenizer.ggml.model", GGUF_STRING, _text(b"llama")))
+    names = struct.pack("<IQ", GGUF_STRING, vocab) + b"".join(map(_text, tokens))
+    fields.append(_field("tokenizer.ggml.tokens", GGUF_ARRAY, names))
+    for key, kind, values in (
+        ("scores", GGUF_FLOAT32, np.zeros(vocab, np.float32)),
+        ("token_type", GGUF_INT32, np.array([2, 3, 3] + [1] * (vocab - 3), np.int32)),
+    ):
+        array = struct.pack("<IQ", kind, vocab) + values.tobytes()
+        fields.append(_field(f"tokenizer.ggml.{key}", GGUF_ARRAY, array))
+
+    entries, data, offset = [], [], 0
+    for name, x in load_file(directory / "model.safetensors").items():
+        base = name.removesuffix(".weight")
+        if base.startswith("model.layers."):
+            _, _, number, part = base.split(".", 3)
+            base = f"blk.{number}.{GGUF_NAMES[part]}"
+        else:
+            part, base = base, GGUF_NAMES[base]
+        if part in ("self_attn.q_proj", "self_attn.k_proj"):
+            # What a rotation turns stands side by side there, and half a head apart here.
+            count = heads if "q_proj" in part else config["num_key_value_heads"]
+            x = x.reshape(count, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+        is_plain = x.ndim == 1 or dtype == "float32"
+        raw = (x.astype(np.float32) if is_plain else np.ascontiguousarray(x)).tobytes()
+        dims = struct.pack(f"<I{x.ndim}Q", x.ndim, *x.shape[::-1])
+        kind = struct.pack("<IQ", GGML_F32 if is_plain else GGML_BF16, offset)
+        entries.append(_text(f"{base}.weight".encode()) + dims + kind)
+        data.append(raw + bytes(-len(raw) % ALIGNMENT))
+        offset += len(data[-1])
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(fields))
+    head += b"".join(fields) + b"".join(entries)
+    path = directory / f"{dtype}.gguf"
+    path.write_bytes(head + bytes(-len(head) % ALIGNMENT) + b"".join(data))
+    return path
+
+
+def _text(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def _field(key: str, kind: int, value: bytes) -> bytes:
+    return _text(key.encode()) + struct.pack("<I", kind) + value

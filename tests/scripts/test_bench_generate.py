@@ -1,14 +1,11 @@
-"""The side-by-side benchmark: both engines do the work that is counted, and a run ends with its
+"""The side-by-side benchmark: every engine does the work that is counted, and a run ends with its
 figures on record.
 """
 
-import importlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,99 +25,70 @@ def bench(script) -> SimpleNamespace:
 
 
 def options(**changes: object) -> SimpleNamespace:
-    given = {
-        "shape": "toy",
-        "seed": 3,
-        "requests": 7,
-        "dtype": "float32",
-        "malloc": "both",
-        "vs": "transformers",
-    }
-    return SimpleNamespace(**(given | {"rounds": 3, "compile": True, "modes": ""} | changes))
+    given = {"shape": "toy", "seed": 3, "requests": 7, "only": ["decode8", "mixed"]}
+    return SimpleNamespace(**(given | changes))
 
 
 @pytest.mark.slow
-def test_a_run_leaves_its_figures(tmp_path, scripts):
-    lines = "decode8,as_completed"
-    command = [
-        sys.executable,
-        scripts / "bench_generate.py",
-        "--shape",
-        "toy",
-        "--only",
-        lines,
-        "--requests",
-        "3",
-    ]
-    command += [
-        "--rounds",
-        "2",
-        "--json",
-        tmp_path / "result.json",
-        *(["--vs", "transformers"] if HAS_TORCH else []),
-    ]
+def test_a_run_leaves_its_figures_and_names_what_is_missing(tmp_path, scripts):
+    record = tmp_path / "result.json"
+    command = [sys.executable, scripts / "bench_generate.py", "--shape", "toy", "--json", record]
+    command += ["--dtype", "float32", "--only", "prefill,decode8,mixed"]
+    command += ["--requests", "3", "--rounds", "2"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["prompts_that_agree"] == (4 if HAS_TORCH else None)
-    assert {"python", "jax", "jaxlib", "torch", "transformers"} <= result["versions"].keys()
-    assert result["options"]["rounds"] == 2
-    assert {"cpu", "cores", "load_before"} <= result.keys()
-    assert "programs  " in result["engines"]["jaxkv, default malloc"]
-    sides = {name: list(line["sides"]) for name, line in result["lines"].items()}
-    other = ["transformers"] if HAS_TORCH else []
-    assert sides == {"decode8": ["jaxkv", *other], "as_completed": ["as_completed", "generate"]}
-    for line in result["lines"].values():
-        for side in line["sides"].values():
-            values = side["rounds"][side["mode"]]
-            assert (len(values), side["min"], side["max"]) == (2, min(values), max(values))
-            assert side["median"] == pytest.approx(sum(values) / 2)
-            assert f"{side['median']:.1f} " in shown
-        medians = [side["median"] for side in line["sides"].values()]
-        assert line["ratio"] == (medians[0] / medians[1] if len(medians) == 2 else None)
-
-
-def test_without_torch_the_comparison_is_refused_by_name(bench, monkeypatch, capsys):
-    monkeypatch.setattr(bench.generate, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["bench_generate.py", "--vs", "transformers"])
-    with pytest.raises(SystemExit, match="2"):
-        bench.generate.parse()
-    assert "torch is not installed" in capsys.readouterr().err
+    result = json.loads(record.read_text())
+    present, missing = list(result["engines"]), result["missing"]
+    assert present[:2] == (["jaxkv", "transformers"] if HAS_TORCH else ["jaxkv"])
+    assert {*present, *missing} == {"jaxkv", "transformers", "vllm", "llama.cpp"}
+    for name, why in missing.items():
+        assert why.startswith("No module named ")
+        assert f"missing: {name}: {why}" in shown
+    assert result["prompts_of_8_that_agree"] == dict.fromkeys(present, 8)
+    assert {"python", "jax", "jaxlib"} <= result["engines"]["jaxkv"]["versions"].keys()
+    assert {"cpu", "vectors", "cores", "load_before"} <= result.keys()
+    assert list(result["lines"]) == ["prefill", "decode8", "mixed"]
+    for of_engine in result["lines"].values():
+        assert list(of_engine) == present
+        for one in of_engine.values():
+            assert len(one["rounds"]) == 2
+            assert f"| {one['tokens_per_s']:,.1f} | " in shown
+            ratio = of_engine["jaxkv"]["tokens_per_s"] / one["tokens_per_s"]
+            assert one["jaxkv_tokens_per_s_ratio"] == ratio
 
 
 @needs_torch
 @pytest.mark.slow
-def test_every_mode_gives_each_prompt_the_tokens_that_it_gets_alone(bench, tmp_path):
+def test_batches_of_transformers_give_each_prompt_the_tokens_that_it_gets_alone(
+    bench, tmp_path, monkeypatch
+):
     directory = bench.models.make_checkpoint(tmp_path / "toy", "toy", seed=1)
     rng, output_lens = np.random.default_rng(0), [3, 9, 1, 12, 6, 5]
     prompts = [rng.integers(3, 256, n).tolist() for n in (40, 7, 23, 3, 18, 31)]
     work = bench.engines.Work(prompts=prompts, output_lens=output_lens)
-    common = {"engine": "", "malloc": "default", "dtype": "float32"}
     reference, alone = bench.engines.Transformers(directory, "float32"), []
     for prompt, n in zip(prompts, output_lens, strict=True):
-        one = bench.engines.Work(prompts=[prompt], output_lens=[n])
-        alone += reference.run(bench.engines.Mode(**common, method="padded"), one)[1]
+        alone += reference.run(bench.engines.Work(prompts=[prompt], output_lens=[n]))
     assert [len(tokens) for tokens in alone] == output_lens
-    for method, size, order in [
-        ("padded", 4, "prompt"),
-        ("padded", 4, "output"),
-        ("continuous", 4, "prompt"),
-    ]:
-        mode = bench.engines.Mode(**common, method=method, batch_size=size, sort_by=order)
-        assert reference.run(mode, work)[1] == alone, mode
+    monkeypatch.setattr(bench.engines, "BATCH", 4)
+    assert reference.run(work) == alone
     llm = bench.engines.Jaxkv(
         directory, "float32", lazy_compile=True, max_num_seqs=4, max_model_len=64
     )
-    for method in ("generate", "as_completed"):
-        assert llm.run(bench.engines.Mode(**common, method=method), work)[1] == alone, method
+    assert llm.run(work) == alone
 
 
 def test_decode_counts_neither_the_prompt_nor_the_first_token(bench):
     line = bench.generate.LINES["decode8"]
     work = bench.generate.make_work(line, options(), round_id=0)
-    speed = bench.generate.tokens_per_s(line, work, lambda work: 5.0 + 0.25 * work.output_lens[0])
-    assert speed == pytest.approx(8 / 0.25)
+
+    def run(work):
+        return {"wall_s": 5.0 + 0.25 * work.output_lens[0], "cpu_s": 7.0 + work.output_lens[0]}
+
+    spent = bench.generate.seconds_of(line, work, run)
+    assert spent == {"wall_s": pytest.approx(64 * 0.25), "cpu_s": pytest.approx(64)}
+    assert bench.generate.num_tokens(line, work) == 8 * 64
     with pytest.raises(RuntimeError, match="too busy"):
-        bench.generate.tokens_per_s(line, work, lambda work: 1.0 / work.output_lens[0])
+        bench.generate.seconds_of(line, work, lambda work: {"wall_s": 1.0 / work.output_lens[0]})
 
 
 def test_rounds_have_the_same_lengths_and_new_prompts(bench):
@@ -134,50 +102,79 @@ def test_rounds_have_the_same_lengths_and_new_prompts(bench):
     assert not {tuple(p[:16]) for p in first.prompts} & {tuple(p[:16]) for p in second.prompts}
 
 
-def test_the_faster_mode_stands_for_its_side_and_a_broken_one_is_on_record(bench, monkeypatch):
-    speeds = {"bfloat16": 10.0, "float32": 20.0}
+class FakeWorker:
+    """Answers with as many seconds as it is told, and notes that it was asked."""
 
-    def speed(bench, line, mode, *, round_id):
-        if mode.method == "compiled":
-            raise RuntimeError("no compiler here")
-        order.append((mode.engine, round_id))
-        return 40.0 if mode.engine == "jaxkv" else speeds[mode.dtype] + round_id
+    def __init__(self, name: str, seconds: list[float], turns: list[str], token: int = 5) -> None:
+        self.name, self.seconds, self.turns, self.token = name, seconds, turns, token
 
-    order: list[tuple[str, int]] = []
-    monkeypatch.setattr(bench.generate.Bench, "speed", speed)
-    result = bench.generate.Bench(Path(), options(malloc="default", rounds=3)).compare("decode1")
-    reference = result["sides"]["transformers"]
-    assert (reference["mode"], reference["median"]) == ("float32 padded, default malloc", 22.0)
-    assert (
-        reference["probes"]["bfloat16 compiled, default malloc"] == "RuntimeError: no compiler here"
-    )
-    assert result["ratio"] == 40.0 / 22.0
-    turns = [engine for engine, round_id in order if round_id == 2]
-    assert turns == ["jaxkv", "transformers", "transformers"]
+    def measure(self, work) -> dict:
+        self.turns.append(self.name)
+        seconds = self.seconds.pop(0)
+        tokens = [[self.token] * n for n in work.output_lens]
+        return {"wall_s": seconds, "cpu_s": 2 * seconds, "tokens": tokens}
 
 
-def test_modes_are_chosen_by_a_part_of_their_name(bench):
-    every = bench.generate.sides("mixed", options(malloc="default"))
-    some = bench.generate.sides("mixed", options(malloc="default", modes="bfloat16 padded of 16"))
-    assert some["jaxkv"] == every["jaxkv"]
-    chosen = [
-        mode for mode in every["transformers"] if (mode.dtype, mode.batch_size) == ("bfloat16", 16)
-    ]
-    assert some["transformers"] == [mode for mode in chosen if mode.method == "padded"]
-    assert len(some["transformers"]) == 2
+def test_engines_take_turns_and_medians_are_compared(bench):
+    turns: list[str] = []
+    workers = {
+        "jaxkv": FakeWorker("jaxkv", [1.0, 9.0, 2.0], turns),
+        "vllm": FakeWorker("vllm", [4.0, 3.0, 5.0], turns),
+    }
+    run = bench.generate.Bench(workers, options(only=["mixed"]))
+    for round_id in (1, 2, 3):
+        run.measure("mixed", round_id=round_id)
+    assert turns == ["vllm", "jaxkv", "jaxkv", "vllm", "vllm", "jaxkv"]
+    found = run.results()["mixed"]
+    work = bench.generate.make_work(bench.generate.LINES["mixed"], options(), round_id=1)
+    assert found["jaxkv"]["tokens_per_s"] == sum(work.output_lens) / 2.0
+    assert found["vllm"]["jaxkv_tokens_per_s_ratio"] == 2.0
+    assert found["vllm"]["jaxkv_tokens_per_cpu_s_ratio"] == 2.0
 
 
-def test_a_worker_has_the_malloc_settings_that_it_is_named_after(bench, monkeypatch):
-    for name in bench.engines.MALLOC:
-        monkeypatch.setenv(name, "7")
-    for malloc, expected in (
-        ("tuned", list(bench.engines.MALLOC.values())),
-        ("default", [None] * 3),
-    ):
-        with bench.engines.start_worker(malloc) as worker:
-            assert [
-                worker.submit(os.getenv, name).result() for name in bench.engines.MALLOC
-            ] == expected
+def test_a_page_gets_the_table_between_its_comments(bench, tmp_path):
+    page, at = tmp_path / "page.md", bench.generate
+    page.write_text(f"before\n{at.BEGIN}old\n{at.END}after\n")
+    workers = {"jaxkv": FakeWorker("jaxkv", [2.0], [])}
+    run = at.Bench(workers, options(only=["mixed"]))
+    run.measure("mixed", round_id=1)
+    result = at.environment() | {
+        "options": vars(options(dtype="bfloat16")),
+        "engines": {"jaxkv": {"versions": {"jax": "1.2"}}},
+        "missing": {"vllm": "No module named 'vllm'"},
+        "lines": run.results(),
+    }
+    at.write_page(page, result)
+    text = page.read_text()
+    assert text.startswith(f"before\n{at.BEGIN}")
+    assert text.endswith(f"{at.END}after\n")
+    assert "old" not in text
+    assert at.table(result["lines"]) in text
+    assert "jaxkv: jax 1.2" in text
+    assert "Missing: vllm (No module named 'vllm')" in text
+    at.write_page(page, result)
+    assert page.read_text() == text
+
+
+def test_an_engine_with_other_tokens_is_refused(bench):
+    workers = {"jaxkv": FakeWorker("jaxkv", [1.0], []), "vllm": FakeWorker("vllm", [1.0], [], 6)}
+    with pytest.raises(RuntimeError, match="expected the same first tokens"):
+        bench.generate.check_agreement(workers, options())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engines", "jaxkv,sglang"], "expected some of jaxkv, transformers, vllm, llama.cpp"),
+        (["--only", "decode9"], "--only: expected some of prefill"),
+        (["--engines", "jaxkv", "--python", "vllm=python"], "expected ENGINE=PATH of one of"),
+    ],
+)
+def test_unknown_names_are_refused(bench, monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["bench_generate.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        bench.generate.parse()
+    assert message in capsys.readouterr().err
 
 
 def test_a_directory_with_another_model_is_refused(bench, tmp_path):
