@@ -29,9 +29,9 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
 from jaxkv.placement import TENSOR, Placement, kv_parts, place
 from jaxkv.programs.compiled import Programs
-from jaxkv.weights.dummy import leaf_arrays, weight_shapes
+from jaxkv.weights.dummy import leaf_arrays, sure_leaves, weight_shapes
 from jaxkv.weights.packing import METHODS, num_bytes
-from jaxkv.weights.tree import Weights, tree_leaves, with_layer_leaf
+from jaxkv.weights.tree import Weights, with_layer_leaf
 
 MAX_TABLES = 8
 """Page tables of a row at most: each costs the host time in every step."""
@@ -201,7 +201,7 @@ class Blueprint:
     def weight_bytes(self) -> int:
         """Counts the weights; a head that may be tied is."""
         total, size = 0, self.num_devices
-        for leaf in tree_leaves(self.spec, self.layout):
+        for leaf in sure_leaves(self.spec, self.layout, self.quantization):
             arrays = leaf_arrays(
                 leaf,
                 self.layout.quantisation,
@@ -209,7 +209,7 @@ class Blueprint:
                 num_parts=size,
                 quantization=self.quantization,
             )
-            for suffix, (shape, dtype) in arrays.items() if leaf.one.same_as is None else ():
+            for suffix, (shape, dtype) in arrays.items():
                 is_divided = TENSOR in self.placement.weight(leaf.name + suffix, shape)
                 total += num_bytes(shape, dtype) // (size if is_divided else 1)
         return total

@@ -26,9 +26,10 @@ from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.arrays import flat, take_weights
 from jaxkv.weights.dummy import random_weights
 from jaxkv.weights.hub import WITHOUT_WEIGHTS, Access, resolve_model, with_weights
-from jaxkv.weights.load import load_weights, put
+from jaxkv.weights.load import load_weights, put, with_quantised_head
 from jaxkv.weights.orbax import load_converted, stored_dtype
-from jaxkv.weights.tree import Weights, with_layer_leaf
+from jaxkv.weights.packing import WITH_HEAD, packing_for
+from jaxkv.weights.tree import HEAD, Weights, with_layer_leaf
 
 GENERATION = "generation_config.json"
 DEMO = Path(__file__).parents[1] / "demo"
@@ -180,7 +181,7 @@ class Model:
         if arrays is None:
             load = load_weights if self.stored_dtype is None else load_converted
             source = self._files(options)
-        return load(
+        weights = load(
             source,
             spec,
             self.layout,
@@ -190,6 +191,10 @@ class Model:
             check=options.load_format != "unchecked",
             quantization=blueprint.quantization,
         )
+        if blueprint.quantization in WITH_HEAD and HEAD in self.layout.top:
+            packing = packing_for(blueprint.quantization, spec.hidden_size, dtype=dtype)
+            weights = with_quantised_head(weights, packing, blueprint.placement)
+        return weights
 
     def _files(self, options: EngineOptions) -> Path:
         """Returns the model's directory, in which its weights are now too."""

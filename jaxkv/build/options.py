@@ -233,9 +233,9 @@ class EngineOptions:
     quantization: str | None = option(
         None,
         "what the matrices of the layers are quantised to as they are loaded: int8, int4 (by "
-        "groups of 128) or fp8, or int8_dynamic, which multiplies int8 with int8 and quantises "
-        "each token for that; None: as they are stored. Of weights that are stored quantised, the "
-        "method that their config.json names",
+        "groups of 128) or fp8, or int8_dynamic, which multiplies int8 with int8, quantises each "
+        "token for that, and has the head in int8 too; None: as they are stored. Of weights that "
+        "are stored quantised, the method that their config.json names",
         check=IS_TEXT_OR_NONE,
         commands=ENGINES + TARGETS,
     )

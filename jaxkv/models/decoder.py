@@ -17,7 +17,8 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Attention, Batch
 from jaxkv.ops.layers import linear, soft_cap
 from jaxkv.ops.matrices import Matrix, values
-from jaxkv.weights.tree import Weights
+from jaxkv.weights.packing import DYNAMIC
+from jaxkv.weights.tree import HEAD, Weights, head_matrix
 
 
 def forward(
@@ -83,7 +84,8 @@ def head_of(weights: Weights) -> Weights:
     """Returns what `logits` takes of the weights: the final norm, and the head or the embeddings
     that are it.
     """
-    names = ("norm", "norm_bias", "head" if "head" in weights else "embed", "head_bias")
+    head = HEAD if HEAD in weights else "embed"
+    names = ("norm", "norm_bias", head, HEAD + DYNAMIC, "head_bias")
     return {name: weights[name] for name in names if name in weights}
 
 
@@ -92,9 +94,8 @@ def logits(
 ) -> jax.Array:
     """Applies the final norm and the head: [T, D] -> [T, V] float32."""
     x_TD = normed(x_TD, weights, "norm", spec)
-    head_VD = weights["head" if "head" in weights else "embed"]
     bias_V = values(weights["head_bias"]) if "head_bias" in weights else None
-    part_TV = scaled(linear(x_TD, Matrix(head_VD), bias_V), spec.scales.logits)
+    part_TV = scaled(linear(x_TD, head_matrix(weights), bias_V), spec.scales.logits)
     if spec.scales.logit_cap:
         part_TV = soft_cap(part_TV, spec.scales.logit_cap)
     if axis is None or part_TV.shape[1] == spec.vocab_size:

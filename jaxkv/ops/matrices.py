@@ -20,7 +20,7 @@ from jaxkv.pytree import pytree, static
 LANES = 128
 """Columns of a TPU's registers."""
 
-Place = Array | tuple[Array, Array]
+Place = int | Array | tuple[int | Array, Array]
 """A layer's number in a stack, or those of a layer and its expert."""
 
 

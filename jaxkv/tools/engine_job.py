@@ -98,7 +98,7 @@ def large_sizes(programs: Any) -> dict[str, int]:
             sizes[f"kv.stores[{i}].{name}"] = elements(pool) // store.num_layers
     for path, leaf in tree_leaves_with_path(weights):
         stacked = num_stacked(path)
-        is_quantised = stacked > 0 and leaf.ndim == stacked + 3
+        is_quantised = leaf.ndim == max(stacked, 1) + 3  # a head is a stack of one
         is_matrix = leaf.ndim - stacked == 2 and base_name(path[-1].key) == path[-1].key
         if is_quantised or is_matrix:
             sizes[f"weights{keystr(path)}"] = elements(leaf) // prod(leaf.shape[:stacked])

@@ -21,11 +21,20 @@ from jaxkv.weights.packing import (
     LARGEST,
     SCALES,
     TABLE,
+    WITH_HEAD,
     ZEROS,
     base_name,
     packing_for,
 )
-from jaxkv.weights.tree import TreeLeaf, is_matrix, is_stacked, make_tree, num_stacked, tree_leaves
+from jaxkv.weights.tree import (
+    HEAD,
+    TreeLeaf,
+    is_matrix,
+    is_stacked,
+    make_tree,
+    num_stacked,
+    tree_leaves,
+)
 
 
 def leaf_arrays(
@@ -40,15 +49,29 @@ def leaf_arrays(
     """Returns shapes and dtypes of the arrays that a leaf becomes, by what follows its name.
     stored: how the checkpoint is quantised. in_pairs: as in `Packing.arrays`.
     """
-    packing = None
-    if is_matrix(leaf) and stored is not None:
+    packing, shape = None, leaf.shape
+    if leaf.path == HEAD and quantization in WITH_HEAD:
+        packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
+        shape = (1, *leaf.shape)
+    elif is_matrix(leaf) and stored is not None:
         parts = num_parts_of_columns(leaf.one, num_parts)
         packing = expected_packing(leaf.one, stored, num_parts=parts, dtype=dtype)
     elif is_matrix(leaf) and quantization is not None:
         packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
     if packing is None:
-        return {"": (leaf.shape, jnp.dtype(dtype))}
-    return packing.arrays(leaf.shape, in_pairs=in_pairs)
+        return {"": (shape, jnp.dtype(dtype))}
+    return packing.arrays(shape, in_pairs=in_pairs)
+
+
+def sure_leaves(spec: ModelSpec, layout: Layout, quantization: str | None) -> list[TreeLeaf]:
+    """Returns the leaves that a tree has whatever its checkpoint stores: a head that may be tied is
+    none, unless it is quantised, which embeddings are not.
+    """
+    return [
+        leaf
+        for leaf in tree_leaves(spec, layout)
+        if leaf.one.same_as is None or (leaf.path == HEAD and quantization in WITH_HEAD)
+    ]
 
 
 def weight_shapes(
@@ -78,7 +101,7 @@ def weight_shapes(
             for suffix, (shape, kind) in arrays.items()
         }
 
-    leaves = [leaf for leaf in tree_leaves(spec, layout) if leaf.one.same_as is None]
+    leaves = sure_leaves(spec, layout, quantization)
     return make_tree((leaf, abstract(leaf)) for leaf in leaves)
 
 
@@ -101,7 +124,7 @@ def random_weights(
 
     def draw(number: int, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
-        name, stack = path[-1].key, shapes[path[0].key] if is_stacked(path) else {}
+        name, stack = path[-1].key, shapes[path[0].key] if is_stacked(path) else shapes
         if name.endswith(SCALES):
             values = stack[base_name(name)]
             is_paired = values.dtype == jnp.uint8

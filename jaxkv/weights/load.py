@@ -22,11 +22,12 @@ from jaxkv.config import bfloat16_as_bits
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.matrices import values
 from jaxkv.placement import Placement, num_parts_of_columns
 from jaxkv.weights.packing import INT4, ZEROS, Packing, from_pairs, in_pairs, packing_for, quantise
 from jaxkv.weights.quantised import Dequantised
 from jaxkv.weights.safetensors import Checkpoint
-from jaxkv.weights.tree import TreeLeaf, is_matrix, make_tree, tree_leaves
+from jaxkv.weights.tree import HEAD, TreeLeaf, is_matrix, make_tree, tree_leaves
 
 Tensors = Checkpoint | Dequantised
 Told = Callable[[int], object]
@@ -269,8 +270,20 @@ def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[Tr
         raise CheckpointError(f"{checkpoint.directory}: {shown}")
 
 
+def with_quantised_head(
+    weights: Mapping[str, Any], packing: Packing, placement: Placement | None
+) -> dict[str, Any]:
+    """Returns the tree with its head, or the embeddings that are it, as a quantised leaf, which is
+    a stack of one. Tokens are still looked up in the embeddings as they were.
+    """
+    host = np.asarray(values(weights[HEAD if HEAD in weights else "embed"]))
+    parts = quantise_layers(host[None], packing)
+    found = {HEAD + suffix: put(x, HEAD + suffix, placement) for suffix, x in parts.items()}
+    return {**weights, **found}
+
+
 def quantise_layers(host: np.ndarray, packing: Packing) -> dict[str, np.ndarray]:
-    """Makes the arrays of a quantised leaf of float32 values [..., F, D]."""
+    """Makes the arrays of a quantised leaf of floats [..., F, D]."""
     matrices = host.reshape(-1, *host.shape[-2:])
     made = _empty(packing, matrices.shape)
     for index, w_FD in enumerate(matrices):

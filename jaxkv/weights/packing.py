@@ -38,6 +38,9 @@ METHODS["int8_dynamic"] = METHODS["int8"]
 METHODS["fp8"] = np.dtype(ml_dtypes.float8_e4m3fn)
 """How weights can be quantised as they are loaded, and what of."""
 
+WITH_HEAD = ("int8_dynamic",)
+"""Methods by which the head is quantised too: there it would stay the slowest matmul of a step."""
+
 LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
 
 CUT = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
@@ -107,10 +110,10 @@ def packing_for(
     return Packing(INT4, group, BFLOAT16 if dtype == "bfloat16" else FLOAT32)
 
 
-def quantise(w_FD: npt.NDArray[np.float32], packing: Packing) -> dict[str, npt.NDArray[Any]]:
-    """Rounds a matrix to multiples of its scales. Symmetric: there are no zero points. The largest
-    value of a group becomes the largest that there is; in 4 bits it may be cut off where that
-    lessens the squared error of the group.
+def quantise(w_FD: npt.NDArray[Any], packing: Packing) -> dict[str, npt.NDArray[Any]]:
+    """Rounds a matrix of floats to multiples of its scales. Symmetric: there are no zero points.
+    The largest value of a group becomes the largest that there is; in 4 bits it may be cut off
+    where that lessens the squared error of the group.
     """
     arrays = packing.arrays(w_FD.shape).items()
     made = {suffix: np.empty(shape, dtype) for suffix, (shape, dtype) in arrays}
@@ -119,7 +122,8 @@ def quantise(w_FD: npt.NDArray[np.float32], packing: Packing) -> dict[str, npt.N
 
     def run(start: int) -> None:
         rows = slice(start, start + piece)
-        w_GFC = w_FD[rows].reshape(-1, len(values_GFC), values_GFC.shape[2]).swapaxes(0, 1)
+        w_GFC = w_FD[rows].astype(np.float32, copy=False)
+        w_GFC = w_GFC.reshape(-1, len(values_GFC), values_GFC.shape[2]).swapaxes(0, 1)
         values_GFC[:, rows], scales_GF[:, rows] = _rounded(w_GFC, packing)
 
     with ThreadPoolExecutor() as threads:  # numpy lets others run meanwhile

@@ -10,7 +10,8 @@ weights of one layer.
 
 A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`). A quantised leaf
 `q` is values with `q_scales` beside it, and maybe `q_zeros`, `q_table` and `q_factor`
-(`weights.packing`).
+(`weights.packing`). A quantised head is a stack of one, and is there whether embeddings are tied
+or not.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from jaxkv.weights.packing import (
 
 Weights = Mapping[str, Any]
 
-LAYERS, EXPERT = "layers", "expert_"
+LAYERS, EXPERT, HEAD = "layers", "expert_", "head"
 
 
 class TreeLeaf(NamedTuple):
@@ -128,7 +129,8 @@ def describe_packed(weights: Weights) -> str:
     none is.
     """
     nbytes, kinds = 0, dict[str, list[str]]()
-    for stack in (stack for name, stack in weights.items() if name.startswith(LAYERS)):
+    stacks = [stack for name, stack in weights.items() if name.startswith(LAYERS)]
+    for stack in (*stacks, {name: leaf for name, leaf in weights.items() if name.startswith(HEAD)}):
         for name in dict.fromkeys(base_name(name) for name in stack if base_name(name) != name):
             parts = [part for other, part in stack.items() if base_name(other) == name]
             nbytes += sum(num_bytes(part.shape, part.dtype) for part in parts)
@@ -166,6 +168,15 @@ def layer_weights(weights: Weights, layer: Array, kind: int = 0) -> dict[str, An
         return Vectors(leaf, layer) if is_expert else values(leaf[layer])
 
     return {name: of_layer(name, leaf) for name, leaf in stack.items() if base_name(name) == name}
+
+
+def head_matrix(weights: Weights) -> AnyMatrix:
+    """Returns what makes logits: the head, or the embeddings that are it."""
+    leaf = weights[HEAD if HEAD in weights else "embed"]
+    scales = weights.get(HEAD + DYNAMIC)
+    if scales is None:
+        return Matrix(leaf)
+    return Packed(leaf, scales, None, None, None, 0, np.dtype(np.float32), is_dynamic=True)
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxkv import LLM
 from jaxkv.errors import CheckpointError
+from jaxkv.models.decoder import head_of, logits
 from jaxkv.models.families import read_config, read_family
-from jaxkv.testing import model_of
+from jaxkv.models.layer import normed
+from jaxkv.testing import blueprint_of, model_of
 from jaxkv.weights.orbax import convert, load_converted
-from jaxkv.weights.packing import METHODS, SCALES, packing_for, quantise
+from jaxkv.weights.packing import DYNAMIC, METHODS, SCALES, packing_for, quantise
 from quantised import (
     BITSANDBYTES,
     CASES,
@@ -86,6 +90,37 @@ def test_weights_are_quantised_as_asked(tmp_path, method):
         assert 1e-3 < np.abs(got - want).mean() / want.std() < 0.1
     else:
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-4 * want.std())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_int8_dynamic_quantises_the_head_and_not_the_embeddings(tmp_path, tied):
+    config = tiny_config("qwen2", **SIZES | {"tie_word_embeddings": tied})
+    source = make_checkpoint(tmp_path / "model", config)
+    own = loaded(source)
+    llm = make(source, quantization="int8_dynamic")
+    model = model_of(llm)
+    np.testing.assert_array_equal(model.weights["embed"], own["embed"])
+    head_VD = np.asarray(own["embed" if tied else "head"])
+    q_VD, scales_V = (np.asarray(model.weights[name][0, 0]) for name in ("head", "head" + DYNAMIC))
+    np.testing.assert_allclose(scales_V, np.abs(head_VD).max(axis=1) / 127, rtol=1e-6)
+    np.testing.assert_array_equal(q_VD, np.rint(head_VD / scales_V[:, None]))
+    assert "head in int8" in llm.describe()
+
+    x_TD = np.random.default_rng(0).standard_normal((5, head_VD.shape[1]), np.float32)
+    got_TV = logits(head_of(model.weights), jnp.asarray(x_TD), spec=model.spec)
+    norm = {"norm": model.weights["norm"]}
+    normed_TD = np.asarray(normed(jnp.asarray(x_TD), norm, "norm", model.spec))
+    scale_T1 = np.abs(normed_TD).max(axis=1, keepdims=True) / 127
+    sums_TV = np.rint(normed_TD / scale_T1) @ q_VD.T.astype(np.float64)
+    np.testing.assert_allclose(got_TV, sums_TV * scale_T1 * scales_V, rtol=1e-5, atol=1e-6)
+
+    drawn = make(source, quantization="int8_dynamic", load_format="dummy")
+    forms = [
+        jax.tree.map(lambda x: f"{x.dtype.name}{x.shape}", model_of(one).weights)
+        for one in (llm, drawn)
+    ]
+    assert forms[0] == forms[1]  # as planned
+    assert blueprint_of(llm).weight_bytes == model.weight_bytes
 
 
 def test_four_bits_cut_off_what_costs_less_than_it_spares():
