@@ -319,7 +319,8 @@ def _project(
     attention = spec.attention
 
     def project(name: str) -> jax.Array:
-        # Else XLA splits the weight into heads, not the result, and copies it for that (tpu7x).
+        # Else XLA splits the weight into heads, not the result, and copies it for that (tpu7x: in
+        # HBM; v6e: into VMEM, docs/benchmarks/tpu_loop.md).
         y = jax.lax.optimization_barrier(linear(x_TD, w[name], w.get(f"{name}_bias")))
         return jnp.clip(y, -attention.clip, attention.clip) if attention.clip else y
 

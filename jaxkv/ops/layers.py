@@ -232,9 +232,14 @@ def clamped_swiglu(gate: Array | None, up: Array) -> Array:
 
 
 def _mlp_at_once(x_TD: Array, w: Mapping[str, Any], *, join: Join) -> Array:
+    return linear(_joined(x_TD, w, join), w["down"])
+
+
+def _joined(x_TD: Array, w: Mapping[str, Any], join: Join) -> Array:
+    """Computes what goes down."""
     up_TF = linear(x_TD, w["up"], w.get("up_bias"))
     gate_TF = linear(x_TD, w["gate"], w.get("gate_bias")) if "gate" in w else None
-    return linear(join(gate_TF, up_TF), w["down"])
+    return join(gate_TF, up_TF)
 
 
 def _mlp_in_pieces(x_TD: Array, w: Mapping[str, Any], *, join: Join) -> Array:
@@ -246,7 +251,10 @@ def _mlp_in_pieces(x_TD: Array, w: Mapping[str, Any], *, join: Join) -> Array:
     num_tokens, width = x_TD.shape[0], w["up"].num_rows
     size = _piece_of(width, MLP_BYTES // (4 * num_tokens), w["down"].column_unit)
     if size == width:
-        return _mlp_at_once(x_TD, w, join=join)
+        # Else XLA makes the matmul of `up` a part of that of `down`, which then takes longer than
+        # both (v6e, docs/benchmarks/tpu_loop.md).
+        h_TF = jax.lax.optimization_barrier(_joined(x_TD, w, join).astype(w["down"].dtype))
+        return linear(h_TF, w["down"])
 
     def piece(i: Array, y_TD: Array) -> Array:
         def part(name: str) -> Array:

@@ -48,10 +48,15 @@ if TYPE_CHECKING:
 DEMOTED_AT_ONCE = COPIED_AT_ONCE = 64
 """Pages, or recurrent states, of one call: more take several."""
 
-COMPILER_OPTIONS = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
+COMPILER_OPTIONS = {
+    "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"},
+    "TPU v6 lite": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
+}
 """By kind of device. TPU7x: XLA would have bfloat16 matrices in tiles of 16 rows, but takes
 arguments in tiles of 8, and so lays out all stacked weights anew in every step (7 GiB for
-Llama-3.1-8B; libtpu 0.0.42.1 and 0.0.50.1).
+Llama-3.1-8B; libtpu 0.0.42.1 and 0.0.50.1). v6e: half of its VMEM rather than a quarter for what
+one operation has there, so that a matmul reads its weight in larger parts
+(docs/benchmarks/tpu_loop.md).
 """
 
 if jax.__version_info__ < (0, 11):

@@ -146,7 +146,7 @@ def judge(job: Job, found: dict[str, Any]) -> Verdict:
             faults=_kernel_faults(found, budget),
         )
     faults = [
-        f"{program['name']}: copies {copy['argument']}, {_mib(copy['nbytes'])} MiB, "
+        f"{program['name']}: copies {copy['argument']}{_into(copy)}, {_mib(copy['nbytes'])} MiB, "
         f"{_where(copy['depth'])}"
         f" ({copy['instruction']})"
         for program in found["programs"]
@@ -300,6 +300,10 @@ def _number(value: float | None) -> str:
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f}"
+
+
+def _into(copy: dict[str, Any]) -> str:
+    return " into VMEM before it is used" if copy["into_vmem"] else ""
 
 
 def _where(depth: int) -> str:

@@ -83,12 +83,16 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """An argument, or a layer's part of it, written once more to HBM. `depth`: loops around it."""
+    """An argument, or a layer's part of it, written once more to HBM. `depth`: loops around it.
+    into_vmem: to VMEM instead, by an operation of the layer loop that nothing else runs beside, so
+    that a matmul begins only when all of its weight is there.
+    """
 
     argument: str
     instruction: str
     nbytes: int
     depth: int
+    into_vmem: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +150,8 @@ class _Walk:
     copies: list[Copy] = field(default_factory=list)
     collectives: list[tuple[str, int, tuple[str, ...]]] = field(default_factory=list)
     layer_loops: set[str] = field(default_factory=set)
+    is_started: bool = False
+    """Whether what runs was started ahead, and others run beside it."""
 
     def run(
         self, name: str, given: tuple[Source, ...], loops: tuple[str, ...], *, record: bool
@@ -216,7 +222,10 @@ class _Walk:
     ) -> Source:
         """Returns (operands, result, ...) as the matching -done takes it apart."""
         if each.called:
-            return (operands, self.run(each.called[0], operands, loops, record=record))
+            self.is_started = True
+            found = self.run(each.called[0], operands, loops, record=record)
+            self.is_started = False
+            return (operands, found)
         if each.opcode.removesuffix("-start") in MOVES:
             return (
                 operands,
@@ -228,13 +237,16 @@ class _Walk:
         kind = each.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
             self.collectives.append((kind, max(part.nbytes for part in each.parts), loops))
+        is_ahead = self.is_started or each.opcode.endswith("-start")
+        waits = not is_ahead and bool(self.layer_loops & set(loops))
         for origin, part in _moved(each, source):
-            if part.in_hbm and part.size >= self.slices[origin.argument]:
+            if (part.in_hbm or waits) and part.size >= self.slices[origin.argument]:
                 copy = Copy(
                     argument=origin.argument,
                     instruction=each.name,
                     nbytes=part.nbytes,
                     depth=len(loops),
+                    into_vmem=not part.in_hbm,
                 )
                 self.copies.append(copy)
 

@@ -35,7 +35,13 @@ KERNEL = {
 }
 PROGRAM = {"name": "step of 16 tokens", "copies": [], "collectives": []}
 PROGRAM |= {f"{name}_bytes": 2**20 for name in ("argument", "aliased", "temporary", "code")}
-COPY = {"argument": "weights['layers']['q']", "instruction": "copy.3", "nbytes": 2**21, "depth": 1}
+COPY = {
+    "argument": "weights['layers']['q']",
+    "instruction": "copy.3",
+    "nbytes": 2**21,
+    "depth": 1,
+    "into_vmem": False,
+}
 ENGINE = {
     "num_devices": 1,
     "backend": "pallas_tpu",
@@ -148,12 +154,13 @@ def test_a_model_is_checked_with_the_kernels_at_its_own_shape(compiler, check):
 
 
 def test_a_large_copy_fails_and_is_named(compiler, check):
-    compiler[0][EngineJob] = ENGINE | {"backend": "xla", "programs": [PROGRAM | {"copies": [COPY]}]}
+    copies = [COPY, COPY | {"into_vmem": True}]
+    compiler[0][EngineJob] = ENGINE | {"backend": "xla", "programs": [PROGRAM | {"copies": copies}]}
     status, out, _ = check("some/model", "--target", "v5e")
     assert status == 1
-    assert (
-        "step of 16 tokens: copies weights['layers']['q'], 2.0 MiB, inside 1 loop (copy.3)" in out
-    )
+    for into in ("", " into VMEM before it is used"):
+        line = f"copies weights['layers']['q']{into}, 2.0 MiB, inside 1 loop (copy.3)"
+        assert f"step of 16 tokens: {line}" in out
 
 
 def test_what_the_caller_can_mend_is_status_2(compiler, check, monkeypatch):

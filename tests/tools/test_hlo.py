@@ -49,6 +49,11 @@ HEAD = """HloModule jit_step, is_scheduled=true
   ROOT %turned = bf16[8,4,8,16]{3,1,2,0:T(8,128)(2,1)} copy(%p.4)
 }
 
+%ahead (p.6: bf16[8,4,8,16]) -> bf16[8,4,8,16] {
+  %p.6 = bf16[8,4,8,16]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %early = bf16[8,4,8,16]{3,1,2,0:T(8,128)(2,1)S(1)} copy(%p.6)
+}
+
 %body (s.5: (s32[], bf16[16,16], bf16[8,4,8,16], bf16[4,16,16])) -> (s32[], bf16[16,16], bf16[8,4,8,16]) {
   %s.5 = (s32[]{:T(128)}, bf16[16,16]{1,0}, bf16[8,4,8,16]{3,2,1,0}, /*index=3*/bf16[4,16,16]{2,1,0}) parameter(0)
   %n = s32[]{:T(128)} get-tuple-element(%s.5), index=0
@@ -121,7 +126,10 @@ def test_a_copy_as_large_as_a_layers_part_is_found(where, line, argument, nbytes
     [
         "%k = bf16[16,16]{0,1:T(8,128)(2,1)} copy(%x)",  # an activation as large as a weight
         "%k = f32[16,16]{1,0} fusion(%w, %x), kind=kOutput, calls=%computes",
-        "%k = bf16[1,16,16]{2,1,0:T(8,128)(2,1)S(1)} fusion(%w, %n), kind=kLoop, calls=%moves",  # into VMEM
+        (
+            "%k = ((bf16[8,4,8,16]{0}), bf16[8,4,8,16]{0:S(1)}, u32[]{:S(8)}) call-start(%pages), "
+            "to_apply=%ahead"
+        ),
         "%k = (bf16[4,16,16]{2,1,0:S(1)}, bf16[4,16,16]{2,1,0}, u32[]{:S(2)}) copy-start(%w)",
         "%k = (bf16[4,16,16]{2,1,0}, bf16[4,16,16]{2,1,0:S(1)}, u32[]{:S(2)}) copy-start(%w)",  # and out again
         "%k = bf16[4,8,16]{2,1,0} slice(%w), slice={[0:1], [0:8], [0:16]}".replace(
@@ -136,6 +144,14 @@ def test_a_copy_as_large_as_a_layers_part_is_found(where, line, argument, nbytes
 )
 def test_what_is_no_copy_is_not_reported(line):
     assert read(body=line)[0] == []
+
+
+def test_a_weight_copied_to_vmem_by_the_layer_loop_before_it_is_used_is_found():
+    line = "%k = bf16[1,16,16]{2,1,0:T(8,128)(2,1)S(1)} fusion(%w, %n), kind=kLoop, calls=%moves"
+    assert read(body=line)[0] == [
+        Copy(argument=WEIGHT, instruction="k", nbytes=512, depth=1, into_vmem=True)
+    ]
+    assert read(body=line, loop="jit(loop)/while")[0] == []
 
 
 @pytest.mark.parametrize(
