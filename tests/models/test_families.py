@@ -329,6 +329,12 @@ def test_a_bad_config_is_refused_by_name(case):
     assert missing == [], str(caught.value)
 
 
+def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
+    """Its config class has Gemma 2's key, and transformers' model caps nothing."""
+    with pytest.raises(CheckpointError, match="attn_logit_softcapping: expected none"):
+        read(families.text_config("gemma3_text") | {"attn_logit_softcapping": 50.0})
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
     ("changes", "fragments"),

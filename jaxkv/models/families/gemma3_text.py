@@ -23,6 +23,7 @@ from jaxkv.models.spec import ModelSpec, RopeSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("use_bidirectional_attention", False)
+    config.refuse("attn_logit_softcapping")  # transformers reads it and caps nothing
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     pattern = config.size("sliding_window_pattern", 6)
     kinds = read_kinds(config, num_layers, every=pattern)
