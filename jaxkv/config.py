@@ -74,6 +74,22 @@ def _is_number(value: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Speculation:
+    """Says how decode loops propose tokens ahead (`ops.ngram`): `num_tokens` of them, as they came
+    where the last `longest` tokens, or fewer but at least `shortest`, have come before; and with
+    how many rows at most.
+    """
+
+    num_tokens: int
+    longest: int
+    shortest: int
+    most_rows: int
+
+
+NO_NUMBERS = ("kv_policy", "windows", "has_contexts", "pooled", "speculation")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """Limits of one engine. Lengths and budgets are in tokens, `block_size` is the tokens per page.
 
@@ -84,7 +100,7 @@ class EngineConfig:
     begins in a table at a multiple of `aligned_len` tokens. `has_contexts`: rotary embeddings
     depend on how long a row may get. `num_slots`: places for the recurrent state of a row, the
     first ones those of the rows; 0: the model has none. `pooled`: which hidden states of a prompt
-    are wanted (`programs.pool.KINDS`) in place of tokens; "": none.
+    are wanted (`programs.pool.KINDS`) in place of tokens; "": none. `speculation`: None without.
     """
 
     max_model_len: int
@@ -104,13 +120,14 @@ class EngineConfig:
     has_contexts: bool = False
     num_slots: int = 0
     pooled: str = ""
+    speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         may_be_zero = {"seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages"}
         may_be_zero |= {"num_slots"}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("kv_policy", "windows", "has_contexts", "pooled"):
+            if field.name not in NO_NUMBERS:
                 _expect(is_int(value), field.name, "a whole number", value)
                 least = 0 if field.name in may_be_zero else 1
                 _expect(value >= least, field.name, f"a number >= {least}", value)

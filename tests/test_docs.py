@@ -25,6 +25,7 @@ PAGES = [
     ("docs/pictures.md", 2, 0),
     ("docs/pooling.md", 1, 0),
     ("docs/sessions.md", 6, 8),
+    ("docs/speculation.md", 1, 0),
     ("docs/start/colab.md", 2, 0),
     ("docs/start/laptop.md", 1, 0),
     ("docs/tiers.md", 1, 0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.memory import Budget
 from jaxkv.build.model import Model
-from jaxkv.config import EngineConfig
+from jaxkv.config import EngineConfig, Speculation
 from jaxkv.engine.engine import Engine
 from jaxkv.models.families import Layout
 from jaxkv.weights.tree import describe_packed
@@ -35,7 +35,7 @@ def describe(
             f"{used} pages in use{_row(blueprint, engine)}",
             f"limits    {config.max_num_seqs} rows, {config.max_model_len} tokens per row, "
             f"{config.max_num_batched_tokens} tokens per step, {config.decode_steps} decode "
-            f"steps per loop",
+            f"steps per loop{_ahead(config.speculation)}",
             f"programs  {programs.num_compiled - programs.num_loaded} compiled"
             f"{f', {programs.num_loaded} loaded' if programs.num_loaded else ''} in "
             f"{programs.compile_s:.1f} s: steps of "
@@ -64,6 +64,16 @@ def _row(blueprint: Blueprint, engine: Engine) -> str:
         return ""
     low = "" if demoted is None else f" and {config.low_row_pages} in {demoted[0].name}"
     return f"; kv_policy {config.kv_policy}: {config.row_pages} pages per row{low}"
+
+
+def _ahead(speculation: Speculation | None) -> str:
+    """Says how loops propose tokens ahead."""
+    if speculation is None:
+        return ""
+    return (
+        f"; up to {speculation.num_tokens} tokens ahead (ngram) with at most "
+        f"{speculation.most_rows} rows"
+    )
 
 
 def _windows(config: EngineConfig) -> str:

@@ -18,6 +18,7 @@ from jaxkv.build.codecs import Codecs, describe_codecs, exact_layers, group_code
 from jaxkv.build.memory import Budget, Memory
 from jaxkv.build.options import ABOUT, EngineOptions
 from jaxkv.build.pool import plan_pool
+from jaxkv.build.speculation import read_speculation
 from jaxkv.config import DECODE_STEPS, EngineConfig
 from jaxkv.holding.retention import full_pages
 from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
@@ -419,6 +420,7 @@ def make_blueprint(
             f"kv_cache_memory_bytes: expected None for a model without keys and values, got "
             f"{options.kv_cache_memory_bytes!r}"
         )
+    _check_speculation(everything)
     return _under_policy(everything)
 
 
@@ -437,6 +439,22 @@ def _check_tiers(blueprint: Blueprint) -> None:
         raise ValueError(f"{what} with kv_policy {options.kv_policy}")
     if not options.enable_prefix_caching:
         raise ValueError(f"{what} with enable_prefix_caching=False")
+
+
+def _check_speculation(blueprint: Blueprint) -> None:
+    """Raises: NotImplementedError where proposals that do not hold could not be taken back."""
+    options, limits = blueprint.options, blueprint.limits
+    if limits.speculation is None:
+        return
+    if limits.has_states:
+        kept = "a model with recurrent states, which proposals that do not hold have changed"
+    elif resolve(options.kv_policy) is not None:
+        kept = f"kv_policy {options.kv_policy}, which would see proposals that do not hold"
+    elif limits.pooled:
+        kept = "a model that pools, which decodes nothing"
+    else:
+        return
+    raise NotImplementedError(f"speculative_config: expected None for {kept}")
 
 
 def auto_dtype(platform: str) -> str:
@@ -469,6 +487,12 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         given, caches = asked.num_state_snapshots, asked.enable_prefix_caching
         kept = max(8, limits.max_num_seqs // 4) if given is None else given
         limits = replace(limits, num_slots=limits.max_num_seqs + kept * caches)
+    if asked.speculative_config is not None:
+        speculation = read_speculation(asked.speculative_config, limits.max_num_seqs)
+        # A multiple of the tokens of a step whose proposals all hold: none of those are cut off.
+        size = speculation.num_tokens + 1
+        steps = -(-limits.decode_steps // size) * size
+        limits = replace(limits, speculation=speculation, decode_steps=steps)
     if limits.max_model_len > spec.max_len:
         raise ValueError(
             f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got "

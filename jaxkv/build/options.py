@@ -354,6 +354,14 @@ class EngineOptions:
         check=IS_COUNT_OR_NONE,
         commands=TARGETS,
     )
+    speculative_config: Mapping[str, Any] | None = option(
+        None,
+        "proposes tokens ahead and verifies several in one step, with the tokens as without "
+        '(docs/speculation.md): {"method": "ngram", "num_speculative_tokens": 4}, and vLLM\'s '
+        "prompt_lookup_max, prompt_lookup_min and disable_by_batch_size",
+        check=IS_DICT,
+        commands=ENGINES,
+    )
     prefix_cache_secret: bytes | None = option(
         None,
         "what the keys of cached pages are derived from, by default random for each engine",
@@ -405,6 +413,7 @@ ALONE = {
     "kv_policy": "full",
     "kv_host_bytes": 0,
     "kv_disk": None,
+    "speculative_config": None,
 }
 """Values that `disaggregate` needs: each part has devices of its own, and pages go from one to the
 other as those of the prefix cache.

@@ -147,7 +147,6 @@ _SOME: dict[str, Foreign] = {
     "kv_offloading_size": Foreign(default=None, nearest="kv_host_bytes"),
     "cpu_offload_gb": Foreign(default=0, also=(0.0,), nearest="quantization"),
     "limit_mm_per_prompt": Foreign(default=None, also=({"image": 0}, {"image": 0, "video": 0})),
-    "speculative_config": Foreign(default=None),
     "attention_backend": Foreign(default=None, nearest="backend"),
     "attention_config": Foreign(default=None, nearest="backend"),
     "quantization_config": Foreign(default=None, nearest="quantization"),

@@ -28,6 +28,7 @@ from jaxkv.engine.plan import LoopPlan, Pairs, StepPlan
 from jaxkv.engine.results import Flight, Observed, Results
 from jaxkv.engine.rows import RowTables
 from jaxkv.engine.scheduler import Scheduler
+from jaxkv.engine.speculation import Speculator
 from jaxkv.errors import EngineDeadError
 from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV, Statistics
@@ -82,6 +83,8 @@ class Engine:
         self._newest_R = _no_tokens(config)
         self._flight: Flight | None = None
         self._rows = RowTables(config, programs.spec.vocab_size, programs.placement)
+        speculation = config.speculation
+        self._speculator = None if speculation is None else Speculator(programs, speculation)
         self._requests: set[Request] = set()
         self._watching: set[Request] = set()
         """Requests that need all tokens before the next is sampled; some may be gone since the last
@@ -252,6 +255,8 @@ class Engine:
         self._flight = None
         if self._moves is not None:
             self._keep_all(self._moves)
+        if self._speculator is not None:
+            self._speculator.start_again()
         self.scheduler.start_over()
         self.scheduler.take_moves()  # of pages that are no more
         if not keeps_weights:
@@ -335,6 +340,8 @@ class Engine:
         for keys in self._pins.values():
             self.scheduler.allocators.pin(keys)
         self._rows.start_again()
+        if self._speculator is not None:
+            self._speculator.start_again()
         self._touched.clear()
         self._aborted.clear()
         self._is_changing = False
@@ -366,7 +373,9 @@ class Engine:
             self._watching &= self._requests
         if self._moves is not None:
             self._moves.settle()
-        if self.scheduler.needs_results:
+        if self.scheduler.needs_results or (
+            self._speculator is not None and self._speculator.needs_results(self.scheduler.running)
+        ):
             got, self._flight = got + self.results.read(self._flight), None
         plan, before = self.scheduler.plan(), self._flight
         if plan is None:
@@ -455,6 +464,7 @@ class Engine:
             ),
             Counter("compile_seconds", "Time that all of them took.", programs.compile_s),
             *self._recorder.metrics(),
+            *([] if self._speculator is None else self._speculator.metrics()),
             Gauge(
                 "kv_cache_bytes_per_token",
                 "Bytes of pages per token that they hold, mean over steps.",
@@ -547,19 +557,30 @@ class Engine:
 
     def _launch_loop(self, plan: LoopPlan, requests: list[Request]) -> Flight:
         num_rows = fit_bucket(self.programs.row_buckets, len(requests))
-        program = self.programs.loop(num_rows)
+        speculator, note, found = self._speculator, None, None
+        if speculator is not None and not speculator.wants(requests):
+            speculator = None
+        program = (self.programs.loop if speculator is None else self.programs.speculate)(num_rows)
         position_B = self._rows.positions(requests, num_rows)
         rows = self._rows.decode_rows(plan.work, position_B)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
         start_s = time.monotonic()
-        self.kv, newest, _, sampled, found = program(
-            self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps)
-        )
+        if speculator is None:
+            self.kv, newest, _, sampled, found = program(
+                self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps)
+            )
+        else:
+            text_RN = speculator.take_text(requests)
+            self.kv, newest, text_RN, sampled, drafts = program(
+                self.weights, kv, newest, text_RN, rows, sampling
+            )
+            speculator.keep_text(text_RN, plan.work)
+            note = speculator.reader(requests, drafts)
         self._newest_R = newest.token_R
         self._recorder.pages(self.scheduler.running, self.scheduler.allocators)
         coming = self.scheduler.launched(plan)
         observed = self._observed(plan, requests, found)
-        return Flight(coming, sampled, num_rows, start_s, observed)
+        return Flight(coming, sampled, num_rows, start_s, observed, note_drafts=note)
 
     def _observed(
         self, plan: StepPlan | LoopPlan, requests: list[Request], found: Statistics | None

@@ -48,9 +48,9 @@ class Flight:
     device will return.
 
     It was launched at `start_s` of the monotonic clock. `batch`, `scores` and `num_tokens`, with
-    padding, are those of a step; one that pools has `pooled_BD` in place of tokens. A request that
-    has ended meanwhile takes nothing from
-    it.
+    padding, are those of a step; one that pools has `pooled_BD` in place of tokens. Reading a loop
+    that has proposed tokens calls `note_drafts`. A request that has ended meanwhile takes nothing
+    from it.
     """
 
     rows: list[tuple[Request, int]]
@@ -62,6 +62,7 @@ class Flight:
     scores: Scores | None = None
     num_tokens: int = 0
     pooled_BD: jax.Array | None = None
+    note_drafts: Callable[[], None] | None = None
 
     @property
     def requests(self) -> list[Request]:
@@ -96,6 +97,8 @@ class Results:
             return []
         if flight.observed is not None:
             flight.observed.note()
+        if flight.note_drafts is not None:
+            flight.note_drafts()
         if flight.sampled is None:
             return self._take_pooled(flight)
         token_Bn = np.atleast_2d(flight.sampled.token_B).T.copy()

@@ -26,7 +26,7 @@ from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.background import Background, Progress, likely_first
-from jaxkv.programs.buckets import num_step_rows, row_buckets, token_buckets
+from jaxkv.programs.buckets import fit_bucket, num_step_rows, row_buckets, token_buckets
 from jaxkv.programs.draw import draw, prompt_scores
 from jaxkv.programs.inputs import (
     abstract_full,
@@ -39,6 +39,7 @@ from jaxkv.programs.inputs import (
 from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages, copy_states, demote_pages, measure_pages
 from jaxkv.programs.pool import norm_of, pool
+from jaxkv.programs.speculation import speculative_loop, write_text
 from jaxkv.programs.step import Last, Newest, step
 from jaxkv.weights.tree import Weights
 
@@ -65,7 +66,7 @@ if jax.__version_info__ < (0, 11):
     COMPILER_OPTIONS["cpu"] = {"xla_cpu_use_fusion_emitters": "False"}
 
 
-WITHOUT_POOL = ("draw", "scores", "pool")
+WITHOUT_POOL = ("draw", "scores", "pool", "text")
 """Kinds of programs that neither read nor write pages."""
 
 
@@ -112,7 +113,7 @@ class Programs:
     `compile_all` compiles them all, `compile_in_background` too while the first are used already.
     Any thread may ask. Not compiled so are those of `scores(T)`: most engines score no prompts, and
     the first that is scored compiles that for every T. A model that pools has `step(T)` and
-    `pool(T)` only.
+    `pool(T)` only. With speculation there are `speculate(R)` and `write_text()` too.
     """
 
     def __init__(
@@ -164,6 +165,23 @@ class Programs:
 
     def loop(self, num_rows: int) -> Compiled:
         return self._get("loop", num_rows)
+
+    def speculate(self, num_rows: int) -> Compiled:
+        """Returns the decode loop of R rows that proposes tokens ahead."""
+        return self._get("speculate", num_rows)
+
+    def write_text(self) -> Compiled:
+        """Returns the program that sets the text of one row, in which proposals are looked up."""
+        return self._get("text", self.config.max_len)
+
+    @property
+    def speculative_rows(self) -> list[int]:
+        """Lists the row counts of the loops that propose tokens ahead."""
+        speculation = self.config.speculation
+        if speculation is None:
+            return []
+        largest = fit_bucket(self.row_buckets, speculation.most_rows)
+        return [rows for rows in self.row_buckets if rows <= largest]
 
     def scores(self, num_tokens: int) -> Compiled:
         """Returns the program that scores prompt tokens of a step of T packed tokens."""
@@ -233,12 +251,13 @@ class Programs:
     @property
     def wide_bytes(self) -> int:
         """Bytes of the sampling parameters that stay on the device for every row count, whatever
-        runs.
+        runs, and of the rows' text.
         """
         if self.config.pooled:
             return 0
         counts = {*self._drawn_rows, *self.row_buckets}
-        return sum(bytes_per_device(self._sampling_for(count)) for count in counts)
+        wide = sum(bytes_per_device(self._sampling_for(count)) for count in counts)
+        return wide + (bytes_per_device(self._text) if self.config.speculation else 0)
 
     @property
     def _drawn_rows(self) -> list[int]:
@@ -254,6 +273,8 @@ class Programs:
             every += [("draw", size) for size in self._drawn_rows]
             every += [("loop", size) for size in self.row_buckets]
             every.append(("copy", self.num_copies))
+            every += [("speculate", size) for size in self.speculative_rows]
+            every += [("text", self.config.max_len)] if self.config.speculation else []
         if self.config.has_states:
             every.append(("states", COPIED_AT_ONCE))
         policy = get_policy(self.config.kv_policy)
@@ -305,7 +326,8 @@ class Programs:
             self._compile_each([("step", tokens), ("pool", tokens)])
             return
         drawn = self._drawn_rows[-1]
-        self._compile_each([("step", tokens), ("draw", drawn), ("scores", tokens), ("loop", rows)])
+        largest = [("step", tokens), ("draw", drawn), ("scores", tokens), ("loop", rows)]
+        self._compile_each(largest + [("speculate", size) for size in self.speculative_rows[-1:]])
 
     def take_over(self, other: Programs) -> None:
         """Takes what other programs of the same model and limits have compiled: what has no pool
@@ -384,6 +406,8 @@ class Programs:
             "scores": self._lower_scores,
             "pool": self._lower_pool,
             "loop": self._lower_loop,
+            "speculate": self._lower_speculate,
+            "text": self._lower_text,
             "copy": self._lower_copy,
             "states": self._lower_states,
             "demote": self._lower_demote,
@@ -432,15 +456,17 @@ class Programs:
                 "this device's compiler does not say how much memory a program takes"
             )
         taken: list[Any] = []
-        if kind in ("draw", "loop"):
+        if kind in ("draw", "loop", "speculate"):
             taken.append(self._sampling_for(size))
-        if kind in ("step", "loop"):
+        if kind in ("step", "loop", "speculate"):
             taken.append(self._weights)
+        if kind in ("speculate", "text"):
+            taken.append(self._text)
         if kind in ("draw", "scores"):
             taken.append(head_of(self._weights))
         elif kind == "pool":
             taken.append(norm_of(self._weights))
-        else:
+        elif kind != "text":
             taken.append(self._kv.pools)
         held = bytes_per_device(taken)
         # An output that takes over an argument's memory (the pool) counts in both sizes, and once
@@ -500,6 +526,24 @@ class Programs:
             self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs
         )
 
+    def _lower_speculate(self, num_rows: int) -> Lowering:
+        inputs = (self._whole(empty_rows(num_rows)), self._sampling_for(num_rows))
+        program = own(
+            speculative_loop,
+            donate=("kv", "text_RN"),
+            backend=self.backend,
+            width=self.config.decode_steps,
+            speculation=self.config.speculation,
+            num_logprobs=self.config.max_logprobs,
+            **self._model,
+        )
+        kv, newest = self._kv_for(num_rows), self._newest_for(num_rows)
+        return program.lower(self._weights, kv, newest, self._text, *inputs)
+
+    def _lower_text(self, num_tokens: int) -> Lowering:
+        row, token_N = self._whole((np.int32(0), abstract_full((num_tokens,), 0)))
+        return own(write_text, donate=("text_RN",)).lower(self._text, row, token_N)
+
     def _lower_copy(self, num_pages: int) -> Lowering:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
         return own(copy_pages, donate=("kv",)).lower(self._kv, pages_C, pages_C, n)
@@ -524,6 +568,10 @@ class Programs:
     def _model(self) -> dict[str, Any]:
         """Returns the static arguments that all programs of a model take."""
         return {"spec": self.spec, "placement": self.placement}
+
+    @property
+    def _text(self) -> Any:
+        return self._whole(abstract_full((self.config.max_num_seqs, self.config.max_len), 0))
 
     def _newest_for(self, num_rows: int) -> Newest:
         return self._whole(empty_newest(self.config.max_num_seqs, num_rows))
@@ -571,6 +619,6 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 def _name(kind: str, size: int) -> str:
     units = {"step": "tokens", "scores": "tokens", "pool": "tokens", "draw": "rows", "loop": "rows"}
-    units["states"] = "slots"
+    units |= {"states": "slots", "speculate": "rows", "text": "tokens"}
     unit = units.get(kind, "pages")
     return f"{kind} of {size} {unit}"

@@ -339,7 +339,7 @@ def test_what_is_absent_is_said_in_one_sentence(llm):
         lambda: SamplingParams(guided_decoding={"choice": ["a"]}): "nearest: structured_outputs",
         lambda: SamplingParams(logits_processors=[print]): "nearest: logit_bias",
         lambda: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}): "multi_modal_data",
-        lambda: LLM(speculative_config={"model": "x"}): "speculative_config: expected None",
+        lambda: LLM(speculative_config={"model": "x"}): "expected the keys method, .*got 'model'",
         lambda: LLM(enable_lora=True): "enable_lora: expected False .a vLLM argument",
         lambda: LLM(tokenizer_mode=np.array([1, 2])): "tokenizer_mode: expected 'auto' or 'hf'",
         lambda: LLM(attention_backend="FLASH_ATTN"): "attention_backend: .*nearest: backend",

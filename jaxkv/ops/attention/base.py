@@ -186,6 +186,8 @@ class Batch:
     target_T    int32: the token that follows in a prompt whose logprobs are wanted, else below 0;
                 None: none is.
     decode_only static: every row is a decode row, T = B.
+    chunk_len   static: all rows decode, which is in the numbers that they get too, but as chunks of
+                up to so many tokens, one included; None: it is a step like any other.
     """
 
     token_T: jax.Array
@@ -197,6 +199,7 @@ class Batch:
     num_rows: jax.Array
     target_T: jax.Array | None = None
     decode_only: bool = static(default=False)
+    chunk_len: int | None = static(default=None)
 
 
 def refuse_latents(maps: LatentMaps | None) -> None:

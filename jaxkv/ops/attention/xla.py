@@ -147,7 +147,7 @@ def read(
     absorbed = partial(of_rows, enter=enter, leave=leave)
     # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
     has_more = at.statistics is not None or at.store.low is not None or sinks_N is not None
-    is_short = batch.decode_only or q_TNH.shape[0] < LEAST_QUERIES
+    is_short = batch.decode_only or (batch.chunk_len or q_TNH.shape[0]) < LEAST_QUERIES
     if is_short or has_more or deterministic:
         return absorbed(q_TNH, batch.count_B)
     is_long_B = batch.count_B >= LEAST_QUERIES
@@ -196,7 +196,18 @@ def _read_rows(
     if batch.decode_only:
         return out_TNH, statistics
     at = at._replace(statistics=statistics)
-    return _prefill(q_TNH, out_TNH, count_B, at, batch, enter=enter, leave=leave, asked=asked)
+    fill = partial(_prefill, enter=enter, leave=leave, asked=asked)
+    if batch.chunk_len is None:
+        return fill(q_TNH, out_TNH, count_B, at, batch)
+    return jax.lax.platform_dependent(
+        q_TNH,
+        out_TNH,
+        count_B,
+        at,
+        batch,
+        cpu=partial(fill, in_float32=not deterministic),
+        default=fill,
+    )
 
 
 def _decode(
@@ -277,12 +288,13 @@ def _prefill(
     enter: Callable[[jax.Array], jax.Array],
     leave: Callable[[jax.Array], jax.Array],
     asked: Scores,
+    in_float32: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends the first `count` tokens of every prefill row's chunk, all or none, QUERY_BLOCK
     queries at a time, written over `out` (which holds the decode rows).
     """
     num_tokens, num_heads, _ = q_TNH.shape
-    heads, size = at.store.num_kv_heads, min(QUERY_BLOCK, num_tokens)
+    heads, size = at.store.num_kv_heads, min(QUERY_BLOCK, batch.chunk_len or num_tokens)
     per_head = num_heads // heads
     # Blocks may run past their row's end, and are then overwritten by the next row, or lie in this
     # extra block.
@@ -316,7 +328,7 @@ def _prefill(
             jax.tree.map(take_row, rows),
             jnp.repeat(position, per_head)[None, :],
             (low, jnp.minimum(index + size, length)),
-            in_float32=False,
+            in_float32=in_float32,
             asked=asked,
         )
         if statistics is not None and found is not None and tables.since_B is not None:

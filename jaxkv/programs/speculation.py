@@ -1,0 +1,337 @@
+"""The decode loop that proposes tokens ahead, and verifies them: as many tokens for each row as the
+plain loop, in fewer steps.
+
+A step draws the token behind every proposed one exactly as a step of its own would, by its row's
+seed and its position, and keeps what it draws for as long as it draws what was proposed. So what
+comes out does not depend on what is proposed. A proposal that does not hold is taken back by not
+counting it: the row's next step writes over its keys and values. Source: arXiv 2211.17192, where a
+proposal has probability 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.config import Speculation
+from jaxkv.kv.state import PagedKV
+from jaxkv.models import decoder
+from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.attention import Backend, Batch
+from jaxkv.ops.ngram import look_up
+from jaxkv.ops.sampling import (
+    NO_TOKEN,
+    NUM_LOGPROBS,
+    Sampled,
+    Sampling,
+    empty_sampled,
+    is_stop,
+    sample,
+)
+from jaxkv.placement import Placement, on_every_device
+from jaxkv.programs.loop import Rows
+from jaxkv.programs.step import Newest
+from jaxkv.pytree import pytree
+from jaxkv.weights.tree import Weights
+
+
+@pytree
+class Drafts:
+    """Counts what came of proposals, for each row of a loop, int32.
+
+    plain_B, wide_B  steps that it ran in: with one token of each row, and with proposals of some.
+    drafted_Bk, accepted_Bk  how often a k-th token was proposed ahead, and held.
+    """
+
+    plain_B: jax.Array
+    wide_B: jax.Array
+    drafted_Bk: jax.Array
+    accepted_Bk: jax.Array
+
+
+@pytree
+class _State:
+    """Holds what a step hands to the next one: text_BN, the tokens of each row up to its newest;
+    ahead_Bk, what comes next as it is proposed, NO_TOKEN behind the last; and how many of the rows'
+    tokens there are in `out`.
+    """
+
+    kv: PagedKV
+    rows: Rows
+    text_BN: jax.Array
+    ahead_Bk: jax.Array
+    num_B: jax.Array
+    out: Sampled
+    drafts: Drafts
+
+
+STATIC = ("spec", "backend", "width", "speculation", "num_logprobs", "placement")
+
+
+@partial(jax.jit, static_argnames=STATIC, donate_argnames=("kv", "text_RN"))
+def speculative_loop(
+    weights: Weights,
+    kv: PagedKV,
+    newest: Newest,
+    text_RN: jax.Array,
+    rows: Rows,
+    sampling: Sampling,
+    *,
+    spec: ModelSpec,
+    backend: str | Backend,
+    width: int,
+    speculation: Speculation,
+    num_logprobs: int = NUM_LOGPROBS,
+    placement: Placement | None = None,
+) -> tuple[PagedKV, Newest, jax.Array, Sampled, Drafts]:
+    """Generates rows.budget_B tokens, `width` at most, for each row, up to a stop token.
+
+    text_RN: the tokens of every row of the engine, int32, of which those before `rows.position_B`
+    are looked at. Wrong ones make bad proposals, and no other tokens.
+    Consumes kv and text_RN. Otherwise as `loop.decode_loop`, whose tokens it returns.
+    """
+    body = partial(
+        _speculative_loop,
+        spec=spec,
+        backend=backend,
+        width=width,
+        speculation=speculation,
+        num_logprobs=num_logprobs,
+    )
+    run = on_every_device(body, placement, num_outputs=5)
+    return run(weights, kv, newest, text_RN, rows, sampling)
+
+
+def _speculative_loop(
+    weights: Weights,
+    kv: PagedKV,
+    newest: Newest,
+    text_RN: jax.Array,
+    rows: Rows,
+    sampling: Sampling,
+    *,
+    spec: ModelSpec,
+    backend: str | Backend,
+    width: int,
+    speculation: Speculation,
+    num_logprobs: int,
+    axis: str | None,
+) -> tuple[PagedKV, Newest, jax.Array, Sampled, Drafts]:
+    num_rows, most = rows.token_B.shape[0], speculation.num_tokens
+    token_B = newest.fill_in(rows.token_B)
+    rows = replace(rows, token_B=token_B, budget_B=jnp.where(token_B == NO_TOKEN, 0, rows.budget_B))
+    text_BN = text_RN.at[newest.row_B].get(mode="fill", fill_value=NO_TOKEN)
+    none_B, none_Bk = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, most), jnp.int32)
+    state = _State(
+        kv,
+        rows,
+        _with_new(text_BN, rows.position_B, token_B[:, None], rows.budget_B[:, None] > 0),
+        none_Bk,
+        none_B,
+        empty_sampled(width, num_rows, spec.vocab_size, num_logprobs),
+        Drafts(none_B, none_B, none_Bk, none_Bk),
+    )
+    advance = partial(
+        _advance,
+        weights=weights,
+        sampling=sampling,
+        spec=spec,
+        backend=backend,
+        num_logprobs=num_logprobs,
+        axis=axis,
+    )
+
+    def propose(state: _State) -> _State:
+        ahead_Bk = look_up(
+            state.text_BN,
+            state.rows.position_B + 1,
+            num_tokens=most,
+            longest=speculation.longest,
+            shortest=speculation.shortest,
+        )
+        # With all of them and the token behind them it has its budget, for which there are pages.
+        fits_Bk = jnp.arange(most)[None] < state.rows.budget_B[:, None] - 1
+        return replace(state, ahead_Bk=jnp.where(fits_Bk, ahead_Bk, NO_TOKEN))
+
+    def is_unfinished(state: _State) -> jax.Array:
+        return jnp.any(state.rows.budget_B > 0)
+
+    def proposes(state: _State) -> jax.Array:
+        # The loop lasts as long as the rows that have most to do. Only theirs make it shorter.
+        budget_B = state.rows.budget_B
+        last_B = (budget_B > 0) & (budget_B == jnp.max(budget_B))
+        return 2 * jnp.sum(last_B & (state.ahead_Bk[:, 0] != NO_TOKEN)) > jnp.sum(last_B)
+
+    # Two loops by turns and no `cond`, which might copy the pool.
+    def turn(state: _State) -> _State:
+        state = jax.lax.while_loop(
+            lambda state: is_unfinished(state) & ~proposes(state),
+            lambda state: propose(advance(state, num_ahead=0)),
+            state,
+        )
+        return jax.lax.while_loop(
+            proposes, lambda state: propose(advance(state, num_ahead=most)), state
+        )
+
+    state = jax.lax.while_loop(is_unfinished, turn, propose(state))
+    rows, token_B = state.rows, state.rows.token_B
+    ended_B = is_stop(token_B, sampling) | (token_B == NO_TOKEN)
+    text_RN = text_RN.at[newest.row_B].set(state.text_BN, mode="drop")
+    return state.kv, newest.after(token_B, ended_B), text_RN, state.out, state.drafts
+
+
+def _advance(
+    state: _State,
+    *,
+    num_ahead: int,
+    weights: Weights,
+    sampling: Sampling,
+    spec: ModelSpec,
+    backend: str | Backend,
+    num_logprobs: int,
+    axis: str | None,
+) -> _State:
+    """Runs one step of each row's newest token and the first `num_ahead` proposed ones."""
+    rows, ahead_Ba = state.rows, state.ahead_Bk[:, :num_ahead]
+    live_B, size = rows.budget_B > 0, num_ahead + 1
+    count_B = jnp.where(live_B, 1 + jnp.sum(ahead_Ba != NO_TOKEN, axis=1, dtype=jnp.int32), 0)
+    batch = _batch(jnp.concatenate([rows.token_B[:, None], ahead_Ba], axis=1), rows, count_B)
+    kv, x_TD, _ = decoder.forward(weights, state.kv, batch, spec=spec, backend=backend, axis=axis)
+    offset_1A = jnp.arange(size, dtype=jnp.int32)[None]
+    index_BA = jnp.minimum(batch.start_B[:, None] + offset_1A, x_TD.shape[0] - 1)
+    logits_SV = decoder.logits(weights, x_TD[index_BA.ravel()], spec=spec, axis=axis)
+    each, recent_nS = _at_each(sampling, state, ahead_Ba)
+    position_BA = rows.position_B[:, None] + 1 + offset_1A
+    found = sample(logits_SV, each, position_BA.ravel(), recent_nS, num_logprobs=num_logprobs)
+
+    token_BA = found.token_B.reshape(-1, size)
+    ends_BA = is_stop(found.token_B, each).reshape(-1, size)
+    # A token counts if all before it are what was proposed, and none of them ends the row.
+    goes_on_Ba = (token_BA[:, :-1] == ahead_Ba) & ~ends_BA[:, :-1]
+    got_BA = jnp.cumprod(jnp.concatenate([live_B[:, None], goes_on_Ba], axis=1), axis=1) > 0
+    num_got_B = jnp.sum(got_BA, axis=1, dtype=jnp.int32)
+    last_B1 = jnp.maximum(num_got_B - 1, 0)[:, None]
+    token_B = jnp.where(live_B, jnp.take_along_axis(token_BA, last_B1, axis=1)[:, 0], rows.token_B)
+    goes_on_B = live_B & ~is_stop(token_B, sampling)
+    return _State(
+        kv=replace(
+            kv,
+            rows=tuple(
+                replace(after, len_B=before.len_B + num_got_B)
+                for after, before in zip(kv.rows, state.kv.rows, strict=True)
+            ),
+        ),
+        rows=Rows(
+            token_B=token_B,
+            position_B=rows.position_B + num_got_B,
+            budget_B=jnp.where(goes_on_B, rows.budget_B - num_got_B, 0),
+        ),
+        text_BN=_with_new(state.text_BN, rows.position_B + 1, token_BA, got_BA),
+        ahead_Bk=state.ahead_Bk,
+        num_B=state.num_B + num_got_B,
+        out=_added(state.out, found, state.num_B, got_BA),
+        drafts=_counted(state.drafts, live_B, ahead_Ba, got_BA[:, 1:]),
+    )
+
+
+def _batch(token_BA: jax.Array, rows: Rows, count_B: jax.Array) -> Batch:
+    """Packs the first `count` of each row's tokens: decode rows where each has one at most."""
+    num_rows, size = token_BA.shape
+    row_B = jnp.arange(num_rows, dtype=jnp.int32)
+    if size == 1:
+        return Batch(
+            token_T=jnp.maximum(token_BA[:, 0], 0),
+            position_T=rows.position_B,
+            row_T=jnp.where(count_B > 0, row_B, num_rows),
+            start_B=row_B,
+            count_B=count_B,
+            num_decode=jnp.int32(num_rows),
+            num_rows=jnp.int32(num_rows),
+            decode_only=True,
+        )
+    start_B = jnp.cumsum(count_B, dtype=jnp.int32) - count_B
+    offset_1A = jnp.arange(size, dtype=jnp.int32)[None]
+    place_BA = jnp.where(
+        offset_1A < count_B[:, None], start_B[:, None] + offset_1A, num_rows * size
+    )
+
+    def packed(x_BA: jax.Array, fill: int) -> jax.Array:
+        full_T = jnp.full(num_rows * size, fill, jnp.int32)
+        return full_T.at[place_BA].set(x_BA, mode="drop")
+
+    return Batch(
+        token_T=packed(jnp.maximum(token_BA, 0), 0),
+        position_T=packed(rows.position_B[:, None] + offset_1A, 0),
+        row_T=packed(jnp.broadcast_to(row_B[:, None], token_BA.shape), num_rows),
+        start_B=start_B,
+        count_B=count_B,
+        num_decode=jnp.int32(0),
+        num_rows=jnp.int32(num_rows),
+        chunk_len=size,
+    )
+
+
+def _at_each(sampling: Sampling, state: _State, ahead_Ba: jax.Array) -> tuple[Sampling, jax.Array]:
+    """Returns the rows' parameters for each of their positions in the step, [B * A], and the tokens
+    that came since their histories, with those that are proposed before the position.
+    """
+    num_ahead = ahead_Ba.shape[1]
+    size = num_ahead + 1
+    each = jax.tree.map(lambda x_B: jnp.repeat(x_B, size, axis=0), sampling)
+    min_left_BA = sampling.min_left_B[:, None] - state.num_B[:, None] - jnp.arange(size)[None]
+    each = replace(each, min_left_B=jnp.maximum(min_left_BA, 0).ravel())
+    recent_nS = jnp.repeat(state.out.token_B, size, axis=1)
+    if num_ahead:
+        is_before_1Aa = jnp.tri(size, num_ahead, -1, dtype=bool)[None]
+        before_BAa = jnp.where(is_before_1Aa, ahead_Ba[:, None], NO_TOKEN)
+        recent_nS = jnp.concatenate([recent_nS, before_BAa.reshape(-1, num_ahead).T])
+    return each, recent_nS
+
+
+def _with_new(
+    text_BN: jax.Array, position_B: jax.Array, token_BA: jax.Array, got_BA: jax.Array
+) -> jax.Array:
+    """Writes the tokens that count into the text, from a position on."""
+    row_B1 = jnp.arange(text_BN.shape[0])[:, None]
+    place_BA = position_B[:, None] + jnp.arange(token_BA.shape[1])[None]
+    place_BA = jnp.where(got_BA, place_BA, text_BN.shape[1])
+    return text_BN.at[row_B1, place_BA].set(token_BA, mode="drop")
+
+
+def _added(out: Sampled, found: Sampled, num_B: jax.Array, got_BA: jax.Array) -> Sampled:
+    """Returns `out` with what was found at the positions that count, behind each row's first
+    `num`.
+    """
+    num_rows, size = got_BA.shape
+    row_B1 = jnp.arange(num_rows)[:, None]
+    index_BA = num_B[:, None] + jnp.arange(size)[None]
+    index_BA = jnp.where(got_BA, index_BA, out.token_B.shape[0])
+    return jax.tree.map(
+        lambda all_nB, new_S: all_nB.at[index_BA, row_B1].set(
+            new_S.reshape(num_rows, size, *new_S.shape[1:]), mode="drop"
+        ),
+        out,
+        found,
+    )
+
+
+def _counted(
+    drafts: Drafts, live_B: jax.Array, ahead_Ba: jax.Array, accepted_Ba: jax.Array
+) -> Drafts:
+    if not ahead_Ba.shape[1]:
+        return replace(drafts, plain_B=drafts.plain_B + live_B)
+    return replace(
+        drafts,
+        wide_B=drafts.wide_B + live_B,
+        drafted_Bk=drafts.drafted_Bk + (ahead_Ba != NO_TOKEN),
+        accepted_Bk=drafts.accepted_Bk + accepted_Ba,
+    )
+
+
+@partial(jax.jit, donate_argnames=("text_RN",))
+def write_text(text_RN: jax.Array, row: jax.Array, token_N: jax.Array) -> jax.Array:
+    """Returns the rows' text with these tokens as that of one row. Consumes text_RN."""
+    return jax.lax.dynamic_update_slice_in_dim(text_RN, token_N[None], row, 0)

@@ -1,0 +1,109 @@
+"""Measures what proposing tokens ahead gains where a text repeats itself, and costs where it does
+not.
+
+    python scripts/bench_speculation.py                # the demo model
+    python scripts/bench_speculation.py --tokens 4 --rounds 5
+
+Two engines take turns, one without and one with speculation: one row that goes on with a function
+which stands twice in its prompt, greedily; one row of random text; and many rows of random text,
+which are more than speculate. By CPU time too, which other work on the machine changes less. Last
+the tokens of both are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import random
+import shutil
+import statistics
+import textwrap
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxkv import LLM, SamplingParams
+
+SOURCES: list[Callable[..., Any]] = [textwrap.dedent, shutil.copyfileobj, random.Random.sample]
+"""Functions of the standard library, by which the demo model has learnt Python."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=None, help="a directory or hub id (the demo model)")
+    parser.add_argument("--ahead", type=int, default=4, help="tokens proposed at most")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128, help="of each row")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    asked = {"method": "ngram", "num_speculative_tokens": args.ahead}
+    asked |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    limits = {"max_num_seqs": args.rows, "max_model_len": 1024, "lazy_compile": True}
+    engines = [
+        LLM(args.model, **limits),
+        LLM(args.model, **limits, speculative_config=asked),
+    ]
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
+    for line in engines[1].describe().splitlines()[:4]:
+        print(line)
+    greedy = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
+    drawn = SamplingParams(temperature=1.0, seed=0, max_tokens=args.tokens, ignore_eos=True)
+    rng = random.Random(0)
+    words = [" ".join(rng.choices(LETTERS, k=24)) for _ in range(args.rows)]
+    for source in SOURCES:
+        text = inspect.getsource(source)[:800]
+        compare(f"1 row, {source.__name__} again", engines, [text * 2], greedy, args.rounds)
+    compare("1 row of random text", engines, words[:1], drawn, args.rounds)
+    compare(f"{args.rows} rows of random text", engines, words, drawn, args.rounds)
+
+
+LETTERS = [chr(code) for code in range(97, 123)]
+
+
+def compare(
+    name: str, engines: list[LLM], prompts: list[str], params: SamplingParams, rounds: int
+) -> None:
+    """Prints how many times as fast the second engine is as the first, the median over rounds."""
+    taken: list[list[tuple[float, float]]] = [[], []]
+    tokens: list[list[list[int]]] = [[], []]
+    before = counters(engines[1])
+    for number in range(rounds + 1):
+        for which, llm in enumerate(engines):
+            started, cpu = time.perf_counter(), time.process_time()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            if number:  # the first round compiles
+                taken[which].append((time.perf_counter() - started, time.process_time() - cpu))
+            tokens[which] = [list(output.outputs[0].token_ids) for output in outputs]
+    gained = [
+        [plain / ahead for plain, ahead in zip(*pair, strict=True)]
+        for pair in zip(*taken, strict=True)
+    ]
+    num_tokens, after = sum(map(len, tokens[0])), counters(engines[1])
+    found = {
+        "case": name,
+        "speed": round(statistics.median(wall for wall, _ in gained), 2),
+        "speed_by_cpu_time": round(statistics.median(cpu for _, cpu in gained), 2),
+        "tokens_per_s": [
+            round(num_tokens / statistics.median(wall for wall, _ in each)) for each in taken
+        ],
+        "same_tokens": tokens[0] == tokens[1],
+        "drafted": after[0] - before[0],
+        "accepted": after[1] - before[1],
+        "of_tokens": num_tokens * (rounds + 1),
+    }
+    print(json.dumps(found), flush=True)
+
+
+def counters(llm: LLM) -> tuple[int, int]:
+    """Returns how many tokens were proposed, and how many of them held."""
+    values = {one.name: getattr(one, "value", 0) for one in llm.get_metrics()}
+    names = ("draft_tokens", "accepted_tokens")
+    drafted, accepted = (int(values[f"jaxkv:spec_decode_num_{name}"]) for name in names)
+    return drafted, accepted
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""With proposals the tokens and log-probabilities are those without, whatever is asked for, and in
+fewer steps.
+
+Before every step all memory that no request owns is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import jaxkv.engine.speculation
+from families import text_config
+from jaxkv import LLM, BeamSearchParams, SamplingParams
+from jaxkv.ops.attention import BACKENDS
+from jaxkv.ops.attention.pallas_tpu import PallasTpu
+from jaxkv.sampling_params import StructuredOutputsParams
+from jaxkv.testing import config_of, engine_of
+from poison import poisoned
+from tiers import some
+from tiny import SMALL, VARIANTS, make_checkpoint, tiny_config
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+AHEAD = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+    "disable_by_batch_size": SMALL["max_num_seqs"],
+}
+NUM_NEW = 40
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=3)
+FEW = replace(GREEDY, allowed_token_ids=[5, 7, 9, 11])
+"""With so few tokens a proposal often holds, whatever the model."""
+
+LIMITS = SMALL | {"max_num_batched_tokens": 64}
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch) -> None:
+    """Proposes wherever it may: a model with random weights seldom says what its prompt says."""
+    monkeypatch.setattr(jaxkv.engine.speculation, "LEAST_GAIN", 0.0)
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint) -> tuple[LLM, LLM]:
+    """The same engine without and with proposals."""
+    options = LIMITS | {"skip_tokenizer_init": False, "max_logprobs": 420}
+    return LLM(checkpoint, **options), LLM(checkpoint, **options, speculative_config=AHEAD)
+
+
+def prompts_of(vocab_size: int, count: int = 6) -> list[dict]:
+    """Prompts of all lengths, most of which repeat themselves."""
+    rng = np.random.default_rng(2)
+    made = []
+    for number in range(count):
+        part = rng.integers(3, vocab_size, 2 + 3 * number).tolist()
+        made.append({"prompt_token_ids": (part * 9)[: 7 * number + 5]})
+    return made
+
+
+def counted(llm: LLM) -> dict[str, float]:
+    """What was proposed and accepted so far; by position in the order of positions."""
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    metrics = llm.get_metrics()
+    found = {
+        name: one.value
+        for name in names
+        for one in metrics
+        if one.name == f"jaxkv:spec_decode_num_{name}"
+    }
+    by_position = [one for one in metrics if one.name.endswith("accepted_tokens_per_pos")]
+    return found | {f"at {one.labels['position']}": one.value for one in by_position}
+
+
+def assert_same(
+    plain: LLM, ahead: LLM, prompts: list, params: SamplingParams | list[SamplingParams]
+) -> None:
+    """Tokens, ends, texts and log-probabilities are equal, to the last bit; nothing is held after
+    it.
+    """
+    outputs = []
+    for llm in (plain, ahead):
+        with poisoned(engine_of(llm)):
+            outputs.append(llm.generate(prompts, params, use_tqdm=False))
+        assert engine_of(llm).scheduler.allocator.num_used == 0
+    for want, got in zip(*([one.outputs[0] for one in each] for each in outputs), strict=True):
+        assert (got.token_ids, got.finish_reason, got.stop_reason, got.text) == (
+            want.token_ids,
+            want.finish_reason,
+            want.stop_reason,
+            want.text,
+        )
+        for mine, theirs in zip(got.logprobs or [], want.logprobs or [], strict=True):
+            assert mine.keys() == theirs.keys()
+            assert [one.rank for one in mine.values()] == [one.rank for one in theirs.values()]
+            assert [one.logprob for one in mine.values()] == [
+                one.logprob for one in theirs.values()
+            ]
+
+
+CASES = [
+    ("qwen3", {"block_size": 8}),
+    ("qwen3", {"block_size": 32, "kv_cache_dtype": "int8"}),
+    ("qwen2-mixed-windows", {"block_size": 16, "kv_cache_dtype": "bfloat16"}),
+    ("mistral-window", {"kv_cache_dtype": "turboquant4"}),
+    ("deepseek_v3", {}),
+    ("gemma3_text", {"kv_cache_dtype": "fp8_e4m3"}),
+]
+
+
+@pytest.mark.parametrize(("variant", "options"), some(CASES, CASES[2]))
+def test_greedy_and_sampled_tokens_are_those_without_proposals(tmp_path, variant, options):
+    config = (tiny_config if variant in VARIANTS else text_config)(variant)
+    directory = make_checkpoint(tmp_path / "model", config)
+    limits = LIMITS | options | {"max_num_seqs": 2}
+    plain = LLM(directory, **limits)
+    ahead = LLM(directory, **limits, speculative_config=AHEAD | {"disable_by_batch_size": 2})
+    prompts = prompts_of(151)
+    assert_same(plain, ahead, prompts, FEW)
+    drawn = replace(FEW, temperature=0.7, top_p=0.9, logprobs=None)
+    assert_same(plain, ahead, prompts, [replace(drawn, seed=seed) for seed in range(6)])
+    assert counted(ahead)["accepted_tokens"] > 50
+
+
+def test_preempted_rows_get_the_same_tokens(tmp_path):
+    """Fourteen pages are too few for four rows of up to 9."""
+    directory = make_checkpoint(tmp_path / "model", tiny_config("qwen3"))
+    few = LIMITS | {"num_gpu_blocks_override": 14}
+    plain = LLM(directory, **LIMITS)
+    ahead = LLM(directory, **few, speculative_config=AHEAD)
+    assert_same(plain, ahead, prompts_of(151, 5)[::-1], FEW)
+    assert engine_of(ahead).scheduler.num_preemptions > 0
+    assert counted(ahead)["accepted_tokens"] > 10
+
+
+def test_whatever_a_request_asks_for_it_gets_the_same(pair):
+    plain, ahead = pair
+    drawn = replace(GREEDY, temperature=0.8, seed=5)
+    asked = [
+        replace(FEW, repetition_penalty=1.3, presence_penalty=0.5),
+        replace(GREEDY, repetition_penalty=0.7, frequency_penalty=-0.4),
+        replace(GREEDY, presence_penalty=1.5, frequency_penalty=0.3),
+        replace(GREEDY, logit_bias={9: 4.0, 11: 4.5}, min_tokens=9, stop_token_ids=[9, 11]),
+        replace(GREEDY, allowed_token_ids=[5, 7, 9], stop_token_ids=[7], min_tokens=3),
+        replace(drawn, allowed_token_ids=[5, 7, 9], stop_token_ids=[9], prompt_logprobs=2),
+        replace(drawn, max_tokens=25, stop=["a", "e", "the"], top_k=4),
+        replace(GREEDY, logprobs=-1, max_tokens=9),
+    ]
+    before = counted(ahead)["accepted_tokens"]
+    assert_same(plain, ahead, prompts_of(420, len(asked)), asked)
+    # A row that waits for the host makes the loops of all short.
+    of_host = [
+        replace(GREEDY, bad_words=["t", "The end"], ignore_eos=False),
+        replace(GREEDY, structured_outputs=StructuredOutputsParams(regex="(ab)+"), max_tokens=12),
+        asked[0],
+    ]
+    assert_same(plain, ahead, prompts_of(420, len(of_host)), of_host)
+    assert counted(ahead)["accepted_tokens"] > before + 50
+
+
+def test_beams_find_the_same_sequences(pair):
+    found = [
+        [one.tokens for one in output.sequences]
+        for llm in pair
+        for output in llm.beam_search(
+            prompts_of(420, 3), BeamSearchParams(beam_width=2, max_tokens=12)
+        )
+    ]
+    assert found[:3] == found[3:]
+
+
+def test_requests_that_come_and_go_get_the_same_tokens(pair):
+    """One is added after every step, so that proposing loops and plain steps go by turns."""
+    prompts = prompts_of(420, 8)
+    taken = []
+    for llm in pair:
+        requests = (
+            (prompt, replace(GREEDY, max_tokens=9 + 5 * n)) for n, prompt in enumerate(prompts)
+        )
+        outputs = dict(llm.as_completed(requests))
+        taken.append([outputs[n].outputs[0].token_ids for n in range(8)])
+    assert taken[0] == taken[1]
+
+
+def test_what_is_counted_adds_up(pair):
+    _, ahead = pair
+    found = counted(ahead)
+    by_position = [found[f"at {k}"] for k in range(4)]
+    assert sum(by_position) == found["accepted_tokens"] <= found["draft_tokens"]
+    assert by_position == sorted(by_position, reverse=True)
+    assert found["drafts"] <= found["draft_tokens"] <= 4 * found["drafts"]
+
+
+def test_fewer_steps_give_the_tokens_and_rows_that_gain_nothing_stop_proposing(pair, monkeypatch):
+    monkeypatch.undo()
+    _, ahead = pair
+    engine = engine_of(ahead)
+    loops: list[str] = []
+    for kind in ("loop", "speculate"):
+        get = getattr(engine.programs, kind)
+        monkeypatch.setattr(
+            engine.programs, kind, lambda rows, kind=kind, get=get: loops.append(kind) or get(rows)
+        )
+    one = {"prompt_token_ids": [7, 8, 9] * 5}
+    # Of one token only is the text that repeats itself, and of all alike the one that does not.
+    always = replace(GREEDY, allowed_token_ids=[9], max_tokens=60, logprobs=None)
+    before = counted(ahead)["accepted_tokens"]
+    ahead.generate(one, always, use_tqdm=False)
+    assert "loop" not in loops
+    assert counted(ahead)["accepted_tokens"] - before >= 0.75 * 60
+    loops.clear()
+    never = replace(GREEDY, temperature=1e6, seed=3, max_tokens=100, logprobs=None)
+    ahead.generate(one, never, use_tqdm=False)
+    assert loops.count("speculate") <= 4 < loops.count("loop")
+    loops.clear()
+    ahead.generate([one] * 3, always, use_tqdm=False)
+    assert "loop" not in loops
+    monkeypatch.setattr(engine._speculator, "most_rows", 2)
+    loops.clear()
+    ahead.generate([one] * 3, always, use_tqdm=False)
+    assert "speculate" not in loops
+
+
+def test_without_it_the_programs_are_those_of_before_and_with_it_counted(pair):
+    plain, ahead = (engine_of(llm).programs for llm in pair)
+    assert {kind for kind, _ in plain._every} == {"step", "draw", "loop", "copy"}
+    added = {*ahead._every} - {*plain._every}
+    assert added == {("speculate", 2), ("speculate", 4), ("text", 128)}
+    assert config_of(pair[0]).decode_steps == 8
+    assert config_of(pair[1]).decode_steps == 10
+
+
+def test_what_it_cannot_do_is_refused_by_name(checkpoint, tmp_path):
+    def refused(kind: type[Exception], match: str, directory=checkpoint, **options) -> None:
+        with pytest.raises(kind, match=match):
+            LLM(directory, **SMALL | {"speculative_config": AHEAD} | options)
+
+    def asked(**keys: object) -> dict:
+        return AHEAD | keys
+
+    refused(NotImplementedError, "kv_policy streaming", kv_policy="streaming", kv_budget=64)
+    refused(NotImplementedError, "a model that pools", runner="pooling")
+    refused(ValueError, "expected None with disaggregate", disaggregate=(1, 1))
+    refused(ValueError, "method 'ngram'", speculative_config=asked(method="eagle"))
+    refused(ValueError, "got 'model'", speculative_config=asked(model="other"))
+    refused(ValueError, "num_speculative_tokens", speculative_config={"method": "ngram"})
+    refused(ValueError, "<= 32", speculative_config=asked(num_speculative_tokens=33))
+    refused(ValueError, "prompt_lookup_min", speculative_config=asked(prompt_lookup_min=4))
+    refused(ValueError, "disable_by_batch_size", speculative_config=asked(disable_by_batch_size=9))
+    recurrent = make_checkpoint(tmp_path / "model", text_config("lfm2"))
+    refused(NotImplementedError, "recurrent states", directory=recurrent)
+
+
+@pytest.mark.slow
+def test_the_tpu_kernels_verify_what_xla_does(tmp_path, monkeypatch):
+    """In their interpreter: rows of one, some and no tokens are chunks there."""
+    monkeypatch.setitem(BACKENDS, "interpreted", PallasTpu(interpret=True))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    directory = make_checkpoint(tmp_path / "model", tiny_config("llama", **heads))
+    limits = LIMITS | {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 16}
+    asked = AHEAD | {"disable_by_batch_size": 2}
+    params = replace(FEW, max_tokens=16, logprobs=None)
+    tokens = []
+    for options in ({}, {"backend": "interpreted", "speculative_config": asked}):
+        llm = LLM(directory, **limits | options)
+        outputs = llm.generate(prompts_of(151, 3), params, use_tqdm=False)
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
+    assert counted(llm)["accepted_tokens"] > 5
