@@ -55,7 +55,7 @@ def test_values_that_mean_nothing_are_taken_and_others_translated(given, options
         ({"enable_chunked_prefill": False}, "^enable_chunked_prefill: expected True .*nearest: max_num_b"),
         ({"trust_remote_code": True}, "^trust_remote_code: expected False .a vLLM argument of which"),
         ({"trust_remote_code": 0}, "^trust_remote_code: expected False .*, got 0$"),
-        ({"speculative_config": {"model": "x"}}, "^speculative_config: expected None "),
+        ({"speculative_model": "x"}, "^speculative_model: expected None "),
         ({"device": "cpu"}, "^device: expected 'auto' .*nearest: the environment variable JAX_PLAT"),
         ({"enforce_eager": 1}, "^enforce_eager: expected True or False, got 1$"),
         ({"gpu_memory_utilisation": 0.5}, "unknown argument gpu_memory_utilisation, did you mean gpu_memory_util"),
