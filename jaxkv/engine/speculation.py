@@ -82,7 +82,7 @@ class Speculator:
         text_RN = np.zeros(self._shape, np.int32) if self._text_RN is None else self._text_RN
         self._text_RN = None
         for request in requests:
-            if not self._has_text(request):
+            if request.row is not None and not self._has_text(request):
                 token_N = np.zeros(self._shape[1], np.int32)
                 token_N[: len(request.tokens)] = request.tokens
                 row = np.int32(request.row)
