@@ -217,7 +217,7 @@ def prefill(model: Model, kv: State, prompts: Any) -> tuple[State, jax.Array]:
     of `prompts`.
     """
     asked = prompts_by_row(prompts, len(kv.rows), model.spec.vocab_size)
-    kv = _with_room(model, kv, {row: len(ids) for row, ids in asked.items()})
+    kv = _with_room(kv, {row: len(ids) for row, ids in asked.items()})
     left, logits_of = asked, dict[int, jax.Array]()
     while left:
         chunks = next_chunks(left, kv.limits.max_num_batched_tokens)
@@ -260,7 +260,7 @@ def decode(
     has_ended_B = (rows.token_B == NO_TOKEN) | (wanted.stop_BE == rows.token_B[:, None]).any(axis=1)
     rows.budget_B[:] = np.where(has_ended_B, 0, n)
 
-    kv = _with_room(model, kv, dict(zip(newest, rows.budget_B.tolist(), strict=False)))
+    kv = _with_room(kv, dict(zip(newest, rows.budget_B.tolist(), strict=False)))
     paged, nothing = _bound(model, kv, list(newest), padded), empty_newest(len(kv.rows), padded)
     rows, wanted = jax.device_put((rows, wanted), model.placement.sharding())
     width, pieces = kv.limits.decode_steps, []
@@ -403,7 +403,7 @@ def _with_rows(kv: State, changed: Mapping[int, KVHandle]) -> State:
     return replace(kv, rows=tuple(changed.get(i, row) for i, row in enumerate(kv.rows)))
 
 
-def _with_room(model: Model, kv: State, counts: Mapping[int, int]) -> State:
+def _with_room(kv: State, counts: Mapping[int, int]) -> State:
     """Returns the state with pages for so many more tokens of these rows, which only they write.
 
     Consumes `kv` where it copies a shared last page.

@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv.config import PAGE_SIZES
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.pages import MOVED_AT_ONCE, chunks
-from jaxkv.engine.places import Places, fitted_keys, places_of, stored_as, vectors
+from jaxkv.engine.places import fitted_keys, places_of, stored_as, vectors
 from jaxkv.errors import CapacityError, SavedFileError
 from jaxkv.holding.hold import Hold, Part
 from jaxkv.holding.prefix import PageChain
@@ -219,7 +219,7 @@ def _insert(engine: Engine, hold: Hold, saved: SavedPages, tokens: array[int]) -
             start = max(found, part.num_gone)
             pages = part.pages[(start - part.num_gone) // size :]
             for page_C, n in chunks(pages) if own else ():
-                arrays = _arrays(engine, saved, places, own, s, range(start, start + n * size))
+                arrays = _arrays(engine, saved, own, s, range(start, start + n * size))
                 state = replace(engine.kv, rows=())
                 engine.kv = write_pages(state, page_C, arrays, np.int32(n), s=s)
                 start += n * size
@@ -242,7 +242,7 @@ def _insert_states(engine: Engine, page: int, saved: SavedPages) -> None:
 
 
 def _arrays(
-    engine: Engine, saved: SavedPages, places: Places, own: dict[int, int], s: int, span: range
+    engine: Engine, saved: SavedPages, own: dict[int, int], s: int, span: range
 ) -> tuple[np.ndarray, ...]:
     """Returns the arrays of some pages of store s, which have the tokens at these positions, in
     every layer, [L, C, ...].

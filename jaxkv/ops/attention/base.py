@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import PageLayout
-from jaxkv.kv.state import PageTables, Statistics, Store
+from jaxkv.kv.state import PageTables, Statistics, Store, empty_store
 from jaxkv.ops.matrices import HeadMatrices
 from jaxkv.pytree import pytree, static
 
@@ -218,3 +218,38 @@ def refuse_statistics(at: Place) -> None:
     """Raises: NotImplementedError where statistics are asked for; for backends without them."""
     if at.statistics is not None:
         raise NotImplementedError("statistics: only the xla backend observes attention")
+
+
+def refused_when_traced(backend: Backend, heads: Heads, needs: Needs) -> str | None:
+    """Returns what `backend` raises as NotImplementedError while one layer of the smallest step
+    with all rows is traced, None if that goes through: what kernels cannot do only they know.
+    """
+
+    def attend() -> jax.Array:
+        row_B = jnp.zeros(needs.num_rows, jnp.int32)
+        table_BW = jnp.zeros((needs.num_rows, needs.pages_per_row), jnp.int32)
+        layout = backend.page_layout(heads, needs.page_size, needs.codec)
+        store = empty_store(num_layers=1, layout=layout, num_pages=1)
+        tables = PageTables(table_BW, table_BW, row_B)
+        batch = Batch(row_B, row_B, row_B, row_B, row_B, jnp.int32(0), jnp.int32(0))
+        q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, layout.head_dim))
+        k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, layout.head_dim))
+        v_TKH = None if heads.latent_dim is not None else k_TKH
+        return backend.attend(
+            q_TNH,
+            None if heads.has_readers else k_TKH,
+            None if heads.has_readers else v_TKH,
+            Place(store, 0, tables),
+            batch,
+            backend.prepare(store, tables, batch, heads),
+            scale=1.0,
+            out_dtype=np.dtype(needs.codec.dtype),
+            cap=heads.cap,
+            sinks_N=jnp.zeros(heads.num_heads) if heads.has_sinks else None,
+        ).out_TNH
+
+    try:
+        jax.eval_shape(attend)
+    except NotImplementedError as error:
+        return str(error)
+    return None

@@ -5,7 +5,6 @@ keys and values.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -14,7 +13,7 @@ import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout, ScalesApartLayout, is_int8
-from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
+from jaxkv.kv.state import PageTables, Store, destinations, write
 from jaxkv.ops.attention.base import (
     Attended,
     Batch,
@@ -25,6 +24,7 @@ from jaxkv.ops.attention.base import (
     refuse_chunks,
     refuse_latents,
     refuse_statistics,
+    refused_when_traced,
 )
 from kernels_pallas.gpu import (
     Int8Pages,
@@ -69,36 +69,7 @@ class MosaicGpu:
             return "a model without attention"
         if heads.latent_dim is not None:
             return "latent attention: expected values apart from keys; its kernel is not built"
-        try:
-            jax.eval_shape(partial(self._try, heads, needs))
-        except NotImplementedError as error:
-            return str(error)
-        return None
-
-    def _try(self, heads: Heads, needs: Needs) -> jax.Array:
-        """Attends a layer of the smallest step, to hear from the kernels what they do not take."""
-        batch = jnp.zeros(2, jnp.int32)
-        table_BW = jnp.zeros((2, needs.pages_per_row), jnp.int32)
-        layout = self.page_layout(heads, needs.page_size, needs.codec)
-        store = empty_store(num_layers=1, layout=layout, num_pages=1)
-        tables = PageTables(table_BW, table_BW, batch)
-        made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
-        q_TNH, k_TKH = (
-            jnp.zeros((2, n, layout.head_dim)) for n in (heads.num_heads, heads.num_kv_heads)
-        )
-        prepared = self.prepare(store, tables, made, heads)
-        return self.attend(
-            q_TNH,
-            None if heads.has_readers else k_TKH,
-            None if heads.has_readers else k_TKH,
-            Place(store, 0, tables),
-            made,
-            prepared,
-            scale=1.0,
-            out_dtype=np.dtype(needs.codec.dtype),
-            cap=heads.cap,
-            sinks_N=jnp.zeros(heads.num_heads) if heads.has_sinks else None,
-        ).out_TNH
+        return refused_when_traced(self, heads, needs)
 
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> HeadMajorLayout:
         kind = ScalesApartLayout if is_int8(codec) else HeadMajorLayout

@@ -5,7 +5,6 @@ pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec, PlainCodec
 from jaxkv.kv.codecs.int4 import Int4Codec
 from jaxkv.kv.layout import LaneLayout, packing_of
-from jaxkv.kv.state import PageTables, Store, empty_store
+from jaxkv.kv.state import PageTables, Store
 from jaxkv.ops.attention.base import (
     Attended,
     Batch,
@@ -25,6 +24,7 @@ from jaxkv.ops.attention.base import (
     Place,
     refuse_chunks,
     refuse_statistics,
+    refused_when_traced,
 )
 from kernels_pallas.tpu import (
     Packed,
@@ -67,38 +67,7 @@ class PallasTpu:
                 return "latent attention: expected scores without a cap and without sinks"
             if isinstance(needs.codec, Int4Codec):  # it mixes what is value with what is not
                 return "latent attention: kv_cache_dtype: expected bfloat16, float32 or int8"
-        try:
-            jax.eval_shape(partial(self._try, heads, needs))
-        except NotImplementedError as error:
-            return str(error)
-        return None
-
-    def _try(self, heads: Heads, needs: Needs) -> jax.Array:
-        """Attends one layer of the smallest step with all rows, to hear from the kernels what they
-        do not take.
-        """
-        batch = jnp.zeros(needs.num_rows, jnp.int32)
-        table_BW = jnp.zeros((needs.num_rows, needs.pages_per_row), jnp.int32)
-        layout = self.page_layout(heads, needs.page_size, needs.codec)
-        store = empty_store(num_layers=1, layout=layout, num_pages=1)
-        tables = PageTables(table_BW, table_BW, batch)
-        made = Batch(batch, batch, batch, batch, batch, jnp.int32(0), jnp.int32(0))
-        q_TNH = jnp.zeros((needs.num_rows, heads.num_heads, layout.head_dim))
-        k_TKH = jnp.zeros((needs.num_rows, heads.num_kv_heads, layout.head_dim))
-        v_TKH = None if heads.latent_dim is not None else k_TKH
-        prepared = self.prepare(store, tables, made, heads)
-        return self.attend(
-            q_TNH,
-            None if heads.has_readers else k_TKH,
-            None if heads.has_readers else v_TKH,
-            Place(store, 0, tables),
-            made,
-            prepared,
-            scale=1.0,
-            out_dtype=np.dtype(needs.codec.dtype),
-            cap=heads.cap,
-            sinks_N=jnp.zeros(heads.num_heads) if heads.has_sinks else None,
-        ).out_TNH
+        return refused_when_traced(self, heads, needs)
 
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> LaneLayout:
         return LaneLayout(
