@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EngineDeadError,
         SavedFileError,
     )
+    from jaxkv.lora.request import LoRARequest
     from jaxkv.requests.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -60,6 +61,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineDeadError",
+    "LoRARequest",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",
@@ -94,6 +96,7 @@ _HOMES = {
         "EngineDeadError",
         "SavedFileError",
     ),
+    "jaxkv.lora.request": ("LoRARequest",),
     "jaxkv.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
     "jaxkv.requests.pooling": ("PoolingParams",),
     "jaxkv.structured": ("StructuredOutputsParams",),

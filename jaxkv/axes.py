@@ -5,6 +5,7 @@ P pages of the pool               W pages per row               S slots (tokens)
 N query heads                     K KV heads                    G = N / K query heads per KV head
 H head dim                        D model dim                   F feed-forward dim
 V vocabulary                      E stop tokens per row         C pages gathered at once
+A adapters on the device          X rank of an adapter
 R rows of the engine (a step's B rows are some of them, in any order)
 
 Logical axes, the names that shardings are derived from:

@@ -99,8 +99,9 @@ class EngineConfig:
     most, whose pages a row gives back when no later query sees them; 0: all tokens. What is left
     begins in a table at a multiple of `aligned_len` tokens. `has_contexts`: rotary embeddings
     depend on how long a row may get. `num_slots`: places for the recurrent state of a row, the
-    first ones those of the rows; 0: the model has none. `pooled`: which hidden states of a prompt
-    are wanted (`programs.pool.KINDS`) in place of tokens; "": none. `speculation`: None without.
+    first ones those of the rows; 0: the model has none. `num_adapters`: places for adapters on the
+    device. `pooled`: which hidden states of a prompt are wanted (`programs.pool.KINDS`) in place of
+    tokens; "": none. `speculation`: None without.
     """
 
     max_model_len: int
@@ -119,12 +120,13 @@ class EngineConfig:
     aligned_len: int = 1
     has_contexts: bool = False
     num_slots: int = 0
+    num_adapters: int = 0
     pooled: str = ""
     speculation: Speculation | None = None
 
     def __post_init__(self) -> None:
         may_be_zero = {"seed", "max_logprobs", "row_pages", "low_row_pages", "read_pages"}
-        may_be_zero |= {"num_slots"}
+        may_be_zero |= {"num_slots", "num_adapters"}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in NO_NUMBERS:

@@ -25,7 +25,7 @@ from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.recurrent import StateArray
 from jaxkv.models.spec import ModelSpec
 from jaxkv.weights.packing import FACTOR, TABLE, base_name, num_bytes
-from jaxkv.weights.tree import EXPERT
+from jaxkv.weights.tree import ADAPTER_DOWN, ADAPTER_UP, ADAPTERS, EXPERT
 
 TENSOR = "tensor"
 """The mesh axis."""
@@ -84,6 +84,8 @@ class Placement:
         over layers. Of a quantised one (`weights.packing`) columns are divided by groups, or within
         the only one, and all devices have its tables and factors.
         """
+        if name.startswith(ADAPTERS):
+            return self._adapter(name)
         of = base_name(name)
         axes = dict(self.axes).get(of, ())
         if name.endswith((TABLE, FACTOR)):
@@ -96,6 +98,15 @@ class Placement:
             parts = [columns if has_groups else None, rows]
             parts += [None if has_groups else columns] * (of == name)
         return PartitionSpec(*[None] * (len(shape) - len(parts)), *parts)
+
+    def _adapter(self, name: str) -> PartitionSpec:
+        """Returns the sharding of adapters: what goes down is divided as the columns of their
+        matrix are, what goes up as its rows are.
+        """
+        of = name.removeprefix(ADAPTER_DOWN).removeprefix(ADAPTER_UP)
+        rows, columns = self.weight(of, (0, 0)) if dict(self.axes).get(of) else (None, None)
+        parts = (None, columns) if name.startswith(ADAPTER_DOWN) else (rows, None)
+        return PartitionSpec(None, None, *parts)
 
     def weights(self, tree: Any) -> Any:
         """Returns the sharding of every leaf of a weight tree."""

@@ -74,6 +74,6 @@ def check_no_lora(request: Any) -> None:
     given = request if isinstance(request, list | tuple) else [request]
     if any(one is not None for one in given):
         raise ValueError(
-            f"lora_request: expected None (adapters are not built; merge them into the weights), "
-            f"got {request!r:.80}"
+            f"lora_request: expected None (adapters are not built here; merge them into the "
+            f"weights), got {request!r:.80}"
         )

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxkv.api.arguments import check_no_lora, check_none
+from jaxkv.api.arguments import check_none
 from jaxkv.api.async_pooling import AsyncPoolingCalls
 from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.api.llm import LLM, Conversation
@@ -29,6 +29,7 @@ from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.vllm_arguments import ABSENT_FROM_ASYNC, absence
 from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.engine.metrics import Metric
+from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput, new_since
 from jaxkv.requests.prompts import Prompt
 
@@ -83,7 +84,7 @@ class AsyncLLM(AsyncPoolingCalls):
         request_id: str | None = None,
         *,
         priority: int = 0,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         **of_vllm: None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yields everything so far (of all samples) whenever there is more; the last output is
@@ -96,7 +97,7 @@ class AsyncLLM(AsyncPoolingCalls):
         prompt: as for `LLM.generate`, or a list of chat messages, or {"messages": [...]} with what
         `LLM.as_completed` takes beside them. sampling_params: by default
         `get_default_sampling_params`. request_id: by default a random one. priority: the lowest
-        first. of_vllm: `OF_VLLM`, which may be None.
+        first. lora_request: an adapter (docs/lora.md). of_vllm: `OF_VLLM`, which may be None.
         Raises, each from this iterator only: ValueError for a prompt or parameter that is refused
         and for a request_id that is in use; what a step of the engine raised that this request was
         in; EngineDeadError.
@@ -105,16 +106,18 @@ class AsyncLLM(AsyncPoolingCalls):
             raise ValueError(
                 f"request_id: expected a text or None, got {type(request_id).__name__}"
             )
-        check_no_lora(lora_request)
         for name, value in of_vllm.items():
             if name not in OF_VLLM:
                 raise TypeError(f"AsyncLLM.generate: unexpected keyword argument {name!r}")
             check_none(name, value)
         loop = asyncio.get_running_loop()
+        await self._read_adapter(lora_request)
         stream = Stream(uuid.uuid4().hex if request_id is None else request_id)
         try:
             await self._engine.ask(
-                partial(self._engine.add, stream, loop, prompt, sampling_params, priority)
+                partial(
+                    self._engine.add, stream, loop, prompt, sampling_params, priority, lora_request
+                )
             )
             params = SamplingParams() if sampling_params is None else sampling_params
             kind, before = params.output_kind, None
@@ -128,6 +131,11 @@ class AsyncLLM(AsyncPoolingCalls):
         finally:
             if not stream.is_ended:
                 self._engine.post(partial(self._engine.close, stream))
+
+    async def _read_adapter(self, lora_request: LoRARequest | None) -> None:
+        """Has an adapter read from its files while the engine goes on. Raises: ValueError."""
+        if lora_request is not None:
+            await asyncio.to_thread(self._llm._intake.adapter_of, lora_request)
 
     async def render(self, prompt: Prompt | Conversation) -> dict[str, Any]:
         """Returns {"prompt": its text or None, "prompt_token_ids": [...], "cache_salt": ...} of a
@@ -144,18 +152,27 @@ class AsyncLLM(AsyncPoolingCalls):
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncSession:
         """Does what `LLM.session` does."""
         chat = chat_options(tools, chat_template, chat_template_kwargs)
-        home = self._llm._home(self, chat)
+        await self._read_adapter(lora_request)
+        home = self._llm._home(self, chat, lora_request)
         session = await self._engine.ask(partial(AsyncSession.begin, home, prompt))
-        async for _ in self.generate(session.prompt, PREFILL):
+        async for _ in self.generate(session.prompt, PREFILL, lora_request=lora_request):
             pass
         return session
 
-    async def restore(self, path: str | os.PathLike[str], *, convert: bool = False) -> AsyncSession:
+    async def restore(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        convert: bool = False,
+        lora_request: LoRARequest | None = None,
+    ) -> AsyncSession:
         """Does what `LLM.restore` does."""
-        home, where = self._llm._home(self), Path(path).absolute()
+        await self._read_adapter(lora_request)
+        home, where = self._llm._home(self, None, lora_request), Path(path).absolute()
         return await self._engine.ask(partial(AsyncSession.restored, home, where, convert=convert))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:

@@ -21,6 +21,7 @@ from jaxkv.api.llm import LLM, Conversation
 from jaxkv.api.pooling import PoolingCall
 from jaxkv.config import SamplingParams
 from jaxkv.errors import Catch, EngineDeadError
+from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.prompts import Prompt
 from jaxkv.requests.request import Request, Submission
@@ -234,12 +235,13 @@ class EngineThread:
         prompt: Prompt | Conversation,
         params: SamplingParams | None,
         priority: int,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Adds a request. Raises: ValueError if it is refused."""
         self._check_not_stopping()
         if stream.id in self._live:
             raise ValueError(f"request_id: expected one that is not in use, got {stream.id!r}")
-        accepted = self._llm._accept_or_refuse((prompt, params), priority)
+        accepted = self._llm._accept_or_refuse((prompt, params), priority, lora_request)
         if isinstance(accepted, ValueError):
             raise accepted
         self._begin(stream, loop, accepted)

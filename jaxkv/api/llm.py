@@ -53,7 +53,9 @@ from jaxkv.errors import CapacityError
 from jaxkv.holding.directory import Directory
 from jaxkv.holding.prefix import root_key
 from jaxkv.kv.saved import Origin, fingerprint
+from jaxkv.lora.request import LoRARequest
 from jaxkv.ops.attention import check_backend
+from jaxkv.requests.adapters import AdapterFiles, listed_adapters
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput, RequestOutputs
 from jaxkv.requests.prompts import Prompt, is_conversation, listed
@@ -124,7 +126,7 @@ class LLM(PoolingCalls):
         prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
@@ -137,13 +139,13 @@ class LLM(PoolingCalls):
         or 1-D array of them.
         sampling_params: one for all or one each (default: `get_default_sampling_params`). priority:
         one number for all or per prompt, the lowest first. use_tqdm: whether a bar is shown, or a
-        class of bars. prompt_token_ids: prompts, as older scripts give them.
+        class of bars. lora_request: an adapter for all, or one or None each (docs/lora.md).
+        prompt_token_ids: prompts, as older scripts give them.
         Raises: ValueError naming every bad index before any work starts.
         """
         IS_BAR("use_tqdm", use_tqdm)
         check_none("tokenization_kwargs", tokenization_kwargs)
         check_none("mm_processor_kwargs", mm_processor_kwargs)
-        check_no_lora(lora_request)
         if prompt_token_ids is not None:
             if prompts is not None:
                 raise ValueError("prompt_token_ids: expected no prompts beside them")
@@ -151,14 +153,15 @@ class LLM(PoolingCalls):
         given = listed(prompts)
         params = listed_params(sampling_params, len(given), self.get_default_sampling_params)
         priorities = listed_priorities(priority, len(given))
-        return self._run(self._intake.accept(given, params, priorities), use_tqdm)
+        loras = listed_adapters(lora_request, len(given))
+        return self._run(self._intake.accept(given, params, priorities, loras), use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -190,7 +193,6 @@ class LLM(PoolingCalls):
         CONTENT_FORMAT("chat_template_content_format", chat_template_content_format)
         check_none("tokenization_kwargs", tokenization_kwargs)
         check_none("mm_processor_kwargs", mm_processor_kwargs)
-        check_no_lora(lora_request)
         IS_LIST("tools", tools)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = self._intake.render(
@@ -202,7 +204,9 @@ class LLM(PoolingCalls):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
+        return self.generate(
+            prompts, sampling_params, use_tqdm, lora_request=lora_request, priority=priority
+        )
 
     def beam_search(
         self,
@@ -260,7 +264,11 @@ class LLM(PoolingCalls):
         return complete(self._front, enumerate(map(self._accept_or_refuse, requests)))
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Yields what is new (text, token_ids, logprobs) as it is generated; the last one carries
         the finish_reason.
@@ -270,7 +278,7 @@ class LLM(PoolingCalls):
         request. Raises: ValueError at the call, before anything is yielded.
         """
         params = listed_params(sampling_params, 1, self.get_default_sampling_params)
-        (submission,) = self._intake.accept([prompt], params)
+        (submission,) = self._intake.accept([prompt], params, None, [lora_request])
         return stream(self._front, submission)
 
     def session(
@@ -280,28 +288,37 @@ class LLM(PoolingCalls):
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Session:
         """Computes a prompt, or a list of chat messages, and returns it as a value that can go on
         in many ways.
 
-        The other arguments are for chats, as in `chat`.
+        The other arguments are for chats, as in `chat`, and an adapter for all that comes of it.
         Raises: ValueError for what is refused, and with enable_prefix_caching=False.
         """
         chat = chat_options(tools, chat_template, chat_template_kwargs)
-        home = self._home(self, chat)
+        home = self._home(self, chat, lora_request)
         session = Session.begin(home, prompt)
-        self.generate(session.prompt, PREFILL, use_tqdm=False)
+        self.generate(session.prompt, PREFILL, use_tqdm=False, lora_request=lora_request)
         return session
 
-    def restore(self, path: str | os.PathLike[str], *, convert: bool = False) -> Session:
+    def restore(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        convert: bool = False,
+        lora_request: LoRARequest | None = None,
+    ) -> Session:
         """Returns the session that `Session.save` has written, with its pages in the prefix cache.
 
+        lora_request: the adapter that it was computed with, wherever that is now.
         convert: keys and values of another dtype or kv_cache_dtype, and quantised ones from another
         backend or in pages of another size, are stored anew, which rounds them once more.
         Raises: SavedFileError for a file that is broken or of another model, CapacityError where
         its pages do not fit.
         """
-        return Session.restored(self._home(self), Path(path).absolute(), convert=convert)
+        home = self._home(self, lora_request=lora_request)
+        return Session.restored(home, Path(path).absolute(), convert=convert)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what the model's generation_config.json asks for, vLLM's defaults where it says
@@ -392,7 +409,7 @@ class LLM(PoolingCalls):
             engine.programs.stop()
         self._front.end()
         for engine in self._engines:
-            for array in jax.tree.leaves((engine.weights, engine.kv)):
+            for array in jax.tree.leaves((engine.weights, engine.adapters, engine.kv)):
                 array.delete()
 
     def __enter__(self) -> Self:
@@ -506,9 +523,21 @@ class LLM(PoolingCalls):
         )
         return "\n".join([lines, *prompts_on])
 
-    def _home(self, owner: Any, chat: Mapping[str, Any] | None = None) -> Home:
+    def _home(
+        self,
+        owner: Any,
+        chat: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Home:
         """Returns what sessions of `owner`, which this engine serves, have in common."""
-        return Home(owner, self._intake, self._engine, self._origin, chat=chat or {})
+        return Home(
+            owner,
+            self._intake,
+            self._engine,
+            self._origin,
+            chat=chat or {},
+            lora_request=lora_request,
+        )
 
     def _origin(self, form: str) -> Origin:
         """Says what the engine's keys and values are of. Raises: ValueError while it sleeps."""
@@ -531,9 +560,12 @@ class LLM(PoolingCalls):
             cache_root=root,
             share_prefixes=blueprint.options.enable_prefix_caching,
             lock=self._lock,
+            adapters=AdapterFiles(blueprint),
         )
 
-    def _accept_or_refuse(self, pair: Any, priority: int = 0) -> Submission | ValueError:
+    def _accept_or_refuse(
+        self, pair: Any, priority: int = 0, lora_request: LoRARequest | None = None
+    ) -> Submission | ValueError:
         try:
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise ValueError(
@@ -542,7 +574,7 @@ class LLM(PoolingCalls):
             prompt, params = pair
             prompt = self._without_messages(prompt)
             chosen = self.get_default_sampling_params() if params is None else params
-            (submission,) = self._intake.accept([prompt], [chosen], [priority])
+            (submission,) = self._intake.accept([prompt], [chosen], [priority], [lora_request])
         except ValueError as error:
             # Their index in a list of one says nothing here.
             return ValueError(

@@ -20,7 +20,9 @@ from jaxkv.build.selftest import make_tested
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.host_moves import make_tiers
 from jaxkv.holding.directory import Directory
+from jaxkv.placement import bytes_per_device
 from jaxkv.programs.executables import ProgramFiles
+from jaxkv.weights.tree import Weights, with_adapters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +33,13 @@ class Part:
     blueprint: Blueprint
     budget: Budget
     files: ProgramFiles | None
+    adapters: Weights
 
     def make_engine(self, lock: RLock, directory: Directory | None) -> Engine:
         """Compiles the programs and allocates the KV cache. directory: where pages are kept too."""
         blueprint, tokenizer = self.blueprint, self.model.tokenizer
-        programs = blueprint.programs(self.model.weights, files=self.files)
+        weights = with_adapters(self.model.weights, self.adapters)
+        programs = blueprint.programs(weights, files=self.files)
         self.budget.compile(programs, lazy=blueprint.options.lazy_compile)
         options, kv = blueprint.options, blueprint.empty_kv()
         tiers = make_tiers(
@@ -53,6 +57,8 @@ class Part:
             decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token]),
             lock=lock,
             tiers=tiers,
+            adapters=self.adapters,
+            make_adapters=blueprint.empty_adapters,
         )
 
 
@@ -86,15 +92,16 @@ def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
     )
     blueprint = make_tested(make, options)
     model = model.loaded(blueprint)
+    adapters = blueprint.empty_adapters()
     memory = device_memory(
         devices[0],
-        weight_bytes=model.weight_bytes,
+        weight_bytes=model.weight_bytes + bytes_per_device(adapters),
         utilization=options.gpu_memory_utilization,
     )
     files = open_program_files(blueprint.placement.devices)
-    budget = blueprint.budget(memory, model.weights, files)
+    budget = blueprint.budget(memory, with_adapters(model.weights, adapters), files)
     blueprint = blueprint.with_pages(budget.num_pages)
-    return Part(model=model, blueprint=blueprint, budget=budget, files=files)
+    return Part(model=model, blueprint=blueprint, budget=budget, files=files, adapters=adapters)
 
 
 def _refuse_model(model: Model, *, is_even: bool) -> None:

@@ -27,9 +27,11 @@ from jaxkv.engine.places import converted
 from jaxkv.engine.saving import extract, form_of, insert, saved_len
 from jaxkv.errors import CapacityError, SavedFileError
 from jaxkv.kv.saved import Origin, SavedPages
+from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import CompletionOutput, RequestOutput
 from jaxkv.requests.prompts import Prompt, is_conversation
+from jaxkv.weights.adapters import Adapter
 
 T = TypeVar("T")
 
@@ -66,6 +68,12 @@ class Home:
     salt: str = ""
     chat: Mapping[str, Any] = field(default_factory=dict)
     """Holds what the chat template gets beside the messages."""
+    lora_request: LoRARequest | None = None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """Returns the adapter as its files are now. Raises: ValueError."""
+        return self.intake.adapter_of(self.lora_request)
 
     def own_origin(self) -> Origin:
         """Returns what the engine's keys and values are of."""
@@ -101,7 +109,9 @@ class BaseSession:
         claim: Claim | None = None,
     ) -> None:
         self._home, self._tokens, self._messages = home, tokens, messages
-        keys = home.intake.page_keys(tokens, home.salt) if claim is None else ()
+        keys: Sequence[bytes] = ()
+        if claim is None:
+            keys = home.intake.page_keys(tokens, home.salt, home.adapter)
         self._claim: Claim | None = Claim(home.engine, keys) if claim is None else claim
 
     @classmethod
@@ -122,7 +132,13 @@ class BaseSession:
             raise SavedFileError(f"{path}: expected the pages of the session's tokens, got others")
         if saved.origin.is_stored_otherwise(own):
             saved = converted(home.engine, saved)
-        insert(home.engine, saved, home.intake.page_root(home.salt))
+        adapter, own_digest = saved.extra.get("adapter", ""), _digest_of(home)
+        if adapter != own_digest:
+            raise SavedFileError(
+                f"{path}: lora_request: expected the adapter that the session was computed with "
+                f"(SHA-256 {adapter or 'of none'}), got {own_digest or 'none'}"
+            )
+        insert(home.engine, saved, home.intake.page_root(home.salt, home.adapter))
         return cls(home, tokens, messages)
 
     @classmethod
@@ -181,9 +197,16 @@ class BaseSession:
 
     @property
     def prompt(self) -> dict[str, Any]:
-        """Returns the session as a prompt of `LLM.generate`, which takes several at once."""
+        """Returns the session as a prompt of `LLM.generate`, which takes several at once; its
+        `lora_request` goes beside it.
+        """
         self._open()
         return {"prompt_token_ids": list(self.tokens), "cache_salt": self._home.salt}
+
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        """Returns the adapter that it was begun with."""
+        return self._home.lora_request
 
     @property
     def text(self) -> str:
@@ -299,8 +322,9 @@ class BaseSession:
             "messages": self._messages,
             "salt": home.salt,
             "chat": dict(home.chat),
+            "adapter": _digest_of(home),
         }
-        root, origin = home.intake.page_root(home.salt), home.own_origin()
+        root, origin = home.intake.page_root(home.salt, home.adapter), home.own_origin()
         tokens = self.tokens[: saved_len(home.engine, len(self))]
         return extract(home.engine, tokens, root, origin, extra)
 
@@ -356,14 +380,14 @@ class Session(BaseSession):
         tokens anew of all messages.
         """
         longer = self._longer(piece)
-        self._home.llm.generate(longer.prompt, PREFILL, use_tqdm=False)
+        self._run(longer.prompt, PREFILL)
         return longer
 
     def generate(self, params: SamplingParams | None = None) -> tuple[Self, CompletionOutput]:
         """Returns the session with a completion behind it (`after`), and the completion. params:
         as in `LLM.generate`, with n=1.
         """
-        (output,) = self._home.llm.generate(self.prompt, self._generation(params), use_tqdm=False)
+        (output,) = self._run(self.prompt, self._generation(params))
         return self.after(output), output.outputs[0]
 
     def logprobs(self, continuations: Sequence[Piece]) -> list[list[float]]:
@@ -372,9 +396,7 @@ class Session(BaseSession):
         They run in one batch, and the session's own pages are read, not computed.
         """
         prompts, params = self._scoring(continuations)
-        return [
-            self._scores(one) for one in self._home.llm.generate(prompts, params, use_tqdm=False)
-        ]
+        return [self._scores(one) for one in self._run(prompts, params)]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the session into a new file, which `LLM.restore` of the same model reads: in
@@ -391,9 +413,15 @@ class Session(BaseSession):
             raise FileExistsError(f"{where}: expected a new file")
         saved = self._saved()
         if saved is None:  # others have needed its pages meanwhile
-            self._home.llm.generate(self._saved_prompt, PREFILL, use_tqdm=False)
+            self._run(self._saved_prompt, PREFILL)
             saved = self._saved()
         _there(saved).save(where)
+
+    def _run(self, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = self._home.llm.generate(
+            prompts, params, use_tqdm=False, lora_request=self.lora_request
+        )
+        return outputs
 
 
 class AsyncSession(BaseSession):
@@ -404,18 +432,18 @@ class AsyncSession(BaseSession):
     async def extend(self, piece: Piece) -> Self:
         """Does what `Session.extend` does."""
         longer = await self._ask(lambda: self._longer(piece))
-        await _last(self._home.llm, longer.prompt, PREFILL)
+        await self._last(longer.prompt, PREFILL)
         return longer
 
     async def generate(self, params: SamplingParams | None = None) -> tuple[Self, CompletionOutput]:
         """Does what `Session.generate` does."""
-        output = await _last(self._home.llm, self.prompt, self._generation(params))
+        output = await self._last(self.prompt, self._generation(params))
         return await self._ask(lambda: self.after(output)), output.outputs[0]
 
     async def logprobs(self, continuations: Sequence[Piece]) -> list[list[float]]:
         """Does what `Session.logprobs` does."""
         prompts, params = await self._ask(lambda: self._scoring(continuations))
-        outputs = await asyncio.gather(*(_last(self._home.llm, one, params) for one in prompts))
+        outputs = await asyncio.gather(*(self._last(one, params) for one in prompts))
         return [self._scores(one) for one in outputs]
 
     async def save(self, path: str | os.PathLike[str]) -> None:
@@ -425,9 +453,14 @@ class AsyncSession(BaseSession):
         where = Path(path).absolute()
         saved = await self._ask(self._saved)
         if saved is None:
-            await _last(self._home.llm, self._saved_prompt, PREFILL)
+            await self._last(self._saved_prompt, PREFILL)
             saved = await self._ask(self._saved)
         await asyncio.to_thread(_there(saved).save, where)
+
+    async def _last(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        """Returns the last output of a request."""
+        outputs = self._home.llm.generate(prompt, params, lora_request=self.lora_request)
+        return [output async for output in outputs][-1]
 
     async def _ask(self, function: Callable[[], T]) -> T:
         """Returns what the function returns in the engine's thread, which has the tokenizer."""
@@ -444,9 +477,10 @@ def _there(saved: SavedPages | None) -> SavedPages:
     return saved
 
 
-async def _last(llm: Any, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-    """Returns the last output of a request."""
-    return [output async for output in llm.generate(prompt, params)][-1]
+def _digest_of(home: Home) -> str:
+    """Returns what the adapter of sessions is known by; "" without one."""
+    adapter = home.adapter
+    return "" if adapter is None else adapter.digest.hex()
 
 
 def _rendered(home: Home, messages: Messages) -> tuple[int, ...]:

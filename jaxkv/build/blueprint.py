@@ -30,6 +30,7 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
 from jaxkv.placement import TENSOR, Placement, kv_parts, place
 from jaxkv.programs.compiled import Programs
+from jaxkv.weights.adapters import empty_adapters
 from jaxkv.weights.dummy import leaf_arrays, sure_leaves, weight_shapes
 from jaxkv.weights.packing import METHODS, num_bytes
 from jaxkv.weights.tree import Weights, with_layer_leaf
@@ -251,6 +252,19 @@ class Blueprint:
             files=files,
         )
 
+    def empty_adapters(self) -> dict[str, Any]:
+        """Allocates room for the adapters of requests; {} without enable_lora."""
+        if not self.options.enable_lora:
+            return {}
+        return empty_adapters(
+            self.spec,
+            self.layout,
+            self.placement,
+            count=self.options.max_loras,
+            rank=self.options.max_lora_rank,
+            dtype=self.dtype,
+        )
+
     def abstract_weights(self) -> Weights:
         """Returns the shapes of the loaded weights on their devices, which may be those of a
         topology.
@@ -398,6 +412,8 @@ def make_blueprint(
         dtype = stored_dtype or auto_dtype(platform)
     codecs = group_codecs(spec, options.kv_cache_dtype, skipped, platform=platform, dtype=dtype)
     limits = replace(make_limits(options, spec, platform), pooled=pooled)
+    if pooled and options.enable_lora:
+        raise NotImplementedError("enable_lora: expected False for a model that pools, got True")
     # A policy says itself what stays.
     if not keeps_all and resolve(options.kv_policy) is None:
         spec, limits = with_windows(spec, limits, codecs)
@@ -482,6 +498,7 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         seed=asked.seed,
         max_logprobs=spec.vocab_size if asked.max_logprobs == -1 else asked.max_logprobs,
         has_contexts=spec.depends_on_context,
+        num_adapters=asked.max_loras if asked.enable_lora else 0,
     )
     if spec.states:
         given, caches = asked.num_state_snapshots, asked.enable_prefix_caching

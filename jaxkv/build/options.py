@@ -112,6 +112,7 @@ IS_TEXT_OR_NONE = Check(
     expected="None or a text", holds=lambda value: value is None or isinstance(value, str)
 )
 IS_COUNT = Check(expected="a number >= 0", holds=lambda value: is_int(value) and value >= 0)
+IS_SIZE = Check(expected="a number >= 1", holds=lambda value: is_int(value) and value >= 1)
 IS_COUNT_OR_NONE = Check(
     expected="None or a number >= 0",
     holds=lambda value: value is None or (is_int(value) and value >= 0),
@@ -367,6 +368,23 @@ class EngineOptions:
         "what the keys of cached pages are derived from, by default random for each engine",
         check=IS_SECRET,
     )
+    enable_lora: bool = option(
+        False,
+        "requests may have LoRA adapters (lora_request, docs/lora.md); not with disaggregate or "
+        "for a model that pools",
+        check=IS_BOOL,
+    )
+    max_loras: int = option(
+        1, "with enable_lora: adapters that are on the device at once", check=IS_SIZE
+    )
+    max_lora_rank: int = option(
+        16, "with enable_lora: the largest rank, for which memory is taken", check=IS_SIZE
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        "with enable_lora: adapters that host memory keeps, at least max_loras (the default)",
+        check=IS_COUNT_OR_NONE,
+    )
     seed: int = option(0, "seed of requests that bring none")
     max_logprobs: int = option(
         20,
@@ -401,6 +419,11 @@ class EngineOptions:
                 f"{self.kv_disk_bytes} with kv_disk={self.kv_disk!r}"
             )
 
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras: expected None or at least max_loras={self.max_loras}, got "
+                f"{self.max_cpu_loras}"
+            )
         if self.disaggregate is not None:
             for name, value in ALONE.items():
                 if (got := getattr(self, name)) != value:
@@ -414,6 +437,7 @@ ALONE = {
     "kv_host_bytes": 0,
     "kv_disk": None,
     "speculative_config": None,
+    "enable_lora": False,
 }
 """Values that `disaggregate` needs: each part has devices of its own, and pages go from one to the
 other as those of the prefix cache.

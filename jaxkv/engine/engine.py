@@ -38,7 +38,7 @@ from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.pool import norm_of
 from jaxkv.requests.request import Request, Submission
-from jaxkv.weights.tree import Weights
+from jaxkv.weights.tree import Weights, with_adapters
 
 T = TypeVar("T")
 
@@ -56,7 +56,8 @@ class Engine:
     (`programs.step.Newest`), as if no request ended with them; what it computes for one that did is
     dropped.
 
-    `make_kv` makes an empty KV state again should an interrupt destroy it half way.
+    `make_kv` makes an empty KV state again should an interrupt destroy it half way, `make_adapters`
+    the room for adapters (`weights.adapters.empty_adapters`).
     `decode_token` names single tokens in logprobs (None without a tokenizer).
     """
 
@@ -71,10 +72,14 @@ class Engine:
         decode_token: Callable[[int], str] | None,
         lock: RLock | None = None,
         tiers: Tiers | None = None,
+        adapters: Weights | None = None,
+        make_adapters: Callable[[], Weights] = dict,
     ) -> None:
         # Reentrant: the garbage collector may abort a stream within a step.
         self.lock = RLock() if lock is None else lock
         self.weights = weights
+        self.adapters: Weights = {} if adapters is None else adapters
+        self._make_adapters = make_adapters
         self.programs = programs
         self.scheduler = Scheduler(config, tiers)
         self.kv = kv
@@ -82,7 +87,9 @@ class Engine:
         self._make_kv = make_kv
         self._newest_R = _no_tokens(config)
         self._flight: Flight | None = None
-        self._rows = RowTables(config, programs.spec.vocab_size, programs.placement)
+        self._rows = RowTables(
+            config, programs.spec.vocab_size, programs.placement, self.scheduler.adapters
+        )
         speculation = config.speculation
         self._speculator = None if speculation is None else Speculator(programs, speculation)
         self._requests: set[Request] = set()
@@ -114,6 +121,11 @@ class Engine:
         """Are shown the scheduler when a step has been launched."""
         self._touched: list[Flight | StepPlan | LoopPlan] = []
         """Those whose requests' tokens, text and pages may disagree if the step does not end."""
+
+    @property
+    def _adapted(self) -> Weights:
+        """Returns the weights with the adapters on the device."""
+        return with_adapters(self.weights, self.adapters)
 
     @property
     def has_work(self) -> bool:
@@ -217,6 +229,7 @@ class Engine:
         for request in self._requests:
             self._renew(request)
         self.weights = weights
+        self._restore_lost_adapters()
         self._away -= {WEIGHTS}
         self._kept = None
 
@@ -264,7 +277,8 @@ class Engine:
         elif WEIGHTS not in self._away:
             self._kept = jax.tree.map(np.array, self.weights)
         self._away = frozenset((WEIGHTS, PAGES))
-        for array in jax.tree.leaves((self.weights, self.kv)):
+        self.scheduler.adapters.start_again()
+        for array in jax.tree.leaves((self.weights, self.adapters, self.kv)):
             array.delete()
 
     def wake_up(self, what: Collection[str]) -> None:
@@ -284,6 +298,7 @@ class Engine:
             self.weights = jax.tree.map(
                 lambda x, like: jax.device_put(x, like.sharding), self._kept, self.programs.weights
             )
+            self._restore_lost_adapters()
             self._away -= {WEIGHTS}
             self._kept = None
         if PAGES in what:
@@ -491,6 +506,9 @@ class Engine:
     def _launch(self, plan: StepPlan | LoopPlan, requests: list[Request]) -> Flight:
         self._recorder.begun(requests)
         self.move_pages_aside()
+        for slot, adapter in self.scheduler.adapters.take_loads():
+            write = self.programs.write_adapter()
+            self.adapters = write(self.adapters, adapter.arrays, np.int32(slot))
         if plan.demotions or plan.copies or plan.state_copies:
             self._move_pages(plan.copies, plan.demotions)
             self.kv = move_states(self.programs, self.kv, plan.state_copies)
@@ -527,7 +545,7 @@ class Engine:
         position_B = self._rows.positions(requests, num_rows)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
         start_s = time.monotonic()
-        self.kv, last, hidden_TD, found = program(self.weights, kv, newest, batch)
+        self.kv, last, hidden_TD, found = program(self._adapted, kv, newest, batch)
         sampled = scores = pooled_BD = None
         if pools:
             pooled_BD = behind(norm_of(self.weights), hidden_TD, batch)
@@ -567,12 +585,12 @@ class Engine:
         start_s = time.monotonic()
         if speculator is None:
             self.kv, newest, _, sampled, found = program(
-                self.weights, kv, newest, rows, sampling, np.int32(plan.num_steps)
+                self._adapted, kv, newest, rows, sampling, np.int32(plan.num_steps)
             )
         else:
             text_RN = speculator.take_text(requests)
             self.kv, newest, text_RN, sampled, drafts = program(
-                self.weights, kv, newest, text_RN, rows, sampling
+                self._adapted, kv, newest, text_RN, rows, sampling
             )
             speculator.keep_text(text_RN, plan.work)
             note = speculator.reader(requests, drafts)
@@ -595,6 +613,14 @@ class Engine:
             return None
         return Observed(tuple(request.hold.kept for request in requests), found, measured)
 
+    def _restore_lost_adapters(self) -> None:
+        """Makes new empty room for adapters where that was lost; no slot may be in use."""
+        leaves = jax.tree.leaves(self.adapters)
+        if leaves and not is_computed(leaves):
+            for leaf in leaves:
+                leaf.delete()
+            self.adapters = self._make_adapters()
+
     def _restore_lost_kv(self) -> None:
         """Makes a new empty pool where a step that failed took the contents of the old one."""
         if self._failed:
@@ -605,6 +631,7 @@ class Engine:
                 for pool in self.kv.pools:
                     pool.delete()  # before there is a second one
                 self.kv = self._make_kv()
+            self._restore_lost_adapters()
         self._failed = False
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxkv.config import EngineConfig
 from jaxkv.engine.page_rows import KeptRows, PageRows
+from jaxkv.holding.adapters import AdapterSlots
 from jaxkv.holding.hold import Hold
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import PagedKV
@@ -42,7 +43,13 @@ class RowTables:
     empty arrays of it.
     """
 
-    def __init__(self, config: EngineConfig, vocab_size: int, placement: Placement | None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocab_size: int,
+        placement: Placement | None,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         self.num_rows = config.max_num_seqs
         self.tables = tuple(PageRows(config, number) for number in range(len(config.windows)))
         policy = get_policy(config.kv_policy)
@@ -59,6 +66,7 @@ class RowTables:
         self._same: tuple[bytes, Sampling] | None = None
         self._context_R = None if not config.has_contexts else np.zeros(self.num_rows + 1, np.int32)
         self._has_states = config.has_states
+        self._adapters = adapters if config.num_adapters else None
         self._owner_R: list[Request | None] = [None] * self.num_rows
 
     def bind(
@@ -78,6 +86,10 @@ class RowTables:
             tables = tuple(replace(table, context_B=context_B) for table in tables)
         if self._has_states:  # in the slot of its row's number
             tables = tuple(replace(table, slot_B=row_B) for table in tables)
+        if self._adapters is not None:
+            adapter_B: Any = np.full(len(position_B), self._adapters.count, np.int32)
+            adapter_B[: len(rows)] = [self._adapters.slot_of(one.draw.adapter) for one in requests]
+            tables = tuple(replace(table, adapter_B=adapter_B) for table in tables)
         state = replace(kv, rows=tables)
         return state, Newest(newest_R, row_B), self._sampling_for(requests, row_B)
 

@@ -12,6 +12,7 @@ from itertools import compress
 from jaxkv.config import EngineConfig
 from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.errors import CapacityError
+from jaxkv.holding.adapters import AdapterSlots
 from jaxkv.holding.allocator import PageAllocator
 from jaxkv.holding.eviction import Eviction
 from jaxkv.holding.hold import Allocators, Measures, Pairs
@@ -55,6 +56,7 @@ class Scheduler:
         self.config = config
         self.tiers = tiers
         self.allocators = self._new_allocators()
+        self.adapters = AdapterSlots(config.num_adapters)
         self.eviction = Eviction(self.allocators)
         self.running: list[Request] = []
         self.bounded: set[Request] = set()
@@ -227,6 +229,7 @@ class Scheduler:
             raise RuntimeError(f"request {request.id} is not running")
         del self.running[bisect_left(self.running, request.order, key=_order)]
         self._free_rows.append(request.row)
+        self.adapters.give_back(request.draw.adapter)
         self._copies.pop(request, None)
         self._loads.pop(request, None)
         self.bounded.discard(request)
@@ -259,6 +262,8 @@ class Scheduler:
             _, request = self._waiting[0]
             if request.num_coming:
                 return  # it was preempted, and all its tokens are computed anew
+            if not self.adapters.has_room(request.draw.adapter):
+                return
             self._read(request, is_first=True)
             if self.is_loading:
                 return  # sooner than what it could compute until then
@@ -274,6 +279,7 @@ class Scheduler:
                 return
             heapq.heappop(self._waiting)
             request.row = self._free_rows.pop()
+            self.adapters.take(request.draw.adapter)
             if request.hold.retention is not None:
                 self.bounded.add(request)
             self._begin_state(request)
@@ -554,6 +560,7 @@ class Scheduler:
         self.leaving.clear()
         self._copies.clear()
         self._state_copies.clear()
+        self.adapters.start_again()
         self._free_rows = list(range(self.config.max_num_seqs - 1, -1, -1))
         for request in requests:
             if request.row is not None:
@@ -617,6 +624,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows or order do not add up."""
+        self.adapters.check(request.draw.adapter for request in self.running)
         self.allocators.check([request.hold for request in (*self.running, *self.leaving)])
         if self.bounded != {one for one in self.running if one.hold.retention is not None}:
             raise RuntimeError("requests with a policy are not the running ones that have one")

@@ -20,6 +20,7 @@ from jaxkv.models import latent
 from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import ModelSpec, QueryTemperature
+from jaxkv.ops.adapters import TokenAdapters
 from jaxkv.ops.attention import Batch, LatentMaps
 from jaxkv.ops.experts import Router, run_experts
 from jaxkv.ops.layers import (
@@ -35,7 +36,7 @@ from jaxkv.ops.layers import (
 from jaxkv.ops.matrices import values
 from jaxkv.ops.recurrent import Rows
 from jaxkv.ops.rotation import Rotation, apply_rope
-from jaxkv.weights.tree import EXPERT, Weights, layer_weights
+from jaxkv.weights.tree import EXPERT, Weights, layer_weights, num_adapters
 
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 
@@ -68,6 +69,7 @@ class Layers:
         self._kv, self._batch = kv, batch
         self._attend, self._own_LTP = attend, own_LTP
         self._ropes = Ropes(spec, batch.position_T, _contexts(kv, batch))
+        self._adapters = _adapters_of(weights, kv, batch)
         self._is_real_T = jnp.asarray(batch.row_T) < kv.rows[0].len_B.shape[0]
         self._warmth_T = _query_factor(spec.attention.temperature, batch.position_T)
         self._bodies = [self._body(kind) for kind in range(spec.num_kinds)]
@@ -89,7 +91,7 @@ class Layers:
         def run(number: jax.Array, carry: Carry) -> Carry:
             x_TD, held = carry
             index = number if spec.num_kinds == 1 else jnp.asarray(index_L)[number]
-            w = layer_weights(self._weights, index, kind)
+            w = layer_weights(self._weights, index, kind, self._adapters)
             h_TD = normed(x_TD, w, "attn_norm", spec)
             mixed_TD, held = mix(h_TD, w, held, number)
             mixed_TD = scaled(normed(mixed_TD, w, "post_attn_norm", spec), spec.scales.residual)
@@ -382,3 +384,12 @@ def _contexts(kv: PagedKV, batch: Batch) -> jax.Array | None:
     """Returns how long each token's sequence may get, [T]; None where nothing depends on it."""
     context_B = kv.rows[0].context_B
     return None if context_B is None else jnp.asarray(context_B).at[batch.row_T].get(mode="clip")
+
+
+def _adapters_of(weights: Weights, kv: PagedKV, batch: Batch) -> TokenAdapters | None:
+    """Returns which adapters the tokens go through; None where no row can have any."""
+    adapter_B, count = kv.rows[0].adapter_B, num_adapters(weights)
+    if adapter_B is None:
+        return None
+    slot_T = jnp.asarray(adapter_B).at[batch.row_T].get(mode="fill", fill_value=count)
+    return TokenAdapters.of(slot_T, count)

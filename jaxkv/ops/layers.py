@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
+from jaxkv.ops.adapters import Adapted
 from jaxkv.ops.matrices import AnyMatrix, Matrix, dot
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -46,7 +47,7 @@ TILE_ROWS = 8
 """Rows that XLA:CPU takes at once of a matrix that it multiplies with a vector."""
 
 
-def linear(x_TD: Array, w: AnyMatrix, bias_F: Array | None = None) -> Array:
+def linear(x_TD: Array, w: AnyMatrix | Adapted, bias_F: Array | None = None) -> Array:
     """Computes x @ w.T + bias with a float32 result.
 
     The weight keeps the checkpoint's [out, in] layout. Asking for a float32 result is what makes
@@ -54,6 +55,8 @@ def linear(x_TD: Array, w: AnyMatrix, bias_F: Array | None = None) -> Array:
     0.10.2); one row alone is slow even so,
     therefore no step has fewer than two. Source: y = x A^T + b.
     """
+    if isinstance(w, Adapted):
+        return w.added_to(linear(x_TD, w.base, bias_F), x_TD)
     x_TD = x_TD.astype(w.dtype)
     if w.layer is None and w.leaf.dtype != jnp.uint16:
         y_TF = w.dot(x_TD, 0, w.num_rows)
@@ -69,7 +72,7 @@ def linear_float32(x_TD: Array, w: Matrix) -> Array:
 
 
 def linear_over(
-    x_TD: Array, w: AnyMatrix, bias_F: Array | None = None, *, axis: str | None
+    x_TD: Array, w: AnyMatrix | Adapted, bias_F: Array | None = None, *, axis: str | None
 ) -> Array:
     """Computes `linear` where each device along the mesh axis has some columns of x and w: their
     products are added up.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.stages import Compiled
 
 from jaxkv.config import EngineConfig
@@ -25,6 +26,7 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
+from jaxkv.programs.adapters import write_adapter
 from jaxkv.programs.background import Background, Progress, likely_first
 from jaxkv.programs.buckets import fit_bucket, num_step_rows, row_buckets, token_buckets
 from jaxkv.programs.draw import draw, prompt_scores
@@ -41,7 +43,7 @@ from jaxkv.programs.pages import copy_pages, copy_states, demote_pages, measure_
 from jaxkv.programs.pool import norm_of, pool
 from jaxkv.programs.speculation import speculative_loop, write_text
 from jaxkv.programs.step import Last, Newest, step
-from jaxkv.weights.tree import Weights
+from jaxkv.weights.tree import Weights, adapters_of, without_adapters
 
 if TYPE_CHECKING:
     from jaxkv.programs.executables import ProgramFiles
@@ -66,7 +68,7 @@ if jax.__version_info__ < (0, 11):
     COMPILER_OPTIONS["cpu"] = {"xla_cpu_use_fusion_emitters": "False"}
 
 
-WITHOUT_POOL = ("draw", "scores", "pool", "text")
+WITHOUT_POOL = ("draw", "scores", "pool", "text", "adapter")
 """Kinds of programs that neither read nor write pages."""
 
 
@@ -210,6 +212,10 @@ class Programs:
         """Returns the program that copies up to COPIED_AT_ONCE recurrent states."""
         return self._get("states", COPIED_AT_ONCE)
 
+    def write_adapter(self) -> Compiled:
+        """Returns the program that writes an adapter to its slot."""
+        return self._get("adapter", 1)
+
     def measure(self) -> Compiled:
         """Returns the program that measures the pages of one row."""
         return self._get("measure", self.config.table_width)
@@ -230,8 +236,8 @@ class Programs:
 
     @property
     def weights(self) -> Weights:
-        """Returns the shapes that they are for."""
-        return self._weights
+        """Returns the shapes that they are for, without those of adapters."""
+        return without_adapters(self._weights)
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -277,6 +283,8 @@ class Programs:
             every += [("text", self.config.max_len)] if self.config.speculation else []
         if self.config.has_states:
             every.append(("states", COPIED_AT_ONCE))
+        if self.config.num_adapters:
+            every.append(("adapter", 1))
         policy = get_policy(self.config.kv_policy)
         if policy is not None and policy.low:
             every.append(("demote", DEMOTED_AT_ONCE))
@@ -412,6 +420,7 @@ class Programs:
             "states": self._lower_states,
             "demote": self._lower_demote,
             "measure": self._lower_measure,
+            "adapter": self._lower_adapter,
         }[kind]
         try:
             return self._load_or_compile(_name(kind, size), lower(size))
@@ -466,6 +475,8 @@ class Programs:
             taken.append(head_of(self._weights))
         elif kind == "pool":
             taken.append(norm_of(self._weights))
+        elif kind == "adapter":
+            taken.append(adapters_of(self._weights))
         elif kind != "text":
             taken.append(self._kv.pools)
         held = bytes_per_device(taken)
@@ -564,6 +575,20 @@ class Programs:
         program = own(measure_pages, donate=(), measure=policy.measure)
         return program.lower(self._kv, self._whole(np.zeros(num_pages, np.int32)))
 
+    def _lower_adapter(self, count: int) -> Lowering:
+        adapters, size = adapters_of(self._weights), self.placement
+
+        def one(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            num_layers, _, *rest = leaf.shape
+            if size is None:
+                return jax.ShapeDtypeStruct((num_layers, *rest), leaf.dtype)
+            layers, _, *parts = size.weight(path[-1].key, leaf.shape)
+            return size.abstract((num_layers, *rest), leaf.dtype, PartitionSpec(layers, *parts))
+
+        own_adapter = jax.tree_util.tree_map_with_path(one, adapters)
+        program = own(write_adapter, donate=("adapters",), placement=self.placement)
+        return program.lower(adapters, own_adapter, self._whole(np.int32(0)))
+
     @property
     def _model(self) -> dict[str, Any]:
         """Returns the static arguments that all programs of a model take."""
@@ -619,6 +644,6 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 def _name(kind: str, size: int) -> str:
     units = {"step": "tokens", "scores": "tokens", "pool": "tokens", "draw": "rows", "loop": "rows"}
-    units |= {"states": "slots", "speculate": "rows", "text": "tokens"}
+    units |= {"states": "slots", "speculate": "rows", "text": "tokens", "adapter": "slot"}
     unit = units.get(kind, "pages")
     return f"{kind} of {size} {unit}"

@@ -165,6 +165,8 @@ def empty_tables(
         tables = replace(tables, context_B=make((num_rows,), 0))
     if config.has_states:
         tables = replace(tables, slot_B=make((num_rows,), 0))
+    if config.num_adapters:
+        tables = replace(tables, adapter_B=make((num_rows,), config.num_adapters))
     if policy is not None:
         tables = replace(
             tables,

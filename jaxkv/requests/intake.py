@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -18,7 +19,9 @@ from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.holding.retention import Retention, check_served, full_pages, protecting
 from jaxkv.kv.policies import Policy, resolve
+from jaxkv.lora.request import LoRARequest
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
+from jaxkv.requests.adapters import AdapterFiles
 from jaxkv.requests.beam import BeamSearch, num_candidates
 from jaxkv.requests.chats import Chats
 from jaxkv.requests.contents import RefusedChatError
@@ -29,6 +32,7 @@ from jaxkv.requests.pooling import PoolingParams
 from jaxkv.requests.prompts import Prompt, parse
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
+from jaxkv.weights.adapters import Adapter
 
 POOLED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 """A prompt that is pooled has these, though nothing is drawn from its last token."""
@@ -51,7 +55,9 @@ class Intake:
         cache_root: bytes,
         share_prefixes: bool,
         lock: RLock | None = None,
+        adapters: AdapterFiles | None = None,
     ) -> None:
+        self._adapters = adapters
         self._model = model
         self._config = config
         self._cache_root = cache_root
@@ -66,16 +72,53 @@ class Intake:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         priorities: Sequence[int] | None = None,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[Submission]:
-        """Makes one submission per prompt; lower priorities go first.
+        """Makes one submission per prompt; lower priorities go first. lora_requests: the adapter of
+        each, None for none.
 
         Raises: ValueError naming every bad index, with nothing numbered.
         """
         self._check_generates()
         priorities = [0] * len(prompts) if priorities is None else priorities
+        loras = [None] * len(prompts) if lora_requests is None else lora_requests
+        adapters = self._read(loras)
         asked = zip(prompts, params, priorities, strict=True)
         copies: dict[int, SamplingParams] = {}
-        return self._make([partial(self._submission, *one, copies) for one in asked])
+        makers = [
+            partial(self._submission, *one, copies, adapter=adapter)
+            for one, adapter in zip(asked, adapters, strict=True)
+        ]
+        made = self._make(makers)
+        return [
+            one if lora is None else replace(one, lora_request=lora)
+            for one, lora in zip(made, loras, strict=True)
+        ]
+
+    def adapter_of(self, request: LoRARequest | None) -> Adapter | None:
+        """Returns the adapter of a request, read from its files where it is not kept. Any thread
+        may ask. Raises: ValueError.
+        """
+        if request is None:
+            return None
+        if self._adapters is None:
+            raise ValueError("lora_request: expected None of an engine without adapters")
+        return self._adapters.get(request)
+
+    def _read(self, requests: Sequence[LoRARequest | None]) -> list[Adapter | None]:
+        """Reads the adapters of prompts before anybody's turn is taken for them. Raises: ValueError
+        naming every bad index.
+        """
+        found: list[Adapter | None] = []
+        problems = []
+        for index, request in enumerate(requests):
+            try:
+                found.append(self.adapter_of(request))
+            except ValueError as error:
+                problems.append(f"prompt {index}: {error}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return found
 
     def accept_searches(
         self, prompts: Sequence[Prompt], params: BeamSearchParams
@@ -186,18 +229,21 @@ class Intake:
         """Tells whether pages are found again by what they hold."""
         return self._share_prefixes
 
-    def page_keys(self, tokens: Sequence[int], salt: str) -> Sequence[bytes]:
+    def page_keys(
+        self, tokens: Sequence[int], salt: str, adapter: Adapter | None = None
+    ) -> Sequence[bytes]:
         """Returns what the full pages of these tokens are found by, where requests may get as long
         as the engine allows.
         """
         size = self._config.block_size
-        chain = PageChain(self.page_root(salt))
+        chain = PageChain(self.page_root(salt, adapter))
         chain.pages(0, len(tokens) // size, array("i", tokens), size)
         return chain.keys
 
-    def page_root(self, salt: str) -> bytes:
+    def page_root(self, salt: str, adapter: Adapter | None = None) -> bytes:
         """Returns what those keys begin with."""
-        return self._root(0, salt, self._model.spec.context_of(self._config.max_model_len))
+        context = self._model.spec.context_of(self._config.max_model_len)
+        return self._root(0, salt, context, adapter)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -233,10 +279,11 @@ class Intake:
             self._check_ids("prompt", tokens)
             return text, tokens, salt
 
-    def _root(self, number: int, salt: str, context: int) -> bytes:
+    def _root(self, number: int, salt: str, context: int, adapter: Adapter | None = None) -> bytes:
         """Returns what the page keys of a submission begin with."""
         shared = "shared" if self._share_prefixes else str(number)
-        return root_key(self._cache_root, shared, salt, str(context))
+        own = () if adapter is None else (adapter.digest.hex(),)
+        return root_key(self._cache_root, shared, salt, str(context), *own)
 
     def _search(self, prompt: Prompt, params: BeamSearchParams, number: int) -> Submission:
         config, width = self._config, params.beam_width
@@ -288,6 +335,7 @@ class Intake:
         copies: dict[int, SamplingParams],
         number: int,
         num_samples: int | None = None,
+        adapter: Adapter | None = None,
     ) -> Submission:
         """Makes a submission. `copies`: the copies of parameters that this call has made."""
         if not isinstance(params, SamplingParams):
@@ -307,7 +355,7 @@ class Intake:
         grammar = self._grammar(params)
         retention = self._retention(params, len(tokens))
         max_len, at_max_len = self._limit(len(tokens), params, retention)
-        root = self._root(number, salt, self._model.spec.context_of(max_len))
+        root = self._root(number, salt, self._model.spec.context_of(max_len), adapter)
         num_samples = params.n if num_samples is None else num_samples
         seed = self._seed(params, number)
         ends = Ends(
@@ -328,6 +376,7 @@ class Intake:
                     sample=sample,
                     bad_words=bad_words,
                     grammar=None if grammar is None else grammar.copy(),
+                    adapter=adapter,
                 ),
                 ends=ends,
                 output=Output(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxkv.lora.request import LoRARequest
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -116,7 +118,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False)
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     multi_modal_placeholders: Any = None

@@ -10,22 +10,26 @@ import numpy as np
 
 from jaxkv.config import SamplingParams
 from jaxkv.holding.hold import Hold
+from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.grammar import Grammar
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxkv.requests.text import TextStream
+from jaxkv.weights.adapters import Adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
     """Says what a request's tokens are drawn by: its seed, which sample of a prompt it is, the
-    token ids of words that must not come, and where it is in the grammar that it follows.
+    token ids of words that must not come, where it is in the grammar that it follows, and the
+    adapter that its model has.
     """
 
     seed: int = 0
     sample: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +274,7 @@ class Submission:
     id: str
     prompt: str | None
     samples: tuple[Request, ...]
+    lora_request: LoRARequest | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -313,4 +318,5 @@ class Submission:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=first.record.num_cached,
             metrics=first.metrics(),
+            lora_request=self.lora_request,
         )

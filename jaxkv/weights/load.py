@@ -112,6 +112,13 @@ TEXT = (
 """How models of several parts call the tensors of their text part, and what it calls them."""
 
 
+def name_in_text(name: str) -> str:
+    """Returns what the text part calls a tensor of a model of several parts."""
+    matching = ((pattern, other) for pattern, other in TEXT if pattern.match(name))
+    pattern, other = next(matching, (None, ""))
+    return name if pattern is None else pattern.sub(other, name)
+
+
 def open_checkpoint(source: Path | Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Tensors:
     """Opens the tensors of the layout's model: under their names in the text part where it is a
     part of another model, and as if they were not quantised.
@@ -123,15 +130,14 @@ def open_checkpoint(source: Path | Mapping[str, Any], spec: ModelSpec, layout: L
     known = {source for leaf in tree_leaves(spec, layout) for source in leaf.sources}
     modules = {source.rpartition(".")[0] for source in known}
 
-    def name_in_text(name: str) -> str | None:
-        for pattern, replacement in TEXT:
-            if pattern.match(name):
-                return pattern.sub(replacement, name)
+    def rename(name: str) -> str | None:
+        if (renamed := name_in_text(name)) != name:
+            return renamed
         module = name.rpartition(".")[0]
         return name if {module, module.removesuffix(".weight")} & modules else None
 
     if layout.part_of is not None:
-        checkpoint = checkpoint.renamed(name_in_text)
+        checkpoint = checkpoint.renamed(rename)
     for pattern, other in (*layout.spellings, _base_names(layout, known)):
         checkpoint = checkpoint.renamed(partial(re.sub, pattern, other))
     if layout.quantisation is None:

@@ -126,6 +126,12 @@ class Checkpoint:
         return cls(directory, entries, maps)
 
     @classmethod
+    def open_file(cls, file: Path) -> Checkpoint:
+        """Maps one file. Raises: CheckpointError as `open` does."""
+        entries, mapping = _open_file(file)
+        return cls(file.parent, {entry.name: entry for entry in entries}, {file: mapping})
+
+    @classmethod
     def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Checkpoint:
         """Makes a checkpoint of arrays in memory, which it reads without a copy."""
         entries: dict[str, TensorEntry] = {}

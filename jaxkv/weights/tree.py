@@ -25,6 +25,7 @@ import numpy as np
 from jaxkv.axes import Array
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.adapters import Adapted, TokenAdapters
 from jaxkv.ops.matrices import AnyMatrix, HeadMatrices, Matrix, Packed, Vectors, values
 from jaxkv.weights.packing import (
     DYNAMIC,
@@ -39,6 +40,13 @@ from jaxkv.weights.packing import (
 Weights = Mapping[str, Any]
 
 LAYERS, EXPERT, HEAD = "layers", "expert_", "head"
+
+ADAPTER_DOWN, ADAPTER_UP = "adapter_down_", "adapter_up_"
+"""What precedes the name of a matrix in those of the adapters that are added to it, [L, A, X, D]
+and [L, A, F, X] for A adapters of rank X at most.
+"""
+
+ADAPTERS = (ADAPTER_DOWN, ADAPTER_UP)
 
 
 class TreeLeaf(NamedTuple):
@@ -146,10 +154,44 @@ def describe_packed(weights: Weights) -> str:
     return f"; {nbytes / 2**20:.1f} MiB of them quantised: {listed}"
 
 
-def layer_weights(weights: Weights, layer: Array, kind: int = 0) -> dict[str, Any]:
+def with_adapters(weights: Weights, adapters: Weights) -> Weights:
+    """Returns the tree with adapters in the stacks that they are added to."""
+    if not adapters:
+        return weights
+    return {**weights, **{name: {**weights[name], **own} for name, own in adapters.items()}}
+
+
+def adapters_of(weights: Weights) -> dict[str, dict[str, Any]]:
+    """Returns the adapters that a tree has, as `with_adapters` takes them."""
+    stacks = {
+        name: {key: leaf for key, leaf in stack.items() if key.startswith(ADAPTERS)}
+        for name, stack in weights.items()
+        if name.startswith(LAYERS)
+    }
+    return {name: stack for name, stack in stacks.items() if stack}
+
+
+def without_adapters(weights: Weights) -> Weights:
+    """Returns the tree as it was before `with_adapters`."""
+    found = {**weights}
+    for name, own in adapters_of(weights).items():
+        found[name] = {key: leaf for key, leaf in weights[name].items() if key not in own}
+    return found
+
+
+def num_adapters(weights: Weights) -> int:
+    """Counts the adapters that the tree has room for."""
+    leaves = jax.tree.leaves(adapters_of(weights))
+    return leaves[0].shape[1] if leaves else 0
+
+
+def layer_weights(
+    weights: Weights, layer: Array, kind: int = 0, adapters: TokenAdapters | None = None
+) -> dict[str, Any]:
     """Returns the weights of one layer of a kind, counted among those, by name: vectors and numbers
     as values, matrices as `Matrix` or `Packed`, which stay in their stack until a matmul reads
-    them; those of experts still of all of the layer's (`of_expert`).
+    them; those of experts still of all of the layer's (`of_expert`). adapters: those of the step's
+    tokens, which are added to matrices that have some.
     """
     stack = weights[stack_name(kind)]
     dtype = Matrix(weights["embed"]).dtype
@@ -167,7 +209,15 @@ def layer_weights(weights: Weights, layer: Array, kind: int = 0) -> dict[str, An
             return Matrix(leaf, layer)
         return Vectors(leaf, layer) if is_expert else values(leaf[layer])
 
-    return {name: of_layer(name, leaf) for name, leaf in stack.items() if base_name(name) == name}
+    found: dict[str, Any] = {}
+    for name, leaf in stack.items():
+        if base_name(name) == name and not name.startswith(ADAPTERS):
+            own: Any = of_layer(name, leaf)
+            if adapters is not None and ADAPTER_UP + name in stack:
+                down, up = stack[ADAPTER_DOWN + name], stack[ADAPTER_UP + name]
+                own = Adapted(own, down, up, layer, adapters)
+            found[name] = own
+    return found
 
 
 def head_matrix(weights: Weights) -> AnyMatrix:

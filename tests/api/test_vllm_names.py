@@ -16,7 +16,7 @@ import pytest
 from tqdm import tqdm
 
 import jaxkv
-from jaxkv import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, EngineDeadError
+from jaxkv import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, EngineDeadError, LoRARequest
 from jaxkv.build.options import ABOUT
 from jaxkv.build.vllm_arguments import ABSENT, ABSENT_FROM_ASYNC, ABSENT_FROM_LLM, FOREIGN
 from jaxkv.inputs import PromptType, TextPrompt, TokensPrompt
@@ -87,13 +87,18 @@ def test_harmless_arguments_of_calls_are_taken_and_others_refused(llm):
     llm.beam_search(
         [TokensPrompt(prompt_token_ids=IDS)], BeamSearchParams(beam_width=1, max_tokens=2), **none
     )
-    for refused in (
-        lambda: llm.generate(IDS, GREEDY, lora_request="mine"),
-        lambda: llm.generate([IDS, IDS], GREEDY, lora_request=[None, "mine"]),
-        lambda: llm.chat(message, GREEDY, lora_request=3),
+    for index, refused in (
+        (0, lambda: llm.generate(IDS, GREEDY, lora_request="mine")),
+        (1, lambda: llm.generate([IDS, IDS], GREEDY, lora_request=[None, "mine"])),
+        (0, lambda: llm.chat(message, GREEDY, lora_request=3)),
     ):
-        with pytest.raises(ValueError, match=r"^lora_request: expected None"):
+        with pytest.raises(ValueError, match=rf"^prompt {index}: lora_request: expected a LoRAReq"):
             refused()
+    mine = LoRARequest("mine", 1, "somewhere")
+    with pytest.raises(ValueError, match=r"^prompt 0: .* expected None without .*enable_lora=True"):
+        llm.generate(IDS, GREEDY, lora_request=mine)
+    with pytest.raises(ValueError, match=r"^lora_request: expected None"):
+        llm.beam_search([IDS], BeamSearchParams(beam_width=1, max_tokens=2), lora_request=mine)
     with pytest.raises(ValueError, match=r"^chat_template_content_format: expected one of auto, "):
         llm.chat(message, GREEDY, chat_template_content_format="list")
 
@@ -340,7 +345,7 @@ def test_what_is_absent_is_said_in_one_sentence(llm):
         lambda: SamplingParams(logits_processors=[print]): "nearest: logit_bias",
         lambda: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}): "multi_modal_data",
         lambda: LLM(speculative_config={"model": "x"}): "expected the keys method, .*got 'model'",
-        lambda: LLM(enable_lora=True): "enable_lora: expected False .a vLLM argument",
+        lambda: LLM(fully_sharded_loras=True): "fully_sharded_loras: expected False .a vLLM argu",
         lambda: LLM(tokenizer_mode=np.array([1, 2])): "tokenizer_mode: expected 'auto' or 'hf'",
         lambda: LLM(attention_backend="FLASH_ATTN"): "attention_backend: .*nearest: backend",
         lambda: SamplingParams(best_of=np.array([1, 1])): "best_of: expected None or n=1",

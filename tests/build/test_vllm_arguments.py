@@ -39,7 +39,7 @@ def test_arguments_left_at_their_defaults_are_the_options_defaults():
         ({"enforce_eager": False, "seed": None, "max_num_batched_tokens": None}, {}),
         ({"kv_cache_dtype": "fp8", "dtype": "float"}, {"kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}),
         ({"load_format": "safetensors", "max_num_seqs": None}, {"load_format": "auto", "max_num_seqs": None}),
-        ({"swap_space": 16, "disable_log_stats": False, "device": "auto", "max_lora_rank": 64}, {}),
+        ({"swap_space": 16, "disable_log_stats": False, "device": "auto", "lora_dtype": "auto"}, {}),
         ({"tokenizer_mode": "auto", "trust_remote_code": False, "limit_mm_per_prompt": {}}, {}),
     ],
 )  # fmt: skip
@@ -94,13 +94,17 @@ def test_flags_are_what_a_script_of_vllm_s_parses():
     line = (
         "--temperature 0 --max-model-len 64 --enforce-eager --swap-space 8 --no-trust-remote-code"
     )
-    line += ' --hf-overrides {"rope_theta":7.0} --max-loras 2 --served-model-name me'
+    line += ' --hf-overrides {"rope_theta":7.0} --max-cpu-loras 2 --served-model-name me'
     args = EngineArgs.from_cli_args(parser.parse_args(line.split()))
     want = EngineOptions(
-        "somewhere", max_model_len=64, lazy_compile=True, hf_overrides={"rope_theta": 7.0}
+        "somewhere",
+        max_model_len=64,
+        lazy_compile=True,
+        hf_overrides={"rope_theta": 7.0},
+        max_cpu_loras=2,
     )
     assert args.options() == want
-    assert (args.swap_space, args.max_loras, args.served_model_name) == (8, 2, "me")
+    assert (args.swap_space, args.served_model_name) == (8, "me")
     assert "--hf-token" not in parser.format_help()
 
 
