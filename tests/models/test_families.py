@@ -134,6 +134,9 @@ def test_windows_put_layers_into_groups():
     assert groups("qwen2-mixed-windows", max_window_layers=0) == {8: (0, 1, 2)}
     assert groups("qwen2-mixed-windows", max_window_layers=28) == {None: (0, 1, 2)}
     assert groups("qwen3-layer-types") == {8: (0, 2), None: (1,)}
+    asked = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    spec, _ = read(families.text_config("qwen3_moe") | asked)
+    assert [group.window for group in spec.groups] == [8]
     assert spec_of("qwen3-layer-types").group_of(2) == (0, 1)
     assert spec_of("smollm2").groups == (KVGroup(layers=(0, 1, 2), num_kv_heads=3, head_dim=8),)
 

@@ -91,6 +91,7 @@ def test_key_heads_that_devices_cannot_divide_are_refused():
         ({"linear_conv_kernel_dim": 2**20}, "linear_conv_kernel_dim: expected a whole number"),
         ({"layer_types": ["mamba"] * 4}, "layer_types: expected a list of 4 out of"),
         ({"full_attention_interval": -1}, "full_attention_interval: expected a whole number"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected"),  # it would be the convolution's too
     ],
 )
 def test_a_config_that_cannot_be_is_refused(changes, message):

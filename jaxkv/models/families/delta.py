@@ -18,6 +18,9 @@ MIXED = ("delta_q", "delta_k", "delta_v")
 MAX_KERNEL = 64
 """Tokens that a short convolution sees at most."""
 
+CONV_ACTIVATIONS = ("silu",)
+"""What an MLP may have: configs name one for it and for the convolution, which has this one."""
+
 
 def read_linear_layers(config: ConfigReader, *, every: int) -> list[int]:
     """Lists the layers with a recurrence: by `layer_types`, and without it all but the last of

@@ -11,6 +11,7 @@ from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import FULL, Layout, Leaf, Part, leaf
 from jaxkv.models.families.delta import (
     CHANNELS,
+    CONV_ACTIVATIONS,
     LINEAR,
     MAX_KERNEL,
     matrices_of,
@@ -42,6 +43,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config,
         rotates=False,
         family="kimi_linear",
+        activations=CONV_ACTIVATIONS,
         experts=replace(experts, gate="w1", up="w3", down="w2").leaves,
         router=router,
         is_dense=_dense_layers(config),

@@ -16,7 +16,13 @@ from jaxkv.models.families.base import (
     read_decoder,
     read_forms,
 )
-from jaxkv.models.families.delta import matrices_of, read_gated_delta, read_linear_layers, rest_of
+from jaxkv.models.families.delta import (
+    CONV_ACTIVATIONS,
+    matrices_of,
+    read_gated_delta,
+    read_linear_layers,
+    rest_of,
+)
 from jaxkv.models.families.hybrid import with_mixer
 from jaxkv.models.recurrent import GatedDelta
 from jaxkv.models.spec import AttentionSpec, ModelSpec
@@ -41,6 +47,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             biased=(*QKV, "o") * config.flag("attention_bias", False),
             ropes=None if theta is not None else [None] * config.size("num_hidden_layers"),
             attention=AttentionSpec(qk_norm="whole"),
+            activations=CONV_ACTIVATIONS,
         )
         if not is_linear:
             return found

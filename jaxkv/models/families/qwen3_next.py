@@ -10,6 +10,7 @@ from dataclasses import replace
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import QK_NORMED, QKV, Layout, Leaf, read_decoder
 from jaxkv.models.families.delta import (
+    CONV_ACTIVATIONS,
     MIXED,
     matrices_of,
     read_gated_delta,
@@ -75,6 +76,7 @@ def read_qwen_hybrid(
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         partly=True,
         norm="rms_one",
+        activations=CONV_ACTIVATIONS,
         experts=experts,
         is_dense=is_dense or (),
         router=router,

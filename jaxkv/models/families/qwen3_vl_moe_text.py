@@ -18,6 +18,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         fused=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
         either_way=True,  # as published [E, in, out], as transformers 5 writes them [E, out, in]
     )
+    config.refuse("use_sliding_window", False)
     # No file says that the weights of the chosen experts are normalised, and they are.
     config = config.replaced(norm_topk_prob=True)
     return qwen3_moe.read(config, family="qwen3_vl_moe_text", experts=experts)
