@@ -151,6 +151,17 @@ def test_whatever_a_request_asks_for_it_gets_the_same(pair):
     for params in asked:
         assert_same(plain, ahead, alone, params)
     assert counted(ahead)["accepted_tokens"] > before + 60
+    # Where nobody looks at each token, the device alone knows of a stop token before the last one.
+    ended = replace(
+        drawn,
+        allowed_token_ids=[7, 9],
+        stop_token_ids=[7],
+        temperature=50.0,
+        max_tokens=4,
+        logprobs=None,
+    )
+    for seed in (11, 16, 21, 23):
+        assert_same(plain, ahead, [{"prompt_token_ids": [9, 7] * 4}], replace(ended, seed=seed))
     assert_same(plain, ahead, prompts_of(420, len(asked)), asked)
 
 
