@@ -30,7 +30,7 @@ def test_limits_are_kept_and_frozen():
     config = EngineConfig(**LIMITS)
     unbounded = {"row_pages": 0, "low_row_pages": 0, "read_pages": 0, "windows": (0,)}
     others = {"kv_policy": "full", "aligned_len": 1, "has_contexts": False}
-    others |= {"num_slots": 0, "pooled": "", "speculation": None}
+    others |= {"num_slots": 0, "pooled": "", "speculation": None, "num_adapters": 0}
     assert dataclasses.asdict(config) == LIMITS | unbounded | others
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.num_pages = 3
