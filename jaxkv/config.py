@@ -87,6 +87,7 @@ class Speculation:
 
 
 NO_NUMBERS = ("kv_policy", "windows", "has_contexts", "pooled", "speculation")
+"""These limits are of other kinds; all others are whole numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

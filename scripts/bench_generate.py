@@ -201,7 +201,7 @@ def environment() -> dict:
 
 
 VECTORS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
-"""What decides how fast a CPU multiplies, where /proc/cpuinfo names it."""
+"""These decide how fast a CPU multiplies, where /proc/cpuinfo names them."""
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:

@@ -1,5 +1,5 @@
-"""What adapters cost, by turns in one process and by CPU time: rows without one in an engine that
-could have them against an engine that cannot, and rows of which some or all have one.
+"""Measures what adapters cost, by turns in one process and by CPU time: rows without one in an
+engine that could have them against an engine that cannot, and rows of which some or all have one.
 
     python scripts/bench_lora.py --rounds 9
 

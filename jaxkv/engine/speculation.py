@@ -33,8 +33,9 @@ PAUSES = (64, 256)
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """What is known of the request that a row runs: how many of its tokens the device has as text,
-    how much it gains (tokens for the cost of a step), and from how many tokens on it may propose.
+    """Holds what is known of the request that a row runs: how many of its tokens the device has as
+    text, how much it gains (tokens for the cost of a step), and from how many tokens on it may
+    propose.
     """
 
     request: Request

@@ -46,7 +46,7 @@ WITHOUT_EFFECT = {
 """Keys that say nothing about what an adapter computes once it is trained."""
 
 PLAIN_STARTS = ("gaussian", "orthogonal", "eva", True, False)
-"""How training may begin so that the weights below stay as they were (`init_lora_weights`)."""
+"""Training may begin in these ways: the weights below stay as they were (`init_lora_weights`)."""
 
 PATTERN = re.compile(r"\^?[\w.-]{1,200}")
 """Names of modules that `rank_pattern` and `alpha_pattern` may have: any regular expression could

@@ -42,7 +42,7 @@ Weights = Mapping[str, Any]
 LAYERS, EXPERT, HEAD = "layers", "expert_", "head"
 
 ADAPTER_DOWN, ADAPTER_UP = "adapter_down_", "adapter_up_"
-"""What precedes the name of a matrix in those of the adapters that are added to it, [L, A, X, D]
+"""These precede the name of a matrix in the names of what adapters add to it, [L, A, X, D]
 and [L, A, F, X] for A adapters of rank X at most.
 """
 

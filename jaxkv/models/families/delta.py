@@ -19,7 +19,7 @@ MAX_KERNEL = 64
 """Tokens that a short convolution sees at most."""
 
 CONV_ACTIVATIONS = ("silu",)
-"""What an MLP may have: configs name one for it and for the convolution, which has this one."""
+"""An MLP may have these: configs name one for it and for the convolution, which has this one."""
 
 
 def read_linear_layers(config: ConfigReader, *, every: int) -> list[int]:
