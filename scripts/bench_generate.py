@@ -234,6 +234,7 @@ def write_page(page: Path, result: dict[str, Any]) -> None:
         raise ValueError(f"{page}: expected lines {BEGIN.strip()} and {END.strip()}")
     options = result["options"]
     num_rounds = len(next(iter(next(iter(result["lines"].values())).values()))["rounds"])
+    rounds = "one round" if num_rounds == 1 else f"medians of {num_rounds} rounds"
     versions = "; ".join(
         f"{name}: {', '.join(f'{part} {of}' for part, of in engine['versions'].items())}"
         for name, engine in result["engines"].items()
@@ -242,7 +243,7 @@ def write_page(page: Path, result: dict[str, Any]) -> None:
         f"{result['date']}, {result['cores']} cores of an {result['cpu']} "
         f"({', '.join(result['vectors'])}), load {result['load_before']:.1f} before. Shape "
         f"{options['shape']}, {options['dtype']}, {options['requests']} requests in the mixed "
-        f"load, medians of {num_rounds} rounds. {versions}."
+        f"load, {rounds}. {versions}."
     )
     missing = "".join(f"\nMissing: {name} ({why}).\n" for name, why in result["missing"].items())
     text = f"{said}\n\n{table(result['lines'])}\n{missing}"
