@@ -527,9 +527,8 @@ class BeamSearchParams:
 
     The `beam_width` best sequences of up to `max_tokens` tokens, by their sum of log-probabilities
     divided by length ** length_penalty; the length is in generated tokens, and includes an end
-    token. With `ignore_eos` none ends
-    before max_tokens. `include_stop_str_in_output`: the text has the end token's too (`tokens`
-    always have it), with `skip_special_tokens` no special ones.
+    token. With `ignore_eos` none ends before max_tokens. `include_stop_str_in_output`: the text has
+    the end token's too (`tokens` always have it), with `skip_special_tokens` no special ones.
     `temperature` has one possible value: nothing is drawn. Other fields of vLLM's may be None.
     Raises: ValueError naming the field for a value out of range.
     """

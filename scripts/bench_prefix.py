@@ -9,12 +9,10 @@ empty cache to begin with.
 
 shared: the first --shared of the --prompt-len tokens are the same in every prompt. distinct: none
 are, so nothing is found. The engine without the cache hashes its pages too (the samples of one
-prompt share them), so the difference of
-the two sides is not what hashing costs: "host" is the time inside the hashing, lookup and listing
-of pages as a share
-of the run with the cache. lookup: nanoseconds per token of a long prompt, for the key of each page
-and for finding it in the index, where none is listed and where all are; each alone, median of the
-rounds.
+prompt share them), so the difference of the two sides is not what hashing costs: "host" is the time
+inside the hashing, lookup and listing of pages as a share of the run with the cache. lookup:
+nanoseconds per token of a long prompt, for the key of each page and for finding it in the index,
+where none is listed and where all are; each alone, median of the rounds.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ with outliers in its
 keys: in each layer and KV head some pairs of rotary channels are larger in k and as much smaller in
 q, and every key has one constant vector more, which softmax does not see. Each sequence is computed
 as one prompt whose keys and values, its own included, are read back from pages in the codec, by the
-engine's own attention (XLA). Compared with bfloat16
-pages, weights and everything else in float32:
+engine's own attention (XLA). Compared with bfloat16 pages, weights and everything else in float32:
 
 nll      nats per token of held-out library text, in windows, and the change in percent
 kl       KL divergence of the next token's distribution from that with bfloat16 pages, nats per

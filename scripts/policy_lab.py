@@ -6,9 +6,9 @@ r"""What a model loses by a policy of its KV cache, at the same number of bytes.
     python scripts/policy_lab.py --policies streaming,entropy --windows 2 --trials 8 --seeds 2
 
 The demo model in the engine itself, weights in float32 and pages in bfloat16. A prompt is read in
-chunks, and whenever
-its cache has reached the budget the policy says what stays: that is before the rest of the prompt,
-and with it the question, is known. Compared with the same engine without a policy:
+chunks, and whenever its cache has reached the budget the policy says what stays: that is before the
+rest of the prompt, and with it the question, is known. Compared with the same engine without a
+policy:
 
 share    bytes of pages that the last step of a prompt holds, as part of all of its tokens' bytes
 nll      nats per token of held-out library text, in windows of 1,024, and the change in percent

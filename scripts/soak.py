@@ -3,10 +3,9 @@
     python scripts/soak.py --seconds 120
 
 The built-in demo model, a pool with room for half the tokens that its rows come to have, and twice
-as many requests at
-the engine as rows: prompts that begin alike or not, 1 to 3 samples, priorities, stop strings,
-logprobs; some are aborted while they wait or run, some are streams that are closed after a few
-pieces.
+as many requests at the engine as rows: prompts that begin alike or not, 1 to 3 samples, priorities,
+stop strings, logprobs; some are aborted while they wait or run, some are streams that are closed
+after a few pieces.
 
 Pages, rows and requests are checked all the time. At the end no page may be in use, nothing may
 have been traced or compiled since the first quarter of the run (the warm-up), and resident memory

@@ -274,8 +274,7 @@ class LLM(PoolingCalls):
         the finish_reason.
 
         Text comes in whole characters, and never with the beginning of a stop string. Closing the
-        iterator ends the
-        request. Raises: ValueError at the call, before anything is yielded.
+        iterator ends the request. Raises: ValueError at the call, before anything is yielded.
         """
         params = listed_params(sampling_params, 1, self.get_default_sampling_params)
         (submission,) = self._intake.accept([prompt], params, None, [lora_request])

@@ -365,9 +365,8 @@ class Engine:
         """Launches the next step or decode loop, then reads the one before it.
 
         Returns the requests that got tokens; finished ones are out already. An exception on the way
-        ends the requests
-        of both: their tokens, text and pages may disagree. Where it took the KV state with it, the
-        others are computed anew.
+        ends the requests of both: their tokens, text and pages may disagree. Where it took the KV
+        state with it, the others are computed anew.
         """
         return self.change(self._step)
 

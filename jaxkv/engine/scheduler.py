@@ -47,9 +47,8 @@ class Scheduler:
     The first one in order never is, and fits alone, so something always advances.
 
     A beam without pending tokens waits for the others of its search. They are neighbours in that
-    order and all fit
-    together, so the first search in order always advances too: where nothing else is left to
-    compute, its missing beams are admitted whatever it takes.
+    order and all fit together, so the first search in order always advances too: where nothing else
+    is left to compute, its missing beams are admitted whatever it takes.
     """
 
     def __init__(self, config: EngineConfig, tiers: Tiers | None = None) -> None:

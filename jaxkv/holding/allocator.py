@@ -294,8 +294,8 @@ class PageAllocator:
         come before.
 
         A partly filled last page that others hold too, or that is listed for them, gives way to a
-        new one; the last
-        holder keeps it. Raises: CapacityError, with nothing changed, if no page is free.
+        new one; the last holder keeps it. Raises: CapacityError, with nothing changed, if no page
+        is free.
         """
         if not self.tail_is_shared(handle):
             return handle, None

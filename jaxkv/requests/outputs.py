@@ -105,9 +105,8 @@ class RequestOutput:
 
     `prompt_logprobs`, if asked for, has one entry per prompt token: None for the first, then token
     id -> Logprob. In a stream the first output has it. `num_cached_tokens` of the prompt (for n >
-    1: the first sample's) came from the
-    prefix cache. `metrics`: its times (for n > 1: the first sample's). The fields behind that are
-    vLLM's for what is not built here, and None.
+    1: the first sample's) came from the prefix cache. `metrics`: its times (for n > 1: the first
+    sample's). The fields behind that are vLLM's for what is not built here, and None.
     """
 
     request_id: str

@@ -47,8 +47,7 @@ class Plan:
     leaves room for it.
 
     temp_bytes: the hungriest program's, while it runs. kept_bytes: code of all programs and
-    sampling parameters, which
-    stay. source: formula or compiler.
+    sampling parameters, which stay. source: formula or compiler.
     """
 
     source: str

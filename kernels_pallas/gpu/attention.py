@@ -44,9 +44,8 @@ def ragged_paged_attention(
     Returns [T, N, H] float32. pages: bfloat16 [L*P, 2K, S, H], or int8 numbers
     with scales, page p of layer l in row l * num_pages + p. Queries and softmax weights are rounded
     to bfloat16, sums are float32. Decode rows that rest get zeros, padding tokens anything.
-    `schedule` is made for this step's rows and these heads,
-    once for all layers. sinks_N: a logit per query head, which joins the softmax's sum only.
-    `interpret`: None or InterpretGPUParams.
+    `schedule` is made for this step's rows and these heads, once for all layers. sinks_N: a logit
+    per query head, which joins the softmax's sum only. `interpret`: None or InterpretGPUParams.
 
     Raises: NotImplementedError naming what the kernels do not take. Semantics:
     kernels_pallas.reference.

@@ -209,8 +209,7 @@ def fetch_tiles(
 ) -> jax.Array:
     """Has the tiles of a unit fetched, from slot `begin` of its row on, as stages of the ring
     become free. See `copy_tile`; returns the count after them. int8 tiles are passed on while later
-    ones, of this unit or the next, are
-    on their way: `pass_last` is for those that none follow.
+    ones, of this unit or the next, are on their way: `pass_last` is for those that none follow.
     """
 
     def fetch_tile(t: jax.Array, count: jax.Array) -> jax.Array:

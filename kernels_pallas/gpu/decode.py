@@ -9,9 +9,9 @@ shared memory that a block has once.) Keys are the rows of the score matmul and 
 the value matmul, with all query heads of a KV head as columns: wgmma has at least 64 rows but as
 few as 8 columns, so that next to nothing is computed that is not needed. Each item leaves a partial
 softmax (arXiv 2205.14135, section 3.1); those of a row are merged after the kernel
-(flash-decoding). int8 tiles arrive in a ring of their own,
-from which the fetching warpgroup fills the other one: their numbers as bfloat16 and, beside them,
-their scales, which act on rows of scores and of weights.
+(flash-decoding). int8 tiles arrive in a ring of their own, from which the fetching warpgroup fills
+the other one: their numbers as bfloat16 and, beside them, their scales, which act on rows of scores
+and of weights.
 """
 
 from __future__ import annotations

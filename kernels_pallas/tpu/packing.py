@@ -3,10 +3,10 @@
 Pages hold whole numbers, packed along tokens into 32-bit words, so that one KV head saves as much
 as many: ROWS rows of words, what a register holds, are a tile. In one of 8-bit numbers slot t is
 byte t % 4 of row t / 4, as in a register of bytes; one of 4-bit numbers is two of those in one, the
-first in the lower halves of the bytes. Beside the pages, one
-word per slot and KV head has two bfloat16: what the key is to be multiplied by, and the value.
-4-bit numbers have another word, of what is added to both. A page's row of such words is [words of a
-slot, KV heads, slots], flat, and rounded up to a whole register.
+first in the lower halves of the bytes. Beside the pages, one word per slot and KV head has two
+bfloat16: what the key is to be multiplied by, and the value. 4-bit numbers have another word, of
+what is added to both. A page's row of such words is [words of a slot, KV heads, slots], flat, and
+rounded up to a whole register.
 """
 
 from __future__ import annotations

@@ -104,8 +104,7 @@ def llm(shared) -> Iterator[AsyncLLM]:
 
 class Pace:
     """In the place of an engine's step: takes none once all that can run have `enough` tokens,
-    while the thread goes on
-    doing what it is told. `rest_s`: the pause before each step.
+    while the thread goes on doing what it is told. `rest_s`: the pause before each step.
     """
 
     def __init__(self, engine: Engine) -> None:

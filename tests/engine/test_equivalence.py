@@ -128,9 +128,8 @@ def assert_dense(model: Model, outputs: list[RequestOutput], indices: list[int])
     to rounding.
 
     What rounding does is seen on the reference itself, computed in float32 throughout. Where it
-    rounds keys and values
-    to bfloat16, that one does not: prefill also rounds the queries that meet the keys and the
-    weights that meet the values, which does as much as rounding those.
+    rounds keys and values to bfloat16, that one does not: prefill also rounds the queries that meet
+    the keys and the weights that meet the values, which does as much as rounding those.
     """
     assert tokens_of(outputs) == [model.expected[i] for i in indices]
     other = replace(model.dense, kv_dtype="float32", dtype="float32")

@@ -35,10 +35,8 @@ from tiers import some
 
 ROUNDING = 2.0**-8
 """Largest relative error of a bfloat16. Queries are drawn as bfloat16 and scales are powers of two,
-so that with
-bfloat16 pages only the softmax weights are rounded: an output is off by at most this part of the
-weighted mean of
-|value|.
+so that with bfloat16 pages only the softmax weights are rounded: an output is off by at most this
+part of the weighted mean of |value|.
 """
 
 

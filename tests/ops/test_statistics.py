@@ -51,8 +51,8 @@ CASES = {"step": partial(step_case, num_tokens=96), "decode": decode_case}
 
 def divided(case: Case, seed: int) -> tuple[Case, np.ndarray]:
     """The same tokens with some full pages of every row in `low`, in a pool of the same pages, and
-    where each page of
-    the old table went: its index in the table of the store, or -1 - its index in that of `low`.
+    where each page of the old table went: its index in the table of the store, or -1 - its index in
+    that of `low`.
     """
     rng, store, whole = np.random.default_rng(seed), case.store, case.tables
     size, tables = store.page_size, [np.zeros_like(whole.table_BW) for _ in range(4)]

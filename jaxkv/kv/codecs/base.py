@@ -7,8 +7,8 @@ A codec is a frozen, hashable value (it is static under jit). It promises:
   contiguous piece;
 - `elements` gives attention what it needs without touching every element: a scale of a token and
   head acts on a column of scores and on a softmax weight, an offset on sums of queries and weights,
-  and a rotation R on queries before and
-  outputs after, once: R is linear, and orthogonal but for a factor.
+  and a rotation R on queries before and outputs after, once: R is linear, and orthogonal but for a
+  factor.
 """
 
 from __future__ import annotations

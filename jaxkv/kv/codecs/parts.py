@@ -72,8 +72,8 @@ def rotate(x: jax.Array) -> jax.Array:
     longer than x.
 
     It spreads what one channel has over all. Without the root every factor is exact, and with signs
-    first and last no
-    product is added to anything: one that is may be rounded once or twice, as the compiler likes.
+    first and last no product is added to anything: one that is may be rounded once or twice, as the
+    compiler likes.
     Source: QuaRot, arXiv 2404.00456, section 3.
     """
     first, last = _signs(x)

@@ -13,9 +13,8 @@ It decides by positions, and by what it asks to be known of the pages:
 - `measure`: any figures of what they hold, computed before a decision (`kv.state.measure_pages`).
 
 The engine protects the first page of a sequence (attention sinks, arXiv 2309.17453), the recent
-ones and the spans that
-a caller names, and asks at fixed places of a sequence: what a request computes does not depend on
-its neighbours.
+ones and the spans that a caller names, and asks at fixed places of a sequence: what a request
+computes does not depend on its neighbours.
 
 How to add a policy: a file here with a subclass of `Policy`, and its value in the list in
 `kv/policies/__init__.py`. Whatever it measures is a function in that file.
