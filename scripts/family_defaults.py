@@ -25,8 +25,8 @@ LEFT_OUT = re.compile(
 
 
 def defaults(model_type: str) -> dict[str, Any]:
-    """Returns the keys of a default config that are numbers, flags, texts or null, and its
-    `rope_parameters` if they scale.
+    """Returns the keys of a default config that are numbers, flags, texts or null, its
+    `rope_parameters` if they scale, and other names of keys.
     """
     kind = CONFIG_MAPPING[model_type]
     values = kind().to_dict()
@@ -42,8 +42,13 @@ def defaults(model_type: str) -> dict[str, Any]:
         for key, value in sorted(values.items())
         if not isinstance(value, (dict, list)) and not LEFT_OUT.fullmatch(key)
     }
-    is_scaled = rope.get("rope_type", "default") != "default"
-    return known | ({"rope_parameters": rope} if is_scaled else {})
+    if kind.attribute_map:
+        known["aliases"] = kind.attribute_map
+    if rope.get("rope_type", "default") == "default":
+        return known
+    if kind(rope_theta=7.0).rope_parameters["rope_theta"] == 7.0:  # a file's own theta counts
+        del rope["rope_theta"]
+    return known | {"rope_parameters": rope}
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ SMALL = {
     "tie_word_embeddings": False,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+GLM_ROPE = ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1]}
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -76,6 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | HEAD
     | {"num_shared_experts": 2, "num_dense_layers": 1, "mup_enabled": True, "route_scale": 1.7},
     "apertus": {},
+    "aria_text": {"moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 2},
     "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
     "biogpt": {"tie_word_embeddings": True},
     "biogpt-unscaled": {"scale_embedding": False, "hidden_act": "relu"},
@@ -104,6 +106,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ernie4_5": HEAD | {"use_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
     | {"moe_layer_start_index": 1, "moe_num_shared_experts": 2},
+    "emu3_text_model": HEAD,
     "exaone": HEAD | {"attention_bias": True},
     "exaone4": WINDOW,
     "exaone4-full": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
@@ -112,6 +115,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "falcon-new-one-norm": FALCON
     | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
     "falcon-in-turn": FALCON | {"multi_query": True, "parallel_attn": False, "bias": True},
+    "flint": WINDOW
+    | EXPERTS
+    | HEAD
+    | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0], "attention_bias": True},
     "gemma": {"head_dim": 16, "tie_word_embeddings": True},
     "gemma2": WINDOW
     | {"head_dim": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}
@@ -131,8 +138,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma4_text-experts": GEMMA4
     | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1}
     | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+    "gemma4_unified_text": {key: one for key, one in GEMMA4.items() if "per_layer" not in key}
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "glm": {"head_dim": 8, "attention_bias": True},
     "glm4": {"head_dim": 8, "attention_bias": True},
+    "glm4v_text": {"rope_parameters": GLM_ROPE},
+    "glm_ocr_text": HEAD | {"rope_parameters": GLM_ROPE},
     "gpt2": GPT2,
     "gpt2-inner": GPT2 | {"n_inner": 80, "scale_attn_weights": False},
     "gpt_neox": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}},
@@ -145,6 +156,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_layers": ["local", "global", "local"],
     },
     "gptj": GPT2 | {"rotary_dim": 4},
+    "codegen": GPT2 | {"rotary_dim": 4},
     "glm4_moe_lite": GROUPED | LATENT,
     "minicpm3": LATENT | {"scale_emb": 3, "scale_depth": 0.7, "dim_model_base": 24},
     "mistral4": GROUPED
@@ -201,6 +213,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1}
     | EXPERTS
     | {"routed_scaling_factor": 1.7},
+    "lfm3": WINDOW | HEAD | {"layer_types": ["conv", "full_attention", "sliding_attention"]},
     "nemotron_h": HEAD
     | GROUPED
     | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
@@ -311,6 +324,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
             | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
         }
     },
+    "paddleocr_vl_text": HEAD
+    | {"use_bias": True, "rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "persimmon": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "persimmon-no-norm": {"qk_layernorm": False, "tie_word_embeddings": True},
     "phi": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
@@ -352,6 +367,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+PLAIN = {"qwen2": {}, "qwen3": HEAD}
+"""Variants for text parts of other models only: tests/tiny.py has more of these families."""
+
 SIGLIP = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -361,10 +379,68 @@ SIGLIP = {
     "patch_size": 8,
 }
 QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
-ALONE = tuple(name for name in VARIANTS if not name.endswith("_text") or "_vl_" not in name)
+PARTS = (
+    "emu3_text_model",
+    "glm4v_text",
+    "glm_ocr_text",
+    "paddleocr_vl_text",
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+)
+ALONE = tuple(name for name in VARIANTS if name not in PARTS)
 """Variants that transformers has a model of; the others are parts of one."""
 
+CLIP = SIGLIP | {"model_type": "clip_vision_model"}
+LIST = {"image_size": [16, 16], "patch_size": [8, 8]}
+
 WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "aria": ("aria_text", SIGLIP, {"projector_patch_to_query_dict": {"4": 2}}),
+    "deepseek_vl": ("llama", SIGLIP, {}),
+    "emu3": (
+        "emu3_text_model",
+        {},
+        {"vocabulary_map": {"<|visual token 000000|>": 3, "<image>": 4}}
+        | {"vq_config": {"base_channels": 32, "codebook_size": 8, "num_res_blocks": 1}},
+    ),
+    "exaone4_5": ("exaone4", QWEN_VISION | {"out_hidden_size": 48, "num_key_value_heads": 2}, {}),
+    "gemma4_unified": ("gemma4_unified_text", {"mm_embed_dim": 16}, {}),
+    "paddleocr_vl": ("paddleocr_vl_text", SIGLIP, {}),
+    "glm4v": ("glm4v_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "glm46v": ("glm4v_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "glm_ocr": ("glm_ocr_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "got_ocr2": (
+        "qwen2",
+        SIGLIP | {"mlp_dim": 16, "output_channels": 8, "global_attn_indexes": [0]},
+        {},
+    ),
+    "idefics2": (
+        "mistral",
+        SIGLIP,
+        {"perceiver_config": {"hidden_size": 48, "resampler_depth": 1, "resampler_n_heads": 4}},
+    ),
+    "idefics3": ("llama", SIGLIP, {}),
+    "internvl": ("qwen2", SIGLIP | LIST, {}),
+    "janus": (
+        "llama",
+        SIGLIP | {"projection_dim": 48},
+        {
+            "vq_config": {"base_channels": 32, "num_embeddings": 8, "projection_dim": 48}
+            | {"image_token_embed_dim": 48, "latent_channels": 32}
+        },
+    ),
+    "lfm2_vl": ("lfm2", SIGLIP | {"model_type": "siglip2_vision_model", "num_patches": 4}, {}),
+    "lighton_ocr": ("qwen3", SIGLIP | {"model_type": "pixtral", "head_dim": 8}, {}),
+    "llava_next": ("llama", CLIP, {}),
+    "llava_next_video": ("llama", CLIP, {}),
+    "llava_onevision": ("qwen2", SIGLIP, {}),
+    "minicpmv4_6": ("qwen3_5_text", SIGLIP | {"insert_layer_id": 0}, {}),
+    "ovis2": ("qwen2", SIGLIP | {"vocab_size": 16}, {"hidden_size": 48, "vocab_size": 151}),
+    "smolvlm": ("llama", SIGLIP, {}),
+    "video_llama_3": ("qwen2", SIGLIP, {}),
+    "video_llava": ("llama", CLIP, {}),
+    "vipllava": ("llama", CLIP, {"vision_feature_layers": [-1]}),
     "gemma3": ("gemma3_text-uncapped", SIGLIP, {"mm_tokens_per_image": 4}),
     "gemma4": ("gemma4_text", SIGLIP | {"head_dim": 8}, {}),
     "llama4": (
@@ -415,7 +491,7 @@ def hf_config(variant: str) -> Any:
 
 def text_config(variant: str) -> dict[str, Any]:
     """Returns what a tiny model's config.json says."""
-    changes = VARIANTS[variant]
+    changes = (VARIANTS | PLAIN)[variant]
     left_out = OWN if "n_embd" in changes else ()
     config = {key: value for key, value in SMALL.items() if key not in left_out}
     return config | changes | {"model_type": variant.split("-")[0]}

@@ -63,11 +63,13 @@ def read_rope(
         return replace(plain, part=part, factor=rope.number("factor", 1.0))
     if kind == "linear":
         return replace(plain, factor=rope.number("factor"))
-    original_max_len = config.size("original_max_position_embeddings", max_len)
-    original_max_len = rope.size("original_max_position_embeddings", original_max_len)
-    plain = replace(plain, original_max_len=original_max_len)
     if kind == "dynamic":
-        return replace(plain, factor=rope.number("factor", at_least=1.0))
+        factor = rope.number("factor", at_least=1.0)
+        return replace(plain, factor=factor, original_max_len=max_len)
+    original_max_len = rope.size("original_max_position_embeddings", max_len)
+    # Beside the section it counts more than within, as in transformers.
+    original_max_len = config.size("original_max_position_embeddings", original_max_len)
+    plain = replace(plain, original_max_len=original_max_len)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if high <= low:
@@ -104,6 +106,9 @@ def read_layer_ropes(
     sections = config.section("rope_parameters")
     if not any(kind in sections.values for kind in kinds):
         return (read_rope(config, max_len=max_len, head_dim=head_dim),) * len(kinds)
+    if config.get("rope_scaling") and config.get("rope_scaling") != sections.values:
+        raise config.fail("rope_scaling", "none beside rope_parameters for each kind of layer")
+    config = config.replaced(original_max_position_embeddings=None)
     of_kind = {
         kind: read_rope(config, sections.section(kind), max_len=max_len, head_dim=head_dim)
         for kind in dict.fromkeys(kinds)

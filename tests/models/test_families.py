@@ -17,7 +17,9 @@ from safetensors.numpy import load_file, save_file
 import families
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import DEFAULTS, FAMILIES, ConfigReader, Layout, read_config, read_family
+from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
+from jaxkv.ops.layers import ACTIVATIONS
 from jaxkv.weights.load import load_weights
 from tiny import BASE, LLAMA3, VARIANTS, YARN, make_checkpoint, tiny_config
 
@@ -149,12 +151,116 @@ def test_a_config_that_says_nothing_of_rotation_scales_it_as_transformers_does(f
     config = families.SMALL | families.VARIANTS[variant] | {"model_type": family}
     keys = ("rope_parameters", "rope_scaling", "rope_theta")
     silent = {key: value for key, value in config.items() if key not in keys}
-    theirs = AutoConfig.for_model(family).rope_parameters
-    spec, _ = read(silent)
-    assert spec.rope.kind == theirs["rope_type"] != "default"
-    assert spec == read(silent | {"rope_parameters": theirs})[0]
-    assert spec == read(silent | dict.fromkeys(keys))[0]
-    assert read(silent | {"rope_theta": 1e4})[0].rope.kind == "default"
+    for said in ({}, {"rope_theta": 3e4}, {"rope_theta": 3e4, "rope_scaling": None}):
+        theirs = AutoConfig.for_model(family, **said).rope_parameters
+        spec, _ = read(silent | said)
+        assert spec.rope.kind == theirs["rope_type"] != "default"
+        assert spec == read(silent | {"rope_parameters": theirs})[0]
+    assert read(silent) == read(silent | dict.fromkeys(keys))
+    assert read(silent | {"rope_parameters": {}})[0].rope.kind == "default"
+
+
+OLD_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+OLD_LONG = {key: value for key, value in families.LONG.items() if "_factor" in key}
+OLD_LONG |= {"type": "longrope"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "said"),
+    [
+        ("gpt_neox", {"rope_theta": 3e4, "partial_rotary_factor": 0.5}),  # which it does not read
+        ("gpt_neox", {"rotary_emb_base": 3e4, "rotary_pct": 0.5}),
+        ("olmo3", {}),
+        ("olmo3", {"rope_theta": 3e4, "rope_scaling": OLD_YARN}),
+        ("olmo3", {"rope_parameters": {"full_attention": OLD_YARN}, "rope_theta": 3e4}),
+        ("gemma3_text", {"rope_theta": 3e4, "rope_scaling": OLD_YARN}),
+        ("gemma3_text", {"rope_local_base_freq": 3e4}),
+        ("llama", {"rope_scaling": OLD_LONG, "original_max_position_embeddings": 64}),
+        ("llama", {"rope_scaling": OLD_YARN, "original_max_position_embeddings": 32}),
+        ("llama", {"rope_scaling": OLD_YARN | {"rope_type": "dynamic"}}),
+        ("phi3", {"rope_scaling": OLD_LONG | {"original_max_position_embeddings": 64}}),
+        ("ministral3", {"rope_scaling": OLD_YARN | {"llama_4_scaling_beta": 0.3}}),
+        ("minimax_m2", {"rope_theta": 3e4, "rotary_dim": 4}),
+    ],
+)
+def test_a_file_s_own_words_for_its_rotation_mean_what_transformers_makes_of_them(variant, said):
+    from transformers import AutoConfig
+
+    config = families.text_config(variant)
+    silent = {key: value for key, value in config.items() if key != "rope_parameters"}
+    theirs = AutoConfig.for_model(**silent, **said).rope_parameters
+    again = silent | {"rope_parameters": theirs}
+    key = "original_max_position_embeddings"
+    again |= {key: said[key]} if key in said else {}
+    assert read(silent | said) == read(again)
+
+
+def test_rotations_that_transformers_does_not_read_are_refused():
+    flat = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    for said, expected in (
+        ({"rope_parameters": flat}, "rope_parameters: expected sections"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type: expected the"),
+        ({"rope_scaling": flat}, "rope_scaling: expected none beside"),
+    ):
+        for variant in ("gemma3_text", "olmo3"):
+            with pytest.raises(CheckpointError, match=expected):
+                read(families.text_config(variant) | said)
+
+
+@pytest.mark.parametrize(
+    ("variant", "said"),
+    [
+        ("dots1", {"sliding_window": 8, "max_window_layers": 1}),
+        ("qwen2_moe", {"sliding_window": 8, "max_window_layers": 2, "use_sliding_window": True}),
+        ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
+        ("mixtral", {"num_experts": 5, "num_local_experts": None}),
+    ],
+)
+def test_a_config_means_what_transformers_writes_for_it(variant, said):
+    from transformers import AutoConfig
+
+    config = families.text_config(variant) | said
+    config = {key: value for key, value in config.items() if value is not None}
+    theirs = AutoConfig.for_model(**config).to_dict()
+    assert read(config) == read(json.loads(json.dumps(theirs)))
+
+
+def test_an_alpha_of_hunyuan_is_a_larger_base():
+    pytest.importorskip("torch")
+    from transformers import AutoConfig
+    from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense as reference
+
+    said = {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}
+    config = families.text_config("hunyuan_v1_dense") | said
+    theirs = reference.HunYuanDenseV1RotaryEmbedding(AutoConfig.for_model(**config)).inv_freq
+    spec, _ = read(config)
+    np.testing.assert_allclose(rope_frequencies(spec.rope, spec.head_dim), theirs, rtol=1e-6)
+    assert not spec.depends_on_context
+
+
+def test_activations_are_those_that_transformers_has_under_their_names():
+    torch = pytest.importorskip("torch")
+    from transformers.activations import ACT2FN
+
+    x = np.linspace(-6, 6, 97, dtype=np.float32)
+    for name, activation in ACTIVATIONS.items():
+        want = ACT2FN[name](torch.from_numpy(x)).numpy()
+        np.testing.assert_allclose(activation(x), want, atol=2e-6, err_msg=name)
+
+
+def test_a_model_of_several_parts_is_tied_if_either_level_says_so():
+    """transformers writes both, and looks at the outer one."""
+    text = families.text_config("llama") | {"tie_word_embeddings": False}
+    for tied in (True, False):
+        config = {"model_type": "llava", "text_config": text, "tie_word_embeddings": tied}
+        assert (read(config)[1].top["head"].same_as is not None) == tied
+
+
+@pytest.mark.parametrize("variant", ["afmoe", "gpt_oss"])
+def test_attention_has_biases_where_its_config_says_so(variant):
+    for said in (True, False):
+        layout = read(families.text_config(variant) | {"attention_bias": said})[1]
+        assert [f"{name}_bias" in layout.layers[0] for name in "qkvo"] == [said] * 4
 
 
 @pytest.mark.parametrize("family", LLAMA_LIKE)

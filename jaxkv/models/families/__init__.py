@@ -28,7 +28,6 @@ FAMILIES = tuple(
     )
 )
 MAX_CONFIG_BYTES = 10_000_000
-ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 DEFAULTS = Path(__file__).with_name("defaults.json")
 """Written by scripts/family_defaults.py."""
 
@@ -44,8 +43,33 @@ SIZES = (
     "ffn_hidden_size",
 )
 TEXT_OF = {
+    "aria": "aria_text",
+    "deepseek_vl": "llama",
+    "emu3": "emu3_text_model",
+    "exaone4_5": "exaone4",
+    "glm4v": "glm4v_text",
+    "glm46v": "glm4v_text",
+    "glm_ocr": "glm_ocr_text",
+    "got_ocr2": "qwen2",
+    "idefics2": "mistral",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "janus": "llama",
+    "lfm2_vl": "lfm2",
+    "lighton_ocr": "qwen3",
+    "llava_next": "llama",
+    "llava_next_video": "llama",
+    "llava_onevision": "qwen2",
+    "minicpmv4_6": "qwen3_5_text",
+    "ovis2": "qwen2",
+    "smolvlm": "llama",
+    "video_llama_3": "qwen2",
+    "video_llava": "llama",
+    "vipllava": "llama",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "paddleocr_vl": "paddleocr_vl_text",
     "llama4": "llama4_text",
     "kimi_k25": "deepseek_v3",
     "llava": "llama",
@@ -129,22 +153,29 @@ def _text_part(config: ConfigReader) -> ConfigReader:
     if config.get("text_config") is None:  # older files have its keys among the others
         return config.replaced(model_type=TEXT_OF[outer])
     text = config.section("text_config")
-    # The tie may be said on either level, a quantisation is said on the outer one.
+    # The tie may be said on either level, and holds if one of them says so; a quantisation is said
+    # on the outer one.
     keys = ("tie_word_embeddings", "quantization_config")
     above = {key: config.values[key] for key in keys if key in config.values}
+    if above.get("tie_word_embeddings") is True:
+        text = text.replaced(tie_word_embeddings=True)
     return text.with_defaults(above | {"model_type": TEXT_OF[outer]})
 
 
 def _with_defaults(config: ConfigReader, *, is_part: bool) -> ConfigReader:
-    """Returns a reader that finds what transformers takes for keys that a config.json leaves out.
-    Sizes are always there, but in a part of a model; a scaled rotary embedding is taken if nothing
-    is said of any.
+    """Returns a reader that finds what transformers takes for keys that a config.json leaves out or
+    has under another name. Sizes are always there, but in a part of a model; a scaled rotary
+    embedding is taken where there is no section about any, and with it the theta that it has.
     """
     found = dict(_written_defaults().get(config.values["model_type"], {}))
-    rope = found.pop("rope_parameters", None)
+    rope, aliases = found.pop("rope_parameters", None), found.pop("aliases", {})
+    given = {aliases[key]: one for key, one in config.values.items() if key in aliases}
+    config = config.with_defaults(given)
     found = {key: value for key, value in found.items() if is_part or key not in SIZES}
-    if rope is not None and all(config.get(key) is None for key in ROPE_KEYS):
-        config = config.replaced(rope_parameters=rope)
+    has_section = config.get("rope_parameters") is not None or config.get("rope_scaling")
+    if rope is not None and not has_section:
+        theta = config.get("rope_theta", found.get("rope_theta"))
+        config = config.replaced(rope_parameters={"rope_theta": theta, **rope})
     return config.with_defaults(found)
 
 

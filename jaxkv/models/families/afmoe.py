@@ -9,6 +9,7 @@ from dataclasses import replace
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import (
     QK_NORMED,
+    QKV,
     SLIDING,
     Layout,
     leaf,
@@ -28,7 +29,6 @@ NAMES = replace(
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    config.refuse("attention_bias", False)
     num_layers, hidden = (
         config.size("num_hidden_layers", at_most=MAX_LAYERS),
         config.size("hidden_size"),
@@ -51,6 +51,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config,
         family="afmoe",
         names=NAMES,
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,
         ropes=[rope if kind == SLIDING else None for kind in kinds],
         scales=Scales(embed=hidden**0.5 if config.flag("mup_enabled", False) else 1.0),

@@ -10,6 +10,7 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     experts, router = read_grouped(config)
+    config = config.replaced(use_sliding_window=True)  # a key that it does not have
     return read_decoder(
         config,
         family="dots1",

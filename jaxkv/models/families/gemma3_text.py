@@ -17,7 +17,7 @@ from jaxkv.models.families.base import (
     read_kinds,
 )
 from jaxkv.models.families.gemma2 import scales
-from jaxkv.models.rope_config import read_layer_ropes, read_rope
+from jaxkv.models.rope_config import read_layer_ropes
 from jaxkv.models.spec import ModelSpec, RopeSpec
 
 
@@ -33,18 +33,35 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         names=replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         kinds=kinds,
-        ropes=_ropes(config, kinds),
+        ropes=read_window_ropes(
+            config, kinds, theta=1e6, local=config.number("rope_local_base_freq", 1e4)
+        ),
         **scales(config),
     )
 
 
-def _ropes(config: ConfigReader, kinds: list[str]) -> tuple[RopeSpec, ...]:
-    """Reads each layer's embedding; in older files that of layers with a window has a key of its
-    own and is never scaled.
+def read_window_ropes(
+    config: ConfigReader, kinds: list[str], *, theta: float, local: float
+) -> tuple[RopeSpec, ...]:
+    """Reads each layer's embedding. Older files say under `rope_scaling` and `rope_theta` what it
+    is in layers that see everything, and never scale that of layers with a window.
+
+    theta, local: what is taken where a file has no theta for the one or for the other.
     """
-    max_len, head_dim = config.size("max_position_embeddings"), config.size("head_dim")
-    if {FULL, SLIDING} & config.section("rope_parameters").values.keys():
-        return read_layer_ropes(config, kinds, max_len=max_len, head_dim=head_dim)
-    wide = read_rope(config.with_defaults({"rope_theta": 1e6}), max_len=max_len, head_dim=head_dim)
-    local = RopeSpec(theta=config.number("rope_local_base_freq", 1e4, at_least=1.001))
-    return tuple(local if kind == SLIDING else wide for kind in kinds)
+    max_len = config.size("max_position_embeddings")
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    head_dim = config.size("head_dim", max(1, hidden // heads))
+    config = config.with_defaults({"rope_theta": theta})
+    sections = config.section("rope_parameters")
+    if not {FULL, SLIDING} & sections.values.keys():
+        if sections.values:
+            raise config.fail("rope_parameters", f"sections {FULL} and {SLIDING}")
+        wide = config.section("rope_scaling")
+        if "type" in wide.values and "rope_type" not in wide.values:
+            raise wide.fail("rope_type", "the kind of embedding (transformers ignores `type` here)")
+        sections = ConfigReader({FULL: wide.values}, config.where)
+        config = config.replaced(rope_scaling=None)
+    windows = {"rope_theta": local, **sections.section(SLIDING).values}
+    given = {FULL: sections.section(FULL).values, SLIDING: windows}
+    config = config.replaced(rope_parameters=given)
+    return read_layer_ropes(config, kinds, max_len=max_len, head_dim=head_dim)

@@ -28,7 +28,8 @@ from jaxkv.ops.experts import Router
 NAMES = replace(SANDWICH, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 
 
-def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+def read(config: ConfigReader, *, family: str = "gemma4_text") -> tuple[ModelSpec, Layout]:
+    """Reads the model, or one that is alike but for its name."""
     config.refuse("use_bidirectional_attention", False, "vision")
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     kinds = read_kinds(config, num_layers, every=6)
@@ -49,7 +50,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     )
     attention = replace(spec.attention, kv_sources=sources if has_shared else ())
     spec = replace(spec, groups=tuple(groups), attention=attention)
-    return spec, replace(
+    return replace(spec, family=family), replace(
         layout,
         top={**layout.top, **own_top},
         layers=tuple({**one, **own_layer} for one in layout.layers),

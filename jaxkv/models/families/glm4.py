@@ -10,15 +10,20 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    return read_glm4(config, family="glm4", has_biases=config.flag("attention_bias", True))
+
+
+def read_glm4(config: ConfigReader, *, family: str, has_biases: bool) -> tuple[ModelSpec, Layout]:
+    """Reads GLM-4, or a family that is alike. has_biases: queries, keys and values have some."""
     return read_decoder(
         config,
-        family="glm4",
+        family=family,
         names=Names(
             gate_up="mlp.gate_up_proj",
             post_attn_norm="post_self_attn_layernorm",
             post_mlp_norm="post_mlp_layernorm",
         ),
-        biased=QKV * config.flag("attention_bias", True),
+        biased=QKV * has_biases,
         interleaved=True,
         partly=True,
     )

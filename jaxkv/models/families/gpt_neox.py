@@ -24,12 +24,12 @@ NAMES = Names(
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    # Older files call the rotated part and its base by other names.
-    older = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
-    given = {new: config.values[old] for new, old in older.items() if old in config.values}
+    # Beside `rope_parameters` the rotated part and its base have names of their own.
+    theta, part = config.get("rotary_emb_base", 10000.0), config.get("rotary_pct", 0.25)
+    config = config.replaced(rope_theta=theta, partial_rotary_factor=part)
     biased = ("attn_norm", "mlp_norm", "norm", "up", "down")
     spec, layout = read_decoder(
-        config.replaced(**given, num_key_value_heads=None),
+        config.replaced(num_key_value_heads=None),
         family="gpt_neox",
         partly=True,
         names=NAMES,

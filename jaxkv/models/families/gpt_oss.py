@@ -25,7 +25,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_decoder(
         config,
         family="gpt_oss",
-        biased=(*QKV, "o"),
+        biased=(*QKV, "o") * config.flag("attention_bias", True),
         kinds=read_kinds(config, num_layers, every=2),
         attention=AttentionSpec(has_sinks=True),
         experts=Experts(count=count, width=width, router="mlp.router").leaves,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.config import is_int
@@ -36,14 +37,20 @@ def read_lfm2(config: ConfigReader, **more: Any) -> tuple[ModelSpec, Layout]:
     """Reads LFM2 with what else a family of it has."""
     if config.get("tie_embedding") is not None:
         config = config.replaced(tie_word_embeddings=config.flag("tie_embedding", True))
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    kinds, channels = _kinds(config, num_layers), config.size("hidden_size")
-    width = config.size("conv_L_cache")
+    kinds = _kinds(config, config.size("num_hidden_layers", at_most=MAX_LAYERS))
+    layers = [layer for layer, kind in enumerate(kinds) if kind == CONV]
+    return read_convolutions(config, layers, names=NAMES, **more)
+
+
+def read_convolutions(
+    config: ConfigReader, layers: Sequence[int], **more: Any
+) -> tuple[ModelSpec, Layout]:
+    """Reads a decoder with a short convolution in these layers. more: of `read_decoder`."""
+    channels, width = config.size("hidden_size"), config.size("conv_L_cache")
     if width < 2:
         raise config.fail("conv_L_cache", "a number >= 2")
-    layers = [layer for layer, kind in enumerate(kinds) if kind == CONV]
     return with_mixer(
-        read_decoder(config, names=NAMES, eps="norm_eps", **more),
+        read_decoder(config, eps="norm_eps", **more),
         layers,
         ShortConv(channels=channels, width=width),
         _leaves(channels, width, has_biases=config.flag("conv_bias", False)),

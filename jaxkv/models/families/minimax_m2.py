@@ -12,6 +12,10 @@ from jaxkv.models.spec import AttentionSpec, ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     experts = read_mixtral(config, bias="block_sparse_moe.e_score_correction_bias")
+    if config.get("rotary_dim") is not None:  # as published files say how much of a head is rotated
+        head_dim = config.size("head_dim")
+        part = config.size("rotary_dim", at_most=head_dim) / head_dim
+        config = config.replaced(partial_rotary_factor=part)
     how = {"score": "sigmoid", "is_normalised": True}
     return read_decoder(
         config,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import FULL, SLIDING, Layout, read_decoder
+from jaxkv.models.rope_config import rope_section
 from jaxkv.models.spec import AttentionSpec, ModelSpec, QueryTemperature
 
 
@@ -21,10 +22,12 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 def read_temperature(config: ConfigReader) -> QueryTemperature | None:
     """Reads how queries grow with their position; None where they do not."""
-    rope = config.section("rope_parameters")
+    rope = rope_section(config)
     if not rope.get("llama_4_scaling_beta"):
         return None
     return QueryTemperature(
         beta=rope.number("llama_4_scaling_beta"),
-        period=rope.number("original_max_position_embeddings"),
+        period=rope.number(
+            "original_max_position_embeddings", config.size("max_position_embeddings")
+        ),
     )

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from jaxkv.models.config_reader import ConfigReader
-from jaxkv.models.families.base import QKV, Layout, qwen_kinds, read_decoder
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, qwen_kinds, read_decoder
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, qwen_dense, read_router
 from jaxkv.models.spec import ModelSpec
 
@@ -24,8 +24,19 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config,
         family="qwen2_moe",
         biased=QKV * config.flag("qkv_bias", True),
-        kinds=qwen_kinds(config),
+        kinds=_kinds(config),
         experts=experts.leaves,
         is_dense=qwen_dense(config),
         router=read_router(config, count, used="num_experts_per_tok", is_normalised=is_normalised),
     )
+
+
+def _kinds(config: ConfigReader) -> list[str]:
+    """Reads each layer's kind; without a list every other one of the first `max_window_layers` has
+    the window.
+    """
+    if config.get("layer_types") is not None or not config.flag("use_sliding_window", False):
+        return qwen_kinds(config)
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    first = config.size("max_window_layers", 28)
+    return [SLIDING if i % 2 == 0 and i < first else FULL for i in range(num_layers)]
