@@ -2,24 +2,31 @@
 measured in this run.
 
     python scripts/bench_cpu_choices.py
+    python scripts/bench_cpu_choices.py --only few_rows
 
 Medians of several calls, in milliseconds; on a shared machine read ratios.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.config import bfloat16_as_bits
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Store
 from jaxkv.ops.attention import Batch, Place, sweep, xla
+from jaxkv.ops.layers import linear
+from jaxkv.ops.matrices import Matrix, dot
 
 
 def median_ms(f: Callable[..., Any], *args: Any, calls: int = 15) -> float:
@@ -89,6 +96,64 @@ def layer_forms() -> None:
         print(f"  {rows:4d} rows " + " ".join(f"{t:8.2f}" for t in times))
 
 
+def few_rows(rounds: int = 15) -> None:
+    """Twelve layers' matmuls of few rows in forms that pack or copy less of the weight, by turns:
+    CPU milliseconds, and whether a row gets the bits that it gets among 512.
+    """
+    print(
+        "\n12 x 768 x 2048, few rows, CPU ms by turns: as the engine does it / a leaf per layer "
+        "behind lax.switch / weight as the left operand / that in float32"
+    )
+    num_layers, shape = 12, (2048, 768)
+    drawn = 0.03 * jax.random.normal(jax.random.key(0), (num_layers, *shape))
+    x_TD = jax.random.normal(jax.random.key(1), (512, shape[1]))
+
+    def left(dtype: Any, x_TD: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
+        w = Matrix(stack, layer)
+
+        def piece(i: jax.Array) -> jax.Array:
+            w_FD = w.rows(i * (shape[0] // 2), shape[0] // 2).astype(dtype)
+            return dot(w_FD, x_TD.astype(w.dtype).astype(dtype))
+
+        return jax.lax.map(piece, jnp.arange(2)).reshape(shape[0], -1).T
+
+    def behind_switch(x_TD: jax.Array, leaves: list[jax.Array], layer: jax.Array) -> jax.Array:
+        branches = [partial(lambda w_FD, x_TD: linear(x_TD, Matrix(w_FD)), one) for one in leaves]
+        return jax.lax.switch(layer, branches, x_TD)
+
+    def all_layers(form: Callable[..., jax.Array], x_TD: jax.Array, w: Any) -> jax.Array:
+        add = lambda i, y_TF: y_TF + form(x_TD, w, i)  # noqa: E731
+        return jax.lax.fori_loop(0, num_layers, add, jnp.zeros((x_TD.shape[0], shape[0])))
+
+    for dtype in (jnp.bfloat16, jnp.float32):
+        stack = drawn.astype(dtype)
+        leaves = [jnp.array(one) for one in stack]
+        if dtype == jnp.bfloat16 and bfloat16_as_bits("cpu"):
+            stack = jax.lax.bitcast_convert_type(stack, jnp.uint16)
+        forms = {
+            "now": (lambda x_TD, stack, i: linear(x_TD, Matrix(stack, i)), stack),
+            "switch": (behind_switch, leaves),
+            "left": (partial(left, dtype), stack),
+            "left float32": (partial(left, jnp.float32), stack),
+        }
+        if dtype == jnp.float32:
+            del forms["left float32"]
+        run = {name: jax.jit(partial(all_layers, form)) for name, (form, _) in forms.items()}
+        expected = {name: np.asarray(run[name](x_TD, w)) for name, (_, w) in forms.items()}
+        for rows in (2, 8, 32):
+            spent: dict[str, list[float]] = {name: [] for name in forms}
+            cells = dict.fromkeys(forms, "")
+            for _ in range(rounds + 1):
+                for name, (_, w) in forms.items():
+                    start = time.process_time()
+                    y_TF = jax.block_until_ready(run[name](x_TD[:rows], w))
+                    spent[name].append((time.process_time() - start) * 1e3)
+                    is_same = np.array_equal(y_TF, expected[name][:rows])
+                    cells[name] = "same" if is_same else "other"
+            shown = [f"{median(of[1:]):6.1f} {cells[name]}" for name, of in spent.items()]
+            print(f"  {jnp.dtype(dtype).name:9s} {rows:3d} rows  {'   '.join(shown)}", flush=True)
+
+
 def decode_attention() -> None:
     """One layer's decode attention over 1,024 tokens a row, by page storage and by tokens gathered
     at once.
@@ -135,8 +200,17 @@ def decode_attention() -> None:
     sweep.BLOCK = default
 
 
+PARTS = (matmul_layouts, layer_forms, few_rows, decode_attention)
+
+
 if __name__ == "__main__":
+    names = [part.__name__ for part in PARTS]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    only = parser.parse_args().only
     print(f"jax {jax.__version__}, {jax.devices()[0]}")
-    matmul_layouts()
-    layer_forms()
-    decode_attention()
+    for part in PARTS:
+        if part.__name__ in only:
+            part()

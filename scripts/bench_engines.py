@@ -25,6 +25,9 @@ BATCH = 16
 SLOTS, SLOT_LEN = 32, 1024
 """Rows that llama.cpp computes at once, and tokens that each may have."""
 
+ERRORS_ONLY = 1
+"""llama.cpp's level of logging; by default it writes some lines for every request."""
+
 KV_GIB = 2
 """Memory for vLLM's KV cache."""
 
@@ -168,6 +171,7 @@ class LlamaCpp:
         params.n_parallel, params.n_ctx = SLOTS, SLOTS * SLOT_LEN
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_cores()
         params.cache_ram_mib = 0  # no copies of finished rows' caches
+        params.verbosity = ERRORS_ONLY
         self.server = xllamacpp.Server(params)
         self.threads = ThreadPoolExecutor(SLOTS)
 

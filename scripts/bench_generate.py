@@ -250,6 +250,16 @@ def write_page(page: Path, result: dict[str, Any]) -> None:
     page.write_text(f"{before}{begin}{text}{end}{after}")
 
 
+def record(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Writes the files that were asked for: after every round, so that a run that is broken off
+    leaves what it has.
+    """
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.page:
+        write_page(options.page, result)
+
+
 def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -275,7 +285,8 @@ def parse() -> argparse.Namespace:
         "--minutes",
         type=float,
         default=8.0,
-        help="a round after the first begins only if it will probably end within so many of all",
+        help="a further round begins only if it will probably end within so many of all; loading, "
+        "warming up and the first round take what they take (fewer --requests make them shorter)",
     )
     parser.add_argument("--requests", type=int, default=24, help="of the mixed load")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -357,13 +368,10 @@ def main() -> None:
                 bench.measure(name, round_id=round_id)
             longest_s = max(longest_s, time.perf_counter() - began)
             result["lines"] = bench.results()
-            if options.json:  # after every round: a run that is broken off leaves what it has
-                options.json.write_text(json.dumps(result, indent=1) + "\n")
+            record(options, result)
         for worker in workers.values():
             worker.close()
     print(table(result["lines"]))
-    if options.page:
-        write_page(options.page, result)
     for name, why in missing.items():
         print(f"missing: {name}: {why}")
 

@@ -152,8 +152,10 @@ def test_a_page_gets_the_table_between_its_comments(bench, tmp_path):
     assert at.table(result["lines"]) in text
     assert "jaxkv: jax 1.2" in text
     assert "Missing: vllm (No module named 'vllm')" in text
-    at.write_page(page, result)
+    figures = tmp_path / "figures.json"
+    at.record(SimpleNamespace(json=figures, page=page), result)
     assert page.read_text() == text
+    assert json.loads(figures.read_text()) == result
 
 
 def test_an_engine_with_other_tokens_is_refused(bench):
