@@ -75,15 +75,22 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speculation:
-    """Says how decode loops propose tokens ahead (`ops.ngram`): `num_tokens` of them, as they came
-    where the last `longest` tokens, or fewer but at least `shortest`, have come before; and with
-    how many rows at most.
+    """Says how decode loops propose tokens ahead, `num_tokens` of them, and with how many rows at
+    most. method: "ngram", as they came where the last `longest` tokens, or fewer but at least
+    `shortest`, have come before (`ops.ngram`); or "draft_model", as a smaller model draws them
+    (`programs.draft`).
     """
 
+    method: str
     num_tokens: int
-    longest: int
-    shortest: int
     most_rows: int
+    longest: int = 0
+    shortest: int = 0
+
+    @property
+    def reads_text(self) -> bool:
+        """Tells whether proposals are looked up in what rows have so far."""
+        return self.method == "ngram"
 
 
 NO_NUMBERS = ("kv_policy", "windows", "has_contexts", "pooled", "speculation")

@@ -2,12 +2,14 @@
 not.
 
     python scripts/bench_speculation.py                # the demo model
-    python scripts/bench_speculation.py --tokens 4 --rounds 5
+    python scripts/bench_speculation.py --ahead 4 --rounds 5
+    python scripts/bench_speculation.py --draft-layers 1
 
 Two engines take turns, one without and one with speculation: one row that goes on with a function
 which stands twice in its prompt, greedily; one row of random text; and many rows of random text,
 which are more than speculate. By CPU time too, which other work on the machine changes less. Last
-the tokens of both are compared.
+the tokens of both are compared. With --draft-layers a draft model proposes: the model itself
+without its later layers. Then each function stands once in its prompt, greedily and drawn.
 """
 
 from __future__ import annotations
@@ -16,16 +18,21 @@ import argparse
 import inspect
 import json
 import random
+import re
 import shutil
 import statistics
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 
+import jaxkv.engine.speculation
 from jaxkv import LLM, SamplingParams
+from jaxkv.build.model import DEMO
 
 SOURCES: list[Callable[..., Any]] = [textwrap.dedent, shutil.copyfileobj, random.Random.sample]
 """Functions of the standard library, by which the demo model has learnt Python."""
@@ -38,9 +45,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help="of each row")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--draft-layers", type=int, default=0, help="of a draft model (0: none)")
+    parser.add_argument("--always", action="store_true", help="propose whether it gains or not")
     args = parser.parse_args()
-    asked = {"method": "ngram", "num_speculative_tokens": args.ahead}
-    asked |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    if args.always:
+        jaxkv.engine.speculation.LEAST_GAIN = 0.0
+    asked: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": args.ahead}
+    if args.draft_layers:
+        folder = tempfile.TemporaryDirectory()
+        first_layers(Path(args.model or DEMO), args.draft_layers, Path(folder.name))
+        asked |= {"method": "draft_model", "model": folder.name}
+    else:
+        asked |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
     limits = {"max_num_seqs": args.rows, "max_model_len": 1024, "lazy_compile": True}
     engines = [
         LLM(args.model, **limits),
@@ -55,9 +71,34 @@ def main() -> None:
     words = [" ".join(rng.choices(LETTERS, k=24)) for _ in range(args.rows)]
     for source in SOURCES:
         text = inspect.getsource(source)[:800]
-        compare(f"1 row, {source.__name__} again", engines, [text * 2], greedy, args.rounds)
+        if args.draft_layers:
+            compare(f"1 row, {source.__name__}", engines, [text], greedy, args.rounds)
+            compare(f"1 row, {source.__name__}, drawn", engines, [text], drawn, args.rounds)
+        else:
+            compare(f"1 row, {source.__name__} again", engines, [text * 2], greedy, args.rounds)
     compare("1 row of random text", engines, words[:1], drawn, args.rounds)
     compare(f"{args.rows} rows of random text", engines, words, drawn, args.rounds)
+
+
+def first_layers(model: Path, num_layers: int, to: Path) -> None:
+    """Writes a copy of a checkpoint in one safetensors file that ends behind some of its layers."""
+    config = json.loads((model / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    data = (model / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    kept, parts, end = {}, [], 0
+    for name, of in json.loads(data[8:start]).items():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        if name == "__metadata__" or (layer and int(layer[1]) >= num_layers):
+            continue
+        first, last = of["data_offsets"]
+        kept[name] = of | {"data_offsets": [end, end + last - first]}
+        parts.append(data[start + first : start + last])
+        end += last - first
+    header = json.dumps(kept).encode()
+    header += b" " * (-len(header) % 8)
+    whole = [len(header).to_bytes(8, "little"), header, *parts]
+    (to / "model.safetensors").write_bytes(b"".join(whole))
 
 
 LETTERS = [chr(code) for code in range(97, 123)]

@@ -29,6 +29,7 @@ def describe(
                 f"{blueprint.placement}{describe_packed(model.weights)}"
                 f"{_stored(model.layout)}"
             ),
+            *_draft(model.draft),
             f"kv cache  {config.num_tokens} tokens = {config.num_pages} pages of "
             f"{config.block_size}, "
             f"{spec.token_numbers} numbers per token and layer in {blueprint.kv_cache_dtype}, "
@@ -71,9 +72,19 @@ def _ahead(speculation: Speculation | None) -> str:
     if speculation is None:
         return ""
     return (
-        f"; up to {speculation.num_tokens} tokens ahead (ngram) with at most "
+        f"; up to {speculation.num_tokens} tokens ahead ({speculation.method}) with at most "
         f"{speculation.most_rows} rows"
     )
+
+
+def _draft(draft: Model | None) -> list[str]:
+    """Says which model proposes tokens, if one does."""
+    if draft is None:
+        return []
+    return [
+        f"draft     {draft.directory} ({draft.spec.family}, {draft.spec.num_layers} layers), "
+        f"{draft.weight_bytes / 2**20:.1f} MiB of the weights{describe_packed(draft.weights)}"
+    ]
 
 
 def _windows(config: EngineConfig) -> str:

@@ -408,7 +408,8 @@ class LLM(PoolingCalls):
             engine.programs.stop()
         self._front.end()
         for engine in self._engines:
-            for array in jax.tree.leaves((engine.weights, engine.adapters, engine.kv)):
+            held = (engine.weights, engine.draft, engine.adapters, engine.kv)
+            for array in jax.tree.leaves(held):
                 array.delete()
 
     def __enter__(self) -> Self:
@@ -552,6 +553,9 @@ class LLM(PoolingCalls):
             secret = self._directory.secret if secret is None else secret
             origin = self._origin(page_form(self._engine.kv))
             depends_on = [repr(replace(origin, tokenizer=""))]  # pages are of token ids
+            if self._model.draft is not None and blueprint.draft is not None:
+                weights = self._model.draft.weights
+                depends_on.append(repr(origin_of(self._model.draft, weights, blueprint.draft, "")))
         root = root_key(secrets.token_bytes(32) if secret is None else secret, *depends_on)
         return Intake(
             self._model,

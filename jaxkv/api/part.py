@@ -4,7 +4,7 @@ and outputs are computed apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import RLock
@@ -17,12 +17,13 @@ from jaxkv.build.memory import Budget, device_memory
 from jaxkv.build.model import Model
 from jaxkv.build.options import EngineOptions
 from jaxkv.build.selftest import make_tested
+from jaxkv.build.speculation import draft_options
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.host_moves import make_tiers
 from jaxkv.holding.directory import Directory
 from jaxkv.placement import bytes_per_device
 from jaxkv.programs.executables import ProgramFiles
-from jaxkv.weights.tree import Weights, with_adapters
+from jaxkv.weights.tree import Weights, with_adapters, with_draft
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +38,8 @@ class Part:
 
     def make_engine(self, lock: RLock, directory: Directory | None) -> Engine:
         """Compiles the programs and allocates the KV cache. directory: where pages are kept too."""
-        blueprint, tokenizer = self.blueprint, self.model.tokenizer
-        weights = with_adapters(self.model.weights, self.adapters)
-        programs = blueprint.programs(weights, files=self.files)
+        blueprint, tokenizer, draft = self.blueprint, self.model.tokenizer, self.model.draft
+        programs = blueprint.programs(all_weights(self.model, self.adapters), files=self.files)
         self.budget.compile(programs, lazy=blueprint.options.lazy_compile)
         options, kv = blueprint.options, blueprint.empty_kv()
         tiers = make_tiers(
@@ -59,6 +59,7 @@ class Part:
             tiers=tiers,
             adapters=self.adapters,
             make_adapters=blueprint.empty_adapters,
+            draft=None if draft is None else draft.weights,
         )
 
 
@@ -82,15 +83,7 @@ def make_parts(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
 
 
 def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Device]) -> Part:
-    make = partial(
-        make_blueprint,
-        spec=model.spec,
-        layout=model.layout,
-        devices=devices,
-        stored_dtype=model.stored_dtype,
-        pooled="" if model.pooling is None else model.pooling.kind,
-    )
-    blueprint = make_tested(make, options)
+    blueprint = _make_blueprint(options, model, devices)
     model = model.loaded(blueprint)
     adapters = blueprint.empty_adapters()
     memory = device_memory(
@@ -99,9 +92,36 @@ def _make_part(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
         utilization=options.gpu_memory_utilization,
     )
     files = open_program_files(blueprint.placement.devices)
-    budget = blueprint.budget(memory, with_adapters(model.weights, adapters), files)
+    budget = blueprint.budget(memory, all_weights(model, adapters), files)
     blueprint = blueprint.with_pages(budget.num_pages)
     return Part(model=model, blueprint=blueprint, budget=budget, files=files, adapters=adapters)
+
+
+def _make_blueprint(
+    options: EngineOptions, model: Model, devices: Sequence[jax.Device]
+) -> Blueprint:
+    drafting, draft = draft_options(options, model.spec), None
+    if drafting is not None and model.draft is not None:
+        # Beside a model whose rows keep all, its own do.
+        draft = make_tested(partial(_blueprint_of(model.draft, devices), keeps_all=True), drafting)
+    return make_tested(partial(_blueprint_of(model, devices), draft=draft), options)
+
+
+def _blueprint_of(model: Model, devices: Sequence[jax.Device]) -> Callable[..., Blueprint]:
+    return partial(
+        make_blueprint,
+        spec=model.spec,
+        layout=model.layout,
+        devices=devices,
+        stored_dtype=model.stored_dtype,
+        pooled="" if model.pooling is None else model.pooling.kind,
+    )
+
+
+def all_weights(model: Model, adapters: Weights) -> Weights:
+    """Returns the weights as programs take them: with adapters and those of a draft model."""
+    draft = {} if model.draft is None else model.draft.weights
+    return with_draft(with_adapters(model.weights, adapters), draft)
 
 
 def _refuse_model(model: Model, *, is_even: bool) -> None:

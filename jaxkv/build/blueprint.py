@@ -30,10 +30,11 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
 from jaxkv.placement import TENSOR, Placement, kv_parts, place
 from jaxkv.programs.compiled import Programs
+from jaxkv.programs.draft import Draft
 from jaxkv.weights.adapters import empty_adapters
 from jaxkv.weights.dummy import leaf_arrays, sure_leaves, weight_shapes
 from jaxkv.weights.packing import METHODS, num_bytes
-from jaxkv.weights.tree import Weights, with_layer_leaf
+from jaxkv.weights.tree import Weights, with_draft, with_layer_leaf
 
 MAX_TABLES = 8
 """Page tables of a row at most: each costs the host time in every step."""
@@ -49,7 +50,8 @@ class Blueprint:
 
     spec: the model's, with the layers that have a codec or a page table of their own apart. dtype:
     of the weights, never "auto". codecs: one for each KV group. limits: with a pool of one page
-    until `with_pages` says how many there are. backend_reason: why it is this one.
+    until `with_pages` says how many there are. backend_reason: why it is this one. draft: a draft
+    model's, which has a part of every page.
     """
 
     options: EngineOptions
@@ -61,6 +63,7 @@ class Blueprint:
     limits: EngineConfig
     backend: str
     backend_reason: str
+    draft: Blueprint | None = None
 
     @property
     def platform(self) -> str:
@@ -118,7 +121,8 @@ class Blueprint:
     def on(self, devices: Sequence[jax.Device]) -> Blueprint:
         """Returns the same engine on other devices of the same platform."""
         placement = place(self.spec, self.layout, devices, self.num_devices)
-        return replace(self, placement=placement)
+        draft = None if self.draft is None else self.draft.on(devices)
+        return replace(self, placement=placement, draft=draft)
 
     @property
     def quantization(self) -> str | None:
@@ -132,10 +136,12 @@ class Blueprint:
     @cached_property
     def page_nbytes(self) -> int:
         """Counts one page over all layers of a store, with what a policy has beside each: part of a
-        demoted page, or the extremes of its keys. One that holds nothing counts as a byte, so that
-        there is an end to how many fit.
+        demoted page, or the extremes of its keys; and with the draft model's part. One that holds
+        nothing counts as a byte, so that there is an end to how many fit.
         """
         limits, nbytes, low = self.limits, self._page_nbytes(self.codecs), self.low_codecs
+        if self.draft is not None:
+            nbytes += self.draft.page_nbytes
         if limits.read_pages:
             nbytes += sum(
                 len(group.layers) * 2 * heads.num_kv_heads * heads.head_dim * 4
@@ -187,7 +193,8 @@ class Blueprint:
     def token_nbytes(self) -> int:
         """Counts one token of the KV cache, on all devices together."""
         nbytes = self._page_nbytes(self.codecs) * len(self.limits.windows)
-        return nbytes * self.num_devices // self.limits.block_size
+        own = nbytes * self.num_devices // self.limits.block_size
+        return own if self.draft is None else own + self.draft.token_nbytes
 
     def sequence_nbytes(self, context: int) -> int:
         """Counts the KV cache of so many tokens, or of what its policy and windows leave, on all
@@ -201,8 +208,8 @@ class Blueprint:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Counts the weights; a head that may be tied is."""
-        total, size = 0, self.num_devices
+        """Counts the weights, a draft model's too; a head that may be tied is."""
+        total, size = 0 if self.draft is None else self.draft.weight_bytes, self.num_devices
         for leaf in sure_leaves(self.spec, self.layout, self.quantization):
             arrays = leaf_arrays(
                 leaf,
@@ -248,9 +255,15 @@ class Blueprint:
             spec=self.spec,
             config=self.limits,
             backend=self.attention,
+            draft=None if self.draft is None else self.draft.as_draft,
             placement=self.placement,
             files=files,
         )
+
+    @property
+    def as_draft(self) -> Draft:
+        """Returns what the programs of an engine need of this model to have it propose tokens."""
+        return Draft(spec=self.spec, backend=self.attention)
 
     def empty_adapters(self) -> dict[str, Any]:
         """Allocates room for the adapters of requests; {} without enable_lora."""
@@ -270,6 +283,8 @@ class Blueprint:
         topology.
         """
         spec, placement, weights = self.spec, self.placement, self._weight_shapes
+        if self.draft is not None:
+            weights = with_draft(weights, self.draft.abstract_weights())
         if not self.fits_keys:
             return weights
         # The leaf that `programs.fit_keys` adds.
@@ -278,7 +293,7 @@ class Blueprint:
         return with_layer_leaf(weights, "k_affine", placement.abstract(shape, jnp.float32, parts))
 
     @property
-    def _weight_shapes(self) -> dict[str, Any]:
+    def _weight_shapes(self) -> Weights:
         return weight_shapes(
             self.spec,
             self.layout,
@@ -292,6 +307,12 @@ class Blueprint:
 
         Raises: ValueError if the pool has more heads x pages than int32 can count.
         """
+        self._check_count()
+        if self.draft is not None:
+            self.draft.with_pages(self.limits.num_pages)._check_count()
+        return self._empty(self.placement)
+
+    def _check_count(self) -> None:
         for num_layers, heads, _ in self._stores(self.codecs):
             kv_heads = heads.num_kv_heads * self._num_parts(heads)
             count = num_layers * self.limits.num_pages * 2 * kv_heads
@@ -300,7 +321,6 @@ class Blueprint:
                     f"num_gpu_blocks_override: expected layers x pages x 2 KV heads < 2**31, got "
                     f"{count}"
                 )
-        return self._empty(self.placement)
 
     def abstract_kv(self) -> PagedKV:
         """Returns the shapes of `empty_kv` on devices that may be those of a topology. Allocates
@@ -366,7 +386,11 @@ class Blueprint:
             )
             for state, parts_of in zip(self.spec.states, self.placement.states, strict=True)
         )
-        return PagedKV(tuple(stores), states=states)
+        kv = PagedKV(tuple(stores), states=states)
+        if self.draft is None:
+            return kv
+        own = self.draft.with_pages(limits.num_pages)._empty(placement).stores
+        return replace(kv, stores=(*kv.stores, *own), num_draft=len(own))
 
 
 def _check_quantization(asked: str | None, layout: Layout) -> None:
@@ -393,12 +417,14 @@ def make_blueprint(
     stored_dtype: str | None = None,
     keeps_all: bool = False,
     pooled: str = "",
+    draft: Blueprint | None = None,
 ) -> Blueprint:
     """Derives all that an engine is built from.
 
     devices: the first `tensor_parallel_size` of them are used. stored_dtype: what "auto" takes for
     the dtype of weights that have been converted. keeps_all: rows keep what is behind windows too,
-    in one page table. pooled: as in `EngineConfig`.
+    in one page table. pooled: as in `EngineConfig`. draft: of the draft model, which keeps all;
+    then rows of this one do too.
     Raises: ValueError for an option that this model or platform has no room for,
     NotImplementedError for a backend or policy that cannot do what was asked for.
     """
@@ -414,8 +440,8 @@ def make_blueprint(
     limits = replace(make_limits(options, spec, platform), pooled=pooled)
     if pooled and options.enable_lora:
         raise NotImplementedError("enable_lora: expected False for a model that pools, got True")
-    # A policy says itself what stays.
-    if not keeps_all and resolve(options.kv_policy) is None:
+    # A policy says itself what stays. The pages of a draft model are those of one table.
+    if not keeps_all and draft is None and resolve(options.kv_policy) is None:
         spec, limits = with_windows(spec, limits, codecs)
         codecs = group_codecs(spec, options.kv_cache_dtype, skipped, platform=platform, dtype=dtype)
     backend, reason = _choose_backend(options, spec, placement, codecs, limits)
@@ -429,6 +455,7 @@ def make_blueprint(
         limits=replace(limits, aligned_len=BACKENDS[backend].aligned_len),
         backend=backend,
         backend_reason=reason,
+        draft=draft,
     )
     _check_tiers(everything)
     if not spec.kv_layers and options.kv_cache_memory_bytes is not None:

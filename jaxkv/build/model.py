@@ -16,6 +16,7 @@ import numpy as np
 from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.options import IS_PATH, EngineOptions
 from jaxkv.build.pooling import MODULES, Pooling, pooling_layout, read_pooling
+from jaxkv.build.speculation import check_draft, draft_options
 from jaxkv.build.tokenizer import check_vocabulary, load_tokenizer
 from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
 from jaxkv.errors import CheckpointError
@@ -50,7 +51,7 @@ class Model:
     reads: generation_config.json, {} without one, and what was overridden. `eos_ids` end a request
     unless it ignores them; `eos_id` is the main one, whose end needs no stop_reason. `stored_dtype`
     is that of weights which `jaxkv convert` has stored. `pooling`: what becomes of hidden
-    states, None of a model that generates.
+    states, None of a model that generates. `draft`: the model that proposes tokens to this one.
     """
 
     directory: Path
@@ -63,6 +64,7 @@ class Model:
     eos_ids: frozenset[int]
     eos_id: int | None
     weights: Weights
+    draft: Model | None = None
 
     def default_params(self) -> SamplingParams:
         """Returns what generation_config.json asks for. Raises: CheckpointError if that is out of
@@ -82,15 +84,18 @@ class Model:
         """Returns the model with its weights on the blueprint's devices. Raises: CheckpointError,
         OSError.
         """
-        weights, pooling = self._load(blueprint), self.pooling
+        weights, pooling, draft = self._load(blueprint), self.pooling, self.draft
+        if draft is not None and blueprint.draft is not None:
+            draft = draft.loaded(blueprint.draft)
         if pooling is not None:
             files, size = self._files(blueprint.options), self.spec.hidden_size
             pooling = pooling.loaded(files, self.layout, size)
-        return replace(self, pooling=pooling)._fitted(weights, blueprint)
+        return replace(self, pooling=pooling, draft=draft)._fitted(weights, blueprint)
 
     def updated(self, blueprint: Blueprint, source: Any) -> Model:
         """Returns the model with other weights, of a directory or hub id or of arrays
-        (`weights.arrays`), on the blueprint's devices; its own are as they were.
+        (`weights.arrays`), on the blueprint's devices; its own are as they were, and its draft
+        model stays.
 
         Raises: CheckpointError for weights of another model or that break a rule of loading,
         ValueError for what is no weights at all, OSError.
@@ -114,6 +119,7 @@ class Model:
             tokenizer=None,
             tokenizer_revision=None,
             skip_tokenizer_init=True,
+            speculative_config=None,
             runner="generate" if self.pooling is None else "pooling",
             load_format="auto" if own.load_format == "dummy" else own.load_format,
         )
@@ -134,8 +140,10 @@ class Model:
             directory=found.directory,
             layout=found.layout,
             stored_dtype=found.stored_dtype,
+            draft=None,
         )
-        return other.loaded(replace(blueprint, options=options))._like(self)
+        loaded = other.loaded(replace(blueprint, options=options))._like(self)
+        return replace(loaded, draft=self.draft)
 
     def _like(self, other: Model) -> Model:
         """Returns itself. Raises: CheckpointError, with its weights given back, unless their arrays
@@ -202,8 +210,9 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Counts the weights on each device."""
-        return bytes_per_device(self.weights)
+        """Counts the weights on each device, a draft model's too."""
+        own = bytes_per_device(self.weights)
+        return own if self.draft is None else own + self.draft.weight_bytes
 
 
 def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
@@ -251,7 +260,18 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
         eos_ids=frozenset(eos_ids),
         eos_id=eos_ids[0] if eos_ids else None,
         weights={},
+        draft=_find_draft(options, spec, tokenizer),
     )
+
+
+def _find_draft(options: EngineOptions, spec: ModelSpec, tokenizer: Any | None) -> Model | None:
+    """Reads the files of the draft model for a model of this spec; None if none is asked for."""
+    drafting = draft_options(options, spec)
+    if drafting is None:
+        return None
+    draft = find_model(drafting, tokenizer)
+    check_draft(draft.spec, drafting, spec)
+    return draft
 
 
 def _access(options: EngineOptions) -> Access:

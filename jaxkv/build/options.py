@@ -358,8 +358,8 @@ class EngineOptions:
     speculative_config: Mapping[str, Any] | None = option(
         None,
         "proposes tokens ahead and verifies several in one step, with the tokens as without "
-        '(docs/speculation.md): {"method": "ngram", "num_speculative_tokens": 4}, and vLLM\'s '
-        "prompt_lookup_max, prompt_lookup_min and disable_by_batch_size",
+        '(docs/speculation.md): {"method": "ngram", "num_speculative_tokens": 4}, or with '
+        '"method": "draft_model" the "model" that proposes them',
         check=IS_DICT,
         commands=ENGINES,
     )

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxkv.build.options import IS_PATH, IS_TEXT_OR_NONE, EngineOptions
 from jaxkv.config import Speculation, is_int
+from jaxkv.models.spec import ModelSpec
 
-KEYS = (
-    "method",
-    "num_speculative_tokens",
-    "prompt_lookup_max",
-    "prompt_lookup_min",
-    "disable_by_batch_size",
-)
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+
+KEYS = {
+    NGRAM: ("prompt_lookup_max", "prompt_lookup_min"),
+    DRAFT_MODEL: ("model", "revision", "quantization", "draft_tensor_parallel_size"),
+}
+"""By method, beside those of all methods."""
+
+COMMON_KEYS = ("method", "num_speculative_tokens", "disable_by_batch_size")
 
 MOST_TOKENS = 32
 """Tokens ahead at most: each takes memory for its logits."""
@@ -29,16 +33,14 @@ enough to compute without proposals.
 
 def read_speculation(given: Mapping[str, Any], max_num_seqs: int) -> Speculation:
     """Returns what the keys ask for. Raises: ValueError naming the key for what is not possible."""
+    method = _method(given)
+    keys = (*COMMON_KEYS, *KEYS[method])
     for key, value in given.items():
-        if key not in KEYS and value is not None:
+        if key not in keys and value is not None:
             raise ValueError(
-                f"speculative_config: expected the keys {', '.join(KEYS)}, got {key!r}"
+                f"speculative_config: expected the keys {', '.join(keys)} with method "
+                f"{method!r}, got {key!r}"
             )
-    if given.get("method") != "ngram":
-        raise ValueError(
-            f"speculative_config: expected method 'ngram', the only one here, got "
-            f"{given.get('method')!r}"
-        )
 
     def number(key: str, default: int | None, most: int | None = None) -> int:
         value: Any = default if given.get(key) is None else given[key]
@@ -50,13 +52,112 @@ def read_speculation(given: Mapping[str, Any], max_num_seqs: int) -> Speculation
         return int(value)
 
     num_tokens = number("num_speculative_tokens", None, MOST_TOKENS)
+    most_rows = number(
+        "disable_by_batch_size", max(1, max_num_seqs // ROWS_PER_SPECULATING), max_num_seqs
+    )
+    if method == DRAFT_MODEL:
+        return Speculation(method=method, num_tokens=num_tokens, most_rows=most_rows)
     either = given.get("prompt_lookup_max") or given.get("prompt_lookup_min") or DEFAULT_LOOKUP
     longest = number("prompt_lookup_max", either)
     return Speculation(
+        method=method,
         num_tokens=num_tokens,
+        most_rows=most_rows,
         longest=longest,
         shortest=number("prompt_lookup_min", longest, longest),
-        most_rows=number(
-            "disable_by_batch_size", max(1, max_num_seqs // ROWS_PER_SPECULATING), max_num_seqs
-        ),
     )
+
+
+def _method(given: Mapping[str, Any]) -> str:
+    """Returns the method; as in vLLM a model without one is a draft model."""
+    method = given.get("method")
+    if method is None and given.get("model") is not None:
+        return DRAFT_MODEL
+    if method not in KEYS:
+        raise ValueError(
+            f"speculative_config: expected a method out of {', '.join(KEYS)}, got {method!r}"
+        )
+    return str(method)
+
+
+def draft_options(options: EngineOptions, spec: ModelSpec) -> EngineOptions | None:
+    """Returns what the draft model for a model of this spec is built from; None if no draft model
+    is asked for. It is as the model in all that its keys do not say.
+
+    Raises: ValueError naming the key for what is not possible.
+    """
+    given = options.speculative_config
+    if given is None or _method(given) != DRAFT_MODEL:
+        return None
+    if given.get("model") is None:
+        raise ValueError(
+            "speculative_config: expected model with method 'draft_model': a directory or a hub "
+            "id, got None"
+        )
+    IS_PATH("speculative_config: model", given["model"])
+    IS_TEXT_OR_NONE("speculative_config: revision", given.get("revision"))
+    size = given.get("draft_tensor_parallel_size")
+    if size not in (None, options.tensor_parallel_size):
+        raise ValueError(
+            f"speculative_config: expected draft_tensor_parallel_size "
+            f"{options.tensor_parallel_size}, the model's, got {size!r}"
+        )
+    return EngineOptions(
+        model=given["model"],
+        revision=given.get("revision"),
+        quantization=given.get("quantization"),
+        skip_tokenizer_init=True,
+        runner="generate",
+        max_model_len=spec.max_len if options.max_model_len is None else options.max_model_len,
+        **{name: getattr(options, name) for name in SHARED},
+    )
+
+
+SHARED = (
+    "dtype",
+    "load_format",
+    "hf_token",
+    "download_dir",
+    "kv_cache_dtype",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+    "backend",
+    "deterministic",
+    "seed",
+)
+"""Options of the engine that are a draft model's too."""
+
+
+def check_draft(draft: ModelSpec, drafting: EngineOptions, spec: ModelSpec) -> None:
+    """Raises: ValueError or NotImplementedError, saying what was expected, for a draft model that
+    cannot propose tokens to a model of this spec. drafting: its `draft_options`.
+    """
+    max_len = drafting.max_model_len or draft.max_len
+    where = "speculative_config: model: expected"
+    if draft.vocab_size != spec.vocab_size:
+        raise ValueError(
+            f"{where} one with the model's vocabulary of {spec.vocab_size} tokens, got one of "
+            f"{draft.vocab_size}"
+        )
+    if draft.max_len < max_len:
+        raise ValueError(
+            f"{where} one for sequences of max_model_len={max_len} tokens, got one for "
+            f"{draft.max_len}: lower max_model_len"
+        )
+    if draft.states:
+        raise NotImplementedError(
+            f"{where} one without recurrent states, which proposals that do not hold change, got "
+            f"{draft.family}"
+        )
+    if draft.depends_on_context:
+        raise NotImplementedError(
+            f"{where} one whose rotary embeddings do not depend on how long a request may get, got "
+            f"{draft.family}"
+        )
+    if drafting.tensor_parallel_size != 1:
+        raise NotImplementedError(
+            f"{where} None with tensor_parallel_size {drafting.tensor_parallel_size}: a draft "
+            f"model runs on one device only"
+        )

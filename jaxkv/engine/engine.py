@@ -38,7 +38,7 @@ from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.pool import norm_of
 from jaxkv.requests.request import Request, Submission
-from jaxkv.weights.tree import Weights, with_adapters
+from jaxkv.weights.tree import Weights, with_adapters, with_draft
 
 T = TypeVar("T")
 
@@ -57,7 +57,8 @@ class Engine:
     dropped.
 
     `make_kv` makes an empty KV state again should an interrupt destroy it half way, `make_adapters`
-    the room for adapters (`weights.adapters.empty_adapters`).
+    the room for adapters (`weights.adapters.empty_adapters`). `draft`: the weights of a draft
+    model, {} for none.
     `decode_token` names single tokens in logprobs (None without a tokenizer).
     """
 
@@ -74,12 +75,14 @@ class Engine:
         tiers: Tiers | None = None,
         adapters: Weights | None = None,
         make_adapters: Callable[[], Weights] = dict,
+        draft: Weights | None = None,
     ) -> None:
         # Reentrant: the garbage collector may abort a stream within a step.
         self.lock = RLock() if lock is None else lock
         self.weights = weights
         self.adapters: Weights = {} if adapters is None else adapters
         self._make_adapters = make_adapters
+        self.draft: Weights = {} if draft is None else draft
         self.programs = programs
         self.scheduler = Scheduler(config, tiers)
         self.kv = kv
@@ -106,6 +109,8 @@ class Engine:
         """These are off the device until `wake_up`."""
         self._kept: Any = None
         """The weights in host memory meanwhile, if they are kept."""
+        self._kept_draft: Any = None
+        """The draft model's weights in host memory meanwhile, which nobody else brings back."""
         self._secret = b""
         """Page keys are made with this since the weights were replaced."""
         self._is_changing = False
@@ -124,8 +129,8 @@ class Engine:
 
     @property
     def _adapted(self) -> Weights:
-        """Returns the weights with the adapters on the device."""
-        return with_adapters(self.weights, self.adapters)
+        """Returns the weights with the adapters on the device and those of the draft model."""
+        return with_draft(with_adapters(self.weights, self.adapters), self.draft)
 
     @property
     def has_work(self) -> bool:
@@ -230,6 +235,7 @@ class Engine:
             self._renew(request)
         self.weights = weights
         self._restore_lost_adapters()
+        self._restore_draft()
         self._away -= {WEIGHTS}
         self._kept = None
 
@@ -276,9 +282,11 @@ class Engine:
             self._kept = None
         elif WEIGHTS not in self._away:
             self._kept = jax.tree.map(np.array, self.weights)
+        if WEIGHTS not in self._away:
+            self._kept_draft = jax.tree.map(np.array, self.draft)
         self._away = frozenset((WEIGHTS, PAGES))
         self.scheduler.adapters.start_again()
-        for array in jax.tree.leaves((self.weights, self.adapters, self.kv)):
+        for array in jax.tree.leaves((self.weights, self.draft, self.adapters, self.kv)):
             array.delete()
 
     def wake_up(self, what: Collection[str]) -> None:
@@ -299,6 +307,7 @@ class Engine:
                 lambda x, like: jax.device_put(x, like.sharding), self._kept, self.programs.weights
             )
             self._restore_lost_adapters()
+            self._restore_draft()
             self._away -= {WEIGHTS}
             self._kept = None
         if PAGES in what:
@@ -611,6 +620,16 @@ class Engine:
         if found is None and not measured:
             return None
         return Observed(tuple(request.hold.kept for request in requests), found, measured)
+
+    def _restore_draft(self) -> None:
+        """Brings the draft model's weights back from where `sleep` has put them."""
+        if WEIGHTS in self._away:
+            self.draft = jax.tree.map(
+                lambda x, like: jax.device_put(x, like.sharding),
+                self._kept_draft,
+                self.programs.draft_weights,
+            )
+            self._kept_draft = None
 
     def _restore_lost_adapters(self) -> None:
         """Makes new empty room for adapters where that was lost; no slot may be in use."""

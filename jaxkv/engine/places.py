@@ -53,7 +53,7 @@ class Places:
 
 def places_of(engine: Engine) -> Places:
     """Returns where this engine keeps its keys and values."""
-    return Places(engine.programs.spec, engine.kv, len(engine.scheduler.config.windows))
+    return Places(engine.programs.spec, engine.kv.of_model, len(engine.scheduler.config.windows))
 
 
 def vectors(

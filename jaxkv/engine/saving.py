@@ -31,6 +31,8 @@ def refuse_unsaved(engine: Engine) -> None:
     an engine that sleeps.
     """
     engine.check_awake()
+    if engine.kv.num_draft:
+        raise NotImplementedError("save: a draft model is not built in; save the tokens")
     if any(store.extremes is not None for store in engine.kv.stores):
         raise NotImplementedError("save: kv_policy quest is not built in; save the tokens")
     if 1 in engine.scheduler.config.windows:  # no page has what is seen later

@@ -14,12 +14,15 @@ import numpy as np
 
 from jaxkv.config import Speculation
 from jaxkv.engine.metrics import Counter, Metric
+from jaxkv.placement import bytes_per_device
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.speculation import Drafts
 from jaxkv.requests.request import Request
 
 WIDE_COST = 2.0
-"""What a step with proposals is taken to cost, in steps without (docs/speculation.md)."""
+"""What a step that verifies proposals is taken to cost, in steps without (docs/speculation.md). To
+it comes what a draft model takes.
+"""
 
 FIRST_GAIN = 1.5
 """What is expected of a row of which nothing is known yet."""
@@ -57,6 +60,11 @@ class Speculator:
         config = programs.config
         self.most_rows = speculation.most_rows
         self._programs = programs
+        self._reads_text = speculation.reads_text
+        # A step of few rows costs what it reads, mostly weights: a draft model's once per proposal,
+        # and once more to store the last one.
+        share = bytes_per_device(programs.draft_weights) / bytes_per_device(programs.weights)
+        self._wide_cost = WIDE_COST + (speculation.num_tokens + 1) * share
         self._shape = (config.max_num_seqs, config.max_len)
         self._rows: dict[int, _Row] = {}
         self._text_RN: Any = None
@@ -78,8 +86,10 @@ class Speculator:
 
     def take_text(self, requests: Sequence[Request]) -> Any:
         """Returns the rows' text for a loop, with that of these requests up to what the host knows.
-        The loop consumes it: `keep_text` what it returns.
+        The loop consumes it: `keep_text` what it returns. None where nobody looks at it.
         """
+        if not self._reads_text:
+            return None
         text_RN = np.zeros(self._shape, np.int32) if self._text_RN is None else self._text_RN
         self._text_RN = None
         for request in requests:
@@ -90,7 +100,7 @@ class Speculator:
                 text_RN = self._programs.write_text()(text_RN, row, token_N)
         return text_RN
 
-    def keep_text(self, text_RN: jax.Array, work: Sequence[tuple[Request, int]]) -> None:
+    def keep_text(self, text_RN: jax.Array | None, work: Sequence[tuple[Request, int]]) -> None:
         """Takes the text back that a loop of this work has added to."""
         self._text_RN = text_RN
         for request, count in work:
@@ -108,7 +118,7 @@ class Speculator:
         self.num_drafts += int(drafted_Bk[:, 0].sum())
         self.drafted_k += drafted_Bk.sum(axis=0)
         self.accepted_k += accepted_Bk.sum(axis=0)
-        steps_B, cost_B = plain_B + wide_B, plain_B + WIDE_COST * wide_B
+        steps_B, cost_B = plain_B + wide_B, plain_B + self._wide_cost * wide_B
         num_B = steps_B + accepted_Bk.sum(axis=1)
         for row, steps, gain in zip(
             rows, steps_B.tolist(), (num_B / np.maximum(cost_B, 1)).tolist(), strict=False
@@ -129,8 +139,10 @@ class Speculator:
         return not self._is_paused(self._row(request))
 
     def _has_text(self, request: Request) -> bool:
-        """Tells whether the device has all of a request's tokens but the newest one."""
-        return self._row(request).text_len >= request.num_tokens - 1
+        """Tells whether the device has all of a request's tokens but the newest one, or needs none
+        of them.
+        """
+        return not self._reads_text or self._row(request).text_len >= request.num_tokens - 1
 
     def _row(self, request: Request) -> _Row:
         if request.row is None:

@@ -148,11 +148,34 @@ class PagedKV:
     By KV group of the model. Where there is one store or one entry of `rows`, all groups share it.
     states: recurrent states, for each entry of `ModelSpec.states` its arrays
     [layers * slots, ..]: slot s of layer l is row l * slots + s.
+    num_draft: how many of the stores, the last ones, are of a draft model (`programs.draft`). It
+    has its keys and values of a token in the same page and slot as the model, by the same tables.
     """
 
     stores: tuple[Store, ...]
     rows: tuple[PageTables, ...] = ()
     states: tuple[tuple[jax.Array, ...], ...] = ()
+    num_draft: int = static(default=0)
+
+    @property
+    def of_model(self) -> PagedKV:
+        """Returns the state without what is the draft model's."""
+        return replace(self, stores=self.stores[: len(self.stores) - self.num_draft], num_draft=0)
+
+    @property
+    def of_draft(self) -> PagedKV:
+        """Returns the state of the draft model, which has no adapters."""
+        stores = self.stores[len(self.stores) - self.num_draft :]
+        return PagedKV(stores, tuple(replace(rows, adapter_B=None) for rows in self.rows))
+
+    def with_model(self, kv: PagedKV) -> PagedKV:
+        """Returns the state with this one in place of `of_model`, its rows included."""
+        stores = self.stores[len(self.stores) - self.num_draft :]
+        return replace(kv, stores=(*kv.stores, *stores), num_draft=self.num_draft)
+
+    def with_draft(self, kv: PagedKV) -> PagedKV:
+        """Returns the state with the stores of this one in place of those of `of_draft`."""
+        return replace(self, stores=(*self.of_model.stores, *kv.stores))
 
     @property
     def pools(self) -> list[jax.Array]:

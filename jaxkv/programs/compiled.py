@@ -29,6 +29,7 @@ from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.adapters import write_adapter
 from jaxkv.programs.background import Background, Progress, likely_first
 from jaxkv.programs.buckets import fit_bucket, num_step_rows, row_buckets, token_buckets
+from jaxkv.programs.draft import Draft
 from jaxkv.programs.draw import draw, prompt_scores
 from jaxkv.programs.inputs import (
     abstract_full,
@@ -43,7 +44,7 @@ from jaxkv.programs.pages import copy_pages, copy_states, demote_pages, measure_
 from jaxkv.programs.pool import norm_of, pool
 from jaxkv.programs.speculation import speculative_loop, write_text
 from jaxkv.programs.step import Last, Newest, step
-from jaxkv.weights.tree import Weights, adapters_of, without_adapters
+from jaxkv.weights.tree import Weights, adapters_of, draft_of, without_adapters, without_draft
 
 if TYPE_CHECKING:
     from jaxkv.programs.executables import ProgramFiles
@@ -115,7 +116,8 @@ class Programs:
     `compile_all` compiles them all, `compile_in_background` too while the first are used already.
     Any thread may ask. Not compiled so are those of `scores(T)`: most engines score no prompts, and
     the first that is scored compiles that for every T. A model that pools has `step(T)` and
-    `pool(T)` only. With speculation there are `speculate(R)` and `write_text()` too.
+    `pool(T)` only. With speculation there is `speculate(R)` too, and `write_text()` where that
+    looks at it. With a `draft` the weights have those of that model (`weights.tree.with_draft`).
     """
 
     def __init__(
@@ -126,12 +128,14 @@ class Programs:
         spec: ModelSpec,
         config: EngineConfig,
         backend: str | Backend,
+        draft: Draft | None = None,
         placement: Placement | None = None,
         files: ProgramFiles | None = None,
     ) -> None:
         self.config = config
         self.spec = spec
         self.backend = backend
+        self.draft = draft
         self.placement = placement
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
         self.row_buckets = row_buckets(config.max_num_seqs)
@@ -236,8 +240,13 @@ class Programs:
 
     @property
     def weights(self) -> Weights:
-        """Returns the shapes that they are for, without those of adapters."""
-        return without_adapters(self._weights)
+        """Returns the shapes that they are for, without those of adapters and a draft model."""
+        return without_draft(without_adapters(self._weights))
+
+    @property
+    def draft_weights(self) -> Weights:
+        """Returns the shapes of the draft model's weights, {} without one."""
+        return draft_of(self._weights)
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -263,7 +272,7 @@ class Programs:
             return 0
         counts = {*self._drawn_rows, *self.row_buckets}
         wide = sum(bytes_per_device(self._sampling_for(count)) for count in counts)
-        return wide + (bytes_per_device(self._text) if self.config.speculation else 0)
+        return wide + bytes_per_device(self._text)
 
     @property
     def _drawn_rows(self) -> list[int]:
@@ -280,7 +289,7 @@ class Programs:
             every += [("loop", size) for size in self.row_buckets]
             every.append(("copy", self.num_copies))
             every += [("speculate", size) for size in self.speculative_rows]
-            every += [("text", self.config.max_len)] if self.config.speculation else []
+            every += [] if self._text is None else [("text", self.config.max_len)]
         if self.config.has_states:
             every.append(("states", COPIED_AT_ONCE))
         if self.config.num_adapters:
@@ -452,6 +461,7 @@ class Programs:
             spec=self.spec,
             config=replace(self.config, seed=0),  # which no program reads
             backend=self.backend,
+            draft=self.draft,
             placement=self.placement,
         )
         with self._counting:
@@ -494,7 +504,7 @@ class Programs:
     def _lower_step(self, num_tokens: int) -> Lowering:
         rows = self.num_step_rows(num_tokens)
         batch, newest = self._whole(empty_batch(num_tokens, rows)), self._newest_for(rows)
-        program = own(step, donate=("kv",), backend=self.backend, **self._model)
+        program = own(step, donate=("kv",), backend=self.backend, draft=self.draft, **self._model)
         return program.lower(self._weights, self._kv_for(rows), newest, batch)
 
     def _lower_draw(self, num_rows: int) -> Lowering:
@@ -531,6 +541,7 @@ class Programs:
             backend=self.backend,
             width=self.config.decode_steps,
             num_logprobs=self.config.max_logprobs,
+            draft=self.draft,
             **self._model,
         )
         return program.lower(
@@ -546,6 +557,7 @@ class Programs:
             width=self.config.decode_steps,
             speculation=self.config.speculation,
             num_logprobs=self.config.max_logprobs,
+            draft=self.draft,
             **self._model,
         )
         kv, newest = self._kv_for(num_rows), self._newest_for(num_rows)
@@ -596,6 +608,9 @@ class Programs:
 
     @property
     def _text(self) -> Any:
+        """Returns the shape of the rows' text, None where no proposal is looked up in it."""
+        if self.config.speculation is None or not self.config.speculation.reads_text:
+            return None
         return self._whole(abstract_full((self.config.max_num_seqs, self.config.max_len), 0))
 
     def _newest_for(self, num_rows: int) -> Newest:

@@ -22,6 +22,7 @@ from jaxkv.ops.sampling import (
     sample,
 )
 from jaxkv.placement import Placement, on_every_device
+from jaxkv.programs.draft import Draft, follow, packed
 from jaxkv.programs.step import Newest, last_token
 from jaxkv.pytree import pytree
 from jaxkv.weights.tree import Weights
@@ -42,7 +43,7 @@ class Rows:
     budget_B: jax.Array
 
 
-STATIC = ("spec", "backend", "width", "num_logprobs", "placement")
+STATIC = ("spec", "backend", "width", "num_logprobs", "draft", "placement")
 
 
 @partial(jax.jit, static_argnames=STATIC, donate_argnames=("kv", "rows"))
@@ -58,6 +59,7 @@ def decode_loop(
     backend: str | Backend,
     width: int,
     num_logprobs: int = NUM_LOGPROBS,
+    draft: Draft | None = None,
     placement: Placement | None = None,
 ) -> tuple[PagedKV, Newest, Rows, Sampled, Statistics | None]:
     """Generates up to n tokens for each row, ending early when every row has met a stop token or
@@ -65,9 +67,16 @@ def decode_loop(
 
     n is traced (n <= width); `out` arrays are [width, B, ...] with NO_TOKEN where a row rested.
     Consumes kv and rows. Equals n calls of `step` with one token per row; last what rows
-    have observed. `placement` as there.
+    have observed. `draft` and `placement` as there.
     """
-    body = partial(_decode_loop, spec=spec, backend=backend, width=width, num_logprobs=num_logprobs)
+    body = partial(
+        _decode_loop,
+        spec=spec,
+        backend=backend,
+        width=width,
+        num_logprobs=num_logprobs,
+        draft=draft,
+    )
     return on_every_device(body, placement, num_outputs=5)(weights, kv, newest, rows, sampling, n)
 
 
@@ -83,12 +92,14 @@ def _decode_loop(
     backend: str | Backend,
     width: int,
     num_logprobs: int,
+    draft: Draft | None,
     axis: str | None,
 ) -> tuple[PagedKV, Newest, Rows, Sampled, Statistics | None]:
     num_rows = rows.token_B.shape[0]
     row_B = jnp.arange(num_rows, dtype=jnp.int32)
     token_B = newest.fill_in(rows.token_B)
     rows = replace(rows, token_B=token_B, budget_B=jnp.where(token_B == NO_TOKEN, 0, rows.budget_B))
+    whole, first = kv, rows
 
     def advance(carry: tuple) -> tuple:
         i, kv, rows, min_left_B, out, statistics = carry
@@ -129,7 +140,14 @@ def _decode_loop(
         return (carry[0] < n) & jnp.any(carry[2].budget_B > 0)
 
     out = empty_sampled(width, num_rows, spec.vocab_size, num_logprobs)
-    carry = (0, kv, rows, sampling.min_left_B, out, Statistics.nothing(kv.rows[0]))
+    carry = (0, kv.of_model, rows, sampling.min_left_B, out, Statistics.nothing(kv.rows[0]))
     _, kv, rows, _, out, statistics = jax.lax.while_loop(unfinished, advance, carry)
+    if draft is not None:
+        # All of the loop's tokens at once: its weights are read once for them.
+        stored_BA = jnp.concatenate([first.token_B[:, None], out.token_B.T[:, :-1]], axis=1)
+        count_B = jnp.sum(out.token_B != NO_TOKEN, axis=0, dtype=jnp.int32)
+        batch = packed(stored_BA, first.position_B, count_B)
+        whole = follow(weights, whole, batch, draft, axis=axis)
+    kv = whole.with_model(kv)
     ended_B = is_stop(rows.token_B, sampling) | (rows.token_B == NO_TOKEN)
     return kv, newest.after(rows.token_B, ended_B), rows, out, statistics

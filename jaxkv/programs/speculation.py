@@ -10,6 +10,7 @@ proposal has probability 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from jaxkv.config import Speculation
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Backend, Batch
+from jaxkv.ops.attention import Backend
 from jaxkv.ops.ngram import look_up
 from jaxkv.ops.sampling import (
     NO_TOKEN,
@@ -32,6 +33,7 @@ from jaxkv.ops.sampling import (
     sample,
 )
 from jaxkv.placement import Placement, on_every_device
+from jaxkv.programs.draft import Draft, draw_ahead, packed
 from jaxkv.programs.loop import Rows
 from jaxkv.programs.step import Newest
 from jaxkv.pytree import pytree
@@ -54,21 +56,21 @@ class Drafts:
 
 @pytree
 class _State:
-    """Holds what a step hands to the next one: text_BN, the tokens of each row up to its newest;
-    ahead_Bk, what comes next as it is proposed, NO_TOKEN behind the last; and how many of the rows'
-    tokens there are in `out`.
+    """Holds what a step hands to the next one: text_BN, the tokens of each row up to its newest,
+    None where nobody looks at them; ahead_Bk, what comes next as it is proposed, NO_TOKEN behind
+    the last; and how many of the rows' tokens there are in `out`.
     """
 
     kv: PagedKV
     rows: Rows
-    text_BN: jax.Array
+    text_BN: jax.Array | None
     ahead_Bk: jax.Array
     num_B: jax.Array
     out: Sampled
     drafts: Drafts
 
 
-STATIC = ("spec", "backend", "width", "speculation", "num_logprobs", "placement")
+STATIC = ("spec", "backend", "width", "speculation", "num_logprobs", "draft", "placement")
 
 
 @partial(jax.jit, static_argnames=STATIC, donate_argnames=("kv", "text_RN"))
@@ -76,7 +78,7 @@ def speculative_loop(
     weights: Weights,
     kv: PagedKV,
     newest: Newest,
-    text_RN: jax.Array,
+    text_RN: jax.Array | None,
     rows: Rows,
     sampling: Sampling,
     *,
@@ -85,12 +87,14 @@ def speculative_loop(
     width: int,
     speculation: Speculation,
     num_logprobs: int = NUM_LOGPROBS,
+    draft: Draft | None = None,
     placement: Placement | None = None,
-) -> tuple[PagedKV, Newest, jax.Array, Sampled, Drafts]:
+) -> tuple[PagedKV, Newest, jax.Array | None, Sampled, Drafts]:
     """Generates rows.budget_B tokens, `width` at most, for each row, up to a stop token.
 
-    text_RN: the tokens of every row of the engine, int32, of which those before `rows.position_B`
-    are looked at. Wrong ones make bad proposals, and no other tokens.
+    draft: proposes the tokens. Without one they are looked up in text_RN: the tokens of every row
+    of the engine, int32, of which those before `rows.position_B` are looked at; else None. Wrong
+    ones make bad proposals, and no other tokens.
     Consumes kv and text_RN. Otherwise as `loop.decode_loop`, whose tokens it returns.
     """
     body = partial(
@@ -100,6 +104,7 @@ def speculative_loop(
         width=width,
         speculation=speculation,
         num_logprobs=num_logprobs,
+        draft=draft,
     )
     run = on_every_device(body, placement, num_outputs=5)
     return run(weights, kv, newest, text_RN, rows, sampling)
@@ -109,7 +114,7 @@ def _speculative_loop(
     weights: Weights,
     kv: PagedKV,
     newest: Newest,
-    text_RN: jax.Array,
+    text_RN: jax.Array | None,
     rows: Rows,
     sampling: Sampling,
     *,
@@ -118,12 +123,15 @@ def _speculative_loop(
     width: int,
     speculation: Speculation,
     num_logprobs: int,
+    draft: Draft | None,
     axis: str | None,
-) -> tuple[PagedKV, Newest, jax.Array, Sampled, Drafts]:
+) -> tuple[PagedKV, Newest, jax.Array | None, Sampled, Drafts]:
     num_rows, most = rows.token_B.shape[0], speculation.num_tokens
     token_B = newest.fill_in(rows.token_B)
     rows = replace(rows, token_B=token_B, budget_B=jnp.where(token_B == NO_TOKEN, 0, rows.budget_B))
-    text_BN = text_RN.at[newest.row_B].get(mode="fill", fill_value=NO_TOKEN)
+    text_BN = None
+    if text_RN is not None:
+        text_BN = text_RN.at[newest.row_B].get(mode="fill", fill_value=NO_TOKEN)
     none_B, none_Bk = jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, most), jnp.int32)
     state = _State(
         kv,
@@ -144,17 +152,14 @@ def _speculative_loop(
         axis=axis,
     )
 
-    def propose(state: _State) -> _State:
-        ahead_Bk = look_up(
-            state.text_BN,
-            state.rows.position_B + 1,
-            num_tokens=most,
-            longest=speculation.longest,
-            shortest=speculation.shortest,
-        )
-        # With all of them and the token behind them it has its budget, for which there are pages.
-        fits_Bk = jnp.arange(most)[None] < state.rows.budget_B[:, None] - 1
-        return replace(state, ahead_Bk=jnp.where(fits_Bk, ahead_Bk, NO_TOKEN))
+    propose = partial(
+        _propose,
+        weights=weights,
+        sampling=sampling,
+        speculation=speculation,
+        draft=draft,
+        axis=axis,
+    )
 
     def is_unfinished(state: _State) -> jax.Array:
         return jnp.any(state.rows.budget_B > 0)
@@ -165,22 +170,67 @@ def _speculative_loop(
         last_B = (budget_B > 0) & (budget_B == jnp.max(budget_B))
         return 2 * jnp.sum(last_B & (state.ahead_Bk[:, 0] != NO_TOKEN)) > jnp.sum(last_B)
 
-    # Two loops by turns and no `cond`, which might copy the pool.
     def turn(state: _State) -> _State:
-        state = jax.lax.while_loop(
-            lambda state: is_unfinished(state) & ~proposes(state),
-            lambda state: propose(advance(state, num_ahead=0)),
-            state,
-        )
-        return jax.lax.while_loop(
-            proposes, lambda state: propose(advance(state, num_ahead=most)), state
-        )
+        state = propose(state)
+        is_wide = proposes(state)
+        state = _once(~is_wide, partial(advance, num_ahead=0), state)
+        return _once(is_wide, partial(advance, num_ahead=most), state)
 
-    state = jax.lax.while_loop(is_unfinished, turn, propose(state))
+    state = jax.lax.while_loop(is_unfinished, turn, state)
     rows, token_B = state.rows, state.rows.token_B
     ended_B = is_stop(token_B, sampling) | (token_B == NO_TOKEN)
-    text_RN = text_RN.at[newest.row_B].set(state.text_BN, mode="drop")
+    if text_RN is not None:
+        text_RN = text_RN.at[newest.row_B].set(state.text_BN, mode="drop")
     return state.kv, newest.after(token_B, ended_B), text_RN, state.out, state.drafts
+
+
+def _propose(
+    state: _State,
+    *,
+    weights: Weights,
+    sampling: Sampling,
+    speculation: Speculation,
+    draft: Draft | None,
+    axis: str | None,
+) -> _State:
+    """Proposes what comes next in each row, by a draft model or out of its text."""
+    kv, rows, most = state.kv, state.rows, speculation.num_tokens
+    if draft is not None:
+        min_left_B = jnp.maximum(sampling.min_left_B - state.num_B, 0)
+        kv, ahead_Bk = draw_ahead(
+            weights,
+            kv,
+            rows.token_B,
+            rows.position_B,
+            jnp.minimum(rows.budget_B, most + 1),
+            replace(sampling, min_left_B=min_left_B),
+            state.out.token_B,
+            draft=draft,
+            num_tokens=most,
+            axis=axis,
+        )
+    elif state.text_BN is not None:
+        ahead_Bk = look_up(
+            state.text_BN,
+            rows.position_B + 1,
+            num_tokens=most,
+            longest=speculation.longest,
+            shortest=speculation.shortest,
+        )
+    else:
+        raise ValueError("expected a draft model or the rows' text, got neither")
+    # With all of them and the token behind them it has its budget, for which there are pages.
+    fits_Bk = jnp.arange(most)[None] < rows.budget_B[:, None] - 1
+    return replace(state, kv=kv, ahead_Bk=jnp.where(fits_Bk, ahead_Bk, NO_TOKEN))
+
+
+def _once(wanted: jax.Array, step: Callable[[_State], _State], state: _State) -> _State:
+    """Runs a step if it is wanted: as a loop, since a `cond` might copy the pool."""
+
+    def run(carry: tuple[jax.Array, _State]) -> tuple[jax.Array, _State]:
+        return jnp.zeros_like(wanted), step(carry[1])
+
+    return jax.lax.while_loop(lambda carry: carry[0], run, (wanted, state))[1]
 
 
 def _advance(
@@ -198,8 +248,12 @@ def _advance(
     rows, ahead_Ba = state.rows, state.ahead_Bk[:, :num_ahead]
     live_B, size = rows.budget_B > 0, num_ahead + 1
     count_B = jnp.where(live_B, 1 + jnp.sum(ahead_Ba != NO_TOKEN, axis=1, dtype=jnp.int32), 0)
-    batch = _batch(jnp.concatenate([rows.token_B[:, None], ahead_Ba], axis=1), rows, count_B)
-    kv, x_TD, _ = decoder.forward(weights, state.kv, batch, spec=spec, backend=backend, axis=axis)
+    batch = packed(
+        jnp.concatenate([rows.token_B[:, None], ahead_Ba], axis=1), rows.position_B, count_B
+    )
+    kv, x_TD, _ = decoder.forward(
+        weights, state.kv.of_model, batch, spec=spec, backend=backend, axis=axis
+    )
     offset_1A = jnp.arange(size, dtype=jnp.int32)[None]
     index_BA = jnp.minimum(batch.start_B[:, None] + offset_1A, x_TD.shape[0] - 1)
     logits_SV = decoder.logits(weights, x_TD[index_BA.ravel()], spec=spec, axis=axis)
@@ -218,7 +272,7 @@ def _advance(
     goes_on_B = live_B & ~is_stop(token_B, sampling)
     return _State(
         kv=replace(
-            kv,
+            state.kv.with_model(kv),
             rows=tuple(
                 replace(after, len_B=before.len_B + num_got_B)
                 for after, before in zip(kv.rows, state.kv.rows, strict=True)
@@ -234,43 +288,6 @@ def _advance(
         num_B=state.num_B + num_got_B,
         out=_added(state.out, found, state.num_B, got_BA),
         drafts=_counted(state.drafts, live_B, ahead_Ba, got_BA[:, 1:]),
-    )
-
-
-def _batch(token_BA: jax.Array, rows: Rows, count_B: jax.Array) -> Batch:
-    """Packs the first `count` of each row's tokens: decode rows where each has one at most."""
-    num_rows, size = token_BA.shape
-    row_B = jnp.arange(num_rows, dtype=jnp.int32)
-    if size == 1:
-        return Batch(
-            token_T=jnp.maximum(token_BA[:, 0], 0),
-            position_T=rows.position_B,
-            row_T=jnp.where(count_B > 0, row_B, num_rows),
-            start_B=row_B,
-            count_B=count_B,
-            num_decode=jnp.int32(num_rows),
-            num_rows=jnp.int32(num_rows),
-            decode_only=True,
-        )
-    start_B = jnp.cumsum(count_B, dtype=jnp.int32) - count_B
-    offset_1A = jnp.arange(size, dtype=jnp.int32)[None]
-    place_BA = jnp.where(
-        offset_1A < count_B[:, None], start_B[:, None] + offset_1A, num_rows * size
-    )
-
-    def packed(x_BA: jax.Array, fill: int) -> jax.Array:
-        full_T = jnp.full(num_rows * size, fill, jnp.int32)
-        return full_T.at[place_BA].set(x_BA, mode="drop")
-
-    return Batch(
-        token_T=packed(jnp.maximum(token_BA, 0), 0),
-        position_T=packed(rows.position_B[:, None] + offset_1A, 0),
-        row_T=packed(jnp.broadcast_to(row_B[:, None], token_BA.shape), num_rows),
-        start_B=start_B,
-        count_B=count_B,
-        num_decode=jnp.int32(0),
-        num_rows=jnp.int32(num_rows),
-        chunk_len=size,
     )
 
 
@@ -292,9 +309,11 @@ def _at_each(sampling: Sampling, state: _State, ahead_Ba: jax.Array) -> tuple[Sa
 
 
 def _with_new(
-    text_BN: jax.Array, position_B: jax.Array, token_BA: jax.Array, got_BA: jax.Array
-) -> jax.Array:
-    """Writes the tokens that count into the text, from a position on."""
+    text_BN: jax.Array | None, position_B: jax.Array, token_BA: jax.Array, got_BA: jax.Array
+) -> jax.Array | None:
+    """Writes the tokens that count into the text, from a position on; None stays that."""
+    if text_BN is None:
+        return None
     row_B1 = jnp.arange(text_BN.shape[0])[:, None]
     place_BA = position_B[:, None] + jnp.arange(token_BA.shape[1])[None]
     place_BA = jnp.where(got_BA, place_BA, text_BN.shape[1])

@@ -16,6 +16,7 @@ from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend, Batch
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.placement import Placement, on_every_device
+from jaxkv.programs.draft import Draft, follow
 from jaxkv.pytree import pytree
 from jaxkv.weights.tree import Weights
 
@@ -100,7 +101,9 @@ class Last:
     ended_B: jax.Array
 
 
-@partial(jax.jit, static_argnames=("spec", "backend", "placement"), donate_argnames=("kv",))
+@partial(
+    jax.jit, static_argnames=("spec", "backend", "draft", "placement"), donate_argnames=("kv",)
+)
 def step(
     weights: Weights,
     kv: PagedKV,
@@ -109,6 +112,7 @@ def step(
     *,
     spec: ModelSpec,
     backend: str | Backend,
+    draft: Draft | None = None,
     placement: Placement | None = None,
 ) -> tuple[PagedKV, Last, jax.Array, Statistics | None]:
     """Runs one ragged step, prefill chunks and decode tokens together, through the layers. What
@@ -118,9 +122,10 @@ def step(
 
     NO_TOKEN in batch.token_T is the row's newest token, its only one in this step.
     Consumes `kv` (donated). Compiled once per number of packed tokens T and of rows B. With a
-    `placement` on several devices each has its parts of weights and pages.
+    `placement` on several devices each has its parts of weights and pages. `draft`: a model that
+    stores its own keys and values of the tokens too.
     """
-    body = partial(_step, spec=spec, backend=backend)
+    body = partial(_step, spec=spec, backend=backend, draft=draft)
     return on_every_device(body, placement, num_outputs=4)(weights, kv, newest, batch)
 
 
@@ -132,6 +137,7 @@ def _step(
     *,
     spec: ModelSpec,
     backend: str | Backend,
+    draft: Draft | None,
     axis: str | None,
 ) -> tuple[PagedKV, Last, jax.Array, Statistics | None]:
     # Only a row of one token has its newest one to come.
@@ -139,9 +145,10 @@ def _step(
     newest_T = first_B.at[batch.row_T].get(mode="fill", fill_value=0)
     token_T = jnp.where(batch.token_T == NO_TOKEN, newest_T, batch.token_T)
     batch = replace(batch, token_T=jnp.maximum(token_T, 0))
+    whole = follow(weights, kv, batch, draft, axis=axis)
     kv, x_TD, statistics = decoder.forward(
         weights,
-        kv,
+        whole.of_model,
         batch,
         Statistics.nothing(kv.rows[0]),
         spec=spec,
@@ -154,4 +161,4 @@ def _step(
         position_B=batch.position_T[last_B] + 1,
         ended_B=first_B == NO_TOKEN,
     )
-    return kv, last, x_TD, statistics
+    return whole.with_model(kv), last, x_TD, statistics

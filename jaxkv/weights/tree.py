@@ -41,6 +41,9 @@ Weights = Mapping[str, Any]
 
 LAYERS, EXPERT, HEAD = "layers", "expert_", "head"
 
+DRAFT = "draft"
+"""Under this name programs get the whole tree of a draft model beside the model's own arrays."""
+
 ADAPTER_DOWN, ADAPTER_UP = "adapter_down_", "adapter_up_"
 """These precede the name of a matrix in the names of what adapters add to it, [L, A, X, D]
 and [L, A, F, X] for A adapters of rank X at most.
@@ -177,6 +180,22 @@ def without_adapters(weights: Weights) -> Weights:
     for name, own in adapters_of(weights).items():
         found[name] = {key: leaf for key, leaf in weights[name].items() if key not in own}
     return found
+
+
+def with_draft(weights: Weights, draft: Weights) -> Weights:
+    """Returns the tree with that of a draft model in it, {} for none."""
+    return {**weights, DRAFT: draft} if draft else weights
+
+
+def draft_of(weights: Weights) -> Weights:
+    """Returns the tree of the draft model, {} without one."""
+    found: Weights = weights.get(DRAFT, {})
+    return found
+
+
+def without_draft(weights: Weights) -> Weights:
+    """Returns the tree as it was before `with_draft`."""
+    return {name: leaf for name, leaf in weights.items() if name != DRAFT}
 
 
 def num_adapters(weights: Weights) -> int:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import jaxkv.engine.speculation
+from ahead import assert_same, counted, prompts_of
 from families import text_config
 from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.sampling_params import StructuredOutputsParams
 from jaxkv.testing import config_of, engine_of
-from poison import poisoned
 from tiers import some
 from tiny import SMALL, VARIANTS, make_checkpoint, tiny_config
 
@@ -48,56 +47,6 @@ def pair(checkpoint) -> tuple[LLM, LLM]:
     """The same engine without and with proposals."""
     options = LIMITS | {"skip_tokenizer_init": False, "max_logprobs": 420}
     return LLM(checkpoint, **options), LLM(checkpoint, **options, speculative_config=AHEAD)
-
-
-def prompts_of(vocab_size: int, count: int = 6) -> list[dict]:
-    """Prompts of all lengths, most of which repeat themselves."""
-    rng = np.random.default_rng(2)
-    made = []
-    for number in range(count):
-        part = rng.integers(3, vocab_size, 2 + 3 * number).tolist()
-        made.append({"prompt_token_ids": (part * 9)[: 7 * number + 5]})
-    return made
-
-
-def counted(llm: LLM) -> dict[str, float]:
-    """What was proposed and accepted so far; by position in the order of positions."""
-    names = ("drafts", "draft_tokens", "accepted_tokens")
-    metrics = llm.get_metrics()
-    found = {
-        name: one.value
-        for name in names
-        for one in metrics
-        if one.name == f"jaxkv:spec_decode_num_{name}"
-    }
-    by_position = [one for one in metrics if one.name.endswith("accepted_tokens_per_pos")]
-    return found | {f"at {one.labels['position']}": one.value for one in by_position}
-
-
-def assert_same(
-    plain: LLM, ahead: LLM, prompts: list, params: SamplingParams | list[SamplingParams]
-) -> None:
-    """Tokens, ends, texts and log-probabilities are equal, to the last bit; nothing is held after
-    it.
-    """
-    outputs = []
-    for llm in (plain, ahead):
-        with poisoned(engine_of(llm)):
-            outputs.append(llm.generate(prompts, params, use_tqdm=False))
-        assert engine_of(llm).scheduler.allocator.num_used == 0
-    for want, got in zip(*([one.outputs[0] for one in each] for each in outputs), strict=True):
-        assert (got.token_ids, got.finish_reason, got.stop_reason, got.text) == (
-            want.token_ids,
-            want.finish_reason,
-            want.stop_reason,
-            want.text,
-        )
-        for mine, theirs in zip(got.logprobs or [], want.logprobs or [], strict=True):
-            assert mine.keys() == theirs.keys()
-            assert [one.rank for one in mine.values()] == [one.rank for one in theirs.values()]
-            assert [one.logprob for one in mine.values()] == [
-                one.logprob for one in theirs.values()
-            ]
 
 
 CASES = [
@@ -248,7 +197,7 @@ def test_what_it_cannot_do_is_refused_by_name(checkpoint, tmp_path):
     refused(NotImplementedError, "kv_policy streaming", kv_policy="streaming", kv_budget=64)
     refused(NotImplementedError, "a model that pools", runner="pooling")
     refused(ValueError, "expected None with disaggregate", disaggregate=(1, 1))
-    refused(ValueError, "method 'ngram'", speculative_config=asked(method="eagle"))
+    refused(ValueError, "got 'eagle'", speculative_config=asked(method="eagle"))
     refused(ValueError, "got 'model'", speculative_config=asked(model="other"))
     refused(ValueError, "num_speculative_tokens", speculative_config={"method": "ngram"})
     refused(ValueError, "<= 32", speculative_config=asked(num_speculative_tokens=33))
