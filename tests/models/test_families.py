@@ -195,6 +195,19 @@ def test_a_file_s_own_words_for_its_rotation_mean_what_transformers_makes_of_the
     assert read(silent | said) == read(again)
 
 
+def test_an_original_length_beside_sections_by_kind_counts_for_none_of_them():
+    """Beside one section for all layers it counts more than within, as in transformers."""
+    key, yarn = "original_max_position_embeddings", OLD_YARN | {"rope_theta": 1e4}
+    for variant, section, expected in (
+        ("olmo3", {"full_attention": yarn}, yarn[key]),
+        ("llama", yarn, 32),
+    ):
+        said = {"rope_parameters": section, key: 32}
+        spec, _ = read(families.text_config(variant) | said)
+        ropes = spec.layer_ropes or (spec.rope,)
+        assert {rope.original_max_len for rope in ropes if rope.kind == "yarn"} == {expected}
+
+
 def test_rotations_that_transformers_does_not_read_are_refused():
     flat = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     for said, expected in (
