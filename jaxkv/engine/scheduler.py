@@ -250,8 +250,11 @@ class Scheduler:
         if self.tiers is not None and self.tiers.disk is not None:
             for n, (_, request) in enumerate(heapq.nsmallest(READ_AHEAD, self._waiting)):
                 self._read(request, is_first=not n)
-        if self._waiting and not self._free_rows and not self._is_ready():
-            self._preempt(self.running[-1])
+        if self._waiting and not self._is_ready():
+            # All that run are beams, which wait for others behind this request.
+            adapter = self._waiting[0][1].draw.adapter
+            while self.running and not (self._free_rows and self.adapters.has_room(adapter)):
+                self._preempt(self.running[-1])
         # In order: a request that does not fit yet holds back those behind it, or it could wait
         # forever.
         if not self._waiting or not self._free_rows:

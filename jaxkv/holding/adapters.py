@@ -47,6 +47,8 @@ class AdapterSlots:
         """Ends what `take` began."""
         if adapter is not None:
             self._num_users[adapter.digest] -= 1
+            if not self._num_users[adapter.digest]:
+                del self._num_users[adapter.digest]
 
     def take_loads(self) -> list[tuple[int, Adapter]]:
         """Returns what is to be written to which slot before the next step."""
@@ -74,7 +76,7 @@ class AdapterSlots:
     def check(self, running: Iterable[Adapter | None]) -> None:
         """Raises RuntimeError unless these, of running requests, are what is held."""
         users = Counter(adapter.digest for adapter in running if adapter is not None)
-        if +self._num_users != users or not self._slot_of.keys() >= users.keys():
+        if self._num_users != users or not self._slot_of.keys() >= users.keys():
             raise RuntimeError("adapters that are held are not those of running requests")
         slots = sorted(self._slot_of.values())
         if len({*slots}) != len(slots) or not {*slots} <= {*range(self.count)}:

@@ -26,7 +26,7 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families import Layout, read_config
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
-from jaxkv.weights.load import FLOATS, is_finite, name_in_text
+from jaxkv.weights.load import FLOATS, base_names, is_finite, name_in_text
 from jaxkv.weights.safetensors import Checkpoint
 from jaxkv.weights.tree import ADAPTER_DOWN, ADAPTER_UP, EXPERT, TreeLeaf, is_matrix, tree_leaves
 
@@ -53,7 +53,14 @@ PATTERN = re.compile(r"\^?[\w.-]{1,200}")
 take for ever.
 """
 
-MODULE_CHARS = 200
+MODULE_CHARS, MAX_PATTERNS = 200, 4096
+
+Patterns = tuple[tuple[re.Pattern[str], float], ...]
+
+TASKS = ("CAUSAL_LM", "FEATURE_EXTRACTION")
+"""What an adapter may have been trained for: the layers are the same, names may lack their prefix
+(`load.base_names`).
+"""
 
 
 class Target(NamedTuple):
@@ -63,7 +70,7 @@ class Target(NamedTuple):
     place: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """Holds an adapter in host memory, as the device has it in a slot: {stack: {name: [L, X, D] or
     [L, F, X]}}. digest: SHA-256 of what it computes, which is what it is known by.
@@ -142,8 +149,10 @@ def read_adapter(
     config = AdapterConfig.read(read_config(directory, CONFIG))
     targets = _targets(spec, layout)
     with Checkpoint.open_file(directory / TENSORS) as stored:
-        checkpoint = stored.renamed(_renaming(layout))
+        checkpoint = stored.renamed(_renaming(spec, layout))
         modules = _check(checkpoint, config, targets, rank)
+        # Whoever replaces an adapter in use may well write into its file.
+        checkpoint = checkpoint.loaded()
         kind = jnp.dtype(dtype)
         arrays: dict[str, dict[str, np.ndarray]] = {}
         for leaf, name, shape in adapter_shapes(spec, layout, rank):
@@ -173,17 +182,17 @@ class AdapterConfig:
     rank: int
     alpha: float
     by_root: bool
-    ranks: Mapping[str, float]
-    alphas: Mapping[str, float]
-    targets: tuple[str, ...] | None
-    excluded: tuple[str, ...] | None
+    ranks: Patterns
+    alphas: Patterns
+    targets: frozenset[str] | None
+    excluded: frozenset[str] | None
     layers: frozenset[int] | None
 
     @classmethod
     def read(cls, config: ConfigReader) -> AdapterConfig:
         """Reads and checks the file. Raises: CheckpointError naming the key."""
         config.choice("peft_type", None, ["LORA"])
-        config.choice("task_type", "CAUSAL_LM", ["CAUSAL_LM"])
+        config.choice("task_type", TASKS[0], TASKS)
         start = config.get("init_lora_weights", True)
         if not any(start is one or (start == one and one is not True) for one in PLAIN_STARTS):
             raise config.fail(
@@ -208,14 +217,11 @@ class AdapterConfig:
         )
 
     def rank_of(self, module: str) -> int:
-        return int(self.ranks.get(_matching(self.ranks, module), self.rank))
+        return int(_own(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """Returns what the product of a module's two matrices is multiplied with."""
-        alpha, rank = (
-            self.alphas.get(_matching(self.alphas, module), self.alpha),
-            self.rank_of(module),
-        )
+        alpha, rank = _own(self.alphas, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 
     def is_target(self, module: str) -> bool:
@@ -225,37 +231,43 @@ class AdapterConfig:
         return _ends_with(module, self.targets) and not _ends_with(module, self.excluded)
 
 
-def _ends_with(module: str, names: tuple[str, ...] | None) -> bool:
-    return any(module == name or module.endswith(f".{name}") for name in names or ())
+def _ends_with(module: str, names: frozenset[str] | None) -> bool:
+    parts = module.split(".")
+    ends = (".".join(parts[first:]) for first in range(len(parts)))
+    return any(end in names for end in ends) if names else False
 
 
 def _layer_of(module: str) -> int:
     return next((int(part) for part in module.split(".") if part.isdecimal()), -1)
 
 
-def _matching(patterns: Mapping[str, float], module: str) -> str:
-    """Returns the first pattern that a module's name ends in, as PEFT finds it; "" for none."""
-    found = (one for one in patterns if re.match(rf"(.*\.)?({one})$", module[:MODULE_CHARS]))
-    return next(found, "")
+def _own(patterns: Patterns, module: str, default: float) -> float:
+    """Returns what the first pattern says that a module's name ends in, as PEFT finds it."""
+    name = module[:MODULE_CHARS]
+    return next((value for pattern, value in patterns if pattern.match(name)), default)
 
 
-def _patterns(config: ConfigReader, key: str) -> dict[str, float]:
+def _patterns(config: ConfigReader, key: str) -> Patterns:
     section = config.section(key)
+    if len(section.values) > MAX_PATTERNS:
+        raise config.fail(key, f"at most {MAX_PATTERNS} names")
+    found = []
     for name in section.values:
         if not PATTERN.fullmatch(name):
             raise config.fail(key, "names of modules, not other regular expressions")
-    if key == "rank_pattern":
-        return {name: section.size(name) for name in section.values}
-    return {name: section.number(name, at_least=0) for name in section.values}
+        is_rank = key == "rank_pattern"
+        value = section.size(name) if is_rank else section.number(name, at_least=0)
+        found.append((re.compile(rf"(.*\.)?({name})$"), value))
+    return tuple(found)
 
 
-def _names(config: ConfigReader, key: str) -> tuple[str, ...] | None:
+def _names(config: ConfigReader, key: str) -> frozenset[str] | None:
     given = config.get(key)
     if given is None or isinstance(given, str):
         return None
     if not isinstance(given, list) or not all(isinstance(one, str) and one for one in given):
         raise config.fail(key, "a list of module names, or a text")
-    return tuple(given)
+    return frozenset(given)
 
 
 def _layers(config: ConfigReader) -> frozenset[int] | None:
@@ -277,14 +289,16 @@ def _targets(spec: ModelSpec, layout: Layout) -> dict[str, list[Target]]:
     return found
 
 
-def _renaming(layout: Layout) -> Callable[[str], str]:
+def _renaming(spec: ModelSpec, layout: Layout) -> Callable[[str], str]:
     """Returns what makes the model's own names of PEFT's."""
+    known = {source for leaf in tree_leaves(spec, layout) for source in leaf.sources}
+    spellings = (*layout.spellings, base_names(layout, known))
 
     def rename(name: str) -> str:
         name = name.removeprefix(PREFIX)
         if layout.part_of is not None:
             name = name_in_text(name)
-        for pattern, other in layout.spellings:
+        for pattern, other in spellings:
             name = re.sub(pattern, other, name)
         return name
 

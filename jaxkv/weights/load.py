@@ -138,14 +138,14 @@ def open_checkpoint(source: Path | Mapping[str, Any], spec: ModelSpec, layout: L
 
     if layout.part_of is not None:
         checkpoint = checkpoint.renamed(rename)
-    for pattern, other in (*layout.spellings, _base_names(layout, known)):
+    for pattern, other in (*layout.spellings, base_names(layout, known)):
         checkpoint = checkpoint.renamed(partial(re.sub, pattern, other))
     if layout.quantisation is None:
         return checkpoint
     return Dequantised(checkpoint, layout.quantisation, known)
 
 
-def _base_names(layout: Layout, known: Collection[str]) -> tuple[str, str]:
+def base_names(layout: Layout, known: Collection[str]) -> tuple[str, str]:
     """Returns the pattern of names in a checkpoint of the model without its head, such as GPT-2's
     `h.0.ln_1.weight`, and what they begin with in one of the whole model.
     """

@@ -164,6 +164,19 @@ class Checkpoint:
                 raise _wrong(entry.file, f"one tensor to be {new}", entries[new].name, name=name)
         return Checkpoint(self.directory, entries, self._maps)
 
+    def loaded(self) -> Checkpoint:
+        """Returns the same tensors with their files in memory, which end nothing when another
+        process shortens them. Raises: CheckpointError if one is shorter by now.
+        """
+        maps: Maps = {}
+        for file, mapping in self._maps.items():
+            with file.open("rb") as stream:
+                whole = stream.read(len(mapping))
+            if len(whole) != len(mapping):
+                raise _wrong(file, f"{len(mapping)} bytes", f"{len(whole)}, as it changes")
+            maps[file] = memoryview(whole)
+        return Checkpoint(self.directory, dict(self.entries), maps)
+
     def read(self, name: str) -> npt.NDArray[Any]:
         """Reads the tensor as a read-only, zero-copy view; an offset that the dtype does not divide
         gives an unaligned one.

@@ -24,11 +24,14 @@ from jaxkv.kv.policies import Held, Measure, Policy, Room, keep_best
 from jaxkv.requests.beam import BeamSearch
 from jaxkv.requests.intake import link
 from jaxkv.requests.request import Draw, Request
+from jaxkv.weights.adapters import Adapter
 from tiny import ENGINE
 
 PARAMS = SamplingParams()
 NUM_TOKENS = 3
 """So few that sequences often begin alike."""
+
+ADAPTERS = [None, *(Adapter(bytes([number]), {}) for number in range(5))]
 
 MOST_AT_ONCE = 60
 """Requests, waiting or running."""
@@ -171,6 +174,8 @@ class Traffic:
         self.position_of = [-1] * self.config.num_pages
         self.in_slot: list[int | None] = [None] * self.config.num_slots
         """The recurrent states: each is that of the last token."""
+        self.in_place: list[Adapter | None] = [None] * (self.config.num_adapters + 1)
+        """The adapters on the device, and none behind them."""
         self.low_slots: list[list[int | None]] = [
             [None] * self.config.block_size
         ] * self.config.num_low_pages
@@ -192,6 +197,8 @@ class Traffic:
             rng.getrandbits(16),
             rng.choice([0, 0, 0, -1, 5]),
         )
+        adapter = rng.choice(ADAPTERS) if self.config.num_adapters else None
+        root += b"" if adapter is None else adapter.digest
         max_len = rng.randint(len(prompt) + 1, limit)
         is_search, width = rng.random() < self.searches, rng.choice([1, 1, 1, 3])
         retention = None
@@ -215,7 +222,9 @@ class Traffic:
                 prompt_len=len(prompt),
                 params=PARAMS,
                 max_len=max_len,
-                draw=Draw(seed=seed if is_search else seed + sample, sample=sample),
+                draw=Draw(
+                    seed=seed if is_search else seed + sample, sample=sample, adapter=adapter
+                ),
                 hold=Hold(PageChain(root), len(prompt), retention),
                 priority=priority,
             )
@@ -326,6 +335,11 @@ class Traffic:
         """What the device does with the plan, in order: store, look at everything before, sample,
         rest after an end.
         """
+        places = self.scheduler.adapters
+        for place, adapter in places.take_loads():
+            self.in_place[place] = adapter
+        for request, _ in work:
+            assert self.in_place[places.slot_of(request.draw.adapter)] is request.draw.adapter
         starts = [(request, request.hold.num_stored, count) for request, count in work]
         for (request, coming), (planned, start, count) in zip(
             self.scheduler.launched(plan), starts, strict=True
@@ -565,6 +579,29 @@ RECURRENT = {
 @pytest.mark.parametrize("config", RECURRENT.values(), ids=RECURRENT)
 def test_every_row_goes_on_from_its_own_recurrent_state(config):
     check(Traffic(config, seed=9, searches=0.3), num_steps=500)
+
+
+ADAPTED = {
+    "one place": replace(ENGINE, num_adapters=1),
+    "tight pool": replace(ENGINE, num_pages=8, num_adapters=2),
+    "more rows than pages": replace(ENGINES["more rows than pages"], num_adapters=3),
+}
+
+
+@pytest.mark.parametrize("config", ADAPTED.values(), ids=ADAPTED)
+@pytest.mark.parametrize("searches", [0.0, 0.5])
+def test_adapters_take_turns_in_few_places_and_nobody_waits_for_ever(config, searches):
+    traffic = Traffic(config, seed=11, searches=searches)
+    check(traffic, num_steps=1000)
+    assert traffic.scheduler.adapters.num_loads > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ADAPTED.values(), ids=ADAPTED)
+@pytest.mark.parametrize("searches", [0.0, 0.3, 1.0])
+def test_a_hundred_thousand_steps_with_adapters(config, searches):
+    for seed in range(3):
+        check(Traffic(config, seed=seed, searches=searches), num_steps=10_000)
 
 
 @pytest.mark.slow

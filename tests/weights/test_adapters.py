@@ -5,6 +5,7 @@ what was expected and what came, for every family's names.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from adapters import PREFIX, make_adapter, merged
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.placement import Placement
+from jaxkv.weights import adapters
 from jaxkv.weights.adapters import CONFIG, TENSORS, Adapter, adapted_leaves, read_adapter
 from jaxkv.weights.load import load_weights
 from jaxkv.weights.tree import ADAPTER_DOWN, ADAPTER_UP
@@ -55,6 +57,14 @@ def zeros(*shape: int) -> np.ndarray:
 
 BROKEN = {
     "no config": (lambda d: (d / CONFIG).unlink(), "adapter_config.json: not found"),
+    "no file but a pipe": (
+        lambda d: ((d / TENSORS).unlink(), os.mkfifo(d / TENSORS)),
+        "expected adapter_model.safetensors, got none",
+    ),
+    "a link to itself": (
+        lambda d: ((d / CONFIG).unlink(), (d / CONFIG).symlink_to(d / CONFIG)),
+        "adapter_config.json: not found",
+    ),
     "no tensors": (
         lambda d: (d / TENSORS).unlink(),
         "expected adapter_model.safetensors, got none",
@@ -140,6 +150,11 @@ BROKEN = {
         partial(tensors, changes={Q0: np.zeros((4, 48), np.int32)}),
         "lora_A.weight: expected one of float32, bfloat16, float16, float64, got int32",
     ),
+    "patterns without end": (
+        partial(change, rank_pattern={f"a{i}": 1 for i in range(5000)}),
+        "rank_pattern: expected at most 4096 names",
+    ),
+    "a rank that no memory holds": (partial(change, r=2**24), "at most max_lora_rank=8 of LLM, go"),
     "NaN": (
         partial(tensors, changes={Q0: zeros(4, 48) + np.nan}),
         "lora_A.weight: expected finite values as float32",
@@ -159,6 +174,36 @@ def test_broken_and_hostile_files_are_refused_by_name(base, tmp_path, case):
     breaks(directory)
     with pytest.raises(CheckpointError, match=message):
         read(directory, base)
+
+
+def test_a_file_that_is_cut_while_it_is_read_ends_nothing(base, tmp_path, monkeypatch):
+    """A mapping of it would end the process."""
+    directory = make_adapter(tmp_path / "a", base)
+    whole = (directory / TENSORS).read_bytes()
+    check = adapters._check
+
+    def checked_and_then_cut(*arguments):
+        modules = check(*arguments)
+        os.truncate(directory / TENSORS, 100)
+        return modules
+
+    monkeypatch.setattr(adapters, "_check", checked_and_then_cut)
+    with pytest.raises(CheckpointError, match=f"expected {len(whole)} bytes, got 100, as it chan"):
+        read(directory, base)
+
+
+def test_an_adapter_of_the_model_without_its_head_is_the_same(base, tmp_path):
+    """As PEFT writes it where the task is FEATURE_EXTRACTION."""
+    want = read(make_adapter(tmp_path / "a", base), base)
+    bare = make_adapter(tmp_path / "bare", base, task_type="FEATURE_EXTRACTION")
+    own = load_file(bare / TENSORS)
+    assert all(f"{PREFIX}model.layers." in name for name in own)
+    renamed = {name.replace(f"{PREFIX}model.", PREFIX): x for name, x in own.items()}
+    save_file(renamed, bare / TENSORS)
+    assert read(bare, base).digest == want.digest
+    change(bare, task_type="SEQ_CLS")
+    with pytest.raises(CheckpointError, match="task_type: expected one of CAUSAL_LM, FEATURE"):
+        read(bare, base)
 
 
 def test_pickle_is_refused_by_name_and_never_read(base, tmp_path):
