@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from jaxkv.api.batch_files.run import ask, completed_by, defaults_of, facts_of
 from jaxkv.api.batch_files.sources import MAX_LINE_BYTES
 from jaxkv.api.batch_files.unanswered import Line, read_line
 from jaxkv.config import SamplingParams
+from jaxkv.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from jaxkv.api.llm import LLM
@@ -41,8 +42,8 @@ class Generate:
     With two calls at once, the requests of the next batch run in the same steps as the last ones of
     this batch. docs/batch.md tells more, and `scripts/batch_ray.py` is a whole program.
 
-    model: a directory, a hub id or an `LLM`; options: what else `LLM` takes. params and
-    served_model_name: as for `run_batch`.
+    model: a directory, a hub id or an `LLM`; options: what else `LLM` takes. params,
+    served_model_name and lora_requests: as for `run_batch`.
     Raises: what `LLM` raises, and ValueError for params that rows have no place for.
     """
 
@@ -52,6 +53,7 @@ class Generate:
         *,
         params: SamplingParams | Mapping[str, Any] | None = None,
         served_model_name: str | None = None,
+        lora_requests: Sequence[LoRARequest] = (),
         **options: Any,
     ) -> None:
         from jaxkv.api.llm import LLM
@@ -62,7 +64,7 @@ class Generate:
             self.llm = model
         else:
             self.llm = LLM(model, **options)
-        self._defaults = defaults_of(self.llm, params, served_model_name)
+        self._defaults = defaults_of(self.llm, params, served_model_name, lora_requests)
         self._facts = json.dumps(facts_of(self.llm, self._defaults))
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -102,7 +104,7 @@ class Generate:
             except ValueError as error:
                 message = f"line {line.number}: {message_of(error)}"
                 rows[place] = line.form.refusal(line.line_id, line.number, message)
-        requests = [(job.asking.prompt, job.asking.params) for _, job in jobs]
+        requests = [job.asking.request for _, job in jobs]
         with closing(completed_by(self.llm, requests)) as completed:
             for index, result in completed:
                 place, job = jobs[index]

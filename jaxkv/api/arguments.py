@@ -67,13 +67,3 @@ def check_none(name: str, value: Any) -> None:
         raise ValueError(
             f"{name}: expected None (a vLLM argument that is not built here), got {value!r:.80}"
         )
-
-
-def check_no_lora(request: Any) -> None:
-    """Raises ValueError unless it is None, or a list of None for each prompt."""
-    given = request if isinstance(request, list | tuple) else [request]
-    if any(one is not None for one in given):
-        raise ValueError(
-            f"lora_request: expected None (adapters are not built here; merge them into the "
-            f"weights), got {request!r:.80}"
-        )

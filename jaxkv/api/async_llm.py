@@ -111,7 +111,7 @@ class AsyncLLM(AsyncPoolingCalls):
                 raise TypeError(f"AsyncLLM.generate: unexpected keyword argument {name!r}")
             check_none(name, value)
         loop = asyncio.get_running_loop()
-        await self._read_adapter(lora_request)
+        held = await self._read_adapters(lora_request)
         stream = Stream(uuid.uuid4().hex if request_id is None else request_id)
         try:
             await self._engine.ask(
@@ -119,6 +119,7 @@ class AsyncLLM(AsyncPoolingCalls):
                     self._engine.add, stream, loop, prompt, sampling_params, priority, lora_request
                 )
             )
+            held.clear()  # the request has it now
             params = SamplingParams() if sampling_params is None else sampling_params
             kind, before = params.output_kind, None
             while not stream.is_ended:
@@ -132,10 +133,11 @@ class AsyncLLM(AsyncPoolingCalls):
             if not stream.is_ended:
                 self._engine.post(partial(self._engine.close, stream))
 
-    async def _read_adapter(self, lora_request: LoRARequest | None) -> None:
-        """Has an adapter read from its files while the engine goes on. Raises: ValueError."""
-        if lora_request is not None:
-            await asyncio.to_thread(self._llm._intake.adapter_of, lora_request)
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter into host memory ahead of the requests that name it, and returns True.
+        Nothing needs this; who does it hears at once of files that are broken. Raises: ValueError.
+        """
+        return bool(await self._read_adapters(lora_request))
 
     async def render(self, prompt: Prompt | Conversation) -> dict[str, Any]:
         """Returns {"prompt": its text or None, "prompt_token_ids": [...], "cache_salt": ...} of a
@@ -156,11 +158,12 @@ class AsyncLLM(AsyncPoolingCalls):
     ) -> AsyncSession:
         """Does what `LLM.session` does."""
         chat = chat_options(tools, chat_template, chat_template_kwargs)
-        await self._read_adapter(lora_request)
+        held = await self._read_adapters(lora_request)
         home = self._llm._home(self, chat, lora_request)
         session = await self._engine.ask(partial(AsyncSession.begin, home, prompt))
         async for _ in self.generate(session.prompt, PREFILL, lora_request=lora_request):
             pass
+        held.clear()
         return session
 
     async def restore(
@@ -171,9 +174,12 @@ class AsyncLLM(AsyncPoolingCalls):
         lora_request: LoRARequest | None = None,
     ) -> AsyncSession:
         """Does what `LLM.restore` does."""
-        await self._read_adapter(lora_request)
+        held = await self._read_adapters(lora_request)
         home, where = self._llm._home(self, None, lora_request), Path(path).absolute()
-        return await self._engine.ask(partial(AsyncSession.restored, home, where, convert=convert))
+        restored = partial(AsyncSession.restored, home, where, convert=convert)
+        session = await self._engine.ask(restored)
+        held.clear()
+        return session
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several, and returns when all that it held is free; an unknown id is

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.api.llm import LLM
 from jaxkv.api.pooling import PoolingCall
 from jaxkv.errors import EngineDeadError
+from jaxkv.lora.request import LoRARequest
+from jaxkv.requests.adapters import one_adapter
 from jaxkv.requests.pooling import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -20,11 +22,13 @@ from jaxkv.requests.pooling import (
     ScoringRequestOutput,
 )
 from jaxkv.requests.prompts import Prompt
+from jaxkv.weights.adapters import Adapter
 
 T = TypeVar("T")
 
 Prompts = Prompt | Sequence[Prompt]
 Params = PoolingParams | Sequence[PoolingParams] | None
+Loras = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class AsyncPoolingCalls:
@@ -48,16 +52,18 @@ class AsyncPoolingCalls:
         *,
         truncate_prompt_tokens: int | None = None,
         pooling_params: Params = None,
+        lora_request: Loras = None,
     ) -> list[EmbeddingRequestOutput]:
         """Returns what `LLM.embed` does."""
-        make = self._llm._embed_call
-        return await self._pool(partial(make, prompts, pooling_params, truncate_prompt_tokens))
+        make = partial(self._llm._embed_call, prompts, pooling_params, truncate_prompt_tokens)
+        return await self._pool(make, lora_request)
 
     async def classify(
-        self, prompts: Prompts, *, pooling_params: Params = None
+        self, prompts: Prompts, *, pooling_params: Params = None, lora_request: Loras = None
     ) -> list[ClassificationRequestOutput]:
         """Returns what `LLM.classify` does."""
-        return await self._pool(partial(self._llm._classify_call, prompts, pooling_params))
+        make = partial(self._llm._classify_call, prompts, pooling_params)
+        return await self._pool(make, lora_request)
 
     async def reward(
         self,
@@ -65,10 +71,11 @@ class AsyncPoolingCalls:
         *,
         truncate_prompt_tokens: int | None = None,
         pooling_params: Params = None,
+        lora_request: Loras = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Returns what `LLM.reward` does."""
-        make = self._llm._reward_call
-        return await self._pool(partial(make, prompts, pooling_params, truncate_prompt_tokens))
+        make = partial(self._llm._reward_call, prompts, pooling_params, truncate_prompt_tokens)
+        return await self._pool(make, lora_request)
 
     async def score(
         self,
@@ -78,23 +85,36 @@ class AsyncPoolingCalls:
         *,
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Returns what `LLM.score` does."""
-        make = self._llm._score_call
-        return await self._pool(
-            partial(make, data_1, data_2, pooling_params, truncate_prompt_tokens)
+        make = partial(
+            self._llm._score_call, data_1, data_2, pooling_params, truncate_prompt_tokens
         )
+        return await self._pool(make, one_adapter(lora_request))
 
-    async def _pool(self, make_call: Callable[[], PoolingCall[T]]) -> list[T]:
+    async def _read_adapters(self, lora_request: Loras) -> list[Adapter]:
+        """Has adapters read from their files while the engine goes on, which does not read them
+        again while what is returned is held. Raises: ValueError.
+        """
+        given: Any = lora_request
+        several = given if isinstance(given, list | tuple) else [given]
+        read = self._llm._intake.adapter_of
+        found = [await asyncio.to_thread(read, one) for one in several if one is not None]
+        return [one for one in found if one is not None]
+
+    async def _pool(self, make_call: Callable[[], PoolingCall[T]], lora_request: Loras) -> list[T]:
         """Has the call made by the engine's thread, which has the tokenizer, and waits for all of
         its prompts.
         """
         streams: list[Stream] = []
         add = self._engine.add_pooling
+        held = await self._read_adapters(lora_request)
         try:
             call, submissions = await self._engine.ask(
-                partial(add, streams, asyncio.get_running_loop(), make_call)
+                partial(add, streams, asyncio.get_running_loop(), make_call, lora_request)
             )
+            held.clear()
             for stream in streams:
                 while not stream.is_ended:
                     await stream.get()

@@ -22,6 +22,7 @@ from jaxkv.version import VERSION
 if TYPE_CHECKING:
     from jaxkv.api.llm import LLM
     from jaxkv.config import SamplingParams
+    from jaxkv.lora.request import LoRARequest
     from jaxkv.pictures import ChromeTrace
     from jaxkv.requests.prompts import Prompt
     from jaxkv.tools.deployment import Deployment
@@ -101,6 +102,7 @@ def _add_generate(commands: Any) -> None:
     generate.add_argument(
         "prompt", nargs="?", metavar="PROMPT", help="text to complete; without it, standard input"
     )
+    generate.add_argument("--lora", metavar="DIR", help="a LoRA adapter to complete it with")
     generate.add_argument(
         "--chat",
         action="store_true",
@@ -155,6 +157,13 @@ def _add_batch(commands: Any) -> None:
         "--served-model-name",
         metavar="NAME",
         help="what model is in OpenAI's lines, if neither MODEL nor its last part",
+    )
+    batch.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=PATH",
+        default=[],
+        help="adapters that lines may name as their model, with --enable-lora (docs/lora.md)",
     )
     batch.add_argument(
         "--trace",
@@ -386,13 +395,20 @@ def _chat_prompt(llm: LLM, text: str) -> Prompt:
 def _generate(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     from jaxkv.api.llm import LLM
+    from jaxkv.lora.request import LoRARequest
 
     given = _sampling_options(args)
     text = sys.stdin.read() if args.prompt is None else args.prompt
+    lora = None if args.lora is None else LoRARequest("lora", 1, args.lora)
     # One prompt needs one row and two or three of the programs: compile those when they are met.
-    llm = LLM(**_engine_options(args, "generate"), max_num_seqs=1, lazy_compile=True)
+    llm = LLM(
+        **_engine_options(args, "generate"),
+        max_num_seqs=1,
+        lazy_compile=True,
+        enable_lora=lora is not None,
+    )
     prompt = _chat_prompt(llm, text) if args.chat else text
-    stream = llm.stream(prompt, _sampling_params(llm, given))
+    stream = llm.stream(prompt, _sampling_params(llm, given), lora_request=lora)
     loaded = time.perf_counter()
     if not args.chat:
         print(text, end="", flush=True)
@@ -426,6 +442,7 @@ def _batch(args: argparse.Namespace) -> int:
     from jaxkv.api.batch_files import open_lines, open_output, run_batch
 
     given = _sampling_options(args)
+    adapters = _lora_modules(args, args.lora_modules, args.served_model_name)
     # What a system sends before it kills ends the run as Ctrl-C does.
     on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -446,6 +463,7 @@ def _batch(args: argparse.Namespace) -> int:
                 shard=args.shard,
                 max_errors=args.max_errors,
                 served_model_name=args.served_model_name,
+                lora_requests=adapters,
                 use_tqdm=not args.quiet,
                 trace=trace,
             )
@@ -458,6 +476,24 @@ def _batch(args: argparse.Namespace) -> int:
         rate = {"tokens_per_s": counts.num_output_tokens / counts.run_s, "compile_s": llm.compile_s}
         print(json.dumps(asdict(counts) | rate), file=sys.stderr)
     return 0
+
+
+def _lora_modules(
+    args: argparse.Namespace, given: Sequence[str], name: str | None
+) -> list[LoRARequest]:
+    """Returns the adapters of --lora-modules. name: the model's in requests, if it was given.
+    Raises: ValueError.
+    """
+    from jaxkv.api.lora_modules import read_lora_modules
+
+    if given and not getattr(args, "enable_lora", False):
+        raise ValueError("lora_modules: expected --enable-lora with it")
+    return list(read_lora_modules(given, name or _model_name(args)).values())
+
+
+def _model_name(args: argparse.Namespace) -> str:
+    """Returns what the model is called where no flag says it."""
+    return str(getattr(args, "model", "demo"))
 
 
 @contextmanager
@@ -481,6 +517,10 @@ def _serve(args: argparse.Namespace) -> int:
 
     given = {name: getattr(args, name) for name in flags("serve", ServeOptions) if name in args}
     options = ServeOptions(**given)
+    name = options.served_model_name or _model_name(args)
+    _lora_modules(args, options.lora_modules or (), name)  # says what is wrong before weights load
+    if options.lora_dir is not None and not getattr(args, "enable_lora", False):
+        raise ValueError("lora_dir: expected --enable-lora with it")
     try:
         from jaxkv.api.server.run import listen, serve
     except ModuleNotFoundError as error:
@@ -489,7 +529,6 @@ def _serve(args: argparse.Namespace) -> int:
         from jaxkv.api.async_llm import AsyncLLM
 
         engine = _engine_options(args, "serve")
-        name = options.served_model_name or engine.get("model", "demo")
         return serve(AsyncLLM(**engine), at, options, name)
 
 

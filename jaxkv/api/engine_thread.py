@@ -241,7 +241,7 @@ class EngineThread:
         self._check_not_stopping()
         if stream.id in self._live:
             raise ValueError(f"request_id: expected one that is not in use, got {stream.id!r}")
-        accepted = self._llm._accept_or_refuse((prompt, params), priority, lora_request)
+        accepted = self._llm._accept_or_refuse((prompt, params, lora_request), priority)
         if isinstance(accepted, ValueError):
             raise accepted
         self._begin(stream, loop, accepted)
@@ -251,13 +251,14 @@ class EngineThread:
         streams: list[Stream],
         loop: asyncio.AbstractEventLoop,
         make_call: Callable[[], PoolingCall[T]],
+        lora_request: Any = None,
     ) -> tuple[PoolingCall[T], list[Submission]]:
         """Adds the prompts of a call, and a stream for each of them to `streams`. Raises:
         ValueError if one is refused, and then adds none.
         """
         self._check_not_stopping()
         call = make_call()
-        submissions = self._llm._intake.accept_pooling(call.prompts, call.params)
+        submissions = self._llm._accept_pooling(call, lora_request)
         for submission in submissions:
             streams.append(Stream(uuid.uuid4().hex))
             self._begin(streams[-1], loop, submission)

@@ -20,7 +20,6 @@ from jaxkv.api.arguments import (
     POSITIVE_OR_NONE,
     SLEEP_LEVEL,
     WAKE_TAGS,
-    check_no_lora,
     check_none,
     listed_params,
     listed_priorities,
@@ -212,7 +211,7 @@ class LLM(PoolingCalls):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool | Callable[..., Any] = False,
         concurrency_limit: int | None = None,
         priority: None = None,
@@ -220,16 +219,17 @@ class LLM(PoolingCalls):
         """Finds the `beam_width` best sequences for every prompt, as transformers' beam search
         finds them; in input order.
 
-        prompts: as in `generate`. Each beam takes a row, and gets one token of a loop, so where
-        many run, loops of all rows are short. concurrency_limit changes nothing: max_num_seqs says
-        how many rows run.
+        prompts, lora_request: as in `generate`. Each beam takes a row, and gets one token of a
+        loop, so where many run, loops of all rows are short. concurrency_limit changes nothing:
+        max_num_seqs says how many rows run.
         Raises: ValueError naming every bad index before any work starts.
         """
         POSITIVE_OR_NONE("concurrency_limit", concurrency_limit)
         check_none("priority", priority)
         IS_BAR("use_tqdm", use_tqdm)
-        check_no_lora(lora_request)
-        submissions = self._intake.accept_searches(listed(prompts), params)
+        given = listed(prompts)
+        loras = listed_adapters(lora_request, len(given))
+        submissions = self._intake.accept_searches(given, params, loras)
         self._run(submissions, use_tqdm)
         tokenizer, include = self._model.tokenizer, params.include_stop_str_in_output
         decode = write = None
@@ -243,17 +243,21 @@ class LLM(PoolingCalls):
         ]
 
     def as_completed(
-        self, requests: Iterable[tuple[Prompt | Conversation, SamplingParams | None]]
+        self,
+        requests: Iterable[
+            tuple[Prompt | Conversation, SamplingParams | None]
+            | tuple[Prompt | Conversation, SamplingParams | None, LoRARequest | None]
+        ],
     ) -> Generator[tuple[int, RequestOutput | ValueError]]:
         """Yields (index, result) of every request in order of finishing; one that is refused gives
         its ValueError.
 
         requests: (prompt or list of chat messages, parameters or None for
-        `get_default_sampling_params`) pairs; also {"messages": [...]} with "tools",
-        "chat_template_kwargs" and "cache_salt" beside it, as in `chat`. They
-        may be endless: at most 2 * max_num_seqs are taken and not yet given back. Taking one that
-        is slow to come holds up those that run. Closing the iterator ends what is left;
-        finish_reason "abort" is as in a stream.
+        `get_default_sampling_params`) pairs, or with an adapter or None behind them; also
+        {"messages": [...]} with "tools", "chat_template_kwargs" and "cache_salt" beside it, as in
+        `chat`. They may be endless: at most 2 * max_num_seqs are taken and not yet given back.
+        Taking one that is slow to come holds up those that run. Closing the iterator ends what is
+        left; finish_reason "abort" is as in a stream.
         Raises: ValueError at the call if `requests` is no iterable, and later what iterating over
         it raises.
         """
@@ -445,6 +449,13 @@ class LLM(PoolingCalls):
         names = () if given is None else (os.fspath(given),)
         return tuple(dict.fromkeys((*names, directory.name)))
 
+    def lora_digest(self, lora_request: LoRARequest) -> str:
+        """Returns the SHA-256 of what an adapter computes, which tells it from others whatever
+        they are called. Raises: ValueError as `generate` does.
+        """
+        adapter = self._intake.adapter_of(lora_request)
+        return "" if adapter is None else adapter.digest.hex()
+
     def identity(self) -> dict[str, Any]:
         """Returns fingerprints of the model and what else its outputs depend on, by which runs of
         unlike engines are told apart. Cost: reads the first row of every matrix of the weights.
@@ -566,15 +577,13 @@ class LLM(PoolingCalls):
             adapters=AdapterFiles(blueprint),
         )
 
-    def _accept_or_refuse(
-        self, pair: Any, priority: int = 0, lora_request: LoRARequest | None = None
-    ) -> Submission | ValueError:
+    def _accept_or_refuse(self, asked: Any, priority: int = 0) -> Submission | ValueError:
         try:
-            if not isinstance(pair, tuple) or len(pair) != 2:
+            if not isinstance(asked, tuple) or len(asked) not in (2, 3):
                 raise ValueError(
-                    f"expected (prompt, SamplingParams or None), got {type(pair).__name__}"
+                    f"expected (prompt, SamplingParams or None), got {type(asked).__name__}"
                 )
-            prompt, params = pair
+            prompt, params, lora_request = (*asked, None)[:3]
             prompt = self._without_messages(prompt)
             chosen = self.get_default_sampling_params() if params is None else params
             (submission,) = self._intake.accept([prompt], [chosen], [priority], [lora_request])

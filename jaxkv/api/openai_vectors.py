@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from jaxkv.api.openai_format import BodyError, Keys, key_of, prompts_of
+from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ class AskedPooling(ABC):
         """Returns how many prompts are computed, at most."""
 
     @abstractmethod
-    async def answer(self, llm: AsyncLLM, model: str) -> Callable[[], dict[str, Any]]:
+    async def answer(
+        self, llm: AsyncLLM, model: str, lora: LoRARequest | None
+    ) -> Callable[[], dict[str, Any]]:
         """Computes what is asked for. Returns what writes the body of the answer."""
 
 
@@ -58,8 +61,10 @@ class AskedVectors(AskedPooling):
     def num_sequences(self) -> int:
         return len(self.inputs)
 
-    async def answer(self, llm: AsyncLLM, model: str) -> Callable[[], dict[str, Any]]:
-        outputs = await llm.embed(self.inputs, pooling_params=self.params)
+    async def answer(
+        self, llm: AsyncLLM, model: str, lora: LoRARequest | None
+    ) -> Callable[[], dict[str, Any]]:
+        outputs = await llm.embed(self.inputs, pooling_params=self.params, lora_request=lora)
         return lambda: Vectors(model, self.is_base64).whole(outputs)
 
 
@@ -74,8 +79,12 @@ class AskedScores(AskedPooling):
     def num_sequences(self) -> int:
         return len(self.first) + len(self.second)
 
-    async def answer(self, llm: AsyncLLM, model: str) -> Callable[[], dict[str, Any]]:
-        outputs = await llm.score(self.first, self.second, pooling_params=self.params)
+    async def answer(
+        self, llm: AsyncLLM, model: str, lora: LoRARequest | None
+    ) -> Callable[[], dict[str, Any]]:
+        outputs = await llm.score(
+            self.first, self.second, pooling_params=self.params, lora_request=lora
+        )
         return lambda: self.whole(outputs, model)
 
     def whole(self, outputs: Sequence[ScoringRequestOutput], model: str) -> dict[str, Any]:

@@ -9,13 +9,15 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from jaxkv.api.arguments import check_no_lora, check_none
+from jaxkv.api.arguments import check_none
 from jaxkv.build.model import Model
 from jaxkv.build.options import IS_BOOL
 from jaxkv.build.pooling import Pooling, unit
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.handover import Handover
 from jaxkv.engine.streams import complete
+from jaxkv.lora.request import LoRARequest
+from jaxkv.requests.adapters import listed_adapters, one_adapter
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.pooling import (
@@ -57,8 +59,8 @@ class PoolingCalls:
 
     What the checkpoint says decides how: sentence-transformers' modules.json, a sequence
     classifier's head, and for any other model the state of the last token, made as long as 1.
-    Prompts are as in `generate`, pooling_params one for all or one each, and vLLM's other
-    arguments may be None. Results come in input order.
+    Prompts and adapters are as in `generate`, pooling_params one for all or one each, and vLLM's
+    other arguments may be None. Results come in input order.
     Raises: ValueError naming every bad index before any work starts, and for a model that
     generates.
     """
@@ -82,37 +84,40 @@ class PoolingCalls:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Returns a vector for each prompt, as the class's documentation says."""
         check_none("tokenization_kwargs", tokenization_kwargs)
-        check_no_lora(lora_request)
         call = self._embed_call(prompts, pooling_params, truncate_prompt_tokens)
-        return self._pooled(call, use_tqdm)
+        return self._pooled(call, use_tqdm, lora_request)
 
     def embed_as_completed(
-        self, requests: Iterable[tuple[Prompt, PoolingParams | None]]
+        self,
+        requests: Iterable[
+            tuple[Prompt, PoolingParams | None]
+            | tuple[Prompt, PoolingParams | None, LoRARequest | None]
+        ],
     ) -> Generator[tuple[int, EmbeddingRequestOutput | ValueError]]:
-        """Yields (index, result) of every (prompt, parameters) pair in order of finishing, as
-        `as_completed` does of requests for text.
+        """Yields (index, result) of every (prompt, parameters) pair, or with an adapter behind
+        them, in order of finishing, as `as_completed` does of requests for text.
         """
         self._pooling_of()
         asked: dict[int, tuple[Submission, PoolingParams]] = {}
 
         def arriving() -> Iterator[tuple[int, Submission | ValueError]]:
-            for index, pair in enumerate(requests):
+            for index, given in enumerate(requests):
                 try:
-                    if not isinstance(pair, tuple) or len(pair) != 2:
+                    if not isinstance(given, tuple) or len(given) not in (2, 3):
                         raise ValueError(
-                            f"expected (prompt, PoolingParams or None), got {type(pair).__name__}"
+                            f"expected (prompt, PoolingParams or None), got {type(given).__name__}"
                         )
-                    prompt, params = pair
+                    prompt, params, lora = (*given, None)[:3]
                     if isinstance(params, list | tuple):
                         raise ValueError("pooling_params: expected one, got several")
                     (own,) = _listed(params, 1, None)
                     self._check_dimensions(own)
-                    (submission,) = self._intake.accept_pooling([prompt], [own])
+                    (submission,) = self._intake.accept_pooling([prompt], [own], [lora])
                 except ValueError as error:
                     yield index, ValueError(str(error).removeprefix("prompt 0: "))
                     continue
@@ -133,13 +138,12 @@ class PoolingCalls:
         *,
         use_tqdm: bool = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: None = None,
     ) -> list[ClassificationRequestOutput]:
         """Returns a probability for each label of a classifier, for each prompt."""
         check_none("tokenization_kwargs", tokenization_kwargs)
-        check_no_lora(lora_request)
-        return self._pooled(self._classify_call(prompts, pooling_params), use_tqdm)
+        return self._pooled(self._classify_call(prompts, pooling_params), use_tqdm, lora_request)
 
     def reward(
         self,
@@ -148,16 +152,15 @@ class PoolingCalls:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Returns a classifier's scores of each prompt as its head gives them, before sigmoid or
         softmax: of the whole prompt, not of each of its tokens.
         """
         check_none("tokenization_kwargs", tokenization_kwargs)
-        check_no_lora(lora_request)
         call = self._reward_call(prompts, pooling_params, truncate_prompt_tokens)
-        return self._pooled(call, use_tqdm)
+        return self._pooled(call, use_tqdm, lora_request)
 
     def score(
         self,
@@ -168,15 +171,14 @@ class PoolingCalls:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Returns how well texts fit together: one with each of several, or pair by pair. A
         classifier with one label reads each pair as one prompt, as its tokenizer joins them; of a
         model of vectors it is the cosine between the two.
         """
-        check_no_lora(lora_request)
         call = self._score_call(data_1, data_2, pooling_params, truncate_prompt_tokens)
-        return self._pooled(call, use_tqdm)
+        return self._pooled(call, use_tqdm, one_adapter(lora_request))
 
     def _embed_call(
         self, prompts: Any, params: Any, most: int | None = None
@@ -270,12 +272,16 @@ class PoolingCalls:
             for (request, x), one in zip(pooled, params, strict=True)
         ]
 
-    def _pooled(self, call: PoolingCall[T], use_tqdm: bool) -> list[T]:
+    def _pooled(self, call: PoolingCall[T], use_tqdm: bool, lora_request: Any) -> list[T]:
         """Computes the prompts of a call and returns its results."""
         IS_BOOL("use_tqdm", use_tqdm)
-        submissions = self._intake.accept_pooling(call.prompts, call.params)
+        submissions = self._accept_pooling(call, lora_request)
         self._run(submissions, use_tqdm)
         return call.results(submissions)
+
+    def _accept_pooling(self, call: PoolingCall[T], lora_request: Any) -> list[Submission]:
+        loras = listed_adapters(lora_request, len(call.prompts))
+        return self._intake.accept_pooling(call.prompts, call.params, loras)
 
     def _check_labels(self) -> None:
         """Raises ValueError for a model without a classifier's head, saying what is missing."""

@@ -438,8 +438,6 @@ def make_blueprint(
         dtype = stored_dtype or auto_dtype(platform)
     codecs = group_codecs(spec, options.kv_cache_dtype, skipped, platform=platform, dtype=dtype)
     limits = replace(make_limits(options, spec, platform), pooled=pooled)
-    if pooled and options.enable_lora:
-        raise NotImplementedError("enable_lora: expected False for a model that pools, got True")
     # A policy says itself what stays. The pages of a draft model are those of one table.
     if not keeps_all and draft is None and resolve(options.kv_policy) is None:
         spec, limits = with_windows(spec, limits, codecs)

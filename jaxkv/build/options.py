@@ -370,20 +370,27 @@ class EngineOptions:
     )
     enable_lora: bool = option(
         False,
-        "requests may have LoRA adapters (lora_request, docs/lora.md); not with disaggregate or "
-        "for a model that pools",
+        "requests may have LoRA adapters (lora_request, docs/lora.md); not with disaggregate",
         check=IS_BOOL,
+        commands=("batch", "serve"),
     )
     max_loras: int = option(
-        1, "with enable_lora: adapters that are on the device at once", check=IS_SIZE
+        1,
+        "with enable_lora: adapters that are on the device at once",
+        check=IS_SIZE,
+        commands=("batch", "serve"),
     )
     max_lora_rank: int = option(
-        16, "with enable_lora: the largest rank, for which memory is taken", check=IS_SIZE
+        16,
+        "with enable_lora: the largest rank, for which memory is taken",
+        check=IS_SIZE,
+        commands=ENGINES,
     )
     max_cpu_loras: int | None = option(
         None,
         "with enable_lora: adapters that host memory keeps, at least max_loras (the default)",
         check=IS_COUNT_OR_NONE,
+        commands=("batch", "serve"),
     )
     seed: int = option(0, "seed of requests that bring none")
     max_logprobs: int = option(

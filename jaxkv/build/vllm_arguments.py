@@ -427,7 +427,6 @@ ABSENT_FROM_ASYNC = {
     "start_profile": "jax.profiler",
     "stop_profile": "jax.profiler",
     "reset_mm_cache": "",
-    "add_lora": "",
     "remove_lora": "",
     "list_loras": "",
     "pin_lora": "",

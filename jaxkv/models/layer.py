@@ -389,7 +389,7 @@ def _contexts(kv: PagedKV, batch: Batch) -> jax.Array | None:
 def _adapters_of(weights: Weights, kv: PagedKV, batch: Batch) -> TokenAdapters | None:
     """Returns which adapters the tokens go through; None where no row can have any."""
     adapter_B, count = kv.rows[0].adapter_B, num_adapters(weights)
-    if adapter_B is None:
+    if adapter_B is None or not count:  # a draft model has none
         return None
     slot_T = jnp.asarray(adapter_B).at[batch.row_T].get(mode="fill", fill_value=count)
     return TokenAdapters.of(slot_T, count)

@@ -81,19 +81,9 @@ class Intake:
         """
         self._check_generates()
         priorities = [0] * len(prompts) if priorities is None else priorities
-        loras = [None] * len(prompts) if lora_requests is None else lora_requests
-        adapters = self._read(loras)
         asked = zip(prompts, params, priorities, strict=True)
         copies: dict[int, SamplingParams] = {}
-        makers = [
-            partial(self._submission, *one, copies, adapter=adapter)
-            for one, adapter in zip(asked, adapters, strict=True)
-        ]
-        made = self._make(makers)
-        return [
-            one if lora is None else replace(one, lora_request=lora)
-            for one, lora in zip(made, loras, strict=True)
-        ]
+        return self._make([partial(self._submission, *one, copies) for one in asked], lora_requests)
 
     def adapter_of(self, request: LoRARequest | None) -> Adapter | None:
         """Returns the adapter of a request, read from its files where it is not kept. Any thread
@@ -121,7 +111,10 @@ class Intake:
         return found
 
     def accept_searches(
-        self, prompts: Sequence[Prompt], params: BeamSearchParams
+        self,
+        prompts: Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[Submission]:
         """Makes one submission per prompt, whose samples are the beams of its search. Raises:
         ValueError as `accept` does.
@@ -129,25 +122,30 @@ class Intake:
         self._check_generates()
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params: expected BeamSearchParams, got {type(params).__name__}")
-        return self._make([partial(self._search, prompt, params) for prompt in prompts])
+        makers = [partial(self._search, prompt, params) for prompt in prompts]
+        return self._make(makers, lora_requests)
 
     def accept_pooling(
-        self, prompts: Sequence[Prompt], params: Sequence[PoolingParams]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[PoolingParams],
+        lora_requests: Sequence[LoRARequest | None] | None = None,
     ) -> list[Submission]:
         """Makes one submission per prompt, of whose hidden states a vector is made. Raises:
         ValueError as `accept` does, and for a model that generates.
         """
         if not self._config.pooled:
             raise ValueError('expected LLM(runner="pooling"), got a model that generates')
-        return self._make(
-            [partial(self._pooling, *one) for one in zip(prompts, params, strict=True)]
-        )
+        makers = [partial(self._pooling, *one) for one in zip(prompts, params, strict=True)]
+        return self._make(makers, lora_requests)
 
-    def _pooling(self, prompt: Prompt, params: PoolingParams, number: int) -> Submission:
+    def _pooling(
+        self, prompt: Prompt, params: PoolingParams, number: int, adapter: Adapter | None = None
+    ) -> Submission:
         most = params.truncate_prompt_tokens
         if most is not None:
             prompt = self._truncated(prompt, min(most % 2**31, self._config.max_model_len))
-        submission = self._submission(prompt, POOLED, 0, {}, number)
+        submission = self._submission(prompt, POOLED, 0, {}, number, adapter)
         submission.samples[0].output.reads_all = self._config.pooled != "last"
         return submission
 
@@ -180,13 +178,20 @@ class Intake:
                 'reward are its calls; LLM(runner="generate") generates'
             )
 
-    def _make(self, makers: Sequence[Callable[[int], Submission]]) -> list[Submission]:
+    def _make(
+        self,
+        makers: Sequence[Callable[[int, Adapter | None], Submission]],
+        lora_requests: Sequence[LoRARequest | None] | None,
+    ) -> list[Submission]:
+        loras = [None] * len(makers) if lora_requests is None else lora_requests
+        adapters = self._read(loras)
         made: list[Submission] = []
         problems = []
         with self._lock:
-            for index, make in enumerate(makers):
+            for index, (make, lora) in enumerate(zip(makers, loras, strict=True)):
                 try:
-                    made.append(make(self._num_submitted + index))
+                    one = make(self._num_submitted + index, adapters[index])
+                    made.append(one if lora is None else replace(one, lora_request=lora))
                 except ValueError as error:
                     problems.append(f"prompt {index}: {error}")
             if problems:
@@ -285,7 +290,9 @@ class Intake:
         own = () if adapter is None else (adapter.digest.hex(),)
         return root_key(self._cache_root, shared, salt, str(context), *own)
 
-    def _search(self, prompt: Prompt, params: BeamSearchParams, number: int) -> Submission:
+    def _search(
+        self, prompt: Prompt, params: BeamSearchParams, number: int, adapter: Adapter | None = None
+    ) -> Submission:
         config, width = self._config, params.beam_width
         eos_ids = frozenset() if params.ignore_eos else self._model.eos_ids
         wanted = min(num_candidates(width, len(eos_ids)), self._model.spec.vocab_size)
@@ -307,7 +314,7 @@ class Intake:
             logprobs=wanted,
             detokenize=False,
         )
-        submission = self._submission(prompt, of_beam, 0, {}, number, width)
+        submission = self._submission(prompt, of_beam, 0, {}, number, adapter, width)
         first = submission.samples[0]
         length = min(first.prompt_len + params.max_tokens, config.max_model_len)
         retention = first.hold.retention
@@ -334,8 +341,8 @@ class Intake:
         priority: int,
         copies: dict[int, SamplingParams],
         number: int,
-        num_samples: int | None = None,
         adapter: Adapter | None = None,
+        num_samples: int | None = None,
     ) -> Submission:
         """Makes a submission. `copies`: the copies of parameters that this call has made."""
         if not isinstance(params, SamplingParams):

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +16,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from adapters import make_adapter
 from jaxkv.api import cli
 from jaxkv.api.batch_files import open_lines, open_output, run, run_batch
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
+from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.pooling import PoolingParams
 
 SMALL = {
@@ -92,6 +95,65 @@ def message_of(row: dict) -> str:
     assert row["response"] is None
     assert row["error"]["code"] == "invalid_request"
     return row["error"]["message"]
+
+
+# --- adapters
+
+
+def test_a_line_names_its_adapter_as_its_model(tmp_path, checkpoint, capsys):
+    """In both forms; rows of adapters with other content are not mixed."""
+    loras = [
+        LoRARequest(name, seed + 1, make_adapter(tmp_path / name, checkpoint, seed=seed))
+        for seed, name in enumerate("ab")
+    ]
+    adapted = LLM(checkpoint, **SMALL, enable_lora=True, lazy_compile=True)
+    params = SamplingParams(**GREEDY)
+    want = {
+        lora.lora_name if lora else "model": adapted.generate(
+            "The end", params, use_tqdm=False, lora_request=lora
+        )[0]
+        .outputs[0]
+        .text
+        for lora in (*loras, None)
+    }
+    assert len(set(want.values())) == 3
+    lines = [line(f"{i}", COMPLETION, prompt="The end", model=x) for i, x in enumerate(want)]
+    lines += [{"id": x, "prompt": "The end", "model": x} for x in want]
+    lines += [
+        line("no", COMPLETION, prompt="a", model="c"),
+        {"id": "bad", "prompt": "a", "model": 3},
+    ]
+    (tmp_path / "in.jsonl").write_bytes(dumped(lines))
+    output = tmp_path / "out.jsonl"
+
+    def run_command(*changes: str) -> int:
+        modules = [f"{lora.lora_name}={lora.lora_path}" for lora in loras]
+        command = ["batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(output), "--quiet"]
+        command += ["--model", str(checkpoint), *FLAGS, "--temperature", "0", "--max-tokens", "6"]
+        command += ["--ignore-eos", "--enable-lora", "--lora-modules", *modules, *changes]
+        return cli.main(command)
+
+    assert run_command() == 0
+    rows = [json.loads(row) for row in output.read_bytes().splitlines()]
+    texts = {row["id"]: row["text"] for row in rows if "text" in row}
+    assert texts == want
+    answers = by_id([row for row in rows if "custom_id" in row])
+    for i, name in enumerate(want):
+        body = answers[f"{i}"]["response"]["body"]
+        assert (body["model"], body["choices"][0]["text"]) == (name, want[name])
+    assert "model: expected" in message_of(answers["no"])
+    assert "or an adapter of --lora-modules" in message_of(answers["no"])
+    assert [row["error"] for row in rows if row["id"] == "bad"] == [
+        "line 8: model: expected a text, got int"
+    ]
+    assert run_command() == 0
+    shutil.copyfile(
+        tmp_path / "b/adapter_model.safetensors", tmp_path / "a/adapter_model.safetensors"
+    )
+    assert run_command() == 2
+    assert "adapters: expected {'a': " in capsys.readouterr().err
+    assert run_command(f"a={tmp_path}") == 2
+    assert "lora_modules: expected a name that no model here has" in capsys.readouterr().err
 
 
 # --- answers

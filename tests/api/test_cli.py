@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 import jaxkv
+from adapters import make_adapter
 from jaxkv.api import cli
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
+from jaxkv.lora.request import LoRARequest
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
@@ -102,6 +104,26 @@ def test_a_chat_is_answered_without_repeating_the_message(generate, checkpoint, 
     refused = generate(PROMPT, "--chat")
     assert refused[0] == 2
     assert refused[2].startswith("jaxkv: chat: this tokenizer has no chat template")
+
+
+def test_a_prompt_is_completed_with_an_adapter(generate, checkpoint, tmp_path):
+    path = make_adapter(tmp_path / "a", checkpoint)
+    llm = LLM(
+        checkpoint,
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=1,
+        lazy_compile=True,
+        enable_lora=True,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    (want,) = llm.generate(PROMPT, params, False, lora_request=LoRARequest("a", 1, path))
+    status, out, _ = generate(PROMPT, "--temperature", "0", "--lora", str(path))
+    assert (status, out) == (0, f"{PROMPT}{want.outputs[0].text}\n")
+    assert out != generate(PROMPT, "--temperature", "0")[1]
+    status, _, err = generate(PROMPT, "--lora", str(path), "--max-lora-rank", "2")
+    assert status == 2
+    assert "expected a rank of at most max_lora_rank=2 of LLM, got 4" in err
 
 
 def test_quiet_leaves_standard_error_empty(generate):

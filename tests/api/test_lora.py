@@ -217,6 +217,7 @@ def test_chats_streams_sessions_and_async_calls_take_adapters(llm, base, loras, 
     restored = llm.restore(tmp_path / "session", lora_request=lora)
     assert restored.tokens == longer.tokens
     assert len(restored.pages) == 6
+    assert restored.generate(params)[1].token_ids == longer.generate(params)[1].token_ids
 
     async def run() -> list[list[int]]:
         async with AsyncLLM(base, **OPTIONS, **LORA, max_loras=NUM) as served:

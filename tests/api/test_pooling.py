@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from adapters import PREFIX, make_adapter, merged
 from jaxkv import (
     LLM,
     AsyncLLM,
     CheckpointError,
     EngineDeadError,
+    LoRARequest,
     PoolingParams,
     SamplingParams,
 )
@@ -31,6 +33,7 @@ RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(3, 151, length).tolist() for length in (1, 9, 70, 128)]
 TEXTS = ["The quick brown fox", "The end of the story is the beginning", "by one by one."]
 TRANSFORMER = "sentence_transformers.models.Transformer"
+TASKS = ("CAUSAL_LM", "FEATURE_EXTRACTION")
 FLAGS = {
     "last": "pooling_mode_lasttoken",
     "mean": "pooling_mode_mean_tokens",
@@ -174,6 +177,40 @@ def test_a_base_model_s_names_and_a_missing_head_make_no_difference(tmp_path):
     write_modules(other, "mean")
     with pytest.raises(CheckpointError, match=r"modules.json: expected the pooling of the model"):
         llm.update_weights(other)
+
+
+def test_vectors_and_scores_of_adapters_are_those_of_merged_weights(tmp_path):
+    """Several in a batch; one has the names of a model without its head, as it was trained."""
+    directory = embedder(tmp_path / "model", "mean", "Normalize")
+    loras, want = [], []
+    for seed in range(2):
+        path = make_adapter(tmp_path / str(seed), directory, seed=seed, task_type=TASKS[seed])
+        after = merged(tmp_path / f"merged{seed}", directory, path)
+        want.append(vectors(LLM(after, **SMALL), [PROMPTS[2]])[0])
+        loras.append(LoRARequest(str(seed), seed + 1, path))
+    own = load_file(Path(loras[1].path) / "adapter_model.safetensors")
+    own = {name.replace(f"{PREFIX}model.", PREFIX): np.array(x) for name, x in own.items()}
+    save_file(own, Path(loras[1].path) / "adapter_model.safetensors")
+    llm = LLM(directory, **SMALL, enable_lora=True, max_loras=2)
+    want.append(vectors(LLM(directory, **SMALL), [PROMPTS[2]])[0])
+    given = {"lora_request": [*loras, None], "use_tqdm": False}
+    got = llm.embed([PROMPTS[2]] * 3, **given)
+    found = np.array([one.outputs.embedding for one in got])
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+    assert not np.allclose(want[0], want[1], atol=0.1)
+    asked = [(PROMPTS[2], None, lora) for lora in given["lora_request"]]
+    for index, output in llm.embed_as_completed(asked):
+        np.testing.assert_allclose(output.outputs.embedding, want[index], rtol=0, atol=1e-5)
+
+    async def run() -> list[list[float]]:
+        async with AsyncLLM(directory, **SMALL, enable_lora=True, max_loras=2) as served:
+            outputs = await served.embed([PROMPTS[2]] * 3, lora_request=[*loras, None])
+            return [output.outputs.embedding for output in outputs]
+
+    np.testing.assert_allclose(asyncio.run(run()), want, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="lora_request: expected one for all, got several"):
+        llm.score("a", "b", lora_request=loras)
+    engine_of(llm).check()
 
 
 def test_prompts_are_cut_only_where_that_is_asked_for(tmp_path):

@@ -22,11 +22,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adapters import make_adapter
 from jaxkv.api import cli
 from jaxkv.api.async_llm import AsyncLLM
 from jaxkv.api.openai_vectors import POOLING
 from jaxkv.config import SamplingParams
 from jaxkv.engine.engine import Engine
+from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.pooling import PoolingParams
 from jaxkv.testing import engine_of
@@ -62,6 +64,7 @@ TEMPLATE = (
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 CHAT = [{"role": "user", "content": "The end of"}]
 GREEDY = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+LIMITS = {"temperature": 0, "max_tokens": 9}
 DRAWN = {"temperature": 1.5, "max_tokens": 9, "ignore_eos": True, "seed": 5}
 PROMPTS = ["Once upon a time", "The end"]
 LONG = {"prompt": "The", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
@@ -202,9 +205,12 @@ def is_empty(llm: AsyncLLM) -> bool:
     return not engine_of(llm).has_work and not scheduler.allocator.num_used
 
 
-def generated(llm: AsyncLLM, prompt: Any, **params: Any) -> RequestOutput:
+def generated(
+    llm: AsyncLLM, prompt: Any, *, lora_request: LoRARequest | None = None, **params: Any
+) -> RequestOutput:
     async def last() -> RequestOutput:
-        async for output in llm.generate(prompt, SamplingParams(**params)):
+        own = {"lora_request": lora_request}
+        async for output in llm.generate(prompt, SamplingParams(**params), **own):
             newest = output
         return newest
 
@@ -390,6 +396,180 @@ def test_prompts_with_unlike_salts_share_no_pages(server):
     assert (
         num_cached(cache_salt="a") == num_cached(cache_salt="b") == 0 < num_cached(cache_salt="a")
     )
+
+
+# --- adapters
+
+KEY = "Authorization: Bearer one\r\n"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture(scope="module")
+def lora_dir(checkpoint, tmp_path_factory) -> Path:
+    """Two adapters, a broken one, and a link out of the directory to a third."""
+    where = tmp_path_factory.mktemp("loras")
+    for seed, name in enumerate(("a", "b", "broken")):
+        make_adapter(where / "in" / name, checkpoint, seed=seed)
+    (where / "in/broken/adapter_model.safetensors").write_bytes(b"x" * 100)
+    make_adapter(where / "out", checkpoint, seed=9)
+    (where / "in/link").symlink_to(where / "out")
+    (where / "in/loop").symlink_to(where / "in/loop")
+    (where / "in/files").mkdir()
+    for file in (where / "out").iterdir():
+        (where / "in/files" / file.name).symlink_to(file)
+    return where / "in"
+
+
+@pytest.fixture(scope="module")
+def adapted(checkpoint, lora_dir) -> Iterator[Running]:
+    """A server that has adapters, and lets those who have its key load more."""
+    llm = AsyncLLM(checkpoint, **OPTIONS, enable_lora=True, max_loras=2)
+    engine_of(llm).step = Pace(engine_of(llm))
+    modules = [f"a={lora_dir / 'a'}"]
+    modules += [json.dumps({"name": "b", "path": str(lora_dir / "b"), "base_model_name": "tiny"})]
+    options = {"lora_modules": modules, "lora_dir": str(lora_dir), "api_key": ["one"]}
+    with closing(Running(llm, **options)) as running:
+        running.llm = llm
+        asyncio.run(running.server.app.names.read())
+        yield running
+    llm.shutdown()
+
+
+def test_the_model_of_a_request_may_be_an_adapter(adapted, lora_dir):
+    """Which the engine computes with, streams and chats too; unknown ones are 404."""
+    with adapted.client("one") as client:
+        models = {model.id: model.model_extra["parent"] for model in client.models.list()}
+        assert models == {"tiny": None, "a": "tiny", "b": "tiny"}
+        assert client.models.retrieve("a").id == "a"
+        texts = []
+        for number, name in enumerate(("tiny", "a", "b")):
+            lora = None if name == "tiny" else LoRARequest(name, number, lora_dir / name)
+            want = generated(adapted.llm, PROMPTS[0], lora_request=lora, **GREEDY).outputs[0].text
+            answer = client.completions.create(
+                model=name, prompt=PROMPTS[0], extra_body={"ignore_eos": True}, **LIMITS
+            )
+            assert (answer.model, answer.choices[0].text) == (name, want)
+            want = generated(adapted.llm, CHAT, lora_request=lora, **GREEDY).outputs[0].text
+            chunks = client.chat.completions.create(
+                model=name, messages=CHAT, stream=True, extra_body={"ignore_eos": True}, **LIMITS
+            )
+            chunks = list(chunks)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == want
+            assert {chunk.model for chunk in chunks} == {name}
+            texts.append(answer.choices[0].text)
+        assert len(set(texts)) == 3
+    for path, body in (
+        ("/v1/completions", {"model": "c", "prompt": "a"}),
+        ("/v1/chat/completions", {"model": "c", "messages": CHAT}),
+        ("/tokenize", {"model": "c", "prompt": "a"}),
+    ):
+        status, param, message = error_of(adapted.ask(path, body, headers=KEY))
+        assert (status, param) == (404, "model")
+        assert message == "model: expected 'tiny' or an adapter of /v1/models, got 'c'"
+    assert adapted.ask("/tokenize", {"model": "a", "prompt": "a"}, headers=KEY)[0] == 200
+
+
+def test_adapters_are_loaded_and_unloaded_by_those_who_have_the_key(adapted, lora_dir):
+    def ask(path: str, body: dict, headers: str = KEY) -> tuple[int, dict, Any]:
+        return adapted.ask(path, body, headers=headers)
+
+    def says() -> tuple[int, str]:
+        status, _, body = ask("/v1/completions", {"model": "new", "prompt": "The", **GREEDY})
+        return status, body["choices"][0]["text"] if status == 200 else body["error"]["code"]
+
+    body = {"lora_name": "new", "lora_path": "a"}
+    assert error_of(ask(LOAD, body, headers=""))[0] == 401
+    assert says() == (404, "model_not_found")
+    assert ask(LOAD, body)[::2] == (200, "Success: LoRA adapter 'new' is loaded.")
+    first = says()
+    assert first[0] == 200
+    assert error_of(ask(LOAD, body))[:2] == (400, "lora_name")
+    assert ask(LOAD, body | {"lora_path": str(lora_dir / "b"), "load_inplace": True})[0] == 200
+    assert says()[0] == 200
+    assert says() != first
+    assert error_of(ask(UNLOAD, {"lora_name": "new", "lora_int_id": 99}))[0] == 404
+    assert ask(UNLOAD, {"lora_name": "new"})[::2] == (
+        200,
+        "Success: LoRA adapter 'new' is unloaded.",
+    )
+    assert says() == (404, "model_not_found")
+    assert error_of(ask(UNLOAD, {"lora_name": "new"}))[:2] == (404, "lora_name")
+    assert error_of(ask(UNLOAD, {"lora_name": "tiny"}))[:2] == (404, "lora_name")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"lora_path": "../out"}, "lora_path", "expected an adapter in the directory of --lora-d"),
+        ({"lora_path": "/etc"}, "lora_path", "expected an adapter in the directory of --lora-dir"),
+        ({"lora_path": "link"}, "lora_path", "expected an adapter in the directory of --lora-dir"),
+        ({"lora_path": "files"}, "lora_path", "expected an adapter in the directory of --lora-dir"),
+        ({"lora_path": "loop"}, "lora_path", "expected an adapter in the directory of --lora-dir"),
+        ({"lora_path": "a\0b"}, "lora_path", "expected an adapter in the directory of --lora-dir"),
+        ({"lora_path": "x" * 300}, "lora_path", "expected"),
+        ({"lora_path": ""}, "lora_path", "expected an adapter in the directory of --lora-dir"),
+        ({"lora_path": "nothing"}, "lora_path", "nothing: expected a directory with adapter_con"),
+        ({"lora_path": "broken"}, "lora_path", "broken/adapter_model.safetensors: expected"),
+        ({"lora_path": 3}, "lora_path", "expected a text, got 3"),
+        ({"lora_name": "tiny"}, "lora_name", "expected a name that no model here has, got 'tiny'"),
+        ({"lora_name": "a"}, "lora_name", "expected a name that no model here has, got 'a'"),
+        ({"lora_name": "tiny", "load_inplace": True}, "lora_name", "expected a name that no"),
+        ({"lora_name": ""}, "lora_name", "expected a name of 1 to 200 characters"),
+        ({"lora_name": "x" * 201}, "lora_name", "expected a name of 1 to 200 characters"),
+        ({"is_3d_lora_weight": True}, "is_3d_lora_weight", "unknown, or not supported"),
+    ],
+)
+def test_no_adapter_outside_of_its_directory_is_loaded(adapted, lora_dir, body, param, says):
+    given = {"lora_name": "new", "lora_path": "a"} | body
+    status, key, message = error_of(adapted.ask(LOAD, given, headers=KEY))
+    assert (status, key) == (400, param)
+    assert says in message
+    assert str(lora_dir) not in message
+    assert list(adapted.server.app.names) == ["tiny", "a", "b"]
+
+
+def test_an_adapter_whose_files_have_broken_is_an_error_of_the_server(adapted, lora_dir):
+    copy = lora_dir / "copy"
+    shutil.copytree(lora_dir / "a", copy)
+    body = {"lora_name": "copy", "lora_path": "copy"}
+    assert adapted.ask(LOAD, body, headers=KEY)[0] == 200
+    shutil.rmtree(copy)
+    answer = adapted.ask("/v1/completions", {"model": "copy", "prompt": "a"}, headers=KEY)
+    assert error_of(answer) == (500, "model", "model: its adapter cannot be read")
+    assert adapted.ask(UNLOAD, {"lora_name": "copy"}, headers=KEY)[0] == 200
+    wait_for(lambda: is_empty(adapted.llm) and not adapted.server.app.gate.num_in)
+
+
+def test_a_server_without_a_directory_loads_no_adapter(server, checkpoint):
+    for path in (LOAD, UNLOAD):
+        answer = server.ask(path, {"lora_name": "a", "lora_path": str(checkpoint)})
+        assert error_of(answer)[0] == 403
+        assert "expected a server with --lora-dir" in error_of(answer)[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--lora-modules a=b", "lora_modules: expected --enable-lora with it"),
+        ("--lora-dir . --api-key k", "lora_dir: expected --enable-lora with it"),
+        ("--enable-lora --lora-dir .", "lora_dir: expected api_key or JAXKV_API_KEY with it"),
+        ("--enable-lora --lora-dir ./no --api-key k", "lora_dir: expected a directory, got"),
+        ("--enable-lora --lora-modules a", "lora_modules: expected name=path, got 'a'"),
+        ("--enable-lora --lora-modules =b", "lora_modules: expected a name of 1 to 200"),
+        ("--enable-lora --lora-modules a=b a=c", "expected a name that no model here has, got 'a'"),
+        ("--enable-lora --model x/y --lora-modules y=b", "a name that no model here has, got 'y'"),
+        ('--enable-lora --lora-modules {"name":"a"}', 'expected {"name": ..., "path": ...}'),
+        ("--enable-lora --lora-modules [3]", 'expected {"name": ..., "path": ...}'),
+        ("--enable-lora --lora-modules {", "lora_modules: expected name=path or JSON"),
+        (
+            '--enable-lora --lora-modules {"name":"a","path":"b","base_model_name":"other"}',
+            "lora_modules: expected base_model_name 'demo', got 'other'",
+        ),
+    ],
+)
+def test_modules_that_cannot_be_are_refused_before_anything_is_loaded(flags, says, capsys):
+    assert cli.main(["serve", "--port", "0", *flags.split()]) == 2
+    assert says in capsys.readouterr().err
 
 
 # --- vectors and scores

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from jaxkv.config import SamplingParams, is_int
+from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.pooling import EmbeddingRequestOutput, PoolingParams
 
@@ -24,7 +25,8 @@ class Defaults:
     `has_max_tokens`: the run says how many; where it does not, OpenAI's chats go on as long as the
     context allows. `models`: the names by which OpenAI's lines may call the model. `decode`: makes
     text of tokens, None without a tokenizer. `seed`: the run's, of which each line's is made.
-    `pools`: the model makes vectors in place of text.
+    `pools`: the model makes vectors in place of text. `adapters`: by the names that lines may have
+    in place of the model's.
     """
 
     params: SamplingParams
@@ -33,6 +35,22 @@ class Defaults:
     decode: Callable[[Sequence[int]], str] | None
     seed: int
     pools: bool = False
+    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
+
+    def adapter(self, name: str | None) -> LoRARequest | None:
+        """Returns the adapter of this name, None for a name of the model. Raises: ValueError for
+        any other.
+        """
+        if name is not None and name in self.models:
+            return None
+        if name is None or name not in self.adapters:
+            names = " or ".join(map(repr, self.models))
+            others = "or an adapter of --lora-modules, " if self.adapters else ""
+            raise ValueError(
+                f"model: expected {names}, which this run is of (--served-model-name has another "
+                f"name), {others}got {name!r:.80}"
+            )
+        return self.adapters[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +60,12 @@ class Asking:
     prompt: Any
     params: SamplingParams | PoolingParams
     rest: Any = None
+    lora_request: LoRARequest | None = None
+
+    @property
+    def request(self) -> tuple[Any, Any, LoRARequest | None]:
+        """Returns it as `LLM.as_completed` and `embed_as_completed` take it."""
+        return self.prompt, self.params, self.lora_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +119,15 @@ class Form(ABC):
 
 _KINDS = ("prompt", "prompt_token_ids", "messages")
 _NOT_IN_LINES = {"n", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
-_PARAMS = {field.name for field in fields(SamplingParams)} - _NOT_IN_LINES
+_PARAMS = {one.name for one in fields(SamplingParams)} - _NOT_IN_LINES
 _COUNTED = ("finish_reason", "num_prompt_tokens", "num_output_tokens")
 _RESULTS = ({"id", "text", *_COUNTED}, {"id", "token_ids", *_COUNTED})
 
 
 class Plain(Form):
-    """Is jaxkv's own form: {"id", "prompt" or "prompt_token_ids" or "messages", "params"}."""
+    """Is jaxkv's own form: {"id", "prompt" or "prompt_token_ids" or "messages", "params"}, and
+    "model" for an adapter.
+    """
 
     def id_of(self, line: Mapping[str, Any]) -> LineId:
         line_id: Any = line.get("id")
@@ -112,7 +138,7 @@ class Plain(Form):
     def ask(self, line: Mapping[str, Any], defaults: Defaults) -> Asking:
         if defaults.pools:
             raise ValueError("expected a line for /v1/embeddings: this model makes vectors")
-        if unknown := sorted(line.keys() - {"id", "params", *_KINDS}):
+        if unknown := sorted(line.keys() - {"id", "params", "model", *_KINDS}):
             raise ValueError(f"unknown keys: {', '.join(unknown)}")
         given = [kind for kind in _KINDS if kind in line]
         if len(given) != 1:
@@ -127,7 +153,11 @@ class Plain(Form):
         if unknown := sorted(changes.keys() - _PARAMS):
             raise ValueError(f"params: unknown or not possible in a batch: {', '.join(unknown)}")
         params = replace(defaults.params, **changes)
-        return Asking({given[0]: line[given[0]]}, params)
+        name = line.get("model")
+        if not isinstance(name, str | None):
+            raise ValueError(f"model: expected a text, got {type(name).__name__}")
+        lora = None if name is None else defaults.adapter(name)
+        return Asking({given[0]: line[given[0]]}, params, lora_request=lora)
 
     def row(self, job: Job, output: Output, defaults: Defaults) -> dict[str, Any]:
         params = job.asking.params

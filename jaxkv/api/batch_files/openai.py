@@ -55,11 +55,11 @@ class OpenAI(Form):
             wanted = read_vectors(body)
             if len(wanted.inputs) > 1:
                 raise ValueError(f"input: expected one in a line, got {len(wanted.inputs)}")
-            model = _checked_model(wanted.model, defaults)
-            vectors = Vectors(model, is_base64=wanted.is_base64)
-            return Asking(wanted.inputs[0], wanted.params, vectors)
+            lora = defaults.adapter(wanted.model)
+            vectors = Vectors(str(wanted.model), is_base64=wanted.is_base64)
+            return Asking(wanted.inputs[0], wanted.params, vectors, lora)
         asked = read_body(url, body, defaults.params)
-        model = _checked_model(asked.model, defaults)
+        lora = defaults.adapter(asked.model)
         if asked.stream:
             raise ValueError("stream: expected false in a batch, got true")
         if len(asked.inputs) > 1:
@@ -68,8 +68,8 @@ class OpenAI(Form):
         if defaults.has_max_tokens and not _says_max_tokens(body):
             params = replace(params, max_tokens=defaults.params.max_tokens)
         name = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{_hex(self.id_of(line))}"
-        answer = Answer(asked=asked, model=model, decode=defaults.decode, id=name)
-        return Asking(asked.inputs[0], params, answer)
+        answer = Answer(asked=asked, model=str(asked.model), decode=defaults.decode, id=name)
+        return Asking(asked.inputs[0], params, answer, lora)
 
     def row(self, job: Job, output: Output, defaults: Defaults) -> dict[str, Any]:
         number, answer = _hex(job.line_id), job.asking.rest
@@ -104,17 +104,6 @@ class OpenAI(Form):
         if not (is_error and number.isascii() and number.isdecimal()):
             raise ValueError(f"id: expected {_BY_NUMBER} and a number, got {row['id']!r:.80}")
         return Written(None, int(number), is_error)
-
-
-def _checked_model(name: str | None, defaults: Defaults) -> str:
-    """Returns the name of the model. Raises: ValueError for another one than the run is of."""
-    if name is not None and name in defaults.models:
-        return name
-    names = " or ".join(map(repr, defaults.models))
-    raise ValueError(
-        f"model: expected {names}, which this run is of (--served-model-name has another name), "
-        f"got {name!r:.80}"
-    )
 
 
 def _hex(line_id: LineId | None) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,9 +19,11 @@ from jaxkv.api.batch_files.forms import Defaults, Form, Job, LineId
 from jaxkv.api.batch_files.journal import Rows, message_of
 from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines
 from jaxkv.api.batch_files.unanswered import Line, Unanswered, is_of
+from jaxkv.api.lora_modules import check_name
 from jaxkv.config import SamplingParams, is_int
+from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput
-from jaxkv.requests.pooling import EmbeddingRequestOutput, PoolingParams
+from jaxkv.requests.pooling import EmbeddingRequestOutput
 
 if TYPE_CHECKING:
     from jaxkv.api.llm import LLM
@@ -59,6 +61,7 @@ def run_batch(
     shard: tuple[int, int] = (0, 1),
     max_errors: int | None = None,
     served_model_name: str | None = None,
+    lora_requests: Sequence[LoRARequest] = (),
     use_tqdm: bool = True,
     trace: ChromeTrace | None = None,
 ) -> BatchCounts:
@@ -72,8 +75,9 @@ def run_batch(
     on as long as the context allows. params.seed is the run's seed.
     shard: (i, n) takes the lines whose number (from 1) modulo n is i. max_errors: the run ends with
     a ValueError at one error row more. served_model_name: what "model" is in OpenAI's lines (by
-    default the model's name or path as the LLM got it, or the name of its directory). trace: is
-    told of each request when it has ended, by the id of its line.
+    default the model's name or path as the LLM got it, or the name of its directory).
+    lora_requests: adapters, whose names lines may have as their "model". trace: is told of each
+    request when it has ended, by the id of its line.
     Memory: about 150 bytes per line for its id, a window of lines that are sorted, and the requests
     that `LLM.as_completed` takes at once.
     Raises: ValueError for arguments out of range, params that ask for logprobs or several samples,
@@ -84,7 +88,7 @@ def run_batch(
     _check_arguments(shard, max_errors)
     if trace is not None and llm.pools:
         raise ValueError("trace: expected a model that generates; vectors have no times")
-    defaults = defaults_of(llm, params, served_model_name)
+    defaults = defaults_of(llm, params, served_model_name, lora_requests)
     rows.require(facts_of(llm, defaults))
     # The next line of a pipe may take long.
     is_file = source.seekable()
@@ -150,7 +154,7 @@ class _Tally:
 
 
 def completed_by(
-    llm: LLM, requests: Iterable[tuple[Any, Any]]
+    llm: LLM, requests: Iterable[tuple[Any, Any, LoRARequest | None]]
 ) -> Generator[tuple[int, RequestOutput | EmbeddingRequestOutput | ValueError]]:
     """Yields the results of what lines ask for, in order of finishing: texts or vectors."""
     if llm.pools:
@@ -183,12 +187,12 @@ class _Requests:
         self._max_errors = max_errors
         self._num_refused = 0
 
-    def __iter__(self) -> Iterator[tuple[Any, SamplingParams | PoolingParams]]:
+    def __iter__(self) -> Iterator[tuple[Any, Any, LoRARequest | None]]:
         index = itertools.count()
         for window in self._windows():
             for job in sorted(window, key=_sort_key) if len(window) > 1 else window:
                 self.taken[next(index)] = job
-                yield job.asking.prompt, job.asking.params
+                yield job.asking.request
 
     def refuse(self, form: Form, line_id: LineId | None, number: int, message: str) -> None:
         """Adds the error row of a line. Raises: ValueError if that is one too many."""
@@ -241,8 +245,9 @@ def defaults_of(
     llm: LLM,
     params: SamplingParams | Mapping[str, Any] | None = None,
     served_model_name: str | None = None,
+    lora_requests: Sequence[LoRARequest] = (),
 ) -> Defaults:
-    """Returns what holds for lines that say nothing else; params as in `run_batch`. Raises:
+    """Returns what holds for lines that say nothing else; arguments as in `run_batch`. Raises:
     ValueError for parameters that rows have no place for.
     """
     if isinstance(params, SamplingParams):
@@ -259,10 +264,16 @@ def defaults_of(
     if chosen.n != 1:
         raise ValueError(f"n: expected 1, because a row has place for one sample, got {chosen.n}")
     tokenizer = llm.get_tokenizer()
+    models = llm.model_names if served_model_name is None else (served_model_name,)
+    adapters = dict[str, LoRARequest]()
+    for lora in lora_requests:
+        check_name(lora.lora_name, {*models, *adapters}, "lora_requests")
+        adapters[lora.lora_name] = lora
     return Defaults(
         params=replace(chosen, seed=None),
         has_max_tokens=has_max_tokens,
-        models=llm.model_names if served_model_name is None else (served_model_name,),
+        models=models,
+        adapters=adapters,
         decode=None
         if tokenizer is None
         else partial(
@@ -274,9 +285,13 @@ def defaults_of(
 
 
 def facts_of(llm: LLM, defaults: Defaults) -> dict[str, Any]:
-    """Returns what the manifest of an output says: of which model and parameters its rows are."""
+    """Returns what the manifest of an output says: of which model, parameters and adapters its rows
+    are. Raises: CheckpointError for an adapter that cannot be read.
+    """
     params = asdict(defaults.params) | {"seed": defaults.seed}
-    return {"engine": llm.identity(), "params": params}
+    adapters = {name: llm.lora_digest(lora) for name, lora in defaults.adapters.items()}
+    facts = {"engine": llm.identity(), "params": params}
+    return facts | ({"adapters": adapters} if adapters else {})
 
 
 def _count_lines(source: Lines, shard: tuple[int, int]) -> int:
@@ -287,11 +302,14 @@ def _count_lines(source: Lines, shard: tuple[int, int]) -> int:
     return total
 
 
-def _sort_key(job: Job) -> str:
-    """Returns a text that begins like that of another job where their prompts do."""
-    prompt = job.asking.prompt
+def _sort_key(job: Job) -> tuple[str, str]:
+    """Returns the name of the adapter, since few are on the device at once, and a text that begins
+    like that of another job where their prompts do.
+    """
+    prompt, lora = job.asking.prompt, job.asking.lora_request
     text = prompt.get("prompt") if isinstance(prompt, dict) else None
-    return text if isinstance(text, str) else json.dumps(prompt)
+    text = text if isinstance(text, str) else json.dumps(prompt)
+    return "" if lora is None else lora.lora_name, text
 
 
 def seed_for(run_seed: int, line_id: LineId) -> int:

@@ -7,8 +7,9 @@ import json
 import logging
 import time
 from collections import Counter as Tally
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -32,15 +33,19 @@ from jaxkv.api.openai_format import (
     read_messages,
 )
 from jaxkv.api.openai_vectors import POOLING, AskedPooling, read_pooling
+from jaxkv.api.server.adapters import Names
 from jaxkv.api.server.limits import Bodies, Gate, Guard, Refusal, while_connected
 from jaxkv.api.server.options import ServeOptions
 from jaxkv.engine.metrics import Counter, Gauge, prometheus_text
-from jaxkv.errors import Catch, EngineDeadError
+from jaxkv.errors import Catch, CheckpointError, EngineDeadError
 from jaxkv.requests.outputs import CompletionOutput, RequestOutput
 
 LOG = logging.getLogger("jaxkv.server")
 
 PREFIX = "jaxkv:"
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+"""vLLM's."""
 
 A = TypeVar("A", bound=Asked | AskedPooling)
 
@@ -52,7 +57,7 @@ class App:
     """
 
     def __init__(self, llm: AsyncLLM, tokenizer: Any, options: ServeOptions, *, name: str) -> None:
-        self.name = name
+        self.names = Names(llm, options, name)
         self.on_death: Callable[[], None] = lambda: None
         self.gate = Gate(options.max_concurrent_sequences)
         self._llm = llm
@@ -66,6 +71,8 @@ class App:
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
+            Route(LOAD, self._load_adapter, methods=["POST"]),
+            Route(UNLOAD, self._unload_adapter, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             *(Route(url, _Generate(self, url), methods=["POST"]) for url in (COMPLETIONS, CHAT)),
@@ -116,20 +123,34 @@ class App:
         )
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [*map(self._described, self.names)]})
 
     async def _model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._described())
+        name = request.path_params["name"]
+        self.names.adapter(name)
+        return JSONResponse(self._described(name))
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "jaxkv",
+            "parent": None if name == self.names.model else self.names.model,
             "max_model_len": self._llm.max_model_len,
         }
+
+    async def _load_adapter(self, request: Request) -> Response:
+        body = await self._json(request)
+        with self.gate.enter(1, "lora_name"), _refusing(body):
+            name = await self.names.load(body)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} is loaded.")
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        body = await self._json(request)
+        with _refusing(body):
+            name = self.names.unload(body)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} is unloaded.")
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._json(request)
@@ -170,7 +191,7 @@ class App:
             asked = reader(body)
         except BodyError as error:
             raise Refusal(400, str(error), key=error.key) from error
-        self._check_model(asked.model)
+        self.names.adapter(asked.model)
         if self._llm.pools is not isinstance(asked, AskedPooling):
             makes = "vectors and scores, not text" if self._llm.pools else "text, not vectors"
             raise Refusal(400, f"the model makes {makes} (jaxkv serve --runner)", key="model")
@@ -181,12 +202,9 @@ class App:
     async def pool(self, asked: AskedPooling) -> Response:
         """Returns the answer to a request for vectors or scores. Raises: Refusal."""
         with self.gate.enter(asked.num_sequences, asked.of_inputs):
-            try:
-                write = await asked.answer(self._llm, self.name)
-            except ValueError as error:
-                raise Refusal(
-                    400, str(error), key=key_of(error, asked.keys) or asked.of_inputs
-                ) from error
+            lora = self.names.adapter(asked.model)
+            with _refusing(asked.keys, asked.of_inputs):
+                write = await asked.answer(self._llm, asked.model or self.names.model, lora)
         # Not in the event loop's thread: millions of numbers take long.
         return await asyncio.to_thread(lambda: JSONResponse(write()))
 
@@ -198,17 +216,15 @@ class App:
         """
         of_inputs = "prompt" if asked.url == COMPLETIONS else "messages"
         with self.gate.enter(asked.num_sequences, "n" if asked.params.n > 1 else of_inputs):
-            try:
-                streams = [self._llm.generate(one, asked.params) for one in asked.inputs]
+            lora = self.names.adapter(asked.model)
+            with _refusing(asked.keys, of_inputs):
+                generate = partial(self._llm.generate, lora_request=lora)
+                streams = [generate(one, asked.params) for one in asked.inputs]
                 async with aclosing(_merged(streams)) as outputs:
                     async for number, output in outputs:
                         for one in output.outputs:
                             _check_whole(one)
                         yield number, output
-            except ValueError as error:
-                raise Refusal(
-                    400, str(error), key=key_of(error, asked.keys) or of_inputs
-                ) from error
 
     async def complete(self, asked: Asked) -> dict[str, Any]:
         """Returns the body of an answer that is not streamed. Raises: Refusal."""
@@ -231,7 +247,8 @@ class App:
             yield answer.usage_chunk(list(last.values()))
 
     def _answer(self, asked: Asked) -> Answer:
-        return Answer(asked=asked, model=self.name, decode=self._decode)
+        model = asked.model or self.names.model
+        return Answer(asked=asked, model=model, decode=self._decode)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -256,15 +273,6 @@ class App:
         except ValueError as error:
             raise Refusal(400, f"body: {error}") from error
 
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            raise Refusal(
-                404,
-                f"model: expected {self.name!r}, got {name!r:.80}",
-                key="model",
-                code="model_not_found",
-            )
-
     def _check_keys(
         self, body: dict[str, Any], kinds: Mapping[str, type], one_of: tuple[str, ...]
     ) -> None:
@@ -276,7 +284,7 @@ class App:
                 raise Refusal(400, f"{key}: expected {kinds[key].__name__}, got {got}", key=key)
         if len(body.keys() & set(one_of)) != 1:
             raise Refusal(400, f"expected {' or '.join(one_of)}", key=one_of[0])
-        self._check_model(body.get("model"))
+        self.names.adapter(body.get("model"))
 
     async def _on_refusal(self, request: Request, error: Exception) -> Response:
         return as_refusal(error).response()
@@ -297,6 +305,20 @@ def as_refusal(error: Exception) -> Refusal:
     if isinstance(error, EngineDeadError):
         return Refusal(503, "the engine has ended")
     return Refusal(500, f"the request failed: {type(error).__name__}")
+
+
+@contextmanager
+def _refusing(keys: Collection[str], other: str | None = None) -> Iterator[None]:
+    """Raises Refusal for a ValueError, with the one of these keys that it names, or else `other`.
+    An adapter that cannot be read is no fault of the client, who does not hear where it is.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        LOG.error("an adapter cannot be read: %s", error)
+        raise Refusal(500, "model: its adapter cannot be read", key="model") from error
+    except ValueError as error:
+        raise Refusal(400, str(error), key=key_of(error, keys) or other) from error
 
 
 def _check_whole(output: CompletionOutput) -> None:

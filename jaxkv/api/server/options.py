@@ -27,6 +27,13 @@ IS_KEYS = Check(
     ),
     is_secret=True,
 )
+IS_TEXTS = Check(
+    expected="None or a list of texts",
+    holds=lambda value: (
+        value is None
+        or (isinstance(value, list | tuple) and all(isinstance(one, str) for one in value))
+    ),
+)
 IS_PORT = Check(
     expected="a number from 0 to 65535", holds=lambda value: is_int(value) and 0 <= value <= 65535
 )
@@ -63,6 +70,19 @@ class ServeOptions:
     served_model_name: str | None = option(
         None,
         "name of the model in requests and answers (default: MODEL as given)",
+        check=IS_TEXT_OR_NONE,
+        commands=SERVE,
+    )
+    lora_modules: Sequence[str] | None = option(
+        None,
+        "adapters that requests may name as their model, with --enable-lora: NAME=PATH, or JSON: "
+        '{"name": "sql", "path": "path/to/adapter"}',
+        check=IS_TEXTS,
+        commands=SERVE,
+    )
+    lora_dir: str | None = option(
+        None,
+        "directory whose adapters clients may load and unload, with --enable-lora and a key",
         check=IS_TEXT_OR_NONE,
         commands=SERVE,
     )
@@ -107,3 +127,10 @@ class ServeOptions:
         for one in fields(self):
             if (check := one.metadata["about"].check) is not None:
                 check(one.name, getattr(self, one.name))
+        if self.lora_dir is not None and not self.keys:
+            raise ValueError(
+                f"lora_dir: expected api_key or {KEY_VARIABLE} with it: who asks may change what "
+                f"others are answered with"
+            )
+        if self.lora_dir is not None and not os.path.isdir(self.lora_dir):
+            raise ValueError(f"lora_dir: expected a directory, got {self.lora_dir!r:.200}")

@@ -40,7 +40,11 @@ class Server(uvicorn.Server):
         """Begins to listen, and says where."""
         await super().startup(sockets)
         for at in sockets or ():
-            print(f"jaxkv: serving {self.app.name} at {url_of(at)}", file=sys.stderr, flush=True)
+            print(
+                f"jaxkv: serving {self.app.names.model} at {url_of(at)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _on_death(self) -> None:
         self.engine_died = self.should_exit = True
@@ -68,6 +72,7 @@ def serve(llm: AsyncLLM, at: socket.socket, options: ServeOptions, name: str) ->
     """
     try:
         server = Server(llm, asyncio.run(llm.get_tokenizer()), options, name)
+        asyncio.run(server.app.names.read())
         # uvicorn raises the signal once more when it has ended.
         on_term = signal.signal(signal.SIGTERM, lambda *_: None)
         try:
