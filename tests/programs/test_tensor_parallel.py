@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import families
+from adapters import make_adapter
 from jaxkv.models.families import ConfigReader, read_family
 from jaxkv.placement import place
 from tiny import make_checkpoint, tiny_config
@@ -49,7 +50,7 @@ FAST = "vocabulary divided"
 RUN = """
 import json, sys
 import jax, numpy as np
-from jaxkv import LLM, BeamSearchParams, SamplingParams
+from jaxkv import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from jaxkv.engine import results
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.testing import blueprint_of, engine_of, model_of
@@ -61,7 +62,7 @@ def observing(kept, statistics):
     observe(kept, statistics)
 
 results.observe = observing
-path, dtype, kv_dtype, policies, *sizes = sys.argv[1:]
+path, dtype, kv_dtype, policies, adapters, *sizes = sys.argv[1:]
 greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=2)
 drawn = SamplingParams(seed=3, top_p=0.9, presence_penalty=0.3, max_tokens=12, ignore_eos=True)
 rng = np.random.default_rng(0)
@@ -85,6 +86,17 @@ def bounded(size, policy):
         "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
         "observed": list(observed),
         "outcomes": dict(engine_of(llm).scheduler.eviction.outcomes),
+    }
+
+def adapted(size):
+    loras = [LoRARequest(one, number, one) for number, one in enumerate(adapters.split(","), 1)]
+    llm = LLM(path, dtype=dtype, tensor_parallel_size=size, skip_tokenizer_init=True, lazy_compile=True, max_num_seqs=2,
+              max_num_batched_tokens=16, max_model_len=64, block_size=8, enable_lora=True)
+    outputs = llm.generate(prompts, greedy, lora_request=[*loras, None], use_tqdm=False)
+    engine_of(llm).check()
+    return {
+        "tokens": [output.outputs[0].token_ids for output in outputs],
+        "logprobs": [logprob for output in outputs for logprob in logprobs(output)],
     }
 
 def run(size):
@@ -112,6 +124,7 @@ def run(size):
         "vocabulary_bytes": sum(x.nbytes for name, x in model_of(llm).weights.items() if name in ("embed", "head")),
         "described": llm.describe(),
         "bounded": {policy: bounded(size, policy) for policy in policies.split(",") if policy},
+        "adapted": adapted(size) if adapters else None,
     }
 
 print(json.dumps([run(int(size)) for size in sizes]))
@@ -127,11 +140,15 @@ def runs(request, tmp_path_factory):
     policies = {FAST: "h2o_page", "biases, untied": ",".join(POLICIES)}.get(request.param, "")
     config = (families.text_config if variant in families.VARIANTS else tiny_config)(variant)
     path = make_checkpoint(tmp_path_factory.mktemp("model"), config | HEADS | changes, dtype=dtype)
+    adapters = [tmp_path_factory.mktemp("adapters") / str(seed) for seed in range(2)]
+    for seed, directory in enumerate(adapters):
+        make_adapter(directory, path, seed=seed)
+    given = ",".join(map(str, adapters)) if request.param == FAST else ""
     flags = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(SIZES)} "
         f"--xla_backend_optimization_level=0"
     )
-    command = [sys.executable, "-c", RUN, path, dtype, kv_dtype, policies, *map(str, SIZES)]
+    command = [sys.executable, "-c", RUN, path, dtype, kv_dtype, policies, given, *map(str, SIZES)]
     done = subprocess.run(
         command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False
     )
@@ -151,6 +168,20 @@ def test_every_number_of_devices_gives_the_same_tokens(runs):
         np.testing.assert_allclose(other["affine"], one["affine"], rtol=0, atol=1e-5)
     assert any(one["cached"])
     assert np.abs(one["affine"]).max() > 0.01
+
+
+def test_every_number_of_devices_gives_the_same_tokens_with_adapters(runs):
+    one, *others = runs
+    if one["adapted"] is None:
+        pytest.skip("one case has adapters")
+    wanted = one["adapted"]
+    for other in others:
+        assert other["adapted"]["tokens"] == wanted["tokens"]
+        np.testing.assert_allclose(
+            other["adapted"]["logprobs"], wanted["logprobs"], rtol=0, atol=1e-4
+        )
+    assert len({*map(str, wanted["tokens"])}) == 3
+    assert wanted["tokens"][0] != one["tokens"][0]
 
 
 def test_every_number_of_devices_keeps_the_same_pages(runs):
