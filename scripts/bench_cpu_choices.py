@@ -26,7 +26,7 @@ from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Store
 from jaxkv.ops.attention import Batch, Place, sweep, xla
 from jaxkv.ops.layers import linear
-from jaxkv.ops.matrices import Matrix, dot
+from jaxkv.ops.matrices import Matrix, Packed, dot
 
 
 def median_ms(f: Callable[..., Any], *args: Any, calls: int = 15) -> float:
@@ -102,7 +102,7 @@ def few_rows(rounds: int = 15) -> None:
     """
     print(
         "\n12 x 768 x 2048, few rows, CPU ms by turns: as the engine does it / a leaf per layer "
-        "behind lax.switch / weight as the left operand / that in float32"
+        "behind lax.switch / weight as the left operand / that in float32 / int8_dynamic"
     )
     num_layers, shape = 12, (2048, 768)
     drawn = 0.03 * jax.random.normal(jax.random.key(0), (num_layers, *shape))
@@ -121,6 +121,11 @@ def few_rows(rounds: int = 15) -> None:
         branches = [partial(lambda w_FD, x_TD: linear(x_TD, Matrix(w_FD)), one) for one in leaves]
         return jax.lax.switch(layer, branches, x_TD)
 
+    def dynamic(x_TD: jax.Array, w: tuple[jax.Array, jax.Array], layer: jax.Array) -> jax.Array:
+        w_GFC, scales_GF = w
+        dtype = np.dtype(jnp.bfloat16)
+        return linear(x_TD, Packed(w_GFC, scales_GF, None, None, None, layer, dtype, True))
+
     def all_layers(form: Callable[..., jax.Array], x_TD: jax.Array, w: Any) -> jax.Array:
         add = lambda i, y_TF: y_TF + form(x_TD, w, i)  # noqa: E731
         return jax.lax.fori_loop(0, num_layers, add, jnp.zeros((x_TD.shape[0], shape[0])))
@@ -130,14 +135,16 @@ def few_rows(rounds: int = 15) -> None:
         leaves = [jnp.array(one) for one in stack]
         if dtype == jnp.bfloat16 and bfloat16_as_bits("cpu"):
             stack = jax.lax.bitcast_convert_type(stack, jnp.uint16)
-        forms = {
+        forms: dict[str, tuple[Callable[..., jax.Array], Any]] = {
             "now": (lambda x_TD, stack, i: linear(x_TD, Matrix(stack, i)), stack),
             "switch": (behind_switch, leaves),
             "left": (partial(left, dtype), stack),
-            "left float32": (partial(left, jnp.float32), stack),
         }
-        if dtype == jnp.float32:
-            del forms["left float32"]
+        if dtype == jnp.bfloat16:
+            forms["left float32"] = partial(left, jnp.float32), stack
+            scales = jnp.abs(drawn).max(axis=-1)[:, None] / 127
+            rounded = jnp.round(drawn[:, None] / scales[..., None]).astype(jnp.int8)
+            forms["int8_dynamic"] = dynamic, (rounded, scales)
         run = {name: jax.jit(partial(all_layers, form)) for name, (form, _) in forms.items()}
         expected = {name: np.asarray(run[name](x_TD, w)) for name, (_, w) in forms.items()}
         for rows in (2, 8, 32):
