@@ -18,6 +18,7 @@ from jaxkv.kv.state import Statistics
 from jaxkv.ops.attention import Batch
 from jaxkv.ops.sampling import NO_TOKEN, Sampled, Scores
 from jaxkv.requests.beam import BeamSearch
+from jaxkv.requests.grammar import Grammar
 from jaxkv.requests.outputs import Logprob
 from jaxkv.requests.request import Request
 
@@ -200,6 +201,8 @@ class Results:
                 request.tokens.extend(tokens)
                 if len(request.tokens) >= request.max_len:
                     request.finish_reason = request.ends.at_max_len
+            if request.draw.grammar is not None and request.output.logprobs is None:
+                self._add_forced(request, request.draw.grammar)
             # Text can wait for the end of the chunk unless a stop string may end it in the middle.
             if request.output.text is not None and not request.params.stop:
                 new = request.tokens[start:]
@@ -236,6 +239,15 @@ class Results:
                 request.output.cumulative_logprob += request.output.logprobs[-1][token].logprob
             if self._ends(request, token):
                 return
+
+    def _add_forced(self, request: Request, grammar: Grammar) -> None:
+        """Adds the tokens to which the grammar leaves no other: the next step stores all of them
+        and draws what follows. Their logprobs nobody computes.
+        """
+        while request.finish_reason is None and (token := grammar.forced()) is not None:
+            request.tokens.append(token)
+            request.num_tokens = len(request.tokens)  # nothing else of it is on its way
+            self._ends(request, token)
 
     def _ends(self, request: Request, token: int) -> bool:
         grammar = request.draw.grammar

@@ -610,8 +610,8 @@ class Scheduler:
         return index is None or request.hold.key(index, request.tokens) not in coming
 
     def _count_found(self, request: Request, num_tokens: int) -> None:
-        # Not of a preempted request: its own pages would count as hits.
-        if not request.record.num_preemptions:
+        # Not of a preempted request: its own pages would count as hits. Nor of forced tokens.
+        if not request.record.num_preemptions and not request.num_new:
             self.num_found += num_tokens
             request.record.num_cached += num_tokens
 

@@ -23,6 +23,8 @@ class Grammar:
     def __init__(self, matcher: Any, num_words: int) -> None:
         self._matcher = matcher
         self._num_words = num_words
+        self._mask: np.ndarray | None = None
+        """That of the next token, if somebody has asked for it."""
 
     def copy(self) -> Grammar:
         """Returns one for another request, as far as this one has come."""
@@ -40,14 +42,33 @@ class Grammar:
 
     def mask(self) -> np.ndarray:
         """Returns the tokens that may come, uint32 [ceil(V/32)] as `masks.token_mask` has them."""
+        if self._mask is None:
+            self._mask = self._make_mask()
+        return self._mask
+
+    def _make_mask(self) -> np.ndarray:
         if not self._matcher.is_error():
             found = self._matcher.compute_bitmask()
             if not self._matcher.is_error():
                 return np.frombuffer(found, "<u4")[: self._num_words]
         return np.full(self._num_words, 2**32 - 1, np.uint32)
 
+    def forced(self) -> int | None:
+        """Returns the only token that may come, None where there are others.
+
+        That token has probability 1, whatever the model says. Where bytes are forced that can be
+        said in several tokens, llguidance leaves the tokenizer's own choice of them.
+        """
+        mask = self.mask()
+        words = np.flatnonzero(mask)
+        if len(words) != 1:
+            return None
+        word = int(mask[words[0]])
+        return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1
+
     def accept(self, token: int) -> None:
-        """Goes on with a token that was drawn."""
+        """Goes on with a token that was drawn, or forced."""
+        self._mask = None
         self._matcher.consume_token(token)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, SamplingParams, StructuredOutputsParams
-from jaxkv.engine.plan import LoopPlan
+from jaxkv.engine.plan import LoopPlan, StepPlan
 from jaxkv.testing import engine_of
 
 pytest.importorskip("llguidance")
@@ -95,8 +95,9 @@ def test_every_output_validates_against_its_schema(llm):
 
 
 @pytest.mark.slow
-def test_every_output_of_a_hundred_schemas_validates(llm):
-    check_schemas(llm, 1, 100)
+def test_every_output_of_a_thousand_schemas_validates(llm):
+    for seed in range(2, 12):
+        check_schemas(llm, seed, 100)
 
 
 def test_regex_choice_grammar_and_objects(llm):
@@ -168,23 +169,83 @@ def test_neighbours_keep_their_loops_and_their_tokens(llm, monkeypatch):
     apart = [
         llm.generate(p, one, use_tqdm=False)[0] for p, one in zip(prompts[6:], asked, strict=True)
     ]
-    loops, scheduler = [], engine_of(llm).scheduler
-    plan = scheduler.plan
-
-    def noted():
-        planned = plan()
-        if isinstance(planned, LoopPlan):
-            loops.append((planned.num_steps, [(r.needs_host, n) for r, n in planned.work]))
-        return planned
-
-    monkeypatch.setattr(scheduler, "plan", noted)
+    plans = watched(llm, monkeypatch)
     together = llm.generate(prompts, [*given, *asked], use_tqdm=False)
     for one, other in zip(together, [*alone, *apart], strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
     # Two wait for the host and six do not: loops of three steps, of which those two get one.
-    steps, work = next(one for one in loops if len(one[1]) == 8)
-    assert steps == 3
-    assert dict(work) == {True: 1, False: 3}
+    loop = next(one for one in plans if isinstance(one, LoopPlan) and len(one.work) == 8)
+    assert loop.num_steps == 3
+    assert {r.needs_host: count for r, count in loop.work} == {True: 1, False: 3}
+
+
+RECORD = {
+    "type": "object",
+    "properties": {
+        "identification": {"type": "integer", "minimum": 0, "maximum": 99},
+        "is_registered": {"type": "boolean"},
+        "description": {"enum": ["short", "shorter", "medium"]},
+    },
+    "required": ["identification", "is_registered", "description"],
+    "additionalProperties": False,
+}
+
+
+def watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan | LoopPlan]:
+    """Returns a list of the steps and loops that the engine runs from now on."""
+    plans, scheduler = [], engine_of(llm).scheduler
+    plan = scheduler.plan
+
+    def noted():
+        planned = plan()
+        plans.extend([] if planned is None else [planned])
+        return planned
+
+    monkeypatch.setattr(scheduler, "plan", noted)
+    return plans
+
+
+def test_forced_tokens_take_no_step_and_change_no_token(llm, monkeypatch):
+    """With log-probabilities every token is drawn, so those tell what is to come."""
+    plans = watched(llm, monkeypatch)
+    record = params(json=RECORD, disable_any_whitespace=True)
+    given = [
+        replace(record, seed=3),
+        replace(record, temperature=0.0),
+        replace(params(regex="(long and longer){9}[a-z]"), stop=["zzz", "ngerlon"]),
+        replace(params(choice=["the only one"]), include_stop_str_in_output=True),
+        replace(params(regex="abcdefgh{30}"), max_tokens=7, ignore_eos=True),
+    ]
+    for one in given:
+        outputs, counts = [], []
+        for logprobs in (0, None):
+            start = len(plans)
+            asked = replace(one, n=2 if one.temperature else 1, logprobs=logprobs)
+            (output,) = llm.generate("The end", asked, use_tqdm=False)
+            counts.append(len(plans) - start)
+            outputs.append(output.outputs)
+        drawn, added = outputs
+        for a, b in zip(drawn, added, strict=True):
+            assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+            assert a.stop_reason == b.stop_reason
+        longest = max(len(said.token_ids) for said in drawn)
+        assert counts[0] >= longest
+        assert counts[1] < 0.6 * longest
+    engine_of(llm).check()
+
+
+def test_forced_tokens_reach_streams_and_are_no_hits_of_the_prefix_cache(llm):
+    """Though a page of them may come from there: the prompt fills one, so they begin another."""
+    long = "one two three four five six seven eight nine ten " * 4
+    wanted, text = params(choice=[long + "yes", long + "no"]), ""
+    prompt = {"prompt_token_ids": [*range(40, 56)]}
+    (whole,) = llm.generate(prompt, wanted, use_tqdm=False)
+    for output in llm.stream(prompt, wanted):
+        text += output.outputs[0].text
+    assert text == whole.outputs[0].text
+    assert text in (long + "yes", long + "no")
+    assert len(output.prompt_token_ids) == 16
+    assert output.num_cached_tokens == 0
 
 
 def test_grammars_go_on_where_requests_are_preempted_or_weights_change(llm, checkpoint):
