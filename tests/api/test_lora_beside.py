@@ -17,6 +17,7 @@ import pytest
 
 from adapters import make_adapter, merged
 from jaxkv import LLM, AsyncLLM, BeamSearchParams, LoRARequest, SamplingParams
+from jaxkv.engine import speculation
 from jaxkv.engine.engine import Engine
 from jaxkv.requests import adapters
 from jaxkv.testing import engine_of
@@ -26,6 +27,9 @@ from tiny import SMALL
 pytestmark = pytest.mark.usefixtures("quick_compile", "compile_once")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=3)
+AMONG_FOUR = replace(GREEDY, max_tokens=24, allowed_token_ids=[5, 6, 7, 8])
+"""So that what comes was often there before, and may be proposed."""
+
 RNG = np.random.default_rng(1)
 PROMPTS = [RNG.integers(3, 151, length).tolist() for length in (45, 60, 38)]
 OPTIONS = SMALL | {"num_gpu_blocks_override": 18}
@@ -66,11 +70,11 @@ def llm(checkpoint) -> LLM:
     return LLM(checkpoint, **OPTIONS, **LORA)
 
 
-def each_merged(llm: LLM, checkpoints: list[Path]) -> list:
+def each_merged(llm: LLM, checkpoints: list[Path], params: SamplingParams = GREEDY) -> list:
     found = []
     for directory, prompt in zip(checkpoints, PROMPTS, strict=True):
         llm.update_weights(directory)
-        found += llm.generate([prompt], GREEDY, use_tqdm=False)
+        found += llm.generate([prompt], params, use_tqdm=False)
     return found
 
 
@@ -96,6 +100,14 @@ def leaves_nothing(engine: Engine) -> bool:
 
 CASES = {
     "a policy": {"kv_policy": "h2o_page", "kv_budget": 40},
+    "proposed tokens": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+            "disable_by_batch_size": SMALL["max_num_seqs"],
+        }
+    },
     "demoted pages": {"kv_policy": "quest", "kv_budget": 40},
     "no cache, one chunk": {"enable_prefix_caching": False, "max_num_batched_tokens": 256},
 }
@@ -103,18 +115,23 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, marks=pytest.mark.slow if i else ()) for i, x in enumerate(CASES)],
+    [pytest.param(x, marks=pytest.mark.slow if i > 1 else ()) for i, x in enumerate(CASES)],
 )
 def test_several_in_a_batch_are_each_alone_with_its_weights_merged(
-    checkpoint, checkpoints, loras, case
+    checkpoint, checkpoints, loras, case, monkeypatch
 ):
-    want = each_merged(LLM(checkpoint, **OPTIONS | CASES[case]), checkpoints)
+    monkeypatch.setattr(speculation, "LEAST_GAIN", 0.0)  # proposes wherever it may
+    params = AMONG_FOUR if "speculative_config" in CASES[case] else GREEDY
+    want = each_merged(LLM(checkpoint, **OPTIONS | CASES[case]), checkpoints, params)
     llm = LLM(checkpoint, **OPTIONS | CASES[case], **TWO)
     for _ in range(2):
-        got = llm.generate(PROMPTS, GREEDY, lora_request=[*loras, None], use_tqdm=False)
+        got = llm.generate(PROMPTS, params, lora_request=[*loras, None], use_tqdm=False)
         assert tokens(got) == tokens(want)
         np.testing.assert_allclose(logprobs(got), logprobs(want), atol=2e-4)
     assert len({str(one) for one in tokens(got)}) == len(PROMPTS)
+    if "speculative_config" in CASES[case]:
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+        assert metrics["jaxkv:spec_decode_num_accepted_tokens"].value > 0
     assert leaves_nothing(engine_of(llm))
 
 
