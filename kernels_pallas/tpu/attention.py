@@ -138,6 +138,7 @@ def _attention(
         packing=packing,
         dtype=jnp.dtype(jnp.bfloat16) if packing else pools.pages.dtype,
         page_size=schedule.page_size,
+        num_pages=num_pages,
         per_row=q_TNH.shape[1] // layout.joined,
         rows=0,
         block=schedule.tiles.decode_pages,

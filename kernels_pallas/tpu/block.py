@@ -26,15 +26,16 @@ VMEM_BYTES = 60 << 20
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
     """Holds what is known when compiling. packing: None for pages of floats; dtype: of matmuls'
-    inputs; per_row: queries that meet a row of heads; block: pages; heads: rows of heads that
-    decode works on without a loop; queries: tokens of a prefill block; rows: queries that are
-    worked on at once; the rest: `attention`.
+    inputs; num_pages: of one layer; per_row: queries that meet a row of heads; block: pages; heads:
+    rows of heads that decode works on without a loop; queries: tokens of a prefill block; rows:
+    queries that are worked on at once; the rest: `attention`.
     """
 
     layout: Layout
     packing: Packing | None
     dtype: Any
     page_size: int
+    num_pages: int
     per_row: int
     block: int
     heads: int
@@ -71,6 +72,18 @@ def div(a: jax.Array, b: int) -> jax.Array:
     operations.
     """
     return jax.lax.div(a, jnp.int32(b))
+
+
+def shifted(a: jax.Array, power: int) -> jax.Array:
+    """Divides numbers that are not negative by a power of two, in one scalar operation; the
+    compiler makes a chain of six of `div`.
+    """
+    return jax.lax.shift_right_logical(a, jnp.int32(power.bit_length() - 1))
+
+
+def rest(a: jax.Array, power: int) -> jax.Array:
+    """Returns what `shifted` leaves over."""
+    return a & jnp.int32(power - 1)
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
