@@ -221,7 +221,7 @@ def test_arguments_that_cannot_be_read_show_the_usage(generate, capsys, argument
 
 
 def test_an_interrupt_is_status_130_without_a_traceback(generate, monkeypatch):
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LLM, "stream", interrupted)

@@ -298,7 +298,7 @@ def test_adapters_one_after_the_other_leave_nothing(llm, loras, tmp_path, count)
         outputs.add(str(output.outputs[0].token_ids))
         if number in (11, count - 1):
             gc.collect()
-            living = [one for one in gc.get_objects() if isinstance(one, Adapter)]
+            living = [one for one in gc.get_objects() if type(one) is Adapter]
             assert len(living) <= LORA["max_loras"] + 1  # and the last one's request
             del living
             slots = engine.scheduler.adapters

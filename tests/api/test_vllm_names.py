@@ -344,7 +344,7 @@ def test_what_is_absent_is_said_in_one_sentence(llm):
         lambda: SamplingParams(guided_decoding={"choice": ["a"]}): "nearest: structured_outputs",
         lambda: SamplingParams(logits_processors=[print]): "nearest: logit_bias",
         lambda: llm.generate({"prompt": "x", "multi_modal_data": {"image": 1}}): "multi_modal_data",
-        lambda: LLM(speculative_config={"model": "x"}): "expected the keys method, .*got 'model'",
+        lambda: LLM(speculative_config={"method": "ngram", "model": "x"}): "the keys .*got 'model'",
         lambda: LLM(fully_sharded_loras=True): "fully_sharded_loras: expected False .a vLLM argu",
         lambda: LLM(tokenizer_mode=np.array([1, 2])): "tokenizer_mode: expected 'auto' or 'hf'",
         lambda: LLM(attention_backend="FLASH_ATTN"): "attention_backend: .*nearest: backend",

@@ -46,19 +46,19 @@ def make(directory: Path, variant: str, *, seed: int = 0, **changes: object) -> 
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> Path:
-    return make(tmp_path_factory.mktemp("own") / "model", "qwen3")
+def model(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("draft") / "model", "qwen3")
 
 
 @pytest.fixture(scope="module")
-def plain(own) -> LLM:
-    return LLM(own, **SMALL)
+def plain(model) -> LLM:
+    return LLM(model, **SMALL)
 
 
 @pytest.fixture(scope="module")
-def twin(own) -> LLM:
+def twin(model) -> LLM:
     """An engine whose draft model is the model."""
-    return LLM(own, **SMALL, **ahead_by(own))
+    return LLM(model, **SMALL, **ahead_by(model))
 
 
 def share_held(llm: LLM, prompts: list, params: SamplingParams | list[SamplingParams]) -> float:
@@ -76,11 +76,11 @@ DRAFTS = ["llama", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("variant", some(DRAFTS, "llama"))
-def test_tokens_are_those_without_a_draft_model(tmp_path, own, plain, variant):
+def test_tokens_are_those_without_a_draft_model(tmp_path, model, plain, variant):
     """Of another family, with other heads and pages; prompts are longer than a step."""
     changes = {"num_hidden_layers": 1, "num_key_value_heads": 3} if variant == "llama" else {}
     other = make(tmp_path / "draft", variant, seed=1, **changes)
-    ahead = LLM(own, **SMALL, **ahead_by(other, quantization="int8"))
+    ahead = LLM(model, **SMALL, **ahead_by(other, quantization="int8"))
     prompts = prompts_of(151, 7)
     few = {"allowed_token_ids": [5, 7, 9, 11]}
     assert_same(plain, ahead, prompts, replace(GREEDY, logprobs=3, **few))
@@ -126,9 +126,9 @@ def wants_by_turns(wants):
     return lambda requests: next(turns) % 2 == 0 and wants(requests)
 
 
-def test_preempted_rows_and_pages_back_from_the_host(own, plain):
+def test_preempted_rows_and_pages_back_from_the_host(model, plain):
     few = SMALL | {"num_gpu_blocks_override": 14, "kv_host_bytes": 2**22}
-    ahead = LLM(own, **few, **ahead_by(own))
+    ahead = LLM(model, **few, **ahead_by(model))
     prompts = prompts_of(151, 5)[::-1]
     assert_same(plain, ahead, prompts, replace(DRAWN, max_tokens=40))
     engine = engine_of(ahead)
@@ -137,14 +137,14 @@ def test_preempted_rows_and_pages_back_from_the_host(own, plain):
     assert sum(one.value for one in ahead.get_metrics() if "host" in one.name and "hit" in one.name)
 
 
-def test_memory_is_what_was_planned_and_nothing_compiles_later(own, plain, twin):
+def test_memory_is_what_was_planned_and_nothing_compiles_later(model, plain, twin):
     engine, blueprint, alone = engine_of(twin), blueprint_of(twin), blueprint_of(plain)
     assert blueprint.page_nbytes * blueprint.limits.num_pages == engine.kv.nbytes
     assert blueprint.page_nbytes == 2 * alone.page_nbytes
     assert blueprint.weight_bytes == 2 * alone.weight_bytes
     assert "\ndraft     " in twin.describe()
-    planned = deploy(own, parse_target("v6e:1x1"), **ahead_by(own)).blueprint
-    assert planned.page_nbytes == 2 * deploy(own, parse_target("v6e:1x1")).blueprint.page_nbytes
+    planned = deploy(model, parse_target("v6e:1x1"), **ahead_by(model)).blueprint
+    assert planned.page_nbytes == 2 * deploy(model, parse_target("v6e:1x1")).blueprint.page_nbytes
     twin.wait_until_compiled()
     programs = engine.programs
     assert {kind for kind, _ in programs._every} == {"step", "draw", "loop", "copy", "speculate"}
@@ -152,26 +152,26 @@ def test_memory_is_what_was_planned_and_nothing_compiles_later(own, plain, twin)
     assert programs.num_compiled == programs.num_programs
 
 
-def test_it_stays_over_sleep_and_other_weights(twin, own, tmp_path):
+def test_it_stays_over_sleep_and_other_weights(twin, model, tmp_path):
     prompts = prompts_of(151, 2)
     for level in (1, 2):
         twin.sleep(level=level)
         if level == 2:
-            twin.update_weights(own)
+            twin.update_weights(model)
         twin.wake_up()
         assert share_held(twin, prompts, DRAWN) == 1
     twin.update_weights(make(tmp_path / "other", "qwen3", seed=5))
     assert share_held(twin, prompts, DRAWN) < 1
-    twin.update_weights(own)
+    twin.update_weights(model)
 
 
-def test_what_it_cannot_do_is_refused_by_name(own, tmp_path):
-    def refused(kind: type[Exception], match: str, directory: Path = own, **options) -> None:
+def test_what_it_cannot_do_is_refused_by_name(model, tmp_path):
+    def refused(kind: type[Exception], match: str, directory: Path = model, **options) -> None:
         with pytest.raises(kind, match=match):
-            LLM(own, **SMALL | ahead_by(directory) | options)
+            LLM(model, **SMALL | ahead_by(directory) | options)
 
     def asked(**keys: object) -> dict:
-        return ahead_by(own, **keys)
+        return ahead_by(model, **keys)
 
     small = make(tmp_path / "small", "qwen3", vocab_size=97)
     short = make(tmp_path / "short", "llama", max_position_embeddings=64)
