@@ -641,11 +641,9 @@ class Programs:
 def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Deferred:
     """Jits a function of a module once more, with these arguments, for one caller: what jax traces
     and compiles it keeps as long as the function lives, which a module's does for ever. Its `lower`
-    traces nothing yet. An argument that nothing reads, such as the head in a step, stays one: what
-    arguments take is then what `Programs` subtracts for them.
+    traces nothing yet.
     """
-    function = partial(jitted.__wrapped__, **static)
-    return Deferred(jax.jit(function, donate_argnames=donate, keep_unused=True))
+    return Deferred(jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate))
 
 
 def lower(function: Callable[..., Any], *arguments: Any, donate: int) -> Any:

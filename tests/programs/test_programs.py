@@ -229,7 +229,6 @@ def test_programs_update_the_pool_in_place_and_need_no_more_memory_for_a_larger_
     dtypes = {"dtype": "float32", "kv_cache_dtype": kv_dtype}
     llm = LLM(checkpoints[variant], skip_tokenizer_init=True, lazy_compile=True, **limits, **dtypes)
     page_nbytes, temporaries = budget_of(llm).page_nbytes, []
-    weight_nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model_of(llm).weights))
     for num_pages in PAGES:
         stores = tuple(
             replace(
@@ -252,8 +251,6 @@ def test_programs_update_the_pool_in_place_and_need_no_more_memory_for_a_larger_
         for one in memory:
             assert one.alias_size_in_bytes >= num_pages * page_nbytes
             assert one.output_size_in_bytes < (num_pages + 64) * page_nbytes
-            # The head too, which no step reads: `Programs.memory` subtracts all of them.
-            assert one.argument_size_in_bytes >= num_pages * page_nbytes + weight_nbytes
     small, large = np.array(temporaries)
     assert (small > 0).all()
     assert (np.abs(large - small) < page_nbytes).all(), temporaries
