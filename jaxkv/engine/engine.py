@@ -32,7 +32,7 @@ from jaxkv.engine.speculation import Speculator
 from jaxkv.errors import EngineDeadError
 from jaxkv.holding.tiers import Tiers
 from jaxkv.kv.state import PagedKV, Statistics
-from jaxkv.models.decoder import head_of
+from jaxkv.models.decoder import body_of, head_of
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
@@ -553,7 +553,7 @@ class Engine:
         position_B = self._rows.positions(requests, num_rows)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
         start_s = time.monotonic()
-        self.kv, last, hidden_TD, found = program(self._adapted, kv, newest, batch)
+        self.kv, last, hidden_TD, found = program(body_of(self._adapted), kv, newest, batch)
         sampled = scores = pooled_BD = None
         if pools:
             pooled_BD = behind(norm_of(self.weights), hidden_TD, batch)

@@ -18,7 +18,7 @@ from jaxkv.ops.attention import BACKENDS, Attention, Batch
 from jaxkv.ops.layers import linear, soft_cap
 from jaxkv.ops.matrices import Matrix, values
 from jaxkv.weights.packing import DYNAMIC
-from jaxkv.weights.tree import HEAD, Weights, head_matrix
+from jaxkv.weights.tree import DRAFT, HEAD, Weights, draft_of, head_matrix, with_draft
 
 
 def forward(
@@ -87,6 +87,15 @@ def head_of(weights: Weights) -> Weights:
     head = HEAD if HEAD in weights else "embed"
     names = ("norm", "norm_bias", head, HEAD + DYNAMIC, "head_bias")
     return {name: weights[name] for name in names if name in weights}
+
+
+def body_of(weights: Weights) -> Weights:
+    """Returns what `forward` takes of the weights, and of a draft model's in them: not the final
+    norm, and no head that is not the embeddings.
+    """
+    unread = head_of(weights).keys() - {"embed"}
+    body = {name: leaf for name, leaf in weights.items() if name not in unread}
+    return with_draft(body, body_of(draft_of(weights))) if DRAFT in weights else body
 
 
 def logits(

@@ -21,7 +21,7 @@ from jaxkv.config import EngineConfig
 from jaxkv.errors import CapacityError, Catch
 from jaxkv.kv.policies import get_policy
 from jaxkv.kv.state import PagedKV, Store
-from jaxkv.models.decoder import head_of
+from jaxkv.models.decoder import body_of, head_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend
 from jaxkv.ops.sampling import Sampling
@@ -477,10 +477,12 @@ class Programs:
         taken: list[Any] = []
         if kind in ("draw", "loop", "speculate"):
             taken.append(self._sampling_for(size))
-        if kind in ("step", "loop", "speculate"):
+        if kind in ("loop", "speculate"):
             taken.append(self._weights)
         if kind in ("speculate", "text"):
             taken.append(self._text)
+        if kind == "step":
+            taken.append(body_of(self._weights))
         if kind in ("draw", "scores"):
             taken.append(head_of(self._weights))
         elif kind == "pool":
@@ -505,7 +507,7 @@ class Programs:
         rows = self.num_step_rows(num_tokens)
         batch, newest = self._whole(empty_batch(num_tokens, rows)), self._newest_for(rows)
         program = own(step, donate=("kv",), backend=self.backend, draft=self.draft, **self._model)
-        return program.lower(self._weights, self._kv_for(rows), newest, batch)
+        return program.lower(body_of(self._weights), self._kv_for(rows), newest, batch)
 
     def _lower_draw(self, num_rows: int) -> Lowering:
         program = own(draw, donate=(), num_logprobs=self.config.max_logprobs, **self._model)

@@ -248,7 +248,9 @@ def test_programs_update_the_pool_in_place_and_need_no_more_memory_for_a_larger_
         )
         memory = [program.memory_analysis() for program in (programs.step(16), programs.loop(4))]
         temporaries.append([one.temp_size_in_bytes for one in memory])
-        for one in memory:
+        for one, told in zip(memory, programs.memory, strict=True):
+            # Beside temporaries inputs and outputs, but neither weights nor pages.
+            assert 0 < told.temp_bytes - one.temp_size_in_bytes < 64 * page_nbytes
             assert one.alias_size_in_bytes >= num_pages * page_nbytes
             assert one.output_size_in_bytes < (num_pages + 64) * page_nbytes
     small, large = np.array(temporaries)
