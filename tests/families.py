@@ -81,6 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
     "biogpt": {"tie_word_embeddings": True},
     "biogpt-unscaled": {"scale_embedding": False, "hidden_act": "relu"},
+    "bloom": {"n_layer": 3, "n_head": 6, "tie_word_embeddings": True},
     "cohere": {"logit_scale": 0.3, "tie_word_embeddings": True},
     "cohere-qk-norm": {"use_qk_norm": True, "attention_bias": True},
     "cohere2": WINDOW | HEAD | {"logit_scale": 0.3},
@@ -114,6 +115,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "falcon-new": FALCON | {"new_decoder_architecture": True, "bias": True},
     "falcon-new-one-norm": FALCON
     | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    "falcon-falls": FALCON
+    | {"num_attention_heads": 4, "num_kv_heads": 4, "alibi": True, "multi_query": False}
+    | {"new_decoder_architecture": False, "parallel_attn": False, "bias": True},
     "falcon-in-turn": FALCON | {"multi_query": True, "parallel_attn": False, "bias": True},
     "flint": WINDOW
     | EXPERTS
@@ -328,6 +332,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"use_bias": True, "rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "persimmon": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "persimmon-no-norm": {"qk_layernorm": False, "tie_word_embeddings": True},
+    "mpt": {"d_model": 48, "n_layers": 3, "n_heads": 6, "tie_word_embeddings": True}
+    | {"attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.4}},
     "phi": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "phi-qk-norm": {"qk_layernorm": True, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "phi3": {"sliding_window": 8},
@@ -517,7 +523,9 @@ def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) ->
     # Mistral 4 is listed there though it is a text model.
     has_parts = hasattr(config, "vision_config") or config.model_type == "mistral4"
     auto = AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
-    config._attn_implementation = "eager"
+    # Falcon's eager attention lets scores fall twice.
+    falls = config.model_type == "falcon" and config.alibi
+    config._attn_implementation = "sdpa" if falls else "eager"
     model = auto.from_config(config, dtype=torch.float32).eval()
     rng = np.random.default_rng(seed)
     biases = [one for one in model.named_buffers() if one[0].endswith("e_score_correction_bias")]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxkv.build.codecs import Codecs, describe_codecs, exact_layers, group_codecs
+from jaxkv.build.codecs import Codecs, check_positions, describe_codecs, exact_layers, group_codecs
 from jaxkv.build.memory import Budget, Memory
 from jaxkv.build.options import ABOUT, EngineOptions
 from jaxkv.build.pool import plan_pool
@@ -635,6 +635,8 @@ def _under_policy(everything: Blueprint) -> Blueprint:
         )
     ratio = 1.0
     if low is not None:
+        for codec in low:
+            check_positions(everything.spec, codec)
         ratio = everything._page_nbytes(low) / everything._page_nbytes(codecs)
         if ratio >= 1:
             raise ValueError(

@@ -49,7 +49,7 @@ def group_codecs(
     `dtype` for those layers, the codec called `name` for the rest.
 
     Raises: ValueError as `get_codec` and `exact_layers` do, and if that codec does not quantise and
-    layers are named.
+    layers are named; NotImplementedError if it quantises keys that hold their position.
     """
     codec, exact = get_codec(name, platform=platform, dtype=dtype), exact_layers(spec, skip_layers)
     if exact and isinstance(codec, PlainCodec):
@@ -57,8 +57,20 @@ def group_codecs(
             f"kv_cache_dtype_skip_layers: expected None with kv_cache_dtype {codec.name}, got "
             f"{skip_layers!r:.80}"
         )
+    check_positions(spec, codec)
     plain = get_codec("auto", platform=platform, dtype=dtype)
     return tuple(plain if exact.issuperset(group.layers) else codec for group in spec.groups)
+
+
+def check_positions(spec: ModelSpec, codec: Codec) -> None:
+    """Raises: NotImplementedError for a codec that rounds the positions which keys hold where
+    scores fall with distance.
+    """
+    if spec.attention.slopes and not isinstance(codec, PlainCodec):
+        raise NotImplementedError(
+            f"{spec.family}: expected pages in bfloat16 or float32, since keys hold their position "
+            f"(ALiBi), got {codec.name}: leave kv_cache_dtype and kv_policy out"
+        )
 
 
 def describe_codecs(spec: ModelSpec, codecs: Codecs) -> str:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV
-from jaxkv.models import latent
+from jaxkv.models import alibi, latent
 from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import ModelSpec, QueryTemperature
@@ -142,6 +142,8 @@ class Layers:
         spec = self._spec
         groups = sorted({spec.group_of(layer)[0] for layer in layers})
         head_dim, rotation_of = spec.groups[groups[0]].head_dim, self._ropes.of(layers)
+        slopes_N, position_T = np.array(spec.attention.slopes), jnp.asarray(self._batch.position_T)
+        head_dim -= alibi.NUM_DIMS if slopes_N.size else 0
         temperature = spec.attention.temperature
         warms_rotated = temperature is not None and not temperature.unrotated_only
 
@@ -152,6 +154,10 @@ class Layers:
                 q, k, v = latent.project(h_TD, w, rope, spec)
             else:
                 q, k, v = _project(h_TD, w, rope, spec, head_dim, self._axis)
+            if slopes_N.size and k is not None:
+                q, k = alibi.with_positions(
+                    *(q, k, position_T, slopes_N), scale=self._attend.scale, axis=self._axis
+                )
             if self._warmth_T is not None and (rope is None or warms_rotated):
                 q = q * self._warmth_T[:, None, None]
             sinks_N, dtype = w.get("sinks"), w["o"].dtype

@@ -51,7 +51,7 @@ class PagedAttention:
     ) -> None:
         self._attention, self._kv, self._batch = attention, kv, batch
         asked = spec.attention
-        self._scale = spec.head_dim**-0.5 if asked.scale is None else asked.scale
+        self.scale = spec.head_dim**-0.5 if asked.scale is None else asked.scale
         self._cap = asked.cap
         layers = range(spec.num_layers)
         # A layer without keys and values asks for none.
@@ -146,7 +146,7 @@ class PagedAttention:
             place,
             self._batch,
             prepared,
-            scale=self._scale,
+            scale=self.scale,
             cap=self._cap,
             sinks_N=sinks_N,
             maps=maps,

@@ -72,6 +72,7 @@ class AttentionSpec:
     the one whose keys and values it attends to; () if each has its own. latent_eps: of the norms
     inside of latent attention. latent_factor: of latents, before they are stored. gate: the
     activation of gates of what attention gives, which are one for each head or each number.
+    slopes: of each query head, by which scores fall with distance (`models.alibi`); () for none.
     """
 
     scale: float | None = None
@@ -85,6 +86,7 @@ class AttentionSpec:
     latent_eps: float = 1e-6
     latent_factor: float = 1.0
     gate: str = "sigmoid"
+    slopes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -289,7 +289,9 @@ def test_adapters_one_after_the_other_leave_nothing(llm, loras, tmp_path, count)
     engine, short = engine_of(llm), replace(GREEDY, max_tokens=2, logprobs=None)
     config = json.loads((Path(loras[0].path) / CONFIG).read_text())
     sizes, objects, outputs = [], [], set()
-    known = {id(one): one for one in gc.get_objects() if type(one) is Adapter}  # of engines of other tests
+    known = {
+        id(one): one for one in gc.get_objects() if type(one) is Adapter
+    }  # of engines of other tests
     for number in range(count):
         directory = tmp_path / str(number)
         directory.mkdir()
@@ -300,7 +302,9 @@ def test_adapters_one_after_the_other_leave_nothing(llm, loras, tmp_path, count)
         outputs.add(str(output.outputs[0].token_ids))
         if number in (11, count - 1):
             gc.collect()
-            living = [one for one in gc.get_objects() if type(one) is Adapter and id(one) not in known]
+            living = [
+                one for one in gc.get_objects() if type(one) is Adapter and id(one) not in known
+            ]
             assert len(living) <= LORA["max_loras"] + 1  # and the last one's request
             del living
             slots = engine.scheduler.adapters

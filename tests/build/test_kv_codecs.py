@@ -270,3 +270,13 @@ def test_keys_are_fitted_to_text_as_far_as_a_tokenizer_reads_it():
     drawn = calibration_tokens(spec, None)
     assert len(drawn) == FIT_TOKENS
     assert 500 < len(np.unique(drawn)) <= len(drawn[(drawn >= 0) & (drawn < spec.vocab_size)])
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_cache_dtype": "int8"}, {"kv_policy": "entropy", "kv_budget": 64}]
+)
+def test_keys_that_hold_their_position_are_not_quantised(tmp_path, options):
+    sizes = {"vocab_size": 151, "hidden_size": 48, "n_layer": 2, "n_head": 6}
+    make_checkpoint(tmp_path, {"model_type": "bloom", **sizes})
+    with pytest.raises(NotImplementedError, match="bloom: expected pages in bfloat16 or float32"):
+        LLM(tmp_path, skip_tokenizer_init=True, **options)

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 QUICK = {
     "apertus",  # an activation with parameters
+    "bloom",  # scores that fall with distance, a norm behind the embeddings
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
     "cohere2",  # windows, layers without rotation
     "deepseek_v3",  # latent attention

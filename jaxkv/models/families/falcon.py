@@ -1,12 +1,13 @@
 """Falcon: attention and MLP side by side; keys and values of one head, or of some, fused with the
-queries. Source: arXiv 2311.16867.
+queries; rotated, or with scores that fall with distance. Source: arXiv 2311.16867.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.alibi import MAX_LEN, slopes, with_slopes
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
 from jaxkv.models.spec import ModelSpec
 
@@ -24,7 +25,7 @@ NAMES = Names(
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    config.refuse("alibi", False)
+    falls = config.flag("alibi", False)
     is_new = config.flag("new_decoder_architecture", False)
     names, heads = NAMES, config.size("num_attention_heads")
     kv_heads = 1 if config.flag("multi_query", True) else heads
@@ -35,7 +36,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     elif not is_new and not config.flag("parallel_attn", True):
         names = replace(NAMES, mlp_norm="post_attention_layernorm")
     width = config.get("ffn_hidden_size") or 4 * config.size("hidden_size")
-    return read_decoder(
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    spec, layout = read_decoder(
         config.replaced(num_key_value_heads=kv_heads, intermediate_size=width),
         family="falcon",
         names=names,
@@ -46,4 +48,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         activation="activation",
         norm="layer",
         is_parallel=is_new or config.flag("parallel_attn", True),
+        ropes=[None] * num_layers if falls else None,
     )
+    if not falls:
+        return spec, layout
+    config.size("max_position_embeddings", 2048, at_most=MAX_LEN)
+    # Falcon scales its scores when they have fallen.
+    return with_slopes(spec, tuple(one * spec.head_dim**-0.5 for one in slopes(heads))), layout
