@@ -104,9 +104,9 @@ def progress(leaves: Sequence[TreeLeaf], dtype: np.dtype) -> Iterator[Told]:
 
 
 TEXT = (
-    (re.compile(r"^(language_model|text_model)\.lm_head\."), "lm_head."),
-    # Kimi K2.5 as transformers 5 writes it; published files have `layers`.
-    (re.compile(r"^language_model\.model\.blocks\."), "model.layers."),
+    (re.compile(r"^((model\.)?language_model|text_model)\.lm_head\."), "lm_head."),
+    # Kimi K2.5 and Qianfan-OCR as transformers 5 writes them; published files have `layers`.
+    (re.compile(r"^language_model\.model\.(blocks|encoder\.layers)\."), "model.layers."),
     (re.compile(r"^(model\.(language|text)_model|(language|text)_model\.model)\."), "model."),
 )
 """How models of several parts call the tensors of their text part, and what it calls them."""
