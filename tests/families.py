@@ -81,7 +81,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
     "biogpt": {"tie_word_embeddings": True},
     "biogpt-unscaled": {"scale_embedding": False, "hidden_act": "relu"},
-    "bloom": {"n_layer": 3, "n_head": 6, "tie_word_embeddings": True},
+    "bloom": {"tie_word_embeddings": True},
     "cohere": {"logit_scale": 0.3, "tie_word_embeddings": True},
     "cohere-qk-norm": {"use_qk_norm": True, "attention_bias": True},
     "cohere2": WINDOW | HEAD | {"logit_scale": 0.3},
@@ -97,6 +97,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"rms_norm_eps": 1e-6, "shared_expert_combination_strategy": "sum", "num_shared_experts": 1},
     "cwm": WINDOW | HEAD,
     "axk1": GROUPED | LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "dbrx": {"d_model": 48, "num_hidden_layers": 2}
+    | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 5e5}}
+    | {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2}}
+    | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
     "deepseek_v2": GROUPED
     | LATENT
     | {"topk_method": "group_limited_greedy", "rope_parameters": YARN, "attention_bias": True},
@@ -146,6 +150,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "glm": {"head_dim": 8, "attention_bias": True},
     "glm4": {"head_dim": 8, "attention_bias": True},
+    "glm4v_moe_text": GROUPED | HEAD | {"rope_parameters": GLM_ROPE, "attention_bias": True},
     "glm4v_text": {"rope_parameters": GLM_ROPE},
     "glm_ocr_text": HEAD | {"rope_parameters": GLM_ROPE},
     "gpt2": GPT2,
@@ -332,8 +337,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"use_bias": True, "rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "persimmon": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "persimmon-no-norm": {"qk_layernorm": False, "tie_word_embeddings": True},
-    "mpt": {"d_model": 48, "n_layers": 3, "n_heads": 6, "tie_word_embeddings": True}
-    | {"attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.4}},
+    "mpt": {"tie_word_embeddings": True} | {"attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.4}},
     "phi": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "phi-qk-norm": {"qk_layernorm": True, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "phi3": {"sliding_window": 8},
@@ -387,6 +391,7 @@ SIGLIP = {
 QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
 PARTS = (
     "emu3_text_model",
+    "glm4v_moe_text",
     "glm4v_text",
     "glm_ocr_text",
     "paddleocr_vl_text",
@@ -414,6 +419,7 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma4_unified": ("gemma4_unified_text", {"mm_embed_dim": 16}, {}),
     "paddleocr_vl": ("paddleocr_vl_text", SIGLIP, {}),
     "glm4v": ("glm4v_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "glm4v_moe": ("glm4v_moe_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "glm46v": ("glm4v_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "glm_ocr": ("glm_ocr_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "got_ocr2": (

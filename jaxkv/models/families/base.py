@@ -62,7 +62,7 @@ class Part:
         """Takes the part of rows that are in the order of the array's."""
         blocks = rows.reshape(self.num_blocks, -1, *rows.shape[1:])[:, self.start : self.stop]
         blocks = blocks.swapaxes(1, 2) if self.by_column else blocks
-        return blocks.reshape(-1, *rows.shape[1:])
+        return blocks.reshape(-1, *blocks.shape[2:])
 
     def of_one(self, num_experts: int) -> Part:
         """Returns the same part of the rows of one expert."""
