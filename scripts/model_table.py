@@ -58,8 +58,8 @@ GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 
 
 
 NOT_READ = {
-    "attention that chooses among keys by an index": "axk2, deepseek_v32, deepseek_v4, "
-    "dots3_note, glm5_next, glm_moe_dsa, hy_v4, minimax_m3_vl, mistral_large4, qwen4_exp",
+    "attention that chooses among keys by an index, in other forms than DeepSeek-V3.2": "axk2, "
+    "deepseek_v4, dots3_note, glm5_next, hy_v4, minimax_m3_vl, mistral_large4, qwen4_exp",
     "sinusoidal positions": "ctrl, xglm",
     "norms behind what joins the stream": "openai-gpt, opt with `do_layer_norm_before=false`",
     "norms within attention and MLP": "bitnet, dory",

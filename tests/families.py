@@ -57,6 +57,7 @@ GROUPED |= {"n_group": 4, "topk_group": 2, "moe_intermediate_size": 24}
 GROUPED |= {"first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "norm_topk_prob": True}
 LATENT = {"num_key_value_heads": 6, "kv_lora_rank": 24, "q_lora_rank": 20}
 LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
+INDEX = {"index_topk": 8, "index_head_dim": 12, "index_n_heads": 16}
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 YARN |= {"mscale": 0.7, "mscale_all_dim": 1.3}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
@@ -107,6 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek_v2-lite": GROUPED | LATENT | {"q_lora_rank": None, "n_group": None},
     "deepseek_v3": GROUPED | LATENT | {"rope_parameters": YARN, "attention_bias": True},
     "deepseek_v3-in-halves": GROUPED | LATENT | {"rope_interleave": False, "q_lora_rank": None},
+    "deepseek_v32": GROUPED | LATENT | INDEX | {"rope_parameters": YARN, "attention_bias": True},
     "dots1": GROUPED | HEAD,
     "ernie4_5": HEAD | {"use_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
@@ -180,6 +182,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sarvam_moe": GROUPED | HEAD,
     "sarvam_mla": GROUPED | LATENT | {"q_lora_rank": None},
     "youtu": LATENT | {"tie_word_embeddings": True},
+    "glm_moe_dsa": GROUPED | LATENT | INDEX,
     "glm4_moe": GROUPED | HEAD | {"use_qk_norm": True, "attention_bias": True},
     "gpt_oss": LOCAL
     | HEAD

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxkv.build.codecs import Codecs, check_positions, describe_codecs, exact_layers, group_codecs
+from jaxkv.build.codecs import Codecs, check_keys, describe_codecs, exact_layers, group_codecs
 from jaxkv.build.memory import Budget, Memory
 from jaxkv.build.options import ABOUT, EngineOptions
 from jaxkv.build.pool import plan_pool
@@ -619,6 +619,11 @@ def _under_policy(everything: Blueprint) -> Blueprint:
         raise NotImplementedError(
             f"kv_policy {name}: expected full for a model whose layers keep recurrent states"
         )
+    if everything.spec.attention.index is not None:
+        raise NotImplementedError(
+            f"kv_policy {name}: expected full for a model whose tokens choose the keys they attend "
+            "to"
+        )
     limits = replace(limits, kv_policy=name)
     low = replace(everything, limits=limits).low_codecs
     rotating = [codec.name for codec in codecs if not isinstance(codec, (PlainCodec, ScaledCodec))]
@@ -636,7 +641,7 @@ def _under_policy(everything: Blueprint) -> Blueprint:
     ratio = 1.0
     if low is not None:
         for codec in low:
-            check_positions(everything.spec, codec)
+            check_keys(everything.spec, codec)
         ratio = everything._page_nbytes(low) / everything._page_nbytes(codecs)
         if ratio >= 1:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxkv.config import is_int
-from jaxkv.kv.codecs import Codec, PlainCodec, get_codec
+from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
 from jaxkv.models.spec import ModelSpec
 
 WINDOWED = "sliding_window"
@@ -49,7 +49,7 @@ def group_codecs(
     `dtype` for those layers, the codec called `name` for the rest.
 
     Raises: ValueError as `get_codec` and `exact_layers` do, and if that codec does not quantise and
-    layers are named; NotImplementedError if it quantises keys that hold their position.
+    layers are named; NotImplementedError if the model's keys do not allow it.
     """
     codec, exact = get_codec(name, platform=platform, dtype=dtype), exact_layers(spec, skip_layers)
     if exact and isinstance(codec, PlainCodec):
@@ -57,15 +57,20 @@ def group_codecs(
             f"kv_cache_dtype_skip_layers: expected None with kv_cache_dtype {codec.name}, got "
             f"{skip_layers!r:.80}"
         )
-    check_positions(spec, codec)
+    check_keys(spec, codec)
     plain = get_codec("auto", platform=platform, dtype=dtype)
     return tuple(plain if exact.issuperset(group.layers) else codec for group in spec.groups)
 
 
-def check_positions(spec: ModelSpec, codec: Codec) -> None:
+def check_keys(spec: ModelSpec, codec: Codec) -> None:
     """Raises: NotImplementedError for a codec that rounds the positions which keys hold where
-    scores fall with distance.
+    scores fall with distance, and for one that rotates what keys are chosen by into the rest.
     """
+    if spec.attention.index is not None and not isinstance(codec, (PlainCodec, ScaledCodec)):
+        raise NotImplementedError(
+            f"{spec.family}: expected a kv_cache_dtype without a rotation, since its tokens choose "
+            f"keys by a part of what pages hold, got {codec.name}"
+        )
     if spec.attention.slopes and not isinstance(codec, PlainCodec):
         raise NotImplementedError(
             f"{spec.family}: expected pages in bfloat16 or float32, since keys hold their position "

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
-from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.layers import linear, rms_norm
+from jaxkv.models.spec import IndexSpec, ModelSpec
+from jaxkv.ops.attention import Index
+from jaxkv.ops.layers import layer_norm, linear, rms_norm
 from jaxkv.ops.matrices import HeadMatrices, values
 from jaxkv.ops.rotation import Rotation, apply_rope
 from jaxkv.weights.tree import Weights
@@ -22,9 +23,10 @@ from jaxkv.weights.tree import Weights
 
 def project(
     x_TD: Array, w: Weights, rope: Rotation | None, spec: ModelSpec
-) -> tuple[Array, Array | None, Array | None]:
+) -> tuple[Array, Array, Index | None]:
     """Computes queries [T, N, C + P], as they would meet keys, and the rows [T, 1, R + P] of these
-    tokens: a latent of R numbers and P rotated ones. There are no values: they are the latents
+    tokens: a latent of R numbers and P rotated ones; behind them, where keys are chosen, the row's
+    key for that, and then what chooses for these tokens. There are no values: they are the latents
     (`KVGroup.latent_dim`).
     """
     up: HeadMatrices = w["k_up"]
@@ -47,4 +49,26 @@ def project(
     if rope is not None:
         rotated = [apply_rope(x, rope) for x in rotated]
     q_TNH = jnp.concatenate([q_TNH[..., :num_plain], rotated[0]], axis=-1)
-    return q_TNH, jnp.concatenate([latent_T1R, rotated[1]], axis=-1), None
+    parts, index = [latent_T1R, rotated[1]], None
+    if spec.attention.index is not None:
+        index, key_T1H = _index(x_TD, h_TD, w, rope, spec.attention.index)
+        parts.append(key_T1H)
+    return q_TNH, jnp.concatenate(parts, axis=-1), index
+
+
+def _index(
+    x_TD: Array, h_TQ: Array, w: Weights, rope: Rotation | None, asked: IndexSpec
+) -> tuple[Index, Array]:
+    """Computes what chooses keys for these tokens, and their own keys [T, 1, H] for being chosen.
+
+    h_TQ: what queries are made of. Source: DeepSeek-V3.2's reference code.
+    """
+    q_TIH = linear(h_TQ, w["index_q"]).reshape(x_TD.shape[0], asked.num_heads, asked.head_dim)
+    scale, bias = (values(w[f"index_k_norm{end}"]).astype(jnp.float32) for end in ("", "_bias"))
+    key_T1H = layer_norm(linear(x_TD, w["index_k"]), scale, bias, eps=1e-6)[:, None]
+    if rope is not None:
+        rope = rope._replace(interleaved=asked.interleaved)
+        q_TIH, key_T1H = apply_rope(q_TIH, rope), apply_rope(key_T1H, rope)
+    factor = (asked.num_heads * asked.head_dim) ** -0.5
+    weight_TI = linear(x_TD, w["index_weight"]) * factor
+    return Index(q_TIH, weight_TI, asked.num_chosen), key_T1H

@@ -148,12 +148,14 @@ class Layers:
         warms_rotated = temperature is not None and not temperature.unrotated_only
 
         def attend(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
-            rope, is_latent = rotation_of(number), "kv_down" in w
-            maps = LatentMaps(w["k_up"], w["v_up"]) if is_latent else None
-            if is_latent:
-                q, k, v = latent.project(h_TD, w, rope, spec)
+            rope = rotation_of(number)
+            k: jax.Array | None
+            if "kv_down" in w:
+                q, k, indexer = latent.project(h_TD, w, rope, spec)
+                maps, v = LatentMaps(w["k_up"], w["v_up"], indexer), None
             else:
                 q, k, v = _project(h_TD, w, rope, spec, head_dim, self._axis)
+                maps = None
             if slopes_N.size and k is not None:
                 q, k = alibi.with_positions(
                     *(q, k, position_T, slopes_N), scale=self._attend.scale, axis=self._axis

@@ -171,6 +171,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
             has_sinks=spec.attention.has_sinks,
             has_readers=bool(spec.attention.kv_sources),
             latent_dim=group.latent_dim,
+            has_index=spec.attention.index is not None,
         )
         for group in spec.groups
     )

@@ -61,6 +61,19 @@ class QueryTemperature:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IndexSpec:
+    """Says how a token chooses the `num_chosen` keys that it attends to: by the scores of
+    `num_heads` index heads of `head_dim` numbers, which are rotated in pairs as
+    `RopeSpec.interleaved` says. Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
     """Says what attention does beside what its tensors show.
 
@@ -73,6 +86,7 @@ class AttentionSpec:
     inside of latent attention. latent_factor: of latents, before they are stored. gate: the
     activation of gates of what attention gives, which are one for each head or each number.
     slopes: of each query head, by which scores fall with distance (`models.alibi`); () for none.
+    index: how latent attention chooses keys; None: it attends to all.
     """
 
     scale: float | None = None
@@ -87,6 +101,7 @@ class AttentionSpec:
     latent_factor: float = 1.0
     gate: str = "sigmoid"
     slopes: tuple[float, ...] = ()
+    index: IndexSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +141,7 @@ class KVGroup:
     own. Source: Llama 4's reference code.
     latent_dim: one row of `head_dim` numbers per token is the key of every query head, whose first
     so many are the value (latent attention); None: values are as large as keys, and beside them.
+    Where keys are chosen (`AttentionSpec.index`) the last numbers of a row are its key for that.
     """
 
     layers: tuple[int, ...]

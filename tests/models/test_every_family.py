@@ -34,6 +34,7 @@ QUICK = {
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
     "cohere2",  # windows, layers without rotation
     "deepseek_v3",  # latent attention
+    "deepseek_v32",  # keys chosen by an index
     "falcon",  # one KV head, fused
     "falcon-new",  # fused by head, two norms
     "falcon_h1",  # Mamba2 and attention side by side, factors on everything

@@ -27,7 +27,7 @@ from cases import (
     step_case,
 )
 from jaxkv.kv.state import Store
-from jaxkv.ops.attention import Batch, LatentMaps, dense, expanded, xla
+from jaxkv.ops.attention import Batch, Index, LatentMaps, dense, expanded, xla
 from jaxkv.ops.matrices import HeadMatrices
 from kernels_pallas import reference
 from poison import nan_of
@@ -244,6 +244,35 @@ def test_chunks_of_latent_attention_equal_float64_absorbed_and_expanded(monkeypa
         chunks = case.batch.count_B[int(case.batch.num_decode) : int(case.batch.num_rows)]
         forms |= set((chunks >= 40).tolist())
     assert forms == {False, True}
+
+
+@pytest.mark.parametrize("num_chosen", [20, 1000])
+def test_chosen_keys_are_those_of_all_scores_at_once(num_chosen):
+    """In decode rows and chunks, of rows with more keys than are chosen and with fewer."""
+    rng, num_heads, rank = np.random.default_rng(0), 4, 12
+    up = [rng.normal(size=(NUM_LAYERS, num_heads, *x)) * 0.3 for x in ((rank, 10), (9, rank))]
+    maps = LatentMaps(*(HeadMatrices(x.astype(np.float32), jnp.int32(1)) for x in up))
+    case = step_case(2, Shape(16, None, num_heads, 1, 24, "float32"), num_tokens=240)
+    layout = replace(case.store.layout, latent_dim=rank)
+    latent = replace(case.store, pages=case.store.pages[:, :1], layout=layout)
+    at = case._replace(store=only_layer(latent, 1)).at(1)
+    num_tokens = len(case.q_TNH)
+    index = Index(
+        q_TIH=jnp.asarray(rng.normal(size=(num_tokens, 16, 8)), jnp.float32),
+        weight_TI=jnp.asarray(rng.normal(size=(num_tokens, 16)), jnp.float32),
+        num_chosen=num_chosen,
+    )
+    q_TNH, options = case.q_TNH[..., :14], {"scale": 24**-0.5}
+    in_parts = jax.jit(partial(xla.read, window=None, **options))
+    dtype, nothing = np.dtype(np.float32), (jnp.zeros(0, jnp.int32), None, None)
+    at_once = jax.jit(partial(dense.Dense().attend, out_dtype=dtype, **options))
+    few = maps._replace(indexer=index)
+    got, _ = in_parts(q_TNH, at, case.batch, maps=few)
+    want = at_once(q_TNH, None, None, at, case.batch, nothing, maps=few).out_TNH
+    assert_equal(np.asarray(got), np.asarray(want, np.float64), case.batch)
+    every = at_once(q_TNH, None, None, at, case.batch, nothing, maps=maps).out_TNH
+    real_T = case.batch.row_T < NUM_ROWS
+    assert (num_chosen == 1000) == np.allclose(every[real_T], want[real_T], atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [24, pytest.param(300, marks=pytest.mark.slow)])

@@ -10,7 +10,7 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import LLAMA, Layout, Leaf, Part, leaf, read_decoder
 from jaxkv.models.families.hybrid import without_attention
 from jaxkv.models.rope_config import read_rope, rope_section, yarn_mscale
-from jaxkv.models.spec import AttentionSpec, ModelSpec, QueryTemperature, RopeSpec
+from jaxkv.models.spec import AttentionSpec, IndexSpec, ModelSpec, QueryTemperature, RopeSpec
 
 MAX_HEAD = 2**14
 """Bounds the sizes of a head's parts and of a latent."""
@@ -22,10 +22,11 @@ def read_latent(
     interleaved: bool = True,
     rotates: bool = True,
     temperature: QueryTemperature | None = None,
+    index: IndexSpec | None = None,
     **more: Any,
 ) -> tuple[ModelSpec, Layout]:
     """Reads a decoder whose layers have latent attention. rotates: a part of each head is
-    rotated. more: as `read_decoder` takes it.
+    rotated. index: how keys are chosen. more: as `read_decoder` takes it.
 
     Raises: CheckpointError for sizes that are none, or a rotated part that is odd.
     """
@@ -42,12 +43,14 @@ def read_latent(
     spec, layout = read_decoder(
         config,
         ropes=[rope if rotates else None] * config.size("num_hidden_layers"),
-        attention=AttentionSpec(scale=factor * (plain + rotated) ** -0.5, temperature=temperature),
+        attention=AttentionSpec(
+            scale=factor * (plain + rotated) ** -0.5, temperature=temperature, index=index
+        ),
         **more,
     )
+    size = rank + rotated + (0 if index is None else index.head_dim)
     groups = tuple(
-        replace(group, num_kv_heads=1, head_dim=rank + rotated, latent_dim=rank)
-        for group in spec.groups
+        replace(group, num_kv_heads=1, head_dim=size, latent_dim=rank) for group in spec.groups
     )
     own = _leaves(config, spec, (plain, rotated, rank), hidden)
     layers = tuple({**without_attention(layer), **own} for layer in layout.layers)
@@ -111,4 +114,27 @@ def _leaves(
         axes = ("heads", None, None)
         found[name] = leaf(f"{prefix}kv_b_proj.weight", shape, axes, part=part)
     biased("o", "o_proj", (hidden, num_heads * value), "model", "heads")
+    if (index := spec.attention.index) is not None:
+        q_rank = config.size("q_lora_rank", at_most=MAX_HEAD)
+        matrix("index_q", "indexer.wq_b", (index.num_heads * index.head_dim, q_rank), None, None)
+        matrix("index_k", "indexer.wk", (index.head_dim, hidden), None, "model")
+        matrix("index_weight", "indexer.weights_proj", (index.num_heads, hidden), None, "model")
+        norm("index_k_norm", "indexer.k_norm", index.head_dim)
+        found["index_k_norm_bias"] = leaf(
+            f"{prefix}indexer.k_norm.bias", (index.head_dim,), (None,)
+        )
     return found
+
+
+def read_index(config: ConfigReader, *, interleaved: bool) -> IndexSpec:
+    """Reads how keys are chosen, as DeepSeek-V3.2's configs say it."""
+    rotated = config.size("qk_rope_head_dim", at_most=MAX_HEAD)
+    head_dim = config.size("index_head_dim", 128, at_most=MAX_HEAD)
+    if head_dim < rotated:
+        raise config.fail("index_head_dim", f"at least the {rotated} of qk_rope_head_dim")
+    return IndexSpec(
+        num_heads=config.size("index_n_heads", 64, at_most=MAX_HEAD),
+        head_dim=head_dim,
+        num_chosen=config.size("index_topk", 2048),
+        interleaved=interleaved,
+    )

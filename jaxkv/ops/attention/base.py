@@ -36,7 +36,7 @@ class Heads:
     """Says what attention is asked to do in the layers of one KV group, on one device. `cap` and
     `has_sinks`: as in `models.spec.AttentionSpec`. has_readers: some layers attend to what others
     have stored. latent_dim: values are the first so many numbers of keys; None: they are apart.
-    chunk: in tokens; None: sequences are not cut.
+    chunk: in tokens; None: sequences are not cut. has_index: keys are chosen (`Index`).
     """
 
     num_heads: int
@@ -48,6 +48,7 @@ class Heads:
     has_readers: bool = False
     latent_dim: int | None = None
     chunk: int | None = None
+    has_index: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,14 +80,44 @@ class Place(NamedTuple):
     statistics: Statistics | None = None
 
 
+@pytree
+class Index:
+    """Chooses keys: each token attends to the `num_chosen` of the largest scores, which are sums
+    over index heads of weight * max(query . key, 0). Keys are the last H numbers of rows.
+
+    q_TIH, weight_TI: by index head, float32. Source: DeepSeek-V3.2, arXiv 2512.02556, equation 1.
+    """
+
+    q_TIH: jax.Array
+    weight_TI: jax.Array
+    num_chosen: int = static()
+
+    def score(self, key_TJH: jax.Array) -> jax.Array:
+        """Scores the keys that each token could attend to, [T, J] float32."""
+        exact = jax.lax.Precision.HIGHEST
+        met_TIJ = jnp.einsum("tih,tjh->tij", self.q_TIH, key_TJH, precision=exact)
+        return jnp.einsum("ti,tij->tj", self.weight_TI, jax.nn.relu(met_TIJ), precision=exact)
+
+    def choose(self, score_TJ: jax.Array) -> jax.Array:
+        """Returns which keys are chosen, [T, J] bool; all where there are no more."""
+        num_tokens, num_keys = score_TJ.shape
+        if num_keys <= self.num_chosen:
+            return jnp.ones(score_TJ.shape, bool)
+        _, best_Tk = jax.lax.top_k(score_TJ, self.num_chosen)
+        token_T1 = jnp.arange(num_tokens)[:, None]
+        return jnp.zeros(score_TJ.shape, bool).at[token_T1, best_Tk].set(True)
+
+
 class LatentMaps(NamedTuple):
     """Holds what latent attention has beside its rows `[latent | rotated]` of R + P numbers, by
-    head: matrices [R, C] through which queries meet latents, and [V, R] which make values of them.
+    head: matrices [R, C] through which queries meet latents, and [V, R] which make values of them;
+    and how keys are chosen, None where all are attended to.
     Source: arXiv 2405.04434, section 2.1.2.
     """
 
     k_up: HeadMatrices
     v_up: HeadMatrices
+    indexer: Index | None = None
 
     def absorb(self, q_TNH: jax.Array) -> jax.Array:
         """Returns queries [T, N, R + P] that meet rows as these [T, N, C + P] would meet keys."""

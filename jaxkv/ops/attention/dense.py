@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import BEHIND, PageTables, Store, write
-from jaxkv.ops.attention.base import Attended, Batch, LatentMaps, Place, refuse_statistics
+from jaxkv.ops.attention.base import Attended, Batch, Index, LatentMaps, Place, refuse_statistics
 from jaxkv.ops.attention.softmax import MASKED
 from jaxkv.ops.attention.sweep import Scores, Window
 from jaxkv.ops.attention.xla import Xla
@@ -42,8 +42,12 @@ class Dense(Xla):
         store = at.store
         if k_TKH is not None:
             store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
+        if maps is not None:
+            q_TNH = maps.absorb(q_TNH)
+            missing = store.layout.head_dim - q_TNH.shape[2]
+            q_TNH = jnp.pad(q_TNH, ((0, 0), (0, 0), (0, missing)))
         out_TNH = read(
-            q_TNH if maps is None else maps.absorb(q_TNH),
+            q_TNH,
             at._replace(store=store),
             batch,
             scale=scale,
@@ -51,6 +55,7 @@ class Dense(Xla):
             chunk=chunk,
             cap=cap,
             sinks_N=sinks_N,
+            index=None if maps is None else maps.indexer,
         )
         return Attended(out_TNH if maps is None else maps.values_of(out_TNH), store, None)
 
@@ -65,6 +70,7 @@ def read(
     chunk: Window = None,
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
+    index: Index | None = None,
 ) -> jax.Array:
     """Attends over pages that have the step's keys and values, as `xla.read` does."""
     refuse_statistics(at)
@@ -79,6 +85,10 @@ def read(
     reach = Scores(window, chunk, cap, None).reach(batch.position_T[:, None])
     if reach is not None:
         seen_TJ &= distance_TJ < reach
+    if index is not None:
+        key_JH = slots.k_JKH[:, 0, -index.q_TIH.shape[2] :]
+        score_TJ = index.score(jnp.broadcast_to(key_JH, (seen_TJ.shape[0], *key_JH.shape)))
+        seen_TJ &= index.choose(jnp.where(seen_TJ, score_TJ, -jnp.inf))
     return _attend(q_TNH.astype(jnp.float32) * scale, slots, seen_TJ, cap=cap, sinks_N=sinks_N)
 
 

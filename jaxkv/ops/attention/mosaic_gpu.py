@@ -67,6 +67,8 @@ class MosaicGpu:
             return f"kv_cache_dtype int8: expected a model in bfloat16, got {needs.codec.dtype}"
         if not heads.head_dim:
             return "a model without attention"
+        if heads.has_index:
+            return "attention that chooses keys by an index runs on xla"
         if heads.latent_dim is not None:
             return "latent attention: expected values apart from keys; its kernel is not built"
         return refused_when_traced(self, heads, needs)

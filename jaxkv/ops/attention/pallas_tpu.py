@@ -62,6 +62,8 @@ class PallasTpu:
             )
         if not heads.head_dim:
             return "a model without attention"
+        if heads.has_index:
+            return "attention that chooses keys by an index runs on xla"
         if heads.latent_dim is not None:
             if heads.cap or heads.has_sinks:
                 return "latent attention: expected scores without a cap and without sinks"

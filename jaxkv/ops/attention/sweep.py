@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.kv.codecs import Elements
+from jaxkv.kv.codecs.base import decode_elements
 from jaxkv.kv.layout import HeadMajorLayout, PageLayout
 from jaxkv.kv.state import BEHIND, PageTables, Store
-from jaxkv.ops.attention.base import Place
+from jaxkv.ops.attention.base import Index, Place
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import soft_cap, total
 
@@ -166,12 +167,16 @@ def attend(
     *,
     in_float32: bool,
     asked: Scores,
+    index: Index | None = None,
 ) -> tuple[jax.Array, Found | None]:
     """Sweeps over the pages of both pools. Returns [R, K, M, H], and what `at.statistics` wants.
 
-    The M queries of a KV head are of its G heads by turns: query m of head m mod G.
+    The M queries of a KV head are of its G heads by turns: query m of head m mod G. index: of the
+    tokens of these queries, those of one row or one of each.
     """
     sweep = partial(_sweep, in_float32=in_float32, asked=asked)
+    if index is not None:
+        sweep = partial(sweep, chosen_RTJ=_choose(index, at, rows, position_RM, bounds, asked))
     softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds)
     low, of_low = at.store.low, None
     if low is not None and rows.low is not None:
@@ -183,6 +188,34 @@ def attend(
     if asked.sinks_KG is not None:
         softmax = softmax.merged(_sinks(asked.sinks_KG, softmax))
     return softmax.result(), None if own is None else Found(softmax, own, of_low)
+
+
+def _choose(
+    index: Index,
+    at: Place,
+    rows: Rows,
+    position_RM: jax.Array,
+    bounds: tuple[jax.Array, jax.Array],
+    asked: Scores,
+) -> jax.Array:
+    """Returns which slots of their row's table each of its T tokens has chosen, [R, T, J]."""
+    num_rows = position_RM.shape[0]
+    num_tokens, _, head_dim = index.q_TIH.shape
+    each = num_tokens // num_rows
+    position_RT = position_RM[:, :: position_RM.shape[1] // each]
+    blocks = Blocks.of(at.store, rows, at.layer, size=BLOCK, in_float32=True)
+
+    def body(i: jax.Array, score_RTJ: jax.Array) -> jax.Array:
+        found = blocks.read(i)
+        key_RJH = decode_elements(at.store.codec, found.keys)[:, 0, :, -head_dim:]
+        score_TJ = index.score(jnp.repeat(key_RJH, each, axis=0))
+        seen_RTJ = asked.seen(position_RT, found.position_RKJ, found.held_RKJ)[:, 0]
+        score_RTj = jnp.where(seen_RTJ, score_TJ.reshape(seen_RTJ.shape), -jnp.inf)
+        return jax.lax.dynamic_update_slice_in_dim(score_RTJ, score_RTj, i * blocks.size, axis=2)
+
+    shape = (num_rows, each, blocks.num_blocks * blocks.size)
+    score_RTJ = jax.lax.fori_loop(*blocks.covering(*bounds), body, jnp.full(shape, -jnp.inf))
+    return index.choose(score_RTJ.reshape(num_tokens, -1)).reshape(shape)
 
 
 def _sinks(sinks_KG: jax.Array, like: Softmax) -> Softmax:
@@ -207,6 +240,7 @@ def _sweep(
     *,
     in_float32: bool,
     asked: Scores,
+    chosen_RTJ: jax.Array | None = None,
 ) -> tuple[Softmax, Tally | None]:
     """Attends M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables,
     counted as if all pages were full, BLOCK of them (or one page) at a time.
@@ -216,6 +250,7 @@ def _sweep(
     what a query gets does not depend on the bounds.
 
     position_RM has the position of each query, or [R, 1] where all queries of a row share it.
+    chosen_RTJ: the slots that each token's queries see at most.
     """
     head_dim, wanted = q_RKMH.shape[3], at.statistics
     blocks = Blocks.of(at.store, rows, at.layer, size=BLOCK, in_float32=in_float32)
@@ -225,7 +260,12 @@ def _sweep(
     def body(i: jax.Array, carry: tuple[Softmax, Tally | None]) -> tuple[Softmax, Tally | None]:
         state, tally = carry
         found = blocks.read(i)
-        seen_RKMJ = once(asked.seen(position_RM, found.position_RKJ, found.held_RKJ))
+        seen_RKMJ = asked.seen(position_RM, found.position_RKJ, found.held_RKJ)
+        if chosen_RTJ is not None:
+            own_RTJ = jax.lax.dynamic_slice_in_dim(chosen_RTJ, i * blocks.size, blocks.size, axis=2)
+            each = q_RKMH.shape[2] // own_RTJ.shape[1]
+            seen_RKMJ = seen_RKMJ & jnp.repeat(own_RTJ, each, axis=1)[:, None]
+        seen_RKMJ = once(seen_RKMJ)
         padded = jnp.pad(found.values.values, ((0, 0), (0, 0), (0, 0), (0, padding)))
         values = found.values._replace(values=padded)
         state, weight = accumulate(state, q_RKMH, found.keys, values, seen_RKMJ, asked.cap)

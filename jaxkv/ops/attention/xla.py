@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Statistics, Store, destinations, write
-from jaxkv.ops.attention.base import Attended, Batch, Heads, LatentMaps, Needs, Place
+from jaxkv.ops.attention.base import Attended, Batch, Heads, Index, LatentMaps, Needs, Place
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.select import select_pages
 from jaxkv.ops.attention.sweep import BLOCK, Scores, Window, attend, rows_of
@@ -139,14 +139,18 @@ def read(
         return restored(out_TNH), statistics
 
     def enter(q_TNH: jax.Array) -> jax.Array:
-        return codec.rotate(maps.absorb(q_TNH) * scale)
+        q_TNH = maps.absorb(q_TNH) * scale
+        # A row's key for being chosen, behind the others, meets nothing.
+        missing = at.store.layout.head_dim - q_TNH.shape[2]
+        return codec.rotate(jnp.pad(q_TNH, ((0, 0), (0, 0), (0, missing))))
 
     def leave(out_TNH: jax.Array) -> jax.Array:
         return maps.values_of(restored(out_TNH))
 
-    absorbed = partial(of_rows, enter=enter, leave=leave)
+    absorbed = partial(of_rows, enter=enter, leave=leave, index=maps.indexer)
     # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
     has_more = at.statistics is not None or at.store.low is not None or sinks_N is not None
+    has_more = has_more or maps.indexer is not None
     is_short = batch.decode_only or (batch.chunk_len or q_TNH.shape[0]) < LEAST_QUERIES
     if is_short or has_more or deterministic:
         return absorbed(q_TNH, batch.count_B)
@@ -171,13 +175,15 @@ def _read_rows(
     deterministic: bool,
     enter: Callable[[jax.Array], jax.Array] = _unchanged,
     leave: Callable[[jax.Array], jax.Array] = _unchanged,
+    index: Index | None = None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends decode rows, and the first `count` tokens of each prefill row. `enter` makes of
-    queries what meets the pages, and `leave` of what they have found there what comes out.
+    queries what meets the pages, and `leave` of what they have found there what comes out. index:
+    of all tokens.
     """
     num_rows = at.tables.table_BW.shape[0]
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
-    decode = partial(_decode, asked=asked)
+    decode = partial(_decode, asked=asked, index=index)
     decoded, statistics = jax.lax.platform_dependent(
         enter(q_TNH[:num_rows]),
         at,
@@ -196,7 +202,7 @@ def _read_rows(
     if batch.decode_only:
         return out_TNH, statistics
     at = at._replace(statistics=statistics)
-    fill = partial(_prefill, enter=enter, leave=leave, asked=asked)
+    fill = partial(_prefill, enter=enter, leave=leave, asked=asked, index=index)
     if batch.chunk_len is None:
         return fill(q_TNH, out_TNH, count_B, at, batch)
     return jax.lax.platform_dependent(
@@ -220,6 +226,7 @@ def _decode(
     min_queries: int,
     in_float32: bool,
     asked: Scores,
+    index: Index | None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends one query per row, `tile_rows` rows side by side, with at least `min_queries` queries
     per KV head.
@@ -256,6 +263,7 @@ def _decode(
             bounds,
             in_float32=in_float32,
             asked=asked,
+            index=jax.tree.map(take, index),
         )
         if statistics is not None and found is not None and tables.since_B is not None:
             counts_R = take(live_B) & (position_R >= take(tables.since_B))
@@ -288,6 +296,7 @@ def _prefill(
     enter: Callable[[jax.Array], jax.Array],
     leave: Callable[[jax.Array], jax.Array],
     asked: Scores,
+    index: Index | None,
     in_float32: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends the first `count` tokens of every prefill row's chunk, all or none, QUERY_BLOCK
@@ -300,6 +309,7 @@ def _prefill(
     # extra block.
     q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
     position_T = jnp.pad(batch.position_T, (0, size))
+    index = jax.tree.map(lambda x: jnp.pad(x, ((0, size), *((0, 0),) * (x.ndim - 1))), index)
     out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
     rows, tables = rows_of(at.store, at.tables, asked.window), at.tables
 
@@ -308,8 +318,8 @@ def _prefill(
     ) -> tuple[Any, Any]:
         out_TNH, statistics = carry
         start = batch.start_B[row] + done
-        q = enter(jax.lax.dynamic_slice_in_dim(q_TNH, start, size))
-        position = jax.lax.dynamic_slice_in_dim(position_T, start, size)
+        take_tokens = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+        q, position = enter(take_tokens(q_TNH)), take_tokens(position_T)
         # [T, K, G, H] -> [1, K, T*G, H]: all queries that share a KV head meet its keys in one
         # matmul.
         q = (
@@ -318,18 +328,19 @@ def _prefill(
             .reshape(1, heads, size * per_head, -1)
         )
         length = tables.len_B[row]
-        index = length - batch.count_B[row] + done
+        place = length - batch.count_B[row] + done
         reach = asked.reach(position[0])
-        low = jnp.int32(0) if reach is None else jnp.maximum(index + 1 - reach, 0)
+        low = jnp.int32(0) if reach is None else jnp.maximum(place + 1 - reach, 0)
         take_row = partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=1)
         out, found = attend(
             q,
             at,
             jax.tree.map(take_row, rows),
             jnp.repeat(position, per_head)[None, :],
-            (low, jnp.minimum(index + size, length)),
+            (low, jnp.minimum(place + size, length)),
             in_float32=in_float32,
             asked=asked,
+            index=jax.tree.map(take_tokens, index),
         )
         if statistics is not None and found is not None and tables.since_B is not None:
             counts_T = (done + jnp.arange(size) < count_B[row]) & (position >= tables.since_B[row])
