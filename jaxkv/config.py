@@ -77,8 +77,8 @@ def _is_number(value: Any) -> bool:
 class Speculation:
     """Says how decode loops propose tokens ahead, `num_tokens` of them, and with how many rows at
     most. method: "ngram", as they came where the last `longest` tokens, or fewer but at least
-    `shortest`, have come before (`ops.ngram`); or "draft_model", as a smaller model draws them
-    (`programs.draft`).
+    `shortest`, have come before (`ops.ngram`); "draft_model", as a smaller model draws them
+    (`programs.draft`); or "mtp", as a layer that the model ships for it draws them.
     """
 
     method: str
@@ -91,6 +91,11 @@ class Speculation:
     def reads_text(self) -> bool:
         """Tells whether proposals are looked up in what rows have so far."""
         return self.method == "ngram"
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Tells whether proposals are made of the model's hidden states."""
+        return self.method == "mtp"
 
 
 NO_NUMBERS = ("kv_policy", "windows", "has_contexts", "pooled", "speculation")

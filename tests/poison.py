@@ -36,7 +36,11 @@ def owned_slots(handles: Iterable[KVHandle], *, num_pages: int, page_size: int) 
 
 
 def poison_store(store: Store, owned_PS: np.ndarray) -> Store:
-    """The store with NaN in every slot that is not owned, in all layers and heads."""
+    """The store with NaN in every slot that is not owned, in all layers and heads. Where a page has
+    one for all of its tokens it is owned with any of them.
+    """
+    if store.page_size == 1:
+        owned_PS = owned_PS.any(axis=1, keepdims=True)
     pages = np.array(store.pages)
     by_slot = pages.reshape(store.num_layers, store.num_pages, *pages.shape[1:]).swapaxes(
         2, 3

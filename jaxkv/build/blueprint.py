@@ -22,6 +22,7 @@ from jaxkv.build.speculation import read_speculation
 from jaxkv.config import DECODE_STEPS, EngineConfig
 from jaxkv.holding.retention import full_pages
 from jaxkv.kv.codecs import Codec, PlainCodec, ScaledCodec, get_codec
+from jaxkv.kv.layout import HeadMajorLayout, PageLayout
 from jaxkv.kv.policies import SparseAttention, get_policy, resolve
 from jaxkv.kv.state import PagedKV, Store, choosing, empty_store
 from jaxkv.models.families import Layout
@@ -142,6 +143,8 @@ class Blueprint:
         limits, nbytes, low = self.limits, self._page_nbytes(self.codecs), self.low_codecs
         if self.draft is not None:
             nbytes += self.draft.page_nbytes
+        if (hidden := self._hidden) is not None:
+            nbytes += hidden.nbytes
         if limits.read_pages:
             nbytes += sum(
                 len(group.layers) * 2 * heads.num_kv_heads * heads.head_dim * 4
@@ -172,6 +175,19 @@ class Blueprint:
         total = max(sizes) if len(self.limits.windows) > 1 else sum(sizes)
         return [(max(1, total), *each[0][1:])]
 
+    @property
+    def _hidden(self) -> PageLayout | None:
+        """Says how a page has the hidden state of its last token (`programs.draft`): as the row of
+        a page of one token; None where nothing reads it.
+        """
+        speculation, size = self.limits.speculation, self.spec.hidden_size
+        if speculation is None or not speculation.reads_hidden:
+            return None
+        codec = PlainCodec(dtype="float32")
+        return HeadMajorLayout(
+            num_kv_heads=1, head_dim=size, page_size=1, codec=codec, latent_dim=size
+        )
+
     @cached_property
     def slot_nbytes(self) -> int:
         """Counts the recurrent state of one row, over all layers."""
@@ -193,6 +209,8 @@ class Blueprint:
     def token_nbytes(self) -> int:
         """Counts one token of the KV cache, on all devices together."""
         nbytes = self._page_nbytes(self.codecs) * len(self.limits.windows)
+        if (hidden := self._hidden) is not None:
+            nbytes += hidden.nbytes
         own = nbytes * self.num_devices // self.limits.block_size
         return own if self.draft is None else own + self.draft.token_nbytes
 
@@ -255,15 +273,19 @@ class Blueprint:
             spec=self.spec,
             config=self.limits,
             backend=self.attention,
-            draft=None if self.draft is None else self.draft.as_draft,
+            draft=self._draft,
             placement=self.placement,
             files=files,
         )
 
     @property
-    def as_draft(self) -> Draft:
-        """Returns what the programs of an engine need of this model to have it propose tokens."""
-        return Draft(spec=self.spec, backend=self.attention)
+    def _draft(self) -> Draft | None:
+        """Returns what the programs need of the draft model; None without one."""
+        draft = self.draft
+        if draft is None:
+            return None
+        reads_hidden = self._hidden is not None
+        return Draft(spec=draft.spec, backend=draft.attention, reads_hidden=reads_hidden)
 
     def empty_adapters(self) -> dict[str, Any]:
         """Allocates room for the adapters of requests; {} without enable_lora."""
@@ -390,6 +412,10 @@ class Blueprint:
         if self.draft is None:
             return kv
         own = self.draft.with_pages(limits.num_pages)._empty(placement).stores
+        if (hidden := self._hidden) is not None:
+            num_pages, device = limits.num_pages, where(PartitionSpec())
+            store = empty_store(num_layers=1, layout=hidden, num_pages=num_pages, device=device)
+            own = (*own, store)
         return replace(kv, stores=(*kv.stores, *own), num_draft=len(own))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.options import IS_PATH, EngineOptions
 from jaxkv.build.pooling import MODULES, Pooling, pooling_layout, read_pooling
-from jaxkv.build.speculation import check_draft, draft_options
+from jaxkv.build.speculation import check_draft, draft_options, own_predictor
 from jaxkv.build.tokenizer import check_vocabulary, load_tokenizer
 from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
 from jaxkv.errors import CheckpointError
@@ -249,7 +249,7 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
     defaults = {} if options.generation_config == "vllm" else generation.values
     eos_ids = _eos_ids(config, generation, tokenizer, spec.vocab_size)
     is_dummy = options.load_format == "dummy"
-    return Model(
+    model = Model(
         directory=directory,
         spec=spec,
         layout=layout,
@@ -260,17 +260,26 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
         eos_ids=frozenset(eos_ids),
         eos_id=eos_ids[0] if eos_ids else None,
         weights={},
-        draft=_find_draft(options, spec, tokenizer),
     )
+    return replace(model, draft=_find_draft(options, model))
 
 
-def _find_draft(options: EngineOptions, spec: ModelSpec, tokenizer: Any | None) -> Model | None:
-    """Reads the files of the draft model for a model of this spec; None if none is asked for."""
-    drafting = draft_options(options, spec)
+def _find_draft(options: EngineOptions, model: Model) -> Model | None:
+    """Reads the files of the draft model for this one; None if none is asked for."""
+    drafting = draft_options(options, model.spec)
     if drafting is None:
         return None
-    draft = find_model(drafting, tokenizer)
-    check_draft(draft.spec, drafting, spec)
+    own = own_predictor(options, model.spec, model.layout)
+    if own is None:
+        draft = find_model(drafting, model.tokenizer)
+    elif model.stored_dtype is None:
+        draft = replace(model, spec=own[0], layout=own[1], generation={}, eos_ids=frozenset())
+    else:
+        raise CheckpointError(
+            f"{model.directory}: expected the checkpoint that was converted, for method 'mtp': "
+            f"`jaxkv convert` leaves the layer out that predicts later tokens"
+        )
+    check_draft(draft.spec, drafting, model.spec, key="model" if own is None else "method")
     return draft
 
 

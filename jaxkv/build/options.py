@@ -359,7 +359,7 @@ class EngineOptions:
         None,
         "proposes tokens ahead and verifies several in one step, with the tokens as without "
         '(docs/speculation.md): {"method": "ngram", "num_speculative_tokens": 4}, or with '
-        '"method": "draft_model" the "model" that proposes them',
+        '"method": "draft_model" the "model" that proposes them, or "method": "mtp"',
         check=IS_DICT,
         commands=ENGINES,
     )

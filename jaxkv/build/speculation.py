@@ -7,13 +7,16 @@ from typing import Any
 
 from jaxkv.build.options import IS_PATH, IS_TEXT_OR_NONE, EngineOptions
 from jaxkv.config import Speculation, is_int
+from jaxkv.models.families import Layout
+from jaxkv.models.families.predictor import PREDICTING, read_predictor
 from jaxkv.models.spec import ModelSpec
 
-NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+NGRAM, DRAFT_MODEL, MTP = "ngram", "draft_model", "mtp"
 
 KEYS = {
     NGRAM: ("prompt_lookup_max", "prompt_lookup_min"),
     DRAFT_MODEL: ("model", "revision", "quantization", "draft_tensor_parallel_size"),
+    MTP: (),
 }
 """By method, beside those of all methods."""
 
@@ -55,7 +58,7 @@ def read_speculation(given: Mapping[str, Any], max_num_seqs: int) -> Speculation
     most_rows = number(
         "disable_by_batch_size", max(1, max_num_seqs // ROWS_PER_SPECULATING), max_num_seqs
     )
-    if method == DRAFT_MODEL:
+    if method != NGRAM:
         return Speculation(method=method, num_tokens=num_tokens, most_rows=most_rows)
     either = given.get("prompt_lookup_max") or given.get("prompt_lookup_min") or DEFAULT_LOOKUP
     longest = number("prompt_lookup_max", either)
@@ -81,15 +84,18 @@ def _method(given: Mapping[str, Any]) -> str:
 
 
 def draft_options(options: EngineOptions, spec: ModelSpec) -> EngineOptions | None:
-    """Returns what the draft model for a model of this spec is built from; None if no draft model
-    is asked for. It is as the model in all that its keys do not say.
+    """Returns what the draft model for a model of this spec is built from, which may be a layer of
+    the model's own; None if no draft model is asked for. It is as the model in all that its keys do
+    not say.
 
     Raises: ValueError naming the key for what is not possible.
     """
     given = options.speculative_config
-    if given is None or _method(given) != DRAFT_MODEL:
+    if given is None or (method := _method(given)) == NGRAM:
         return None
-    if given.get("model") is None:
+    if method == MTP:
+        given = {name: getattr(options, name) for name in ("model", "revision", "quantization")}
+    elif given.get("model") is None:
         raise ValueError(
             "speculative_config: expected model with method 'draft_model': a directory or a hub "
             "id, got None"
@@ -130,12 +136,42 @@ SHARED = (
 """Options of the engine that are a draft model's too."""
 
 
-def check_draft(draft: ModelSpec, drafting: EngineOptions, spec: ModelSpec) -> None:
+def own_predictor(
+    options: EngineOptions, spec: ModelSpec, layout: Layout
+) -> tuple[ModelSpec, Layout] | None:
+    """Returns spec and layout of the layer that proposes tokens, where it is the model's own; None
+    if another one is asked for, or none.
+
+    Raises: ValueError for a model without such a layer, NotImplementedError for one of which it is
+    not known how it is computed.
+    """
+    given = options.speculative_config
+    if given is None or _method(given) != MTP:
+        return None
+    where = "speculative_config: method 'mtp': expected"
+    if not (layout.num_predictors or spec.states):
+        raise ValueError(
+            f"{where} a model with a layer that predicts later tokens (num_nextn_predict_layers in "
+            f"config.json), got {spec.family} without one"
+        )
+    if spec.family not in PREDICTING:
+        raise NotImplementedError(f"{where} one of {', '.join(PREDICTING)}, got {spec.family}")
+    if layout.num_predictors > 1:
+        raise NotImplementedError(
+            f"{where} one layer that predicts later tokens, got {layout.num_predictors}"
+        )
+    return read_predictor(spec, layout)
+
+
+def check_draft(
+    draft: ModelSpec, drafting: EngineOptions, spec: ModelSpec, *, key: str = "model"
+) -> None:
     """Raises: ValueError or NotImplementedError, saying what was expected, for a draft model that
-    cannot propose tokens to a model of this spec. drafting: its `draft_options`.
+    cannot propose tokens to a model of this spec. drafting: its `draft_options`. key: what it was
+    asked for by.
     """
     max_len = drafting.max_model_len or draft.max_len
-    where = "speculative_config: model: expected"
+    where = f"speculative_config: {key}: expected"
     if draft.vocab_size != spec.vocab_size:
         raise ValueError(
             f"{where} one with the model's vocabulary of {spec.vocab_size} tokens, got one of "

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxkv.config import Speculation
 from jaxkv.engine.metrics import Counter, Metric
+from jaxkv.models.decoder import head_of
 from jaxkv.placement import bytes_per_device
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.speculation import Drafts
@@ -62,9 +63,11 @@ class Speculator:
         self._programs = programs
         self._reads_text = speculation.reads_text
         # A step of few rows costs what it reads, mostly weights: a draft model's once per proposal,
-        # and once more to store the last one.
-        share = bytes_per_device(programs.draft_weights) / bytes_per_device(programs.weights)
-        self._wide_cost = WIDE_COST + (speculation.num_tokens + 1) * share
+        # and once more to store the last one. A layer of the model's own has the model's head.
+        num_times, read = speculation.num_tokens + 1, bytes_per_device(programs.draft_weights)
+        if speculation.reads_hidden:
+            num_times, read = num_times - 1, read + bytes_per_device(head_of(programs.weights))
+        self._wide_cost = WIDE_COST + num_times * read / bytes_per_device(programs.weights)
         self._shape = (config.max_num_seqs, config.max_len)
         self._rows: dict[int, _Row] = {}
         self._text_RN: Any = None

@@ -90,10 +90,12 @@ def head_of(weights: Weights) -> Weights:
 
 
 def body_of(weights: Weights) -> Weights:
-    """Returns what `forward` takes of the weights, and of a draft model's in them: not the final
-    norm, and no head that is not the embeddings.
+    """Returns what `forward` takes of the weights, and of a draft model's in them: no head that is
+    not the embeddings, and the final norm only for a layer behind it (`models.predictor`).
     """
-    unread = head_of(weights).keys() - {"embed"}
+    unread = {*head_of(weights), "own_head"} - {"embed"}
+    if "hidden_norm" in draft_of(weights):
+        unread -= {"norm"}
     body = {name: leaf for name, leaf in weights.items() if name not in unread}
     return with_draft(body, body_of(draft_of(weights))) if DRAFT in weights else body
 

@@ -102,7 +102,7 @@ def _decode_loop(
     whole, first = kv, rows
 
     def advance(carry: tuple) -> tuple:
-        i, kv, rows, min_left_B, out, statistics = carry
+        i, kv, rows, min_left_B, out, statistics, x_nBD = carry
         live_B = rows.budget_B > 0
         batch = Batch(
             token_T=jnp.maximum(rows.token_B, 0),
@@ -117,6 +117,8 @@ def _decode_loop(
         kv, x_TD, statistics = decoder.forward(
             weights, kv, batch, statistics, spec=spec, backend=backend, axis=axis
         )
+        if x_nBD is not None:
+            x_nBD = jax.lax.dynamic_update_index_in_dim(x_nBD, x_TD, i, 0)
         logits_BV = decoder.logits(weights, x_TD[last_token(batch)], spec=spec, axis=axis)
         now = replace(sampling, min_left_B=min_left_B)
         sampled = sample(
@@ -134,20 +136,29 @@ def _decode_loop(
             position_B=rows.position_B + live_B,
             budget_B=budget_B,
         )
-        return i + 1, kv, rows, jnp.maximum(min_left_B - 1, 0), out, statistics
+        return i + 1, kv, rows, jnp.maximum(min_left_B - 1, 0), out, statistics, x_nBD
 
     def unfinished(carry: tuple) -> jax.Array:
         return (carry[0] < n) & jnp.any(carry[2].budget_B > 0)
 
     out = empty_sampled(width, num_rows, spec.vocab_size, num_logprobs)
-    carry = (0, kv.of_model, rows, sampling.min_left_B, out, Statistics.nothing(kv.rows[0]))
-    _, kv, rows, _, out, statistics = jax.lax.while_loop(unfinished, advance, carry)
+    x_nBD = None
+    if draft is not None and draft.reads_hidden:
+        x_nBD = jnp.zeros((width, num_rows, spec.hidden_size), jnp.float32)
+    statistics = Statistics.nothing(kv.rows[0])
+    carry = (0, kv.of_model, rows, sampling.min_left_B, out, statistics, x_nBD)
+    _, kv, rows, _, out, statistics, x_nBD = jax.lax.while_loop(unfinished, advance, carry)
     if draft is not None:
         # All of the loop's tokens at once: its weights are read once for them.
         stored_BA = jnp.concatenate([first.token_B[:, None], out.token_B.T[:, :-1]], axis=1)
         count_B = jnp.sum(out.token_B != NO_TOKEN, axis=0, dtype=jnp.int32)
         batch = packed(stored_BA, first.position_B, count_B)
-        whole = follow(weights, whole, batch, draft, axis=axis)
+        x_TD = None
+        if x_nBD is not None:
+            row_T = jnp.minimum(batch.row_T, num_rows - 1)
+            offset_T = batch.position_T - first.position_B[row_T]
+            x_TD = x_nBD.at[offset_T, row_T].get(mode="clip")
+        whole = follow(weights, whole, batch, x_TD, draft, spec=spec, axis=axis)
     kv = whole.with_model(kv)
     ended_B = is_stop(rows.token_B, sampling) | (rows.token_B == NO_TOKEN)
     return kv, newest.after(rows.token_B, ended_B), rows, out, statistics

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxkv.config import Speculation
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import decoder
+from jaxkv.models.layer import normed
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend
 from jaxkv.ops.ngram import look_up
@@ -33,7 +34,15 @@ from jaxkv.ops.sampling import (
     sample,
 )
 from jaxkv.placement import Placement, on_every_device
-from jaxkv.programs.draft import Draft, draw_ahead, packed
+from jaxkv.programs.draft import (
+    Draft,
+    Fresh,
+    catch_up,
+    draw_ahead,
+    packed,
+    predict_ahead,
+    with_hidden,
+)
 from jaxkv.programs.loop import Rows
 from jaxkv.programs.step import Newest
 from jaxkv.pytree import pytree
@@ -58,7 +67,8 @@ class Drafts:
 class _State:
     """Holds what a step hands to the next one: text_BN, the tokens of each row up to its newest,
     None where nobody looks at them; ahead_Bk, what comes next as it is proposed, NO_TOKEN behind
-    the last; and how many of the rows' tokens there are in `out`.
+    the last; how many of the rows' tokens there are in `out`; and what a layer that predicts has
+    not stored yet, None where nothing does.
     """
 
     kv: PagedKV
@@ -68,6 +78,7 @@ class _State:
     num_B: jax.Array
     out: Sampled
     drafts: Drafts
+    fresh: Fresh | None = None
 
 
 STATIC = ("spec", "backend", "width", "speculation", "num_logprobs", "draft", "placement")
@@ -142,6 +153,8 @@ def _speculative_loop(
         empty_sampled(width, num_rows, spec.vocab_size, num_logprobs),
         Drafts(none_B, none_B, none_Bk, none_Bk),
     )
+    if draft is not None and draft.reads_hidden:
+        state = replace(state, fresh=Fresh.newest(kv, token_B, rows.budget_B > 0, most))
     advance = partial(
         _advance,
         weights=weights,
@@ -177,11 +190,16 @@ def _speculative_loop(
         return _once(is_wide, partial(advance, num_ahead=most), state)
 
     state = jax.lax.while_loop(is_unfinished, turn, state)
-    rows, token_B = state.rows, state.rows.token_B
+    rows, token_B, kv = state.rows, state.rows.token_B, state.kv
+    if draft is not None and state.fresh is not None:
+        own, _ = catch_up(
+            weights, kv, state.fresh, rows.position_B, rows.budget_B, draft=draft, axis=axis
+        )
+        kv = kv.with_draft(own)
     ended_B = is_stop(token_B, sampling) | (token_B == NO_TOKEN)
     if text_RN is not None:
         text_RN = text_RN.at[newest.row_B].set(state.text_BN, mode="drop")
-    return state.kv, newest.after(token_B, ended_B), text_RN, state.out, state.drafts
+    return kv, newest.after(token_B, ended_B), text_RN, state.out, state.drafts
 
 
 def _propose(
@@ -195,15 +213,28 @@ def _propose(
 ) -> _State:
     """Proposes what comes next in each row, by a draft model or out of its text."""
     kv, rows, most = state.kv, state.rows, speculation.num_tokens
-    if draft is not None:
-        min_left_B = jnp.maximum(sampling.min_left_B - state.num_B, 0)
+    now = replace(sampling, min_left_B=jnp.maximum(sampling.min_left_B - state.num_B, 0))
+    if draft is not None and state.fresh is not None:
+        kv, ahead_Bk = predict_ahead(
+            weights,
+            kv,
+            state.fresh,
+            rows.position_B,
+            rows.budget_B,
+            now,
+            state.out.token_B,
+            draft=draft,
+            num_tokens=most,
+            axis=axis,
+        )
+    elif draft is not None:
         kv, ahead_Bk = draw_ahead(
             weights,
             kv,
             rows.token_B,
             rows.position_B,
             jnp.minimum(rows.budget_B, most + 1),
-            replace(sampling, min_left_B=min_left_B),
+            now,
             state.out.token_B,
             draft=draft,
             num_tokens=most,
@@ -270,9 +301,15 @@ def _advance(
     last_B1 = jnp.maximum(num_got_B - 1, 0)[:, None]
     token_B = jnp.where(live_B, jnp.take_along_axis(token_BA, last_B1, axis=1)[:, 0], rows.token_B)
     goes_on_B = live_B & ~is_stop(token_B, sampling)
+    whole, fresh = state.kv, None
+    if state.fresh is not None:
+        hidden_TD = normed(x_TD, weights, "norm", spec)
+        whole = with_hidden(whole, batch, hidden_TD, num_got_B)
+        num_tokens = state.ahead_Bk.shape[1]
+        fresh = Fresh.of(token_BA, num_got_B, hidden_TD[index_BA], num_tokens)
     return _State(
         kv=replace(
-            state.kv.with_model(kv),
+            whole.with_model(kv),
             rows=tuple(
                 replace(after, len_B=before.len_B + num_got_B)
                 for after, before in zip(kv.rows, state.kv.rows, strict=True)
@@ -288,6 +325,7 @@ def _advance(
         num_B=state.num_B + num_got_B,
         out=_added(state.out, found, state.num_B, got_BA),
         drafts=_counted(state.drafts, live_B, ahead_Ba, got_BA[:, 1:]),
+        fresh=fresh,
     )
 
 

@@ -145,7 +145,7 @@ def _step(
     newest_T = first_B.at[batch.row_T].get(mode="fill", fill_value=0)
     token_T = jnp.where(batch.token_T == NO_TOKEN, newest_T, batch.token_T)
     batch = replace(batch, token_T=jnp.maximum(token_T, 0))
-    whole = follow(weights, kv, batch, draft, axis=axis)
+    whole = kv
     kv, x_TD, statistics = decoder.forward(
         weights,
         whole.of_model,
@@ -155,6 +155,7 @@ def _step(
         backend=backend,
         axis=axis,
     )
+    whole = follow(weights, whole, batch, x_TD, draft, spec=spec, axis=axis)
     last_B = last_token(batch)
     last = Last(
         hidden_BD=x_TD[last_B],

@@ -229,7 +229,8 @@ def _present(checkpoint: Tensors, spec: ModelSpec, layout: Layout) -> list[TreeL
     def repeats(leaf: TreeLeaf) -> bool:
         if leaf.one.same_as is None:
             return False
-        source, original = leaf.one.source, layout.top[leaf.one.same_as].source
+        source, other = leaf.one.source, layout.top.get(leaf.one.same_as)
+        original = leaf.one.same_as if other is None else other.source
         return source not in checkpoint.entries or _equal(checkpoint, source, original)
 
     return [leaf for leaf in tree_leaves(spec, layout) if not repeats(leaf)]

@@ -24,7 +24,7 @@ FAMILIES = tuple(
     sorted(
         module.name
         for module in pkgutil.iter_modules(__path__)
-        if module.name not in ("base", "delta", "experts", "hybrid", "latent", "ssm")
+        if module.name not in ("base", "delta", "experts", "hybrid", "latent", "predictor", "ssm")
     )
 )
 MAX_CONFIG_BYTES = 10_000_000

@@ -74,10 +74,10 @@ class Leaf:
     """Describes one array of the weight tree: its name in the checkpoint (`{layer}` is filled in,
     or `{pair}` and `{half}` where it counts two layers as one) and its description.
 
-    `same_as` names a leaf that this one may repeat: absent or equal in the checkpoint, it is left
-    out of the tree. `part`: it is a part of the tensor only. `num_sources`: it is so many tensors
-    one behind the other, by `{head}`. `num_experts`: a layer has so many of these arrays, by
-    `{expert}` or all in one tensor.
+    `same_as` names a leaf, or a tensor, that this one may repeat: absent or equal in the
+    checkpoint, it is left out of the tree. `part`: it is a part of the tensor only. `num_sources`:
+    it is so many tensors one behind the other, by `{head}`. `num_experts`: a layer has so many of
+    these arrays, by `{expert}` or all in one tensor.
     """
 
     source: str
@@ -103,6 +103,8 @@ class Layout:
 
     `part_of`: the model_type of a model of which this is the text part; its other tensors are not
     loaded. `spellings`: patterns of other names of tensors, and what they are replaced by.
+    `num_predictors`: layers behind the last that predict later tokens, which only
+    `families.predictor` describes.
     """
 
     top: Mapping[str, Leaf] = field(hash=False)
@@ -111,6 +113,7 @@ class Layout:
     part_of: str | None = None
     spellings: tuple[tuple[str, str], ...] = ()
     quantisation: Quantisation | None = None
+    num_predictors: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,13 +237,13 @@ def read_decoder(
     dims = (head_dim, head_dim, value_dim or head_dim)
     layer = _LayerLeaves(made, names, biased, fused_by_head, transposed, dims).of(config)
     top = _top_leaves(made, config, names, biased, max_len)
-    derived = _unread(config, names, num_layers)
+    derived, num_predictors = _unread(config, names, num_layers)
     layers: tuple[Mapping[str, Leaf], ...] = (layer,)
     if experts is not None:
         routed = {name: one for name, one in layer.items() if name.removesuffix("_bias") not in MLP}
         routed |= experts(names.layer, hidden)
         layers = (layer, routed) if has_both else (routed,)
-    return made, Layout(top=top, layers=layers, derived=derived)
+    return made, Layout(top=top, layers=layers, derived=derived, num_predictors=num_predictors)
 
 
 def read_forms(
@@ -277,17 +280,18 @@ def read_forms(
     return whole, replace(layouts[0], layers=tuple(one.layers[0] for one in layouts))
 
 
-def _unread(config: ConfigReader, names: Names, num_layers: int) -> tuple[str, ...]:
-    """Returns patterns of what a checkpoint may have beside the model: rotary tables, and layers
-    behind the last that predict later tokens (arXiv 2412.19437, section 2.2).
+def _unread(config: ConfigReader, names: Names, num_layers: int) -> tuple[tuple[str, ...], int]:
+    """Returns patterns of what a checkpoint may have beside the model, rotary tables, and layers
+    behind the last that predict later tokens (arXiv 2412.19437, section 2.2); and how many of these
+    there are.
     """
-    layer = names.layer.replace(".", r"\.")
+    layer, count = names.layer.replace(".", r"\."), 0
     patterns = [r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"]
     if config.get("num_nextn_predict_layers") not in (None, 0):
         count = config.size("num_nextn_predict_layers", at_most=MAX_LAYERS)
         extra = "|".join(str(num_layers + i) for i in range(count))
         patterns += [layer.format(layer=f"({extra})") + ".*", r"mtp\..*"]
-    return tuple(patterns)
+    return tuple(patterns), count
 
 
 def read_kinds(

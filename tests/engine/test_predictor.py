@@ -1,0 +1,232 @@
+"""With the layer that a checkpoint ships to predict tokens, the tokens are those without it, and
+what it proposes is what its tensors say: transformers' layers in float64, over whole sequences.
+
+Before every step all memory that no request owns is NaN, the hidden states beside pages too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jaxkv.engine.speculation
+import jaxkv.programs.speculation
+from ahead import assert_same, counted, prompts_of
+from families import text_config
+from jaxkv import LLM, BeamSearchParams, SamplingParams
+from jaxkv.errors import CheckpointError
+from jaxkv.testing import blueprint_of, engine_of
+from jaxkv.tools.chips import parse_target
+from jaxkv.tools.deployment import deploy
+from parity import torch
+from poison import poisoned
+from predicting import Reference, make_predicting
+from tiers import some
+from tiny import SMALL, make_checkpoint
+
+__all__ = ["torch"]
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ALLOWED = [5, 7, 9, 11]
+"""With so few tokens some of what is proposed holds, though nobody has trained the layer."""
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, allowed_token_ids=ALLOWED)
+DRAWN = replace(GREEDY, temperature=0.8, top_p=0.95, seed=3)
+NUM_AHEAD = 3
+AHEAD = {
+    "speculative_config": {
+        "method": "mtp",
+        "num_speculative_tokens": NUM_AHEAD,
+        "disable_by_batch_size": SMALL["max_num_seqs"],
+    }
+}
+LEAST_LEAD = 1e-3
+"""Of a token over the next likeliest, below which float32 may choose the other one."""
+
+
+@dataclass
+class Proposed:
+    """Every row's newest token, its position, and what was proposed behind it, in order."""
+
+    found: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+    def note(self, position_B, budget_B, token_BA, count_B, ahead_Bk) -> None:
+        for row in np.flatnonzero((budget_B > 1) & (count_B > 0)):
+            newest = int(token_BA[row, count_B[row] - 1])
+            ahead = ahead_Bk[row, : budget_B[row] - 1].tolist()
+            self.found.append((int(position_B[row]), newest, ahead))
+
+
+PROPOSED = Proposed()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _noted() -> Iterator[None]:
+    """Notes what is proposed, and proposes wherever it may, whatever that costs."""
+    predict_ahead = jaxkv.programs.speculation.predict_ahead
+
+    def noted(weights, kv, fresh, position_B, budget_B, *inputs, **options):
+        kv, ahead_Bk = predict_ahead(weights, kv, fresh, position_B, budget_B, *inputs, **options)
+        newest = (fresh.token_BA, fresh.count_B)
+        jax.debug.callback(PROPOSED.note, position_B, budget_B, *newest, ahead_Bk)
+        return kv, ahead_Bk
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxkv.programs.speculation, "predict_ahead", noted)
+        patch.setattr(jaxkv.engine.speculation, "LEAST_GAIN", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_predicting(tmp_path_factory.mktemp("predictor") / "model", "glm4_moe")
+
+
+@pytest.fixture(scope="module")
+def ahead(model) -> LLM:
+    """With so few pages that rows lose theirs."""
+    few = SMALL | {"num_gpu_blocks_override": 20, "kv_host_bytes": 2**22}
+    return LLM(model, **few, **AHEAD)
+
+
+def sequences(llm: LLM, prompts: list[dict], params: SamplingParams) -> list[list[int]]:
+    with poisoned(engine_of(llm)):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    given = [output.prompt_token_ids for output in outputs]
+    return [
+        [*prompt, *one.token_ids]
+        for prompt, output in zip(given, outputs, strict=True)
+        for one in output.outputs
+    ]
+
+
+def check_proposals(reference: Reference, llm: LLM, prompts: list[dict], **more) -> list[list[int]]:
+    """Generates, and compares all that is proposed meanwhile."""
+    jax.effects_barrier()
+    PROPOSED.found.clear()
+    whole = sequences(llm, prompts, replace(GREEDY, **more))
+    jax.effects_barrier()
+    hidden = [reference.hidden(tokens) for tokens in whole]
+    compared, known = 0, {}
+    for position, newest, ahead in PROPOSED.found:
+        rows = [i for i, tokens in enumerate(whole) if tokens[position : position + 1] == [newest]]
+        fits = []
+        for i in rows:
+            if (key := (tuple(whole[i][: position + 1]), len(ahead))) not in known:
+                known[key] = reference.proposals(
+                    whole[i][: position + 1],
+                    hidden[i][:, : position + 1],
+                    ALLOWED,
+                    len(ahead[:NUM_AHEAD]),
+                )
+            sure = 0
+            while sure < len(known[key]) and known[key][sure][1] > LEAST_LEAD:
+                sure += 1
+            compared += sure
+            fits.append(ahead[:sure] == [token for token, _ in known[key][:sure]])
+        assert any(fits), (position, newest, ahead)
+    assert compared > 30
+    return whole
+
+
+VARIANTS = ["glm4_moe", "deepseek_v3", "glm4_moe_lite"]
+
+
+@pytest.mark.parametrize("variant", some(VARIANTS, "deepseek_v3"))
+def test_proposals_are_what_the_layers_tensors_say(torch, tmp_path, variant):
+    """Of a checkpoint whose copy of the head is another head."""
+    made = make_predicting(tmp_path, variant, own_head=True)
+    llm = LLM(made, **SMALL, **AHEAD)
+    check_proposals(Reference(torch, made), llm, prompts_of(151, 6)[2:])
+    assert counted(llm)["at 1"] > 0
+
+
+def test_pages_are_complete_wherever_those_of_the_model_are(torch, model, ahead):
+    """In chunks, behind loops that proposed nothing, in pages that others have filled, forked or
+    lost, and back from the host.
+    """
+    reference, engine = Reference(torch, model), engine_of(ahead)
+    prompts = prompts_of(151, 6)[2:]
+    whole = check_proposals(reference, ahead, prompts, max_tokens=40)
+    assert engine.scheduler.num_preemptions > 0
+    drawn = sequences(ahead, prompts[1:2], replace(DRAWN, n=3, seed=None, max_tokens=20))
+    beams = ahead.beam_search(prompts[2:3], BeamSearchParams(beam_width=3, max_tokens=12))
+    beams = [one.tokens for output in beams for one in output.sequences]
+    for some_of in (drawn, beams, whole):
+        hits = engine.scheduler.num_found
+        again = [{"prompt_token_ids": tokens[:-2]} for tokens in some_of[:3]]
+        check_proposals(reference, ahead, again, max_tokens=16)
+        assert engine.scheduler.num_found > hits
+    with pytest.MonkeyPatch.context() as patch:
+        turns, wants = iter(range(1000)), engine._speculator.wants
+        every_other = lambda requests: next(turns) % 2 == 0 and wants(requests)  # noqa: E731
+        patch.setattr(engine._speculator, "wants", every_other)
+        check_proposals(reference, ahead, prompts, max_tokens=50)
+
+
+def test_tokens_are_those_without(model, ahead):
+    """Drawn ones too, beside whatever a request asks for, and rows that lose their pages."""
+    plain = LLM(model, **SMALL)
+    prompts = prompts_of(151, 6)
+    assert_same(plain, ahead, prompts, replace(GREEDY, logprobs=3))
+    asked = [replace(DRAWN, seed=seed) for seed in range(5)]
+    asked.append(replace(DRAWN, repetition_penalty=1.3, min_tokens=9, stop_token_ids=[9]))
+    assert_same(plain, ahead, prompts, asked)
+    found = counted(ahead)
+    assert 0 < found["accepted_tokens"] < found["draft_tokens"]
+
+
+def test_memory_is_what_was_planned_and_nothing_compiles_later(model, ahead):
+    engine, blueprint = engine_of(ahead), blueprint_of(ahead)
+    assert blueprint.page_nbytes * blueprint.limits.num_pages == engine.kv.nbytes
+    alone = 3 * (page := SMALL["block_size"] * 2 * 2 * 8 * 4)
+    assert blueprint.page_nbytes == alone + page + 48 * 4
+    assert blueprint.weight_bytes == sum(
+        leaf.nbytes for leaf in jax.tree.leaves((engine.weights, engine.draft))
+    )
+    assert "\ndraft     " in ahead.describe()
+    target = parse_target("v6e:1x1")
+    planned = deploy(model, target, **AHEAD).blueprint.page_nbytes
+    assert planned > deploy(model, target).blueprint.page_nbytes
+    ahead.wait_until_compiled()
+    prompts = prompts_of(151, 4)
+    before = sequences(ahead, prompts, GREEDY)
+    assert engine.programs.num_compiled == engine.programs.num_programs
+    ahead.sleep(level=1)
+    ahead.wake_up()
+    assert sequences(ahead, prompts, GREEDY) == before
+
+
+def test_what_it_cannot_do_is_refused_by_name(tmp_path):
+    def refused(kind: type[Exception], match: str, directory: Path, **options) -> None:
+        with pytest.raises(kind, match=match):
+            LLM(directory, **SMALL | AHEAD | options)
+
+    def without_weights(name: str, variant: str, count: int) -> Path:
+        config = text_config(variant) | {"num_nextn_predict_layers": count}
+        directory = make_checkpoint(tmp_path / name, config)
+        (directory / "model.safetensors").unlink()
+        return directory
+
+    refused(ValueError, "num_nextn_predict_layers", without_weights("none", "glm4_moe", 0))
+    refused(NotImplementedError, "got 2", without_weights("two", "glm4_moe", 2))
+    refused(NotImplementedError, "got dots1", without_weights("other", "dots1", 1))
+    made = make_predicting(tmp_path / "made", "glm4_moe")
+    refused(NotImplementedError, "tensor_parallel_size 2", made, tensor_parallel_size=2)
+    config = AHEAD["speculative_config"] | {"model": str(made)}
+    refused(ValueError, "got 'model'", made, speculative_config=config)
+    tensors = load_file(made / "model.safetensors")
+    join = "model.layers.3.eh_proj.weight"
+    save_file(tensors | {join: tensors[join][:, :48]}, made / "model.safetensors")
+    refused(CheckpointError, r"eh_proj\.weight: expected shape \(48, 96\)", made)
+    del tensors[join]
+    save_file(tensors, made / "model.safetensors")
+    refused(CheckpointError, r"missing tensor model\.layers\.3\.eh_proj\.weight", made)
+    LLM(made, **SMALL)

@@ -1,0 +1,100 @@
+"""Tiny checkpoints with a layer that predicts the token after the next one, and transformers' layers
+put together to that layer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from families import text_config
+from jaxkv.models.families import read_config, read_family
+from jaxkv.models.families.predictor import read_predictor
+from tiny import draw, make_checkpoint, stored
+
+
+def make_predicting(
+    directory: Path, variant: str, *, own_head: bool = False, **changes: Any
+) -> Path:
+    """Writes a checkpoint whose layer behind the last predicts, with the copies of embeddings and
+    head that published files have. own_head: the copy of the head is another head.
+    """
+    make_checkpoint(directory, text_config(variant) | {"num_nextn_predict_layers": 1} | changes)
+    spec, layout = read_family(read_config(directory))
+    rng, tensors = np.random.default_rng(7), load_file(directory / "model.safetensors")
+    for name, shape in stored(*read_predictor(spec, layout)).items():
+        tensors[name] = draw(rng, name, shape)
+    prefix = f"model.layers.{spec.num_layers}"
+    tensors[f"{prefix}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    head = tensors["lm_head.weight"]
+    tensors[f"{prefix}.shared_head.head.weight"] = (
+        draw(rng, "head", head.shape) if own_head else head
+    )
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+class Reference:
+    """The model and its layer that predicts in transformers, in float64, each over a whole sequence
+    at once.
+    """
+
+    def __init__(self, torch: Any, directory: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        def load(config: Any) -> Any:
+            made = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=torch.float64,
+                attn_implementation="eager",
+                experts_implementation="eager",
+            )
+            return made.eval()
+
+        config = AutoConfig.from_pretrained(directory)
+        self._torch, last = torch, config.num_hidden_layers
+        self.model = load(config)
+        config = AutoConfig.from_pretrained(directory)
+        config.num_hidden_layers = last + 1
+        # Its block is in the place of one more layer.
+        self._layer = load(config).model
+        self._layer.layers = self._layer.layers[last:]
+        self._own = {
+            name.removeprefix(f"model.layers.{last}."): torch.from_numpy(x).double()
+            for name, x in load_file(directory / "model.safetensors").items()
+            if name.startswith(f"model.layers.{last}.")
+        }
+        self._layer.norm.weight.copy_(self._own["shared_head.norm.weight"])
+
+    def _norm(self, x: Any, name: str) -> Any:
+        return self._torch.nn.functional.rms_norm(
+            x, x.shape[-1:], self._own[name], self.model.config.rms_norm_eps
+        )
+
+    def hidden(self, tokens: list[int]) -> Any:
+        """[1, T, D]: of the tokens before each, zeros before the first."""
+        found = self.model.model(self._torch.tensor([tokens]), use_cache=False).last_hidden_state
+        return self._torch.cat([self._torch.zeros_like(found[:, :1]), found[:, :-1]], dim=1)
+
+    def proposals(self, tokens: list[int], hidden: Any, allowed: list[int], count: int) -> list:
+        """What is likeliest behind these tokens, and behind that and so on, each with its lead over
+        the next likeliest.
+        """
+        tokens, found = list(tokens), []
+        for _ in range(count):
+            embedded = self.model.model.embed_tokens(self._torch.tensor([tokens]))
+            joined = self._torch.cat(
+                [self._norm(embedded, "enorm.weight"), self._norm(hidden, "hnorm.weight")], dim=-1
+            )
+            x = joined @ self._own["eh_proj.weight"].T
+            last = self._layer(inputs_embeds=x, use_cache=False).last_hidden_state[:, -1:]
+            logits = (last @ self._own["shared_head.head.weight"].T)[0, 0, allowed]
+            best, second = logits.topk(2).values.tolist()
+            tokens.append(allowed[int(logits.argmax())])
+            found.append((tokens[-1], best - second))
+            hidden = self._torch.cat([hidden, last], dim=1)
+        return found
