@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,21 +15,45 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = (
     "false"  # nothing is written to, or comes from, the user's own cache
 )
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    FOLDER = tempfile.TemporaryDirectory(prefix="jaxkv-tests-", ignore_cleanup_errors=True)
+    os.environ["JAXKV_TESTS_FOLDER"] = FOLDER.name  # workers find it here
 # A GPU's threads that wait for each other in Pallas' interpreter each hold one of XLA's: with as many as a
 # small machine has cores, all wait for ever.
 os.environ.setdefault("PJRT_NPROC", "16")
 
 import jax
 import pytest
+from jax._src.lru_cache import _CACHE_SUFFIX, LRUCache
 
+from jaxkv.ops.attention import pallas_tpu
 from jaxkv.programs import compiled
 from jaxkv.programs.compiled import Programs
+from kernels_pallas import tpu
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import CHAT_TEMPLATE, save_tokenizer
 
 # [B] + [T, B] is an error, not a guess. NaN checks stay off: tests poison unused pages with NaN on
 # purpose.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Modules often compile the same text, and so do workers: this run has a cache of its own. Processes that
+# tests start have none.
+jax.config.update("jax_enable_compilation_cache", True)
+jax.config.update("jax_compilation_cache_dir", os.environ["JAXKV_TESTS_FOLDER"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def put_whole(self: LRUCache, key: str, value: bytes) -> None:
+    """Writes an entry beside its place first: jax would let another worker read a part of it."""
+    file, name = tempfile.mkstemp(dir=self.path)
+    with os.fdopen(file, "wb") as part:
+        part.write(value)
+    os.replace(name, self.path / (key + _CACHE_SUFFIX))
+
+
+LRUCache.put = put_whole
 
 COMPILED: dict[object, dict] = {}
 NUM_KEPT = 60
@@ -94,6 +119,20 @@ def quick_compile() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(compiled.COMPILER_OPTIONS, "cpu", options)
         yield
+
+
+@pytest.fixture
+def small_tiles(monkeypatch) -> None:
+    """TPU kernels have tiles that the interpreter compiles and goes over quickly: of one page, so
+    that a row of few tokens has several.
+    """
+
+    def choose(*, layout: tpu.Layout, **_: object) -> tpu.Tiles:
+        return tpu.Tiles(
+            decode_pages=1, decode_heads=layout.joined, prefill_pages=1, prefill_queries=16
+        )
+
+    monkeypatch.setattr(pallas_tpu, "choose_tiles", choose)
 
 
 @pytest.fixture

@@ -16,11 +16,10 @@ from cases import contents, decode, encode
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.layout import HeadMajorLayout, LaneLayout, PageLayout, ScalesApartLayout
 from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
-from jaxkv.ops.attention import Batch, Heads, Place, pallas_tpu
+from jaxkv.ops.attention import Batch, Heads, Place
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
-from kernels_pallas import tpu
 
 L, P = 3, 6
 BACKENDS = {"cpu": Xla(), "gpu": MosaicGpu(), "tpu": PallasTpu(interpret=True)}
@@ -64,18 +63,6 @@ def layout(request) -> PageLayout:
         kind = ScalesApartLayout
     assert type(made) is kind
     return made
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles that the interpreter goes over quickly."""
-
-    def choose(*, layout: tpu.Layout, **_: object) -> tpu.Tiles:
-        return tpu.Tiles(
-            decode_pages=1, decode_heads=layout.joined, prefill_pages=1, prefill_queries=16
-        )
-
-    monkeypatch.setattr(pallas_tpu, "choose_tiles", choose)
 
 
 def heads_of(kv_heads: int, head_dim: int) -> Heads:

@@ -228,7 +228,7 @@ def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> dict:
     }
 
 
-@pytest.mark.usefixtures("quick_compile")  # what is compiled is the interpreter
+@pytest.mark.usefixtures("quick_compile", "small_tiles")  # what is compiled is the interpreter
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
