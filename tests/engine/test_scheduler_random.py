@@ -511,14 +511,14 @@ ENGINES = {
 
 @pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
 def test_every_request_gets_what_it_gets_alone_and_leaves_nothing(config):
-    check(Traffic(config, seed=1), num_steps=1500)
+    check(Traffic(config, seed=1), num_steps=500)
 
 
 @pytest.mark.parametrize("config", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("searches", [0.4, 1.0])
 def test_searches_among_others_find_what_they_find_alone(config, searches):
     traffic = Traffic(config, seed=4, searches=searches)
-    check(traffic, num_steps=1000)
+    check(traffic, num_steps=500)
     assert sum(request.search is not None for request in traffic.finished) > 20
     assert traffic.num_copies > 0 or config.max_num_seqs == 1
 
@@ -537,7 +537,7 @@ def test_requests_that_forget_disturb_nobody_and_hold_what_is_theirs(config, sea
     forgotten.
     """
     traffic = Traffic(config, seed=6, searches=searches, budgets=0.6)
-    check(traffic, num_steps=1500)
+    check(traffic, num_steps=500)
     one = traffic.scheduler
     assert (one.allocators.low.num_used, one.bounded, one.eviction.undone) == (0, set(), {})
     assert one.eviction.outcomes["dropped"] > 100
@@ -560,7 +560,7 @@ WINDOWED = {
 @pytest.mark.parametrize("searches", [0.0, 0.3])
 def test_pages_behind_the_window_go_and_nobody_misses_them(config, searches):
     traffic = Traffic(config, seed=8, searches=searches)
-    check(traffic, num_steps=1500)
+    check(traffic, num_steps=500)
     if config.max_len > config.table_width * config.block_size:
         longest = max(len(request.tokens) for request in traffic.finished)
         assert longest > config.table_width * config.block_size
@@ -657,10 +657,10 @@ def check(traffic: Traffic, *, num_steps: int) -> None:
 
 def test_a_page_of_a_prompt_is_computed_once_however_many_have_it():
     traffic = Traffic(
-        replace(ENGINES["plenty"], num_pages=3000), seed=3
+        replace(ENGINES["plenty"], num_pages=1500), seed=3
     )  # nothing has to leave the cache
     traffic.disturb = lambda arrivals: traffic.expect(traffic.new_requests())
-    traffic.run(200, arrivals=1.0)
+    traffic.run(80, arrivals=1.0)
     assert len(traffic.computed) > 20
     assert set(traffic.computed.values()) == {1}
     assert sum(request.record.num_cached > 0 for request in traffic.finished) > 50
