@@ -35,6 +35,12 @@ CONTEXT = {"decode": 2048, "prefill": 8192}
 LATENT_CONTEXT = {"decode": 4096, "prefill": 8192}
 
 
+POOL_BYTES, FAR_BYTES = 2**28, 2**33
+"""The pool has more than so many: XLA would keep a small one in VMEM, where the kernels' copies of
+pages are loops of loads and stores and no DMAs.
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """One kernel at one shape. heads: query heads, KV heads, head_dim of one device, and of latent
@@ -131,9 +137,8 @@ def lower_case(case: Case) -> Any:
     width = -(-case.context // case.page_size)
     num_pages = case.batch * width + 1
     page_shape = (layout.rows, case.page_size, layout.width)
-    num_layers = 1 + (
-        2**33 // (num_pages * math.prod(page_shape) * case.bits // 8) if case.far else 0
-    )
+    layer_bytes = num_pages * math.prod(page_shape) * case.bits // 8
+    num_layers = 1 + (FAR_BYTES if case.far else POOL_BYTES) // layer_bytes
     num_tokens = case.batch if decodes else case.queries
     num_decode, num_rows = jnp.int32(case.batch if decodes else 0), jnp.int32(case.batch)
 

@@ -26,9 +26,10 @@ VMEM_BYTES = 60 << 20
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Static:
     """Holds what is known when compiling. packing: None for pages of floats; dtype: of matmuls'
-    inputs; num_pages: of one layer; per_row: queries that meet a row of heads; block: pages; heads:
-    rows of heads that decode works on without a loop; queries: tokens of a prefill block; rows:
-    queries that are worked on at once; the rest: `attention`.
+    inputs; num_pages: of one layer; per_row: queries that meet a row of heads, where that is two
+    heads the first one's before the second one's; block: pages; heads: rows of heads that decode
+    works on without a loop; queries: tokens of a prefill block; rows: queries that are worked on at
+    once; the rest: `attention`.
     """
 
     layout: Layout
@@ -213,10 +214,7 @@ def columns(
     found = of_heads(0)
     if per_row == 2:
         shape = (static.rows, found[0].shape[1])
-        query = jax.lax.rem(
-            jax.lax.broadcasted_iota(jnp.int32, shape, 0), jnp.int32(static.per_row)
-        )
-        is_first = query < static.per_row // 2
+        is_first = jax.lax.broadcasted_iota(jnp.int32, shape, 0) < static.per_row // 2
         found = [jnp.where(is_first, x, y) for x, y in zip(found, of_heads(1), strict=True)]
     return Columns(found[0], found[1] if len(found) > 1 else None)
 

@@ -5,6 +5,7 @@ pages fetched one block ahead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from kernels_pallas.tpu.block import (
     dot,
     elements,
     scores,
+    shifted,
     start_all,
     wait_all,
     weights,
@@ -36,6 +38,7 @@ from kernels_pallas.tpu.block import (
 from kernels_pallas.tpu.checks import compiler_params
 from kernels_pallas.tpu.layout import LANES
 from kernels_pallas.tpu.schedule import Schedule
+from kernels_pallas.tpu.tiles import TILE
 
 CHUNK = 64
 """Query rows, at most, whose scores are worked on together."""
@@ -74,24 +77,28 @@ class Scalars(NamedTuple):
 class Operands(NamedTuple):
     """Holds what is read: tables in HBM, None where scalar memory has them, queries in HBM, which
     of its tokens a row of queries is, sinks, and the pools in HBM.
+
+    q_TX: a token's queries side by side in its lanes, as XLA gathers whole tokens. Rows of queries
+    R are an item's tokens for one query after the other: whole registers of both.
     """
 
     tables: Any
-    q_JRX: Any
+    q_TX: Any
     offset_RL: Any
     sinks_JRL: Any
     pools: PerPool
 
 
 class Scratch(NamedTuple):
-    """Holds two blocks of pages; the queries of two items; the running softmax: its max, sum and
-    accumulator; the result on its way out; how many blocks were attended; scores and weights of two
-    rows of heads; distances of slots from queries; semaphores; and, where tables are streamed,
-    those of two items' rows and their semaphores.
+    """Holds two blocks of pages; an item's queries as they are fetched, and as rows; the running
+    softmax: its max, sum and accumulator; the result on its way out; how many blocks were attended;
+    scores and weights of two rows of heads; distances of slots from queries; semaphores; and, where
+    tables are streamed, those of two items' rows and their semaphores.
     """
 
     blocks: PerPool
     query: Any
+    q_JRX: Any
     max_JRL: Any
     sum_JRL: Any
     acc_JRX: Any
@@ -108,7 +115,7 @@ class Scratch(NamedTuple):
 
 
 def _kernel(
-    static: Static, scalars: Scalars, given: Operands, out_JRX: Any, scratch: Scratch
+    static: Static, scalars: Scalars, given: Operands, out_TX: Any, scratch: Scratch
 ) -> None:
     num, base, slot_I, low_I = scalars.num, scalars.base, scalars.slot_I, scalars.low_I
     table_I, query_I, high_I = scalars.table_I, scalars.query_I, scalars.high_I
@@ -116,11 +123,12 @@ def _kernel(
     tables = given.tables if static.streamed else scalars.tables
     query, result, sent, queried = scratch.query, scratch.result, scratch.sent, scratch.queried
     max_JRL, sum_JRL, acc_JRX = scratch.max_JRL, scratch.sum_JRL, scratch.acc_JRX
+    q_JRX = scratch.q_JRX
     blocks, fetched, steps = scratch.blocks, scratch.fetched, scratch.steps
     distance_RS = scratch.distance_RS
     layout, size, slots = static.layout, static.page_size, static.slots
-    num_rows = query.shape[2]
-    per_token = num_rows // static.queries
+    num_rows = static.rows
+    per_row = num_rows // static.queries
     chunk = max(rows for rows in range(16, CHUNK + 1, 16) if num_rows % rows == 0)
 
     def ask(item: jax.Array) -> list[Any]:
@@ -134,31 +142,39 @@ def _kernel(
             for x, y in copies
         ]
 
-    def page_of(item: jax.Array, page: jax.Array, *, first: bool = False) -> jax.Array:
-        """Reads the id of a page of the item's row, or its first position."""
+    def of_pages(item: jax.Array, *, first: bool = False) -> Callable[[jax.Array], jax.Array]:
+        """Reads ids of the item's row's pages, or their first positions, by their place in it."""
         known = held if static.streamed else tables
         ref = known.first if first else known.table
         if static.streamed:
-            return ref[jax.lax.rem(item, jnp.int32(2)), 0, page]
-        return ref[table_I[item] + page]
+            slot = jax.lax.rem(item, jnp.int32(2))
+            return lambda place: ref[slot, 0, place]
+        start = table_I[item]
+        return lambda place: ref[start + place]
 
-    def rows_of(item: jax.Array) -> Any:
-        return pl.ds(pl.multiple_of(query_I[item] * per_token, 16), num_rows)
+    def tokens_of(item: jax.Array) -> Any:
+        return pl.ds(pl.multiple_of(query_I[item], TILE), static.queries)
+
+    def places_of(j: int, width: int) -> list[tuple[slice, slice]]:
+        """Lists rows of row `j` of heads, and which lanes of their tokens are theirs."""
+        rows = (i * static.queries for i in range(per_row))
+        lanes = ((j * per_row + i) * width for i in range(per_row))
+        return [
+            (slice(row, row + static.queries), slice(lane, lane + width))
+            for row, lane in zip(rows, lanes, strict=True)
+        ]
 
     def fetch_queries(item: jax.Array) -> Any:
-        slot = jax.lax.rem(item, jnp.int32(2))
-        return pltpu.make_async_copy(
-            given.q_JRX.at[:, rows_of(item)], query.at[slot], queried.at[slot]
-        )
+        return pltpu.make_async_copy(given.q_TX.at[tokens_of(item)], query, queried)
 
     def send(item: jax.Array) -> Any:
-        return pltpu.make_async_copy(result, out_JRX.at[:, rows_of(item)], sent)
+        return pltpu.make_async_copy(result, out_TX.at[tokens_of(item)], sent)
 
-    def fetch_page(item: jax.Array, number: jax.Array, i: int, slot: jax.Array) -> list[Any]:
-        page = base[0] + page_of(item, div(low_I[item], size) + number * static.block + i)
+    def fetch_page(page: jax.Array, i: int, slot: jax.Array) -> list[Any]:
         parts = zip(given.pools.each(), blocks.each(), fetched.each(), strict=True)
+        layer = pl.ds(base[0], static.num_pages)
         return [
-            pltpu.make_async_copy(pool.at[page], part.at[slot, i], done.at[slot])
+            pltpu.make_async_copy(pool.at[layer].at[page], part.at[slot, i], done.at[slot])
             for pool, part, done in parts
         ]
 
@@ -166,19 +182,21 @@ def _kernel(
         return jnp.clip(high_I[item] - low_I[item] - number * slots, 0, slots)
 
     def fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
+        # Read once: between two DMAs the compiler would read it again.
+        page, high = of_pages(item), num_slots(item, number)
+        begin = shifted(low_I[item], size) + number * static.block
         for i in range(static.block):
-            copies = fetch_page(
-                item, number, i, slot
-            )  # not inside: scalars are read beside what comes before
-            pl.when(i * size < num_slots(item, number))(partial(start_all, copies))
+            # Not inside: what scalars say is read beside what comes before.
+            copies = fetch_page(page(begin + i), i, slot)
+            pl.when(i * size < high)(partial(start_all, copies))
 
     def await_fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
-        pages_fetched = div(num_slots(item, number) + size - 1, size)
+        pages_fetched = shifted(num_slots(item, number) + size - 1, size)
         if static.wait_by_page:
 
             @pl.loop(0, pages_fetched)
             def _(_: jax.Array) -> None:
-                wait_all(fetch_page(item, number, 0, slot))
+                wait_all(fetch_page(jnp.int32(0), 0, slot))
 
             return
         for part, done in zip(blocks.each(), fetched.each(), strict=True):
@@ -191,7 +209,7 @@ def _kernel(
         """
         high = num_slots(item, number)
 
-        @pl.loop(div(high, size), static.block)
+        @pl.loop(shifted(high, size), static.block)
         def _(i: jax.Array) -> None:
             rows = pl.ds(layout.values, layout.value_rows)
             values = blocks.pages[slot, i, rows]
@@ -205,10 +223,11 @@ def _kernel(
         if not static.windowed:
             return mask
         # Slot of a block to position: its page's first position, less its page's first slot.
+        position = of_pages(item, first=True)
         shift = jnp.zeros((1, slots), jnp.int32)
         page = div(jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1), size)
         for i in range(static.block):
-            of_page = page_of(item, div(begin, size) + i, first=True) - i * size
+            of_page = position(shifted(begin, size) + i) - i * size
             shift = jnp.where(page == i, of_page, shift)
         return mask & (distance + shift >= lowest_I[item])
 
@@ -221,7 +240,7 @@ def _kernel(
         held_1S = jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1) < num_slots(item, number)
         for j in range(layout.joined):
             scores_RS, weights_RS = scratch.scores[j % 2], scratch.weights[j % 2]
-            s = scores(query[jax.lax.rem(item, jnp.int32(2)), j], block, HeadRow(0, j), static)
+            s = scores(q_JRX[j], block, HeadRow(0, j), static)
             scores_RS[...] = jnp.where(seen(item, number), s, MASKED) if masked else s
             of_values = columns(
                 block, HeadRow(0, j), static, of_values=True, held_1S=held_1S if masked else None
@@ -268,7 +287,7 @@ def _kernel(
         begin = low_I[item] + number * slots
         whole = begin + slots <= slot_I[item] + 1
         if static.windowed:
-            begins_at = page_of(item, div(begin, size), first=True)
+            begins_at = of_pages(item, first=True)(shifted(begin, size))
             whole &= begins_at >= lowest_I[item] + static.queries - 1
         pl.when(whole)(lambda: attend(item, number, slot, masked=False))
         pl.when(jnp.logical_not(whole))(lambda: attend(item, number, slot, masked=True))
@@ -289,6 +308,12 @@ def _kernel(
     @pl.loop(0, num[0])
     def _(item: jax.Array) -> None:
         fetch_queries(item).wait()
+        for j in range(layout.joined):
+            for rows, lanes in places_of(j, layout.key_width):
+                q_JRX[j, rows] = query[:, lanes]
+        max_JRL[...] = given.sinks_JRL[...] if static.sinks else jnp.full_like(max_JRL, MASKED)
+        sum_JRL[...] = jnp.full_like(sum_JRL, 1.0 / LANES if static.sinks else 0.0)
+        acc_JRX[...] = jnp.zeros_like(acc_JRX)
         if static.streamed:
 
             @pl.when(item + 1 < num[0])
@@ -297,16 +322,15 @@ def _kernel(
                     copy.start()
 
         pl.when(item + 1 < num[0])(lambda: fetch_queries(item + 1).start())
-        max_JRL[...] = given.sinks_JRL[...] if static.sinks else jnp.full_like(max_JRL, MASKED)
-        sum_JRL[...] = jnp.full_like(sum_JRL, 1.0 / LANES if static.sinks else 0.0)
-        acc_JRX[...] = jnp.zeros_like(acc_JRX)
         num_blocks = div(high_I[item] - low_I[item] + slots - 1, slots)
         pl.loop(0, num_blocks)(lambda number: run_block(item, number, num_blocks))
         # Blocks run past their chunk into the next one, whose own result has to come later.
         pl.when(item > 0)(lambda: send(item - 1).wait())
         for j in range(layout.joined):
             total = jnp.sum(sum_JRL[j], axis=1, keepdims=True)
-            result[j] = (acc_JRX[j] / total).astype(result.dtype)
+            found = (acc_JRX[j] / total).astype(result.dtype)
+            for rows, lanes in places_of(j, layout.out_width):
+                result[:, lanes] = found[rows]
         send(item).start()
 
     @pl.when(num[0] > 0)
@@ -338,18 +362,19 @@ def prefill(
     items = schedule.prefill
     if items is None:
         raise ValueError("expected a schedule that was made with decode_only=False")
-    _, joined, per_row, width = q_TJMX.shape
+    num_tokens, joined, per_row, width = q_TJMX.shape
     num_rows, out_width = static.queries * per_row, static.layout.out_width
-    static = replace(static, rows=num_rows)
-    q_JRX = q_TJMX[items.token].transpose(1, 0, 2, 3).reshape(joined, -1, width)
-    offset_R1 = jnp.repeat(jnp.arange(static.queries, dtype=jnp.int32), per_row)[:, None]
+    static = replace(static, rows=num_rows, per_row=num_rows)
+    q_TX = q_TJMX.reshape(num_tokens, -1)[items.token]
+    offset_R1 = jnp.tile(jnp.arange(static.queries, dtype=jnp.int32), per_row)[:, None]
     lanes = (joined, num_rows, LANES)
+    out_lanes = joined * per_row * out_width
     small = (1, 8, LANES)
     if sinks_JM is None:
         sinks_JRL = jnp.zeros(small, jnp.float32)
     else:
         sinks_JRL = jnp.broadcast_to(
-            jnp.tile(sinks_JM * LOG2E, (1, static.queries))[:, :, None], lanes
+            jnp.repeat(sinks_JM * LOG2E, static.queries, axis=1)[:, :, None], lanes
         )
     tables = Tables(schedule.table, schedule.first)
     scalars = Scalars(
@@ -365,7 +390,7 @@ def prefill(
     )
     given = Operands(
         tables=tables if static.streamed else None,
-        q_JRX=q_JRX,
+        q_TX=q_TX,
         offset_RL=jnp.broadcast_to(offset_R1, (num_rows, LANES)),
         sinks_JRL=sinks_JRL,
         pools=pools,
@@ -373,7 +398,7 @@ def prefill(
     in_vmem, in_hbm = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
     dma = pltpu.SemaphoreType.DMA
     running = pltpu.VMEM(lanes, jnp.float32)
-    (out_JRX,) = pl.pallas_call(
+    (out_TX,) = pl.pallas_call(
         partial(_kernel, static),
         name="paged_prefill",
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -381,7 +406,7 @@ def prefill(
             in_specs=[
                 Operands(
                     tables=jax.tree.map(lambda _: in_hbm, given.tables),
-                    q_JRX=in_hbm,
+                    q_TX=in_hbm,
                     offset_RL=in_vmem,
                     sinks_JRL=in_vmem,
                     pools=jax.tree.map(lambda _: in_hbm, pools),
@@ -394,16 +419,17 @@ def prefill(
                         lambda pool: pltpu.VMEM((2, static.block, *pool.shape[1:]), pool.dtype),
                         pools,
                     ),
-                    query=pltpu.VMEM((2, joined, num_rows, width), static.dtype),
+                    query=pltpu.VMEM((static.queries, q_TX.shape[1]), static.dtype),
+                    q_JRX=pltpu.VMEM((joined, num_rows, width), static.dtype),
                     max_JRL=running,
                     sum_JRL=running,
                     acc_JRX=pltpu.VMEM((joined, num_rows, out_width), jnp.float32),
-                    result=pltpu.VMEM((joined, num_rows, out_width), out_dtype),
+                    result=pltpu.VMEM((static.queries, out_lanes), out_dtype),
                     steps=pltpu.SMEM((1,), jnp.int32),
                     scores=(pltpu.VMEM((num_rows, static.slots), jnp.float32),) * 2,
                     weights=(pltpu.VMEM((num_rows, static.slots), static.dtype),) * 2,
                     distance_RS=pltpu.VMEM((num_rows, static.slots), jnp.int32),
-                    queried=dma((2,)),
+                    queried=dma,
                     sent=dma,
                     fetched=jax.tree.map(lambda _: dma((2,)), pools),
                     held=jax.tree.map(
@@ -413,9 +439,8 @@ def prefill(
                 )
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct((*q_JRX.shape[:2], out_width), out_dtype)],
+        out_shape=[jax.ShapeDtypeStruct((len(q_TX), out_lanes), out_dtype)],
         compiler_params=compiler_params(vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
     )(scalars, given)
-    out_RJMX = out_JRX.reshape(joined, -1, per_row, out_width).transpose(1, 0, 2, 3)
-    return out_RJMX[items.where]
+    return out_TX[items.where].reshape(num_tokens, joined, per_row, out_width)

@@ -38,7 +38,11 @@ class Scalars(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Holds each item's new tile, and the pools, which the kernel reads as its results."""
+    """Holds each item's new tile, and the pools, which the kernel reads as its results.
+
+    Where pages are of floats a new tile is [slots, C*X], all rows of a page side by side, as XLA
+    gathers whole tokens; where they are packed it is as in a page.
+    """
 
     new: PerPool
     pools: PerPool
@@ -111,9 +115,12 @@ def _kernel(
         slot = jax.lax.rem(item, jnp.int32(SLOTS))
         old, new = scratch.old.pages, scratch.new.pages
         if packing is None:
-            place = jax.lax.broadcasted_iota(jnp.int32, old.shape[1:], 1)
+            width = old.shape[3]
+            place = jax.lax.broadcasted_iota(jnp.int32, old.shape[2:], 0)
             written_here = (place >= low_I[item]) & (place < high_I[item])
-            old[slot] = jnp.where(written_here, new[slot], old[slot])
+            for row in range(old.shape[1]):
+                of_row = new[slot, :, pl.ds(row * width, width)]
+                old[slot, row] = jnp.where(written_here, of_row, old[slot, row])
         else:
             bits = packing.mask(old.shape[1:], low_I[item], high_I[item])
             old[slot] = (old[slot] & ~bits) | (new[slot] & bits)
@@ -143,31 +150,35 @@ def write(
     new_T: [T, C, X] in the dtype of the pages; packed, numbers [T, C, X] int8 and words [T, words,
     K] int32, whose items are whole pages. base [1]: the layer's first row in the pools.
     """
-    new_ICSX = new_T.pages[items.token].transpose(0, 2, 1, 3)
-    new, page_size = PerPool(new_ICSX, None), new_ICSX.shape[2]
-    if packing is not None:
+    num_tokens, num_rows, width = new_T.pages.shape
+    num_items, tile_size = items.token.shape
+    if packing is None:
+        new = PerPool(new_T.pages.reshape(num_tokens, num_rows * width)[items.token], None)
+    else:
         of_page = new_T.scales[items.token].transpose(0, 2, 3, 1)
         new = PerPool(
-            packing.pack_values(new_ICSX),
-            to_width(of_page.reshape(len(of_page), 1, -1), pools.scales.shape[2]),
+            packing.pack_values(new_T.pages[items.token].transpose(0, 2, 1, 3)),
+            to_width(of_page.reshape(num_items, 1, -1), pools.scales.shape[2]),
         )
     scalars = Scalars(items.num, items.page, items.offset, items.low, items.high, base)
     given = Operands(new, pools)
-    tiles = jax.tree.map(
-        lambda new, pool: pltpu.VMEM((SLOTS, *new.shape[1:]), pool.dtype), new, pools
-    )
+    new_tiles = jax.tree.map(lambda x: pltpu.VMEM((SLOTS, *x.shape[1:]), x.dtype), new)
+    old_tiles = new_tiles
+    if packing is None:
+        page_tile = (SLOTS, num_rows, tile_size, width)
+        old_tiles = PerPool(pltpu.VMEM(page_tile, pools.pages.dtype), None)
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     done = jax.tree.map(lambda _: pltpu.SemaphoreType.DMA((SLOTS,)), pools)
     # The pools come last among operands.
     before = len(jax.tree.leaves((scalars, given))) - len(pools.each())
     (pools_after,) = pl.pallas_call(
-        partial(_kernel, packing, page_size),
+        partial(_kernel, packing, tile_size),
         name="paged_write",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             in_specs=[jax.tree.map(lambda _: in_hbm, given)],
             out_specs=[jax.tree.map(lambda _: in_hbm, pools)],
-            scratch_shapes=[Scratch(tiles, tiles, done, done)],
+            scratch_shapes=[Scratch(old_tiles, new_tiles, done, done)],
         ),
         out_shape=[jax.tree.map(lambda pool: jax.ShapeDtypeStruct(pool.shape, pool.dtype), pools)],
         input_output_aliases={before + i: i for i in range(len(pools.each()))},
