@@ -121,6 +121,16 @@ def quick_compile() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def one_loop() -> Iterator[None]:
+    """Engines have one decode loop, for all of their rows, where users' have one for few rows too:
+    no program takes longer to compile. For tests of engines whose rows are few and come and go.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "row_buckets", lambda max_num_seqs: (max(2, max_num_seqs),))
+        yield
+
+
 @pytest.fixture
 def small_tiles(monkeypatch) -> None:
     """TPU kernels have tiles that the interpreter compiles and goes over quickly: of one page, so

@@ -22,7 +22,7 @@ from poison import poisoned
 from tiers import some
 from tiny import SMALL, VARIANTS, make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 DRAWN = replace(GREEDY, temperature=0.8, top_p=0.95, seed=3)

@@ -17,7 +17,7 @@ from jaxkv.testing import config_of, engine_of
 from poison import poisoned
 from tiny import make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "one_loop")
 
 WINDOW, SIZE, CHUNK = 64, 16, 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
