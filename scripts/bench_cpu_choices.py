@@ -2,7 +2,7 @@
 measured in this run.
 
     python scripts/bench_cpu_choices.py
-    python scripts/bench_cpu_choices.py --only few_rows
+    python scripts/bench_cpu_choices.py --only few_rows per_layer
 
 Medians of several calls, in milliseconds; on a shared machine read ratios.
 """
@@ -10,23 +10,29 @@ Medians of several calls, in milliseconds; on a shared machine read ratios.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_models import make_checkpoint
 
+from jaxkv import SamplingParams, functional
 from jaxkv.config import bfloat16_as_bits
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Store
 from jaxkv.ops.attention import Batch, Place, sweep, xla
-from jaxkv.ops.layers import linear
-from jaxkv.ops.matrices import Matrix, Packed, dot
+from jaxkv.ops.layers import linear, rows_of_pieces
+from jaxkv.ops.matrices import Matrix, Packed, PerLayer, dot
+from jaxkv.programs.layer_arrays import LayerArrays
 
 
 def median_ms(f: Callable[..., Any], *args: Any, calls: int = 15) -> float:
@@ -101,8 +107,8 @@ def few_rows(rounds: int = 15) -> None:
     CPU milliseconds, and whether a row gets the bits that it gets among 512.
     """
     print(
-        "\n12 x 768 x 2048, few rows, CPU ms by turns: as the engine does it / a leaf per layer "
-        "behind lax.switch / weight as the left operand / that in float32 / int8_dynamic"
+        "\n12 x 768 x 2048, few rows, CPU ms by turns: out of the stack / an array per layer, as "
+        "engines do it in bfloat16 / weight as the left operand / that in float32 / int8_dynamic"
     )
     num_layers, shape = 12, (2048, 768)
     drawn = 0.03 * jax.random.normal(jax.random.key(0), (num_layers, *shape))
@@ -117,10 +123,6 @@ def few_rows(rounds: int = 15) -> None:
 
         return jax.lax.map(piece, jnp.arange(2)).reshape(shape[0], -1).T
 
-    def behind_switch(x_TD: jax.Array, leaves: list[jax.Array], layer: jax.Array) -> jax.Array:
-        branches = [partial(lambda w_FD, x_TD: linear(x_TD, Matrix(w_FD)), one) for one in leaves]
-        return jax.lax.switch(layer, branches, x_TD)
-
     def dynamic(x_TD: jax.Array, w: tuple[jax.Array, jax.Array], layer: jax.Array) -> jax.Array:
         w_GFC, scales_GF = w
         dtype = np.dtype(jnp.bfloat16)
@@ -132,12 +134,13 @@ def few_rows(rounds: int = 15) -> None:
 
     for dtype in (jnp.bfloat16, jnp.float32):
         stack = drawn.astype(dtype)
-        leaves = [jnp.array(one) for one in stack]
+        rows_of = rows_of_pieces(Matrix(stack))
+        arrays = PerLayer(tuple(tuple(jnp.array(w[a:b]) for a, b in rows_of) for w in stack))
         if dtype == jnp.bfloat16 and bfloat16_as_bits("cpu"):
             stack = jax.lax.bitcast_convert_type(stack, jnp.uint16)
         forms: dict[str, tuple[Callable[..., jax.Array], Any]] = {
-            "now": (lambda x_TD, stack, i: linear(x_TD, Matrix(stack, i)), stack),
-            "switch": (behind_switch, leaves),
+            "stack": (lambda x_TD, stack, i: linear(x_TD, Matrix(stack, i)), stack),
+            "per layer": (lambda x_TD, arrays, i: linear(x_TD, Matrix(arrays, i)), arrays),
             "left": (partial(left, dtype), stack),
         }
         if dtype == jnp.bfloat16:
@@ -159,6 +162,50 @@ def few_rows(rounds: int = 15) -> None:
                     cells[name] = "same" if is_same else "other"
             shown = [f"{median(of[1:]):6.1f} {cells[name]}" for name, of in spent.items()]
             print(f"  {jnp.dtype(dtype).name:9s} {rows:3d} rows  {'   '.join(shown)}", flush=True)
+
+
+def per_layer(rounds: int = 9) -> None:
+    """Whole steps of the 110M shape with the layers' matrices in stacks, and each as an array of
+    its own that lies there, as engines have them.
+    """
+    print("\n110M shape, bfloat16, by turns, CPU / wall ms of a step: stacks / arrays per layer")
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_checkpoint(Path(folder) / "model", "110m", seed=0)
+        stacked = functional.load(path, dtype="bfloat16", skip_tokenizer_init=True)
+        models = [stacked, replace(stacked, weights=LayerArrays().of(stacked.weights))]
+        for rows, prompt_len, num_steps in ((1, 32, 16), (8, 32, 16), (32, 32, 8), (1, 512, 0)):
+            ids = np.random.default_rng(0).integers(3, 32_000, (rows, prompt_len))
+            sizes = {"num_pages": rows * 36, "num_rows": rows, "max_num_batched_tokens": 512}
+            states = [functional.empty(model, **sizes) for model in models]
+            spent: list[list[tuple[float, float]]] = [[], []]
+            results: list[Any] = [None, None]
+            for turn in range(rounds + 1):
+                for i in (0, 1) if turn % 2 else (1, 0):
+                    kv, model = states[i], models[i]
+                    for row in range(rows):
+                        kv = functional.rewind(kv, row, 0)
+                    begun = time.process_time(), time.perf_counter()
+                    kv, logits = functional.prefill(model, kv, ids)
+                    results[i] = np.asarray(logits)
+                    if num_steps:
+                        next_B = results[i].argmax(axis=1)
+                        begun = time.process_time(), time.perf_counter()
+                        kv, results[i] = functional.decode(model, kv, next_B, num_steps, ON)
+                    ended = time.process_time(), time.perf_counter()
+                    states[i] = kv
+                    spent[i].append((ended[0] - begun[0], ended[1] - begun[1]))
+            per = max(num_steps, 1)
+            cells = [
+                " / ".join(f"{ms:7.1f}" for ms in np.median(one[1:], axis=0) * 1e3 / per)
+                for one in spent
+            ]
+            ratio = median(x[0] / y[0] for x, y in zip(*(one[1:] for one in spent), strict=True))
+            is_same = "same" if np.array_equal(*results) else "other"
+            what = f"decode {rows:2d} rows" if num_steps else "prefill of 512"
+            print(f"  {what}  {cells[0]}   {cells[1]}   CPU {ratio:.2f} times, {is_same} values")
+
+
+ON = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
 def decode_attention() -> None:
@@ -207,7 +254,7 @@ def decode_attention() -> None:
     sweep.BLOCK = default
 
 
-PARTS = (matmul_layouts, layer_forms, few_rows, decode_attention)
+PARTS = (matmul_layouts, layer_forms, few_rows, per_layer, decode_attention)
 
 
 if __name__ == "__main__":
