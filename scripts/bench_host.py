@@ -47,6 +47,7 @@ from jaxkv.programs.buckets import row_buckets, token_buckets
 from jaxkv.programs.step import Newest
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.request import Submission
+from jaxkv.weights.tree import Weights
 
 TARGET_US = {"p50": 150, "p99": 500}
 PARTS = ("plan", "inputs", "outputs")
@@ -64,7 +65,7 @@ class Clock:
 
 
 class StubPrograms:
-    """`aot.Programs` whose steps and loops sample random tokens at once and leave the KV state
+    """`Programs` whose steps and loops sample random tokens at once and leave the KV state
     alone.
     """
 
@@ -85,6 +86,9 @@ class StubPrograms:
 
     def num_step_rows(self, num_tokens: int) -> int:
         return min(self._max_rows, num_tokens)
+
+    def given(self, weights: Weights, num_tokens: int) -> Weights:
+        return weights
 
     def step(self, num_tokens: int) -> Callable[..., tuple]:
         def run(_weights: Any, kv: PagedKV, _newest: Newest, _batch: Any) -> tuple:
