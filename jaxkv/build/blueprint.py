@@ -103,6 +103,8 @@ class Blueprint:
         pages at least.
         """
         asked = self.spec.attention
+        if "embed" not in self.layout.top:  # a layer that predicts, which text alone does not run
+            return False
         if asked.cap or asked.has_sinks:  # where an offset of all scores changes the softmax
             return False
         if self.spec.num_kinds > 1:  # no stack has the keys of all layers
