@@ -493,10 +493,10 @@ class Programs:
             taken.append(self._sampling_for(size))
         if kind in ("loop", "speculate"):
             taken.append(self._weights)
+        elif kind == "step":
+            taken.append(body_of(self._weights))
         if kind in ("speculate", "text"):
             taken.append(self._text)
-        if kind == "step":
-            taken.append(body_of(self._weights))
         if kind in ("draw", "scores"):
             taken.append(head_of(self._weights))
         elif kind == "pool":

@@ -101,7 +101,6 @@ def draw_ahead(
     sampling: as of the next token. recent_nB: as in `sample`.
     """
     num_rows = token_B.shape[0]
-    quiet = replace(sampling, logprobs_B=jnp.zeros_like(sampling.logprobs_B))
 
     def draw(carry: tuple) -> tuple:
         i, own, token_B, ahead_Bk = carry
@@ -111,15 +110,31 @@ def draw_ahead(
             draft_of(weights), own, batch, spec=draft.spec, backend=draft.backend, axis=axis
         )
         logits_BV = decoder.logits(draft_of(weights), x_BD, spec=draft.spec, axis=axis)
-        now = replace(quiet, min_left_B=jnp.maximum(sampling.min_left_B - i, 0))
-        recent = jnp.concatenate([recent_nB, ahead_Bk.T])
-        found = sample(logits_BV, now, position_B + 1 + i, recent, num_logprobs=1)
-        return i + 1, own, found.token_B, ahead_Bk.at[:, i].set(found.token_B, mode="drop")
+        token_B = _drawn(logits_BV, sampling, position_B, recent_nB, ahead_Bk, i)
+        return i + 1, own, token_B, ahead_Bk.at[:, i].set(token_B, mode="drop")
 
     none_Bk = jnp.full((num_rows, num_tokens), NO_TOKEN, jnp.int32)
     carry = (jnp.int32(0), kv.of_draft, token_B, none_Bk)
     _, own, _, ahead_Bk = jax.lax.while_loop(lambda x: x[0] < jnp.max(count_B), draw, carry)
     return kv.with_draft(own), ahead_Bk
+
+
+def _drawn(
+    logits_BV: jax.Array,
+    sampling: Sampling,
+    position_B: jax.Array,
+    recent_nB: jax.Array,
+    ahead_Bk: jax.Array,
+    i: jax.Array | int,
+) -> jax.Array:
+    """Draws the token i + 1 behind each row's newest one, which is at `position`."""
+    now = replace(
+        sampling,
+        logprobs_B=jnp.zeros_like(sampling.logprobs_B),
+        min_left_B=jnp.maximum(sampling.min_left_B - i, 0),
+    )
+    recent = jnp.concatenate([recent_nB, ahead_Bk.T])
+    return sample(logits_BV, now, position_B + 1 + i, recent, num_logprobs=1).token_B
 
 
 @pytree
@@ -200,15 +215,12 @@ def predict_ahead(
     in place of the model's. What it stores of such tokens is replaced when they are `fresh`.
     """
     own, x_BD = catch_up(weights, kv, fresh, position_B, budget_B, draft=draft, axis=axis)
-    quiet = replace(sampling, logprobs_B=jnp.zeros_like(sampling.logprobs_B))
     shared = with_shared(draft_of(weights), weights)
 
     def drawn(x_BD: jax.Array, i: jax.Array | int, ahead_Bk: jax.Array) -> jax.Array:
         logits_BV = decoder.logits(shared, x_BD, spec=draft.spec, axis=axis)
-        now = replace(quiet, min_left_B=jnp.maximum(sampling.min_left_B - i, 0))
-        recent = jnp.concatenate([recent_nB, ahead_Bk.T])
-        found = sample(logits_BV, now, position_B + 1 + i, recent, num_logprobs=1)
-        return ahead_Bk.at[:, i].set(found.token_B)
+        token_B = _drawn(logits_BV, sampling, position_B, recent_nB, ahead_Bk, i)
+        return ahead_Bk.at[:, i].set(token_B)
 
     def draw(carry: tuple) -> tuple:
         i, own, x_BD, ahead_Bk = carry

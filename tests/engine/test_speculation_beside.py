@@ -5,59 +5,20 @@ engine does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-import jaxkv.engine.speculation
 from adapters import make_adapter
-from jaxkv import LLM, AsyncLLM, LoRARequest, RequestOutput, SamplingParams
-from jaxkv.testing import engine_of
+from jaxkv import LLM, AsyncLLM, LoRARequest
+from speculating import DRAWN, FEW, ahead_of, num_accepted, prompts_of, proposes_always, tokens_of
 from tiny import SMALL
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
+__all__ = ["proposes_always"]
+
+pytestmark = pytest.mark.usefixtures("proposes_always")
+
 OPTIONS = SMALL | {"enable_lora": True, "max_loras": 2, "skip_tokenizer_init": False}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-FEW = replace(GREEDY, allowed_token_ids=[5, 7, 9, 11])
-"""With so few tokens a proposal often holds, whatever the model."""
-
-
-@pytest.fixture(autouse=True)
-def _always(monkeypatch) -> None:
-    """Proposes wherever it may: a model with random weights seldom says what its prompt says."""
-    monkeypatch.setattr(jaxkv.engine.speculation, "LEAST_GAIN", 0.0)
-
-
-def ahead_of(rows: int, method: dict = NGRAM) -> dict:
-    return {"speculative_config": method | {"disable_by_batch_size": rows}}
-
-
-def prompts_of(count: int, vocab_size: int, longest: int) -> list[dict]:
-    """Prompts of all lengths, most of which repeat themselves."""
-    rng = np.random.default_rng(4)
-    made = []
-    for number in range(count):
-        part = rng.integers(3, vocab_size, rng.integers(2, 20)).tolist()
-        made.append({"prompt_token_ids": (part * longest)[: 5 + number % (longest - 4)]})
-    return made
-
-
-def num_accepted(llm: LLM | AsyncLLM) -> int:
-    return int(engine_of(llm)._speculator.accepted_k.sum())
-
-
-def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
-    return [one.token_ids for output in outputs for one in output.outputs]
-
-
-DRAWN = replace(FEW, temperature=0.8, top_p=0.9, seed=5)
 
 
 def same(plain: LLM, ahead: LLM, prompts: Sequence, params, **options) -> None:

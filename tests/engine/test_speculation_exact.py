@@ -9,64 +9,37 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-import jaxkv.engine.speculation
-from jaxkv import LLM, RequestOutput, SamplingParams
+from jaxkv import LLM, SamplingParams
 from jaxkv.ops.attention import BACKENDS
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.programs import speculation
 from jaxkv.testing import engine_of
 from predicting import make_predicting
+from speculating import (
+    DRAWN,
+    FEW,
+    GREEDY,
+    NGRAM,
+    ahead_of,
+    num_accepted,
+    prompts_of,
+    proposes_always,
+    tokens_of,
+)
 from tiny import SMALL, make_checkpoint, tiny_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
+__all__ = ["proposes_always"]
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile", "proposes_always")]
+
 LIMITS = SMALL | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
 """Few programs: most of a test is to compile them."""
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-FEW = replace(GREEDY, allowed_token_ids=[5, 7, 9, 11])
-"""With so few tokens a proposal often holds, whatever the model."""
-
-
-@pytest.fixture(autouse=True)
-def _always(monkeypatch) -> None:
-    """Proposes wherever it may: a model with random weights seldom says what its prompt says."""
-    monkeypatch.setattr(jaxkv.engine.speculation, "LEAST_GAIN", 0.0)
-
-
-def ahead_of(rows: int, method: dict = NGRAM) -> dict:
-    return {"speculative_config": method | {"disable_by_batch_size": rows}}
-
-
-def prompts_of(count: int, vocab_size: int, longest: int) -> list[dict]:
-    """Prompts of all lengths, most of which repeat themselves."""
-    rng = np.random.default_rng(4)
-    made = []
-    for number in range(count):
-        part = rng.integers(3, vocab_size, rng.integers(2, 20)).tolist()
-        made.append({"prompt_token_ids": (part * longest)[: 5 + number % (longest - 4)]})
-    return made
-
-
-def num_accepted(llm: LLM) -> int:
-    return int(engine_of(llm)._speculator.accepted_k.sum())
-
-
-def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
-    return [one.token_ids for output in outputs for one in output.outputs]
 
 
 # --- greedy tokens
@@ -209,8 +182,6 @@ def test_a_step_that_keeps_what_is_proposed_is_found_out(drawing, own, monkeypat
 
 
 # --- other devices
-
-DRAWN = replace(FEW, temperature=0.8, top_p=0.9, seed=5)
 
 
 def test_steps_of_several_tokens_on_the_tpu_kernels(monkeypatch, tmp_path):

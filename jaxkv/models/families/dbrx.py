@@ -50,15 +50,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         whole = Part(shape=(experts.count * experts.width, hidden))
         turned = replace(whole, num_blocks=experts.count, by_column=True)
         found = experts.leaves(prefix, hidden)
-        for name, source, part in (
-            ("gate", "w1", whole),
-            ("up", "v1", whole),
-            ("down", "w2", turned),
-        ):
-            own = replace(
-                found[f"expert_{name}"], source=f"{prefix}ffn.experts.mlp.{source}", part=part
-            )
-            found[f"expert_{name}"] = own
+        parts = {"gate": ("w1", whole), "up": ("v1", whole), "down": ("w2", turned)}
+        for name, (tensor, part) in parts.items():
+            source = f"{prefix}ffn.experts.mlp.{tensor}"
+            found[f"expert_{name}"] = replace(found[f"expert_{name}"], source=source, part=part)
         return found
 
     return read_decoder(
