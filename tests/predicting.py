@@ -60,8 +60,9 @@ class Reference:
         self.model = load(config)
         config = AutoConfig.from_pretrained(directory)
         config.num_hidden_layers = last + 1
-        if hasattr(config, "mlp_layer_types"):
-            config.mlp_layer_types = [*config.mlp_layer_types, config.mlp_layer_types[-1]]
+        for kinds in ("mlp_layer_types", "indexer_types"):
+            if hasattr(config, kinds):
+                setattr(config, kinds, [*getattr(config, kinds), getattr(config, kinds)[-1]])
         # Its block is in the place of one more layer.
         self._layer = load(config).model
         self._layer.layers = self._layer.layers[last:]

@@ -136,7 +136,7 @@ def check_proposals(reference: Reference, llm: LLM, prompts: list[dict], **more)
     return whole
 
 
-VARIANTS = ["glm4_moe", "deepseek_v3", "glm4_moe_lite"]
+VARIANTS = ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"]
 
 
 @pytest.mark.parametrize("variant", some(VARIANTS, "deepseek_v3"))

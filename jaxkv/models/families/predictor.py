@@ -1,6 +1,6 @@
 """Describes the layer behind the last one, which predicts the token after the next (multi-token
-prediction), as checkpoints of DeepSeek V3, GLM-4.5 and GLM-4.7-Flash have it. Source: arXiv
-2412.19437, section 2.2.
+prediction), as checkpoints of DeepSeek V3 and V3.2, GLM-4.5, GLM-4.7-Flash and GLM-5 have it.
+Source: arXiv 2412.19437, section 2.2.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from jaxkv.models.families.base import Layout, leaf
 from jaxkv.models.spec import ModelSpec
 
-PREDICTING = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+PREDICTING = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 """Families whose layers of this kind are known to be called and computed so."""
 
 
