@@ -37,7 +37,7 @@ from jaxkv.kv.codecs import get_codec
 from jaxkv.models.families import DEFAULTS, ConfigReader, read_family
 from jaxkv.models.paged import heads_of
 from jaxkv.ops.attention import BACKENDS, Needs
-from jaxkv.programs import compiled
+from jaxkv.programs import compiler_options
 from jaxkv.testing import model_of
 from parity import (
     RECURRENT,
@@ -216,8 +216,10 @@ def main() -> None:
     parser.add_argument("variants", nargs="*", help="of tests/families.py; default: all")
     asked = parser.parse_args().variants
     jax.config.update("jax_num_cpu_devices", 2)
-    quick = compiled.COMPILER_OPTIONS.get("cpu", {}) | {"xla_backend_optimization_level": "0"}
-    compiled.COMPILER_OPTIONS["cpu"] = quick
+    quick = compiler_options.COMPILER_OPTIONS.get("cpu", {}) | {
+        "xla_backend_optimization_level": "0"
+    }
+    compiler_options.COMPILER_OPTIONS["cpu"] = quick
     rows = read() if asked else {}
     for variant in asked or [*ALONE, *WRAPPED]:
         with tempfile.TemporaryDirectory() as directory:

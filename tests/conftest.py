@@ -27,7 +27,7 @@ import pytest
 from jax._src.lru_cache import _CACHE_SUFFIX, LRUCache
 
 from jaxkv.ops.attention import pallas_tpu
-from jaxkv.programs import compiled
+from jaxkv.programs import compiled, compiler_options
 from jaxkv.programs.compiled import Programs
 from kernels_pallas import tpu
 from tiny import make_checkpoint, tiny_config
@@ -115,9 +115,11 @@ def quick_compile() -> Iterator[None]:
     """Compiles the programs of engines without optimising them, which takes half of the time: for
     tests of what is around them. Those of numbers and bits run what users run.
     """
-    options = compiled.COMPILER_OPTIONS.get("cpu", {}) | {"xla_backend_optimization_level": "0"}
+    options = compiler_options.COMPILER_OPTIONS.get("cpu", {}) | {
+        "xla_backend_optimization_level": "0"
+    }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(compiled.COMPILER_OPTIONS, "cpu", options)
+        patch.setitem(compiler_options.COMPILER_OPTIONS, "cpu", options)
         yield
 
 
@@ -127,7 +129,7 @@ def one_loop() -> Iterator[None]:
     no program takes longer to compile. For tests of engines whose rows are few and come and go.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "row_buckets", lambda max_num_seqs: (max(2, max_num_seqs),))
+        patch.setattr(compiled, "row_buckets", lambda max_num_seqs, _: (max(2, max_num_seqs),))
         yield
 
 

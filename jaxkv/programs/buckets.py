@@ -4,6 +4,12 @@ from __future__ import annotations
 
 SMALLEST_STEP = 16
 
+FEWEST_ROWS = {"gpu": 8}
+"""Rows of the smallest decode loop of a platform, else 2: a matmul of one bfloat16 row is an order
+slower on XLA:CPU than one of two. On a GPU XLA pads fewer than 8, with a kernel before and after
+each matmul.
+"""
+
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Lists the packed-token counts T that a step is compiled for: the maximum, a quarter of it and
@@ -18,15 +24,14 @@ def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
+def row_buckets(max_num_seqs: int, platform: str = "cpu") -> tuple[int, ...]:
     """Lists the row counts that the decode loop is compiled for: the maximum, half of it and
-    quarters of that, never below 2.
-
-    A matmul of one bfloat16 row is an order slower on XLA:CPU than one of two.
+    quarters of that, never below FEWEST_ROWS where that many may run.
     """
-    sizes = [max(2, max_num_seqs // 2)]
-    while sizes[0] > 4:
-        sizes.insert(0, max(2, sizes[0] // 4))
+    fewest = min(FEWEST_ROWS.get(platform, 2), max(2, max_num_seqs))
+    sizes = [max(fewest, max_num_seqs // 2)]
+    while sizes[0] > 2 * fewest:
+        sizes.insert(0, max(fewest, sizes[0] // 4))
     return (*sizes, max_num_seqs) if max_num_seqs > sizes[-1] else tuple(sizes)
 
 

@@ -30,6 +30,7 @@ from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.adapters import write_adapter
 from jaxkv.programs.background import Background, Progress, likely_first
 from jaxkv.programs.buckets import fit_bucket, num_step_rows, row_buckets, token_buckets
+from jaxkv.programs.compiler_options import compiler_options
 from jaxkv.programs.draft import Draft
 from jaxkv.programs.draw import draw, prompt_scores
 from jaxkv.programs.inputs import (
@@ -53,23 +54,6 @@ if TYPE_CHECKING:
 
 DEMOTED_AT_ONCE = COPIED_AT_ONCE = 64
 """Pages, or recurrent states, of one call: more take several."""
-
-COMPILER_OPTIONS = {
-    "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"},
-    "TPU v6 lite": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
-}
-"""By kind of device. TPU7x: XLA would have bfloat16 matrices in tiles of 16 rows, but takes
-arguments in tiles of 8, and so lays out all stacked weights anew in every step (7 GiB for
-Llama-3.1-8B; libtpu 0.0.42.1 and 0.0.50.1). v6e: half of its VMEM rather than a quarter for what
-one operation has there, so that a matmul reads its weight in larger parts
-(docs/benchmarks/tpu_loop.md).
-"""
-
-if jax.__version_info__ < (0, 11):
-    # A third less to compile, and no slower (docs/benchmarks/start.md); later versions have no such
-    # option.
-    COMPILER_OPTIONS["cpu"] = {"xla_cpu_use_fusion_emitters": "False"}
-
 
 WITHOUT_POOL = ("draw", "scores", "pool", "text", "adapter")
 """Kinds of programs that neither read nor write pages."""
@@ -140,7 +124,7 @@ class Programs:
         self.draft = draft
         self.placement = placement
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
-        self.row_buckets = row_buckets(config.max_num_seqs)
+        self.row_buckets = row_buckets(config.max_num_seqs, self._device.platform)
         self.compile_s = 0.0
         self.num_loaded = 0
         """Programs of `executables` that came from files."""
@@ -458,7 +442,7 @@ class Programs:
             raise CapacityError(f"{what}: {str(error).splitlines()[0]}") from error
 
     def _load_or_compile(self, name: str, lowering: Lowering) -> Compiled:
-        options = COMPILER_OPTIONS.get(self._device.device_kind)
+        options = compiler_options(self._device, self._weights)
 
         def compile_now() -> Compiled:
             if (progress := self._progress) is not None:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from kernels_pallas.gpu import decode as of_rows
 from kernels_pallas.gpu import prefill as of_chunks
-from kernels_pallas.gpu.block import LOG2E, MASKED, Pools, Problem
+from kernels_pallas.gpu.block import LOG2E, Pools, Problem
+from kernels_pallas.gpu.merge import merge
 from kernels_pallas.gpu.pages import HEAD_DIMS, Int8Pages
 from kernels_pallas.gpu.schedule import DecodeItems, PrefillItems, Schedule, rows_per_query
 
@@ -18,12 +19,6 @@ INT8_PAGE_SIZES = (64, 128)
 """A copy to shared memory begins at a multiple of 128 bytes there: the scales of 64 tokens."""
 MAX_PER_HEAD = 64
 """Query heads of a KV head, which the kernels work on together."""
-
-
-Result = tuple[jax.Array, tuple[jax.Array, jax.Array] | None]
-"""Out [T, K, G, H] and, where sinks are to join the softmax, its max in units of log 2 and its sum
-[T, K, G].
-"""
 
 
 def ragged_paged_attention(
@@ -36,12 +31,13 @@ def ragged_paged_attention(
     scale: float,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
+    out_dtype: Any = jnp.float32,
     interpret: Any = None,
 ) -> jax.Array:
     """Attends every packed token to the pages of its row, which hold the step's own keys and values
     already.
 
-    Returns [T, N, H] float32. pages: bfloat16 [L*P, 2K, S, H], or int8 numbers
+    Returns [T, N, H] of `out_dtype`. pages: bfloat16 [L*P, 2K, S, H], or int8 numbers
     with scales, page p of layer l in row l * num_pages + p. Queries and softmax weights are rounded
     to bfloat16, sums are float32. Decode rows that rest get zeros, padding tokens anything.
     `schedule` is made for this step's rows and these heads, once for all layers. sinks_N: a logit
@@ -69,16 +65,14 @@ def ragged_paged_attention(
         num_processors=schedule.num_processors,
         interpret=interpret,
     )
-    found = _decode(q_TKGH[: schedule.decode.num_rows], pools, schedule.decode, base, problem)
+    sinks_KG = None
+    if sinks_N is not None:
+        sinks_KG = sinks_N.astype(jnp.float32).reshape(kv_heads, -1) * LOG2E
+    rows = q_TKGH[: schedule.decode.num_rows]
+    out = _decode(rows, pools, schedule.decode, base, sinks_KG, problem, out_dtype)
     if schedule.prefill is not None:
-        filled = _prefill(q_TKGH, pools, schedule.prefill, base, problem)
-        found = jax.tree.map(lambda x, y: _first_rows(x, y, schedule.num_decode), found, filled)
-    out, softmax = found
-    if sinks_N is not None and softmax is not None:
-        sinks = jnp.broadcast_to(
-            sinks_N.astype(jnp.float32).reshape(1, kv_heads, -1) * LOG2E, softmax[0].shape
-        )
-        out = _add_sinks(out, softmax, sinks)
+        filled = _prefill(q_TKGH, pools, schedule.prefill, base, sinks_KG, problem)
+        out = _first_rows(out, filled.astype(out_dtype), schedule.num_decode)
     return out.reshape(num_tokens, num_heads, head_dim)
 
 
@@ -87,45 +81,17 @@ def _decode(
     pools: Pools,
     items: DecodeItems,
     base: jax.Array,
+    sinks_KG: jax.Array | None,
     problem: Problem,
-) -> Result:
-    num_rows, _, group, _ = q_DKGH.shape
+    dtype: Any,
+) -> jax.Array:
+    group = q_DKGH.shape[2]
     per_head = -(-group // of_rows.COLUMNS) * of_rows.COLUMNS
     static = of_rows.Static(problem=problem, per_head=per_head)
     q_DKMH = jnp.pad(q_DKGH, ((0, 0), (0, 0), (0, static.per_head - group), (0, 0)))
-    parts = of_rows.decode(q_DKMH, pools, items, base, static=static)
-    # Without the columns that only the matmul wanted.
-    parts = jax.tree.map(lambda x: x[..., :group], parts)
-    out_DKHG, softmax = _merge(parts, items, num_rows)
-    return out_DKHG.swapaxes(2, 3), softmax if problem.sinks else None
-
-
-def _merge(
-    found: of_rows.Partial, items: DecodeItems, num_rows: int
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Merges the parts of each row into one softmax. Source: arXiv 2205.14135, section 3.1."""
-    real_I = jnp.arange(items.row.shape[0]) < items.num
-    of_row_DI = (items.row[None] == jnp.arange(num_rows)[:, None]) & real_I[None]
-    max_IKM = jnp.where(real_I[:, None, None], found.max_IKM, MASKED)
-    top_DKM = jnp.where(of_row_DI[:, :, None, None], max_IKM[None], MASKED).max(axis=1)
-    share_IKM = jnp.exp2(max_IKM - top_DKM[items.row])
-
-    def add(x_I: jax.Array) -> jax.Array:
-        """Adds up [I, ...] -> [D, ...], in the same order each time; what no unit has written may
-        be NaN.
-        """
-        x_I = jnp.where(real_I.reshape(-1, *[1] * (x_I.ndim - 1)), x_I, 0.0)
-        return jnp.einsum(
-            "di,i...->d...", of_row_DI.astype(jnp.float32), x_I, precision=jax.lax.Precision.HIGHEST
-        )
-
-    total_DKM = add(found.sum_IKM * share_IKM)
-    # A row that rests has a sum of 0: it gets zeros instead of NaN.
-    out_DKHM = (
-        add(found.out_IKHM * share_IKM[:, :, None])
-        / jnp.where(total_DKM > 0, total_DKM, 1.0)[:, :, None]
-    )
-    return out_DKHM, (top_DKM, total_DKM)
+    found = of_rows.decode(q_DKMH, pools, items, base, static=static)
+    interpret = bool(problem.interpret)
+    return merge(found, items, sinks_KG, group=group, dtype=dtype, interpret=interpret)
 
 
 def _prefill(
@@ -133,8 +99,9 @@ def _prefill(
     pools: Pools,
     items: PrefillItems,
     base: jax.Array,
+    sinks_KG: jax.Array | None,
     problem: Problem,
-) -> Result:
+) -> jax.Array:
     num_tokens, kv_heads, group, head_dim = q_TKGH.shape
     static = of_chunks.Static(problem=problem, per_head=rows_per_query(group))
     index_IQ = jnp.minimum(items.token[:, None] + jnp.arange(items.size)[None], num_tokens - 1)
@@ -151,10 +118,10 @@ def _prefill(
         ]
         return jnp.moveaxis(x, 2, 1).reshape(-1, kv_heads, group, *x_IKR.shape[3:])[items.where]
 
-    out, softmax = packed(found.out_IKRH), None
-    if found.max_IKR is not None and found.sum_IKR is not None:
-        softmax = packed(found.max_IKR), packed(found.sum_IKR)
-    return out, softmax
+    out = packed(found.out_IKRH)
+    if sinks_KG is None:
+        return out
+    return _add_sinks(out, packed(found.max_IKR), packed(found.sum_IKR), sinks_KG[None])
 
 
 def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:
@@ -167,14 +134,15 @@ def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) ->
 
 
 def _add_sinks(
-    out_TKGH: jax.Array, softmax: tuple[jax.Array, jax.Array], sinks_TKG: jax.Array
+    out_TKGH: jax.Array, old_top_TKG: jax.Array, old_total_TKG: jax.Array, sinks_1KG: jax.Array
 ) -> jax.Array:
-    """Adds one more score, without a value, to each softmax."""
-    old_top, old_total = softmax
-    top = jnp.maximum(old_top, sinks_TKG)
-    shrink, share = jnp.exp2(old_top - top), jnp.exp2(sinks_TKG - top)
-    total = old_total * shrink + share
-    return out_TKGH * (old_total * shrink / total)[..., None]
+    """Adds one more score, without a value, to each softmax, of which there are the max in units of
+    log 2 and the sum.
+    """
+    top = jnp.maximum(old_top_TKG, sinks_1KG)
+    shrink, share = jnp.exp2(old_top_TKG - top), jnp.exp2(sinks_1KG - top)
+    total = old_total_TKG * shrink + share
+    return out_TKGH * (old_total_TKG * shrink / total)[..., None]
 
 
 def _check(q_TNH: jax.Array, pools: Pools) -> None:

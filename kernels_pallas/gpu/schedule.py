@@ -19,7 +19,7 @@ ITEM_TILES = 4
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["num", "row", "begin", "tiles", "low", "high", "table"],
+    data_fields=["num", "row", "begin", "tiles", "low", "high", "first", "parts", "table"],
     meta_fields=["num_rows", "width"],
 )
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +28,8 @@ class DecodeItems:
 
     int32, [items] each unless said otherwise. num [1] items; row; begin: slot where the first tile
     begins, a multiple of TILE; tiles; low, high: slots of the row that the query sees are low <=
-    slot < high, high at most the part's end. Entries past `num` have no tiles. table [B * width]
-    flat.
+    slot < high, high at most the part's end. Entries past `num` have no tiles. first, parts [rows]:
+    of each row the number of its first item, and how many it has. table [B * width] flat.
     """
 
     num: jax.Array
@@ -38,6 +38,8 @@ class DecodeItems:
     tiles: jax.Array
     low: jax.Array
     high: jax.Array
+    first: jax.Array
+    parts: jax.Array
     table: jax.Array
     num_rows: int
     width: int
@@ -181,6 +183,8 @@ def _decode_items(rows: Rows, live_B: jax.Array, *, num_rows: int, wanted: int) 
         tiles=tiles,
         low=low_D[row],
         high=jnp.minimum(len_D[row], begin + tiles * TILE),
+        first=jnp.cumsum(parts_D, dtype=jnp.int32) - parts_D,
+        parts=parts_D,
         table=rows.table_BW.reshape(-1),
         num_rows=num_rows,
         width=rows.width,

@@ -48,10 +48,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprob
             "gpu",
             HEADS,
             64,
-            (
-                "xla",
-                "chosen by auto on a gpu: mosaic_gpu has not run on a GPU yet, ask for it by name",
-            ),
+            ("mosaic_gpu", "chosen by auto on a gpu"),
         ),
         ("mosaic_gpu", "gpu", HEADS, 64, ("mosaic_gpu", "asked for by name")),
         ("xla", "tpu", HEADS, 64, ("xla", "asked for by name")),

@@ -8,6 +8,7 @@ import gc
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxkv import LLM, BeamSearchParams, SamplingParams
 from jaxkv.programs import compiled
 from jaxkv.programs.buckets import fit_bucket, row_buckets, token_buckets
 from jaxkv.programs.compiled import Programs
+from jaxkv.programs.compiler_options import compiler_options
 from jaxkv.testing import budget_of, config_of, engine_of, model_of
 from tiers import some
 from tiny import make_checkpoint, tiny_config
@@ -201,8 +203,11 @@ def test_an_engine_with_default_limits_has_about_ten_programs(
 @pytest.mark.parametrize(
     "size", [1, 2, 3, 4, 5, 15, 16, 17, 32, 33, 100, 256, 1000, 1024, 2047, 2048, 8192]
 )
-def test_buckets_rise_to_the_limit_and_one_fits_every_size_without_much_waste(size):
-    rows, tokens = row_buckets(size), token_buckets(max(size, 16))
+@pytest.mark.parametrize(("platform", "fewest"), [("cpu", 2), ("gpu", 8)])
+def test_buckets_rise_to_the_limit_and_one_fits_every_size_without_much_waste(
+    size, platform, fewest
+):
+    rows, tokens = row_buckets(size, platform), token_buckets(max(size, 16))
     for buckets, limit, factor in ((rows, max(size, 2), 4), (tokens, max(size, 16), 4)):
         assert list(buckets) == sorted(set(buckets))
         assert buckets[-1] == limit
@@ -211,8 +216,23 @@ def test_buckets_rise_to_the_limit_and_one_fits_every_size_without_much_waste(si
             assert wanted <= bucket <= max(factor * (wanted + 1), buckets[0])
         with pytest.raises(ValueError, match=f"at most {limit}, got {limit + 1}"):
             fit_bucket(buckets, limit + 1)
-    assert rows[0] >= 2  # a matmul of one bfloat16 row is slow on a CPU
+    assert rows[0] >= min(fewest, max(size, 2))
     assert 16 <= tokens[0] < 64
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "takes_cublas"),
+    [(("bfloat16", "float32"), True), (("bfloat16", "int8"), False), (("uint8",), False)],
+)
+def test_programs_of_a_gpu_leave_matmuls_to_cublas_but_those_of_quantised_weights(
+    dtypes, takes_cublas
+):
+    weights = {f"w{dtype}": jax.ShapeDtypeStruct((2, 4), dtype) for dtype in dtypes}
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    options = compiler_options(device, weights)
+    assert (options is not None) == takes_cublas
+    if options is not None:
+        assert options["xla_gpu_enable_triton_gemm"] == "False"
 
 
 @pytest.mark.parametrize(

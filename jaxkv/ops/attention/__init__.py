@@ -25,11 +25,8 @@ BACKENDS: dict[str, Backend] = {
     "pallas_tpu": PallasTpu(),
     "mosaic_gpu": MosaicGpu(),
 }
-PREFERRED = {"tpu": ("pallas_tpu",)}
+PREFERRED = {"tpu": ("pallas_tpu",), "gpu": ("mosaic_gpu",)}
 """What "auto" tries first on a platform."""
-
-UNPROVEN = {"gpu": "mosaic_gpu has not run on a GPU yet, ask for it by name"}
-"""Why "auto" takes XLA on a platform that has kernels."""
 
 
 def check_backend(name: str) -> None:
@@ -59,9 +56,7 @@ def choose_backend(
     for other, reason in reasons.items():
         if reason is None:
             return other, f"chosen by auto on a {platform}"
-    refused = "; ".join(f"{other}: {reason}" for other, reason in reasons.items()) or UNPROVEN.get(
-        platform
-    )
+    refused = "; ".join(f"{other}: {reason}" for other, reason in reasons.items())
     return "xla", f"chosen by auto on a {platform}" + (f": {refused}" if refused else "")
 
 

@@ -141,6 +141,7 @@ class MosaicGpu:
             scale=scale,
             softcap=cap or None,
             sinks_N=sinks_N,
+            out_dtype=out_dtype,
             interpret=self.interpret,
         )
         return Attended(out_TNH, store, None)
