@@ -33,6 +33,8 @@ class Shape:
     softcap: float | None = None
     sinks: bool = False
     block: int = 2
+    parts: int = 1
+    """So many times `block` pages are a block of prefill."""
     heads: int | None = None
     decode_only: bool = False
     tables_in_hbm: bool = False

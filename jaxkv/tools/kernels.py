@@ -329,51 +329,64 @@ def _has_matmuls(schedule: Schedule, span: Span) -> bool:
 
 def _prefill(case: Case, schedule: Schedule, tiles: Any) -> dict[str, Any]:
     """Counts blocks of queries, and for each the blocks of keys, which run one of two regions:
-    without a mask, or with (blocks that hold the queries themselves).
+    without a mask, or with (blocks that hold the queries themselves). Where blocks have parts, one
+    that some query does not see runs a loop over parts, which has the two regions of its own.
     """
     regions = sorted(
         (region for region in schedule.regions if region.units["MXU"]),
         key=lambda region: region.start,
     )
     inner = [region for region in regions if not any(region.holds(other) for other in regions)]
-    whole, masked = inner
-    blocks = max(
-        (loop for loop in schedule.loops if loop.holds(whole)), key=lambda loop: loop.depth
-    )
+    block, masked = inner[0], inner[-1]
+    blocks = next(loop for loop in schedule.loops if loop.depth == 2 and loop.holds(block))
     (items,) = [loop for loop in schedule.loops if loop.holds(blocks)]
-    clear = sum(loop.own for loop in schedule.inner(blocks))
+    clear = sum(loop.own for loop in schedule.inner(blocks) if not loop.holds(masked))
+    per_block = tiles.prefill_parts
+    if per_block == 1:
+        around, whole, around_part = blocks.own - block.own - masked.own, block, 0
+    else:
+        (part,) = [loop for loop in schedule.inner(blocks) if loop.holds(masked)]
+        around, (whole,) = blocks.own - block.own, inner[1:-1]
+        around_part = part.own - whole.own - masked.own
     size, slots = tiles.prefill_queries, tiles.prefill_pages * case.page_size
-    around = blocks.own - whole.own - masked.own
-    matmuls = whole.units["MXU"] / schedule.capacity["MXU"]
+    matmuls = block.units["MXU"] / schedule.capacity["MXU"]
 
     def counted(queries: int, context: int) -> dict[str, Any]:
         begins = range(context - queries, context, size)
         ends = [min(begin + size, context) for begin in begins]
-        whole_trips = sum((begin + 1) // slots for begin in begins)
-        trips = sum(-(-end // slots) for end in ends)
-        cleared = trips * tiles.prefill_pages - sum(end // case.page_size for end in ends)
+        # Of blocks, if all of it is seen, and otherwise of parts.
+        seen = [(begin + 1) // (slots * per_block) for begin in begins]
+        parts = [-(-end // slots) - n * per_block for end, n in zip(ends, seen, strict=True)]
+        whole_parts = sum(
+            (begin + 1) // slots - n * per_block for begin, n in zip(begins, seen, strict=True)
+        )
+        trips = sum(-(-end // (slots * per_block)) for end in ends)
+        num_parts = sum(seen) * per_block + sum(parts)
+        cleared = num_parts * tiles.prefill_pages - sum(end // case.page_size for end in ends)
         cycles = (
             schedule.outside_loops
             + len(ends) * items.own
-            + whole_trips * whole.own
-            + (trips - whole_trips) * masked.own
+            + sum(seen) * block.own
+            + whole_parts * whole.own
+            + (sum(parts) - whole_parts) * masked.own
+            + sum(parts) * around_part
             + trips * around
             + cleared * clear
         )
         return {
             "issue_cycles": round(cycles),
             "trips": trips,
-            "mxu_share_all": round(trips * matmuls / cycles, 3),
+            "mxu_share_all": round(num_parts * matmuls / per_block / cycles, 3),
             "read_tokens": sum(ends),
         }
 
     return counted(case.queries, case.context) | {
         "item_bundles": items.own,
-        "bundles": whole.own + around,
-        "masked_bundles": masked.own + around,
-        "mxu_share": round(matmuls / whole.own, 3),
+        "bundles": block.own + around,
+        "masked_bundles": masked.own + around_part + around,
+        "mxu_share": round(matmuls / block.own, 3),
         "busy_whole": {
-            n: round(whole.units[n] / c / whole.own, 3) for n, c in schedule.capacity.items()
+            n: round(block.units[n] / c / block.own, 3) for n, c in schedule.capacity.items()
         },
         "at": {
             f"{queries:,} of {context:,}": counted(queries, context)

@@ -142,6 +142,7 @@ def _attention(
         per_row=q_TNH.shape[1] // layout.joined,
         rows=0,
         block=schedule.tiles.decode_pages,
+        part=schedule.tiles.prefill_pages,
         heads=schedule.tiles.decode_heads,
         queries=schedule.tiles.prefill_queries,
         scale=scale,
@@ -177,7 +178,7 @@ def _attention(
     out = unpack_outputs(layout, decoded.astype(out_dtype))
     if schedule.write is not None:
         pools = write(of_step, pools, schedule.write, base, packing=packing, interpret=interpret)
-        static = replace(static, block=schedule.tiles.prefill_pages)
+        static = replace(static, block=schedule.tiles.prefill_block)
         filled = prefill(
             q_TJMX,
             sinks_JM,

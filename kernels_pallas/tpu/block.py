@@ -27,9 +27,9 @@ VMEM_BYTES = 60 << 20
 class Static:
     """Holds what is known when compiling. packing: None for pages of floats; dtype: of matmuls'
     inputs; num_pages: of one layer; per_row: queries that meet a row of heads, where that is two
-    heads the first one's before the second one's; block: pages; heads: rows of heads that decode
-    works on without a loop; queries: tokens of a prefill block; rows: queries that are worked on at
-    once; the rest: `attention`.
+    heads the first one's before the second one's; block: pages; part: those of them whose scores
+    prefill works on together; heads: rows of heads that decode works on without a loop; queries:
+    tokens of a prefill block; rows: queries that are worked on at once; the rest: `attention`.
     """
 
     layout: Layout
@@ -39,6 +39,7 @@ class Static:
     num_pages: int
     per_row: int
     block: int
+    part: int
     heads: int
     queries: int
     scale: float

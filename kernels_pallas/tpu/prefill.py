@@ -127,6 +127,7 @@ def _kernel(
     blocks, fetched, steps = scratch.blocks, scratch.fetched, scratch.steps
     distance_RS = scratch.distance_RS
     layout, size, slots = static.layout, static.page_size, static.slots
+    part_slots = static.part * size
     num_rows = static.rows
     per_row = num_rows // static.queries
     chunk = max(rows for rows in range(16, CHUNK + 1, 16) if num_rows % rows == 0)
@@ -203,45 +204,57 @@ def _kernel(
             arrived = part.at[slot, pl.ds(0, pages_fetched)]
             pltpu.make_async_copy(arrived, arrived, done.at[slot]).wait()
 
-    def clear_tail(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
-        """Clears what no one owns: it may be NaN, and 0 x NaN is NaN, so that a weight of zero does
-        not clear a value.
+    def clear_tail(high: jax.Array, slot: jax.Array, num_parts: int | jax.Array) -> None:
+        """Clears what no one owns of the parts attended: it may be NaN, and 0 x NaN is NaN, so that
+        a weight of zero does not clear a value.
         """
-        high = num_slots(item, number)
 
-        @pl.loop(shifted(high, size), static.block)
+        @pl.loop(shifted(high, size), num_parts * static.part)
         def _(i: jax.Array) -> None:
             rows = pl.ds(layout.values, layout.value_rows)
             values = blocks.pages[slot, i, rows]
             held = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < high - i * size
             blocks.pages[slot, i, rows] = jnp.where(held, values, jnp.zeros_like(values))
 
-    def seen(item: jax.Array, number: jax.Array) -> jax.Array:
-        begin = low_I[item] + number * slots
+    def all_seen(item: jax.Array, begin: jax.Array, count: int) -> jax.Array:
+        """Says whether all queries of the item see the `count` slots from `begin` on."""
+        is_seen = begin + count <= slot_I[item] + 1
+        if static.windowed:
+            begins_at = of_pages(item, first=True)(shifted(begin, size))
+            is_seen &= begins_at >= lowest_I[item] + static.queries - 1
+        return is_seen
+
+    def seen(item: jax.Array, begin: jax.Array) -> jax.Array:
         distance = distance_RS[...]
         mask = distance <= slot_I[item] - begin
         if not static.windowed:
             return mask
         # Slot of a block to position: its page's first position, less its page's first slot.
         position = of_pages(item, first=True)
-        shift = jnp.zeros((1, slots), jnp.int32)
-        page = div(jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1), size)
-        for i in range(static.block):
+        shift = jnp.zeros((1, part_slots), jnp.int32)
+        page = div(jax.lax.broadcasted_iota(jnp.int32, (1, part_slots), 1), size)
+        for i in range(static.part):
             of_page = position(shifted(begin, size) + i) - i * size
             shift = jnp.where(page == i, of_page, shift)
         return mask & (distance + shift >= lowest_I[item])
 
-    def attend(item: jax.Array, number: jax.Array, slot: jax.Array, masked: bool) -> None:
-        """Attends a block. Scores and weights go through VMEM: all rows of queries meet a tile of
-        keys while it is in the matmul unit, but a softmax in registers wants few rows at a time,
-        and its maximum and its sum a pass each.
+    def attend(
+        item: jax.Array, number: jax.Array, slot: jax.Array, at: int | jax.Array, *, masked: bool
+    ) -> None:
+        """Attends the part of a block from its page `at` on. Scores and weights go through VMEM:
+        all rows of queries meet a tile of keys while it is in the matmul unit, but a softmax in
+        registers wants few rows at a time, and its maximum and its sum a pass each.
         """
-        block = PerPool(*(None if part is None else part.at[slot] for part in blocks))
-        held_1S = jax.lax.broadcasted_iota(jnp.int32, (1, slots), 1) < num_slots(item, number)
+        begin = low_I[item] + number * slots + at * size
+        held = num_slots(item, number) - at * size
+        place = pl.ds(at, static.part)
+        block = PerPool(*(None if pool is None else pool.at[slot, place] for pool in blocks))
+        held_1S = jax.lax.broadcasted_iota(jnp.int32, (1, part_slots), 1) < held
         for j in range(layout.joined):
-            scores_RS, weights_RS = scratch.scores[j % 2], scratch.weights[j % 2]
+            turn = (at // static.part * layout.joined + j if isinstance(at, int) else j) % 2
+            scores_RS, weights_RS = scratch.scores[turn], scratch.weights[turn]
             s = scores(q_JRX[j], block, HeadRow(0, j), static)
-            scores_RS[...] = jnp.where(seen(item, number), s, MASKED) if masked else s
+            scores_RS[...] = jnp.where(seen(item, begin), s, MASKED) if masked else s
             of_values = columns(
                 block, HeadRow(0, j), static, of_values=True, held_1S=held_1S if masked else None
             )
@@ -255,7 +268,7 @@ def _kernel(
                 sum_JRL[j, rows] = sum_JRL[j, rows] * shrink
             for start in range(0, num_rows, chunk):
                 rows = pl.ds(start, chunk)
-                s = scores_RS[rows] - across(max_JRL[j, rows], slots)
+                s = scores_RS[rows] - across(max_JRL[j, rows], part_slots)
                 p = jnp.exp2(s)
                 sum_JRL[j, rows] += across_sum(p)
                 weights_RS[rows], added = weights(
@@ -282,19 +295,36 @@ def _kernel(
             lambda: fetch(following, jnp.where(more, number + 1, 0), 1 - slot)
         )
         await_fetch(item, number, slot)
+        begin, held = low_I[item] + number * slots, num_slots(item, number)
+        in_parts = static.block > static.part
+        num_parts = div(held + part_slots - 1, part_slots) if in_parts else 1
         if static.packing is None:
-            clear_tail(item, number, slot)
-        begin = low_I[item] + number * slots
-        whole = begin + slots <= slot_I[item] + 1
-        if static.windowed:
-            begins_at = of_pages(item, first=True)(shifted(begin, size))
-            whole &= begins_at >= lowest_I[item] + static.queries - 1
-        pl.when(whole)(lambda: attend(item, number, slot, masked=False))
-        pl.when(jnp.logical_not(whole))(lambda: attend(item, number, slot, masked=True))
+            clear_tail(held, slot, num_parts)
+
+        def run_part(at: int | jax.Array) -> None:
+            whole = all_seen(item, begin + at * size, part_slots)
+            run = partial(attend, item, number, slot, at)
+            pl.when(whole)(partial(run, masked=False))
+            pl.when(jnp.logical_not(whole))(partial(run, masked=True))
+
+        if not in_parts:
+            run_part(0)
+            return
+        whole = all_seen(item, begin, slots)
+
+        @pl.when(whole)
+        def _() -> None:
+            # Without a loop: the softmax of one part runs beside the matmuls of the next.
+            for at in range(0, static.block, static.part):
+                attend(item, number, slot, at, masked=False)
+
+        @pl.when(jnp.logical_not(whole))
+        def _() -> None:
+            pl.loop(0, num_parts)(lambda i: run_part(i * static.part))
 
     steps[0] = jnp.int32(0)
     lane = jax.lax.broadcasted_iota(jnp.int32, distance_RS.shape, 1)
-    distance_RS[...] = lane - across(given.offset_RL[...], slots)
+    distance_RS[...] = lane - across(given.offset_RL[...], part_slots)
 
     @pl.when(num[0] > 0)
     def _() -> None:
@@ -367,6 +397,7 @@ def prefill(
     static = replace(static, rows=num_rows, per_row=num_rows)
     q_TX = q_TJMX.reshape(num_tokens, -1)[items.token]
     offset_R1 = jnp.tile(jnp.arange(static.queries, dtype=jnp.int32), per_row)[:, None]
+    part_slots = static.part * static.page_size
     lanes = (joined, num_rows, LANES)
     out_lanes = joined * per_row * out_width
     small = (1, 8, LANES)
@@ -426,9 +457,9 @@ def prefill(
                     acc_JRX=pltpu.VMEM((joined, num_rows, out_width), jnp.float32),
                     result=pltpu.VMEM((static.queries, out_lanes), out_dtype),
                     steps=pltpu.SMEM((1,), jnp.int32),
-                    scores=(pltpu.VMEM((num_rows, static.slots), jnp.float32),) * 2,
-                    weights=(pltpu.VMEM((num_rows, static.slots), static.dtype),) * 2,
-                    distance_RS=pltpu.VMEM((num_rows, static.slots), jnp.int32),
+                    scores=(pltpu.VMEM((num_rows, part_slots), jnp.float32),) * 2,
+                    weights=(pltpu.VMEM((num_rows, part_slots), static.dtype),) * 2,
+                    distance_RS=pltpu.VMEM((num_rows, part_slots), jnp.int32),
                     queried=dma,
                     sent=dma,
                     fetched=jax.tree.map(lambda _: dma((2,)), pools),

@@ -174,7 +174,7 @@ def make_schedule(
         prefill = _prefill_items(rows, chunk_B, num_tokens, tiles)
     # A block may end past its row's pages: ids are read before it is known whether the page is
     # fetched.
-    padding = max(tiles.decode_pages, tiles.prefill_pages)
+    padding = max(tiles.decode_pages, tiles.prefill_block)
     table = jnp.pad(table_BW.reshape(-1), (0, padding))
     first = (
         jnp.zeros(1, jnp.int32) if window is None else jnp.pad(first_BW.reshape(-1), (0, padding))

@@ -50,22 +50,33 @@ PREFILL_WIDE_HEADS = 8
 up in one go: with fewer rows there is not enough to do beside the softmax of so few tokens.
 """
 
+PREFILL_STEPS = 16
+"""A block of bfloat16 pages has two parts of so many tokens, if two times all rows of heads are no
+more than this: where all queries see it, the softmax of one part's last row of heads runs beside
+the matmuls of the next part. With fewer rows of heads a block's own costs weigh more, and more of
+them are too much code.
+"""
+
 PREFILL_ROWS = 512
 PREFILL_BYTES = 24 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Sizes blocks. decode_pages, prefill_pages: pages of one; prefill_queries: tokens of one, a
-    multiple of TILE.
-
-    decode_heads: rows of heads that decode works on without a loop.
+    """Sizes blocks. decode_pages: pages of one; decode_heads: rows of heads that decode works on
+    without a loop; prefill_pages: pages whose scores prefill works on together, prefill_parts: as
+    many times of them in a block; prefill_queries: tokens of one, a multiple of TILE.
     """
 
     decode_pages: int
     decode_heads: int
     prefill_pages: int
     prefill_queries: int
+    prefill_parts: int = 1
+
+    @property
+    def prefill_block(self) -> int:
+        return self.prefill_pages * self.prefill_parts
 
     @property
     def decode_spare(self) -> int:
@@ -92,7 +103,9 @@ def choose_tiles(
         2 * layout.key_width * itemsize + 2 * layout.out_width * 4 + 2 * LANES * 4
     )
     rows = min(PREFILL_ROWS, PREFILL_BYTES // row_bytes)
-    prefill_tokens = PREFILL_TOKENS // (2 if layout.joined >= PREFILL_WIDE_HEADS else 1)
+    is_wide = layout.joined >= PREFILL_WIDE_HEADS
+    prefill_tokens = PREFILL_TOKENS // (2 if is_wide else 1)
+    in_parts = is_wide and 2 * layout.joined <= PREFILL_STEPS and packing is None and itemsize == 2
     decode_tokens = DECODE_TOKENS if packing is None or layout.joined == 1 else PACKED_DECODE_TOKENS
     return Tiles(
         decode_heads=max(
@@ -101,6 +114,7 @@ def choose_tiles(
         decode_pages=max(1, min(DECODE_BYTES // page_bytes, decode_tokens // page_size)),
         prefill_pages=max(1, min(DECODE_BYTES // page_bytes, prefill_tokens // page_size)),
         prefill_queries=max(TILE, rows // per_row // TILE * TILE),
+        prefill_parts=2 if in_parts else 1,
     )
 
 

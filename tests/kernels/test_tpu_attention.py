@@ -44,25 +44,38 @@ def layout_of(shape: Shape) -> tpu.Layout:
 def tiles_of(shape: Shape) -> tpu.Tiles:
     heads = shape.heads or layout_of(shape).joined
     return tpu.Tiles(
-        decode_pages=shape.block, decode_heads=heads, prefill_pages=shape.block, prefill_queries=16
+        decode_pages=shape.block,
+        decode_heads=heads,
+        prefill_pages=shape.block,
+        prefill_parts=shape.parts,
+        prefill_queries=16,
     )
 
 
 MIXED = [
     Shape(),
     Shape(num_heads=6, page_size=32, window=20, block=1),
-    Shape(num_heads=3, kv_heads=1, sinks=True, softcap=2.0, dtype="float32"),
+    Shape(num_heads=3, kv_heads=1, sinks=True, softcap=2.0, dtype="float32", block=1, parts=2),
     Shape(num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True),
     Shape(num_heads=4, kv_heads=1, head_dim=64, window=33, block=3, dtype="float32"),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, dtype="float32", window=1),
     Shape(tables_in_hbm=True),
-    Shape(tables_in_hbm=True, window=40, block=1),
+    Shape(tables_in_hbm=True, window=40, block=1, parts=2),
 ]
 QUANTISED = [
     Shape(num_bits=8, page_size=32),
     Shape(num_bits=4, page_size=64, num_heads=6),
     Shape(num_bits=8, page_size=64, num_heads=8, kv_heads=4, head_dim=64, sinks=True, window=40),
-    Shape(num_bits=4, page_size=64, num_heads=3, kv_heads=1, head_dim=64, softcap=2.0, block=1),
+    Shape(
+        num_bits=4,
+        page_size=64,
+        num_heads=3,
+        kv_heads=1,
+        head_dim=64,
+        softcap=2.0,
+        block=1,
+        parts=2,
+    ),
     Shape(num_bits=8, page_size=128, kv_heads=1, head_dim=256, tables_in_hbm=True),
     Shape(num_bits=4, page_size=128, num_heads=4, kv_heads=2, head_dim=64, block=3),
     Shape(num_bits=8, page_size=64, decode_only=True, num_heads=4, kv_heads=4, heads=2),
