@@ -88,6 +88,11 @@ class Speculation:
     shortest: int = 0
 
     @property
+    def num_slots(self) -> int:
+        """Counts the recurrent states of rows after all proposed tokens."""
+        return self.num_tokens * self.most_rows
+
+    @property
     def reads_text(self) -> bool:
         """Tells whether proposals are looked up in what rows have so far."""
         return self.method == "ngram"
@@ -112,7 +117,8 @@ class EngineConfig:
     most, whose pages a row gives back when no later query sees them; 0: all tokens. What is left
     begins in a table at a multiple of `aligned_len` tokens. `has_contexts`: rotary embeddings
     depend on how long a row may get. `num_slots`: places for the recurrent state of a row, the
-    first ones those of the rows; 0: the model has none. `num_adapters`: places for adapters on the
+    first ones those of the rows, the last ones for states after proposed tokens; 0: the model has
+    none. `num_adapters`: places for adapters on the
     device. `pooled`: which hidden states of a prompt are wanted (`programs.pool.KINDS`) in place of
     tokens; "": none. `speculation`: None without.
     """
@@ -170,6 +176,12 @@ class EngineConfig:
     def has_states(self) -> bool:
         """Tells whether rows have a recurrent state beside their pages."""
         return self.num_slots > 0
+
+    @property
+    def snapshot_slots(self) -> range:
+        """Returns the places that the prefix cache keeps states in."""
+        num_ahead = 0 if self.speculation is None else self.speculation.num_slots
+        return range(self.max_num_seqs, self.num_slots - num_ahead)
 
     @property
     def num_low_pages(self) -> int:

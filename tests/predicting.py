@@ -4,6 +4,7 @@ put together to that layer.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from families import text_config
 from jaxkv.models.families import read_config, read_family
-from jaxkv.models.families.predictor import read_predictor
+from jaxkv.models.families.predictor import DEEPSEEK, PREDICTING, read_predictor
 from tiny import draw, make_checkpoint, stored
 
 
@@ -25,16 +26,39 @@ def make_predicting(
     make_checkpoint(directory, text_config(variant) | {"num_nextn_predict_layers": 1} | changes)
     spec, layout = read_family(read_config(directory))
     rng, tensors = np.random.default_rng(7), load_file(directory / "model.safetensors")
-    for name, shape in stored(*read_predictor(spec, layout)).items():
+    own = read_predictor(spec, layout)
+    for name, shape in stored(*own).items():
         tensors[name] = draw(rng, name, shape)
-    prefix = f"model.layers.{spec.num_layers}"
-    tensors[f"{prefix}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    head = tensors["lm_head.weight"]
-    tensors[f"{prefix}.shared_head.head.weight"] = (
-        draw(rng, "head", head.shape) if own_head else head
-    )
+    tensors[own[1].top["own_tokens"].source] = tensors["model.embed_tokens.weight"]
+    if "own_head" in own[1].top:
+        head = tensors["lm_head.weight"]
+        head = draw(rng, "head", head.shape) if own_head else head
+        tensors[own[1].top["own_head"].source] = head
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def with_deepseeks_names(directory: Path) -> Path:
+    """Writes the checkpoint with the layer as one more of the model's, its other tensors by the
+    names that DeepSeek's have.
+    """
+    spec, _ = read_family(read_config(directory))
+    names, tensors = PREDICTING[spec.family], load_file(directory / "model.safetensors")
+    if names is DEEPSEEK:
+        return directory
+    to = f"model.layers.{spec.num_layers}."
+    renamed = {names.block: to} | {
+        f"{names.prefix}{getattr(names, field)}.": f"{to}{getattr(DEEPSEEK, field)}."
+        for field in ("token_norm", "hidden_norm", "join", "norm", "embed")
+    }
+    for old, new in renamed.items():
+        tensors = {name.replace(old, new): x for name, x in tensors.items()}
+    tensors[f"{to}shared_head.head.weight"] = tensors["lm_head.weight"]
+    made = directory.with_name(f"{directory.name}-renamed")
+    made.mkdir()
+    shutil.copy(directory / "config.json", made)
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    return made
 
 
 class Reference:
@@ -44,6 +68,8 @@ class Reference:
 
     def __init__(self, torch: Any, directory: Path) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
+
+        directory = with_deepseeks_names(directory)
 
         def load(config: Any) -> Any:
             made = AutoModelForCausalLM.from_pretrained(
@@ -60,8 +86,8 @@ class Reference:
         self.model = load(config)
         config = AutoConfig.from_pretrained(directory)
         config.num_hidden_layers = last + 1
-        for kinds in ("mlp_layer_types", "indexer_types"):
-            if hasattr(config, kinds):
+        for kinds in ("mlp_layer_types", "indexer_types", "layer_types"):
+            if getattr(config, kinds, None):
                 setattr(config, kinds, [*getattr(config, kinds), getattr(config, kinds)[-1]])
         # Its block is in the place of one more layer.
         self._layer = load(config).model
@@ -74,9 +100,10 @@ class Reference:
         self._layer.norm.weight.copy_(self._own["shared_head.norm.weight"])
 
     def _norm(self, x: Any, name: str) -> Any:
-        return self._torch.nn.functional.rms_norm(
-            x, x.shape[-1:], self._own[name], self.model.config.rms_norm_eps
-        )
+        # Norms of Qwen3-Next store what is added to 1.
+        weight = self._own[name] + (self.model.config.model_type == "qwen3_next")
+        eps = self.model.config.rms_norm_eps
+        return self._torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
     def hidden(self, tokens: list[int]) -> Any:
         """[1, T, D]: of the tokens before each, zeros before the first."""

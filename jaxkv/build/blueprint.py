@@ -515,9 +515,7 @@ def _check_speculation(blueprint: Blueprint) -> None:
     options, limits = blueprint.options, blueprint.limits
     if limits.speculation is None:
         return
-    if limits.has_states:
-        kept = "a model with recurrent states, which proposals that do not hold have changed"
-    elif resolve(options.kv_policy) is not None:
+    if resolve(options.kv_policy) is not None:
         kept = f"kv_policy {options.kv_policy}, which would see proposals that do not hold"
     elif limits.pooled:
         kept = "a model that pools, which decodes nothing"
@@ -553,16 +551,18 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         has_contexts=spec.depends_on_context,
         num_adapters=asked.max_loras if asked.enable_lora else 0,
     )
-    if spec.states:
-        given, caches = asked.num_state_snapshots, asked.enable_prefix_caching
-        kept = max(8, limits.max_num_seqs // 4) if given is None else given
-        limits = replace(limits, num_slots=limits.max_num_seqs + kept * caches)
+    num_ahead = 0
     if asked.speculative_config is not None:
         speculation = read_speculation(asked.speculative_config, limits.max_num_seqs)
         # A multiple of the tokens of a step whose proposals all hold: none of those are cut off.
         size = speculation.num_tokens + 1
         steps = -(-limits.decode_steps // size) * size
         limits = replace(limits, speculation=speculation, decode_steps=steps)
+        num_ahead = speculation.num_slots
+    if spec.states:
+        given, caches = asked.num_state_snapshots, asked.enable_prefix_caching
+        kept = max(8, limits.max_num_seqs // 4) if given is None else given
+        limits = replace(limits, num_slots=limits.max_num_seqs + kept * caches + num_ahead)
     if limits.max_model_len > spec.max_len:
         raise ValueError(
             f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got "

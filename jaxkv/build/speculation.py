@@ -149,7 +149,7 @@ def own_predictor(
     if given is None or _method(given) != MTP:
         return None
     where = "speculative_config: method 'mtp': expected"
-    if not (layout.num_predictors or spec.states):
+    if not layout.num_predictors:
         raise ValueError(
             f"{where} a model with a layer that predicts later tokens (num_nextn_predict_layers in "
             f"config.json), got {spec.family} without one"

@@ -37,7 +37,7 @@ class Allocators:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.page_size = config.block_size
-        snapshots = Snapshots(range(config.max_num_seqs, config.num_slots))
+        snapshots = Snapshots(config.snapshot_slots)
         self.pages = PageAllocator(config.num_pages, config.block_size, snapshots)
         self.low = PageAllocator(config.num_low_pages, config.block_size)
 

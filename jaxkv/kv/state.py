@@ -96,6 +96,8 @@ class PageTables:
     context_B int32: how long each row may get, where rotary embeddings depend on it; else None.
     slot_B   int32: where each row keeps its recurrent state, past the last slot for padding; None
              of a model without.
+    after_BA int32: the slots that get the states after each of a row's tokens in a step, in place
+             of slot_B; None: that after the last one is kept, in slot_B.
     adapter_B int32: which adapter of the weights each row has, past the last for none; None of an
              engine without adapters.
     """
@@ -107,6 +109,7 @@ class PageTables:
     since_B: jax.Array | None = None
     context_B: jax.Array | None = None
     slot_B: jax.Array | None = None
+    after_BA: jax.Array | None = None
     adapter_B: jax.Array | None = None
     focused: bool = static(default=False)
 

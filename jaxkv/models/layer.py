@@ -193,11 +193,12 @@ class Layers:
             raise ValueError("expected page tables with the slots of recurrent states, got none")
         state, index_L = spec.states[number_of], np.array([index for _, index in places], np.int32)
         num_slots = kv.states[number_of][0].shape[0] // len(state.layers)
-        slot_B = jnp.where(batch.count_B > 0, slot_B, num_slots)
+        slot_B, after_BA = jnp.where(batch.count_B > 0, slot_B, num_slots), kv.rows[0].after_BA
         len_B = jnp.asarray(batch.position_T)[batch.start_B]
 
         def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
-            rows = Rows(slot_B, len_B, batch, jnp.asarray(index_L)[number], num_slots)
+            layer = jnp.asarray(index_L)[number]
+            rows = Rows(slot_B, len_B, batch, layer, num_slots, after_BA)
             own = held.states[number_of]
             mixed_TD, own = state.mixer(h_TD, w, own, rows, axis=self._axis)
             states = (*held.states[:number_of], own, *held.states[number_of + 1 :])

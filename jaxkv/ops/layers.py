@@ -60,11 +60,14 @@ def linear(x_TD: Array, w: AnyMatrix | Adapted, bias_F: Array | None = None) -> 
     """
     if isinstance(w, Adapted):
         return w.added_to(linear(x_TD, w.base, bias_F), x_TD)
-    x_TD = x_TD.astype(w.dtype)
+    x_TD, num_tokens = x_TD.astype(w.dtype), x_TD.shape[0]
+    if w.num_rows == 1:  # as in `total`
+        x_TD = jnp.pad(x_TD, ((0, -num_tokens % TILE_ROWS), (0, 0)))
     if has_per_layer(w) or (w.layer is None and w.leaf.dtype != jnp.uint16):
         y_TF = w.dot(x_TD, 0, w.num_rows)
     else:
         y_TF = jax.lax.platform_dependent(x_TD, w, cpu=_linear_in_pieces, default=_linear_at_once)
+    y_TF = y_TF[:num_tokens]
     return y_TF if bias_F is None else y_TF + bias_F.astype(jnp.float32)[None, :]
 
 

@@ -4,8 +4,9 @@ plain loop, in fewer steps.
 A step draws the token behind every proposed one exactly as a step of its own would, by its row's
 seed and its position, and keeps what it draws for as long as it draws what was proposed. So what
 comes out does not depend on what is proposed. A proposal that does not hold is taken back by not
-counting it: the row's next step writes over its keys and values. Source: arXiv 2211.17192, where a
-proposal has probability 1.
+counting it: the row's next step writes over its keys and values. Of a recurrent state there is one
+after each token of a step, in a slot of its own, and the row goes on from the one after its last
+token that counts. Source: arXiv 2211.17192, where a proposal has probability 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.config import Speculation
-from jaxkv.kv.state import PagedKV
+from jaxkv.kv.state import PagedKV, copy_state
 from jaxkv.models import decoder
 from jaxkv.models.layer import normed
 from jaxkv.models.spec import ModelSpec
@@ -155,8 +156,10 @@ def _speculative_loop(
     )
     if draft is not None and draft.reads_hidden:
         state = replace(state, fresh=Fresh.newest(kv, token_B, rows.budget_B > 0, most))
+    own_B, num_slots = kv.rows[0].slot_B, _num_slots(kv, spec)
     advance = partial(
         _advance,
+        slots_BA=None if own_B is None else _slots_ahead(own_B, num_slots, speculation),
         weights=weights,
         sampling=sampling,
         spec=spec,
@@ -196,10 +199,43 @@ def _speculative_loop(
             weights, kv, state.fresh, rows.position_B, rows.budget_B, draft=draft, axis=axis
         )
         kv = kv.with_draft(own)
+    if own_B is not None:
+        kv = _settled(kv, own_B, num_slots)
     ended_B = is_stop(token_B, sampling) | (token_B == NO_TOKEN)
     if text_RN is not None:
         text_RN = text_RN.at[newest.row_B].set(state.text_BN, mode="drop")
     return kv, newest.after(token_B, ended_B), text_RN, state.out, state.drafts
+
+
+def _num_slots(kv: PagedKV, spec: ModelSpec) -> int:
+    """Counts the slots of recurrent states."""
+    if not spec.states:
+        return 0
+    return kv.states[0][0].shape[0] // len(spec.states[0].layers)
+
+
+def _slots_ahead(own_B: jax.Array, num_slots: int, speculation: Speculation) -> jax.Array:
+    """Returns the slots of the states after each token of a row in a step: its own after the first,
+    which counts whatever is proposed, and others after the proposed ones, [B, num_tokens + 1].
+    """
+    # Rows past these have no tokens.
+    row_B = jnp.minimum(jnp.arange(own_B.shape[0]), speculation.most_rows - 1)
+    first_B = num_slots - speculation.num_slots + row_B * speculation.num_tokens
+    ahead_Bk = first_B[:, None] + jnp.arange(speculation.num_tokens)[None]
+    return jnp.concatenate([own_B[:, None], ahead_Bk.astype(jnp.int32)], axis=1)
+
+
+def _settled(kv: PagedKV, own_B: jax.Array, num_slots: int) -> PagedKV:
+    """Copies the rows' recurrent states to their own slots, row by row."""
+    slot_B = kv.rows[0].slot_B
+    if slot_B is None:
+        raise ValueError("expected page tables with the slots of recurrent states, got none")
+
+    def copy(i: jax.Array, kv: PagedKV) -> PagedKV:
+        return copy_state(kv, slot_B[i], own_B[i], num_slots=num_slots)
+
+    rows, kv = kv.rows, jax.lax.fori_loop(0, own_B.shape[0], copy, replace(kv, rows=()))
+    return replace(kv, rows=tuple(replace(one, slot_B=own_B) for one in rows))
 
 
 def _propose(
@@ -268,6 +304,7 @@ def _advance(
     state: _State,
     *,
     num_ahead: int,
+    slots_BA: jax.Array | None,
     weights: Weights,
     sampling: Sampling,
     spec: ModelSpec,
@@ -275,16 +312,20 @@ def _advance(
     num_logprobs: int,
     axis: str | None,
 ) -> _State:
-    """Runs one step of each row's newest token and the first `num_ahead` proposed ones."""
+    """Runs one step of each row's newest token and the first `num_ahead` proposed ones. slots_BA:
+    of recurrent states after each of them (`_slots_ahead`).
+    """
     rows, ahead_Ba = state.rows, state.ahead_Bk[:, :num_ahead]
     live_B, size = rows.budget_B > 0, num_ahead + 1
     count_B = jnp.where(live_B, 1 + jnp.sum(ahead_Ba != NO_TOKEN, axis=1, dtype=jnp.int32), 0)
     batch = packed(
         jnp.concatenate([rows.token_B[:, None], ahead_Ba], axis=1), rows.position_B, count_B
     )
-    kv, x_TD, _ = decoder.forward(
-        weights, state.kv.of_model, batch, spec=spec, backend=backend, axis=axis
-    )
+    before = state.kv.of_model
+    if slots_BA is not None:
+        after_BA = slots_BA[:, :size]
+        before = replace(before, rows=tuple(replace(x, after_BA=after_BA) for x in before.rows))
+    kv, x_TD, _ = decoder.forward(weights, before, batch, spec=spec, backend=backend, axis=axis)
     offset_1A = jnp.arange(size, dtype=jnp.int32)[None]
     index_BA = jnp.minimum(batch.start_B[:, None] + offset_1A, x_TD.shape[0] - 1)
     logits_SV = decoder.logits(weights, x_TD[index_BA.ravel()], spec=spec, axis=axis)
@@ -301,6 +342,10 @@ def _advance(
     last_B1 = jnp.maximum(num_got_B - 1, 0)[:, None]
     token_B = jnp.where(live_B, jnp.take_along_axis(token_BA, last_B1, axis=1)[:, 0], rows.token_B)
     goes_on_B = live_B & ~is_stop(token_B, sampling)
+    slot_B = state.kv.rows[0].slot_B
+    if slots_BA is not None and slot_B is not None:
+        last_slot_B = jnp.take_along_axis(slots_BA, last_B1, axis=1)[:, 0]
+        slot_B = jnp.where(live_B, last_slot_B, slot_B)
     whole, fresh = state.kv, None
     if state.fresh is not None:
         hidden_TD = normed(x_TD, weights, "norm", spec)
@@ -311,8 +356,7 @@ def _advance(
         kv=replace(
             whole.with_model(kv),
             rows=tuple(
-                replace(after, len_B=before.len_B + num_got_B)
-                for after, before in zip(kv.rows, state.kv.rows, strict=True)
+                replace(one, len_B=one.len_B + num_got_B, slot_B=slot_B) for one in state.kv.rows
             ),
         ),
         rows=Rows(

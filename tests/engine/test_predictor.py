@@ -136,7 +136,7 @@ def check_proposals(reference: Reference, llm: LLM, prompts: list[dict], **more)
     return whole
 
 
-VARIANTS = ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"]
+VARIANTS = ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next"]
 
 
 @pytest.mark.parametrize("variant", some(VARIANTS, "deepseek_v3"))
@@ -217,7 +217,10 @@ def test_what_it_cannot_do_is_refused_by_name(tmp_path):
 
     refused(ValueError, "num_nextn_predict_layers", without_weights("none", "glm4_moe", 0))
     refused(NotImplementedError, "got 2", without_weights("two", "glm4_moe", 2))
+    refused(ValueError, "num_nextn_predict_layers", without_weights("no", "qwen3_next", 0))
     refused(NotImplementedError, "got dots1", without_weights("other", "dots1", 1))
+    missing = make_checkpoint(tmp_path / "missing", text_config("qwen3_next"))
+    refused(CheckpointError, r"missing tensor mtp\.", missing)
     made = make_predicting(tmp_path / "made", "glm4_moe")
     refused(NotImplementedError, "tensor_parallel_size 2", made, tensor_parallel_size=2)
     config = AHEAD["speculative_config"] | {"model": str(made)}

@@ -203,5 +203,3 @@ def test_what_it_cannot_do_is_refused_by_name(checkpoint, tmp_path):
     refused(ValueError, "<= 32", speculative_config=asked(num_speculative_tokens=33))
     refused(ValueError, "prompt_lookup_min", speculative_config=asked(prompt_lookup_min=4))
     refused(ValueError, "disable_by_batch_size", speculative_config=asked(disable_by_batch_size=9))
-    recurrent = make_checkpoint(tmp_path / "model", text_config("lfm2"))
-    refused(NotImplementedError, "recurrent states", directory=recurrent)

@@ -22,6 +22,7 @@ from jaxkv.ops.recurrent import (
     run,
     short_conv,
 )
+from jaxkv.programs.draft import packed
 from jaxkv.programs.inputs import empty_batch
 
 NUM_ROWS, NUM_SLOTS, NUM_LAYERS, LAYER = 7, 9, 3, 1
@@ -139,10 +140,10 @@ def run_steps(advance, tokens_of: list, shape: tuple[int, ...]) -> list[np.ndarr
             own = slice(start, start + count)
             batch.row_T[own], places[row] = b, own
             taken = slice(held[row], held[row] + count)
-            for packed, source in zip(
+            for into, source in zip(
                 jax.tree.leaves(inputs), jax.tree.leaves(tokens_of[row]), strict=True
             ):
-                packed[own] = source[taken]
+                into[own] = source[taken]
             token += count
         num_decode = NUM_ROWS if decode_only else sum(n == 1 for n in step.values())
         batch = replace(
@@ -207,3 +208,55 @@ def test_short_convolution_sees_the_last_tokens_of_its_row():
                 padded[i : i + len(tokens_of[row])] * kernel[:, i] for i in range(KERNEL)
             )
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*RULES, "convolution"])
+def test_states_after_each_token_are_those_of_steps_with_one(name, monkeypatch):
+    """To the bit, in the slots that a step is given; all others stay as they are."""
+    monkeypatch.setattr(drive, "DECODE_ROWS", 2)
+    count_B, len_B, slot_B = np.int32([3, 0, 1, 4, 2]), np.int32([5, 0, 0, 3, 0]), [4, 1, 0, 22, 3]
+    num_rows, most, num_slots = 5, 4, 24
+    after_BA = np.concatenate([np.array(slot_B)[:, None], 5 + np.arange(15).reshape(5, 3)], axis=1)
+    rng = np.random.default_rng(0)
+    if name == "convolution":
+        kernel, bias = jnp.asarray(rng.normal(size=(X, KERNEL)), jnp.float32), jnp.ones(X)
+        shape, tokens = (X, KERNEL - 1), rng.normal(size=(num_rows * most, X))
+        advance = partial(_convolve, kernel=kernel, bias=bias)
+    else:
+        make, shape = RULES[name]
+        rule, tokens, _ = make(rng, num_rows * most)
+        advance = partial(run, rule)
+    tokens_BA = jax.tree.map(
+        lambda x: np.float32(x).reshape(num_rows, most, *np.shape(x)[1:]), tokens
+    )
+    pool = jnp.asarray(rng.normal(size=(2 * num_slots, *shape)), jnp.float32)
+
+    @partial(jax.jit, static_argnames="size")
+    def step(inputs, pool, len_B, count_B, after_BA=None, *, size=1):
+        batch = packed(jnp.zeros((num_rows, size), jnp.int32), len_B, count_B)
+        rows = Rows(jnp.asarray(slot_B), len_B, batch, jnp.int32(1), num_slots, after_BA)
+        return advance(inputs, pool, rows)
+
+    place = np.concatenate([row * most + np.arange(n) for row, n in enumerate(count_B)])
+
+    def pack(x):
+        flat = x.reshape(-1, *x.shape[2:])
+        missing = np.full((len(flat) - len(place), *x.shape[2:]), np.nan, np.float32)
+        return np.concatenate([flat[place], missing])
+
+    inputs = jax.tree.map(pack, tokens_BA)
+    y_T, found = step(inputs, pool, len_B, count_B, after_BA, size=most)
+    start_B, now = np.cumsum(count_B) - count_B, pool
+    expected = np.array(pool)
+    for j in range(most):
+        live_B = (j < count_B).astype(np.int32)
+        inputs = jax.tree.map(lambda x, j=j: x[:, j], tokens_BA)
+        y_B, now = step(inputs, now, len_B + j, live_B)
+        for row in np.flatnonzero(live_B):
+            expected[num_slots + after_BA[row, j]] = now[num_slots + slot_B[row]]
+            np.testing.assert_array_equal(y_T[start_B[row] + j], y_B[row])
+    np.testing.assert_array_equal(found, expected)
+
+
+def _convolve(x_TX, pool, rows, *, kernel, bias):
+    return short_conv(x_TX, kernel, pool, rows, bias)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import QK_NORMED, QKV, Layout, Leaf, read_decoder
 from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
@@ -24,6 +24,8 @@ from jaxkv.models.recurrent import GatedDelta
 from jaxkv.models.spec import ModelSpec
 
 PREFIX = "model.layers.{layer}.linear_attn."
+
+PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 Matrices = Callable[[GatedDelta, int], Mapping[str, Leaf]]
 """Describes the matrices of a mixer in a stream of this width."""
@@ -86,4 +88,15 @@ def read_qwen_hybrid(
     leaves = {**matrices(mixer, hidden), **rest}
     spec, layout = with_mixer(with_gates(read), layers, mixer, leaves)
     # Layers behind the last that predict later tokens.
-    return spec, replace(layout, derived=(*layout.derived, r"mtp\..*"))
+    derived = (*layout.derived, r"mtp\..*")
+    return spec, replace(layout, derived=derived, num_predictors=_num_predictors(config))
+
+
+def _num_predictors(config: ConfigReader) -> int:
+    """Counts the layers that predict later tokens: one, of which Qwen3-Next's config.json says
+    nothing.
+    """
+    given = [key for key in PREDICTORS if config.get(key) is not None]
+    if not given:
+        return 1
+    return 0 if config.get(given[0]) == 0 else config.size(given[0], at_most=MAX_LAYERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 from jaxkv.models.recurrent.mixer import StateArray
 from jaxkv.ops.layers import ACTIVATIONS, linear, linear_over
 from jaxkv.ops.recurrent import Diagonal, Gains, Rows, run, short_conv
+
+BLOCKS = "tjx,jxy->tjy"
 
 STRENGTH = 8.0
 """Multiplies the recurrence gate in the exponent: the c of the paper."""
@@ -68,4 +71,15 @@ class RgLru:
         """Computes a gate of each value from all values of its block."""
         matrix_JXY = w[name].astype(jnp.float32).reshape(-1, self.block_dim, self.block_dim)
         bias_JX = w[f"{name}_bias"].astype(jnp.float32).reshape(-1, self.block_dim)
-        return jax.nn.sigmoid(jnp.einsum("tjx,jxy->tjy", x_TJX, matrix_JXY) + bias_JX[None])
+        y_TJX = jax.lax.platform_dependent(
+            x_TJX, matrix_JXY, cpu=_block_by_block, default=partial(jnp.einsum, BLOCKS)
+        )
+        return jax.nn.sigmoid(y_TJX + bias_JX[None])
+
+
+def _block_by_block(x_TJX: jax.Array, matrix_JXY: jax.Array) -> jax.Array:
+    """Multiplies one block after the other: of all at once XLA:CPU adds up a token's products in an
+    order that the number of tokens decides.
+    """
+    both = (x_TJX.transpose(1, 0, 2), matrix_JXY)
+    return jax.lax.map(lambda one: one[0] @ one[1], both).transpose(1, 0, 2)

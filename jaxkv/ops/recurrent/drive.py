@@ -22,11 +22,14 @@ def run(rule: Rule, inputs_T: Any, pool: Array, where: Rows) -> tuple[Array, Arr
     Returns (outputs [T, ...] float32, 0 for padding tokens; the pool, in which nothing but these
     rows' states has changed). Rows with one token are taken several at a time; longer ones in
     blocks of up to `rule.block_len` tokens, one after the other, as many as there are. Cost: what
-    is computed in between is of the size of a block.
+    is computed in between is of the size of a block. Where the state after each token is wanted
+    (`Rows.after_BA`) all rows go token by token, as they do in steps with one token of each.
     """
     num_tokens, num_rows = jax.tree.leaves(inputs_T)[0].shape[0], where.slot_B.shape[0]
     shapes = jax.eval_shape(rule.step, _states_of(pool, num_tokens), inputs_T)
     y_T = jnp.zeros(shapes[1].shape, jnp.float32)
+    if where.after_BA is not None and not where.batch.decode_only:
+        return _run_each(rule, inputs_T, y_T, pool, where, min(DECODE_ROWS, num_rows))
     y_T, pool = _run_single(rule, inputs_T, y_T, pool, where, min(DECODE_ROWS, num_rows))
     if where.batch.decode_only:
         return y_T, pool
@@ -43,6 +46,7 @@ def _run_single(
 ) -> tuple[Array, Array]:
     """Takes the rows with one token, which come first, `size` at a time."""
     num_decode, index_B, is_new_B = where.batch.num_decode, where.index_B, where.is_new_B
+    written_B = where.written_BA[:, 0]
     # As many tokens as rows at least are there to be sliced.
     missing = max(0, index_B.shape[0] - y_T.shape[0])
     padded_T, y_T = jax.tree.map(lambda x: _padded(x, missing), (inputs_T, y_T))
@@ -57,10 +61,42 @@ def _run_single(
         state_R = read(pool, index_R, _slice(is_new_B, start, size))
         state_R, y_R = rule.step(state_R, _cleared(padded_T, start, index_R < NOWHERE))
         y_T = _replaced(y_T, start, is_now_R, y_R)
-        return y_T, write(pool, index_R, state_R)
+        written_R = jnp.where(is_now_R, _slice(written_B, start, size), NOWHERE)
+        return y_T, write(pool, written_R, state_R)
 
     y_T, pool = jax.lax.fori_loop(0, -(-num_decode // size), some, (y_T, pool))
     return y_T[: y_T.shape[0] - missing], pool
+
+
+def _run_each(
+    rule: Rule, inputs_T: Any, y_T: Array, pool: Array, where: Rows, size: int
+) -> tuple[Array, Array]:
+    """Takes all rows token by token, `size` rows at a time, and stores the state after each."""
+    index_B, is_new_B, written_BA = where.index_B, where.is_new_B, where.written_BA
+    start_B, count_B = where.batch.start_B, where.batch.count_B
+    num_rows = index_B.shape[0]
+
+    def some(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        # The last ones start early rather than end late: those of before are left alone.
+        first = jnp.minimum(i * size, num_rows - size)
+        is_now_R = first + jnp.arange(size) >= i * size
+        index_R = jnp.where(is_now_R, _slice(index_B, first, size), NOWHERE)
+        count_R = jnp.where(index_R < NOWHERE, _slice(count_B, first, size), 0)
+        start_R, written_RA = _slice(start_B, first, size), _slice(written_BA, first, size)
+
+        def token(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            state_R, y_T, pool = carry
+            is_token_R = j < count_R
+            token_R = jnp.where(is_token_R, start_R + j, y_T.shape[0])
+            state_R, y_R = rule.step(state_R, _taken(inputs_T, token_R))
+            pool = write(pool, jnp.where(is_token_R, written_RA[:, j], NOWHERE), state_R)
+            return state_R, y_T.at[token_R].set(y_R, mode="drop"), pool
+
+        state_R = read(pool, index_R, _slice(is_new_B, first, size))
+        _, *found = jax.lax.fori_loop(0, jnp.max(count_R), token, (state_R, *carry))
+        return found[0], found[1]
+
+    return jax.lax.fori_loop(0, -(-num_rows // size), some, (y_T, pool))
 
 
 def _run_chunks(
@@ -104,6 +140,15 @@ def _cleared(inputs_T: Any, start: Array, is_real_C: Array) -> Any:
     def of(x: Array) -> Array:
         x_C = _slice(x, start, is_real_C.shape[0]).astype(jnp.float32)
         return jnp.where(is_real_C.reshape(-1, *[1] * (x.ndim - 1)), x_C, 0)
+
+    return jax.tree.map(of, inputs_T)
+
+
+def _taken(inputs_T: Any, token_R: Array) -> Any:
+    """Returns the inputs of these tokens, zeros of those past the last."""
+
+    def of(x: Array) -> Array:
+        return x.at[token_R].get(mode="fill", fill_value=0).astype(jnp.float32)
 
     return jax.tree.map(of, inputs_T)
 

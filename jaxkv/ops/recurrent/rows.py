@@ -26,6 +26,8 @@ class Rows(NamedTuple):
     batch      the packed tokens.
     layer      int32: number among the layers that keep such states. Slot s of layer l is row
                l * num_slots + s of an array of states.
+    after_BA   int32: the slots that get the state after each of a row's tokens, in place of its
+               own; a row has at most A tokens then. None: its own slot gets that after the last.
     """
 
     slot_B: jax.Array
@@ -33,12 +35,24 @@ class Rows(NamedTuple):
     batch: Batch
     layer: jax.Array
     num_slots: int
+    after_BA: jax.Array | None = None
 
     @property
     def index_B(self) -> Array:
         """Returns where in an array of states each row's is: NOWHERE for rows without tokens."""
         is_here = (self.slot_B < self.num_slots) & (self.batch.count_B > 0)
         return jnp.where(is_here, self.layer * self.num_slots + self.slot_B, NOWHERE)
+
+    @property
+    def written_BA(self) -> Array:
+        """Returns where those after each token go: NOWHERE behind a row's last one. One column, for
+        that after the last, where only that is stored.
+        """
+        if self.after_BA is None:
+            return self.index_B[:, None]
+        is_token_BA = jnp.arange(self.after_BA.shape[1])[None] < self.batch.count_B[:, None]
+        is_token_BA &= self.index_B[:, None] < NOWHERE
+        return jnp.where(is_token_BA, self.layer * self.num_slots + self.after_BA, NOWHERE)
 
     @property
     def is_new_B(self) -> Array:
