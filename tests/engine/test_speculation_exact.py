@@ -56,7 +56,7 @@ def test_greedy_tokens_of_200_prompts(tmp_path, method, codec, page_size, num_le
     """With pages for all rows and, the engine being the same, with `num_left` of them, too few."""
     config, proposes = tiny_config("qwen3", num_hidden_layers=2), NGRAM
     if method == "mtp":
-        directory = make_predicting(tmp_path / "model", "glm4_moe")
+        directory = make_predicting(tmp_path / "model", "glm4_moe", head_dim=16)
         proposes = {"method": method, "num_speculative_tokens": 4}
     else:
         directory = make_checkpoint(tmp_path / "model", config)
