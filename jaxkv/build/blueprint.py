@@ -421,10 +421,8 @@ class Blueprint:
         return replace(kv, stores=(*kv.stores, *own), num_draft=len(own))
 
 
-def _check_quantization(asked: str | None, layout: Layout, *, is_exact: bool) -> None:
-    """Raises ValueError for a method that is none, or another one than weights are stored by;
-    NotImplementedError for one that is not `is_exact`, where the same bits are wanted.
-    """
+def _check_quantization(asked: str | None, layout: Layout) -> None:
+    """Raises ValueError for a method that is none, or another one than weights are stored by."""
     stored = layout.quantisation
     if stored is not None and asked not in (None, stored.method.partition(",")[0]):
         raise ValueError(
@@ -435,11 +433,6 @@ def _check_quantization(asked: str | None, layout: Layout, *, is_exact: bool) ->
         raise ValueError(
             f"quantization: expected None or one of {', '.join(METHODS)} for weights that are not "
             f"stored quantised, got {asked!r}"
-        )
-    if asked == "int8_dynamic" and is_exact:
-        raise NotImplementedError(
-            "deterministic=True: with quantization='int8_dynamic' neighbours change bits of a "
-            "result; load the weights in int8 or unquantised"
         )
 
 
@@ -465,7 +458,7 @@ def make_blueprint(
     """
     skipped = options.kv_cache_dtype_skip_layers
     spec = spec.apart(exact_layers(spec, skipped))
-    _check_quantization(options.quantization, layout, is_exact=options.deterministic)
+    _check_quantization(options.quantization, layout)
     placement = place(spec, layout, devices, options.tensor_parallel_size)
     platform = placement.devices[0].platform
     dtype = options.dtype

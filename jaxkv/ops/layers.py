@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxkv.axes import Array
 from jaxkv.ops.adapters import Adapted
-from jaxkv.ops.matrices import AnyMatrix, Matrix, dot, has_per_layer
+from jaxkv.ops.matrices import AnyMatrix, Matrix, Packed, dot, has_per_layer
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -104,9 +104,10 @@ def _linear_in_pieces(x_TD: Array, w: AnyMatrix) -> Array:
     (docs/benchmarks/cpu.md).
     """
     num_pieces = len(rows_of_pieces(w))
-    # In pieces or not, a bfloat16 result has the same bits. One of float32 has not: there T must
-    # not decide.
-    copy_is_small = x_TD.shape[0] >= MANY_TOKENS and w.dtype == jnp.bfloat16
+    # In pieces or not, a bfloat16 result has the same bits. One of float32 has not, nor has what is
+    # added to a scaled product, which both can be one rounding: there T must not decide.
+    same_bits = w.dtype == jnp.bfloat16 and not isinstance(w, Packed)
+    copy_is_small = x_TD.shape[0] >= MANY_TOKENS and same_bits
     if num_pieces == 1 or copy_is_small:
         return _linear_at_once(x_TD, w)
     rows = -(-w.num_rows // num_pieces)

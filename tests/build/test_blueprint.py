@@ -81,8 +81,6 @@ def test_a_field_of_a_backend_that_is_an_option_has_its_value(monkeypatch):
     assert programs.backend == blueprint.attention
     exact = blueprint_for("llama", jax.devices(), deterministic=True)
     assert exact.attention == Xla(deterministic=True)
-    with pytest.raises(NotImplementedError, match="deterministic=True: with quantization='int8_dy"):
-        blueprint_for("llama", jax.devices(), deterministic=True, quantization="int8_dynamic")
 
 
 def test_a_blueprint_needs_neither_weights_nor_devices(tmp_path):

@@ -125,6 +125,18 @@ def test_without_the_option_neighbours_change_nothing_either(new_llm):
         assert answers(llm, OTHERS[:num_neighbours] + OURS)[num_neighbours:] == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int8_dynamic"])
+def test_neighbours_change_nothing_where_products_are_scaled(tmp_path, quantization):
+    path = make_checkpoint(
+        tmp_path, tiny_config("llama", **COMMON, **SHAPES["768"]), dtype="bfloat16"
+    )
+    options = {"quantization": quantization, "enable_prefix_caching": False, "lazy_compile": True}
+    llm = LLM(path, skip_tokenizer_init=True, dtype="bfloat16", **options)
+    expected = [answers(llm, [ids])[0] for ids in OURS]
+    assert answers(llm, OTHERS[:40] + OURS)[40:] == expected
+
+
 def test_what_was_cached_changes_nothing(new_llm, alone):
     """Pages of prompts and of answers, the latter computed by decode steps."""
     llm = new_llm(enable_prefix_caching=True)

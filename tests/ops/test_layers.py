@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv.ops import layers, matrices
 from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, linear, total
-from jaxkv.ops.matrices import LANES, HeadMatrices, Matrix
+from jaxkv.ops.matrices import LANES, HeadMatrices, Matrix, Packed
 
 SHAPE = (1100, 2000)
 """More than two pieces in bfloat16, and more than four in float32; the last is a part of one."""
@@ -118,3 +118,21 @@ def test_products_of_rounded_inputs_have_no_gradient():
     np.testing.assert_allclose(
         jax.vmap(matrices._dot_int8, (0, None))(x[:, None], w)[:, 0], matrices._dot_int8(x, w)
     )
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("num_rows", [128, 5000])  # in one piece and in several
+def test_what_is_added_to_a_scaled_product_has_the_same_bits_for_any_number_of_tokens(
+    num_rows, is_dynamic
+):
+    rng, width = np.random.default_rng(0), 256
+    leaf = jnp.asarray(rng.integers(-127, 128, (1, 1, num_rows, width)), jnp.int8)
+    scales = jnp.asarray(rng.random((1, 1, num_rows)), jnp.float32)
+    w = Packed(leaf, scales, None, None, None, 0, np.dtype("bfloat16"), is_dynamic=is_dynamic)
+    x_TD = jnp.asarray(rng.normal(size=(MANY_TOKENS, width)), jnp.float32)
+    r_TF = jnp.asarray(rng.normal(size=(MANY_TOKENS, num_rows)), jnp.float32)
+    added = jax.jit(lambda x, r: r + linear(x, w))
+    whole = np.asarray(added(x_TD, r_TF))
+    for num_tokens in (2, 9, MANY_TOKENS - 1):
+        some = added(x_TD[:num_tokens], r_TF[:num_tokens])
+        np.testing.assert_array_equal(some, whole[:num_tokens])
