@@ -70,7 +70,7 @@ else:
 # JAX takes the best device that it has a plugin for, and jaxkv takes JAX's first device. If you
 # have chosen a TPU or GPU and this says `cpu`, restart the session; if it still does, run `%pip
 # install "jaxkv[tpu]"` (or `[cuda12]`, `[cuda13]`) and restart. The programs for TPUs and GPUs are
-# compiled in the project's tests, but as its README says, no TPU and no GPU has run them yet: if
+# compiled in the project's tests, but as its README says, no TPU has run them yet: if
 # you are the first, please tell us how it went.
 
 # %%
