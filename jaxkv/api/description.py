@@ -8,6 +8,7 @@ from jaxkv.build.model import Model
 from jaxkv.config import EngineConfig, Speculation
 from jaxkv.engine.engine import Engine
 from jaxkv.models.families import Layout
+from jaxkv.ops import native
 from jaxkv.weights.tree import describe_packed
 
 
@@ -43,10 +44,19 @@ def describe(
             f"{', '.join(map(str, programs.token_buckets))} tokens, loops of "
             f"{', '.join(map(str, programs.row_buckets))} rows",
             f"cache     of compiled programs: {compile_cache}",
-            f"backend   {blueprint.backend} ({blueprint.backend_reason})",
+            f"backend   {blueprint.backend} ({blueprint.backend_reason}){_matmuls(blueprint)}",
             *budget.lines(programs),
         )
     )
+
+
+def _matmuls(blueprint: Blueprint) -> str:
+    """Says by what a CPU multiplies."""
+    if blueprint.platform != "cpu":
+        return ""
+    reason = native.unused_because()
+    by = "machine code of jaxkv" if reason is None else f"XLA ({reason})"
+    return f"; matmuls by {by}"
 
 
 def _row(blueprint: Blueprint, engine: Engine) -> str:

@@ -53,6 +53,7 @@ from jaxkv.holding.directory import Directory
 from jaxkv.holding.prefix import root_key
 from jaxkv.kv.saved import Origin, fingerprint
 from jaxkv.lora.request import LoRARequest
+from jaxkv.ops import native
 from jaxkv.ops.attention import check_backend
 from jaxkv.requests.adapters import AdapterFiles, listed_adapters
 from jaxkv.requests.intake import Intake
@@ -86,6 +87,7 @@ class LLM(PoolingCalls):
     def __init__(self, options: EngineOptions) -> None:
         check_backend(options.backend)
         devices = jax.devices()
+        native.prepare()
         self._compile_cache = use_compile_cache(devices[0])
         model = find_model(options)
         with ExitStack() as undo:

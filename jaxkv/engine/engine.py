@@ -127,12 +127,10 @@ class Engine:
         self._touched: list[Flight | StepPlan | LoopPlan] = []
         """Those whose requests' tokens, text and pages may disagree if the step does not end."""
 
-    def _adapted(self, num_tokens: int) -> Weights:
-        """Returns the weights with the adapters on the device and those of the draft model, as a
-        step of so many tokens or a loop of so many rows takes them.
-        """
-        every = with_draft(with_adapters(self.weights, self.adapters), self.draft)
-        return self.programs.given(every, num_tokens)
+    @property
+    def _adapted(self) -> Weights:
+        """Returns the weights with the adapters on the device and those of the draft model."""
+        return with_draft(with_adapters(self.weights, self.adapters), self.draft)
 
     @property
     def has_work(self) -> bool:
@@ -165,7 +163,6 @@ class Engine:
             self._is_ended = True
             self.change(lambda: self._abort([*self._requests]))
             self._flight = None
-            self.programs.forget_weights()
             self.leave_disk()
 
     def abort(self, submission: Submission) -> None:
@@ -237,7 +234,6 @@ class Engine:
         for request in self._requests:
             self._renew(request)
         self.weights = weights
-        self.programs.forget_weights()
         self._restore_lost_adapters()
         self._restore_draft()
         self._away -= {WEIGHTS}
@@ -290,7 +286,6 @@ class Engine:
             self._kept_draft = jax.tree.map(np.array, self.draft)
         self._away = frozenset((WEIGHTS, PAGES))
         self.scheduler.adapters.start_again()
-        self.programs.forget_weights()
         for array in jax.tree.leaves((self.weights, self.draft, self.adapters, self.kv)):
             array.delete()
 
@@ -558,7 +553,7 @@ class Engine:
         position_B = self._rows.positions(requests, num_rows)
         kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
         start_s = time.monotonic()
-        self.kv, last, hidden_TD, found = program(body_of(self._adapted(size)), kv, newest, batch)
+        self.kv, last, hidden_TD, found = program(body_of(self._adapted), kv, newest, batch)
         sampled = scores = pooled_BD = None
         if pools:
             pooled_BD = behind(norm_of(self.weights), hidden_TD, batch)
@@ -598,12 +593,12 @@ class Engine:
         start_s = time.monotonic()
         if speculator is None:
             self.kv, newest, _, sampled, found = program(
-                self._adapted(num_rows), kv, newest, rows, sampling, np.int32(plan.num_steps)
+                self._adapted, kv, newest, rows, sampling, np.int32(plan.num_steps)
             )
         else:
             text_RN = speculator.take_text(requests)
             self.kv, newest, text_RN, sampled, drafts = program(
-                self._adapted(num_rows), kv, newest, text_RN, rows, sampling
+                self._adapted, kv, newest, text_RN, rows, sampling
             )
             speculator.keep_text(text_RN, plan.work)
             note = speculator.reader(requests, drafts)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxkv.axes import Array
 from jaxkv.ops.adapters import Adapted
-from jaxkv.ops.matrices import AnyMatrix, Matrix, Packed, dot, has_per_layer
+from jaxkv.ops.matrices import AnyMatrix, Matrix, Packed, dot
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -63,7 +63,11 @@ def linear(x_TD: Array, w: AnyMatrix | Adapted, bias_F: Array | None = None) -> 
     x_TD, num_tokens = x_TD.astype(w.dtype), x_TD.shape[0]
     if w.num_rows == 1:  # as in `total`
         x_TD = jnp.pad(x_TD, ((0, -num_tokens % TILE_ROWS), (0, 0)))
-    if has_per_layer(w) or (w.layer is None and w.leaf.dtype != jnp.uint16):
+    if isinstance(w, Matrix) and w.is_native:
+        y_TF = jax.lax.platform_dependent(
+            x_TD, w, cpu=lambda x_TD, w: w.dot_natively(x_TD), default=_linear_at_once
+        )
+    elif w.layer is None and w.leaf.dtype != jnp.uint16:
         y_TF = w.dot(x_TD, 0, w.num_rows)
     else:
         y_TF = jax.lax.platform_dependent(x_TD, w, cpu=_linear_in_pieces, default=_linear_at_once)
@@ -103,7 +107,7 @@ def _linear_in_pieces(x_TD: Array, w: AnyMatrix) -> Array:
     A decode step of a 1.1B model spends half of its time on that copy otherwise
     (docs/benchmarks/cpu.md).
     """
-    num_pieces = len(rows_of_pieces(w))
+    num_pieces = -(-w.num_rows * w.num_columns * w.dtype.itemsize // PIECE_BYTES)
     # In pieces or not, a bfloat16 result has the same bits. One of float32 has not, nor has what is
     # added to a scaled product, which both can be one rounding: there T must not decide.
     same_bits = w.dtype == jnp.bfloat16 and not isinstance(w, Packed)
@@ -119,13 +123,6 @@ def _linear_in_pieces(x_TD: Array, w: AnyMatrix) -> Array:
 
     y_TF = jnp.zeros((x_TD.shape[0], w.num_rows), jnp.float32)
     return jax.lax.fori_loop(0, num_pieces, piece, y_TF)
-
-
-def rows_of_pieces(w: AnyMatrix) -> list[tuple[int, int]]:
-    """Lists the first row and the end of each piece in which a CPU multiplies with the weight."""
-    num_pieces = -(-w.num_rows * w.num_columns * w.dtype.itemsize // PIECE_BYTES)
-    rows = -(-w.num_rows // num_pieces)
-    return [(start, min(start + rows, w.num_rows)) for start in range(0, w.num_rows, rows)]
 
 
 def total(x: Array) -> Array:
@@ -218,10 +215,7 @@ def mlp(
     own = {name: w[name] for name in names if name in w}
     join = clamped_swiglu if activation == CLAMPED else gated(activation, w, gate_factor)
     at_once, in_pieces = (partial(one, join=join) for one in (_mlp_at_once, _mlp_in_pieces))
-    if has_per_layer(own):  # nor is there anything to trace for a TPU
-        y_TD = at_once(x_TD, own)
-    else:
-        y_TD = jax.lax.platform_dependent(x_TD, own, tpu=in_pieces, default=at_once)
+    y_TD = jax.lax.platform_dependent(x_TD, own, tpu=in_pieces, default=at_once)
     return add_up(y_TD, w.get("down_bias"), axis)
 
 

@@ -5,7 +5,7 @@ packed. Float32 results, the weights' dtype at the inputs of a matmul.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.axes import Array
+from jaxkv.ops import native
 from jaxkv.pytree import pytree, static
 
 LANES = 128
@@ -24,64 +25,10 @@ Place = int | Array | tuple[int | Array, Array]
 """A layer's number in a stack, or those of a layer and its expert."""
 
 
-@pytree
-class PerLayer:
-    """Arrays of values for each layer, in place of a leaf [L, F, D] that has them stacked: one
-    behind the other the rows of the layer's matrix. In programs of a CPU only.
-
-    XLA:CPU copies what it slices out of a stack for a matmul, and multiplies with an array where it
-    lies (docs/benchmarks/cpu.md).
-    """
-
-    pieces: tuple[tuple[Array, ...], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        num_rows = sum(piece.shape[0] for piece in self.pieces[0])
-        return (len(self.pieces), num_rows, self.pieces[0][0].shape[1])
-
-    @property
-    def ndim(self) -> int:
-        return 3
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.pieces[0][0].dtype
-
-    def dot(self, x_TD: Array, layer: Place | None) -> Array:
-        """Multiplies with the matrix of a layer, [T, F] float32."""
-
-        # Put together once, not in each branch, where it would be compiled again and again.
-        y = self._with_layer(layer, lambda *pieces: tuple(dot(x_TD, piece) for piece in pieces))
-        return jnp.concatenate(y, axis=1)
-
-    def whole(self, layer: Place | None) -> Array:
-        """Returns a copy of the matrix of a layer, [F, D]."""
-        return jnp.concatenate(self._with_layer(layer, lambda *pieces: pieces))
-
-    def _with_layer(
-        self, layer: Place | None, use: Callable[..., tuple[Array, ...]]
-    ) -> tuple[Array, ...]:
-        """Returns use(*pieces of the layer): the program has a branch for each layer."""
-        if layer is None or isinstance(layer, tuple):
-            raise TypeError(f"expected the number of a layer, got {layer}")
-        return jax.lax.switch(layer, [partial(use, *pieces) for pieces in self.pieces])
-
-
-def has_per_layer(tree: Any) -> bool:
-    """Tells whether matrices have a `PerLayer`, and so are in a program of a CPU."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, PerLayer))
-    return any(isinstance(leaf, PerLayer) for leaf in leaves)
-
-
-def _of_stack(
-    leaf: Array | PerLayer, layer: Place, starts: Sequence[Any], sizes: Sequence[int]
-) -> Array:
+def _of_stack(leaf: Array, layer: Place, starts: Sequence[Any], sizes: Sequence[int]) -> Array:
     """Returns a part of what a stack has for a layer or an expert. Not of a flattened stack: that
     would have a layout of its own, and all of the stack be copied to it.
     """
-    if isinstance(leaf, PerLayer):
-        return jax.lax.dynamic_slice(leaf.whole(layer), starts, sizes)
     at = layer if isinstance(layer, tuple) else (layer,)
     found = jax.lax.dynamic_slice(leaf, (*at, *starts), (*(1 for _ in at), *sizes))
     return jax.lax.squeeze(found, range(len(at)))
@@ -97,11 +44,11 @@ class Matrix(NamedTuple):
     """A weight [F, D]: a leaf of its own, or the matrix of one layer in a stacked leaf [L, F, D],
     of one of its experts in [L, E, F, D].
 
-    Layers may have arrays of their own instead (`PerLayer`). A uint16 leaf holds the bits of
+    A uint16 leaf holds the bits of
     bfloat16 values (`config.bfloat16_as_bits`).
     """
 
-    leaf: Array | PerLayer
+    leaf: Array
     layer: Place | None = None
 
     @property
@@ -128,30 +75,32 @@ class Matrix(NamedTuple):
     def rows(self, start: int | Array, num_rows: int) -> Array:
         """Rows [start, start + num_rows) as values, [num_rows, D]."""
         if self.layer is None:
-            return values(jax.lax.dynamic_slice_in_dim(self._array, start, num_rows))
+            return values(jax.lax.dynamic_slice_in_dim(self.leaf, start, num_rows))
         sizes = (num_rows, self.num_columns)
         return values(_of_stack(self.leaf, self.layer, (start, 0), sizes))
 
     def columns(self, start: int | Array, num_columns: int) -> Array:
         """Columns [start, start + num_columns) as values, [F, num_columns]."""
         if self.layer is None:
-            return values(jax.lax.dynamic_slice_in_dim(self._array, start, num_columns, axis=1))
+            return values(jax.lax.dynamic_slice_in_dim(self.leaf, start, num_columns, axis=1))
         sizes = (self.num_rows, num_columns)
         return values(_of_stack(self.leaf, self.layer, (0, start), sizes))
 
     @property
-    def _array(self) -> Array:
-        """Returns the leaf of a weight that has it alone."""
-        if isinstance(self.leaf, PerLayer):
-            raise TypeError("expected the number of a layer, got None")
-        return self.leaf
+    def is_native(self) -> bool:
+        """Tells whether a CPU may multiply with `dot_natively`."""
+        return native.takes(self.leaf.shape, self.dtype)
+
+    def dot_natively(self, x_TD: Array) -> Array:
+        """Multiplies with all of it, where it lies: [T, F] float32. On a CPU only."""
+        number = 0 if self.layer is None else self.layer
+        if isinstance(number, tuple):
+            number = number[0] * self.leaf.shape[1] + number[1]
+        return native.matmul(x_TD, self.leaf.reshape(-1, *self.leaf.shape[-2:]), number)
 
     def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
         """Multiplies with so many rows: [T, num_rows] float32."""
-        x_TD = x_TD.astype(self.dtype)
-        if isinstance(self.leaf, PerLayer) and num_rows == self.num_rows:
-            return self.leaf.dot(x_TD, self.layer)
-        return dot(x_TD, self.rows(start, num_rows))
+        return dot(x_TD.astype(self.dtype), self.rows(start, num_rows))
 
     def dot_columns(self, x_TC: Array, start: int | Array) -> Array:
         """Multiplies with as many columns as x has: [T, F] float32."""

@@ -24,7 +24,6 @@ from jaxkv.kv.state import PagedKV, Store
 from jaxkv.models.decoder import body_of, head_of
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Backend
-from jaxkv.ops.layers import MANY_TOKENS
 from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.adapters import write_adapter
@@ -41,7 +40,6 @@ from jaxkv.programs.inputs import (
     empty_sampling,
     empty_tables,
 )
-from jaxkv.programs.layer_arrays import LayerArrays, abstract_layers
 from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages, copy_states, demote_pages, measure_pages
 from jaxkv.programs.pool import norm_of, pool
@@ -137,7 +135,6 @@ class Programs:
         self._background: Background | None = None
         self._progress: Progress | None = None
         self._weights = jax.tree.map(_abstract, weights)
-        self._layers = LayerArrays()
         self._kv = jax.tree.map(_abstract, kv)
         self.executables: dict[tuple[str, int], Compiled] = {}
         self._memory: dict[tuple[str, int], ProgramMemory] = {}
@@ -145,17 +142,6 @@ class Programs:
     @property
     def num_compiled(self) -> int:
         return len(self.executables)
-
-    def given(self, weights: Weights, num_tokens: int) -> Weights:
-        """Returns the weights as a step of T tokens or a loop of T rows takes them: on a CPU with
-        arrays for each layer where T is small, which hold the memory of the stack that they lie in
-        until `forget_weights`.
-        """
-        return self._layers.of(weights) if self._takes_layers(num_tokens) else weights
-
-    def forget_weights(self) -> None:
-        """Lets go what `given` has made of the weights so far, which are to be deleted."""
-        self._layers.forget()
 
     def num_step_rows(self, num_tokens: int) -> int:
         """Rows of the step program for T packed tokens."""
@@ -505,7 +491,7 @@ class Programs:
         rows = self.num_step_rows(num_tokens)
         batch, newest = self._whole(empty_batch(num_tokens, rows)), self._newest_for(rows)
         program = own(step, donate=("kv",), backend=self.backend, draft=self.draft, **self._model)
-        weights = body_of(self._given(num_tokens))
+        weights = body_of(self._weights)
         return program.lower(weights, self._kv_for(rows), newest, batch)
 
     def _lower_draw(self, num_rows: int) -> Lowering:
@@ -546,7 +532,7 @@ class Programs:
             **self._model,
         )
         return program.lower(
-            self._given(num_rows), self._kv_for(num_rows), self._newest_for(num_rows), *inputs
+            self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs
         )
 
     def _lower_speculate(self, num_rows: int) -> Lowering:
@@ -562,7 +548,7 @@ class Programs:
             **self._model,
         )
         kv, newest = self._kv_for(num_rows), self._newest_for(num_rows)
-        return program.lower(self._given(num_rows), kv, newest, self._text, *inputs)
+        return program.lower(self._weights, kv, newest, self._text, *inputs)
 
     def _lower_text(self, num_tokens: int) -> Lowering:
         row, token_N = self._whole((np.int32(0), abstract_full((num_tokens,), 0)))
@@ -606,18 +592,6 @@ class Programs:
     def _model(self) -> dict[str, Any]:
         """Returns the static arguments that all programs of a model take."""
         return {"spec": self.spec, "placement": self.placement}
-
-    def _given(self, num_tokens: int) -> Weights:
-        """Returns the shapes of the weights as `given` gives them."""
-        is_split = self._takes_layers(num_tokens)
-        return abstract_layers(self._weights) if is_split else self._weights
-
-    def _takes_layers(self, num_tokens: int) -> bool:
-        """Tells whether a program of T tokens has arrays for each layer: where matmuls take pieces
-        of what is stacked.
-        """
-        is_whole = self.placement is None or self.placement.size == 1
-        return is_whole and self._device.platform == "cpu" and num_tokens < MANY_TOKENS
 
     @property
     def _text(self) -> Any:

@@ -8,16 +8,15 @@ would by default lay neighbouring experts side by side, and copy all of them to 
 else asks here: loaders which leaves there are and what they are made of, the decoder for the
 weights of one layer.
 
-On a CPU programs of few tokens are given most matrices as arrays that lie in the stacks
-(`per_layer`). A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`). A
-quantised leaf `q` is values with `q_scales` beside it, and maybe `q_zeros`, `q_table` and
-`q_factor` (`weights.packing`). A quantised head is a stack of one, and is there whether embeddings
-are tied or not.
+A uint16 leaf holds the bits of bfloat16 values (`config.bfloat16_as_bits`). A quantised leaf `q` is
+values with `q_scales` beside it, and maybe `q_zeros`, `q_table` and `q_factor`
+(`weights.packing`). A quantised head is a stack of one, and is there whether embeddings are tied or
+not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,13 +26,11 @@ from jaxkv.axes import Array
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.adapters import Adapted, TokenAdapters
-from jaxkv.ops.layers import rows_of_pieces
 from jaxkv.ops.matrices import (
     AnyMatrix,
     HeadMatrices,
     Matrix,
     Packed,
-    PerLayer,
     Vectors,
     values,
 )
@@ -60,17 +57,6 @@ and [L, A, F, X] for A adapters of rank X at most.
 """
 
 ADAPTERS = (ADAPTER_DOWN, ADAPTER_UP)
-
-ALIGNMENT = 64
-"""Where an array begins that XLA:CPU takes without a copy: at a multiple of so many bytes."""
-
-LEAST_BYTES = 2**17
-"""A layer's part of a stack that is worth an array of its own: below that handing it to a program
-takes what its matmuls save.
-"""
-
-MOST_ARRAYS = 256
-"""Of one model: each is a matmul more to compile in each program."""
 
 
 class TreeLeaf(NamedTuple):
@@ -217,42 +203,6 @@ def draft_of(weights: Weights) -> Weights:
 def without_draft(weights: Weights) -> Weights:
     """Returns the tree as it was before `with_draft`."""
     return {name: leaf for name, leaf in weights.items() if name != DRAFT}
-
-
-def per_layer(weights: Weights, split: Callable[[Any], PerLayer]) -> Weights:
-    """Returns the tree with what `split` makes of each stack of bfloat16 matrices, those of a draft
-    model too.
-
-    Stacks of float32 and of quantised matrices stay, where that gains nothing, those of experts and
-    adapters, of which a matmul takes a part that data chooses, those whose layers are smaller than
-    `LEAST_BYTES` or have rows that do not begin at multiples of `ALIGNMENT`, and all of a model
-    that would have more than `MOST_ARRAYS`.
-    """
-    draft = draft_of(weights)
-    if draft:
-        return with_draft(per_layer(without_draft(weights), split), per_layer(draft, split))
-    taken = {
-        stack: {name: leaf for name, leaf in leaves.items() if _is_split(name, leaf)}
-        for stack, leaves in weights.items()
-        if stack.startswith(LAYERS)
-    }
-    every = [leaf for leaves in taken.values() for leaf in leaves.values()]
-    if sum(leaf.shape[0] * len(rows_of_pieces(Matrix(leaf))) for leaf in every) > MOST_ARRAYS:
-        return weights
-    made = {
-        stack: {**weights[stack], **{name: split(leaf) for name, leaf in leaves.items()}}
-        for stack, leaves in taken.items()
-    }
-    return {**weights, **made}
-
-
-def _is_split(name: str, leaf: Any) -> bool:
-    if len(leaf.shape) != 3 or Matrix(leaf).dtype.name != "bfloat16":
-        return False
-    row_bytes = num_bytes(leaf.shape[2:], leaf.dtype)
-    if row_bytes % ALIGNMENT or leaf.shape[1] * row_bytes < LEAST_BYTES:
-        return False
-    return base_name(name) == name and not name.startswith((EXPERT, *ADAPTERS))
 
 
 def num_adapters(weights: Weights) -> int:

@@ -1,0 +1,3 @@
+"""Kernels for CPUs, as text in LLVM's intermediate representation: Pallas has no compiler for
+CPUs.
+"""
