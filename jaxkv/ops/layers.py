@@ -63,7 +63,7 @@ def linear(x_TD: Array, w: AnyMatrix | Adapted, bias_F: Array | None = None) -> 
     x_TD, num_tokens = x_TD.astype(w.dtype), x_TD.shape[0]
     if w.num_rows == 1:  # as in `total`
         x_TD = jnp.pad(x_TD, ((0, -num_tokens % TILE_ROWS), (0, 0)))
-    if isinstance(w, Matrix) and w.is_native:
+    if w.is_native:
         y_TF = jax.lax.platform_dependent(
             x_TD, w, cpu=lambda x_TD, w: w.dot_natively(x_TD), default=_linear_at_once
         )

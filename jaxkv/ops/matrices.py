@@ -34,6 +34,14 @@ def _of_stack(leaf: Array, layer: Place, starts: Sequence[Any], sizes: Sequence[
     return jax.lax.squeeze(found, range(len(at)))
 
 
+def _flattened(leaf: Array, layer: Place | None) -> tuple[Array, int | Array]:
+    """Returns a stack with one axis for layers and experts, and the number of the matrix in it."""
+    number = 0 if layer is None else layer
+    if isinstance(number, tuple):
+        number = number[0] * leaf.shape[1] + number[1]
+    return leaf.reshape(-1, *leaf.shape[-2:]), number
+
+
 def _expert_of(layer: Place | None, number: Array) -> Place:
     if layer is None or isinstance(layer, tuple):
         raise TypeError(f"expected the number of a layer, got {layer}")
@@ -93,10 +101,8 @@ class Matrix(NamedTuple):
 
     def dot_natively(self, x_TD: Array) -> Array:
         """Multiplies with all of it, where it lies: [T, F] float32. On a CPU only."""
-        number = 0 if self.layer is None else self.layer
-        if isinstance(number, tuple):
-            number = number[0] * self.leaf.shape[1] + number[1]
-        return native.matmul(x_TD, self.leaf.reshape(-1, *self.leaf.shape[-2:]), number)
+        w_NFD, number = _flattened(self.leaf, self.layer)
+        return native.matmul(x_TD, w_NFD, number)
 
     def dot(self, x_TD: Array, start: int | Array, num_rows: int) -> Array:
         """Multiplies with so many rows: [T, num_rows] float32."""
@@ -150,6 +156,19 @@ class Packed:
     @property
     def column_unit(self) -> int:
         return LANES if self.num_groups == 1 else math.lcm(LANES, self.group)
+
+    @property
+    def is_native(self) -> bool:
+        """Tells whether a CPU may multiply with `dot_natively`."""
+        is_int8 = self.is_dynamic and self.leaf.dtype == jnp.int8 and self.num_groups == 1
+        return is_int8 and native.takes(self.leaf.shape, self.leaf.dtype)
+
+    def dot_natively(self, x_TD: Array) -> Array:
+        """Multiplies with all of it, where it lies: [T, F] float32. On a CPU only."""
+        w_NFD, number = _flattened(jax.lax.squeeze(self.leaf, (self.leaf.ndim - 3,)), self.layer)
+        scale_GF = self._of_layer(self.scales, (0, 0), (1, self.num_rows)).astype(jnp.float32)
+        # What is added to a scaled product must not become one rounding with it for some T only.
+        return jax.lax.optimization_barrier(_dot_int8(x_TD, w_NFD, number) * scale_GF)
 
     def of_expert(self, number: Array) -> Packed:
         return replace(self, layer=_expert_of(self.layer, number))
@@ -222,16 +241,20 @@ AnyMatrix = Matrix | Packed
 
 
 @jax.custom_jvp
-def _dot_int8(x_TD: Array, w_FD: Array) -> Array:
-    """Multiplies int8 with int8 in int32. Source: arXiv 2211.10438, section 3 (a scale per token
-    and output). Raises: NotImplementedError where it is differentiated.
+def _dot_int8(x_TD: Array, w: Array, number: int | Array | None = None) -> Array:
+    """Multiplies int8 with int8 in int32: w is [F, D], or a stack [N, F, D] of which a CPU takes
+    one natively. Source: arXiv 2211.10438, section 3 (a scale per token and output). Raises:
+    NotImplementedError where it is differentiated.
     """
     x_TD = x_TD.astype(jnp.float32)
     scale_T1 = jnp.maximum(jnp.abs(x_TD).max(axis=1, keepdims=True), 1e-30) / 127
     rounded_TD = jnp.round(x_TD / scale_T1).astype(jnp.int8)
-    y_TF = jax.lax.dot_general(
-        rounded_TD, w_FD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
-    )
+    if number is not None:
+        y_TF = native.matmul_int8(rounded_TD, w, number)
+    else:
+        y_TF = jax.lax.dot_general(
+            rounded_TD, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+        )
     return y_TF.astype(jnp.float32) * scale_T1
 
 

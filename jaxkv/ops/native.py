@@ -70,8 +70,8 @@ def _unused_because() -> str | None:
 
 
 @cache
-def _register(llvm: Any, features: str) -> Any:
-    """Gives XLA the machine code, which what is returned holds as long as the process lives."""
+def _register(llvm: Any, features: str) -> None:
+    """Gives XLA the machine code."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     module = llvm.parse_assembly(kernel.llvm_ir())
@@ -88,7 +88,7 @@ def _register(llvm: Any, features: str) -> Any:
     for name in kernel.HANDLERS.values():
         handler = jax.ffi.pycapsule(form(engine.get_function_address(name)))
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
-    return engine
+    engine.detach()  # never freed: XLA's threads may be in it when the interpreter ends
 
 
 def takes(shape: tuple[int, ...], dtype: np.dtype) -> bool:
@@ -98,17 +98,26 @@ def takes(shape: tuple[int, ...], dtype: np.dtype) -> bool:
 
 
 @jax.custom_jvp
-def matmul(x_TD: Array, w_NFD: Array, index: Array) -> Array:
+def matmul(x_TD: Array, w_NFD: Array, index: int | Array) -> Array:
     """Computes x @ w[index].T, [T, F] float32, with x in the dtype of w.
 
     The bits of a row do not depend on T. w may have the bits of bfloat16 values, as uint16.
     """
-    x_TD, dtype = x_TD.astype(jnp.float32), "float32"
-    if w_NFD.dtype != jnp.float32:
-        # No conversion to bfloat16 and back, which compilers may leave out.
-        x_TD = jax.lax.reduce_precision(x_TD, exponent_bits=8, mantissa_bits=7)
-        dtype = "bfloat16"
-    result = jax.ShapeDtypeStruct((x_TD.shape[0], w_NFD.shape[1]), jnp.float32)
+    x_TD = x_TD.astype(jnp.float32)
+    if w_NFD.dtype == jnp.float32:
+        return _call("float32", x_TD, w_NFD, index, jnp.float32)
+    # No conversion to bfloat16 and back, which compilers may leave out.
+    x_TD = jax.lax.reduce_precision(x_TD, exponent_bits=8, mantissa_bits=7)
+    return _call("bfloat16", x_TD, w_NFD, index, jnp.float32)
+
+
+def matmul_int8(x_TD: Array, w_NFD: Array, index: int | Array) -> Array:
+    """Computes x @ w[index].T of int8, [T, F] int32."""
+    return _call("int8", x_TD.astype(jnp.int16), w_NFD, index, jnp.int32)
+
+
+def _call(dtype: str, x_TD: Array, w_NFD: Array, index: int | Array, out_dtype: Any) -> Array:
+    result = jax.ShapeDtypeStruct((x_TD.shape[0], w_NFD.shape[1]), out_dtype)
     call = jax.ffi.ffi_call(kernel.HANDLERS[dtype], result, vmap_method="sequential")
     return call(x_TD, w_NFD, jnp.asarray(index, jnp.int32))
 

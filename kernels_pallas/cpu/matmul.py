@@ -1,8 +1,9 @@
 """Multiplies with a matrix where it lies: y = x @ w[index].T.
 
 w [N, F, D] bfloat16 or float32, x [T, D] and y [T, F] float32; D and F are multiples of 16. Each
-sum is float32, in the order of D, whatever T is; a product is not rounded before it is added. An
-index beyond the ends means the first or the last matrix, as in XLA's slices.
+sum is float32, in the order of D, whatever T is; a product is not rounded before it is added. Or w
+is int8, x int16 with values of int8, and y int32. An index beyond the ends means the first or the
+last matrix, as in XLA's slices.
 
 A task takes 64 outputs of up to 128 tokens. For 16 outputs and 256 columns at a time it writes a
 panel of w, transposed and in float32, which stays in the first-level cache (16 KiB) while the rows
@@ -10,7 +11,7 @@ of x are multiplied with it, four at a time: 8 of AVX2's 16 registers are sums. 
 that writes a packed copy of all of w to memory, in each call. Source of the blocking: Goto and van
 de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4.
 
-What XLA calls are the two `HANDLERS` of its foreign function interface; offsets are those of
+What XLA calls are the `HANDLERS` of its foreign function interface; offsets are those of
 jaxlib's `xla/ffi/api/c_api.h`. Tasks are claimed one by one by the calling thread and by threads of
 XLA's pool, which may come late or never: the call waits only for tasks that somebody has begun.
 """
@@ -21,9 +22,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-HANDLERS = {"bfloat16": "jaxkv_matmul_bfloat16", "float32": "jaxkv_matmul_float32"}
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
-"""Both by the dtype of w."""
+HANDLERS = {dtype: f"jaxkv_matmul_{dtype}" for dtype in ("bfloat16", "float32", "int8")}
+W_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
+X_BYTES = {"bfloat16": 4, "float32": 4, "int8": 2}
+"""All by the dtype of w."""
 
 LANES, DEPTH = 16, 256
 """Outputs and columns of a panel."""
@@ -36,10 +38,13 @@ TASK_OUTPUTS, TASK_TOKENS = 64, 128
 meanwhile.
 """
 
+INT8_OUTPUTS, INT8_ROWS = 4, (3, 2, 1)
+"""Rows of w and of x that are multiplied at once where w is int8."""
+
 AHEAD = 32
 """Rows of w from the one that is read to the one that is fetched into the cache."""
 
-VECTOR, EIGHT = f"<{LANES} x float>", "<8 x i32>"
+VECTOR, EIGHT, SHORTS = f"<{LANES} x float>", "<8 x i32>", "<16 x i16>"
 
 # Offsets in bytes within the structures of the interface.
 EXTENSION, API, CONTEXT, ARGUMENTS, RESULTS = 8, 16, 24, 72, 112  # of a call
@@ -48,6 +53,9 @@ DATA, DIMS = 24, 40  # of a buffer
 DESTROY_ERROR, SCHEDULE, NUM_THREADS = 64, 136, 144  # of the functions that XLA offers
 VERSION = (0, 3)
 """Of the interface. Later ones of the same first number add to the ends of structures only."""
+
+TILE = "ptr %x, ptr %w, ptr %y, i64 %T, i64 %D, i64 %F"
+"""What the function for one tile takes: addresses are those of its first numbers."""
 
 SHARED = ("next", "done", "users", "tasks", "blocks", "x", "w", "y", "T", "D", "F")
 """What the threads of a call share, 8 bytes each."""
@@ -101,6 +109,10 @@ class Function:
     def store(self, value: str, base: str, offset: object = 0, align: int = 8) -> None:
         self.do(f"store {value}, ptr {self.at(base, offset)}, align {align}")
 
+    def fetch(self, address: str) -> None:
+        """Has memory brought into the cache."""
+        self.do(f"call void @llvm.prefetch.p0(ptr {address}, i32 0, i32 3, i32 1)")
+
     def label(self, name: str) -> None:
         self.lines.append(f"{name}:")
 
@@ -139,6 +151,8 @@ def llvm_ir() -> str:
     """Returns the text of a module with `HANDLERS`."""
     declared = [
         f"declare {VECTOR} @llvm.fma.v{LANES}f32({VECTOR}, {VECTOR}, {VECTOR})",
+        f"declare {EIGHT} @llvm.x86.avx2.pmadd.wd({SHORTS}, {SHORTS})",
+        "declare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)",
         "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
         "declare ptr @malloc(i64)",
         "declare void @free(ptr)",
@@ -146,26 +160,22 @@ def llvm_ir() -> str:
     ]
     functions = [_release()]
     for dtype in HANDLERS:
-        functions += [_tile(dtype), _work(dtype), _helper(dtype), _handler(dtype)]
+        tile = _tile_int8() if dtype == "int8" else _tile(dtype)
+        functions += [tile, _work(dtype), _helper(dtype), _handler(dtype)]
     return "\n".join([*declared, "", *(one.text() for one in functions)])
 
 
 def _tile(dtype: str) -> Function:
-    """Writes the function for LANES outputs of some tokens."""
-    parameters = "ptr %x, ptr %w, ptr %y, i64 %T, i64 %D, i64 %F"
-    f = Function(f"define internal void @tile_{dtype}({parameters}) noinline")
+    """Writes the function for LANES outputs of some tokens where w is of floating point."""
+    f = Function(f"define internal void @tile_{dtype}({TILE}) noinline")
     panel = f.variable(f"[{DEPTH * LANES} x float]", align=64)
     fill = _fill_widened if dtype == "bfloat16" else _fill
     with f.each(0, "%D", DEPTH) as start:
         depth = f.least(f.let(f"sub i64 %D, {start}"), DEPTH)
         fill(f, panel, start, depth)
-        done = "0"
-        for rows in ROWS:
-            whole = f.let(f"sdiv i64 {f.let(f'sub i64 %T, {done}')}, {rows}")
-            stop = f.add(done, f.mul(whole, rows))
-            with f.each(done, stop, rows) as t:
+        for rows, first, stop in _blocks(f, ROWS):
+            with f.each(first, stop, rows) as t:
                 _multiply(f, panel, [f.add(t, r) for r in range(rows)], start, depth)
-            done = stop
     f.do("ret void")
     return f
 
@@ -203,7 +213,7 @@ def _eight_rows(f: Function, first: str, for_row: str, column: str) -> list[str]
     row = f.at("%w", f.add(first, column))
     later = f.at(row, f.mul(for_row, AHEAD))
     for _ in range(8):
-        f.do(f"call void @llvm.prefetch.p0(ptr {later}, i32 0, i32 3, i32 1)")
+        f.fetch(later)
         found.append(f.load(EIGHT, row, align=2))
         row, later = f.at(row, for_row), f.at(later, for_row)
     return found
@@ -254,6 +264,61 @@ def _multiply(f: Function, panel: str, rows: Sequence[str], start: str, depth: s
         f.store(f"{VECTOR} {f.load(VECTOR, one, align=64)}", result, align=4)
 
 
+def _tile_int8() -> Function:
+    """Writes the function for LANES outputs of some tokens where w is int8: four rows of w and up
+    to three of x at a time, from which 16 columns each are multiplied and added up in pairs.
+    """
+    f = Function(f"define internal void @tile_int8({TILE}) noinline")
+    with f.each(0, LANES, INT8_OUTPUTS) as output:
+        outputs = [f.add(output, i) for i in range(INT8_OUTPUTS)]
+        for rows, start, stop in _blocks(f, INT8_ROWS):
+            with f.each(start, stop, rows) as t:
+                _multiply_int8(f, [f.add(t, r) for r in range(rows)], outputs)
+    f.do("ret void")
+    return f
+
+
+def _multiply_int8(f: Function, rows: Sequence[str], outputs: Sequence[str]) -> None:
+    """Writes the products of rows of x with rows of w, which are exact."""
+    x = [f.at("%x", f.mul(f.mul(row, "%D"), X_BYTES["int8"])) for row in rows]
+    w = [f.at("%w", f.mul(output, "%D")) for output in outputs]
+    sums = {
+        (one, row): f.variable(EIGHT, align=32) for one in range(len(w)) for row in range(len(x))
+    }
+    for place in sums.values():
+        f.do(f"store {EIGHT} zeroinitializer, ptr {place}, align 32")
+    ahead = f.mul("%D", AHEAD)
+    with f.each(0, "%D", 16) as column:
+        numbers = [f.load(SHORTS, row, f.mul(column, X_BYTES["int8"]), align=2) for row in x]
+        for one, of_output in enumerate(w):
+            f.fetch(f.at(of_output, f.add(ahead, column)))
+            weights = f.load("<16 x i8>", of_output, column, align=1)
+            weights = f.let(f"sext <16 x i8> {weights} to {SHORTS}")
+            for row, values in enumerate(numbers):
+                operands = f"{SHORTS} {weights}, {SHORTS} {values}"
+                pairs = f.let(f"call {EIGHT} @llvm.x86.avx2.pmadd.wd({operands})")
+                place = sums[one, row]
+                added = f.let(f"add {EIGHT} {pairs}, {f.load(EIGHT, place, align=32)}")
+                f.store(f"{EIGHT} {added}", place, align=32)
+    for (one, row), place in sums.items():
+        number = f"{EIGHT} {f.load(EIGHT, place, align=32)}"
+        total = f.let(f"call i32 @llvm.vector.reduce.add.v8i32({number})")
+        to = f.mul(f.add(f.mul(rows[row], "%F"), outputs[one]), 4)
+        f.store(f"i32 {total}", "%y", to, align=4)
+
+
+def _blocks(f: Function, sizes: Sequence[int]) -> Iterator[tuple[int, str, str]]:
+    """Divides the tokens: as many blocks of the first size as there are, then smaller ones. Yields
+    the size, the first token and the end.
+    """
+    done = "0"
+    for size in sizes:
+        whole = f.let(f"sdiv i64 {f.let(f'sub i64 %T, {done}')}, {size}")
+        stop = f.add(done, f.mul(whole, size))
+        yield size, done, stop
+        done = stop
+
+
 def _spread(f: Function, number: str) -> str:
     """Returns a vector that has the number in each lane."""
     first = f.let(f"insertelement {VECTOR} poison, float {number}, i64 0")
@@ -276,8 +341,8 @@ def _work(dtype: str) -> Function:
     num_tokens = f.least(f.let(f"sub i64 {T}, {first_token}"), TASK_TOKENS)
     first = f.mul(f.let(f"sdiv i64 {task}, {blocks}"), TASK_OUTPUTS)
     with f.each(first, f.least(f.add(first, TASK_OUTPUTS), F), LANES) as output:
-        own_x = f.at(x, f.mul(f.mul(first_token, D), 4))
-        own_w = f.at(w, f.mul(f.mul(output, D), ITEM_BYTES[dtype]))
+        own_x = f.at(x, f.mul(f.mul(first_token, D), X_BYTES[dtype]))
+        own_w = f.at(w, f.mul(f.mul(output, D), W_BYTES[dtype]))
         own_y = f.at(y, f.mul(f.add(f.mul(first_token, F), output), 4))
         operands = f"ptr {own_x}, ptr {own_w}, ptr {own_y}, i64 {num_tokens}, i64 {D}, i64 {F}"
         f.do(f"call void @tile_{dtype}({operands})")
@@ -325,7 +390,7 @@ def _handler(dtype: str) -> Function:
     number = f.least(number, f.add(f.load("i64", w_dims), -1))
     is_negative = f.let(f"icmp slt i64 {number}, 0")
     number = f.let(f"select i1 {is_negative}, i64 0, i64 {number}")
-    own_w = f.at(f.load("ptr", w, DATA), f.mul(f.mul(f.mul(F, D), number), ITEM_BYTES[dtype]))
+    own_w = f.at(f.load("ptr", w, DATA), f.mul(f.mul(f.mul(F, D), number), W_BYTES[dtype]))
     blocks, chunks = _divided(f, T, TASK_TOKENS), _divided(f, F, TASK_OUTPUTS)
     tasks = f.mul(blocks, chunks)
     f.do(f"%shared = call ptr @malloc(i64 {8 * len(SHARED)})")

@@ -11,7 +11,7 @@ import pytest
 from jaxkv import LLM, SamplingParams
 from jaxkv.ops import native
 from jaxkv.ops.layers import linear
-from jaxkv.ops.matrices import Matrix
+from jaxkv.ops.matrices import Matrix, Packed
 from jaxkv.testing import engine_of
 from kernels_pallas.cpu import matmul as kernel
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -78,6 +78,36 @@ def test_rounds_what_it_multiplies_to_the_dtype_of_the_weights():
     np.testing.assert_array_equal(y, in_order(x.astype(jnp.bfloat16), w[0]))
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "columns", "rows"), [(1, 16, 16), (6, 272, 80), (200, 48, 176)]
+)
+def test_products_of_int8_are_exact(num_tokens, columns, rows):
+    rng = np.random.default_rng(0)
+    x = rng.integers(-127, 128, (num_tokens, columns), np.int8)
+    w = rng.integers(-127, 128, (2, rows, columns), np.int8)
+
+    y = jax.jit(native.matmul_int8)(x, w, 1)
+
+    np.testing.assert_array_equal(y, x.astype(np.int64) @ w[1].astype(np.int64).T)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 130])
+def test_int8_dynamic_has_the_bits_that_xla_gives_it(num_tokens):
+    rng = np.random.default_rng(0)
+    x = random((num_tokens, 64), jnp.bfloat16)
+    leaf = jnp.asarray(rng.integers(-127, 128, (2, 3, 1, 48, 64), np.int8))
+    scales = random((2, 3, 1, 48), jnp.float32, seed=1)
+    place = (jnp.int32(1), jnp.int32(2))
+    w = Packed(leaf, scales, None, None, None, place, np.dtype(jnp.bfloat16), is_dynamic=True)
+    assert w.is_native
+
+    ours, xla = (
+        jax.jit(form)(x) for form in (lambda x: linear(x, w), lambda x: w.dot(x, 0, w.num_rows))
+    )
+
+    np.testing.assert_array_equal(ours, xla)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_takes_layers_experts_and_bits(dtype):
     x, w = random((5, 64), dtype), random((2, 3, 32, 64), dtype, seed=1)
@@ -130,7 +160,7 @@ def test_threads_do_not_get_in_each_others_way():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((3, 24, 64), "bfloat16"), ((3, 32, 40), "float32"), ((32, 64), "int8")]
+    ("shape", "dtype"), [((3, 24, 64), "bfloat16"), ((3, 32, 40), "float32"), ((32, 64), "int16")]
 )
 def test_other_shapes_and_dtypes_are_left_to_xla(shape, dtype):
     assert not native.takes(shape, np.dtype(jnp.dtype(dtype)))
