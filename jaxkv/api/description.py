@@ -44,19 +44,19 @@ def describe(
             f"{', '.join(map(str, programs.token_buckets))} tokens, loops of "
             f"{', '.join(map(str, programs.row_buckets))} rows",
             f"cache     of compiled programs: {compile_cache}",
-            f"backend   {blueprint.backend} ({blueprint.backend_reason}){_matmuls(blueprint)}",
+            f"backend   {blueprint.backend} ({blueprint.backend_reason})",
+            *_matmuls(blueprint),
             *budget.lines(programs),
         )
     )
 
 
-def _matmuls(blueprint: Blueprint) -> str:
+def _matmuls(blueprint: Blueprint) -> list[str]:
     """Says by what a CPU multiplies."""
     if blueprint.platform != "cpu":
-        return ""
+        return []
     reason = native.unused_because()
-    by = "machine code of jaxkv" if reason is None else f"XLA ({reason})"
-    return f"; matmuls by {by}"
+    return [f"matmuls   {'machine code of jaxkv' if reason is None else f'XLA ({reason})'}"]
 
 
 def _row(blueprint: Blueprint, engine: Engine) -> str:

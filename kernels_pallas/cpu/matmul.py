@@ -33,6 +33,9 @@ LANES, DEPTH = 16, 256
 ROWS = (4, 2, 1)
 """Rows of x that are multiplied with a panel at once: as many fours as there are, then less."""
 
+FEW = 2
+"""Tokens that are multiplied without a panel: those of the smallest programs."""
+
 TASK_OUTPUTS, TASK_TOKENS = 64, 128
 """Of one task: panels are made anew for every 128 tokens, whose x stays in the second-level cache
 meanwhile.
@@ -41,10 +44,8 @@ meanwhile.
 INT8_OUTPUTS, INT8_ROWS = 4, (3, 2, 1)
 """Rows of w and of x that are multiplied at once where w is int8."""
 
-AHEAD = 32
-"""Rows of w from the one that is read to the one that is fetched into the cache."""
-
-VECTOR, EIGHT, SHORTS = f"<{LANES} x float>", "<8 x i32>", "<16 x i16>"
+VECTOR, HALF = f"<{LANES} x float>", "<8 x float>"
+EIGHT, SHORTS = "<8 x i32>", "<16 x i16>"
 
 # Offsets in bytes within the structures of the interface.
 EXTENSION, API, CONTEXT, ARGUMENTS, RESULTS = 8, 16, 24, 72, 112  # of a call
@@ -110,8 +111,8 @@ class Function:
         self.do(f"store {value}, ptr {self.at(base, offset)}, align {align}")
 
     def fetch(self, address: str) -> None:
-        """Has memory brought into the cache."""
-        self.do(f"call void @llvm.prefetch.p0(ptr {address}, i32 0, i32 3, i32 1)")
+        """Has memory brought into the cache, for one use."""
+        self.do(f"call void @llvm.prefetch.p0(ptr {address}, i32 0, i32 0, i32 1)")
 
     def label(self, name: str) -> None:
         self.lines.append(f"{name}:")
@@ -151,6 +152,7 @@ def llvm_ir() -> str:
     """Returns the text of a module with `HANDLERS`."""
     declared = [
         f"declare {VECTOR} @llvm.fma.v{LANES}f32({VECTOR}, {VECTOR}, {VECTOR})",
+        f"declare {HALF} @llvm.fma.v8f32({HALF}, {HALF}, {HALF})",
         f"declare {EIGHT} @llvm.x86.avx2.pmadd.wd({SHORTS}, {SHORTS})",
         "declare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)",
         "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
@@ -168,11 +170,14 @@ def llvm_ir() -> str:
 def _tile(dtype: str) -> Function:
     """Writes the function for LANES outputs of some tokens where w is of floating point."""
     f = Function(f"define internal void @tile_{dtype}({TILE}) noinline")
+    with f.where(f.let(f"icmp eq i64 %T, {FEW}")):
+        _multiply_few(f, dtype)
+        f.do("ret void")
+        f.label(f.name("many"))
     panel = f.variable(f"[{DEPTH * LANES} x float]", align=64)
-    fill = _fill_widened if dtype == "bfloat16" else _fill
     with f.each(0, "%D", DEPTH) as start:
         depth = f.least(f.let(f"sub i64 %D, {start}"), DEPTH)
-        fill(f, panel, start, depth)
+        _fill(f, panel, start, depth, dtype)
         for rows, first, stop in _blocks(f, ROWS):
             with f.each(first, stop, rows) as t:
                 _multiply(f, panel, [f.add(t, r) for r in range(rows)], start, depth)
@@ -180,42 +185,65 @@ def _tile(dtype: str) -> Function:
     return f
 
 
-def _fill(f: Function, panel: str, start: str, depth: str) -> None:
-    """Writes the part of w from column `start` on to the panel [depth, LANES], 8 columns of 8 rows
+def _fill(f: Function, panel: str, start: str, depth: str, dtype: str) -> None:
+    """Writes the part of w from column `start` on to the panel [depth, LANES], 32 bytes of 8 rows
     at a time.
     """
-    for_row = f.mul("%D", 4)
-    with f.each(0, depth, 8) as column, f.each(0, LANES, 8) as row:
-        rows = _eight_rows(f, f.mul(row, for_row), for_row, f.mul(f.add(start, column), 4))
+    with f.each(0, depth, 32 // W_BYTES[dtype]) as column, f.each(0, LANES, 8) as row:
         to = f.at(panel, f.mul(f.add(f.mul(column, LANES), row), 4))
-        for i, numbers in enumerate(_transposed(f, rows)):
+        for i, numbers in enumerate(_columns(f, row, f.add(start, column), dtype)):
             f.store(f"{EIGHT} {numbers}", to, 4 * LANES * i, align=32)
 
 
-def _fill_widened(f: Function, panel: str, start: str, depth: str) -> None:
-    """Does the same in bfloat16, 16 columns of 8 rows at a time: a pair of columns is one number of
-    32 bits until it is transposed.
+def _multiply_few(f: Function, dtype: str) -> None:
+    """Writes the outputs of FEW tokens, with w in registers: it is not needed again."""
+    x = [f.at("%x", f.mul("%D", 4 * t)) for t in range(FEW)]
+    sums = {(row, t): f.variable(HALF, align=32) for row in range(0, LANES, 8) for t in range(FEW)}
+    for place in sums.values():
+        f.do(f"store {HALF} zeroinitializer, ptr {place}, align 32")
+    with f.each(0, "%D", 32 // W_BYTES[dtype]) as column:
+        parts = {row: _columns(f, row, column, dtype) for row in range(0, LANES, 8)}
+        for i in range(32 // W_BYTES[dtype]):
+            at_column = f.mul(f.add(column, i), 4)
+            for t in range(FEW):
+                number = f.load("float", x[t], at_column, align=4)
+                for row, numbers in parts.items():
+                    w = f.let(f"bitcast {EIGHT} {numbers[i]} to {HALF}")
+                    _add_product(f, number, w, sums[row, t], lanes=8)
+    for (row, t), place in sums.items():
+        to = f.add(f.mul("%F", 4 * t), 4 * row)
+        f.store(f"{HALF} {f.load(HALF, place, align=32)}", "%y", to, align=4)
+
+
+def _columns(f: Function, row: object, column: str, dtype: str) -> list[str]:
+    """Reads 32 bytes of eight rows of w: returns 16 columns of bfloat16 or 8 of float32, each as
+    the bits of float32. A pair of bfloat16 columns is one number of 32 bits until it is transposed.
     """
-    for_row = f.mul("%D", 2)
-    with f.each(0, depth, 16) as column, f.each(0, LANES, 8) as row:
-        rows = _eight_rows(f, f.mul(row, for_row), for_row, f.mul(f.add(start, column), 2))
-        to = f.at(panel, f.mul(f.add(f.mul(column, LANES), row), 4))
-        for i, pairs in enumerate(_transposed(f, rows)):
-            first = f.let(f"shl {EIGHT} {pairs}, {_constant([16] * 8)}")
-            second = f.let(f"and {EIGHT} {pairs}, {_constant([-(2**16)] * 8)}")
-            f.store(f"{EIGHT} {first}", to, 4 * LANES * 2 * i, align=32)
-            f.store(f"{EIGHT} {second}", to, 4 * LANES * (2 * i + 1), align=32)
+    found = _transposed(f, _eight_rows(f, row, column, dtype))
+    if dtype == "float32":
+        return found
+    both = []
+    for pairs in found:
+        both.append(f.let(f"shl {EIGHT} {pairs}, {_constant([16] * 8)}"))
+        both.append(f.let(f"and {EIGHT} {pairs}, {_constant([-(2**16)] * 8)}"))
+    return both
 
 
-def _eight_rows(f: Function, first: str, for_row: str, column: str) -> list[str]:
-    """Reads 32 bytes of eight rows of w, and has those of later rows fetched. All in bytes."""
+def _eight_rows(f: Function, row: object, column: str, dtype: str) -> list[str]:
+    """Reads 32 bytes of eight rows of w from a column on, and has as many bytes of the next tile
+    fetched: one line after the other, which memory gives faster than rows side by side.
+    """
+    width = W_BYTES[dtype]
+    for_row = f.mul("%D", width)
+    next_tile = f.at("%w", f.mul(for_row, LANES))
+    later = f.at(next_tile, f.mul(f.add(f.mul(column, width * LANES // 32), row), 32))
+    for line in range(0, 8 * 32, 64):
+        f.fetch(f.at(later, line))
+    at_row = f.at("%w", f.add(f.mul(row, for_row), f.mul(column, width)))
     found = []
-    row = f.at("%w", f.add(first, column))
-    later = f.at(row, f.mul(for_row, AHEAD))
     for _ in range(8):
-        f.fetch(later)
-        found.append(f.load(EIGHT, row, align=2))
-        row, later = f.at(row, for_row), f.at(later, for_row)
+        found.append(f.load(EIGHT, at_row, align=2))
+        at_row = f.at(at_row, for_row)
     return found
 
 
@@ -255,11 +283,7 @@ def _multiply(f: Function, panel: str, rows: Sequence[str], start: str, depth: s
             w = f.load(VECTOR, panel, f.mul(column, 4 * LANES), align=64)
             for one, row in zip(sums, x, strict=True):
                 number = f.load("float", row, f.mul(column, 4), align=4)
-                spread = _spread(f, number)
-                added = f.load(VECTOR, one, align=64)
-                operands = ", ".join(f"{VECTOR} {value}" for value in (spread, w, added))
-                added = f.let(f"call {VECTOR} @llvm.fma.v{LANES}f32({operands})")
-                f.store(f"{VECTOR} {added}", one, align=64)
+                _add_product(f, number, w, one, lanes=LANES)
     for one, result in zip(sums, y, strict=True):
         f.store(f"{VECTOR} {f.load(VECTOR, one, align=64)}", result, align=4)
 
@@ -287,11 +311,11 @@ def _multiply_int8(f: Function, rows: Sequence[str], outputs: Sequence[str]) -> 
     }
     for place in sums.values():
         f.do(f"store {EIGHT} zeroinitializer, ptr {place}, align 32")
-    ahead = f.mul("%D", AHEAD)
+    next_tile = f.at(w[0], f.mul("%D", LANES))
     with f.each(0, "%D", 16) as column:
+        f.fetch(f.at(next_tile, f.mul(column, INT8_OUTPUTS)))
         numbers = [f.load(SHORTS, row, f.mul(column, X_BYTES["int8"]), align=2) for row in x]
         for one, of_output in enumerate(w):
-            f.fetch(f.at(of_output, f.add(ahead, column)))
             weights = f.load("<16 x i8>", of_output, column, align=1)
             weights = f.let(f"sext <16 x i8> {weights} to {SHORTS}")
             for row, values in enumerate(numbers):
@@ -319,11 +343,16 @@ def _blocks(f: Function, sizes: Sequence[int]) -> Iterator[tuple[int, str, str]]
         done = stop
 
 
-def _spread(f: Function, number: str) -> str:
-    """Returns a vector that has the number in each lane."""
-    first = f.let(f"insertelement {VECTOR} poison, float {number}, i64 0")
-    zeros = f"<{LANES} x i32> zeroinitializer"
-    return f.let(f"shufflevector {VECTOR} {first}, {VECTOR} poison, {zeros}")
+def _add_product(f: Function, number: str, w: str, place: str, *, lanes: int) -> None:
+    """Adds number * w to the vector at `place`, which is rounded once."""
+    kind, align = f"<{lanes} x float>", 4 * lanes
+    first = f.let(f"insertelement {kind} poison, float {number}, i64 0")
+    zeros = f"<{lanes} x i32> zeroinitializer"
+    spread = f.let(f"shufflevector {kind} {first}, {kind} poison, {zeros}")
+    values = (spread, w, f.load(kind, place, align=align))
+    operands = ", ".join(f"{kind} {value}" for value in values)
+    added = f.let(f"call {kind} @llvm.fma.v{lanes}f32({operands})")
+    f.store(f"{kind} {added}", place, align=align)
 
 
 def _work(dtype: str) -> Function:
