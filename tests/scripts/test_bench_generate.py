@@ -167,7 +167,7 @@ def test_an_engine_with_other_tokens_is_refused(bench):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engines", "jaxkv,sglang"], "expected some of jaxkv, transformers, vllm, llama.cpp"),
+        (["--engines", "jaxkv,sglang"], "expected some of jaxkv, jaxkv-xla, "),
         (["--only", "decode9"], "--only: expected some of prefill"),
         (["--engines", "jaxkv", "--python", "vllm=python"], "expected ENGINE=PATH of one of"),
     ],
