@@ -59,7 +59,7 @@ class Jaxkv:
         self.llm.wait_until_compiled()
 
     def describe(self) -> str:
-        kept = ("weights", "limits", "programs", "backend")  # others name folders
+        kept = ("weights", "limits", "programs", "backend", "matmuls")  # others name folders
         lines = self.llm.describe().splitlines()
         return "\n".join(line for line in lines if line.startswith(kept))
 

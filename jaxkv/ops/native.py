@@ -19,11 +19,13 @@ from jaxkv.axes import Array
 from kernels_pallas.cpu import matmul as kernel
 
 VARIABLE = "JAXKV_MATMUL"
-"""Of the environment: "xla" or "native" where a CPU is not to choose."""
+"""Names the variable of the environment that may say "xla" or "native", where a CPU is not to
+choose.
+"""
 
 NEEDED = ("avx2", "fma")
 NOT_MEASURED = ("avx512f",)
-"""With these XLA may be faster: it multiplies 16 numbers at a time, or bfloat16 numbers."""
+"""XLA may be faster with these: it multiplies 16 numbers at a time, or bfloat16 numbers."""
 
 _lock = Lock()
 
@@ -31,8 +33,8 @@ _lock = Lock()
 def unused_because() -> str | None:
     """Says why XLA multiplies; None where the machine code does, which the first call makes.
 
-    Raises: ValueError for another value of `VARIABLE`, ImportError where it asks for what llvmlite
-    is missing for.
+    Raises: ValueError for another value of `VARIABLE`. Where it asks for machine code, ImportError
+    without llvmlite, NotImplementedError on a processor that it is not for.
     """
     with _lock:
         return _unused_because()
@@ -62,7 +64,10 @@ def _unused_because() -> str | None:
 
     features = llvm.get_host_cpu_features()
     if lacking := [name for name in NEEDED if not features.get(name)]:
-        return f"the processor has no {' and no '.join(lacking)}"
+        reason = f"the processor has no {' and no '.join(lacking)}"
+        if asked is None:
+            return reason
+        raise NotImplementedError(f"{VARIABLE}=native: {reason}; unset it, or ask for xla")
     if asked is None and (present := [name for name in NOT_MEASURED if features.get(name)]):
         return f"not measured on a processor with {', '.join(present)}: {VARIABLE}=native tries it"
     _register(llvm, features.flatten())

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 HANDLERS = {dtype: f"jaxkv_matmul_{dtype}" for dtype in ("bfloat16", "float32", "int8")}
 W_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
 X_BYTES = {"bfloat16": 4, "float32": 4, "int8": 2}
-"""All by the dtype of w."""
+"""These give the name of a handler and the bytes of a number of w and of x, by the dtype of w."""
 
 LANES, DEPTH = 16, 256
 """Outputs and columns of a panel."""
@@ -37,8 +37,8 @@ FEW = 2
 """Tokens that are multiplied without a panel: those of the smallest programs."""
 
 TASK_OUTPUTS, TASK_TOKENS = 64, 128
-"""Of one task: panels are made anew for every 128 tokens, whose x stays in the second-level cache
-meanwhile.
+"""A task has at most so many: panels are made anew for every 128 tokens, whose x stays in the
+second-level cache meanwhile.
 """
 
 INT8_OUTPUTS, INT8_ROWS = 4, (3, 2, 1)
@@ -53,13 +53,15 @@ METADATA, MAJOR, MINOR = 24, 24, 28  # of an extension, and of what it points to
 DATA, DIMS = 24, 40  # of a buffer
 DESTROY_ERROR, SCHEDULE, NUM_THREADS = 64, 136, 144  # of the functions that XLA offers
 VERSION = (0, 3)
-"""Of the interface. Later ones of the same first number add to the ends of structures only."""
+"""The handlers ask for this version of the interface. Later ones of the same first number only add
+to the ends of structures.
+"""
 
 TILE = "ptr %x, ptr %w, ptr %y, i64 %T, i64 %D, i64 %F"
-"""What the function for one tile takes: addresses are those of its first numbers."""
+"""The function for one tile takes these: addresses are those of its first numbers."""
 
 SHARED = ("next", "done", "users", "tasks", "blocks", "x", "w", "y", "T", "D", "F")
-"""What the threads of a call share, 8 bytes each."""
+"""The threads of a call share these, 8 bytes each."""
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ def in_order(x, w):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_tokens", "columns", "rows"),
-    [(1, 16, 16), (3, 272, 80), (7, 512, 48), (131, 256, 128), (300, 48, 176)],
+    [(1, 16, 16), (2, 272, 80), (3, 272, 80), (7, 512, 48), (130, 256, 128), (300, 48, 176)],
 )
 def test_adds_up_in_order(dtype, num_tokens, columns, rows):
     x, w = random((num_tokens, columns), dtype), random((3, rows, columns), dtype, seed=1)
@@ -170,7 +170,6 @@ def test_other_shapes_and_dtypes_are_left_to_xla(shape, dtype):
     ("features", "asked", "said"),
     [
         ({"fma": True}, None, "the processor has no avx2"),
-        ({"fma": True}, "native", "the processor has no avx2"),
         ({"fma": True, "avx2": True, "avx512f": True}, None, "not measured .* with avx512f"),
         ({}, "xla", "JAXKV_MATMUL asks for it"),
     ],
@@ -186,6 +185,13 @@ def test_without_llvmlite_xla_multiplies_unless_it_was_asked_for(monkeypatch, de
 
     assert 'pip install "jaxkv[cpu]"' in decide(None)
     with pytest.raises(ImportError, match="JAXKV_MATMUL=native: llvmlite is not installed"):
+        decide("native")
+
+
+def test_a_processor_that_cannot_is_refused_where_it_is_asked_for(monkeypatch, decide):
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"fma": True})
+
+    with pytest.raises(NotImplementedError, match="JAXKV_MATMUL=native: the processor has no avx2"):
         decide("native")
 
 
