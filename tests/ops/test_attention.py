@@ -5,6 +5,7 @@ is NaN.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -188,6 +189,28 @@ def test_backends_and_oracle_equal_float64_on_decode_rows_with_resting_ones(shap
                 run_backend(backend, case, layer=layer, window=shape.window), want, case.batch
             )
         assert_equal(oracle(case, layer=layer, window=shape.window), want, case.batch)
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPES[2], SHAPES[3]], ids=lambda shape: "-".join(map(str, shape))
+)
+def test_the_larger_blocks_of_other_platforms_equal_float64(monkeypatch, shape):
+    """Rows and chunks of more blocks than one, and of fewer slots than a block has."""
+
+    def elsewhere(*args: object, default: Callable, **_: object) -> object:
+        return default(*args)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", elsewhere)
+    monkeypatch.setattr(xla, "LARGE_KEYS", 256)
+    monkeypatch.setattr(xla, "LARGE_QUERIES", 32)
+    monkeypatch.setattr(xla, "LARGE_SLOTS", 256 * NUM_ROWS)
+    read = jax.jit(partial(xla.read, window=shape.window), static_argnames=STATIC)
+    for case in (step_case(1, shape, num_tokens=300), decode_case(1, shape)):
+        case = case._replace(store=only_layer(case.store, 1))
+        want, of_abs = expected(case, layer=1, window=shape.window)
+        got, _ = read(case.q_TNH, case.at(1), case.batch, scale=scale_of(case))
+        slack = ROUNDING * of_abs if case.store.codec.name == "bfloat16" else 0.0
+        assert_equal(np.asarray(got), want, case.batch, slack=slack)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("int4", marks=pytest.mark.slow)])

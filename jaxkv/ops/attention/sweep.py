@@ -19,8 +19,8 @@ from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import soft_cap, total
 
 BLOCK = 128
-"""Keys gathered per row and iteration, for decode rows and prefill chunks alike: both add up in the
-same order.
+"""Keys gathered per row and iteration on a CPU, for decode rows and prefill chunks alike: both add
+up in the same order.
 """
 
 FLOAT32_VALUES = 64
@@ -61,6 +61,15 @@ class Scores(NamedTuple):
         if (reach := self.reach(position_RKMJ)) is not None:
             seen_RKMJ &= distance_RKMJ < reach
         return seen_RKMJ
+
+
+class Blocking(NamedTuple):
+    """Says how a sweep goes: over so many keys of a row at a time, as the pages decode to or in
+    float32.
+    """
+
+    num_keys: int = BLOCK
+    in_float32: bool = False
 
 
 once = jax.lax.optimization_barrier
@@ -105,7 +114,9 @@ class Blocks(NamedTuple):
     def of(
         cls, store: Store, rows: Rows, layer: int | jax.Array, *, size: int, in_float32: bool
     ) -> Blocks:
-        num_pages = max(1, size // store.page_size)
+        """Cuts tables into blocks of `size` slots; of fewer, but BLOCK, where tables have fewer."""
+        longest = max(BLOCK, rows.table_RKW.shape[2] * store.page_size)
+        num_pages = max(1, min(size, longest) // store.page_size)
         missing = -rows.table_RKW.shape[2] % num_pages
         table, first, held = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in rows[:3])
         return cls(store, Rows(table, first, held, None), layer, num_pages, in_float32)
@@ -165,7 +176,7 @@ def attend(
     position_RM: jax.Array,
     bounds: tuple[jax.Array, jax.Array],
     *,
-    in_float32: bool,
+    blocking: Blocking,
     asked: Scores,
     index: Index | None = None,
 ) -> tuple[jax.Array, Found | None]:
@@ -174,9 +185,10 @@ def attend(
     The M queries of a KV head are of its G heads by turns: query m of head m mod G. index: of the
     tokens of these queries, those of one row or one of each.
     """
-    sweep = partial(_sweep, in_float32=in_float32, asked=asked)
+    sweep = partial(_sweep, blocking=blocking, asked=asked)
     if index is not None:
-        sweep = partial(sweep, chosen_RTJ=_choose(index, at, rows, position_RM, bounds, asked))
+        chosen_RTJ = _choose(index, at, rows, position_RM, bounds, blocking.num_keys, asked)
+        sweep = partial(sweep, chosen_RTJ=chosen_RTJ)
     softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds)
     low, of_low = at.store.low, None
     if low is not None and rows.low is not None:
@@ -196,6 +208,7 @@ def _choose(
     rows: Rows,
     position_RM: jax.Array,
     bounds: tuple[jax.Array, jax.Array],
+    num_keys: int,
     asked: Scores,
 ) -> jax.Array:
     """Returns which slots of their row's table each of its T tokens has chosen, [R, T, J]."""
@@ -203,7 +216,7 @@ def _choose(
     num_tokens, _, head_dim = index.q_TIH.shape
     each = num_tokens // num_rows
     position_RT = position_RM[:, :: position_RM.shape[1] // each]
-    blocks = Blocks.of(at.store, rows, at.layer, size=BLOCK, in_float32=True)
+    blocks = Blocks.of(at.store, rows, at.layer, size=num_keys, in_float32=True)
 
     def body(i: jax.Array, score_RTJ: jax.Array) -> jax.Array:
         found = blocks.read(i)
@@ -238,12 +251,12 @@ def _sweep(
     position_RM: jax.Array,
     bounds: tuple[jax.Array, jax.Array],
     *,
-    in_float32: bool,
+    blocking: Blocking,
     asked: Scores,
     chosen_RTJ: jax.Array | None = None,
 ) -> tuple[Softmax, Tally | None]:
     """Attends M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables,
-    counted as if all pages were full, BLOCK of them (or one page) at a time.
+    counted as if all pages were full, `num_keys` of them (or one page) at a time.
 
     Both matmuls take their inputs in the dtype that the pages decode to, or float32, and add up in
     float32. Blocks begin at multiples of their size, and one without a seen key changes no bit:
@@ -252,8 +265,8 @@ def _sweep(
     position_RM has the position of each query, or [R, 1] where all queries of a row share it.
     chosen_RTJ: the slots that each token's queries see at most.
     """
-    head_dim, wanted = q_RKMH.shape[3], at.statistics
-    blocks = Blocks.of(at.store, rows, at.layer, size=BLOCK, in_float32=in_float32)
+    head_dim, wanted, (num_keys, in_float32) = q_RKMH.shape[3], at.statistics, blocking
+    blocks = Blocks.of(at.store, rows, at.layer, size=num_keys, in_float32=in_float32)
     is_float32 = in_float32 or at.store.codec.dtype == "float32"
     padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
 

@@ -24,7 +24,7 @@ from jaxkv.kv.state import PageTables, Statistics, Store, destinations, write
 from jaxkv.ops.attention.base import Attended, Batch, Heads, Index, LatentMaps, Needs, Place
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.select import select_pages
-from jaxkv.ops.attention.sweep import BLOCK, Scores, Window, attend, rows_of
+from jaxkv.ops.attention.sweep import BLOCK, Blocking, Scores, Window, attend, rows_of
 
 CPU_TILE_ROWS = 8
 """Decode rows that sweep together on a CPU: with BLOCK keys of each, what is gathered stays in the
@@ -37,9 +37,26 @@ two matrices.
 """
 
 QUERY_BLOCK = 64
-"""Queries of one prefill work item: a chunk of fewer costs as much. With 128, 32 rows of 16 tokens
-took 1.8 times as long, long prompts as long as with 64 (docs/benchmarks/cpu_choices.md).
+"""Queries of one prefill work item on a CPU: a chunk of fewer costs as much. With 128, 32 rows of
+16 tokens took 1.8 times as long, long prompts as long as with 64 (docs/benchmarks/cpu_choices.md).
 """
+
+LARGE_QUERIES, LARGE_KEYS = 256, 1024
+"""Queries of one prefill work item elsewhere, and the keys that meet them at once: there each
+iteration costs some 30 us whatever it computes (docs/benchmarks/gpu_kernels.md).
+"""
+
+LARGE_SLOTS = 1 << 14
+"""Slots that all decode rows together gather at once elsewhere: 64 MiB of 8 KV heads of 128, which
+take about as long to gather and read as an iteration takes in any case.
+"""
+
+
+def decode_keys(num_rows: int) -> int:
+    """Returns how many keys of each decode row are gathered at once where that is not a CPU: a
+    power of two.
+    """
+    return min(4 * LARGE_KEYS, max(BLOCK, 1 << (LARGE_SLOTS // num_rows).bit_length() - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,25 +211,22 @@ def _read_rows(
             decode,
             tile_rows=CPU_TILE_ROWS,
             min_queries=CPU_MIN_QUERIES,
-            in_float32=not deterministic,
+            blocking=Blocking(in_float32=not deterministic),
         ),
-        default=partial(decode, tile_rows=num_rows, min_queries=1, in_float32=False),
+        default=partial(
+            decode, tile_rows=num_rows, min_queries=1, blocking=Blocking(decode_keys(num_rows))
+        ),
     )
     out_TNH = leave(decoded)
     if batch.decode_only:
         return out_TNH, statistics
     at = at._replace(statistics=statistics)
     fill = partial(_prefill, enter=enter, leave=leave, asked=asked, index=index)
-    if batch.chunk_len is None:
-        return fill(q_TNH, out_TNH, count_B, at, batch)
+    in_float32 = batch.chunk_len is not None and not deterministic
     return jax.lax.platform_dependent(
-        q_TNH,
-        out_TNH,
-        count_B,
-        at,
-        batch,
-        cpu=partial(fill, in_float32=not deterministic),
-        default=fill,
+        *(q_TNH, out_TNH, count_B, at, batch),
+        cpu=partial(fill, num_queries=QUERY_BLOCK, blocking=Blocking(in_float32=in_float32)),
+        default=partial(fill, num_queries=LARGE_QUERIES, blocking=Blocking(LARGE_KEYS)),
     )
 
 
@@ -224,7 +238,7 @@ def _decode(
     *,
     tile_rows: int,
     min_queries: int,
-    in_float32: bool,
+    blocking: Blocking,
     asked: Scores,
     index: Index | None,
 ) -> tuple[jax.Array, Statistics | None]:
@@ -261,7 +275,7 @@ def _decode(
             rows,
             position_R[:, None],
             bounds,
-            in_float32=in_float32,
+            blocking=blocking,
             asked=asked,
             index=jax.tree.map(take, index),
         )
@@ -297,13 +311,14 @@ def _prefill(
     leave: Callable[[jax.Array], jax.Array],
     asked: Scores,
     index: Index | None,
-    in_float32: bool = False,
+    num_queries: int,
+    blocking: Blocking,
 ) -> tuple[jax.Array, Statistics | None]:
-    """Attends the first `count` tokens of every prefill row's chunk, all or none, QUERY_BLOCK
-    queries at a time, written over `out` (which holds the decode rows).
+    """Attends the first `count` tokens of every prefill row's chunk, all or none, `num_queries` at
+    a time, written over `out` (which holds the decode rows).
     """
     num_tokens, num_heads, _ = q_TNH.shape
-    heads, size = at.store.num_kv_heads, min(QUERY_BLOCK, batch.chunk_len or num_tokens)
+    heads, size = at.store.num_kv_heads, min(num_queries, batch.chunk_len or num_tokens)
     per_head = num_heads // heads
     # Blocks may run past their row's end, and are then overwritten by the next row, or lie in this
     # extra block.
@@ -338,7 +353,7 @@ def _prefill(
             jax.tree.map(take_row, rows),
             jnp.repeat(position, per_head)[None, :],
             (low, jnp.minimum(place + size, length)),
-            in_float32=in_float32,
+            blocking=blocking,
             asked=asked,
             index=jax.tree.map(take_tokens, index),
         )
