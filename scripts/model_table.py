@@ -69,7 +69,6 @@ NOT_READ = {
     "experts chosen by logits and a bias": "kolibri1",
     "a head of fewer rows than embeddings": "apertus1p5",
     "two softmaxes, or masks that are computed": "diffllama, doge",
-    "inputs of the layers before it": "gemma3n",
     "keys of an encoder, or of images": "bart, mllama and others",
     "a head that transformers does not scale and others do": "aya_vision, cohere2_vision",
     "a reader, or a closer look": "bailing_hybrid, ernie4_5_vl_moe, "

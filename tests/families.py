@@ -51,6 +51,24 @@ GEMMA4 = {
     "tie_word_embeddings": True,
 }
 
+# With 8 inputs of a layer's own the gates of some token are all so small that transformers' float32
+# is 6e-5 of the logits' deviation away from its float64.
+GEMMA3N = {
+    "num_hidden_layers": 6,
+    "head_dim": 8,
+    "intermediate_size": [80, 80, 80, 80, 64, 80],
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 140,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.8, 0.8, 0.0, 0.0, 0.0, 0.7],
+    "altup_num_inputs": 3,
+    "laurel_rank": 5,
+    "final_logit_softcapping": 2.0,
+    "tie_word_embeddings": True,
+}
+
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GROUPED = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3}
 GROUPED |= {"n_group": 4, "topk_group": 2, "moe_intermediate_size": 24}
@@ -142,6 +160,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         }
     },
     "gemma3_text-uncapped": WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 20},
+    "gemma3n_text": GEMMA3N,
+    "gemma3n_text-alone": GEMMA3N
+    | {"num_kv_shared_layers": 0, "altup_correct_scale": False, "altup_num_inputs": 2}
+    | {"attention_bias": True, "intermediate_size": 80},
     "gemma4_text": GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     "gemma4_text-k-is-v": GEMMA4
     | {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1},

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.kv.state import PagedKV, Statistics
+from jaxkv.models import altup
 from jaxkv.models.layer import Layers, normed, scaled
 from jaxkv.models.paged import PagedAttention
 from jaxkv.models.spec import ModelSpec
@@ -61,9 +62,10 @@ def forward(
         held = attend.held(statistics)
         if spec.has_shortcut:
             held = held._replace(aside_TD=jnp.zeros_like(x_TD))
-        carry = (x_TD, held)
+        carry = (altup.spread(x_TD, weights), held)
         layer = jax.checkpoint(layers) if runs_again else layers
-        x_TD, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
+        x, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
+    x_TD = altup.joined(x, weights)
     return attend.state(held), x_TD, _of_all_devices(held.statistics, statistics, axis)
 
 
@@ -73,6 +75,8 @@ def _per_layer(weights: Weights, token_T: jax.Array, x_TD: jax.Array, spec: Mode
     """
     width = weights["own_embed"].shape[1] // spec.num_layers
     shape = (x_TD.shape[0], spec.num_layers, width)
+    # Tokens that the table is too small for (Gemma 3n's of images) have those of the first.
+    token_T = jnp.where(token_T < weights["own_embed"].shape[0], token_T, 0)
     found = values(weights["own_embed"].at[token_T].get(mode="clip")).astype(jnp.float32)
     projected = linear(x_TD, Matrix(weights["own_proj"])).reshape(shape) * spec.hidden_size**-0.5
     projected = normed(projected, weights, "own_norm", spec)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV
-from jaxkv.models import alibi, latent
+from jaxkv.models import alibi, altup, latent
 from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import ModelSpec, QueryTemperature
@@ -41,7 +41,7 @@ from jaxkv.weights.tree import EXPERT, Weights, layer_weights, num_adapters
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 
 Carry = tuple[jax.Array, Held]
-"""The stream [T, D] and what layers change, from layer to layer."""
+"""The stream [T, D], or several (`models.altup`), and what layers change, from layer to layer."""
 
 Mix = Callable[[jax.Array, Weights, Held, jax.Array], Carry]
 """Mixes the tokens [T, D] that come into the layer of this number (int32) with these weights."""
@@ -86,12 +86,32 @@ class Layers:
         spec, layers = self._spec, self._spec.layers_of(kind)
         index_L = np.zeros(spec.num_layers, np.int32)
         index_L[list(layers)] = range(len(layers))
-        mix, stream = self._mix(layers), spec.scales.stream
+        block = self._block(layers, kind)
 
         def run(number: jax.Array, carry: Carry) -> Carry:
-            x_TD, held = carry
+            x, held = carry
             index = number if spec.num_kinds == 1 else jnp.asarray(index_L)[number]
             w = layer_weights(self._weights, index, kind, self._adapters)
+            own_TP = None if self._own_LTP is None else self._own_LTP[number]
+            if altup.ROUTER in w:
+                predicted_ATD = altup.predict(x, w, spec)
+                x_TD, held = block(predicted_ATD[0], w, held, number)
+                x_ATD = altup.correct(predicted_ATD, x_TD, w, spec)
+                return _to_others(x_ATD, own_TP, w, spec), held
+            x_TD, held = block(x, w, held, number)
+            if own_TP is not None:
+                x_TD = x_TD + _of_layer(x_TD, own_TP, w, spec)
+            return x_TD * w["scalar"][None] if "scalar" in w else x_TD, held
+
+        return run
+
+    def _block(self, layers: Sequence[int], kind: int) -> Mix:
+        """Returns what runs mixer and feed-forward of any of these layers, which are of a kind."""
+        spec, mix, stream = self._spec, self._mix(layers), self._spec.scales.stream
+        cutoffs = spec.scales.gate_cutoffs
+        cutoff = cutoffs[kind] if cutoffs else None
+
+        def run(x_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             h_TD = normed(x_TD, w, "attn_norm", spec)
             mixed_TD, held = mix(h_TD, w, held, number)
             mixed_TD = scaled(normed(mixed_TD, w, "post_attn_norm", spec), spec.scales.residual)
@@ -104,17 +124,15 @@ class Layers:
                 x_TD = x_TD + mixed_TD
             else:
                 x_TD = x_TD + mixed_TD
+                if "laurel_down" in w:
+                    x_TD = (x_TD + _laurel(h_TD, w, spec)) * 2**-0.5
                 h_TD = normed(x_TD, w, "mlp_norm", spec)
-            out_TD = self._feed_forward(x_TD, h_TD, w)
+            out_TD = self._feed_forward(x_TD, h_TD, w, cutoff)
             out_TD = scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
             if stream is not None:
                 x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
             x_TD = x_TD + out_TD
-            if spec.has_shortcut:
-                x_TD, held = self._shortcut(x_TD, h_TD, w, held)
-            if self._own_LTP is not None:
-                x_TD = x_TD + _of_layer(x_TD, self._own_LTP[number], w, spec)
-            return x_TD * w["scalar"][None] if "scalar" in w else x_TD, held
+            return self._shortcut(x_TD, h_TD, w, held) if spec.has_shortcut else (x_TD, held)
 
         return run
 
@@ -206,7 +224,9 @@ class Layers:
 
         return mix
 
-    def _feed_forward(self, x_TD: jax.Array, h_TD: jax.Array, w: Weights) -> jax.Array:
+    def _feed_forward(
+        self, x_TD: jax.Array, h_TD: jax.Array, w: Weights, cutoff: float | None
+    ) -> jax.Array:
         """Runs the MLP of a layer, the experts that its router chooses, or both side by side: then
         the experts have norms of their own, before which they take the stream x. Some layers have
         neither.
@@ -220,6 +240,7 @@ class Layers:
                 w,
                 activation=spec.activation,
                 gate_factor=spec.scales.gate,
+                cutoff=cutoff,
                 axis=self._axis,
             )
             return scaled(out_TD, spec.scales.mlp)
@@ -379,6 +400,24 @@ def _of_layer(x_TD: jax.Array, own_TP: jax.Array, w: Weights, spec: ModelSpec) -
     """Computes what joins the stream of a layer's own inputs, which the stream gates."""
     gate_TP = ACTIVATIONS[spec.activation](linear(x_TD, w["own_gate"]))
     return normed(linear(gate_TP * own_TP, w["own_out"]), w, "own_out_norm", spec)
+
+
+def _to_others(
+    x_ATD: jax.Array, own_TP: jax.Array | None, w: Weights, spec: ModelSpec
+) -> jax.Array:
+    """Adds a layer's own inputs, which the first stream gates, to the streams behind it."""
+    if own_TP is None:
+        return x_ATD
+    x_TD = x_ATD[0] * w["altup_scale"][None] if "altup_scale" in w else x_ATD[0]
+    return x_ATD.at[1:].add(_of_layer(x_TD, own_TP, w, spec)[None])
+
+
+def _laurel(h_TD: jax.Array, w: Weights, spec: ModelSpec) -> jax.Array:
+    """Computes what joins the stream of a block's input beside the block: it and a map of low rank
+    of it. Source: LAuReL, arXiv 2411.07501, section 2.
+    """
+    low_TX = linear(h_TD, w["laurel_down"])
+    return h_TD + normed(linear(low_TX, w["laurel_up"]), w, "laurel_norm", spec)
 
 
 def _query_factor(temperature: QueryTemperature | None, position_T: jax.Array) -> jax.Array | None:

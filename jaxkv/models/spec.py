@@ -119,7 +119,9 @@ class NormedStream:
 class Scales:
     """Holds factors on embeddings, on values, on an MLP's gate and on its output, on what joins the
     stream, and on logits, which `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
-    stream: where it goes on from behind norms.
+    stream: where it goes on from behind norms. gate_cutoffs: for each kind of layers how many
+    standard deviations above their mean a token's gates count from, None for all; () if all layers
+    have None. Source: Spark Transformer, arXiv 2506.06644, section 3.
     """
 
     embed: float = 1.0
@@ -130,6 +132,7 @@ class Scales:
     logits: float = 1.0
     logit_cap: float = 0.0
     stream: NormedStream | None = None
+    gate_cutoffs: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

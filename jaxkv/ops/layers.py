@@ -204,16 +204,21 @@ def mlp(
     *,
     activation: str,
     gate_factor: float = 1.0,
+    cutoff: float | None = None,
     axis: str | None = None,
 ) -> Array:
     """Computes down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate, each with its bias
-    where `w` has one; `axis` as in `linear_over`. gate_factor: of what goes into act.
+    where `w` has one; `axis` as in `linear_over`. gate_factor: of what goes into act. cutoff: as in
+    `beyond`, of what goes into act.
 
     Source: arXiv 2002.05202, section 2.
     """
     names = ("gate", "gate_bias", "up", "up_bias", "down")
     own = {name: w[name] for name in names if name in w}
     join = clamped_swiglu if activation == CLAMPED else gated(activation, w, gate_factor)
+    if cutoff is not None:  # which all gates of a token decide on
+        cut = partial(_cut, join=join, cutoff=cutoff, axis=axis)
+        return add_up(_mlp_at_once(x_TD, own, join=cut), w.get("down_bias"), axis)
     at_once, in_pieces = (partial(one, join=join) for one in (_mlp_at_once, _mlp_in_pieces))
     y_TD = jax.lax.platform_dependent(x_TD, own, tpu=in_pieces, default=at_once)
     return add_up(y_TD, w.get("down_bias"), axis)
@@ -233,6 +238,28 @@ def gated(activation: str, w: Mapping[str, Any], factor: float = 1.0) -> Join:
         return act(gate if factor == 1.0 else gate * factor) * up
 
     return join
+
+
+def _cut(gate: Array | None, up: Array, *, join: Join, cutoff: float, axis: str | None) -> Array:
+    if gate is None:
+        raise ValueError("cutoff: expected a gate, got None")
+    return join(beyond(gate, cutoff, axis=axis), up)
+
+
+def beyond(x: Array, cutoff: float, *, axis: str | None) -> Array:
+    """Returns how far values exceed a bound, 0 for those that do not: `cutoff` standard deviations
+    above the mean over the last axis, of which each device along the mesh axis has an equal part.
+    Source: statistical top-k, arXiv 2506.06644, section 3.
+    """
+
+    def mean(y: Array) -> Array:
+        summed, width = total(y)[..., None], y.shape[-1]
+        if axis is not None:
+            summed, width = jax.lax.psum(summed, axis), width * jax.lax.axis_size(axis)
+        return summed / width
+
+    centred = x - mean(x)
+    return jax.nn.relu(centred - cutoff * jnp.sqrt(mean(centred * centred)))
 
 
 def clamped_swiglu(gate: Array | None, up: Array) -> Array:

@@ -136,10 +136,11 @@ def layer_leaf(weights: Weights, name: str) -> jax.Array | None:
 
 def is_matrix(leaf: TreeLeaf) -> bool:
     """Tells whether the leaf may be kept quantised: it is a linear map of each layer, and does not
-    choose experts.
+    choose experts or weigh streams.
     """
     info = leaf.one.info
-    return leaf.is_stacked and len(info.shape) == 2 and "experts" not in info.logical_axes
+    is_router = not {"experts", "streams"}.isdisjoint(info.logical_axes)
+    return leaf.is_stacked and len(info.shape) == 2 and not is_router
 
 
 def describe_packed(weights: Weights) -> str:

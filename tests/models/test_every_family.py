@@ -4,10 +4,13 @@ equal tokens, from the checkpoint that transformers writes.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import families
 from families import ALONE, LONG, VARIANTS, WRAPPED, hf_config, make_hf_model
@@ -15,6 +18,7 @@ from jaxkv import SamplingParams
 from jaxkv.models.families import FAMILIES, ConfigReader, read_family
 from jaxkv.models.spec import AttentionSpec
 from jaxkv.ops.attention import xla
+from jaxkv.testing import model_of
 from parity import (
     TOLERANCE,
     assert_generates_equal,
@@ -40,6 +44,7 @@ QUICK = {
     "falcon_h1",  # Mamba2 and attention side by side, factors on everything
     "gemma2",  # capped logits, norms less one, a scale of its own
     "gemma3_text",  # an embedding for each kind of layer
+    "gemma3n_text",  # several streams, maps of low rank, gates that are cut off
     "gemma4_text",  # kinds of layers, keys of others, inputs of their own
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
@@ -140,6 +145,22 @@ def test_gpt_sw3_is_gpt2():
     """transformers has its class of model for both names."""
     gpt2 = ConfigReader(families.text_config("gpt2"), "config.json")
     assert read_family(gpt2.replaced(model_type="gpt-sw3")) == read_family(gpt2)
+
+
+def test_the_text_part_of_gemma3n_is_found_among_the_others(torch, tmp_path):
+    """transformers cannot make the whole model without timm: a checkpoint of it is put together."""
+    config, (alone, whole) = hf_config("gemma3n_text"), (tmp_path / "alone", tmp_path / "whole")
+    make_hf_model(torch, config, alone)
+    whole.mkdir()
+    outer = {"model_type": "gemma3n", "text_config": config.to_dict()}
+    (whole / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(alone / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    tensors["model.vision_tower.conv_stem.weight"] = np.zeros((2, 2), np.float32)
+    save_file(tensors, whole / "model.safetensors")
+    one, other = (model_of(tiny_llm(directory)) for directory in (alone, whole))
+    assert one.spec == other.spec
+    jax.tree.map(np.testing.assert_array_equal, one.weights, other.weights)
 
 
 def test_minicpm_is_granite_by_other_names():

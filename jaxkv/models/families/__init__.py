@@ -73,6 +73,7 @@ TEXT_OF = {
     "video_llava": "llama",
     "vipllava": "llama",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "paddleocr_vl": "paddleocr_vl_text",

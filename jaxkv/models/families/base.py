@@ -262,7 +262,7 @@ def read_forms(
     ropes = []
     for layer, form in enumerate(forms):
         spec, _ = found[form]
-        for group in [one for one in spec.groups if one.layers][:1]:
+        for group in (one for one in spec.groups if layer in one.layers):
             groups.setdefault(replace(group, layers=()), []).append(layer)
         for state in spec.states:
             states.setdefault(replace(state, layers=()), []).append(layer)

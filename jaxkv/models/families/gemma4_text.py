@@ -34,14 +34,14 @@ def read(config: ConfigReader, *, family: str = "gemma4_text") -> tuple[ModelSpe
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     kinds = read_kinds(config, num_layers, every=6)
     kinds[-1] = FULL
-    sources = _sources(config, kinds)
+    sources = read_sources(config, kinds)
     forms = [
         (kind, source != layer)
         for layer, (kind, source) in enumerate(zip(kinds, sources, strict=True))
     ]
     spec, layout = read_forms(forms, lambda form: _read_form(config, form, kinds))
     width = config.get("hidden_size_per_layer_input") or 0
-    own_top, own_layer = _own_inputs(config, num_layers) if width else ({}, {})
+    own_top, own_layer = own_inputs(config, num_layers) if width else ({}, {})
     own_layer["scalar"] = leaf("model.layers.{layer}.layer_scalar", (1,), (None,))
     has_shared = any(source != layer for layer, source in enumerate(sources))
     groups = (
@@ -55,7 +55,7 @@ def read(config: ConfigReader, *, family: str = "gemma4_text") -> tuple[ModelSpe
         top={**layout.top, **own_top},
         layers=tuple({**one, **own_layer} for one in layout.layers),
         # transformers drops what shared layers would have.
-        derived=(*layout.derived, *_unused(sources)),
+        derived=(*layout.derived, *unused_keys(sources)),
     )
 
 
@@ -152,7 +152,7 @@ def _sizes(config: ConfigReader, kinds: Sequence[str], kind: str) -> tuple[int, 
     return own.pop()
 
 
-def _sources(config: ConfigReader, kinds: Sequence[str]) -> tuple[int, ...]:
+def read_sources(config: ConfigReader, kinds: Sequence[str]) -> tuple[int, ...]:
     """Returns for each layer the one whose keys and values it attends to: the last ones share those
     of the last layer of their kind that has its own.
     """
@@ -177,7 +177,7 @@ def _rope(config: ConfigReader, kind: str) -> RopeSpec:
     return read_rope(config, sections.section(kind), max_len=max_len, head_dim=2)
 
 
-def _own_inputs(config: ConfigReader, num_layers: int) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
+def own_inputs(config: ConfigReader, num_layers: int) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
     """Lists the tensors that make what each layer gets beside the stream, and use it."""
     hidden, width = config.size("hidden_size"), config.size("hidden_size_per_layer_input")
     vocab, total = config.size("vocab_size_per_layer_input"), num_layers * width
@@ -197,7 +197,7 @@ def _own_inputs(config: ConfigReader, num_layers: int) -> tuple[dict[str, Leaf],
     return top, own
 
 
-def _unused(sources: Sequence[int]) -> list[str]:
+def unused_keys(sources: Sequence[int]) -> list[str]:
     shared = [str(layer) for layer, source in enumerate(sources) if source != layer]
     if not shared:
         return []
