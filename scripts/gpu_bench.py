@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from gpu_cases import CHUNK_CONTEXT, PAGES, Case, attend, placed
+from gpu_cases import CHUNK_CONTEXT, PAGES, QUANTISED, Case, attend, placed
 
 MEASURED = ("8b", "70b", "70b-tp8", "mha")
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (512, 2048, 4096, 8192, 32768)
@@ -120,7 +120,7 @@ def random_shape(seed: int) -> Any:
 
     rng = np.random.default_rng(seed)
     kv_heads, decode_only = int(rng.choice([1, 2, 4, 8])), bool(rng.random() < 0.5)
-    num_bits = 8 if rng.random() < 0.5 else None
+    num_bits = rng.choice([None, None, 8, 4])
     return Shape(
         kv_heads=kv_heads,
         num_heads=kv_heads * int(rng.choice([1, 2, 3, 4, 8])),
@@ -138,18 +138,12 @@ def run_case(case: Any, num_processors: int) -> Any:
     """Attends a case of the tests."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
     from kernels_pallas import gpu
     from kernels_pallas.rows import Rows
-    from ragged import LAYER, int8_of, sinks_of, written
+    from ragged import LAYER, gpu_pages, sinks_of
 
-    shape, pages = case.shape, written(case)
-    if shape.num_bits:
-        numbers, scales = int8_of(np.asarray(pages))
-        pages = gpu.Int8Pages(
-            jnp.asarray(numbers), jnp.asarray(scales, jnp.bfloat16).reshape(len(scales), 1, -1)
-        )
+    shape, pages = case.shape, gpu_pages(case)
 
     @jax.jit
     def step(q_TNH, pages, table_BW, first_BW, len_B, start_B, count_B):  # type: ignore[no-untyped-def]
@@ -185,7 +179,7 @@ def check_right(seed: int) -> dict[str, Any]:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     import numpy as np
 
-    from ragged import NUM_ROWS, expected, int8_stands_for, random_case
+    from ragged import NUM_ROWS, expected, random_case, stands_for
 
     case = random_case(seed, random_shape(seed))
     # On few processors each works through many items, one after the other.
@@ -193,7 +187,7 @@ def check_right(seed: int) -> dict[str, Any]:
     real_T = case.row_T < NUM_ROWS
     out, *again = (np.asarray(run_case(case, num_processors), np.float64)[real_T] for _ in range(3))
     same = all(np.array_equal(out, other) for other in again)
-    want_TNH, _ = expected(int8_stands_for(case) if case.shape.num_bits else case)
+    want_TNH, _ = expected(stands_for(case))
     error, norm = (np.linalg.norm(x, axis=-1) for x in (out - want_TNH[real_T], want_TNH[real_T]))
     whole, worst = float(np.linalg.norm(error) / np.linalg.norm(norm)), float((error / norm).max())
     return {
@@ -223,20 +217,24 @@ def measured_cases(shapes: Iterable[str]) -> list[Case]:
         uneven = [Case(kernel="decode", shape=shape, page_size=64, batch=32, context=4100)]
         chunk = {"kernel": "prefill", "shape": shape, "batch": 1, "context": CHUNK_CONTEXT}
         prefill = [Case(page_size=page, **chunk) for page in PAGES]
-        int8 = [replace(case, codec="int8") for case in (decode[0], prefill[-1], *decode[1:])]
+        quantised = [
+            replace(case, codec=codec)
+            for case in (decode[0], prefill[-1], *decode[1:])
+            for codec in QUANTISED
+        ]
         cases.append(
             [
                 decode[0],
                 small[0],
-                int8[0],
+                *quantised[: len(QUANTISED)],
                 *prefill,
-                int8[1],
+                *quantised[len(QUANTISED) : 2 * len(QUANTISED)],
                 *uneven,
                 *decode[1:],
                 *small[1:],
             ]
         )
-        cases[-1] += int8[2:]
+        cases[-1] += quantised[2 * len(QUANTISED) :]
     # All shapes' first, then all second ones, ...
     return list(
         dict.fromkeys(case for row in zip_longest(*cases) for case in row if case is not None)

@@ -14,7 +14,8 @@ SHAPES = {  # query heads, KV heads, head_dim
     "h64": (32, 8, 64),
     "h256": (8, 4, 256),
 }
-PAGES, INT8_PAGES = (16, 64), (64,)
+PAGES, QUANTISED_PAGES = (16, 64), (64,)
+QUANTISED = ("int8", "int4")
 CHUNK, CHUNK_CONTEXT = 2048, 8192
 
 
@@ -49,13 +50,8 @@ class Case:
     def kv_bytes(self) -> int:
         """Of the keys and values that a decode step reads."""
         _, kv_heads, head_dim = SHAPES[self.shape]
-        return (
-            self.batch
-            * self.context
-            * 2
-            * kv_heads
-            * (head_dim + 2 if self.codec == "int8" else 2 * head_dim)
-        )
+        sizes = {"bfloat16": 2 * head_dim, "int8": head_dim + 2, "int4": head_dim // 2 + 4}
+        return self.batch * self.context * 2 * kv_heads * sizes[self.codec]
 
     @property
     def flops(self) -> int:
@@ -71,18 +67,21 @@ class Case:
             "q_TNH": ((self.num_tokens, num_heads, head_dim), "bfloat16"),
             "k_TKH": ((self.num_tokens, kv_heads, head_dim), "bfloat16"),
             "v_TKH": ((self.num_tokens, kv_heads, head_dim), "bfloat16"),
-            "pages": (self.page_shape, self.codec),
-            **self._scales(),
+            **self._pools(),
             "table_BW": ((self.batch, self.pages_per_row), "int32"),
             "first_BW": ((self.batch, self.pages_per_row), "int32"),
             "len_B": (rows, "int32"),
         }
 
-    def _scales(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        if self.codec != "int8":
-            return {}
-        num_pages, num_heads, size, _ = self.page_shape
-        return {"scales": ((num_pages, 1, num_heads * size), "bfloat16")}
+    def _pools(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        if self.codec == "bfloat16":
+            return {"pages": (self.page_shape, "bfloat16")}
+        num_pages, num_heads, size, head_dim = self.page_shape
+        width, scale = (head_dim, "bfloat16") if self.codec == "int8" else (head_dim // 2, "int32")
+        return {
+            "pages": ((num_pages, num_heads, size, width), "int8"),
+            "scales": ((num_pages, 1, num_heads * size), scale),
+        }
 
 
 def placed(case: Case, backend: Any) -> tuple[Any, Any]:

@@ -40,11 +40,13 @@ from typing import Any
 
 from bench_generate import environment
 from gpu_bench import measure
-from gpu_cases import CHUNK_CONTEXT, INT8_PAGES, PAGES, SHAPES, Case, attend
+from gpu_cases import CHUNK_CONTEXT, PAGES, QUANTISED, QUANTISED_PAGES, SHAPES, Case, attend
 
 ENGINE_PAGES = 8000
 SHORT = (("8b", 16), ("h64", 64), ("h256", 64))
 """Shapes, and the page size of each, that the short form has in bfloat16."""
+
+SHORT_QUANTISED = (("int8", "8b"), ("int8", "h256"), ("int4", "8b"))
 
 AT_ONCE = 2
 WITHOUT_GPU = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
@@ -62,7 +64,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 patch: 0 } device_de
 
 def compile_cases(*, short: bool = False) -> list[Case]:
     """All shapes, page sizes, codecs and a window; `short`: one case for each of their mechanisms,
-    which are the size of a head, of a page, int8 pages and a window.
+    which are the size of a head, of a page, quantised pages and a window.
     """
     context = {"decode": 4096, "prefill": CHUNK_CONTEXT}
     plain = [
@@ -81,16 +83,17 @@ def compile_cases(*, short: bool = False) -> list[Case]:
         Case(kernel=kernel, shape="8b", page_size=16, batch=2, context=CHUNK_CONTEXT, window=1000)
         for kernel in context
     ]
-    int8 = [replace(case, codec="int8") for case in plain if case.page_size in INT8_PAGES]
-    int8 += [replace(case, codec="int8", page_size=64) for case in windows]
+    quantised = [
+        replace(case, codec=codec, page_size=64)
+        for codec in QUANTISED
+        for case in (*plain, *windows)
+        if case.page_size in QUANTISED_PAGES or case.window
+    ]
     if short:
         one_size = [case for case in plain if (case.shape, case.page_size) in SHORT]
-        return (
-            one_size
-            + windows
-            + [case for case in int8 if case.shape in ("8b", "h256") and case.window is None]
-        )
-    return plain + windows + int8
+        few = [case for case in quantised if (case.codec, case.shape) in SHORT_QUANTISED]
+        return one_size + windows + [case for case in few if case.window is None]
+    return plain + windows + quantised
 
 
 @contextmanager
@@ -317,7 +320,10 @@ def parse() -> argparse.Namespace:
         "--config", help="when compiling: a model's config.json, whose engine is compiled too"
     )
     parser.add_argument(
-        "--kv-cache-dtype", default="bfloat16", choices=("bfloat16", "int8"), help="of that engine"
+        "--kv-cache-dtype",
+        default="bfloat16",
+        choices=("bfloat16", *QUANTISED),
+        help="of that engine",
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--one-engine", help=argparse.SUPPRESS)

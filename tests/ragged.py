@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import BEHIND
-from kernels_pallas import reference
+from kernels_pallas import gpu, reference
+from kernels_pallas.tpu import Quantised
 
 LAYER, NUM_LAYERS, WIDTH, NUM_ROWS = 1, 2, 6, 7
 WINDOWS = (20, 2**30)
@@ -182,28 +182,52 @@ def written(case: Case) -> jax.Array:
     )
 
 
-def int8_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers [..., H], scales [...]) of vectors as the codec stores them; of those that nobody
-    owns any numbers, and NaN for a scale.
+def quantise(x: np.ndarray, num_bits: int) -> Quantised:
+    """Vectors [..., H], NaN where nobody owns them: any whole numbers there, and NaN for a
+    scale.
     """
-    numbers, scales = (
-        np.asarray(y)
-        for y in get_codec("int8", platform="gpu").quantise(jnp.asarray(x, jnp.float32))
-    )
-    unowned = np.isnan(np.asarray(x, np.float32)).any(axis=-1)
-    anything = np.random.default_rng(7).integers(-128, 128, numbers.shape, dtype=np.int8)
-    return np.where(unowned[..., None], anything, numbers), np.where(unowned, np.nan, scales)
+    x = np.asarray(x, np.float32)
+    rounded = lambda y: y.astype(jnp.bfloat16).astype(np.float32)  # noqa: E731
+    if num_bits == 8:
+        scale, offset = rounded(np.abs(x).max(axis=-1) / 127), None
+        values = np.clip(np.round(x / scale[..., None]), -127, 127)
+    else:
+        scale, offset = rounded((x.max(-1) - x.min(-1)) / 15), rounded((x.max(-1) + x.min(-1)) / 2)
+        values = np.clip(np.round((x - offset[..., None]) / scale[..., None] - 0.5), -8, 7)
+    most = 1 << (num_bits - 1)
+    anything = np.random.default_rng(7).integers(-most, most, x.shape)
+    values = np.where(np.isnan(values), anything, values).astype(np.int8)
+    return Quantised(*(None if y is None else jnp.asarray(y) for y in (values, scale, offset)))
 
 
-def int8_stands_for(case: Case) -> Case:
-    """The case whose pages, keys and values are those that the int8 numbers stand for."""
+def dequantise(x: Quantised, num_bits: int) -> np.ndarray:
+    values = np.asarray(x.values, np.float32) + (0.0 if num_bits == 8 else 0.5)
+    y = values * np.asarray(x.scale)[..., None]
+    return y if x.offset is None else y + np.asarray(x.offset)[..., None]
+
+
+def stands_for(case: Case) -> Case:
+    """The case whose pages, keys and values are those that the shape's numbers stand for."""
+    num_bits = case.shape.num_bits
+    if num_bits is None:
+        return case
 
     def decoded(x: np.ndarray) -> np.ndarray:
-        numbers, scales = int8_of(x)
-        return numbers.astype(np.float32) * scales[..., None]
+        return dequantise(quantise(x, num_bits), num_bits)
 
     arrays = case.arrays | {name: decoded(case.arrays[name]) for name in ("k_TKH", "v_TKH")}
     return replace(case, arrays=arrays, pages=decoded(case.pages))
+
+
+def gpu_pages(case: Case) -> jax.Array | gpu.QuantisedPages:
+    """The pages with the step's keys and values, as the GPU kernels take them."""
+    pages, num_bits = written(case), case.shape.num_bits
+    if num_bits is None:
+        return pages
+    numbers, scale, offset = quantise(np.asarray(pages), num_bits)
+    scales = scale.astype(jnp.bfloat16) if offset is None else gpu.pack_scales(scale, offset)
+    numbers = numbers if offset is None else gpu.pack_numbers(numbers)
+    return gpu.QuantisedPages(numbers, scales.reshape(len(scales), 1, -1))
 
 
 def assert_close(out_TNH: np.ndarray, want_TNH: np.ndarray, dtype: str) -> None:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from jaxkv.kv.codecs import KINDS, Codec, Elements, ScaledCodec, decode_elements
 from jaxkv.kv.codecs.int4 import Int4Codec
-from kernels_pallas import tpu
+from kernels_pallas import gpu, tpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,15 +182,18 @@ class HeadMajorLayout(PageLayout):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalesApartLayout(HeadMajorLayout):
-    """int8 pages of the GPU backend: numbers [V, S, H], and beside them, head by head, the scales
-    [1, V * S] in bfloat16.
+    """int8 and int4 pages of the GPU backend (`kernels_pallas.gpu.QuantisedPages`): numbers [V, S,
+    H or H/2], and beside them, head by head, the scales [1, V * S], with offsets where there are.
     """
 
     @property
     def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        num_rows = self.num_vectors
-        numbers = jax.ShapeDtypeStruct((num_rows, self.page_size, self.head_dim), jnp.int8)
-        return numbers, jax.ShapeDtypeStruct((1, num_rows * self.page_size), jnp.bfloat16)
+        width, scale_dtype = self.head_dim, jnp.bfloat16
+        if isinstance(self.codec, Int4Codec):
+            width, scale_dtype = self.head_dim // 2, jnp.int32
+        numbers = jax.ShapeDtypeStruct((self.num_vectors, self.page_size, width), jnp.int8)
+        num_scales = self.num_vectors * self.page_size
+        return numbers, jax.ShapeDtypeStruct((1, num_scales), scale_dtype)
 
     def encode_tokens(self, x_TVH: jax.Array) -> tuple[jax.Array, ...]:
         return self._quantise(x_TVH)
@@ -200,10 +203,10 @@ class ScalesApartLayout(HeadMajorLayout):
         return numbers, scales.reshape(numbers.shape[:3])
 
     def _quantise(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if not isinstance(self.codec, ScaledCodec):
-            raise TypeError(f"expected int8 numbers and their scales, got {self.codec.name}")
-        numbers, scale = self.codec.quantise(x)
-        return numbers, scale.astype(jnp.bfloat16)
+        numbers, scale, offset = quantised(self.codec, x)
+        if offset is None:
+            return numbers, scale.astype(jnp.bfloat16)
+        return gpu.pack_numbers(numbers), gpu.pack_scales(scale, offset)
 
     def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
         numbers, scale = self._quantise(x)
@@ -211,8 +214,12 @@ class ScalesApartLayout(HeadMajorLayout):
 
     def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
         numbers, scales = arrays
-        scale = scales.astype(jnp.float32).reshape(numbers.shape[:-1])
-        return decode_elements(self.codec, Elements(numbers, scale))
+        scales = scales.reshape(numbers.shape[:-1])
+        if not isinstance(self.codec, Int4Codec):
+            return decode_elements(self.codec, Elements(numbers, scales.astype(jnp.float32)))
+        # A 4-bit number stands for the middle of its step.
+        values = gpu.unpack_numbers(numbers) + 0.5
+        return decode_elements(self.codec, Elements(values, *gpu.unpack_scales(scales)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,12 +250,7 @@ class LaneLayout(PageLayout):
 
     def quantise(self, x: jax.Array) -> tpu.Quantised:
         """Returns vectors [.., H] as the numbers that the kernels pack."""
-        if isinstance(self.codec, Int4Codec):
-            codes, scale, middle = self.codec.quantise(x)
-            return tpu.Quantised(codes.astype(jnp.int8) - 8, scale, middle)
-        if isinstance(self.codec, ScaledCodec):
-            return tpu.Quantised(*self.codec.quantise(x))
-        raise TypeError(f"expected a codec whose numbers the kernels take, got {self.codec.name}")
+        return quantised(self.codec, x)
 
     def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
         if self.packing is None:
@@ -305,6 +307,22 @@ def packing_of(codec: Codec) -> tpu.Packing | None:
     return tpu.Packing(4) if isinstance(codec, Int4Codec) else None
 
 
+def quantised(codec: Codec, x: jax.Array) -> tpu.Quantised:
+    """Returns vectors [.., H] as the numbers that kernels take, and their scales and offsets.
+    Raises: TypeError for a codec of others (`has_numbers`).
+    """
+    if isinstance(codec, Int4Codec):
+        codes, scale, middle = codec.quantise(x)
+        return tpu.Quantised(codes.astype(jnp.int8) - 8, scale, middle)
+    if isinstance(codec, ScaledCodec):
+        return tpu.Quantised(*codec.quantise(x))
+    raise TypeError(f"expected a codec whose numbers the kernels take, got {codec.name}")
+
+
 def is_int8(codec: Codec) -> bool:
-    """Says whether the kernels' matmuls take its numbers."""
     return isinstance(codec, ScaledCodec) and codec.kind == "int8"
+
+
+def has_numbers(codec: Codec) -> bool:
+    """Says whether the kernels' matmuls take the numbers that it stores: int8 and int4."""
+    return is_int8(codec) or isinstance(codec, Int4Codec)

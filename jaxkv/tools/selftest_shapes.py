@@ -55,7 +55,7 @@ class Shape:
         return backend, cases_of(heads, codec, smallest, longest=5 * smallest)
 
 
-SMALLEST_PAGES = {"pallas_tpu": {"int8": 32, "int4": 64}, "mosaic_gpu": {"int8": 64}}
+SMALLEST_PAGES = {"pallas_tpu": {"int8": 32, "int4": 64}, "mosaic_gpu": {"int8": 64, "int4": 64}}
 
 
 def _tpu(heads: Heads) -> Backend:
@@ -106,8 +106,10 @@ SHAPES = (
     Shape(kernel="pallas_tpu", heads=LATENT, codec="int8", is_usual=False),
     Shape(kernel="mosaic_gpu", heads=LLAMA),
     Shape(kernel="mosaic_gpu", heads=LLAMA, codec="int8"),
+    Shape(kernel="mosaic_gpu", heads=LLAMA, codec="int4"),
     Shape(kernel="mosaic_gpu", heads=_heads(32, 8, 64, cap=30.0, **CUT), page_size=16),
     Shape(kernel="mosaic_gpu", heads=_heads(8, 1, 128, **CUT), page_size=16, is_usual=False),
     Shape(kernel="mosaic_gpu", heads=_heads(8, 4, 256), page_size=128, is_usual=False),
     Shape(kernel="mosaic_gpu", heads=_heads(8, 4, 256, **CUT), codec="int8", is_usual=False),
+    Shape(kernel="mosaic_gpu", heads=_heads(32, 8, 64, cap=30.0), codec="int4", is_usual=False),
 )

@@ -2,7 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from kernels_pallas.gpu.pages import Int8Pages, padded_head_dim
+from kernels_pallas.gpu.pages import (
+    QuantisedPages,
+    pack_numbers,
+    pack_scales,
+    padded_head_dim,
+    unpack_numbers,
+    unpack_scales,
+)
 from kernels_pallas.gpu.schedule import Schedule, make_schedule
 
 if TYPE_CHECKING:
@@ -16,4 +23,14 @@ else:
         return attention.ragged_paged_attention(*operands, **options)
 
 
-__all__ = ["Int8Pages", "Schedule", "make_schedule", "padded_head_dim", "ragged_paged_attention"]
+__all__ = [
+    "QuantisedPages",
+    "Schedule",
+    "make_schedule",
+    "pack_numbers",
+    "pack_scales",
+    "padded_head_dim",
+    "ragged_paged_attention",
+    "unpack_numbers",
+    "unpack_scales",
+]

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from kernels_pallas.gpu import decode as of_rows
 from kernels_pallas.gpu import prefill as of_chunks
-from kernels_pallas.gpu.block import LOG2E, Pools, Problem
+from kernels_pallas.gpu.block import LOG2E, SUMS, Pools, Problem, Queries
 from kernels_pallas.gpu.merge import merge
-from kernels_pallas.gpu.pages import HEAD_DIMS, Int8Pages
+from kernels_pallas.gpu.pages import HEAD_DIMS, QuantisedPages
 from kernels_pallas.gpu.schedule import DecodeItems, PrefillItems, Schedule, rows_per_query
 
 PAGE_SIZES = (16, 32, 64, 128)
-INT8_PAGE_SIZES = (64, 128)
+QUANTISED_PAGE_SIZES = (64, 128)
 """A copy to shared memory begins at a multiple of 128 bytes there: the scales of 64 tokens."""
 MAX_PER_HEAD = 64
 """Query heads of a KV head, which the kernels work on together."""
@@ -23,7 +23,7 @@ MAX_PER_HEAD = 64
 
 def ragged_paged_attention(
     q_TNH: jax.Array,
-    pages: jax.Array | Int8Pages,
+    pages: jax.Array | QuantisedPages,
     schedule: Schedule,
     *,
     layer: int | jax.Array,
@@ -37,17 +37,17 @@ def ragged_paged_attention(
     """Attends every packed token to the pages of its row, which hold the step's own keys and values
     already.
 
-    Returns [T, N, H] of `out_dtype`. pages: bfloat16 [L*P, 2K, S, H], or int8 numbers
-    with scales, page p of layer l in row l * num_pages + p. Queries and softmax weights are rounded
-    to bfloat16, sums are float32. Decode rows that rest get zeros, padding tokens anything.
+    Returns [T, N, H] of `out_dtype`. pages: bfloat16 [L*P, 2K, S, H], or numbers with scales, page
+    p of layer l in row l * num_pages + p. Queries and softmax weights are rounded to bfloat16, sums
+    are float32. Decode rows that rest get zeros, padding tokens anything.
     `schedule` is made for this step's rows and these heads, once for all layers. sinks_N: a logit
     per query head, which joins the softmax's sum only. `interpret`: None or InterpretGPUParams.
 
     Raises: NotImplementedError naming what the kernels do not take. Semantics:
     kernels_pallas.reference.
     """
-    pools = Pools(*pages) if isinstance(pages, Int8Pages) else Pools(pages, None)
-    _check(q_TNH, pools)
+    num_bits = _check(q_TNH, pages)
+    pools = Pools(*pages) if isinstance(pages, QuantisedPages) else Pools(pages, None)
     num_tokens, num_heads, head_dim = q_TNH.shape
     kv_heads, page_size = pools.pages.shape[1] // 2, pools.pages.shape[2]
     if pools.scales is not None:
@@ -58,7 +58,7 @@ def ragged_paged_attention(
         kv_heads=kv_heads,
         head_dim=head_dim,
         page_size=page_size,
-        int8=pools.scales is not None,
+        num_bits=num_bits,
         scale=scale,
         softcap=softcap,
         sinks=sinks_N is not None,
@@ -89,7 +89,8 @@ def _decode(
     per_head = -(-group // of_rows.COLUMNS) * of_rows.COLUMNS
     static = of_rows.Static(problem=problem, per_head=per_head)
     q_DKMH = jnp.pad(q_DKGH, ((0, 0), (0, 0), (0, static.per_head - group), (0, 0)))
-    found = of_rows.decode(q_DKMH, pools, items, base, static=static)
+    queries = _queries(q_DKMH, problem)
+    found = of_rows.decode(queries, pools, items, base, static=static)
     interpret = bool(problem.interpret)
     return merge(found, items, sinks_KG, group=group, dtype=dtype, interpret=interpret)
 
@@ -109,7 +110,8 @@ def _prefill(
     q_IKRH = q_IQKGH.transpose(0, 2, 1, 3, 4).reshape(
         len(index_IQ), kv_heads, static.rows, head_dim
     )
-    found = of_chunks.prefill(q_IKRH, pools, items, base, static=static)
+    queries = _queries(q_IKRH, problem)
+    found = of_chunks.prefill(queries, pools, items, base, static=static)
 
     def packed(x_IKR: jax.Array) -> jax.Array:
         """Gathers [items, K, R, ...] -> [T, K, G, ...]."""
@@ -122,6 +124,13 @@ def _prefill(
     if sinks_KG is None:
         return out
     return _add_sinks(out, packed(found.max_IKR), packed(found.sum_IKR), sinks_KG[None])
+
+
+def _queries(q: jax.Array, problem: Problem) -> Queries:
+    if not problem.has_offsets:
+        return Queries(q, None)
+    sums = q.astype(jnp.float32).sum(axis=-1)
+    return Queries(q, jnp.pad(sums, [(0, 0)] * 2 + [(0, -sums.shape[-1] % SUMS)]))
 
 
 def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:
@@ -145,30 +154,37 @@ def _add_sinks(
     return out_TKGH * (old_total_TKG * shrink / total)[..., None]
 
 
-def _check(q_TNH: jax.Array, pools: Pools) -> None:
+def _check(q_TNH: jax.Array, pages: jax.Array | QuantisedPages) -> int:
+    """Returns the bits of a number. Raises: as `ragged_paged_attention`."""
     _, num_heads, head_dim = q_TNH.shape
-    pages, scales, int8 = pools.pages, pools.scales, pools.scales is not None
-    kv_heads, size = pages.shape[1] // 2, pages.shape[2]
-    if num_heads % kv_heads or pages.shape[3] != head_dim:
+    num_bits, of_codec = 16, ""
+    sizes: tuple[int, ...] = PAGE_SIZES
+    wanted: dict[str, Any] = {"pages": jnp.bfloat16}
+    given: dict[str, Any] = {"pages": pages}
+    if isinstance(pages, QuantisedPages):
+        num_bits, sizes = pages.num_bits, QUANTISED_PAGE_SIZES
+        of_codec = f" for int{num_bits}"
+        given = {"pages": pages.numbers, "scales": pages.scales}
+        wanted = {"pages": jnp.int8, "scales": jnp.int32 if num_bits == 4 else jnp.bfloat16}
+    num_pages, num_vectors, size, num_columns = given["pages"].shape
+    kv_heads, own_dim = num_vectors // 2, num_columns * (2 if num_bits == 4 else 1)
+    if num_heads % kv_heads or own_dim != head_dim:
         raise ValueError(
-            f"queries: expected a multiple of {kv_heads} heads of {pages.shape[3]}, got "
-            f"{q_TNH.shape[1:]}"
+            f"queries: expected a multiple of {kv_heads} heads of {own_dim}, got {q_TNH.shape[1:]}"
         )
-    expected = (pages.shape[0], 1, 2 * kv_heads * size)
-    if scales is not None and scales.shape != expected:
-        raise ValueError(f"scales: expected {expected}, got {scales.shape}")
-    wanted = {"pages": jnp.int8 if int8 else jnp.bfloat16, "scales": jnp.bfloat16}
-    for name, pool in pools._asdict().items():
-        if pool is not None and pool.dtype != wanted[name]:
+    expected = (num_pages, 1, num_vectors * size)
+    if "scales" in given and given["scales"].shape != expected:
+        raise ValueError(f"scales: expected {expected}, got {given['scales'].shape}")
+    for name, pool in given.items():
+        if pool.dtype != wanted[name]:
             expected_dtype = jnp.dtype(wanted[name])
             raise NotImplementedError(f"{name}: expected {expected_dtype}, got {pool.dtype}")
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"head_dim: expected one of {HEAD_DIMS}, got {head_dim}")
-    if size not in (sizes := INT8_PAGE_SIZES if int8 else PAGE_SIZES):
-        raise NotImplementedError(
-            f"page_size: expected one of {sizes}{' for int8' if int8 else ''}, got {size}"
-        )
+    if size not in sizes:
+        raise NotImplementedError(f"page_size: expected one of {sizes}{of_codec}, got {size}")
     if num_heads // kv_heads > MAX_PER_HEAD:
         raise NotImplementedError(
             f"heads: expected at most {MAX_PER_HEAD} of a KV head, got {num_heads // kv_heads}"
         )
+    return num_bits

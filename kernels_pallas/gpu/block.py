@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kernels_pallas.gpu.pages import unpack_scales
 from kernels_pallas.gpu.schedule import TILE
 
 LOG2E = math.log2(math.e)
@@ -22,9 +23,10 @@ MASKED = -1e30
 """Score of a slot that is not seen: finite, so that its distance from another one is no NaN."""
 
 SWIZZLE = 128
-"""Bytes of a row of shared memory that are permuted so that matmuls and copies meet no bank
-conflicts.
-"""
+"""See `Problem.swizzle`."""
+
+SUMS = 32
+"""Sums of queries that are copied come in multiples of this: jax 0.10 copies 128 bytes at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,28 +36,57 @@ class Problem:
     kv_heads: int
     head_dim: int
     page_size: int
-    int8: bool
+    num_bits: int
     scale: float
     softcap: float | None
     sinks: bool
     num_processors: int
     interpret: Any
 
+    @property
+    def is_quantised(self) -> bool:
+        return self.num_bits < 16
+
+    @property
+    def has_offsets(self) -> bool:
+        return self.num_bits == 4
+
+    @property
+    def row_bytes(self) -> int:
+        """Counts the bytes of a quantised key or value."""
+        return self.head_dim * self.num_bits // 8
+
+    @property
+    def num_scales(self) -> int:
+        """Counts the scales and offsets of a slot, those of its key and of its value."""
+        return 4 if self.has_offsets else 2
+
+    @property
+    def scale_dtype(self) -> Any:
+        return jnp.int32 if self.has_offsets else jnp.bfloat16
+
+    @property
+    def swizzle(self) -> int:
+        """Returns bytes of a row of shared memory that are permuted so that matmuls and copies meet
+        no bank conflicts. One half of a vector must not begin in the middle of them where each is
+        put there by itself.
+        """
+        return min(SWIZZLE, self.head_dim) if self.has_offsets else SWIZZLE
+
+    def tiled(self, dtype: Any, columns: int) -> tuple[Any, Any]:
+        """Says how shared memory has to hold what matmuls take."""
+        itemsize = jnp.dtype(dtype).itemsize
+        swizzle = min(self.swizzle, columns * itemsize)
+        return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
 
 class Pools(NamedTuple):
-    """Holds pages [L*P, 2K, S, H], bfloat16, or int8 and then their scales [L*P, 2K, S] bfloat16;
-    in a kernel references to them.
+    """Holds pages [L*P, 2K, S, H] bfloat16, or the numbers and scales of `QuantisedPages`, the
+    latter as [L*P, 2K, S]; in a kernel references to them.
     """
 
     pages: Any
     scales: Any
-
-
-def tiled(dtype: Any, columns: int) -> tuple[Any, Any]:
-    """Says how shared memory has to hold what matmuls take."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = min(SWIZZLE, columns * itemsize)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def div(a: jax.Array, b: int) -> jax.Array:
@@ -72,10 +103,20 @@ def num_parts(page_size: int) -> int:
     return max(1, TILE // page_size)
 
 
+class Queries(NamedTuple):
+    """Holds queries [.., M, H] bfloat16 and, where keys have offsets, the sums of each [.., M]
+    float32, M rounded up to SUMS, else None. In a kernel: references to them.
+    """
+
+    vectors: Any
+    sums: Any
+
+
 class Ring(NamedTuple):
     """Holds tiles of keys and values in shared memory, [stages, TILE, H] bfloat16 each: one
-    warpgroup has them fetched, others read them. scales [stages, 2, TILE] float32: of keys and of
-    values that are int8 numbers, else None. fetched, consumed: barriers of each stage.
+    warpgroup has them fetched, others read them. scales float32, of keys and values that are
+    numbers, else None: [stages, 2, TILE], or [stages, 4, TILE] with the offsets of both behind.
+    fetched, consumed: barriers of each stage.
     """
 
     keys: Any
@@ -90,8 +131,8 @@ class Ring(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """Holds tiles of int8 keys and values as in their pages, on their way into a ring: [stages,
-    TILE, H] each, their scales [stages, 2, TILE] bfloat16, and a barrier of each stage.
+    """Holds tiles of quantised keys and values as in their pages, on their way into a ring:
+    [stages, TILE, H or H/2] int8 each, their scales [stages, 2, TILE], and a barrier of each stage.
     """
 
     keys: Any
@@ -105,30 +146,36 @@ class Arrivals(NamedTuple):
 
 
 def ring_types(
-    *, stages: int, arriving: int, head_dim: int, page_size: int, num_readers: int
+    problem: Problem, *, stages: int, arriving: int, num_readers: int
 ) -> tuple[Ring, Arrivals | None]:
-    """Makes what a kernel asks for. arriving: stages of int8 tiles, 0 where the pages hold
+    """Makes what a kernel asks for. arriving: stages of quantised tiles, 0 where the pages hold
     bfloat16.
     """
 
-    def tiles(num: int, dtype: Any) -> Any:
-        return plgpu.SMEM((num, TILE, head_dim), dtype, transforms=tiled(dtype, head_dim))
+    def tiles(num: int, dtype: Any, columns: int) -> Any:
+        return plgpu.SMEM((num, TILE, columns), dtype, transforms=problem.tiled(dtype, columns))
 
-    num_copies = (4 if arriving else 2) * num_parts(page_size)
-    scales = plgpu.SMEM((stages, 2, TILE), jnp.float32) if arriving else None
+    num_copies = (4 if arriving else 2) * num_parts(problem.page_size)
+    keys, values = (tiles(stages, jnp.bfloat16, problem.head_dim) for _ in range(2))
+    scales = plgpu.SMEM((stages, problem.num_scales, TILE), jnp.float32) if arriving else None
     fetched = plgpu.Barrier(num_arrivals=1 if arriving else num_copies, num_barriers=stages)
     consumed = plgpu.Barrier(num_arrivals=num_readers, num_barriers=stages)
-    ring = Ring(tiles(stages, jnp.bfloat16), tiles(stages, jnp.bfloat16), scales, fetched, consumed)
+    ring = Ring(keys, values, scales, fetched, consumed)
     if not arriving:
         return ring, None
-    of_scales = plgpu.SMEM((arriving, 2, TILE), jnp.bfloat16)
+    keys, values = (tiles(arriving, jnp.int8, problem.row_bytes) for _ in range(2))
+    scales = plgpu.SMEM((arriving, 2, TILE), problem.scale_dtype)
     arrived = plgpu.Barrier(num_arrivals=num_copies, num_barriers=arriving)
-    return ring, Arrivals(tiles(arriving, jnp.int8), tiles(arriving, jnp.int8), of_scales, arrived)
+    return ring, Arrivals(keys, values, scales, arrived)
 
 
-def ring_bytes(head_dim: int, *, int8: bool) -> tuple[int, int]:
+def ring_bytes(problem: Problem) -> tuple[int, int]:
     """Counts the bytes of a stage of the ring, and of one of the arrivals."""
-    return 4 * TILE * head_dim + (8 * TILE if int8 else 0), 2 * TILE * head_dim + 4 * TILE
+    tile = 4 * TILE * problem.head_dim
+    if not problem.is_quantised:
+        return tile, 0
+    scales = 2 * TILE * jnp.dtype(problem.scale_dtype).itemsize
+    return tile + problem.num_scales * 4 * TILE, 2 * TILE * problem.row_bytes + scales
 
 
 def copy_tile(
@@ -208,8 +255,9 @@ def fetch_tiles(
     registers: Registers,
 ) -> jax.Array:
     """Has the tiles of a unit fetched, from slot `begin` of its row on, as stages of the ring
-    become free. See `copy_tile`; returns the count after them. int8 tiles are passed on while later
-    ones, of this unit or the next, are on their way: `pass_last` is for those that none follow.
+    become free. See `copy_tile`; returns the count after them. Quantised tiles are passed on while
+    later ones, of this unit or the next, are on their way: `pass_last` is for those that none
+    follow.
     """
 
     def fetch_tile(t: jax.Array, count: jax.Array) -> jax.Array:
@@ -234,16 +282,39 @@ def fetch_tiles(
 
 
 def pass_tile(ring: Ring, arrivals: Arrivals, count: jax.Array, registers: Registers) -> None:
-    """Puts the `count`-th tile of the arrivals into the ring, int8 numbers as bfloat16 ones."""
+    """Puts the `count`-th tile of the arrivals into the ring, its numbers as bfloat16 ones."""
     source, target = rem(count, arrivals.stages), rem(count, ring.stages)
     plgpu.barrier_wait(arrivals.arrived.at[source])
     pl.when(count >= ring.stages)(lambda: plgpu.barrier_wait(ring.consumed.at[target]))
     for numbers, tile in ((arrivals.keys, ring.keys), (arrivals.values, ring.values)):
-        tile.at[target][...] = registers.bytes(numbers.at[source]).astype(jnp.bfloat16)
-    ring.scales.at[target][...] = arrivals.scales.at[source][...].astype(jnp.float32)
+        _put_numbers(registers.bytes(numbers.at[source]), tile.at[target])
+    _put_scales(arrivals.scales.at[source][...], ring.scales.at[target])
     # All have read before what they read is overwritten, and matmuls see what they wrote.
     plgpu.commit_smem()
     plgpu.barrier_arrive(ring.fetched.at[target])
+
+
+def _put_numbers(stored: jax.Array, tile: Any) -> None:
+    """Puts the numbers of `QuantisedPages` [TILE, H or H/2] into a tile [TILE, H]."""
+    half = stored.shape[1]
+    if tile.shape[1] == half:
+        tile[...] = stored.astype(jnp.bfloat16)
+        return
+    # Without shifts, for which there is no instruction of four bytes.
+    low = (stored & jnp.int8(15)).astype(jnp.bfloat16)
+    high = (stored & jnp.int8(-16)).astype(jnp.bfloat16)
+    tile.at[:, pl.ds(0, half)][...] = low - jnp.bfloat16(8)
+    tile.at[:, pl.ds(half, half)][...] = high * jnp.bfloat16(1 / 16)
+
+
+def _put_scales(stored: jax.Array, scales: Any) -> None:
+    """Puts the scales of `QuantisedPages` [2, TILE] into those of a ring's stage."""
+    if scales.shape[0] == 2:
+        scales[...] = stored.astype(jnp.float32)
+        return
+    scale, offset = unpack_scales(stored)
+    scales.at[pl.ds(0, 2)][...] = scale
+    scales.at[pl.ds(2, 2)][...] = offset + scale * 0.5
 
 
 def pass_last(
@@ -256,6 +327,34 @@ def pass_last(
     jax.lax.fori_loop(
         first, count, lambda behind, _: pass_tile(ring, arrivals, behind, registers), None
     )
+
+
+def products_with_keys(
+    s: jax.Array, scales: Any, sums: Any, *, axis: int, registers: Registers
+) -> jax.Array:
+    """Turns products of queries with the numbers of a tile into those with its keys, which `axis`
+    counts. scales: of a stage of a ring; sums: of the queries, None without offsets.
+    """
+    s *= registers.along(scales.at[0], axis, s.shape)
+    if sums is None:
+        return s
+    offset = registers.along(scales.at[2], axis, s.shape)
+    return s + offset * registers.along(sums, 1 - axis, s.shape)
+
+
+def weights_of_values(
+    p: jax.Array, scales: Any, *, axis: int, registers: Registers
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns what the numbers of a tile's values are weighted by, where the values are by p, and
+    how much each adds to all numbers of the result: None without offsets.
+    """
+
+    def times(x: Any) -> jax.Array:
+        # The scale of a slot that no one owns may be NaN.
+        return jnp.where(p > 0, p * registers.along(x, axis, p.shape), 0.0)
+
+    offset = times(scales.at[3]) if scales.shape[0] == 4 else None
+    return times(scales.at[1]), offset
 
 
 def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
@@ -290,7 +389,7 @@ class Registers:
         """Reads a tile, four bytes of a row at once in each thread."""
         return self._cast(ref[...], plgpu.Layout.WGMMA_UPCAST_2X)
 
-    def scales(self, ref: Any, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    def along(self, ref: Any, axis: int, shape: tuple[int, ...]) -> jax.Array:
         """Reads the numbers of a reference, one for each row (axis 0) or column of `shape`."""
         x = self._cast(ref[...], plgpu.Layout.WGMMA.reduce(1 - axis))
         return jax.lax.broadcast_in_dim(x, shape, [axis])

@@ -9,9 +9,9 @@ shared memory that a block has once.) Keys are the rows of the score matmul and 
 the value matmul, with all query heads of a KV head as columns: wgmma has at least 64 rows but as
 few as 8 columns, so that next to nothing is computed that is not needed. Each item leaves a partial
 softmax (arXiv 2205.14135, section 3.1); those of a row are merged after the kernel
-(flash-decoding). int8 tiles arrive in a ring of their own, from which the fetching warpgroup fills
-the other one: their numbers as bfloat16 and, beside them, their scales, which act on rows of scores
-and of weights.
+(flash-decoding). Quantised tiles arrive in a ring of their own, from which the fetching warpgroup
+fills the other one: their numbers as bfloat16 and, beside them, their scales, which act on rows of
+scores and of weights, and their offsets, which act on sums of queries and of weights.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.gpu.block import (
     MASKED,
+    SUMS,
     Arrivals,
     Pools,
     Problem,
+    Queries,
     Registers,
     Ring,
     each_unit,
     fetch_tiles,
     pass_last,
     product,
+    products_with_keys,
     rem,
     ring_bytes,
     ring_types,
     scaled,
-    tiled,
+    weights_of_values,
 )
 from kernels_pallas.gpu.schedule import TILE, DecodeItems
 
@@ -58,8 +61,8 @@ SMALL_BYTES = 4 << 10
 
 MIN_STAGES, MAX_STAGES = 2, 6
 
-INT8_STAGES = 2
-"""Tiles as matmuls take them have so many where int8 ones wait in stages of their own: one is
+QUANTISED_STAGES = 2
+"""Tiles as matmuls take them have so many where quantised ones wait in stages of their own: one is
 attended, one filled.
 """
 
@@ -76,7 +79,7 @@ class Static:
     per_head: int
 
     def __post_init__(self) -> None:
-        if (self.arriving if self.problem.int8 else self.stages) < MIN_STAGES:
+        if (self.arriving if self.problem.is_quantised else self.stages) < MIN_STAGES:
             heads = f"{self.per_head} query heads of {self.problem.head_dim} per KV head"
             raise NotImplementedError(
                 f"heads: {heads} leave no room for tiles in {SHARED_BYTES} bytes"
@@ -84,17 +87,20 @@ class Static:
 
     @property
     def other_bytes(self) -> int:
-        """Counts queries, weights and the result."""
+        """Counts queries and their sums, weights and the result."""
         head_dim = self.problem.head_dim
-        return self.per_head * (2 * head_dim + 2 * TILE + 4 * head_dim + 4 * 3) + SMALL_BYTES
+        sums = 4 * (-(-self.per_head // SUMS) * SUMS) if self.problem.has_offsets else 0
+        of_head = 2 * head_dim + 2 * TILE + 4 * head_dim + 4 * 3
+        return self.per_head * of_head + sums + SMALL_BYTES
 
     @property
     def per_processor(self) -> int:
         """Counts blocks: two where that leaves each three tiles, so that one's matmuls run beside
         the other's softmax.
         """
-        tile, arrival = ring_bytes(self.problem.head_dim, int8=self.problem.int8)
-        wanted = INT8_STAGES * tile + MIN_STAGES * arrival if self.problem.int8 else 3 * tile
+        tile, arrival = ring_bytes(self.problem)
+        quantised = QUANTISED_STAGES * tile + MIN_STAGES * arrival
+        wanted = quantised if self.problem.is_quantised else 3 * tile
         return 2 if self.other_bytes + wanted <= MOST_FOR_TWO else 1
 
     @property
@@ -105,16 +111,17 @@ class Static:
     @property
     def stages(self) -> int:
         """Counts tiles in shared memory."""
-        tile, _ = ring_bytes(self.problem.head_dim, int8=self.problem.int8)
-        return INT8_STAGES if self.problem.int8 else min(MAX_STAGES, self.tile_bytes // tile)
+        tile, _ = ring_bytes(self.problem)
+        most = min(MAX_STAGES, self.tile_bytes // tile)
+        return QUANTISED_STAGES if self.problem.is_quantised else most
 
     @property
     def arriving(self) -> int:
-        """Counts int8 tiles in shared memory."""
-        if not self.problem.int8:
+        """Counts quantised tiles in shared memory."""
+        if not self.problem.is_quantised:
             return 0
-        tile, arrival = ring_bytes(self.problem.head_dim, int8=True)
-        return min(MAX_STAGES, (self.tile_bytes - INT8_STAGES * tile) // arrival)
+        tile, arrival = ring_bytes(self.problem)
+        return min(MAX_STAGES, (self.tile_bytes - QUANTISED_STAGES * tile) // arrival)
 
     @property
     def num_blocks(self) -> int:
@@ -137,7 +144,7 @@ class Scratch(NamedTuple):
     their way out.
     """
 
-    query: Any
+    query: Queries
     ring: Ring
     arrivals: Arrivals | None
     weight: Any
@@ -154,13 +161,15 @@ def _kernel(
     static: Static,
     items: DecodeItems,
     base: Any,
-    q_DKMH: Any,
+    queries: Queries,
     pools: Pools,
     found: Partial,
     scratch: Scratch,
 ) -> None:
     problem, per_head = static.problem, static.per_head
-    ring, query, weight, queried = scratch.ring, scratch.query, scratch.weight, scratch.queried
+    ring, weight, queried = scratch.ring, scratch.weight, scratch.queried
+    query = scratch.query.vectors
+    query_sums = scratch.query.sums.at[pl.ds(0, per_head)] if problem.has_offsets else None
     registers = Registers(problem.interpret)
 
     def fetch_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
@@ -181,20 +190,23 @@ def _kernel(
 
     def attend_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
         begin, low, high = items.begin[item], items.low[item], items.high[item]
-        plgpu.copy_gmem_to_smem(q_DKMH.at[items.row[item], head], query, queried)
+        for source, target in zip(queries, scratch.query, strict=True):
+            if source is not None:
+                plgpu.copy_gmem_to_smem(source.at[items.row[item], head], target, queried)
         plgpu.barrier_wait(queried)
 
         def attend_tile(t: jax.Array, carry: tuple) -> tuple:
             # Sums over keys are per row of a tile until the end: each would cross warps.
-            count, old_max, sum_TM, acc = carry
+            count, old_max, sum_TM, offset_TM, acc = carry
             slot = rem(count, ring.stages)
             start = begin + t * TILE
             plgpu.barrier_wait(ring.fetched.at[slot])
-            if not problem.int8:
+            if not problem.is_quantised:
                 registers.clear_tail(ring.values.at[slot], high - start)
             s = product(ring.keys.at[slot], query.transpose((1, 0)), (TILE, per_head))
-            if problem.int8:
-                s *= registers.scales(ring.scales.at[slot, 0], 0, s.shape)
+            if problem.is_quantised:
+                scales = ring.scales.at[slot]
+                s = products_with_keys(s, scales, query_sums, axis=0, registers=registers)
             s = scaled(s, problem.scale, problem.softcap)
             at = registers.iota(s.shape, 0) + start
             s = jnp.where((at >= low) & (at < high), s, MASKED)
@@ -202,23 +214,30 @@ def _kernel(
             shrink = jnp.exp2(old_max - top)
             p = jnp.exp2(s - across(top, TILE))
             sum_TM = sum_TM * across(shrink, TILE) + p
-            if problem.int8:
-                # The scale of a slot that no one owns may be NaN.
-                p = jnp.where(p > 0, p * registers.scales(ring.scales.at[slot, 1], 0, s.shape), 0.0)
+            if problem.is_quantised:
+                p, offset = weights_of_values(p, scales, axis=0, registers=registers)
+                if offset is not None:
+                    offset_TM = offset_TM * across(shrink, TILE) + offset
             weight.transpose((1, 0))[...] = registers.transposed(p.astype(weight.dtype))
             plgpu.commit_smem()
             values = ring.values.at[slot].transpose((1, 0))
             gained = product(values, weight.transpose((1, 0)), (problem.head_dim, s.shape[1]))
             plgpu.barrier_arrive(ring.consumed.at[slot])
-            return count + 1, top, sum_TM, acc * across(shrink, problem.head_dim) + gained
+            acc = acc * across(shrink, problem.head_dim) + gained
+            return count + 1, top, sum_TM, offset_TM, acc
 
         begins = (
             count,
             registers.reduced(per_head, MASKED, axis=0),
             registers.full((TILE, per_head), 0.0),
+            registers.full((TILE, per_head), 0.0) if problem.has_offsets else None,
             registers.full((problem.head_dim, per_head), 0.0),
         )
-        count, top, sum_TM, acc = jax.lax.fori_loop(0, items.tiles[item], attend_tile, begins)
+        count, top, sum_TM, offset_TM, acc = jax.lax.fori_loop(
+            0, items.tiles[item], attend_tile, begins
+        )
+        if offset_TM is not None:
+            acc += across(offset_TM.sum(axis=0), problem.head_dim)
         done = Partial(acc, top, sum_TM.sum(axis=0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for source, x in zip(scratch.staged, done, strict=True):
@@ -242,14 +261,14 @@ def _kernel(
 
 
 def decode(
-    q_DKMH: jax.Array,
+    queries: Queries,
     pools: Pools,
     items: DecodeItems,
     base: jax.Array,
     *,
     static: Static,
 ) -> Partial:
-    """Attends one query per row. q: [rows, K, per_head, H] bfloat16; base [1]: the layer's first
+    """Attends one query per row. queries: of [rows, K, per_head, H]; base [1]: the layer's first
     page.
     """
     problem, per_head, head_dim = static.problem, static.per_head, static.problem.head_dim
@@ -258,23 +277,22 @@ def decode(
 
     def matrix(columns: int) -> Any:
         return plgpu.SMEM(
-            (per_head, columns), jnp.bfloat16, transforms=tiled(jnp.bfloat16, columns)
+            (per_head, columns), jnp.bfloat16, transforms=problem.tiled(jnp.bfloat16, columns)
         )
 
     ring, arrivals = ring_types(
-        stages=static.stages,
-        arriving=static.arriving,
-        head_dim=head_dim,
-        page_size=problem.page_size,
-        num_readers=1,
+        problem, stages=static.stages, arriving=static.arriving, num_readers=1
     )
+    sums = None
+    if queries.sums is not None:
+        sums = plgpu.SMEM(queries.sums.shape[2:], jnp.float32)
     scratch = Scratch(
-        query=matrix(head_dim),
+        query=Queries(matrix(head_dim), sums),
         ring=ring,
         arrivals=arrivals,
         weight=matrix(TILE),
         staged=Partial(*(plgpu.SMEM(shape, jnp.float32) for shape in shapes)),
-        queried=plgpu.Barrier(),
+        queried=plgpu.Barrier(num_arrivals=2 if problem.has_offsets else 1),
     )
     out = Partial(*(jax.ShapeDtypeStruct((*each, *shape), jnp.float32) for shape in shapes))
     (found,) = plgpu.kernel(
@@ -286,5 +304,5 @@ def decode(
         thread_name="group",
         scratch_types=[scratch],
         interpret=problem.interpret,
-    )(items, base, q_DKMH, pools)
+    )(items, base, queries, pools)
     return found

@@ -4,7 +4,7 @@ which hold the step's own keys and values already. Flash attention, arXiv 2205.1
 A persistent grid: as many blocks as there are processors, each with one warpgroup that has tiles of
 keys and values fetched (TMA) into a ring in shared memory, and one or two that attend them, each
 for `ROWS` rows of queries. All query heads of a KV head are rows of the same block, token by token.
-int8 tiles: as in decode.
+Quantised tiles: as in decode.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from kernels_pallas.gpu.block import (
     Arrivals,
     Pools,
     Problem,
+    Queries,
     Registers,
     Ring,
     div,
@@ -31,11 +32,12 @@ from kernels_pallas.gpu.block import (
     num_parts,
     pass_last,
     product,
+    products_with_keys,
     rem,
     ring_bytes,
     ring_types,
     scaled,
-    tiled,
+    weights_of_values,
 )
 from kernels_pallas.gpu.schedule import TILE, PrefillItems, prefill_rows
 
@@ -45,12 +47,12 @@ ROWS = TILE
 RING_BYTES = 128 << 10
 MAX_STAGES = 4
 
-INT8_STAGES = 2
-"""Tiles as matmuls take them have so many where int8 ones wait in stages of their own."""
+QUANTISED_STAGES = 2
+"""Tiles as matmuls take them have so many where quantised ones wait in stages of their own."""
 
 FETCH_REGISTERS, ATTEND_REGISTERS = {False: 40, True: 88}, {False: 232, True: 208}
-"""A thread has so many where two warpgroups attend and one fetches, which turns int8 tiles into
-others.
+"""A thread has so many where two warpgroups attend and one fetches, which also (True) turns
+quantised tiles into others.
 """
 
 
@@ -75,14 +77,16 @@ class Static:
     @property
     def stages(self) -> int:
         most = min(MAX_STAGES, RING_BYTES // (4 * TILE * self.problem.head_dim))
-        return min(INT8_STAGES, most) if self.problem.int8 else most
+        return min(QUANTISED_STAGES, most) if self.problem.is_quantised else most
 
     @property
     def arriving(self) -> int:
-        """Counts int8 tiles in shared memory: in the room that fewer stages leave, one at least."""
-        if not self.problem.int8:
+        """Counts quantised tiles in shared memory: in the room that fewer stages leave, one at
+        least.
+        """
+        if not self.problem.is_quantised:
             return 0
-        tile, arrival = ring_bytes(self.problem.head_dim, int8=True)
+        tile, arrival = ring_bytes(self.problem)
         return max(1, min(MAX_STAGES, (RING_BYTES - self.stages * tile) // arrival))
 
 
@@ -115,7 +119,7 @@ class Scratch(NamedTuple):
     where they are not wanted; queried: of each warpgroup's queries; cleared: a tile's tail is.
     """
 
-    queries: Any
+    queries: Queries
     ring: Ring
     arrivals: Arrivals | None
     weights: Any
@@ -135,7 +139,7 @@ def _kernel(
     width: int,
     work: Work,
     base: Any,
-    q_IKRH: Any,
+    queries: Queries,
     pools: Pools,
     found: Found,
     scratch: Scratch,
@@ -174,10 +178,13 @@ def _kernel(
 
     def attend_unit(item: jax.Array, head: jax.Array, count: jax.Array) -> jax.Array:
         begin, high = work.begin[item], work.high[item]
-        query, queried = scratch.queries.at[worker], scratch.queried.at[worker]
+        query, queried = scratch.queries.vectors.at[worker], scratch.queried.at[worker]
+        query_sums = scratch.queries.sums.at[worker] if problem.has_offsets else None
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         own_rows = pl.ds(pl.multiple_of(worker * ROWS, ROWS), ROWS)
-        plgpu.copy_gmem_to_smem(q_IKRH.at[item, head, own_rows], query, queried)
+        for source, target in zip(queries, (query, query_sums), strict=True):
+            if source is not None:
+                plgpu.copy_gmem_to_smem(source.at[item, head, own_rows], target, queried)
         plgpu.barrier_wait(queried)
 
         def seen(start: jax.Array) -> jax.Array:
@@ -199,7 +206,7 @@ def _kernel(
             start = begin + t * TILE
             plgpu.barrier_wait(ring.fetched.at[slot])
 
-            if not problem.int8:
+            if not problem.is_quantised:
 
                 @pl.when(high - start < TILE)
                 def _() -> None:
@@ -210,17 +217,19 @@ def _kernel(
                     plgpu.barrier_wait(cleared)
 
             s = product(query, ring.keys.at[slot].transpose((1, 0)), (ROWS, TILE))
-            if problem.int8:
-                s *= registers.scales(ring.scales.at[slot, 0], 1, s.shape)
+            if problem.is_quantised:
+                scales = ring.scales.at[slot]
+                s = products_with_keys(s, scales, query_sums, axis=1, registers=registers)
             s = jnp.where(seen(start), scaled(s, problem.scale, problem.softcap), MASKED)
             top = jnp.maximum(old_max, s.max(axis=1))
             shrink = jnp.exp2(old_max - top)
             p = jnp.exp2(s - down(top, TILE))
             total = old_sum * shrink + p.sum(axis=1)
             acc = acc * down(shrink, problem.head_dim)
-            if problem.int8:
-                # The scale of a slot that no one owns may be NaN.
-                p = jnp.where(p > 0, p * registers.scales(ring.scales.at[slot, 1], 1, p.shape), 0.0)
+            if problem.is_quantised:
+                p, offset = weights_of_values(p, scales, axis=1, registers=registers)
+                if offset is not None:
+                    acc += down(offset.sum(axis=1), problem.head_dim)
             weights = scratch.weights.at[worker]
             acc = registers.accumulate(
                 acc, p.astype(scratch.weights.dtype), ring.values.at[slot], weights
@@ -245,27 +254,27 @@ def _kernel(
     @pl.when(worker == static.workers)
     def _() -> None:
         if static.workers > 1:
-            plgpu.set_max_registers(FETCH_REGISTERS[problem.int8], action="decrease")
+            plgpu.set_max_registers(FETCH_REGISTERS[problem.is_quantised], action="decrease")
         count = each_unit(work.num[0], problem.kv_heads, problem.num_processors, fetch_unit)
         pass_last(ring, scratch.arrivals, count, registers)
 
     @pl.when(worker < static.workers)
     def _() -> None:
         if static.workers > 1:
-            plgpu.set_max_registers(ATTEND_REGISTERS[problem.int8], action="increase")
+            plgpu.set_max_registers(ATTEND_REGISTERS[problem.is_quantised], action="increase")
         each_unit(work.num[0], problem.kv_heads, problem.num_processors, attend_unit)
         plgpu.wait_smem_to_gmem(0)
 
 
 def prefill(
-    q_IKRH: jax.Array,
+    queries: Queries,
     pools: Pools,
     items: PrefillItems,
     base: jax.Array,
     *,
     static: Static,
 ) -> Found:
-    """Attends blocks of queries. q: [items, K, R = static.rows, H] bfloat16, row query * per_head
+    """Attends blocks of queries. queries: of [items, K, R = static.rows, H], row query * per_head
     + head. base [1]: the layer's first page.
     """
     problem, workers = static.problem, static.workers
@@ -275,24 +284,23 @@ def prefill(
 
     def matrices(columns: int) -> Any:
         return plgpu.SMEM(
-            (workers, ROWS, columns), jnp.bfloat16, transforms=tiled(jnp.bfloat16, columns)
+            (workers, ROWS, columns),
+            jnp.bfloat16,
+            transforms=problem.tiled(jnp.bfloat16, columns),
         )
 
     ring, arrivals = ring_types(
-        stages=static.stages,
-        arriving=static.arriving,
-        head_dim=problem.head_dim,
-        page_size=problem.page_size,
-        num_readers=workers,
+        problem, stages=static.stages, arriving=static.arriving, num_readers=workers
     )
+    sums = plgpu.SMEM((workers, ROWS), jnp.float32) if problem.has_offsets else None
     scratch = Scratch(
-        queries=matrices(problem.head_dim),
+        queries=Queries(matrices(problem.head_dim), sums),
         ring=ring,
         arrivals=arrivals,
         weights=matrices(TILE),
         top=staged,
         total=staged,
-        queried=plgpu.Barrier(num_barriers=workers),
+        queried=plgpu.Barrier(num_arrivals=2 if problem.has_offsets else 1, num_barriers=workers),
         cleared=plgpu.Barrier(num_arrivals=workers),
     )
     work = Work(
@@ -316,5 +324,5 @@ def prefill(
         thread_name="group",
         scratch_types=[scratch],
         interpret=problem.interpret,
-    )(work, base, q_IKRH, pools)
+    )(work, base, queries, pools)
     return found

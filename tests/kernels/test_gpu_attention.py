@@ -31,11 +31,10 @@ from ragged import (
     assert_close,
     expected,
     first_page_behind,
-    int8_of,
-    int8_stands_for,
+    gpu_pages,
     random_case,
     sinks_of,
-    written,
+    stands_for,
 )
 
 needs_interpreter = pytest.mark.skipif(
@@ -57,30 +56,27 @@ MIXED = [
     Shape(num_heads=4, kv_heads=4, head_dim=64, window=40, sinks=True, page_size=64),
     Shape(num_heads=2, kv_heads=1, head_dim=256, softcap=5.0, window=70),
 ]
-INT8 = [
-    Shape(page_size=64, window=100, sinks=True),
-    Shape(num_heads=3, kv_heads=1, head_dim=64, page_size=128, softcap=2.0),
+QUANTISED = [
+    Shape(num_bits=8, page_size=64, window=100, sinks=True),
+    Shape(num_bits=8, num_heads=3, kv_heads=1, head_dim=64, page_size=128, softcap=2.0),
+    Shape(num_bits=4, page_size=64, window=100, sinks=True),
     pytest.param(
-        Shape(num_heads=2, kv_heads=1, head_dim=256, page_size=64), marks=pytest.mark.slow
-    ),
-]
-INT8_DECODE = [
-    Shape(num_heads=6, page_size=64, sinks=True),
-    Shape(num_heads=3, kv_heads=1, head_dim=64, page_size=128, window=150),
-    pytest.param(
-        Shape(num_heads=2, kv_heads=1, head_dim=256, page_size=64, softcap=3.0),
+        Shape(num_bits=4, num_heads=3, kv_heads=1, head_dim=64, page_size=128, softcap=2.0),
         marks=pytest.mark.slow,
     ),
 ]
-
-
-def pages_of(case: Case) -> jax.Array | gpu.Int8Pages:
-    if case.shape.num_bits is None:
-        return written(case)
-    numbers, scales = int8_of(np.asarray(written(case)))
-    return gpu.Int8Pages(
-        jnp.asarray(numbers), jnp.asarray(scales, jnp.bfloat16).reshape(len(scales), 1, -1)
-    )
+QUANTISED_DECODE = [
+    Shape(num_bits=8, num_heads=6, page_size=64, sinks=True),
+    Shape(num_bits=8, num_heads=3, kv_heads=1, head_dim=64, page_size=128, window=150),
+    Shape(num_bits=4, num_heads=6, page_size=64, sinks=True),
+    Shape(num_bits=4, num_heads=3, kv_heads=1, head_dim=64, page_size=128, window=150),
+]
+LARGE_HEADS = [
+    Shape(num_bits=num_bits, num_heads=2, kv_heads=1, head_dim=256, page_size=64, softcap=softcap)
+    for num_bits, softcap in ((8, 3.0), (4, None))
+]
+QUANTISED += [pytest.param(shape, marks=pytest.mark.slow) for shape in LARGE_HEADS]
+QUANTISED_DECODE += [pytest.param(shape, marks=pytest.mark.slow) for shape in LARGE_HEADS]
 
 
 def schedule_of(
@@ -129,13 +125,13 @@ def program(
         )
 
     known = {name: x for name, x in case.arrays.items() if name not in ("k_TKH", "v_TKH")}
-    pages = pages_of(case)
+    pages = gpu_pages(case)
     return lambda group: step(pages=pages, group=group, **known)
 
 
 def assert_right(case: Case, out: jax.Array) -> None:
     real_T = case.row_T < NUM_ROWS
-    want, _ = expected(int8_stands_for(case) if case.shape.num_bits else case)
+    want, _ = expected(stands_for(case))
     out = np.asarray(out, np.float64)
     assert_close(out[real_T], want[real_T], case.shape.dtype)
     assert not out[: case.num_decode][~real_T[: case.num_decode]].any()
@@ -159,15 +155,15 @@ def test_mixed_batches_equal_float64_with_copies_and_races_modelled(shape):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("shape", INT8, ids=str)
-def test_int8_pages_equal_what_their_numbers_stand_for(shape):
-    check(21, replace(shape, num_bits=8))
+@pytest.mark.parametrize("shape", QUANTISED, ids=str)
+def test_quantised_pages_equal_what_their_numbers_stand_for(shape):
+    check(21, shape)
 
 
 @needs_interpreter
-@pytest.mark.parametrize("shape", INT8_DECODE, ids=str)
-def test_decode_of_int8_pages_equals_what_their_numbers_stand_for(shape):
-    check(22, replace(shape, num_bits=8, decode_only=True))
+@pytest.mark.parametrize("shape", QUANTISED_DECODE, ids=str)
+def test_decode_of_quantised_pages_equals_what_their_numbers_stand_for(shape):
+    check(22, replace(shape, decode_only=True))
 
 
 @needs_interpreter
@@ -189,7 +185,7 @@ def test_schedules_differ_in_the_window_only_as_data(decode_only):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "int4"])
 def test_the_backend_writes_and_attends_as_xla_does(codec):
     case = random_case(
         3, Shape(head_dim=64, window=40, page_size=16 if codec == "bfloat16" else 64)

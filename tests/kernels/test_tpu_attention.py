@@ -22,11 +22,14 @@ from ragged import (
     Case,
     Shape,
     assert_close,
+    dequantise,
     expected,
     first_page_behind,
     first_page_shared,
+    quantise,
     random_case,
     sinks_of,
+    stands_for,
 )
 from tiers import some
 
@@ -162,29 +165,6 @@ def run(case: Case, interpret: object) -> tuple:
     return program(case, interpret)(None)
 
 
-def quantise(x: np.ndarray, num_bits: int) -> tpu.Quantised:
-    """Vectors [..., H], NaN where nobody owns them: any whole numbers there, and NaN for a
-    scale.
-    """
-    x = np.asarray(x, np.float32)
-    rounded = lambda y: y.astype(jnp.bfloat16).astype(np.float32)  # noqa: E731
-    if num_bits == 8:
-        scale, offset = rounded(np.abs(x).max(axis=-1) / 127), None
-        values = np.clip(np.round(x / scale[..., None]), -127, 127)
-    else:
-        scale, offset = rounded((x.max(-1) - x.min(-1)) / 15), rounded((x.max(-1) + x.min(-1)) / 2)
-        values = np.clip(np.round((x - offset[..., None]) / scale[..., None] - 0.5), -8, 7)
-    anything = np.random.default_rng(7).integers(-8, 8, x.shape)
-    values = np.where(np.isnan(values), anything, values).astype(np.int8)
-    return tpu.Quantised(*(None if y is None else jnp.asarray(y) for y in (values, scale, offset)))
-
-
-def dequantise(x: tpu.Quantised, num_bits: int) -> np.ndarray:
-    values = np.asarray(x.values, np.float32) + (0.0 if num_bits == 8 else 0.5)
-    y = values * np.asarray(x.scale)[..., None]
-    return y if x.offset is None else y + np.asarray(x.offset)[..., None]
-
-
 def packed_pages(case: Case) -> tpu.Packed:
     num_bits = case.shape.num_bits
     stored = quantise(case.pages, num_bits)
@@ -211,12 +191,7 @@ def assert_packed_right(case: Case, found: tuple) -> None:
     token went into.
     """
     shape, real_T, num_bits = case.shape, case.row_T < NUM_ROWS, case.shape.num_bits
-    stored = {name: quantise(case.arrays[name], num_bits) for name in ("k_TKH", "v_TKH")}
-    arrays = case.arrays | {name: dequantise(x, num_bits) for name, x in stored.items()}
-    stands_for = replace(
-        case, arrays=arrays, pages=dequantise(quantise(case.pages, num_bits), num_bits)
-    )
-    want, want_pages = expected(stands_for)
+    want, want_pages = expected(stands_for(case))
     out, packed = found
     assert_close(np.asarray(out, np.float64)[real_T], want[real_T], "bfloat16")
 

@@ -29,6 +29,7 @@ CASES = [
     ("cpu", "int8", 3, 16, 8),
     ("cpu", "turboquant2.5", 2, 64, 8),
     ("gpu", "int8", 2, 64, 64),
+    ("gpu", "int4", 2, 64, 64),
     ("tpu", "bfloat16", 2, 64, 16),  # two heads side by side
     ("tpu", "float32", 1, 64, 16),  # key and value side by side
     ("tpu", "int8", 2, 64, 32),
@@ -59,7 +60,7 @@ def layout(request) -> PageLayout:
     codec = get_codec(name, platform=platform)
     made = BACKENDS[platform].page_layout(heads_of(kv_heads, head_dim), size, codec)
     kind = KINDS[platform]
-    if platform == "gpu" and name == "int8":
+    if platform == "gpu" and name in ("int8", "int4"):
         kind = ScalesApartLayout
     assert type(made) is kind
     return made

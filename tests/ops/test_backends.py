@@ -88,12 +88,16 @@ def test_a_named_backend_that_cannot_says_why(platform, heads, page_size, messag
         ({"compute_capability": None}, "expected a GPU of compute capability 9.0 .*, got None"),
         ({"codec": PlainCodec(dtype="float32")}, "pages: expected bfloat16, got float32"),
         (
-            {"codec": get_codec("int4", platform="gpu")},
-            "kv_cache_dtype: expected bfloat16 or int8, got int4",
+            {"codec": get_codec("fp8", platform="gpu")},
+            "kv_cache_dtype: expected bfloat16, int8 or int4, got fp8_e4m3",
         ),
         (
-            {"codec": get_codec("fp8", platform="gpu")},
-            "kv_cache_dtype: expected bfloat16 or int8, got fp8_e4m3",
+            {"codec": get_codec("int4", platform="gpu", dtype="float32")},
+            "kv_cache_dtype int4: expected a model in bfloat16, got float32",
+        ),
+        (
+            {"codec": get_codec("int4", platform="gpu"), "page_size": 16},
+            "page_size: expected one of .64, 128. for int4, got 16",
         ),
         (
             {"codec": get_codec("int8", platform="gpu", dtype="float32")},
@@ -112,9 +116,10 @@ def test_the_gpu_kernels_say_what_they_do_not_take(change, reason):
         choose_backend("mosaic_gpu", [HEADS], [replace(needs, **change)])
 
 
-def test_the_gpu_kernels_take_int8_pages():
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_the_gpu_kernels_take_quantised_pages(codec):
     needs = replace(
-        NEEDS, platform="gpu", compute_capability="9.0", codec=get_codec("int8", platform="gpu")
+        NEEDS, platform="gpu", compute_capability="9.0", codec=get_codec(codec, platform="gpu")
     )
     for head_dim in (64, 128, 256):
         heads = Heads(num_heads=8, num_kv_heads=2, head_dim=head_dim, window=None)

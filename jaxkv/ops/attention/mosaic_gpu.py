@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec
-from jaxkv.kv.layout import HeadMajorLayout, ScalesApartLayout, is_int8
+from jaxkv.kv.layout import HeadMajorLayout, ScalesApartLayout, has_numbers
 from jaxkv.kv.state import PageTables, Store, destinations, write
 from jaxkv.ops.attention.base import (
     Attended,
@@ -27,7 +27,7 @@ from jaxkv.ops.attention.base import (
     refused_when_traced,
 )
 from kernels_pallas.gpu import (
-    Int8Pages,
+    QuantisedPages,
     Schedule,
     make_schedule,
     padded_head_dim,
@@ -61,10 +61,11 @@ class MosaicGpu:
                     f"expected a GPU of compute capability {HOPPER} (H100, H200), got "
                     f"{needs.compute_capability}"
                 )
-        if not isinstance(needs.codec, PlainCodec) and not is_int8(needs.codec):
-            return f"kv_cache_dtype: expected bfloat16 or int8, got {needs.codec.name}"
-        if needs.codec.dtype != "bfloat16" and is_int8(needs.codec):
-            return f"kv_cache_dtype int8: expected a model in bfloat16, got {needs.codec.dtype}"
+        codec = needs.codec
+        if not isinstance(codec, PlainCodec) and not has_numbers(codec):
+            return f"kv_cache_dtype: expected bfloat16, int8 or int4, got {codec.name}"
+        if codec.dtype != "bfloat16" and has_numbers(codec):
+            return f"kv_cache_dtype {codec.name}: expected a model in bfloat16, got {codec.dtype}"
         if not heads.head_dim:
             return "a model without attention"
         if heads.has_index:
@@ -74,7 +75,7 @@ class MosaicGpu:
         return refused_when_traced(self, heads, needs)
 
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> HeadMajorLayout:
-        kind = ScalesApartLayout if is_int8(codec) else HeadMajorLayout
+        kind = ScalesApartLayout if has_numbers(codec) else HeadMajorLayout
         return kind(
             num_kv_heads=heads.num_kv_heads,
             head_dim=padded_head_dim(heads.head_dim),
@@ -132,19 +133,22 @@ class MosaicGpu:
             raise NotImplementedError("layers that attend to what another has stored run on xla")
         dest_T, schedule = prepared
         store = write(at.store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
+        pages: Any = store.pages
+        if store.scales is not None:
+            pages = QuantisedPages(store.pages, store.scales)
         out_TNH = ragged_paged_attention(
-            q_TNH,
-            store.pages if store.scales is None else Int8Pages(store.pages, store.scales),
+            store.codec.rotate(q_TNH),
+            pages,
             schedule,
             layer=at.layer,
             num_pages=store.num_pages,
             scale=scale,
             softcap=cap or None,
             sinks_N=sinks_N,
-            out_dtype=out_dtype,
+            out_dtype=out_dtype if store.scales is None else np.dtype(np.float32),
             interpret=self.interpret,
         )
-        return Attended(out_TNH, store, None)
+        return Attended(store.codec.restore(out_TNH).astype(out_dtype), store, None)
 
 
 def num_processors() -> int:
