@@ -23,6 +23,7 @@ KERNELS = ("decode", "prefill")
 SHAPES: dict[str, tuple[int, ...]] = {  # query heads, KV heads, head_dim; of latent rows: values
     "8b": (32, 8, 128),
     "70b-tp8": (8, 1, 128),
+    "70b-tp4": (16, 2, 128),
     "mha": (32, 32, 128),
     "mqa": (16, 1, 128),
     "h64": (32, 8, 64),
@@ -250,11 +251,11 @@ def decode_lengths(case: Case) -> dict[str, list[int]]:
     of tokens, and one row alone, beside rows that rest.
     """
     ragged = np.random.default_rng(0).integers(100, 4001, case.batch)
-    every = {f"{case.batch} x {n:,}": [n] * case.batch for n in (512, 2048, 2049, 8192)}
+    few = (512, 2048, 2049, 8192)
+    every = {f"{case.batch} x {n:,}": [n] * case.batch for n in few}
     return every | {
         f"{case.batch} x 100 to 4,000": [int(n) for n in ragged],
-        "1 x 2,048": [2048],
-        "1 x 512": [512],
+        **{f"1 x {n:,}": [n] for n in few},
     }
 
 
