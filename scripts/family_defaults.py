@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from jaxkv.models.families import DEFAULTS, FAMILIES
+from jaxkv.models.families import DEFAULTS, FAMILIES, RENAMED
 
 LEFT_OUT = re.compile(
     r"_.*|.*(_dropout|_pdrop|_token_id|_dropout_prob)|summary_.*|output_.*|is_.*|return_dict|"
@@ -52,7 +52,9 @@ def defaults(model_type: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    known = {name: defaults(name) for name in FAMILIES if name in CONFIG_MAPPING}
+    others = {own: name for name, own in RENAMED.items()}
+    names = {own: own if own in CONFIG_MAPPING else others.get(own) for own in FAMILIES}
+    known = {own: defaults(name) for own, name in names.items() if name in CONFIG_MAPPING}
     DEFAULTS.write_text(json.dumps(known, indent=1) + "\n")
     print(f"{DEFAULTS}: {len(known)} of {len(FAMILIES)} families")
 

@@ -34,7 +34,7 @@ from jaxkv import LLM, SamplingParams
 from jaxkv.build.blueprint import make_limits
 from jaxkv.build.options import EngineOptions
 from jaxkv.kv.codecs import get_codec
-from jaxkv.models.families import DEFAULTS, ConfigReader, read_family
+from jaxkv.models.families import DEFAULTS, RENAMED, ConfigReader, read_family
 from jaxkv.models.paged import heads_of
 from jaxkv.ops.attention import BACKENDS, Needs
 from jaxkv.programs import compiler_options
@@ -60,9 +60,6 @@ GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 
 NOT_READ = {
     "attention that chooses among keys by an index, in other forms than DeepSeek-V3.2": "axk2, "
     "deepseek_v4, dots3_note, glm5_next, hy_v4, minimax_m3_vl, mistral_large4, qwen4_exp",
-    "sinusoidal positions": "ctrl, xglm",
-    "norms behind what joins the stream": "openai-gpt, opt with `do_layer_norm_before=false`",
-    "norms within attention and MLP": "bitnet, dory",
     "layers that run more than once, or share weights": "dory, zamba, zamba2",
     "other recurrences": "rwkv, xlstm",
     "experts in attention": "jetmoe",
@@ -151,6 +148,7 @@ class Case:
         """Asks the kernels about the family's default sizes in bfloat16."""
         config = json.loads((self.directory / "config.json").read_text())
         family = config.get("text_config", config)["model_type"]
+        family = RENAMED.get(family, family)
         sizes = json.loads(DEFAULTS.read_text()).get(family)
         if sizes is None:
             return "no default sizes"

@@ -100,6 +100,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "arcee": HEAD | {"attention_bias": True, "mlp_bias": True},
     "biogpt": {"tie_word_embeddings": True},
     "biogpt-unscaled": {"scale_embedding": False, "hidden_act": "relu"},
+    "bitnet": {},
+    "bitnet-biases": HEAD | {"attention_bias": True, "hidden_act": "silu"},
     "bloom": {"tie_word_embeddings": True},
     "cohere": {"logit_scale": 0.3, "tie_word_embeddings": True},
     "cohere-qk-norm": {"use_qk_norm": True, "attention_bias": True},
@@ -114,6 +116,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | EXPERTS
     | {"expert_selection_fn": "sigmoid", "sliding_window": 8, "first_k_dense_replace": 1}
     | {"rms_norm_eps": 1e-6, "shared_expert_combination_strategy": "sum", "num_shared_experts": 1},
+    "ctrl": GPT2 | {"dff": 80, "tie_word_embeddings": True},
     "cwm": WINDOW | HEAD,
     "axk1": GROUPED | LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "dbrx": {"d_model": 48, "num_hidden_layers": 2}
@@ -257,7 +260,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mamba-biases": {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3},
     "falcon_mamba": {"state_size": 8},
     "mamba2": {"num_heads": 12, "head_dim": 8, "n_groups": 2, "state_size": 16},
+    "openai_gpt": GPT2 | {"tie_word_embeddings": True},
     "opt": {"word_embed_proj_dim": 48, "ffn_dim": 80},
+    "opt-behind": {"word_embed_proj_dim": 20, "ffn_dim": 80, "do_layer_norm_before": False}
+    | {"tie_word_embeddings": True},
     "granite": {
         "attention_multiplier": 0.2,
         "embedding_multiplier": 3.0,
@@ -388,6 +394,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stablelm-parallel": {"use_parallel_residual": True, "qk_layernorm": True},
     "starcoder2": {"sliding_window": 8},
     "vaultgemma": WINDOW | {"head_dim": 16, "query_pre_attn_scalar": 20},
+    "xglm": {"d_model": 48, "ffn_dim": 80, "num_layers": 3, "attention_heads": 6}
+    | {"tie_word_embeddings": True},
     "kimi_linear": {"num_hidden_layers": 4, "num_key_value_heads": 6, "v_head_dim": 16}
     | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8}
     | {"linear_head_dim": 8, "linear_num_heads": 4, "moe_intermediate_size": 24}
@@ -538,9 +546,10 @@ def hf_config(variant: str) -> Any:
 def text_config(variant: str) -> dict[str, Any]:
     """Returns what a tiny model's config.json says."""
     changes = (VARIANTS | PLAIN)[variant]
-    left_out = OWN if "n_embd" in changes else ()
+    left_out = OWN if {"n_embd", "attention_heads"} & changes.keys() else ()
     config = {key: value for key, value in SMALL.items() if key not in left_out}
-    return config | changes | {"model_type": variant.split("-")[0]}
+    family = variant.split("-")[0]
+    return config | changes | {"model_type": {"openai_gpt": "openai-gpt"}.get(family, family)}
 
 
 OWN = (

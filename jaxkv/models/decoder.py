@@ -14,7 +14,8 @@ from jaxkv.kv.state import PagedKV, Statistics
 from jaxkv.models import altup
 from jaxkv.models.layer import Layers, normed, scaled
 from jaxkv.models.paged import PagedAttention
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.rope import rope_frequencies
+from jaxkv.models.spec import ModelSpec, RopeSpec, Sinusoid
 from jaxkv.ops.attention import BACKENDS, Attention, Batch
 from jaxkv.ops.layers import linear, soft_cap
 from jaxkv.ops.matrices import Matrix, values
@@ -53,6 +54,8 @@ def forward(
     if "positions" in weights:
         position_T = jnp.asarray(batch.position_T)
         x_TD += values(weights["positions"].at[position_T].get(mode="clip")).astype(jnp.float32)
+    if spec.scales.positions is not None:
+        x_TD += _sinusoid(batch.position_T, spec.scales.positions, spec)
     x_TD = normed(x_TD, weights, "embed_norm", spec)
     own_LTP = _per_layer(weights, batch.token_T, x_TD, spec) if "own_embed" in weights else None
     layers = Layers(weights, kv, batch, attend, own_LTP, spec=spec, axis=axis)
@@ -67,6 +70,14 @@ def forward(
         x, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
     x_TD = altup.joined(x, weights)
     return attend.state(held), x_TD, _of_all_devices(held.statistics, statistics, axis)
+
+
+def _sinusoid(position_T: jax.Array, asked: Sinusoid, spec: ModelSpec) -> jax.Array:
+    """Computes embeddings of positions, [T, D]."""
+    of_pair_C = rope_frequencies(RopeSpec(theta=asked.theta), spec.hidden_size)
+    position_T = (jnp.asarray(position_T) + asked.offset).astype(jnp.float32)
+    angle_TC = position_T[:, None] * jnp.asarray(of_pair_C, jnp.float32)[None]
+    return jnp.concatenate([jnp.sin(angle_TC), jnp.cos(angle_TC)], axis=1)
 
 
 def _per_layer(weights: Weights, token_T: jax.Array, x_TD: jax.Array, spec: ModelSpec) -> jax.Array:
@@ -89,7 +100,7 @@ def head_of(weights: Weights) -> Weights:
     that are it.
     """
     head = HEAD if HEAD in weights else "embed"
-    names = ("norm", "norm_bias", head, HEAD + DYNAMIC, "head_bias")
+    names = ("norm", "norm_bias", "head_down", head, HEAD + DYNAMIC, "head_bias")
     return {name: weights[name] for name in names if name in weights}
 
 
@@ -109,6 +120,8 @@ def logits(
 ) -> jax.Array:
     """Applies the final norm and the head: [T, D] -> [T, V] float32."""
     x_TD = normed(x_TD, weights, "norm", spec)
+    if "head_down" in weights:
+        x_TD = linear(x_TD, Matrix(weights["head_down"]))
     bias_V = values(weights["head_bias"]) if "head_bias" in weights else None
     part_TV = scaled(linear(x_TD, head_matrix(weights), bias_V), spec.scales.logits)
     if spec.scales.logit_cap:
@@ -121,10 +134,16 @@ def logits(
 def embed(
     weights: Weights, token_T: jax.Array, *, spec: ModelSpec, axis: str | None = None
 ) -> jax.Array:
-    """Looks up the tokens' embeddings [T, D] float32, of which a device may have some rows. They
-    are as stored: `forward` scales them.
+    """Looks up the tokens' embeddings [T, D] float32, of which a device may have some rows, and
+    takes smaller ones to the stream's size. They are as stored: `forward` scales them.
     """
-    embed_VD = weights["embed"]
+    x_TD = _embedded(weights["embed"], token_T, spec, axis)
+    return linear(x_TD, Matrix(weights["embed_up"])) if "embed_up" in weights else x_TD
+
+
+def _embedded(
+    embed_VD: jax.Array, token_T: jax.Array, spec: ModelSpec, axis: str | None
+) -> jax.Array:
     num_rows = embed_VD.shape[0]
     if axis is None or num_rows == spec.vocab_size:
         return values(embed_VD.at[token_T].get(mode="clip")).astype(jnp.float32)

@@ -10,6 +10,7 @@ and a body of its own, between which the loop over layers branches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -126,12 +127,13 @@ class Layers:
                 x_TD = x_TD + mixed_TD
                 if "laurel_down" in w:
                     x_TD = (x_TD + _laurel(h_TD, w, spec)) * 2**-0.5
+                x_TD = normed(x_TD, w, "joined_attn_norm", spec)
                 h_TD = normed(x_TD, w, "mlp_norm", spec)
             out_TD = self._feed_forward(x_TD, h_TD, w, cutoff)
             out_TD = scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
             if stream is not None:
                 x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
-            x_TD = x_TD + out_TD
+            x_TD = normed(x_TD + out_TD, w, "joined_mlp_norm", spec)
             return self._shortcut(x_TD, h_TD, w, held) if spec.has_shortcut else (x_TD, held)
 
         return run
@@ -198,6 +200,7 @@ class Layers:
                 size = out_TF.shape[1] // gate_TF.shape[1]  # of a head, where each has one gate
                 gate_TF = gate_TF if size == 1 else jnp.repeat(gate_TF, size, axis=1)
                 out_TF = out_TF.astype(jnp.float32) * gate_TF
+            out_TF = normed(out_TF, w, "o_norm", spec, axis=self._axis)
             return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held
 
         return attend
@@ -235,12 +238,14 @@ class Layers:
         if "up" not in w and "router" not in w:
             return jnp.zeros_like(h_TD)
         if router is None or "router" not in w or spec.has_shortcut:
+            norm = partial(normed, w=w, name="down_norm", spec=spec, axis=self._axis)
             out_TD = mlp(
                 h_TD,
                 w,
                 activation=spec.activation,
                 gate_factor=spec.scales.gate,
                 cutoff=cutoff,
+                norm=norm if "down_norm" in w else None,
                 axis=self._axis,
             )
             return scaled(out_TD, spec.scales.mlp)

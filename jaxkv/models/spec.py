@@ -116,12 +116,23 @@ class NormedStream:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sinusoid:
+    """Says that sines, and then cosines, of a token's position join its embedding, with frequencies
+    theta**(-2i / hidden size). offset: of positions. Source: arXiv 1706.03762, section 3.5.
+    """
+
+    theta: float = 10000.0
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scales:
     """Holds factors on embeddings, on values, on an MLP's gate and on its output, on what joins the
     stream, and on logits, which `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
-    stream: where it goes on from behind norms. gate_cutoffs: for each kind of layers how many
-    standard deviations above their mean a token's gates count from, None for all; () if all layers
-    have None. Source: Spark Transformer, arXiv 2506.06644, section 3.
+    stream: where it goes on from behind norms. positions: what joins embeddings. gate_cutoffs: for
+    each kind of layers how many standard deviations above their mean a token's gates count from,
+    None for all; () if all layers have None. Source: Spark Transformer, arXiv 2506.06644,
+    section 3.
     """
 
     embed: float = 1.0
@@ -133,6 +144,7 @@ class Scales:
     logit_cap: float = 0.0
     stream: NormedStream | None = None
     gate_cutoffs: tuple[float | None, ...] = ()
+    positions: Sinusoid | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

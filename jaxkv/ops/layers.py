@@ -205,20 +205,21 @@ def mlp(
     activation: str,
     gate_factor: float = 1.0,
     cutoff: float | None = None,
+    norm: Callable[[Array], Array] | None = None,
     axis: str | None = None,
 ) -> Array:
     """Computes down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate, each with its bias
     where `w` has one; `axis` as in `linear_over`. gate_factor: of what goes into act. cutoff: as in
-    `beyond`, of what goes into act.
+    `beyond`, of what goes into act. norm: of what goes down.
 
     Source: arXiv 2002.05202, section 2.
     """
     names = ("gate", "gate_bias", "up", "up_bias", "down")
     own = {name: w[name] for name in names if name in w}
     join = clamped_swiglu if activation == CLAMPED else gated(activation, w, gate_factor)
-    if cutoff is not None:  # which all gates of a token decide on
-        cut = partial(_cut, join=join, cutoff=cutoff, axis=axis)
-        return add_up(_mlp_at_once(x_TD, own, join=cut), w.get("down_bias"), axis)
+    if cutoff is not None or norm is not None:  # which need all of a token
+        whole = partial(_whole, join=join, cutoff=cutoff, norm=norm, axis=axis)
+        return add_up(_mlp_at_once(x_TD, own, join=whole), w.get("down_bias"), axis)
     at_once, in_pieces = (partial(one, join=join) for one in (_mlp_at_once, _mlp_in_pieces))
     y_TD = jax.lax.platform_dependent(x_TD, own, tpu=in_pieces, default=at_once)
     return add_up(y_TD, w.get("down_bias"), axis)
@@ -240,10 +241,22 @@ def gated(activation: str, w: Mapping[str, Any], factor: float = 1.0) -> Join:
     return join
 
 
-def _cut(gate: Array | None, up: Array, *, join: Join, cutoff: float, axis: str | None) -> Array:
-    if gate is None:
-        raise ValueError("cutoff: expected a gate, got None")
-    return join(beyond(gate, cutoff, axis=axis), up)
+def _whole(
+    gate: Array | None,
+    up: Array,
+    *,
+    join: Join,
+    cutoff: float | None,
+    norm: Callable[[Array], Array] | None,
+    axis: str | None,
+) -> Array:
+    """Returns what goes down, where all of a token decides on each number."""
+    if cutoff is not None:
+        if gate is None:
+            raise ValueError("cutoff: expected a gate, got None")
+        gate = beyond(gate, cutoff, axis=axis)
+    h = join(gate, up)
+    return h if norm is None else norm(h)
 
 
 def beyond(x: Array, cutoff: float, *, axis: str | None) -> Array:

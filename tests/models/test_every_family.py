@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 QUICK = {
     "apertus",  # an activation with parameters
+    "bitnet",  # norms within attention and MLP
     "bloom",  # scores that fall with distance, a norm behind the embeddings
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
     "cohere2",  # windows, layers without rotation
@@ -56,10 +57,12 @@ QUICK = {
     "nanochat",  # norms without weights, the other way round
     "nemotron",  # LayerNorms less one, no gate
     "nemotron_h",  # layers of one block each, experts without a gate
+    "opt-behind",  # norms of what blocks have joined, embeddings smaller than the stream
     "olmo2",  # norms over all heads, behind the blocks
     "phi3-longrope",
     "qwen3_next",  # a recurrence beside gated attention, experts
     "stablelm-parallel",  # a tensor for each head
+    "xglm",  # sines of positions
 }
 """One variant for each mechanism."""
 

@@ -90,8 +90,8 @@ TEXT_OF = {
 }
 """Models of several parts, each with the family of a text part that does not say which it is."""
 
-RENAMED = {"gpt-sw3": "gpt2"}
-"""Older names of families."""
+RENAMED = {"gpt-sw3": "gpt2", "openai-gpt": "openai_gpt"}
+"""Other names of families: older ones, and those that no file can have."""
 
 
 def read_config(directory: Path, name: str = "config.json") -> ConfigReader:

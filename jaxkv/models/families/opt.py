@@ -1,5 +1,5 @@
-"""OPT: learned positions that begin at the third, LayerNorms before or behind. Source: arXiv
-2205.01068.
+"""OPT: learned positions that begin at the third, LayerNorms before blocks, or of what they join;
+embeddings that may be smaller than the stream. Source: arXiv 2205.01068.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FIRST = 2
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    config.refuse("word_embed_proj_dim", config.size("hidden_size"))
-    config.refuse("do_layer_norm_before", True)
-    config.refuse("_remove_final_layer_norm", False)
+    is_before = config.flag("do_layer_norm_before", True)
+    if is_before:
+        config.refuse("_remove_final_layer_norm", False)
     biased: tuple[str, ...] = ("attn_norm", "mlp_norm", "norm")
     if not config.flag("layer_norm_elementwise_affine", True):
         raise config.fail(
@@ -38,7 +38,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_decoder(
         config.renamed(intermediate_size="ffn_dim").replaced(num_key_value_heads=None),
         family="opt",
-        names=NAMES,
+        names=NAMES if is_before else replace(NAMES, norm=None),
         biased=biased,
         ropes=[None] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
         eps=None,
@@ -46,7 +46,38 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         norm="layer",
     )
     table = positions("model.decoder.embed_positions", spec)
-    return spec, replace(layout, top={**layout.top, "positions": table})
+    top = {**layout.top, "positions": table} | _projections(config, spec, layout)
+    layout = replace(layout, top=top)
+    return spec, layout if is_before else with_norms_behind(layout)
+
+
+def with_norms_behind(layout: Layout) -> Layout:
+    """Returns a layout whose norms before blocks are of the stream that a block has joined."""
+
+    def renamed(name: str) -> str:
+        return f"joined_{name}" if name.startswith(("attn_norm", "mlp_norm")) else name
+
+    layers = ({renamed(name): one for name, one in of.items()} for of in layout.layers)
+    return replace(layout, layers=tuple(layers))
+
+
+def _projections(config: ConfigReader, spec: ModelSpec, layout: Layout) -> dict[str, Leaf]:
+    """Lists the tensors that take smaller embeddings to the stream and back, and those embeddings;
+    none where they are of its size.
+    """
+    hidden, size = spec.hidden_size, config.size("word_embed_proj_dim", spec.hidden_size)
+    if size == hidden:
+        return {}
+    shape, axes = (spec.vocab_size, size), ("vocab", None)
+    found = {
+        name: leaf(one.source, shape, axes, same_as=one.same_as)
+        for name, one in layout.top.items()
+        if name in ("embed", "head")
+    }
+    up, down = (f"model.decoder.project_{way}.weight" for way in ("in", "out"))
+    found["embed_up"] = leaf(up, (hidden, size), ("model", None))
+    found["head_down"] = leaf(down, (size, hidden), (None, "model"))
+    return found
 
 
 def positions(name: str, spec: ModelSpec) -> Leaf:
