@@ -69,7 +69,7 @@ NOT_READ = {
     "keys of an encoder, or of images": "bart, mllama and others",
     "a head that transformers does not scale and others do": "aya_vision, cohere2_vision",
     "a reader, or a closer look": "bailing_hybrid, ernie4_5_vl_moe, "
-    "gpt_neox_japanese, inkling, lara_mini, modernbert-decoder, phi4_multimodal, zaya",
+    "inkling, lara_mini, phi4_multimodal, zaya",
 }
 """What transformers 5.24 has decoders of that are not read, by what they need that is not built."""
 

@@ -184,6 +184,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2-inner": GPT2 | {"n_inner": 80, "scale_attn_weights": False},
     "gpt_neox": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}},
     "gpt_neox-in-turn": {"use_parallel_residual": False, "attention_bias": False},
+    "gpt_neox_japanese": {"intermediate_multiple_size": 2}
+    | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "gpt_bigcode": GPT2,
     "gpt_bigcode-all-heads": GPT2 | {"multi_query": False, "n_inner": 80},
     "gpt_neo": {"num_layers": 3, "num_heads": 6, "window_size": 8}
@@ -292,6 +294,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         }
     },
+    "modernbert_decoder": {"num_hidden_layers": 4, "local_attention": 16, "norm_bias": True}
+    | {"classifier_bias": True, "tie_word_embeddings": True, "mlp_bias": True},
+    "modernbert_decoder-plain": {"local_attention": 17, "decoder_bias": False}
+    | {"attention_bias": True},
     "nanochat": {"final_logit_softcapping": 2.0},
     "nemotron": {"attention_bias": True, "mlp_bias": True},
     "olmo": {"clip_qkv": 0.5, "attention_bias": True},
@@ -549,7 +555,11 @@ def text_config(variant: str) -> dict[str, Any]:
     left_out = OWN if {"n_embd", "attention_heads"} & changes.keys() else ()
     config = {key: value for key, value in SMALL.items() if key not in left_out}
     family = variant.split("-")[0]
-    return config | changes | {"model_type": {"openai_gpt": "openai-gpt"}.get(family, family)}
+    return config | changes | {"model_type": HYPHENATED.get(family, family)}
+
+
+HYPHENATED = {"modernbert_decoder": "modernbert-decoder", "openai_gpt": "openai-gpt"}
+"""What transformers calls families whose name no file can have."""
 
 
 OWN = (

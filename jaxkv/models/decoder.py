@@ -17,10 +17,13 @@ from jaxkv.models.paged import PagedAttention
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec, RopeSpec, Sinusoid
 from jaxkv.ops.attention import BACKENDS, Attention, Batch
-from jaxkv.ops.layers import linear, soft_cap
+from jaxkv.ops.layers import ACTIVATIONS, linear, soft_cap
 from jaxkv.ops.matrices import Matrix, values
 from jaxkv.weights.packing import DYNAMIC
 from jaxkv.weights.tree import DRAFT, HEAD, Weights, draft_of, head_matrix, with_draft
+
+BEFORE_HEAD = ("head_dense", "head_dense_bias", "head_norm", "head_norm_bias")
+"""Leaves between the final norm and the head, which most models do not have."""
 
 
 def forward(
@@ -100,8 +103,8 @@ def head_of(weights: Weights) -> Weights:
     that are it.
     """
     head = HEAD if HEAD in weights else "embed"
-    names = ("norm", "norm_bias", "head_down", head, HEAD + DYNAMIC, "head_bias")
-    return {name: weights[name] for name in names if name in weights}
+    names = {"norm", "norm_bias", "head_down", head, HEAD + DYNAMIC, "head_bias", *BEFORE_HEAD}
+    return {name: leaf for name, leaf in weights.items() if name in names}
 
 
 def body_of(weights: Weights) -> Weights:
@@ -120,6 +123,11 @@ def logits(
 ) -> jax.Array:
     """Applies the final norm and the head: [T, D] -> [T, V] float32."""
     x_TD = normed(x_TD, weights, "norm", spec)
+    if "head_dense" in weights:
+        matrix = Matrix(weights["head_dense"])
+        bias_D = values(weights["head_dense_bias"]) if "head_dense_bias" in weights else None
+        x_TD = ACTIVATIONS[spec.activation](linear(x_TD, matrix, bias_D))
+        x_TD = normed(x_TD, weights, "head_norm", spec)
     if "head_down" in weights:
         x_TD = linear(x_TD, Matrix(weights["head_down"]))
     bias_V = values(weights["head_bias"]) if "head_bias" in weights else None

@@ -54,6 +54,7 @@ QUICK = {
     "longcat_flash",  # experts whose results join later, or that give back what comes in
     "minimax",  # a stream that goes on from behind norms, decays by layer
     "ministral3",  # queries that grow
+    "modernbert_decoder",  # a block before the head
     "nanochat",  # norms without weights, the other way round
     "nemotron",  # LayerNorms less one, no gate
     "nemotron_h",  # layers of one block each, experts without a gate

@@ -90,7 +90,11 @@ TEXT_OF = {
 }
 """Models of several parts, each with the family of a text part that does not say which it is."""
 
-RENAMED = {"gpt-sw3": "gpt2", "openai-gpt": "openai_gpt"}
+RENAMED = {
+    "gpt-sw3": "gpt2",
+    "modernbert-decoder": "modernbert_decoder",
+    "openai-gpt": "openai_gpt",
+}
 """Other names of families: older ones, and those that no file can have."""
 
 
