@@ -457,6 +457,31 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         read(families.text_config("gemma3_text") | {"attn_logit_softcapping": 50.0})
 
 
+@pytest.mark.parametrize(
+    ("variant", "key", "value", "expected"),
+    [
+        ("gemma3n_text", "altup_active_idx", 1, r"0 \(not built\)"),
+        ("gemma3n_text", "altup_num_inputs", 1, "2 or more"),
+        ("gemma3n_text", "activation_sparsity_pattern", [0.5, 1.0] * 3, "a list of 6 numbers"),
+        ("gemma3n_text", "intermediate_size", [80], "a number, or a list of 6"),
+        ("bitnet", "head_dim", 4, "hidden_size=48"),
+        ("ctrl", "layer_norm_epsilon", 1e-5, "1e-06"),
+        ("modernbert_decoder", "classifier_activation", "relu", "gelu"),
+        ("openai_gpt", "afn", "gelu_new", "one of gelu, relu"),
+        ("xglm", "pad_token_id", 5, "0 or 1"),
+    ],
+)
+def test_what_a_family_is_not_built_for_is_refused_by_name(variant, key, value, expected):
+    with pytest.raises(CheckpointError, match=f"{key}: expected {expected}"):
+        read(families.text_config(variant) | {key: value})
+
+
+def test_packed_ternary_weights_are_refused_by_name():
+    said = {"quantization_config": {"quant_method": "bitnet", "quantization_mode": "offline"}}
+    with pytest.raises(CheckpointError, match=r"quant_method: expected one of .* got 'bitnet'"):
+        read(families.text_config("bitnet") | said)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize(
     ("changes", "fragments"),
