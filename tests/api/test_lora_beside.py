@@ -115,7 +115,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, marks=pytest.mark.slow if i > 1 else ()) for i, x in enumerate(CASES)],
+    [pytest.param(x, marks=pytest.mark.slow if i else ()) for i, x in enumerate(CASES)],
 )
 def test_several_in_a_batch_are_each_alone_with_its_weights_merged(
     checkpoint, checkpoints, loras, case, monkeypatch

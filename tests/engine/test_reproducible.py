@@ -118,6 +118,7 @@ def test_the_page_size_changes_nothing(new_llm, alone, block_size):
     assert answers(new_llm(block_size=block_size), OURS) == alone
 
 
+@pytest.mark.slow
 def test_without_the_option_neighbours_change_nothing_either(new_llm):
     llm = new_llm(deterministic=False)
     expected = [answers(llm, [ids])[0] for ids in OURS]

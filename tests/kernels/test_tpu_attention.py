@@ -242,18 +242,18 @@ def check_modelling_dmas(case: Case, capfd: pytest.CaptureFixture) -> None:
     (assert_packed_right if shape.num_bits else assert_right)(case, found)
 
 
-@pytest.mark.parametrize("shape", some(MIXED, *MIXED[2:5], MIXED[7]), ids=str)
+@pytest.mark.parametrize("shape", some(MIXED, *MIXED[2:4], MIXED[7]), ids=str)
 def test_mixed_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
     check_modelling_dmas(random_case(MIXED.index(shape), shape), capfd)
 
 
-@pytest.mark.parametrize("shape", some(DECODE, *DECODE[1:4], DECODE[7]), ids=str)
+@pytest.mark.parametrize("shape", some(DECODE, DECODE[1], DECODE[3], DECODE[7]), ids=str)
 def test_decode_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
     case = random_case(DECODE.index(shape), replace(shape, decode_only=True))
     check_modelling_dmas(case, capfd)
 
 
-@pytest.mark.parametrize("shape", some(QUANTISED, *QUANTISED[1:4], QUANTISED[6]), ids=str)
+@pytest.mark.parametrize("shape", some(QUANTISED, *QUANTISED[2:4], QUANTISED[6]), ids=str)
 def test_quantised_batches_equal_what_their_numbers_stand_for(shape, capfd):
     check_modelling_dmas(random_case(QUANTISED.index(shape), shape), capfd)
 
@@ -316,13 +316,15 @@ def test_random_options_with_quantised_pages_equal_what_their_numbers_stand_for(
     check_modelling_dmas(random_case(seed, shape), capfd)
 
 
+@pytest.mark.slow
 def test_the_plain_interpreter_gives_the_same():
     shape = Shape(window=40, sinks=True)
     case = random_case(3, shape)
     assert_right(case, run(case, True))
 
 
-@pytest.mark.parametrize("tables_in_hbm", some([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("tables_in_hbm", [False, True])
 def test_a_traced_index_picks_one_of_stacked_schedules_of_two_windows(tables_in_hbm):
     case = first_page_behind(random_case(5, Shape(tables_in_hbm=tables_in_hbm)))
     attend = program(case, True, WINDOWS)
@@ -344,7 +346,7 @@ def test_schedules_differ_in_the_window_only_as_data(decode_only):
     assert jax.tree.structure(without) != jax.tree.structure(traced)
 
 
-@pytest.mark.parametrize("tables_in_hbm", [False, True])
+@pytest.mark.parametrize("tables_in_hbm", some([False, True], False))
 def test_a_step_of_resting_rows_writes_nothing_and_gives_zeros(tables_in_hbm):
     case = random_case(0, Shape(decode_only=True, tables_in_hbm=tables_in_hbm))
     case.arrays["count_B"][:] = 0

@@ -40,6 +40,8 @@ from quantised import (
 from tiers import some
 from tiny import make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 EXPERTS = {"expert_gate", "expert_up", "expert_down"}
 QWEN = tiny_config("llama", **SIZES) | {"model_type": "qwen3_moe", "num_experts": 3}
 QWEN |= {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
