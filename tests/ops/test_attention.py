@@ -191,19 +191,25 @@ def test_backends_and_oracle_equal_float64_on_decode_rows_with_resting_ones(shap
         assert_equal(oracle(case, layer=layer, window=shape.window), want, case.batch)
 
 
-@pytest.mark.parametrize(
-    "shape", [SHAPES[2], SHAPES[3]], ids=lambda shape: "-".join(map(str, shape))
-)
-def test_the_larger_blocks_of_other_platforms_equal_float64(monkeypatch, shape):
-    """Rows and chunks of more blocks than one, and of fewer slots than a block has."""
+def use_large_blocks(monkeypatch: pytest.MonkeyPatch, num_keys: int) -> None:
+    """Has programs do what they do where they do not run on a CPU, with blocks of so many keys."""
 
     def elsewhere(*args: object, default: Callable, **_: object) -> object:
         return default(*args)
 
     monkeypatch.setattr(jax.lax, "platform_dependent", elsewhere)
-    monkeypatch.setattr(xla, "LARGE_KEYS", 256)
+    monkeypatch.setattr(xla, "LARGE_KEYS", num_keys)
     monkeypatch.setattr(xla, "LARGE_QUERIES", 32)
-    monkeypatch.setattr(xla, "LARGE_SLOTS", 256 * NUM_ROWS)
+    monkeypatch.setattr(xla, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(xla, "LARGE_SLOTS", num_keys * NUM_ROWS)
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPES[2], SHAPES[3]], ids=lambda shape: "-".join(map(str, shape))
+)
+def test_the_larger_blocks_of_other_platforms_equal_float64(monkeypatch, shape):
+    """Rows and chunks of more blocks than one, and of fewer slots than a block has."""
+    use_large_blocks(monkeypatch, 256)
     read = jax.jit(partial(xla.read, window=shape.window), static_argnames=STATIC)
     for case in (step_case(1, shape, num_tokens=300), decode_case(1, shape)):
         case = case._replace(store=only_layer(case.store, 1))
@@ -226,14 +232,18 @@ def test_values_that_are_the_first_numbers_of_keys_equal_float64(dtype):
         assert_equal(got, want[..., :16], case.batch)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "window"),
-    some([("float32", None), ("float32", 300), ("int4", None)], ("float32", None)),
-)
-def test_chunks_of_latent_attention_equal_float64_absorbed_and_expanded(monkeypatch, dtype, window):
+LATENT = [("float32", None, "cpu"), ("float32", 300, "gpu"), ("int4", None, "cpu")]
+
+
+@pytest.mark.parametrize(("dtype", "window", "platform"), some(LATENT, *LATENT[:2]))
+def test_chunks_of_latent_attention_equal_float64_absorbed_and_expanded(
+    monkeypatch, dtype, window, platform
+):
     """Rows of one token and short chunks are absorbed, long ones expanded: blocks of fewer queries
     and rows than there are, which begin and end within them.
     """
+    if platform != "cpu":
+        use_large_blocks(monkeypatch, 32)
     monkeypatch.setattr(xla, "LEAST_QUERIES", 40)
     monkeypatch.setattr(expanded, "QUERIES", 16)
     monkeypatch.setattr(expanded, "ROWS", 32)

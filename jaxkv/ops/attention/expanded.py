@@ -23,7 +23,7 @@ LEAST_QUERIES = 256
 """Chunks of fewer are attended absorbed."""
 
 QUERIES, ROWS = 128, 256
-"""Queries that meet a block of so many rows at once."""
+"""Queries that meet a block of so many rows at once, on a CPU."""
 
 
 def attend_expanded(
@@ -34,15 +34,17 @@ def attend_expanded(
     *,
     maps: LatentMaps,
     asked: Scores,
+    num_queries: int,
+    num_keys: int,
 ) -> jax.Array:
-    """Attends the chunks of rows that are long; scaled queries [T, N, C + P]. Returns [T, N, V]
-    float32, zeros for all other tokens.
+    """Attends the chunks of rows that are long, `num_queries` and `num_keys` at a time; scaled
+    queries [T, N, C + P]. Returns [T, N, V] float32, zeros for all other tokens.
 
     All of a row's queries meet a block of keys before the next one is made. A chunk's own rows are
     read from their pages too: what a query meets does not depend on how a prompt was cut.
     """
     num_tokens, num_heads, _ = q_TNH.shape
-    codec, size = at.store.codec, min(QUERIES, num_tokens)
+    codec, size = at.store.codec, min(num_queries, num_tokens)
     dtype = jnp.dtype(codec.dtype)
     # Blocks may run past their row's end: what is there sees nothing of this row.
     padding = ((0, size), (0, 0), (0, 0))
@@ -54,7 +56,7 @@ def attend_expanded(
         own = jax.tree.map(
             partial(jax.lax.dynamic_slice_in_dim, start_index=row, slice_size=1), rows
         )
-        blocks = Blocks.of(at.store, own, at.layer, size=ROWS, in_float32=False)
+        blocks = Blocks.of(at.store, own, at.layer, size=num_keys, in_float32=False)
         start, count = batch.start_B[row], batch.count_B[row]
         before = at.tables.len_B[row] - count
         reach = asked.reach(position_T[start])

@@ -21,6 +21,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Statistics, Store, destinations, write
+from jaxkv.ops.attention import expanded
 from jaxkv.ops.attention.base import Attended, Batch, Heads, Index, LatentMaps, Needs, Place
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.select import select_pages
@@ -46,10 +47,18 @@ LARGE_QUERIES, LARGE_KEYS = 256, 1024
 iteration costs some 30 us whatever it computes (docs/benchmarks/gpu_kernels.md).
 """
 
+LARGE_ROWS = 1 << 14
+"""Queries of all heads together meet those keys, at most: their scores take 64 MiB."""
+
 LARGE_SLOTS = 1 << 14
 """Slots that all decode rows together gather at once elsewhere: 64 MiB of 8 KV heads of 128, which
 take about as long to gather and read as an iteration takes in any case.
 """
+
+
+def prefill_queries(num_heads: int) -> int:
+    """Returns the queries of one prefill work item where that is not a CPU."""
+    return max(QUERY_BLOCK, min(LARGE_QUERIES, LARGE_ROWS // num_heads))
 
 
 def decode_keys(num_rows: int) -> int:
@@ -173,7 +182,13 @@ def read(
         return absorbed(q_TNH, batch.count_B)
     is_long_B = batch.count_B >= LEAST_QUERIES
     out_TNH, _ = absorbed(q_TNH, jnp.where(is_long_B, 0, batch.count_B))
-    long_TNH = attend_expanded(q_TNH * scale, at, batch, is_long_B, maps=maps, asked=asked)
+    long = partial(attend_expanded, maps=maps, asked=asked)
+    queries = prefill_queries(q_TNH.shape[1])
+    long_TNH = jax.lax.platform_dependent(
+        *(q_TNH * scale, at, batch, is_long_B),
+        cpu=partial(long, num_queries=expanded.QUERIES, num_keys=expanded.ROWS),
+        default=partial(long, num_queries=queries, num_keys=LARGE_KEYS),
+    )
     is_long_T = is_long_B.at[batch.row_T].get(mode="fill", fill_value=False)
     return jnp.where(is_long_T[:, None, None], long_TNH, out_TNH), None
 
@@ -226,7 +241,9 @@ def _read_rows(
     return jax.lax.platform_dependent(
         *(q_TNH, out_TNH, count_B, at, batch),
         cpu=partial(fill, num_queries=QUERY_BLOCK, blocking=Blocking(in_float32=in_float32)),
-        default=partial(fill, num_queries=LARGE_QUERIES, blocking=Blocking(LARGE_KEYS)),
+        default=partial(
+            fill, num_queries=prefill_queries(q_TNH.shape[1]), blocking=Blocking(LARGE_KEYS)
+        ),
     )
 
 
