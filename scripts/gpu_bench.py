@@ -259,11 +259,12 @@ def measure_cell(
         if case.kernel == "decode":
             cell["share"] = case.kv_bytes / cell["seconds"] / bandwidth
             cell["from_cache"] = case.kv_bytes < CACHE_BYTES
-            like_xla = case.codec == "bfloat16" and case.page_size == 64 and case.context == 4096
-            if like_xla and case.kv_bytes <= options.max_xla_gib * 2**30:
-                cell["xla_seconds"] = time_case(case, Xla())
         else:
             cell["share"] = case.flops / cell["seconds"] / rate
+        like_xla = case.codec == "bfloat16" and case.page_size == 64
+        like_xla &= case.kernel == "prefill" or case.context == 4096
+        if like_xla and case.kv_bytes <= options.max_xla_gib * 2**30:
+            cell["xla_seconds"] = time_case(case, Xla())
     except (
         jax.errors.JaxRuntimeError
     ) as error:  # out of memory; the other cells can still be measured
