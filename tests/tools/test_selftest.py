@@ -128,8 +128,7 @@ def test_a_limit_is_seconds(run, limit):
 def test_the_usual_shapes_have_every_codec_and_mechanism():
     for kernel in PLATFORMS:
         usual = [shape for shape in SHAPES if shape.kernel == kernel and shape.is_usual]
-        codecs = {"bfloat16", "int8", *(["int4"] if kernel == "pallas_tpu" else [])}
-        assert {shape.codec for shape in usual} == codecs
+        assert {shape.codec for shape in usual} == {"bfloat16", "int8", "int4"}
         assert any(one.heads.window and one.heads.cap and one.heads.has_sinks for one in usual)
         for shape in usual:
             assert [case.decode_only for case in shape.cases()] == [True, False]
