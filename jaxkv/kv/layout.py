@@ -320,6 +320,7 @@ def quantised(codec: Codec, x: jax.Array) -> tpu.Quantised:
 
 
 def is_int8(codec: Codec) -> bool:
+    """Says whether it stores a whole number of 8 bits and a scale."""
     return isinstance(codec, ScaledCodec) and codec.kind == "int8"
 
 

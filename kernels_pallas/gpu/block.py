@@ -25,6 +25,11 @@ MASKED = -1e30
 SWIZZLE = 128
 """See `Problem.swizzle`."""
 
+QUANTISED_STAGES = 2
+"""Tiles as matmuls take them have so many where quantised ones wait in stages of their own: one is
+attended, one filled.
+"""
+
 SUMS = 32
 """Sums of queries that are copied come in multiples of this: jax 0.10 copies 128 bytes at least."""
 

@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.gpu.block import (
     MASKED,
+    QUANTISED_STAGES,
     SUMS,
     Arrivals,
     Pools,
@@ -60,11 +61,6 @@ SMALL_BYTES = 4 << 10
 """Barriers, and what maxima and sums across warps go through."""
 
 MIN_STAGES, MAX_STAGES = 2, 6
-
-QUANTISED_STAGES = 2
-"""Tiles as matmuls take them have so many where quantised ones wait in stages of their own: one is
-attended, one filled.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

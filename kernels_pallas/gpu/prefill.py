@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.gpu.block import (
     MASKED,
+    QUANTISED_STAGES,
     Arrivals,
     Pools,
     Problem,
@@ -46,9 +47,6 @@ ROWS = TILE
 
 RING_BYTES = 128 << 10
 MAX_STAGES = 4
-
-QUANTISED_STAGES = 2
-"""Tiles as matmuls take them have so many where quantised ones wait in stages of their own."""
 
 FETCH_REGISTERS, ATTEND_REGISTERS = {False: 40, True: 88}, {False: 232, True: 208}
 """A thread has so many where two warpgroups attend and one fetches, which also (True) turns

@@ -205,6 +205,13 @@ def use_large_blocks(monkeypatch: pytest.MonkeyPatch, num_keys: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_rows", "num_keys"), [(1, 4096), (8, 2048), (33, 256), (256, 128), (20_000, 128)]
+)
+def test_few_rows_gather_many_keys_at_once(num_rows, num_keys):
+    assert xla.decode_keys(num_rows) == num_keys
+
+
+@pytest.mark.parametrize(
     "shape", [SHAPES[2], SHAPES[3]], ids=lambda shape: "-".join(map(str, shape))
 )
 def test_the_larger_blocks_of_other_platforms_equal_float64(monkeypatch, shape):

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families import gpt2
 from jaxkv.models.families.base import QKV, Layout, Names, read_decoder
 from jaxkv.models.spec import ModelSpec, Scales, Sinusoid
 
-KEYS = {
-    "hidden_size": "n_embd",
-    "num_attention_heads": "n_head",
-    "num_key_value_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-    "max_position_embeddings": "n_positions",
-    "intermediate_size": "dff",
-}
+KEYS = gpt2.KEYS | {"intermediate_size": "dff"}
 NAMES = Names(
     embed="transformer.w",
     norm="transformer.layernorm",
