@@ -21,16 +21,16 @@ SAID = re.compile(r"print\(.*\)  # ([^:\n]*)")
 PAGES = [
     ("README.md", 2, 0),
     ("docs/choosing.md", 1, 0),
-    ("docs/functional.md", 8, 8),
+    pytest.param("docs/functional.md", 8, 8, marks=pytest.mark.slow),
     ("docs/how_it_works.md", 1, 1),
     pytest.param("docs/pictures.md", 2, 0, marks=pytest.mark.slow),
     ("docs/pooling.md", 1, 0),
     ("docs/sessions.md", 6, 8),
     pytest.param("docs/speculation.md", 1, 0, marks=pytest.mark.slow),
-    ("docs/start/colab.md", 2, 0),
+    pytest.param("docs/start/colab.md", 2, 0, marks=pytest.mark.slow),
     ("docs/start/laptop.md", 1, 0),
     ("docs/tiers.md", 1, 0),
-    ("docs/transformers.md", 2, 0),
+    pytest.param("docs/transformers.md", 2, 0, marks=pytest.mark.slow),
     ("docs/usage.md", 5, 0),
 ]
 ELSEWHERE = ["docs/server.md"]  # tests/api/test_server.py

@@ -98,7 +98,7 @@ def _register(llvm: Any, features: str) -> None:
 
 def takes(shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Tells whether the machine code multiplies with matrices [..., F, D] of this dtype."""
-    fits = all(size % kernel.LANES == 0 for size in shape[-2:])
+    fits = all(size % kernel.MULTIPLE == 0 for size in shape[-2:])
     return fits and dtype.name in kernel.HANDLERS and unused_because() is None
 
 

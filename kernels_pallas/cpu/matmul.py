@@ -1,15 +1,19 @@
 """Multiplies with a matrix where it lies: y = x @ w[index].T.
 
-w [N, F, D] bfloat16 or float32, x [T, D] and y [T, F] float32; D and F are multiples of 16. Each
-sum is float32, in the order of D, whatever T is; a product is not rounded before it is added. Or w
-is int8, x int16 with values of int8, and y int32. An index beyond the ends means the first or the
-last matrix, as in XLA's slices.
+w [N, F, D] bfloat16 or float32, x [T, D] and y [T, F] float32; D and F are multiples of 16. Or w is
+int8, x int16 with values of int8, and y int32. An index beyond the ends means the first or the last
+matrix, as in XLA's slices.
 
-A task takes 64 outputs of up to 128 tokens. For 16 outputs and 256 columns at a time it writes a
-panel of w, transposed and in float32, which stays in the first-level cache (16 KiB) while the rows
-of x are multiplied with it, four at a time: 8 of AVX2's 16 registers are sums. XLA:CPU in place of
-that writes a packed copy of all of w to memory, in each call. Source of the blocking: Goto and van
-de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4.
+A sum is float32, in the same order whatever T is: 8 partial sums, each over every eighth of 512
+columns, are added up in pairs, and such totals one after the other. No product is rounded before it
+is added. So a vector of a row of x and one of w are multiplied as they lie in memory, 3 rows of x
+with 4 of w at a time: 12 of AVX2's 16 registers are sums.
+
+A task takes 64 outputs of up to 96 tokens. Where tokens are few, w is read where it lies, and the
+next 8 outputs are fetched meanwhile. Where they are many, 8 outputs and 512 columns of it are
+first written in float32 to a panel, which stays in the first-level cache (16 KiB). XLA:CPU in place
+of that writes a packed copy of all of w to memory, in each call. Source of the blocking: Goto and
+van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4.
 
 What XLA calls are the `HANDLERS` of its foreign function interface; offsets are those of
 jaxlib's `xla/ffi/api/c_api.h`. Tasks are claimed one by one by the calling thread and by threads of
@@ -21,30 +25,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 HANDLERS = {dtype: f"jaxkv_matmul_{dtype}" for dtype in ("bfloat16", "float32", "int8")}
 W_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
 X_BYTES = {"bfloat16": 4, "float32": 4, "int8": 2}
 """These give the name of a handler and the bytes of a number of w and of x, by the dtype of w."""
 
-LANES, DEPTH = 16, 256
-"""Outputs and columns of a panel."""
+MULTIPLE = 16
+"""F and D are multiples of it."""
 
-ROWS = (4, 2, 1)
-"""Rows of x that are multiplied with a panel at once: as many fours as there are, then less."""
+LANES, DEPTH = 8, 512
+"""Outputs of a tile, and columns that are added up at once: those of a panel."""
 
-FEW = 2
-"""Tokens that are multiplied without a panel: those of the smallest programs."""
+OUTPUTS, ROWS = 4, (3, 2, 1)
+"""Rows of w and of x that are multiplied at once: as many threes of x as there are, then less."""
 
-TASK_OUTPUTS, TASK_TOKENS = 64, 128
-"""A task has at most so many: panels are made anew for every 128 tokens, whose x stays in the
+FEW = 8
+"""Up to so many tokens are multiplied without a panel."""
+
+TASK_OUTPUTS, TASK_TOKENS = 64, 96
+"""A task has at most so many: panels are made anew for every 96 tokens, whose x stays in the
 second-level cache meanwhile.
 """
 
-INT8_OUTPUTS, INT8_ROWS = 4, (3, 2, 1)
-"""Rows of w and of x that are multiplied at once where w is int8."""
-
-VECTOR, HALF = f"<{LANES} x float>", "<8 x float>"
+FLOATS, FOUR = "<8 x float>", "<4 x float>"
 EIGHT, SHORTS = "<8 x i32>", "<16 x i16>"
 
 # Offsets in bytes within the structures of the interface.
@@ -153,8 +158,7 @@ class Function:
 def llvm_ir() -> str:
     """Returns the text of a module with `HANDLERS`."""
     declared = [
-        f"declare {VECTOR} @llvm.fma.v{LANES}f32({VECTOR}, {VECTOR}, {VECTOR})",
-        f"declare {HALF} @llvm.fma.v8f32({HALF}, {HALF}, {HALF})",
+        f"declare {FLOATS} @llvm.fma.v8f32({FLOATS}, {FLOATS}, {FLOATS})",
         f"declare {EIGHT} @llvm.x86.avx2.pmadd.wd({SHORTS}, {SHORTS})",
         "declare i32 @llvm.vector.reduce.add.v8i32(<8 x i32>)",
         "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
@@ -172,122 +176,124 @@ def llvm_ir() -> str:
 def _tile(dtype: str) -> Function:
     """Writes the function for LANES outputs of some tokens where w is of floating point."""
     f = Function(f"define internal void @tile_{dtype}({TILE}) noinline")
-    with f.where(f.let(f"icmp eq i64 %T, {FEW}")):
-        _multiply_few(f, dtype)
-        f.do("ret void")
-        f.label(f.name("many"))
-    panel = f.variable(f"[{DEPTH * LANES} x float]", align=64)
+    panel = f.variable(f"[{LANES * DEPTH} x float]", align=64)
+    totals = f.variable(f"[{TASK_TOKENS * LANES} x float]", align=64)
+    with f.each(0, f.mul("%T", 4 * LANES), 32) as place:
+        f.store(f"{FLOATS} zeroinitializer", totals, place, align=32)
     with f.each(0, "%D", DEPTH) as start:
         depth = f.least(f.let(f"sub i64 %D, {start}"), DEPTH)
-        _fill(f, panel, start, depth, dtype)
-        for rows, first, stop in _blocks(f, ROWS):
-            with f.each(first, stop, rows) as t:
-                _multiply(f, panel, [f.add(t, r) for r in range(rows)], start, depth)
+        are_few = f.let(f"icmp sle i64 %T, {FEW}")
+        with f.where(are_few):
+            _multiply_all(f, Part(dtype, start, depth, None), totals)
+        with f.where(f.let(f"xor i1 {are_few}, true")):
+            _fill(f, panel, Part(dtype, start, depth, None))
+            _multiply_all(f, Part(dtype, start, depth, panel), totals)
+    # In one go: rows of y are far apart.
+    with f.each(0, "%T", 1) as t:
+        row = f.load(FLOATS, totals, f.mul(t, 4 * LANES), align=32)
+        f.store(f"{FLOATS} {row}", "%y", f.mul(f.mul(t, "%F"), 4), align=4)
     f.do("ret void")
     return f
 
 
-def _fill(f: Function, panel: str, start: str, depth: str, dtype: str) -> None:
-    """Writes the part of w from column `start` on to the panel [depth, LANES], 32 bytes of 8 rows
-    at a time.
-    """
-    with f.each(0, depth, 32 // W_BYTES[dtype]) as column, f.each(0, LANES, 8) as row:
-        to = f.at(panel, f.mul(f.add(f.mul(column, LANES), row), 4))
-        for i, numbers in enumerate(_columns(f, row, f.add(start, column), dtype)):
-            f.store(f"{EIGHT} {numbers}", to, 4 * LANES * i, align=32)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Says which columns of a tile are multiplied, and in which panel [LANES, DEPTH] they are."""
+
+    dtype: str
+    start: str
+    depth: str
+    panel: str | None
+
+    def row(self, f: Function, number: object) -> str:
+        """Returns where a row of w begins."""
+        if self.panel is not None:
+            return f.at(self.panel, f.mul(number, 4 * DEPTH))
+        return f.at("%w", f.mul(f.add(f.mul(number, "%D"), self.start), W_BYTES[self.dtype]))
+
+    def next_tile(self, f: Function, number: object) -> str:
+        """Returns what is to be fetched while a row is read: one line of the next tile after the
+        other, which memory gives faster than rows side by side.
+        """
+        columns = f.add(f.mul(f.add("%D", self.start), LANES), f.mul(number, self.depth))
+        return f.at("%w", f.mul(columns, W_BYTES[self.dtype]))
+
+    def read(self, f: Function, row: str, column: str) -> str:
+        """Reads eight columns of a row, as float32."""
+        if self.panel is not None:
+            return f.load(FLOATS, row, f.mul(column, 4), align=32)
+        if self.dtype == "float32":
+            return f.load(FLOATS, row, f.mul(column, 4), align=4)
+        bits = f.load("<8 x i16>", row, f.mul(column, 2), align=2)
+        bits = f.let(f"zext <8 x i16> {bits} to {EIGHT}")
+        bits = f.let(f"shl {EIGHT} {bits}, {_constant([16] * 8)}")
+        return f.let(f"bitcast {EIGHT} {bits} to {FLOATS}")
 
 
-def _multiply_few(f: Function, dtype: str) -> None:
-    """Writes the outputs of FEW tokens, with w in registers: it is not needed again."""
-    x = [f.at("%x", f.mul("%D", 4 * t)) for t in range(FEW)]
-    sums = {(row, t): f.variable(HALF, align=32) for row in range(0, LANES, 8) for t in range(FEW)}
-    for place in sums.values():
-        f.do(f"store {HALF} zeroinitializer, ptr {place}, align 32")
-    with f.each(0, "%D", 32 // W_BYTES[dtype]) as column:
-        parts = {row: _columns(f, row, column, dtype) for row in range(0, LANES, 8)}
-        for i in range(32 // W_BYTES[dtype]):
-            at_column = f.mul(f.add(column, i), 4)
-            for t in range(FEW):
-                number = f.load("float", x[t], at_column, align=4)
-                for row, numbers in parts.items():
-                    w = f.let(f"bitcast {EIGHT} {numbers[i]} to {HALF}")
-                    _add_product(f, number, w, sums[row, t], lanes=8)
-    for (row, t), place in sums.items():
-        to = f.add(f.mul("%F", 4 * t), 4 * row)
-        f.store(f"{HALF} {f.load(HALF, place, align=32)}", "%y", to, align=4)
+def _fill(f: Function, panel: str, part: Part) -> None:
+    """Writes columns of w to the panel."""
+    with f.each(0, LANES, 1) as row:
+        source, later = part.row(f, row), part.next_tile(f, row)
+        to = f.at(panel, f.mul(row, 4 * DEPTH))
+        with f.each(0, part.depth, MULTIPLE) as column:
+            f.fetch(f.at(later, f.mul(column, W_BYTES[part.dtype])))
+            for i in range(0, MULTIPLE, 8):
+                at_column = f.add(column, i)
+                numbers = part.read(f, source, at_column)
+                f.store(f"{FLOATS} {numbers}", to, f.mul(at_column, 4), align=32)
 
 
-def _columns(f: Function, row: object, column: str, dtype: str) -> list[str]:
-    """Reads 32 bytes of eight rows of w: returns 16 columns of bfloat16 or 8 of float32, each as
-    the bits of float32. A pair of bfloat16 columns is one number of 32 bits until it is transposed.
-    """
-    found = _transposed(f, _eight_rows(f, row, column, dtype))
-    if dtype == "float32":
-        return found
-    both = []
-    for pairs in found:
-        both.append(f.let(f"shl {EIGHT} {pairs}, {_constant([16] * 8)}"))
-        both.append(f.let(f"and {EIGHT} {pairs}, {_constant([-(2**16)] * 8)}"))
-    return both
+def _multiply_all(f: Function, part: Part, totals: str) -> None:
+    for rows, first, stop in _blocks(f, ROWS):
+        with f.each(first, stop, rows) as t, f.each(0, LANES, OUTPUTS) as output:
+            _multiply(f, part, [f.add(t, r) for r in range(rows)], output, totals)
 
 
-def _eight_rows(f: Function, row: object, column: str, dtype: str) -> list[str]:
-    """Reads 32 bytes of eight rows of w from a column on, and has as many bytes of the next tile
-    fetched: one line after the other, which memory gives faster than rows side by side.
-    """
-    width = W_BYTES[dtype]
-    for_row = f.mul("%D", width)
-    next_tile = f.at("%w", f.mul(for_row, LANES))
-    later = f.at(next_tile, f.mul(f.add(f.mul(column, width * LANES // 32), row), 32))
-    for line in range(0, 8 * 32, 64):
-        f.fetch(f.at(later, line))
-    at_row = f.at("%w", f.add(f.mul(row, for_row), f.mul(column, width)))
-    found = []
-    for _ in range(8):
-        found.append(f.load(EIGHT, at_row, align=2))
-        at_row = f.at(at_row, for_row)
-    return found
+def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, totals: str) -> None:
+    """Adds the products of rows of x with OUTPUTS rows of w to their totals [T, LANES]."""
+    w = [part.row(f, f.add(output, i)) for i in range(OUTPUTS)]
+    x = [f.at("%x", f.mul(f.add(f.mul(row, "%D"), part.start), 4)) for row in rows]
+    later = part.next_tile(f, output)
+    sums = [[f.variable(FLOATS, align=32) for _ in w] for _ in x]
+    for place in chain(*sums):
+        f.do(f"store {FLOATS} zeroinitializer, ptr {place}, align 32")
+    with f.each(0, part.depth, MULTIPLE) as begin:
+        if part.panel is None:
+            width = OUTPUTS * W_BYTES[part.dtype]
+            for line in range(0, MULTIPLE * width, 64):
+                f.fetch(f.at(later, f.add(f.mul(begin, width), line)))
+        for column in (begin, f.add(begin, 8)):
+            numbers = [f.load(FLOATS, row, f.mul(column, 4), align=4) for row in x]
+            for i, address in enumerate(w):
+                weights = part.read(f, address, column)
+                for number, of_row in zip(numbers, sums, strict=True):
+                    before = f.load(FLOATS, of_row[i], align=32)
+                    operands = f"{FLOATS} {weights}, {FLOATS} {number}, {FLOATS} {before}"
+                    added = f.let(f"call {FLOATS} @llvm.fma.v8f32({operands})")
+                    f.store(f"{FLOATS} {added}", of_row[i], align=32)
+    for row, of_row in zip(rows, sums, strict=True):
+        found = _four_totals(f, [f.load(FLOATS, place, align=32) for place in of_row])
+        place = f.mul(f.add(f.mul(row, LANES), output), 4)
+        added = f.let(f"fadd {FOUR} {f.load(FOUR, totals, place, align=16)}, {found}")
+        f.store(f"{FOUR} {added}", totals, place, align=16)
 
 
-def _transposed(f: Function, rows: Sequence[str]) -> list[str]:
-    """Transposes 8 x 8 numbers in 24 shuffles, each of which is one instruction of AVX2."""
+def _four_totals(f: Function, sums: Sequence[str]) -> str:
+    """Adds up four vectors, each in pairs: numbers side by side, pairs of those, both halves."""
 
-    def shuffle(a: str, b: str, lanes: list[int]) -> str:
-        return f.let(f"shufflevector {EIGHT} {a}, {EIGHT} {b}, {EIGHT} {_constant(lanes)}")
+    def in_pairs(a: str, b: str) -> str:
+        even = [0, 2, 8, 10, 4, 6, 12, 14]
+        sides = [_shuffle(f, FLOATS, a, b, [i + odd for i in even]) for odd in (0, 1)]
+        return f.let(f"fadd {FLOATS} {sides[0]}, {sides[1]}")
 
-    low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
-    low_pairs, high_pairs = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-    of_four = []
-    for a, b, c, d in (rows[:4], rows[4:]):
-        ab, cd = shuffle(a, b, low), shuffle(c, d, low)
-        of_four.append([shuffle(ab, cd, low_pairs), shuffle(ab, cd, high_pairs)])
-        ab, cd = shuffle(a, b, high), shuffle(c, d, high)
-        of_four[-1] += [shuffle(ab, cd, low_pairs), shuffle(ab, cd, high_pairs)]
-    lanes = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-    both = list(zip(*of_four, strict=True))
-    return [shuffle(a, b, side) for side in lanes for a, b in both]
+    both = in_pairs(in_pairs(*sums[:2]), in_pairs(*sums[2:]))
+    low, high = (_shuffle(f, FLOATS, both, both, list(range(i, i + 4))) for i in (0, 4))
+    return f.let(f"fadd {FOUR} {low}, {high}")
 
 
-def _multiply(f: Function, panel: str, rows: Sequence[str], start: str, depth: str) -> None:
-    """Adds the products of rows of x with the panel to those rows of y, which begin with 0."""
-    y = [f.at("%y", f.mul(f.mul(row, "%F"), 4)) for row in rows]
-    x = [f.at("%x", f.mul(f.add(f.mul(row, "%D"), start), 4)) for row in rows]
-    sums = [f.variable(VECTOR, align=64) for _ in rows]
-    for one in sums:
-        f.do(f"store {VECTOR} zeroinitializer, ptr {one}, align 64")
-    with f.where(f.let(f"icmp sgt i64 {start}, 0")):
-        for one, result in zip(sums, y, strict=True):
-            f.store(f"{VECTOR} {f.load(VECTOR, result, align=4)}", one, align=64)
-    unrolled = 4
-    with f.each(0, depth, unrolled) as k:
-        for i in range(unrolled):
-            column = f.add(k, i)
-            w = f.load(VECTOR, panel, f.mul(column, 4 * LANES), align=64)
-            for one, row in zip(sums, x, strict=True):
-                number = f.load("float", row, f.mul(column, 4), align=4)
-                _add_product(f, number, w, one, lanes=LANES)
-    for one, result in zip(sums, y, strict=True):
-        f.store(f"{VECTOR} {f.load(VECTOR, one, align=64)}", result, align=4)
+def _shuffle(f: Function, kind: str, a: str, b: str, lanes: list[int]) -> str:
+    mask = f"<{len(lanes)} x i32> {_constant(lanes)}"
+    return f.let(f"shufflevector {kind} {a}, {kind} {b}, {mask}")
 
 
 def _tile_int8() -> Function:
@@ -295,9 +301,9 @@ def _tile_int8() -> Function:
     to three of x at a time, from which 16 columns each are multiplied and added up in pairs.
     """
     f = Function(f"define internal void @tile_int8({TILE}) noinline")
-    with f.each(0, LANES, INT8_OUTPUTS) as output:
-        outputs = [f.add(output, i) for i in range(INT8_OUTPUTS)]
-        for rows, start, stop in _blocks(f, INT8_ROWS):
+    with f.each(0, LANES, OUTPUTS) as output:
+        outputs = [f.add(output, i) for i in range(OUTPUTS)]
+        for rows, start, stop in _blocks(f, ROWS):
             with f.each(start, stop, rows) as t:
                 _multiply_int8(f, [f.add(t, r) for r in range(rows)], outputs)
     f.do("ret void")
@@ -315,7 +321,7 @@ def _multiply_int8(f: Function, rows: Sequence[str], outputs: Sequence[str]) -> 
         f.do(f"store {EIGHT} zeroinitializer, ptr {place}, align 32")
     next_tile = f.at(w[0], f.mul("%D", LANES))
     with f.each(0, "%D", 16) as column:
-        f.fetch(f.at(next_tile, f.mul(column, INT8_OUTPUTS)))
+        f.fetch(f.at(next_tile, f.mul(column, OUTPUTS)))
         numbers = [f.load(SHORTS, row, f.mul(column, X_BYTES["int8"]), align=2) for row in x]
         for one, of_output in enumerate(w):
             weights = f.load("<16 x i8>", of_output, column, align=1)
@@ -343,18 +349,6 @@ def _blocks(f: Function, sizes: Sequence[int]) -> Iterator[tuple[int, str, str]]
         stop = f.add(done, f.mul(whole, size))
         yield size, done, stop
         done = stop
-
-
-def _add_product(f: Function, number: str, w: str, place: str, *, lanes: int) -> None:
-    """Adds number * w to the vector at `place`, which is rounded once."""
-    kind, align = f"<{lanes} x float>", 4 * lanes
-    first = f.let(f"insertelement {kind} poison, float {number}, i64 0")
-    zeros = f"<{lanes} x i32> zeroinitializer"
-    spread = f.let(f"shufflevector {kind} {first}, {kind} poison, {zeros}")
-    values = (spread, w, f.load(kind, place, align=align))
-    operands = ", ".join(f"{kind} {value}" for value in values)
-    added = f.let(f"call {kind} @llvm.fma.v{lanes}f32({operands})")
-    f.store(f"{kind} {added}", place, align=align)
 
 
 def _work(dtype: str) -> Function:

@@ -174,6 +174,7 @@ def prompt_logprobs(output: RequestOutput) -> np.ndarray:
     return np.array([scores[token].logprob for token, scores in pairs])
 
 
+@pytest.mark.slow
 def test_pages_in_host_memory_and_on_a_disk_are_of_their_adapter(checkpoint, loras, want, tmp_path):
     options = OPTIONS | {"kv_host_bytes": SOME}
     options |= {"kv_disk": tmp_path / "disk", "kv_disk_bytes": 2**24}

@@ -57,7 +57,7 @@ def cached_of(llm: LLM, session: jaxkv.Session) -> tuple[int, list[int], list[fl
 @pytest.mark.parametrize(
     ("variant", "options", "block_size", "num_cached"),
     [
-        ("llama", {}, 32, 64),
+        pytest.param("llama", {}, 32, 64, marks=pytest.mark.slow),
         ("llama", {"kv_cache_dtype": "int8"}, 8, 64),
         ("qwen2-mixed-windows", {}, 32, 64),
         ("lfm2", {}, 32, 64),

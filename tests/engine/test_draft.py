@@ -126,6 +126,7 @@ def wants_by_turns(wants):
     return lambda requests: next(turns) % 2 == 0 and wants(requests)
 
 
+@pytest.mark.slow
 def test_preempted_rows_and_pages_back_from_the_host(model, plain):
     few = SMALL | {"num_gpu_blocks_override": 14, "kv_host_bytes": 2**22}
     ahead = LLM(model, **few, **ahead_by(model))

@@ -169,7 +169,7 @@ def test_a_pool_with_too_few_pages_for_all_gives_the_same_tokens(models):
     )
 
 
-@pytest.mark.parametrize(("variant", "kv_dtype"), some(CASES, CASES[0]))
+@pytest.mark.parametrize(("variant", "kv_dtype"), some(CASES))
 def test_large_pages_chunked_prompts_and_a_batch_of_16_equal_dense_and_a_batch_of_1(
     models, variant, kv_dtype
 ):

@@ -148,6 +148,7 @@ def test_proposals_are_what_the_layers_tensors_say(torch, tmp_path, variant):
     assert counted(llm)["at 1"] > 0
 
 
+@pytest.mark.slow
 def test_pages_are_complete_wherever_those_of_the_model_are(torch, model, ahead):
     """In chunks, behind loops that proposed nothing, in pages that others have filled, forked or
     lost, and back from the host.

@@ -146,6 +146,7 @@ def test_what_was_cached_changes_nothing(new_llm, alone):
     assert_continued(llm, alone)
 
 
+@pytest.mark.slow
 def test_preemption_changes_nothing(new_llm, alone):
     llm = new_llm(num_gpu_blocks_override=33, block_size=8, max_model_len=200)
     assert answers(llm, OURS) == alone

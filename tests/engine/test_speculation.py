@@ -70,6 +70,7 @@ def test_greedy_and_sampled_tokens_are_those_without_proposals(tmp_path, variant
     assert counted(ahead)["accepted_tokens"] > 50
 
 
+@pytest.mark.slow
 def test_preempted_rows_get_the_same_tokens(tmp_path):
     """Fourteen pages are too few for four rows of up to 9."""
     directory = make_checkpoint(tmp_path / "model", tiny_config("qwen3"))

@@ -38,6 +38,7 @@ def pair(quick_compile, checkpoint) -> tuple[LLM, LLM]:
     return LLM(checkpoint, **OPTIONS), LLM(checkpoint, **OPTIONS, **ahead_of(4))
 
 
+@pytest.mark.slow
 def test_rows_of_adapters_propose_beside_others(pair, checkpoint, tmp_path):
     paths = [make_adapter(tmp_path / str(seed), checkpoint, seed=seed) for seed in (1, 2)]
     first, second = (LoRARequest(f"a{i}", i + 1, path) for i, path in enumerate(paths))

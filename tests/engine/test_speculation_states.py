@@ -68,7 +68,7 @@ def make(folder: Path, variant: str, method: str = "ngram") -> tuple[Path, dict]
     return model, AHEAD | {"model": str(draft)}
 
 
-@pytest.mark.parametrize(("variant", "method"), some(CASES, ("mamba2", "ngram")))
+@pytest.mark.parametrize(("variant", "method"), some(CASES))
 def test_tokens_are_those_without_proposals(tmp_path, variant, method):
     model, config = make(tmp_path, variant, method)
     plain, ahead = LLM(model, **LIMITS), LLM(model, **LIMITS, speculative_config=config)

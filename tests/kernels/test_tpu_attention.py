@@ -242,18 +242,18 @@ def check_modelling_dmas(case: Case, capfd: pytest.CaptureFixture) -> None:
     (assert_packed_right if shape.num_bits else assert_right)(case, found)
 
 
-@pytest.mark.parametrize("shape", some(MIXED, *MIXED[2:4], MIXED[7]), ids=str)
+@pytest.mark.parametrize("shape", some(MIXED, MIXED[2], MIXED[7]), ids=str)
 def test_mixed_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
     check_modelling_dmas(random_case(MIXED.index(shape), shape), capfd)
 
 
-@pytest.mark.parametrize("shape", some(DECODE, DECODE[1], DECODE[3], DECODE[7]), ids=str)
+@pytest.mark.parametrize("shape", some(DECODE, DECODE[3], DECODE[7]), ids=str)
 def test_decode_batches_equal_float64_with_dmas_and_races_modelled(shape, capfd):
     case = random_case(DECODE.index(shape), replace(shape, decode_only=True))
     check_modelling_dmas(case, capfd)
 
 
-@pytest.mark.parametrize("shape", some(QUANTISED, *QUANTISED[2:4], QUANTISED[6]), ids=str)
+@pytest.mark.parametrize("shape", some(QUANTISED, QUANTISED[2], QUANTISED[6]), ids=str)
 def test_quantised_batches_equal_what_their_numbers_stand_for(shape, capfd):
     check_modelling_dmas(random_case(QUANTISED.index(shape), shape), capfd)
 

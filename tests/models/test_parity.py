@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxkv.models.families import read_config, read_family
+from jaxkv.models.families import ConfigReader, read_config, read_family
+from jaxkv.models.rope import rope_frequencies
 from jaxkv.testing import model_of
 from jaxkv.weights.load import load_weights
 from parity import (
@@ -23,6 +24,7 @@ from parity import (
     tiny_llm,
     torch,
 )
+from tiers import some
 from tiny import VARIANTS, make_checkpoint, tiny_config
 
 __all__ = ["torch"]
@@ -31,6 +33,26 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_frequencies_of_rotation_are_those_of_transformers(torch, variant):
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = tiny_config(variant)
+    theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**config))
+    spec, _ = read_family(ConfigReader(config))
+
+    np.testing.assert_allclose(
+        rope_frequencies(spec.rope, spec.head_dim), theirs.inv_freq, rtol=1e-6
+    )
+    assert spec.rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
+
+
+LOGITS = {"llama", "llama-3", "llama-yarn", "llama-biases", "smollm2", "mistral-window"}
+LOGITS |= {"qwen2-mixed-windows", "qwen3", "qwen3-layer-types"}
+"""What else the others have is the rotation, or how many heads there are."""
+
+
+@pytest.mark.parametrize("variant", some(VARIANTS, *LOGITS))
 def test_logits_and_their_greedy_tokens_equal_transformers(torch, tmp_path, variant):
     make_checkpoint(tmp_path, tiny_config(variant))
     assert_logits_equal(torch, reference_model(torch, tmp_path), tiny_llm(tmp_path))

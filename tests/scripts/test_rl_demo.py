@@ -17,6 +17,7 @@ def check(rounds) -> None:
     assert rounds[0].num_compiled == rounds[-1].num_compiled > 4
 
 
+@pytest.mark.slow
 def test_rollouts_have_the_training_forward_s_logprobs(script, monkeypatch):
     demo = script("rl_demo")
     monkeypatch.setattr(demo, "PROMPTS", 2)

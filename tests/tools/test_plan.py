@@ -204,6 +204,7 @@ def test_the_parts_are_the_whole_and_the_pool_is_the_largest(write, backend):
     assert found.num_sequences(64) == found.num_pages
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_of_each_target(write, plan):
     status, out, _ = plan(write(LLAMA_3_70B), "--target", "v6e", "v6e:2x4")
     assert status == 0
