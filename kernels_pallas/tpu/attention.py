@@ -19,7 +19,8 @@ from kernels_pallas.tpu.layout import (
     unpack_outputs,
 )
 from kernels_pallas.tpu.packing import Packed, Packing, Quantised, in_slots, pack_new, packing_of
-from kernels_pallas.tpu.prefill import prefill, prefill_smem_bytes
+from kernels_pallas.tpu.prefill import prefill
+from kernels_pallas.tpu.prefill_work import prefill_smem_bytes
 from kernels_pallas.tpu.schedule import SMEM_BYTES, Schedule
 from kernels_pallas.tpu.write import write
 

@@ -1,12 +1,13 @@
 """Paged attention of prefill chunks: blocks of queries against the pages of their row, which hold
 the step's own keys and values already. Flash attention, arXiv 2205.14135, algorithm 1, with the
 pages fetched one block ahead.
+
+The list of work is read by `prefill_work`; pages, queries and results are moved by `prefill_pages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,8 +38,9 @@ from kernels_pallas.tpu.block import (
 )
 from kernels_pallas.tpu.checks import compiler_params
 from kernels_pallas.tpu.layout import LANES
+from kernels_pallas.tpu.prefill_pages import Pages, Tokens
+from kernels_pallas.tpu.prefill_work import Scalars, Tables, Work
 from kernels_pallas.tpu.schedule import Schedule
-from kernels_pallas.tpu.tiles import TILE
 
 CHUNK = 64
 """Query rows, at most, whose scores are worked on together."""
@@ -49,29 +51,6 @@ def rows_of_columns(x: Columns | None, start: int, count: int) -> Columns | None
     if x is None:
         return None
     return jax.tree.map(lambda y: y if y.shape[0] == 1 else y[start : start + count], x)
-
-
-class Tables(NamedTuple):
-    """Holds page ids and first positions of pages, flat or row by row."""
-
-    table: Any
-    first: Any
-
-
-class Scalars(NamedTuple):
-    """Holds lists of `PrefillItems` in scalar memory. lowest_I: None without a window; tables: None
-    where they are streamed.
-    """
-
-    num: Any
-    table_I: Any
-    query_I: Any
-    slot_I: Any
-    low_I: Any
-    high_I: Any
-    lowest_I: Any
-    base: Any
-    tables: Any
 
 
 class Operands(NamedTuple):
@@ -114,263 +93,223 @@ class Scratch(NamedTuple):
     asked: Any
 
 
-def _kernel(
-    static: Static, scalars: Scalars, given: Operands, out_TX: Any, scratch: Scratch
-) -> None:
-    num, base, slot_I, low_I = scalars.num, scalars.base, scalars.slot_I, scalars.low_I
-    table_I, query_I, high_I = scalars.table_I, scalars.query_I, scalars.high_I
-    lowest_I, held = scalars.lowest_I, scratch.held
-    tables = given.tables if static.streamed else scalars.tables
-    query, result, sent, queried = scratch.query, scratch.result, scratch.sent, scratch.queried
-    max_JRL, sum_JRL, acc_JRX = scratch.max_JRL, scratch.sum_JRL, scratch.acc_JRX
-    q_JRX = scratch.q_JRX
-    blocks, fetched, steps = scratch.blocks, scratch.fetched, scratch.steps
-    distance_RS = scratch.distance_RS
-    layout, size, slots = static.layout, static.page_size, static.slots
-    part_slots = static.part * size
-    num_rows = static.rows
-    per_row = num_rows // static.queries
-    chunk = max(rows for rows in range(16, CHUNK + 1, 16) if num_rows % rows == 0)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """Attends an item's blocks, and keeps the running softmax of its rows of queries."""
 
-    def ask(item: jax.Array) -> list[Any]:
-        """Makes copies of the tables of an item's row, where they are not in scalar memory."""
-        slot = jax.lax.rem(item, jnp.int32(2))
-        copies = [(tables.table, held.table)]
-        if static.windowed:
-            copies.append((tables.first, held.first))
-        return [
-            pltpu.make_async_copy(x.at[table_I[item]], y.at[slot], scratch.asked.at[slot])
-            for x, y in copies
-        ]
+    static: Static
+    work: Work
+    pages: Pages
+    scratch: Scratch
 
-    def of_pages(item: jax.Array, *, first: bool = False) -> Callable[[jax.Array], jax.Array]:
-        """Reads ids of the item's row's pages, or their first positions, by their place in it."""
-        known = held if static.streamed else tables
-        ref = known.first if first else known.table
-        if static.streamed:
-            slot = jax.lax.rem(item, jnp.int32(2))
-            return lambda place: ref[slot, 0, place]
-        start = table_I[item]
-        return lambda place: ref[start + place]
+    def begin(self, offset_RL: jax.Array) -> None:
+        """Begins with no block attended, and with how far each slot is behind a query's token."""
+        distance_RS = self.scratch.distance_RS
+        self.scratch.steps[0] = jnp.int32(0)
+        lane = jax.lax.broadcasted_iota(jnp.int32, distance_RS.shape, 1)
+        distance_RS[...] = lane - across(offset_RL, distance_RS.shape[1])
 
-    def tokens_of(item: jax.Array) -> Any:
-        return pl.ds(pl.multiple_of(query_I[item], TILE), static.queries)
+    def begin_item(self, sinks_JRL: Any) -> None:
+        scratch, sinks = self.scratch, self.static.sinks
+        top = sinks_JRL[...] if sinks else jnp.full_like(scratch.max_JRL, MASKED)
+        scratch.max_JRL[...] = top
+        scratch.sum_JRL[...] = jnp.full_like(scratch.sum_JRL, 1.0 / LANES if sinks else 0.0)
+        scratch.acc_JRX[...] = jnp.zeros_like(scratch.acc_JRX)
 
-    def places_of(j: int, width: int) -> list[tuple[slice, slice]]:
-        """Lists rows of row `j` of heads, and which lanes of their tokens are theirs."""
-        rows = (i * static.queries for i in range(per_row))
-        lanes = ((j * per_row + i) * width for i in range(per_row))
-        return [
-            (slice(row, row + static.queries), slice(lane, lane + width))
-            for row, lane in zip(rows, lanes, strict=True)
-        ]
-
-    def fetch_queries(item: jax.Array) -> Any:
-        return pltpu.make_async_copy(given.q_TX.at[tokens_of(item)], query, queried)
-
-    def send(item: jax.Array) -> Any:
-        return pltpu.make_async_copy(result, out_TX.at[tokens_of(item)], sent)
-
-    def fetch_page(page: jax.Array, i: int, slot: jax.Array) -> list[Any]:
-        parts = zip(given.pools.each(), blocks.each(), fetched.each(), strict=True)
-        layer = pl.ds(base[0], static.num_pages)
-        return [
-            pltpu.make_async_copy(pool.at[layer].at[page], part.at[slot, i], done.at[slot])
-            for pool, part, done in parts
-        ]
-
-    def num_slots(item: jax.Array, number: jax.Array) -> jax.Array:
-        return jnp.clip(high_I[item] - low_I[item] - number * slots, 0, slots)
-
-    def fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
-        # Read once: between two DMAs the compiler would read it again.
-        page, high = of_pages(item), num_slots(item, number)
-        begin = shifted(low_I[item], size) + number * static.block
-        for i in range(static.block):
-            # Not inside: what scalars say is read beside what comes before.
-            copies = fetch_page(page(begin + i), i, slot)
-            pl.when(i * size < high)(partial(start_all, copies))
-
-    def await_fetch(item: jax.Array, number: jax.Array, slot: jax.Array) -> None:
-        pages_fetched = shifted(num_slots(item, number) + size - 1, size)
-        if static.wait_by_page:
-
-            @pl.loop(0, pages_fetched)
-            def _(_: jax.Array) -> None:
-                wait_all(fetch_page(jnp.int32(0), 0, slot))
-
-            return
-        for part, done in zip(blocks.each(), fetched.each(), strict=True):
-            arrived = part.at[slot, pl.ds(0, pages_fetched)]
-            pltpu.make_async_copy(arrived, arrived, done.at[slot]).wait()
-
-    def clear_tail(high: jax.Array, slot: jax.Array, num_parts: int | jax.Array) -> None:
-        """Clears what no one owns of the parts attended: it may be NaN, and 0 x NaN is NaN, so that
-        a weight of zero does not clear a value.
+    def attend_block(self, item: jax.Array, number: jax.Array, num_blocks: jax.Array) -> None:
+        """Attends a block, and has the one that follows fetched: the item's next, or the first of
+        the next item.
         """
-
-        @pl.loop(shifted(high, size), num_parts * static.part)
-        def _(i: jax.Array) -> None:
-            rows = pl.ds(layout.values, layout.value_rows)
-            values = blocks.pages[slot, i, rows]
-            held = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < high - i * size
-            blocks.pages[slot, i, rows] = jnp.where(held, values, jnp.zeros_like(values))
-
-    def all_seen(item: jax.Array, begin: jax.Array, count: int) -> jax.Array:
-        """Says whether all queries of the item see the `count` slots from `begin` on."""
-        is_seen = begin + count <= slot_I[item] + 1
-        if static.windowed:
-            begins_at = of_pages(item, first=True)(shifted(begin, size))
-            is_seen &= begins_at >= lowest_I[item] + static.queries - 1
-        return is_seen
-
-    def seen(item: jax.Array, begin: jax.Array) -> jax.Array:
-        distance = distance_RS[...]
-        mask = distance <= slot_I[item] - begin
-        if not static.windowed:
-            return mask
-        # Slot of a block to position: its page's first position, less its page's first slot.
-        position = of_pages(item, first=True)
-        shift = jnp.zeros((1, part_slots), jnp.int32)
-        page = div(jax.lax.broadcasted_iota(jnp.int32, (1, part_slots), 1), size)
-        for i in range(static.part):
-            of_page = position(shifted(begin, size) + i) - i * size
-            shift = jnp.where(page == i, of_page, shift)
-        return mask & (distance + shift >= lowest_I[item])
-
-    def attend(
-        item: jax.Array, number: jax.Array, slot: jax.Array, at: int | jax.Array, *, masked: bool
-    ) -> None:
-        """Attends the part of a block from its page `at` on. Scores and weights go through VMEM:
-        all rows of queries meet a tile of keys while it is in the matmul unit, but a softmax in
-        registers wants few rows at a time, and its maximum and its sum a pass each.
-        """
-        begin = low_I[item] + number * slots + at * size
-        held = num_slots(item, number) - at * size
-        place = pl.ds(at, static.part)
-        block = PerPool(*(None if pool is None else pool.at[slot, place] for pool in blocks))
-        held_1S = jax.lax.broadcasted_iota(jnp.int32, (1, part_slots), 1) < held
-        for j in range(layout.joined):
-            turn = (at // static.part * layout.joined + j if isinstance(at, int) else j) % 2
-            scores_RS, weights_RS = scratch.scores[turn], scratch.weights[turn]
-            s = scores(q_JRX[j], block, HeadRow(0, j), static)
-            scores_RS[...] = jnp.where(seen(item, begin), s, MASKED) if masked else s
-            of_values = columns(
-                block, HeadRow(0, j), static, of_values=True, held_1S=held_1S if masked else None
-            )
-            for start in range(0, num_rows, chunk):
-                rows = pl.ds(start, chunk)
-                old_max = max_JRL[j, rows]
-                top = jnp.maximum(old_max, jnp.max(scores_RS[rows], axis=1, keepdims=True))
-                shrink = jnp.exp2(old_max - top)
-                max_JRL[j, rows] = top
-                acc_JRX[j, rows] = acc_JRX[j, rows] * across(shrink, layout.out_width)
-                sum_JRL[j, rows] = sum_JRL[j, rows] * shrink
-            for start in range(0, num_rows, chunk):
-                rows = pl.ds(start, chunk)
-                s = scores_RS[rows] - across(max_JRL[j, rows], part_slots)
-                p = jnp.exp2(s)
-                sum_JRL[j, rows] += across_sum(p)
-                weights_RS[rows], added = weights(
-                    p, rows_of_columns(of_values, start, chunk), static
-                )
-                if added is not None:
-                    acc_JRX[j, rows] += added
-            values = elements(block, layout.values + j, static, of_values=True)
-            acc_JRX[j] += dot(weights_RS[...], values, (1, 0))
-
-    def run_block(item: jax.Array, number: jax.Array, num_blocks: jax.Array) -> None:
+        static, work, steps = self.static, self.work, self.scratch.steps
         slot = jax.lax.rem(steps[0], jnp.int32(2))
         steps[0] = steps[0] + 1
         more = number + 1 < num_blocks
         following = jnp.where(more, item, item + 1)
         if static.streamed:
 
-            @pl.when(jnp.logical_not(more) & (following < num[0]))
+            @pl.when(jnp.logical_not(more) & (following < work.num))
             def _() -> None:
-                for copy in ask(following):
-                    copy.wait()
+                wait_all(work.ask(following))
 
-        pl.when(following < num[0])(
-            lambda: fetch(following, jnp.where(more, number + 1, 0), 1 - slot)
+        pl.when(following < work.num)(
+            lambda: self.pages.fetch(following, jnp.where(more, number + 1, 0), 1 - slot)
         )
-        await_fetch(item, number, slot)
-        begin, held = low_I[item] + number * slots, num_slots(item, number)
+        self.pages.await_fetch(item, number, slot)
+        begin, held = work.begin(item, number), work.num_slots(item, number)
         in_parts = static.block > static.part
+        part_slots = static.part * static.page_size
         num_parts = div(held + part_slots - 1, part_slots) if in_parts else 1
         if static.packing is None:
-            clear_tail(held, slot, num_parts)
+            self.pages.clear_tail(held, slot, num_parts)
 
-        def run_part(at: int | jax.Array) -> None:
-            whole = all_seen(item, begin + at * size, part_slots)
-            run = partial(attend, item, number, slot, at)
-            pl.when(whole)(partial(run, masked=False))
-            pl.when(jnp.logical_not(whole))(partial(run, masked=True))
+        def attend_part(at: int | jax.Array) -> None:
+            whole = self._all_seen(item, begin + at * static.page_size, part_slots)
+            attend = partial(self._attend, item, number, slot, at)
+            pl.when(whole)(partial(attend, masked=False))
+            pl.when(jnp.logical_not(whole))(partial(attend, masked=True))
 
         if not in_parts:
-            run_part(0)
+            attend_part(0)
             return
-        whole = all_seen(item, begin, slots)
+        whole = self._all_seen(item, begin, static.slots)
 
         @pl.when(whole)
         def _() -> None:
             # Without a loop: the softmax of one part runs beside the matmuls of the next.
             for at in range(0, static.block, static.part):
-                attend(item, number, slot, at, masked=False)
+                self._attend(item, number, slot, at, masked=False)
 
         @pl.when(jnp.logical_not(whole))
         def _() -> None:
-            pl.loop(0, num_parts)(lambda i: run_part(i * static.part))
+            pl.loop(0, num_parts)(lambda i: attend_part(i * static.part))
 
-    steps[0] = jnp.int32(0)
-    lane = jax.lax.broadcasted_iota(jnp.int32, distance_RS.shape, 1)
-    distance_RS[...] = lane - across(given.offset_RL[...], part_slots)
+    def result(self, j: int, dtype: Any) -> jax.Array:
+        """Returns what row `j` of heads has come to, [R, X]."""
+        total = jnp.sum(self.scratch.sum_JRL[j], axis=1, keepdims=True)
+        return (self.scratch.acc_JRX[j] / total).astype(dtype)
 
-    @pl.when(num[0] > 0)
+    def _all_seen(self, item: jax.Array, begin: jax.Array, count: int) -> jax.Array:
+        """Says whether all queries of the item see the `count` slots from `begin` on."""
+        items, static = self.work.items, self.static
+        is_seen = begin + count <= items.slot_I[item] + 1
+        if static.windowed:
+            begins_at = self.work.of_pages(item, first=True)(shifted(begin, static.page_size))
+            is_seen &= begins_at >= items.lowest_I[item] + static.queries - 1
+        return is_seen
+
+    def _seen(self, item: jax.Array, begin: jax.Array) -> jax.Array:
+        """Says which queries see which slots of the part from `begin` on, [R, S]."""
+        items, static, size = self.work.items, self.static, self.static.page_size
+        distance = self.scratch.distance_RS[...]
+        mask = distance <= items.slot_I[item] - begin
+        if not static.windowed:
+            return mask
+        # Slot of a block to position: its page's first position, less its page's first slot.
+        position = self.work.of_pages(item, first=True)
+        shape = (1, static.part * size)
+        shift = jnp.zeros(shape, jnp.int32)
+        page = div(jax.lax.broadcasted_iota(jnp.int32, shape, 1), size)
+        for i in range(static.part):
+            of_page = position(shifted(begin, size) + i) - i * size
+            shift = jnp.where(page == i, of_page, shift)
+        return mask & (distance + shift >= items.lowest_I[item])
+
+    def _attend(
+        self,
+        item: jax.Array,
+        number: jax.Array,
+        slot: jax.Array,
+        at: int | jax.Array,
+        *,
+        masked: bool,
+    ) -> None:
+        """Attends the part of a block from its page `at` on. Scores and weights go through VMEM:
+        all rows of queries meet a tile of keys while it is in the matmul unit, but a softmax in
+        registers wants few rows at a time, and its maximum and its sum a pass each.
+        """
+        static, scratch, layout = self.static, self.scratch, self.static.layout
+        part_slots = static.part * static.page_size
+        begin = self.work.begin(item, number) + at * static.page_size
+        held = self.work.num_slots(item, number) - at * static.page_size
+        place = pl.ds(at, static.part)
+        pools = self.pages.blocks
+        block = PerPool(*(None if pool is None else pool.at[slot, place] for pool in pools))
+        held_1S = jax.lax.broadcasted_iota(jnp.int32, (1, part_slots), 1) < held
+        for j in range(layout.joined):
+            turn = (at // static.part * layout.joined + j if isinstance(at, int) else j) % 2
+            scores_RS, weights_RS = scratch.scores[turn], scratch.weights[turn]
+            s = scores(scratch.q_JRX[j], block, HeadRow(0, j), static)
+            scores_RS[...] = jnp.where(self._seen(item, begin), s, MASKED) if masked else s
+            of_values = columns(
+                block, HeadRow(0, j), static, of_values=True, held_1S=held_1S if masked else None
+            )
+            self._weigh(j, scores_RS, weights_RS, of_values)
+            values = elements(block, layout.values + j, static, of_values=True)
+            scratch.acc_JRX[j] += dot(weights_RS[...], values, (1, 0))
+
+    def _weigh(self, j: int, scores_RS: Any, weights_RS: Any, of_values: Columns | None) -> None:
+        """Turns scores into weights, with the running softmax of row `j` of heads brought to a
+        common maximum with them.
+        """
+        static, scratch = self.static, self.scratch
+        max_JRL, sum_JRL, acc_JRX = scratch.max_JRL, scratch.sum_JRL, scratch.acc_JRX
+        num_rows, num_slots = scores_RS.shape
+        chunk = max(rows for rows in range(16, CHUNK + 1, 16) if num_rows % rows == 0)
+        for start in range(0, num_rows, chunk):
+            rows = pl.ds(start, chunk)
+            old_max = max_JRL[j, rows]
+            top = jnp.maximum(old_max, jnp.max(scores_RS[rows], axis=1, keepdims=True))
+            shrink = jnp.exp2(old_max - top)
+            max_JRL[j, rows] = top
+            acc_JRX[j, rows] = acc_JRX[j, rows] * across(shrink, static.layout.out_width)
+            sum_JRL[j, rows] = sum_JRL[j, rows] * shrink
+        for start in range(0, num_rows, chunk):
+            rows = pl.ds(start, chunk)
+            p = jnp.exp2(scores_RS[rows] - across(max_JRL[j, rows], num_slots))
+            sum_JRL[j, rows] += across_sum(p)
+            weights_RS[rows], added = weights(p, rows_of_columns(of_values, start, chunk), static)
+            if added is not None:
+                acc_JRX[j, rows] += added
+
+
+def _kernel(
+    static: Static, scalars: Scalars, given: Operands, out_TX: Any, scratch: Scratch
+) -> None:
+    work = Work(
+        static=static,
+        items=scalars,
+        tables=given.tables if static.streamed else scalars.tables,
+        held=scratch.held,
+        asked=scratch.asked,
+    )
+    pages = Pages(
+        static=static,
+        work=work,
+        pools=given.pools,
+        blocks=scratch.blocks,
+        fetched=scratch.fetched,
+    )
+    tokens = Tokens(
+        static=static,
+        work=work,
+        q_TX=given.q_TX,
+        out_TX=out_TX,
+        query=scratch.query,
+        result=scratch.result,
+        queried=scratch.queried,
+        sent=scratch.sent,
+    )
+    attention = Attention(static=static, work=work, pages=pages, scratch=scratch)
+    attention.begin(given.offset_RL[...])
+
+    @pl.when(work.num > 0)
     def _() -> None:
-        fetch_queries(jnp.int32(0)).start()
+        tokens.fetch(jnp.int32(0)).start()
         if static.streamed:
-            for copy in ask(jnp.int32(0)):
+            for copy in work.ask(jnp.int32(0)):
                 copy.start()
                 copy.wait()
-        fetch(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+        pages.fetch(jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
-    @pl.loop(0, num[0])
+    @pl.loop(0, work.num)
     def _(item: jax.Array) -> None:
-        fetch_queries(item).wait()
-        for j in range(layout.joined):
-            for rows, lanes in places_of(j, layout.key_width):
-                q_JRX[j, rows] = query[:, lanes]
-        max_JRL[...] = given.sinks_JRL[...] if static.sinks else jnp.full_like(max_JRL, MASKED)
-        sum_JRL[...] = jnp.full_like(sum_JRL, 1.0 / LANES if static.sinks else 0.0)
-        acc_JRX[...] = jnp.zeros_like(acc_JRX)
+        tokens.fetch(item).wait()
+        tokens.take(scratch.q_JRX)
+        attention.begin_item(given.sinks_JRL)
         if static.streamed:
-
-            @pl.when(item + 1 < num[0])
-            def _() -> None:
-                for copy in ask(item + 1):
-                    copy.start()
-
-        pl.when(item + 1 < num[0])(lambda: fetch_queries(item + 1).start())
-        num_blocks = div(high_I[item] - low_I[item] + slots - 1, slots)
-        pl.loop(0, num_blocks)(lambda number: run_block(item, number, num_blocks))
+            pl.when(item + 1 < work.num)(lambda: start_all(work.ask(item + 1)))
+        pl.when(item + 1 < work.num)(lambda: tokens.fetch(item + 1).start())
+        num_blocks = work.num_blocks(item)
+        pl.loop(0, num_blocks)(lambda number: attention.attend_block(item, number, num_blocks))
         # Blocks run past their chunk into the next one, whose own result has to come later.
-        pl.when(item > 0)(lambda: send(item - 1).wait())
-        for j in range(layout.joined):
-            total = jnp.sum(sum_JRL[j], axis=1, keepdims=True)
-            found = (acc_JRX[j] / total).astype(result.dtype)
-            for rows, lanes in places_of(j, layout.out_width):
-                result[:, lanes] = found[rows]
-        send(item).start()
+        pl.when(item > 0)(lambda: tokens.send(item - 1).wait())
+        for j in range(static.layout.joined):
+            tokens.put(j, attention.result(j, scratch.result.dtype))
+        tokens.send(item).start()
 
-    @pl.when(num[0] > 0)
+    @pl.when(work.num > 0)
     def _() -> None:
-        send(num[0] - 1).wait()
-
-
-def prefill_smem_bytes(schedule: Schedule) -> int:
-    """Counts scalar memory where tables stay in HBM: for those of the rows of two items."""
-    return 2 * 4 * (schedule.table.shape[-1] + schedule.first.shape[-1])
+        tokens.send(work.num - 1).wait()
 
 
 def prefill(
