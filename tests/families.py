@@ -134,6 +134,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ernie4_5": HEAD | {"use_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24}
     | {"moe_layer_start_index": 1, "moe_num_shared_experts": 2},
+    "ernie4_5_vl_moe_text": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 2}
+    | {"moe_intermediate_size": [24, 16], "tie_word_embeddings": False}
+    | {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "emu3_text_model": HEAD,
     "exaone": HEAD | {"attention_bias": True},
     "exaone4": WINDOW,
@@ -379,6 +382,31 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phi-qk-norm": {"qk_layernorm": True, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "phi3": {"sliding_window": 8},
     "phi3-longrope": {"rope_parameters": LONG, "original_max_position_embeddings": 64},
+    "phi4_multimodal": {
+        "rope_parameters": LONG
+        | {"partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3], "long_factor": [1.5, 3.0]},
+        "original_max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 8,
+            "crop_size": 16,
+        },
+        "audio_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_blocks": 2,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 16,
+            "depthwise_separable_out_channel": 16,
+            "nemo_conv_channels": 16,
+            "input_size": 16,
+        },
+    },
     "qwen2_vl_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "qkv_bias": True},
@@ -434,6 +462,7 @@ PARTS = (
     "glm4v_text",
     "glm_ocr_text",
     "paddleocr_vl_text",
+    "ernie4_5_vl_moe_text",
     "qwen2_vl_text",
     "qwen2_5_vl_text",
     "qwen3_vl_text",
@@ -458,6 +487,11 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma4_unified": ("gemma4_unified_text", {"mm_embed_dim": 16}, {}),
     "paddleocr_vl": ("paddleocr_vl_text", SIGLIP, {}),
     "glm4v": ("glm4v_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "ernie4_5_vl_moe": (
+        "ernie4_5_vl_moe_text",
+        {"depth": 1, "num_heads": 2, "hidden_size": 16, "intermediate_size": 16, "patch_size": 4},
+        {},
+    ),
     "glm4v_moe": ("glm4v_moe_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "glm46v": ("glm4v_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "glm_ocr": ("glm_ocr_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
@@ -579,8 +613,9 @@ def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) ->
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    # Mistral 4 is listed there though it is a text model.
+    # Mistral 4 is listed there though it is a text model, and Phi-4-multimodal is not.
     has_parts = hasattr(config, "vision_config") or config.model_type == "mistral4"
+    has_parts &= config.model_type != "phi4_multimodal"
     auto = AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
     # Falcon's eager attention lets scores fall twice.
     falls = config.model_type == "falcon" and config.alibi

@@ -46,6 +46,7 @@ TEXT_OF = {
     "aria": "aria_text",
     "deepseek_vl": "llama",
     "emu3": "emu3_text_model",
+    "ernie4_5_vl_moe": "ernie4_5_vl_moe_text",
     "exaone4_5": "exaone4",
     "glm4v": "glm4v_text",
     "glm46v": "glm4v_text",

@@ -9,11 +9,11 @@ from jaxkv.models.families.base import FULL, SLIDING, Layout, Names, read_decode
 from jaxkv.models.spec import ModelSpec
 
 
-def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+def read(config: ConfigReader, *, family: str = "phi3") -> tuple[ModelSpec, Layout]:
     kind = FULL if config.get("sliding_window") is None else SLIDING
     return read_decoder(
         config,
-        family="phi3",
+        family=family,
         partly=True,
         names=Names(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
         kinds=[kind] * config.size("num_hidden_layers", at_most=MAX_LAYERS),
