@@ -39,7 +39,7 @@ def test_frequencies_of_rotation_are_those_of_transformers(torch, variant):
 
     config = tiny_config(variant)
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**config))
-    spec, _ = read_family(ConfigReader(config))
+    spec, _ = read_family(ConfigReader(config, variant))
 
     np.testing.assert_allclose(
         rope_frequencies(spec.rope, spec.head_dim), theirs.inv_freq, rtol=1e-6
