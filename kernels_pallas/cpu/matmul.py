@@ -253,12 +253,12 @@ def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, totals:
     """Adds the products of rows of x with OUTPUTS rows of w to their totals [T, LANES]."""
     w = [part.row(f, f.add(output, i)) for i in range(OUTPUTS)]
     x = [f.at("%x", f.mul(f.add(f.mul(row, "%D"), part.start), 4)) for row in rows]
-    later = part.next_tile(f, output)
     sums = [[f.variable(FLOATS, align=32) for _ in w] for _ in x]
     for place in chain(*sums):
         f.do(f"store {FLOATS} zeroinitializer, ptr {place}, align 32")
+    later = part.next_tile(f, output) if part.panel is None else None
     with f.each(0, part.depth, MULTIPLE) as begin:
-        if part.panel is None:
+        if later is not None:
             width = OUTPUTS * W_BYTES[part.dtype]
             for line in range(0, MULTIPLE * width, 64):
                 f.fetch(f.at(later, f.add(f.mul(begin, width), line)))

@@ -110,6 +110,7 @@ class Attention:
         distance_RS[...] = lane - across(offset_RL, distance_RS.shape[1])
 
     def begin_item(self, sinks_JRL: Any) -> None:
+        """Begins the softmax of an item's rows: with nothing, or with the sinks."""
         scratch, sinks = self.scratch, self.static.sinks
         top = sinks_JRL[...] if sinks else jnp.full_like(scratch.max_JRL, MASKED)
         scratch.max_JRL[...] = top

@@ -17,8 +17,9 @@ MAX_EXPERTS = 4096
 class Experts:
     """Says what a family's experts are called behind the layer's prefix, and how large they are.
 
-    width: rows of an expert's gate. one: the prefix of one expert. bias: what is added to scores to
-    choose by, stored as `bias_shape` if that is not a vector. shared: the prefix of an MLP of
+    width: rows of an expert's gate. one: the prefix of one expert. router_transposed: it is stored
+    [hidden, count]. bias: what is added to scores to choose by, the first numbers of a tensor of
+    `bias_shape` if that is not a vector of its own. shared: the prefix of an MLP of
     `shared_width` for all tokens, which `shared_gate` weighs. fused: the names of two tensors that
     have the weights of all experts, gates in front of what they weigh in the first, [E, out, in],
     `transposed`, or `either_way`. shared_fused: those of the shared MLP behind `shared`.
@@ -27,6 +28,7 @@ class Experts:
     count: int
     width: int
     router: str = "mlp.gate"
+    router_transposed: bool = False
     one: str = "mlp.experts.{expert}."
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -43,10 +45,13 @@ class Experts:
 
     def leaves(self, prefix: str, hidden: int) -> dict[str, Leaf]:
         """Describes the arrays of a layer's experts, those of all experts in one stack."""
-        router = leaf(f"{prefix}{self.router}.weight", (self.count, hidden), ("experts", "model"))
-        found = {"router": router}
+        part = Part(shape=(hidden, self.count), transposed=True) if self.router_transposed else None
+        source, axes = f"{prefix}{self.router}.weight", ("experts", "model")
+        found = {"router": leaf(source, (self.count, hidden), axes, part=part)}
         if self.bias is not None:
-            part = Part(shape=self.bias_shape, of_all=True) if self.bias_shape else None
+            part = None
+            if self.bias_shape:
+                part = Part(shape=self.bias_shape, of_all=True, stop=self.count)
             bias = leaf(prefix + self.bias, (self.count,), ("experts",), part=part)
             found["router_bias"] = bias
         found |= {f"expert_{name}": one for name, one in self._routed(prefix, hidden).items()}
