@@ -73,7 +73,7 @@ class JaxkvXla(Jaxkv):
     """jaxkv whose matmuls are XLA's on any CPU."""
 
     def __init__(self, directory: Path, dtype: str) -> None:
-        os.environ["JAXKV_MATMUL"] = "xla"
+        os.environ["JAXKV_CPU_KERNELS"] = "xla"
         super().__init__(directory, dtype)
 
 

@@ -55,8 +55,7 @@ def _matmuls(blueprint: Blueprint) -> list[str]:
     """Says by what a CPU multiplies."""
     if blueprint.platform != "cpu":
         return []
-    reason = native.unused_because()
-    return [f"matmuls   {'machine code of jaxkv' if reason is None else f'XLA ({reason})'}"]
+    return [f"matmuls   {native.described()}"]
 
 
 def _row(blueprint: Blueprint, engine: Engine) -> str:

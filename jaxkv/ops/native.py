@@ -1,5 +1,6 @@
-"""Multiplies with weights on a CPU by machine code of our own (`kernels_pallas.cpu`), which
-llvmlite makes: `pip install "jaxkv[cpu]"`. Without it XLA multiplies.
+"""Runs machine code of our own on a CPU (`kernels_pallas.cpu`), which llvmlite makes: `pip install
+"jaxkv[cpu]"`. It multiplies with weights, and attends decode rows (`ops.attention.native`). Without
+it XLA does.
 """
 
 from __future__ import annotations
@@ -9,35 +10,57 @@ import os
 from functools import cache
 from importlib.util import find_spec
 from threading import Lock, Thread
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.axes import Array
-from kernels_pallas.cpu import matmul as kernel
+from kernels_pallas.cpu import attention, llvm_ir, matmul512
+from kernels_pallas.cpu import matmul as matmul256
 
-VARIABLE = "JAXKV_MATMUL"
+VARIABLE = "JAXKV_CPU_KERNELS"
 """Names the variable of the environment that may say "xla" or "native", where a CPU is not to
 choose.
 """
 
 NEEDED = ("avx2", "fma")
-NOT_MEASURED = ("avx512f",)
-"""XLA may be faster with these: it multiplies 16 numbers at a time, or bfloat16 numbers."""
+WIDE = ("avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512vnni")
+"""What `matmul512` needs."""
 
 _lock = Lock()
 
 
+class _Code(NamedTuple):
+    """Says what machine code there is: why none, and by what it multiplies or why it does not."""
+
+    missing: str | None
+    matmul: ModuleType | None
+    not_multiplying: str | None
+
+
 def unused_because() -> str | None:
-    """Says why XLA multiplies; None where the machine code does, which the first call makes.
+    """Says why there is no machine code; None where there is, which the first call makes.
 
     Raises: ValueError for another value of `VARIABLE`. Where it asks for machine code, ImportError
     without llvmlite, NotImplementedError on a processor that it is not for.
     """
-    with _lock:
-        return _unused_because()
+    return _code().missing
+
+
+def matmul_unused_because() -> str | None:
+    """Says why XLA multiplies; None where machine code does. Raises: as `unused_because`."""
+    return _code().not_multiplying
+
+
+def described() -> str:
+    """Says what a CPU multiplies by. Raises: as `unused_because`."""
+    code = _code()
+    if code.matmul is None:
+        return f"XLA ({code.not_multiplying})"
+    return f"machine code of jaxkv ({'AVX-512' if code.matmul is matmul512 else 'AVX2'})"
 
 
 def prepare() -> None:
@@ -46,19 +69,28 @@ def prepare() -> None:
         Thread(target=unused_because, name="jaxkv-native").start()
 
 
+def _code() -> _Code:
+    with _lock:
+        return _decided()
+
+
 @cache
-def _unused_because() -> str | None:
+def _decided() -> _Code:
     asked = os.environ.get(VARIABLE)
     if asked not in (None, "xla", "native"):
         raise ValueError(f'{VARIABLE}: expected "xla" or "native", got "{asked}"')
+
+    def none(reason: str) -> _Code:
+        return _Code(reason, None, reason)
+
     if asked == "xla":
-        return f"{VARIABLE} asks for it"
+        return none(f"{VARIABLE} asks for it")
     if jax.default_backend() != "cpu":
-        return f"jax runs on a {jax.default_backend()}"
+        return none(f"jax runs on a {jax.default_backend()}")
     if find_spec("llvmlite") is None:
         missing = 'llvmlite is not installed: pip install "jaxkv[cpu]"'
         if asked is None:
-            return missing
+            return none(missing)
         raise ImportError(f"{VARIABLE}=native: {missing}")
     import llvmlite.binding as llvm
 
@@ -66,20 +98,25 @@ def _unused_because() -> str | None:
     if lacking := [name for name in NEEDED if not features.get(name)]:
         reason = f"the processor has no {' and no '.join(lacking)}"
         if asked is None:
-            return reason
+            return none(reason)
         raise NotImplementedError(f"{VARIABLE}=native: {reason}; unset it, or ask for xla")
-    if asked is None and (present := [name for name in NOT_MEASURED if features.get(name)]):
-        return f"not measured on a processor with {', '.join(present)}: {VARIABLE}=native tries it"
-    _register(llvm, features.flatten())
-    return None
+    _register(llvm, features.flatten(), attention)
+    lacking = [name for name in WIDE if not features.get(name)]
+    if lacking and asked is None and features.get("avx512f"):
+        # XLA multiplies 16 numbers at a time there, the other kernel eight.
+        which = f"a processor with avx512f and no {' and no '.join(lacking)}"
+        return _Code(None, None, f"not measured on {which}: {VARIABLE}=native tries it")
+    kernel = matmul256 if lacking else matmul512
+    _register(llvm, features.flatten(), kernel)
+    return _Code(None, kernel, None)
 
 
 @cache
-def _register(llvm: Any, features: str) -> None:
-    """Gives XLA the machine code."""
+def _register(llvm: Any, features: str, kernel: ModuleType) -> None:
+    """Gives XLA the machine code of a kernel."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(kernel.llvm_ir())
+    module = llvm.parse_assembly(llvm_ir(kernel))
     module.verify()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features, opt=3
@@ -98,8 +135,12 @@ def _register(llvm: Any, features: str) -> None:
 
 def takes(shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Tells whether the machine code multiplies with matrices [..., F, D] of this dtype."""
-    fits = all(size % kernel.MULTIPLE == 0 for size in shape[-2:])
-    return fits and dtype.name in kernel.HANDLERS and unused_because() is None
+    kernel = _code().matmul
+    if kernel is None or dtype.name not in kernel.HANDLERS:
+        return False
+    outputs, columns = shape[-2:]
+    fits = outputs % kernel.MULTIPLE == 0 and columns % kernel.COLUMNS[dtype.name] == 0
+    return fits and (dtype.name != "int8" or columns <= kernel.LONGEST)
 
 
 @jax.custom_jvp
@@ -111,6 +152,8 @@ def matmul(x_TD: Array, w_NFD: Array, index: int | Array) -> Array:
     x_TD = x_TD.astype(jnp.float32)
     if w_NFD.dtype == jnp.float32:
         return _call("float32", x_TD, w_NFD, index, jnp.float32)
+    if _code().matmul is matmul512:
+        return _call("bfloat16", x_TD.astype(jnp.bfloat16), w_NFD, index, jnp.float32)
     # No conversion to bfloat16 and back, which compilers may leave out.
     x_TD = jax.lax.reduce_precision(x_TD, exponent_bits=8, mantissa_bits=7)
     return _call("bfloat16", x_TD, w_NFD, index, jnp.float32)
@@ -118,10 +161,18 @@ def matmul(x_TD: Array, w_NFD: Array, index: int | Array) -> Array:
 
 def matmul_int8(x_TD: Array, w_NFD: Array, index: int | Array) -> Array:
     """Computes x @ w[index].T of int8, [T, F] int32."""
-    return _call("int8", x_TD.astype(jnp.int16), w_NFD, index, jnp.int32)
+    if _code().matmul is matmul512:
+        x_TD = jax.lax.bitcast_convert_type(x_TD, jnp.uint8) ^ 128  # 128 is added
+    else:
+        x_TD = x_TD.astype(jnp.int16)
+    return _call("int8", x_TD, w_NFD, index, jnp.int32)
 
 
 def _call(dtype: str, x_TD: Array, w_NFD: Array, index: int | Array, out_dtype: Any) -> Array:
+    """Raises: RuntimeError where there is no machine code that multiplies."""
+    kernel = _code().matmul
+    if kernel is None:
+        raise RuntimeError(f"expected machine code, but XLA multiplies: {_code().not_multiplying}")
     result = jax.ShapeDtypeStruct((x_TD.shape[0], w_NFD.shape[1]), out_dtype)
     call = jax.ffi.ffi_call(kernel.HANDLERS[dtype], result, vmap_method="sequential")
     return call(x_TD, w_NFD, jnp.asarray(index, jnp.int32))

@@ -191,7 +191,7 @@ def _around(devices: Sequence[jax.Device]) -> dict[str, Any]:
         "platform": [client.platform, client.platform_version],
         "devices": [f"{device} {device.device_kind}" for device in devices],
         "flags": [os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS"), *flags],
-        "matmul": native.unused_because(),  # and what a file calls is there from now on
+        "matmul": native.described(),  # and what a file calls is there from now on
         "kernel checks": os.environ.get("JAXKV_KERNEL_CHECKS"),
         "context": sorted(f"{name}={value!r}" for name, value in context.items()),
         "settings": sorted(f"{name}={value!r}" for name, value in settings.items()),

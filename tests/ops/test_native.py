@@ -1,7 +1,10 @@
-"""Matmuls by machine code of jaxkv: their bits, derivatives and refusals."""
+"""Machine code of jaxkv on a CPU: bits of its matmuls, derivatives, refusals; attention of decode
+rows beside a reference in float64.
+"""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +12,32 @@ import numpy as np
 import pytest
 
 from jaxkv import LLM, SamplingParams
+from jaxkv.kv.codecs import PlainCodec, ScaledCodec, get_codec
+from jaxkv.kv.layout import HeadMajorLayout
+from jaxkv.kv.state import PageTables, Store, empty_store
 from jaxkv.ops import native
+from jaxkv.ops.attention import Place
+from jaxkv.ops.attention.native import decode, handler_for
+from jaxkv.ops.attention.sweep import Scores
 from jaxkv.ops.layers import linear
 from jaxkv.ops.matrices import Matrix, Packed
 from jaxkv.testing import engine_of
-from kernels_pallas.cpu import matmul as kernel
+from kernels_pallas.cpu import attention, matmul512
+from kernels_pallas.cpu import matmul as matmul256
+from ragged import (
+    LAYER,
+    NUM_LAYERS,
+    NUM_ROWS,
+    Shape,
+    assert_close,
+    expected,
+    first_page_behind,
+    first_page_shared,
+    random_case,
+    sinks_of,
+    stands_for,
+    written,
+)
 from tiny import SMALL, make_checkpoint, tiny_config
 
 llvm = pytest.importorskip("llvmlite.binding")
@@ -30,7 +54,7 @@ def decide(monkeypatch):
     """Has the machine code used whatever the processor, and decides anew where a test asks to."""
 
     def decide(asked):
-        native._unused_because.cache_clear()
+        native._decided.cache_clear()
         if asked is None:
             monkeypatch.delenv(native.VARIABLE, raising=False)
         else:
@@ -39,28 +63,55 @@ def decide(monkeypatch):
 
     decide("native")
     yield decide
-    native._unused_because.cache_clear()
+    native._decided.cache_clear()
 
 
 def random(shape, dtype, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-def in_order(x, w):
+@pytest.fixture(params=["AVX2", "AVX-512"])
+def kernel(request, monkeypatch, decide):
+    """Multiplies by each of the kernels that the processor can run."""
+    is_wide = all(features.get(name) for name in native.WIDE)
+    if request.param == "AVX2":
+        monkeypatch.setattr(native, "WIDE", (*native.WIDE, "not to be had"))
+    elif not is_wide:
+        pytest.skip("the processor has no AVX-512 with bfloat16")
+    decide("native")
+    jax.clear_caches()  # what was traced with the other kernel
+    assert request.param in native.described()
+    return native._code().matmul
+
+
+def in_order(x, w, kernel):
     """Adds up as the machine code says it does. What is added to a product is rounded with it once:
     float64 holds the product.
     """
+    lanes, depth = (8, matmul256.DEPTH) if kernel is matmul256 else (16, matmul512.DEPTH["float32"])
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     y = np.zeros((x.shape[0], w.shape[0]), np.float32)
-    for start in range(0, x.shape[1], kernel.DEPTH):
-        sums = np.zeros((*y.shape, 8), np.float32)
-        for k in range(start, min(x.shape[1], start + kernel.DEPTH), 8):
-            products = x[:, None, k : k + 8] * w[None, :, k : k + 8]
+    for start in range(0, x.shape[1], depth):
+        sums = np.zeros((*y.shape, lanes), np.float32)
+        for k in range(start, min(x.shape[1], start + depth), lanes):
+            products = x[:, None, k : k + lanes] * w[None, :, k : k + lanes]
             sums = (products + sums).astype(np.float32)
+        if lanes == 16:
+            sums = sums[..., :8] + sums[..., 8:]
         while sums.shape[2] > 1:
             sums = sums[..., ::2] + sums[..., 1::2]
         y += sums[..., 0]
     return y
+
+
+def check(y, x, w, kernel):
+    """Compares with `in_order`; loosely where a processor decides how pairs are rounded."""
+    if kernel is matmul256 or w.dtype == jnp.float32:
+        np.testing.assert_array_equal(y, in_order(x, w, kernel))
+        return
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    largest = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(w, np.float64)).T
+    assert np.all(np.abs(y - exact) <= 2**-23 * (np.sqrt(x.shape[1]) + 4) * largest)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -68,31 +119,45 @@ def in_order(x, w):
     ("num_tokens", "columns", "rows"),
     [(1, 16, 16), (2, 784, 80), (7, 512, 48), (9, 784, 80), (130, 256, 128), (300, 48, 176)],
 )
-def test_adds_up_in_order(dtype, num_tokens, columns, rows):
+def test_adds_up_in_order(dtype, num_tokens, columns, rows, kernel):
+    columns *= kernel.COLUMNS[jnp.dtype(dtype).name] // 16
     x, w = random((num_tokens, columns), dtype), random((3, rows, columns), dtype, seed=1)
 
     product = jax.jit(native.matmul)
 
-    np.testing.assert_array_equal(product(x, w, 1), in_order(x, w[1]))
-    np.testing.assert_array_equal(product(x, w, 7), in_order(x, w[2]))
-    np.testing.assert_array_equal(product(x, w, -1), in_order(x, w[0]))
+    check(product(x, w, 1), x, w[1], kernel)
+    check(product(x, w, 7), x, w[2], kernel)
+    check(product(x, w, -1), x, w[0], kernel)
 
 
-def test_rounds_what_it_multiplies_to_the_dtype_of_the_weights():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbours_do_not_change_a_bit(dtype, kernel):
+    x, w = random((200, 2080), dtype), random((2, 80, 2080), dtype, seed=1)
+    product = jax.jit(native.matmul)
+    alone = [product(x[t : t + 1], w, 1) for t in range(9)]
+
+    for num_tokens in (2, 3, 4, 5, 6, 7, 8, 9, 96, 97, 200):
+        y = product(x[:num_tokens], w, 1)
+        np.testing.assert_array_equal(y[:9], np.concatenate(alone)[:num_tokens])
+
+
+def test_rounds_what_it_multiplies_to_the_dtype_of_the_weights(kernel):
     x, w = random((5, 64), jnp.float32), random((1, 32, 64), jnp.bfloat16, seed=1)
 
     y = jax.jit(native.matmul)(x, w, 0)
 
-    np.testing.assert_array_equal(y, in_order(x.astype(jnp.bfloat16), w[0]))
+    check(y, x.astype(jnp.bfloat16), w[0], kernel)
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "columns", "rows"), [(1, 16, 16), (6, 272, 80), (200, 48, 176)]
+    ("num_tokens", "columns", "rows"), [(1, 16, 16), (8, 1040, 80), (200, 48, 176)]
 )
-def test_products_of_int8_are_exact(num_tokens, columns, rows):
+def test_products_of_int8_are_exact(num_tokens, columns, rows, kernel):
+    columns *= kernel.COLUMNS["int8"] // 16
     rng = np.random.default_rng(0)
     x = rng.integers(-127, 128, (num_tokens, columns), np.int8)
     w = rng.integers(-127, 128, (2, rows, columns), np.int8)
+    x[0], w[:, 0] = -127, 127
 
     y = jax.jit(native.matmul_int8)(x, w, 1)
 
@@ -100,7 +165,7 @@ def test_products_of_int8_are_exact(num_tokens, columns, rows):
 
 
 @pytest.mark.parametrize("num_tokens", [3, 130])
-def test_int8_dynamic_has_the_bits_that_xla_gives_it(num_tokens):
+def test_int8_dynamic_has_the_bits_that_xla_gives_it(num_tokens, kernel):
     rng = np.random.default_rng(0)
     x = random((num_tokens, 64), jnp.bfloat16)
     leaf = jnp.asarray(rng.integers(-127, 128, (2, 3, 1, 48, 64), np.int8))
@@ -117,7 +182,7 @@ def test_int8_dynamic_has_the_bits_that_xla_gives_it(num_tokens):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_takes_layers_experts_and_bits(dtype):
+def test_linear_takes_layers_experts_and_bits(dtype, kernel):
     x, w = random((5, 64), dtype), random((2, 3, 32, 64), dtype, seed=1)
     bits = w.view(jnp.uint16) if dtype == jnp.bfloat16 else w
     cases = [
@@ -128,7 +193,7 @@ def test_linear_takes_layers_experts_and_bits(dtype):
     for matrix, values in cases:
         assert matrix.is_native
         y = jax.jit(lambda x, matrix=matrix: linear(x, matrix))(x)
-        np.testing.assert_array_equal(y, in_order(x, values))
+        check(y, x, values, kernel)
 
 
 def test_derivatives_are_those_of_the_plain_product():
@@ -145,40 +210,137 @@ def test_derivatives_are_those_of_the_plain_product():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_batch_is_multiplied_in_turn():
+def test_a_batch_is_multiplied_in_turn(kernel):
     x, w = random((4, 3, 64), jnp.float32), random((2, 32, 64), jnp.float32, seed=1)
 
     y = jax.vmap(lambda x: native.matmul(x, w, 1))(x)
 
-    np.testing.assert_array_equal(y.reshape(12, 32), in_order(x.reshape(12, 64), w[1]))
+    check(y.reshape(12, 32), x.reshape(12, 64), w[1], kernel)
 
 
-def test_threads_do_not_get_in_each_others_way():
+def test_threads_do_not_get_in_each_others_way(kernel):
     w = random((2, 512, 256), jnp.bfloat16, seed=1)
     xs = [random((rows, 256), jnp.bfloat16, seed=rows) for rows in (1, 2, 9, 140)]
     product = jax.jit(native.matmul)
-    expected = [in_order(x, w[1]) for x in xs]
+    expected = [product(x, w, 1) for x in xs]
 
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda i: product(xs[i % 4], w, 1), range(80)))
 
+    for x, y in zip(xs, expected, strict=True):
+        check(y, x, w[1], kernel)
     for i, y in enumerate(results):
         np.testing.assert_array_equal(y, expected[i % 4])
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((3, 24, 64), "bfloat16"), ((3, 32, 40), "float32"), ((32, 64), "int16")]
+    ("shape", "dtype"),
+    [
+        ((3, 24, 64), "bfloat16"),
+        ((3, 32, 40), "float32"),
+        ((32, 64), "int16"),
+        ((1, 32, 2**17 + 64), "int8"),
+    ],
 )
-def test_other_shapes_and_dtypes_are_left_to_xla(shape, dtype):
+def test_other_shapes_and_dtypes_are_left_to_xla(shape, dtype, kernel):
     assert not native.takes(shape, np.dtype(jnp.dtype(dtype)))
+
+
+def store_of(case):
+    """Pages as a CPU has them, with the step's keys and values."""
+    shape = case.shape
+    codec = PlainCodec(dtype=shape.dtype)
+    if shape.num_bits:
+        codec = ScaledCodec(kind="int8", dtype=shape.dtype)
+    layout = HeadMajorLayout(
+        num_kv_heads=shape.kv_heads, head_dim=shape.head_dim, page_size=shape.page_size, codec=codec
+    )
+    return Store(jax.jit(codec.encode)(written(case)), layout=layout, num_layers=NUM_LAYERS)
+
+
+def attend_natively(case, store, rows=slice(None)):
+    shape, arrays = case.shape, {name: x[rows] for name, x in case.arrays.items()}
+    at = Place(
+        store, LAYER, PageTables(*(arrays[name] for name in ("table_BW", "first_BW", "len_B")))
+    )
+    sinks = sinks_of(shape)
+    asked = Scores(
+        shape.window,
+        None,
+        shape.softcap or 0.0,
+        None if sinks is None else jnp.asarray(sinks).reshape(shape.kv_heads, -1),
+    )
+    q = jnp.asarray(arrays["q_TNH"], jnp.float32) * shape.head_dim**-0.5
+    position_B = jnp.asarray(case.position_T[rows], jnp.int32)
+    len_B = jnp.where(arrays["count_B"] > 0, arrays["len_B"], 0)
+    return jax.jit(decode, static_argnums=0)(handler_for(at), q, at, position_B, len_B, asked)
+
+
+ATTENDED = [
+    Shape(decode_only=True),
+    Shape(head_dim=64, num_heads=22, dtype="float32", page_size=8, decode_only=True),
+    Shape(head_dim=80, num_heads=6, kv_heads=1, page_size=128, decode_only=True),
+    Shape(window=20, sinks=True, decode_only=True),
+    Shape(softcap=3.0, page_size=24, dtype="float32", decode_only=True),
+    Shape(num_bits=8, head_dim=72, window=20, dtype="float32", decode_only=True),
+]
+
+
+@pytest.mark.parametrize("change", [lambda case: case, first_page_behind, first_page_shared])
+@pytest.mark.parametrize("shape", ATTENDED)
+def test_decode_rows_equal_float64(shape, change):
+    for seed in range(4):
+        # Rows of several blocks, too.
+        held = np.random.default_rng(seed).integers(0, 6 * shape.page_size + 1, NUM_ROWS)
+        held[0] = 6 * shape.page_size
+        case = random_case(seed, shape, held.tolist())
+        if change is first_page_behind and not shape.window:
+            continue
+        case = change(case)
+
+        out = np.asarray(attend_natively(case, store_of(case)))
+
+        want, _ = expected(stands_for(case))
+        assert_close(
+            out[:NUM_ROWS],
+            want[:NUM_ROWS] * (case.arrays["count_B"] > 0)[:, None, None],
+            shape.dtype,
+        )
+
+
+def test_rows_beside_a_row_do_not_change_a_bit():
+    case = random_case(3, replace(ATTENDED[0], num_heads=6))
+    store = store_of(case)
+    together = attend_natively(case, store)
+
+    for row in range(NUM_ROWS):
+        alone = attend_natively(case, store, slice(row, row + 1))
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": 20},
+        {"page_size": 4},
+        {"page_size": 256},
+        {"codec": get_codec("int4", platform="cpu")},
+    ],
+)
+def test_other_pages_are_left_to_xla(change):
+    sizes = {"head_dim": 64, "page_size": 16, "codec": PlainCodec(dtype="bfloat16")}
+    layout = HeadMajorLayout(num_kv_heads=1, **sizes | change)
+    store = empty_store(num_layers=1, layout=layout, num_pages=1)
+    empty = jnp.zeros((1, 1), jnp.int32)
+
+    assert handler_for(Place(store, 0, PageTables(empty, empty, empty[0]))) is None
 
 
 @pytest.mark.parametrize(
     ("features", "asked", "said"),
     [
         ({"fma": True}, None, "the processor has no avx2"),
-        ({"fma": True, "avx2": True, "avx512f": True}, None, "not measured .* with avx512f"),
-        ({}, "xla", "JAXKV_MATMUL asks for it"),
+        ({}, "xla", "JAXKV_CPU_KERNELS asks for it"),
     ],
 )
 def test_says_why_it_is_not_used(features, asked, said, monkeypatch, decide):
@@ -187,23 +349,40 @@ def test_says_why_it_is_not_used(features, asked, said, monkeypatch, decide):
     assert re.search(said, decide(asked))
 
 
+def test_a_wide_processor_without_bfloat16_multiplies_by_xla_and_attends_natively(
+    monkeypatch, decide
+):
+    monkeypatch.setattr(native, "WIDE", (*native.WIDE, "not to be had"))
+    known = {**features, "avx512f": True}
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: type(features)(known))
+
+    assert decide(None) is None
+    assert re.search("not measured .* with avx512f and no .*not to be had", native.described())
+    assert decide("native") is None
+    assert native.described() == "machine code of jaxkv (AVX2)"
+
+
 def test_without_llvmlite_xla_multiplies_unless_it_was_asked_for(monkeypatch, decide):
     monkeypatch.setattr(native, "find_spec", lambda name: None)
 
     assert 'pip install "jaxkv[cpu]"' in decide(None)
-    with pytest.raises(ImportError, match="JAXKV_MATMUL=native: llvmlite is not installed"):
+    with pytest.raises(ImportError, match="JAXKV_CPU_KERNELS=native: llvmlite is not installed"):
         decide("native")
 
 
 def test_a_processor_that_cannot_is_refused_where_it_is_asked_for(monkeypatch, decide):
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"fma": True})
 
-    with pytest.raises(NotImplementedError, match="JAXKV_MATMUL=native: the processor has no avx2"):
+    with pytest.raises(
+        NotImplementedError, match="JAXKV_CPU_KERNELS=native: the processor has no avx2"
+    ):
         decide("native")
 
 
 def test_an_unknown_choice_is_refused(decide):
-    with pytest.raises(ValueError, match='JAXKV_MATMUL: expected "xla" or "native", got "mkl"'):
+    with pytest.raises(
+        ValueError, match='JAXKV_CPU_KERNELS: expected "xla" or "native", got "mkl"'
+    ):
         decide("mkl")
 
 
@@ -224,10 +403,13 @@ def test_an_engine_multiplies_by_it_and_says_so(tmp_path, decide):
 
     said, program, ours = run("native")
     assert "matmuls   machine code of jaxkv" in said
-    assert kernel.HANDLERS["float32"] in program
+    attending = attention.HANDLERS["float32"]
+    assert native._code().matmul.HANDLERS["float32"] in program
+    assert attending in program
     said, program, xla = run("xla")
-    assert "matmuls   XLA (JAXKV_MATMUL asks for it)" in said
-    assert kernel.HANDLERS["float32"] not in program
+    assert "matmuls   XLA (JAXKV_CPU_KERNELS asks for it)" in said
+    assert "jaxkv_matmul" not in program
+    assert attending not in program
     assert [token for token, _ in ours.values()] == [token for token, _ in xla.values()]
     np.testing.assert_allclose(
         [one.logprob for _, one in ours.values()],

@@ -21,7 +21,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Statistics, Store, destinations, write
-from jaxkv.ops.attention import expanded
+from jaxkv.ops.attention import expanded, native
 from jaxkv.ops.attention.base import Attended, Batch, Heads, Index, LatentMaps, Needs, Place
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.select import select_pages
@@ -217,18 +217,24 @@ def _read_rows(
     num_rows = at.tables.table_BW.shape[0]
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
     decode = partial(_decode, asked=asked, index=index)
+    handler = None if deterministic or index is not None else native.handler_for(at)
+    on_cpu: Callable[..., tuple[jax.Array, Statistics | None]]
+    if handler is not None:
+        on_cpu = partial(_decode_natively, handler, asked=asked)
+    else:
+        # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
+        on_cpu = partial(
+            decode,
+            tile_rows=CPU_TILE_ROWS,
+            min_queries=CPU_MIN_QUERIES,
+            blocking=Blocking(in_float32=not deterministic),
+        )
     decoded, statistics = jax.lax.platform_dependent(
         enter(q_TNH[:num_rows]),
         at,
         batch.position_T[:num_rows],
         is_decode_B,
-        # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
-        cpu=partial(
-            decode,
-            tile_rows=CPU_TILE_ROWS,
-            min_queries=CPU_MIN_QUERIES,
-            blocking=Blocking(in_float32=not deterministic),
-        ),
+        cpu=on_cpu,
         default=partial(
             decode, tile_rows=num_rows, min_queries=1, blocking=Blocking(decode_keys(num_rows))
         ),
@@ -246,6 +252,19 @@ def _read_rows(
             fill, num_queries=prefill_queries(q_TNH.shape[1]), blocking=Blocking(LARGE_KEYS)
         ),
     )
+
+
+def _decode_natively(
+    handler: str,
+    q_BNH: jax.Array,
+    at: Place,
+    position_B: jax.Array,
+    live_B: jax.Array,
+    *,
+    asked: Scores,
+) -> tuple[jax.Array, None]:
+    len_B = jnp.where(live_B, at.tables.len_B, 0)
+    return native.decode(handler, q_BNH, at, position_B, len_B, asked), None
 
 
 def _decode(

@@ -1,0 +1,164 @@
+"""Multiplies as `matmul` does, where a processor has AVX-512 and its instructions for bfloat16 and
+int8: y = x @ w[index].T.
+
+w [N, F, D] and x [T, D] bfloat16, y [T, F] float32; or all three float32; or w is int8, x uint8
+with 128 added to values of int8, and y int32, with D at most `LONGEST`. D is a multiple of
+`COLUMNS`, F of 16. An index beyond the ends means the first or the last matrix.
+
+Numbers of x and w are multiplied as they lie in memory, nothing is converted or copied: an
+instruction multiplies 32 of bfloat16 and adds the products in pairs to 16 sums, or 64 of 8 bits in
+fours. 6 rows of x are multiplied with 4 of w at a time: 24 of 32 registers are sums.
+
+A sum is in the same order whatever T is: 16 partial sums over `DEPTH` columns are added up in
+halves and then in pairs, and such totals one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+from kernels_pallas.cpu.function import EIGHT, FOUR, Function, blocks, four_totals
+from kernels_pallas.cpu.matmul import TASK_OUTPUTS, TASK_TOKENS, begin
+from kernels_pallas.cpu.tasks import Kernel
+
+HANDLERS = {dtype: f"jaxkv_matmul512_{dtype}" for dtype in ("bfloat16", "float32", "int8")}
+BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
+COLUMNS = {"bfloat16": 32, "float32": 16, "int8": 64}
+"""Numbers of x and w in a register."""
+
+MULTIPLE = 16
+"""F is a multiple of it."""
+
+LONGEST = 2**16
+"""Sums of so many products of numbers of 8 bits, one with a sign, are below 2^31."""
+
+OUTPUTS, ROWS = 4, (6, 3, 2, 1)
+"""Rows of w and of x that are multiplied at once: as many sixes of x as there are, then less."""
+
+DEPTH = {"bfloat16": 2048, "float32": 1024, "int8": 4096}
+"""Columns that are added up at once: those of 6 rows of x stay in the first-level cache."""
+
+FLOATS, WHOLE = "<16 x float>", "<16 x i32>"
+PAIRS = "<32 x bfloat>"
+
+DECLARED = (
+    f"declare {FLOATS} @llvm.fma.v16f32({FLOATS}, {FLOATS}, {FLOATS})",
+    f"declare {FLOATS} @llvm.x86.avx512bf16.dpbf16ps.512({FLOATS}, {PAIRS}, {PAIRS})",
+    f"declare {WHOLE} @llvm.x86.avx512.vpdpbusd.512({WHOLE}, {WHOLE}, {WHOLE})",
+)
+"""What the functions call, beside what those of `function` do."""
+
+TILE = "ptr %x, ptr %w, ptr %y, i64 %T, i64 %N, i64 %D, i64 %F"
+
+
+def functions() -> list[Function]:
+    """Writes the `HANDLERS`, and what they call."""
+    written = []
+    for dtype in HANDLERS:
+        written += [_tile(dtype), *_kernel(dtype).functions()]
+    return written
+
+
+def _tile(dtype: str) -> Function:
+    """Writes the function for some outputs of some tokens."""
+    f = Function(f"define internal void @tile512_{dtype}({TILE}) noinline")
+    with f.each(0, "%D", DEPTH[dtype]) as start:
+        depth = f.least(f.sub("%D", start), DEPTH[dtype])
+        for rows, first, stop in blocks(f, "%T", ROWS):
+            with f.each(first, stop, rows) as t, f.each(0, "%N", OUTPUTS) as output:
+                _multiply(f, dtype, [f.add(t, r) for r in range(rows)], output, start, depth)
+    f.do("ret void")
+    return f
+
+
+def _multiply(
+    f: Function, dtype: str, rows: Sequence[str], output: str, start: str, depth: str
+) -> None:
+    """Adds the products of rows of x with OUTPUTS rows of w to y."""
+    width = BYTES[dtype]
+
+    def row(of: str, number: str) -> str:
+        return f.at(of, f.mul(f.add(f.mul(number, "%D"), start), width))
+
+    w = [row("%w", f.add(output, i)) for i in range(OUTPUTS)]
+    x = [row("%x", number) for number in rows]
+    kind = WHOLE if dtype == "int8" else FLOATS
+    # Of int8 one more row, of what was added to x, is taken from the others.
+    sums = [[f.variable(kind, align=64) for _ in w] for _ in range(len(x) + (dtype == "int8"))]
+    for place in chain(*sums):
+        f.store(f"{kind} zeroinitializer", place, align=64)
+    with f.each(0, depth, COLUMNS[dtype]) as column:
+        offset = f.mul(column, width)
+        read = [_read(f, dtype, address, offset) for address in x]
+        if dtype == "int8":
+            read.append(f"<{', '.join(['i32 -2139062144'] * 16)}>")  # bytes of 128
+        for i, address in enumerate(w):
+            if len(rows) < ROWS[0]:  # what is multiplied next
+                f.fetch(f.at(address, f.add(offset, f.mul("%D", OUTPUTS * width))))
+            weights = _read(f, dtype, address, offset)
+            for number, of_row in zip(read, sums, strict=True):
+                before = f.load(kind, of_row[i], align=64)
+                f.store(f"{kind} {_added(f, dtype, before, number, weights)}", of_row[i], align=64)
+    is_first = f.let(f"icmp eq i64 {start}, 0")
+    totals = [_totals(f, dtype, [f.load(kind, place, align=64) for place in row]) for row in sums]
+    add, four = ("add", "<4 x i32>") if dtype == "int8" else ("fadd", FOUR)
+    for number, found in zip(rows, totals, strict=False):
+        if dtype == "int8":
+            found = f.let(f"sub {four} {found}, {totals[-1]}")
+        place = f.mul(f.add(f.mul(number, "%F"), output), 4)
+        before = f.load(four, "%y", place, align=4)
+        before = f.let(f"select i1 {is_first}, {four} zeroinitializer, {four} {before}")
+        f.store(f"{four} {f.let(f'{add} {four} {before}, {found}')}", "%y", place, align=4)
+
+
+def _read(f: Function, dtype: str, address: str, offset: str) -> str:
+    kind = {"bfloat16": PAIRS, "float32": FLOATS, "int8": WHOLE}[dtype]
+    return f.load(kind, address, offset, align=BYTES[dtype])
+
+
+def _added(f: Function, dtype: str, before: str, x: str, w: str) -> str:
+    """Adds products to sums."""
+    if dtype == "float32":
+        operands = f"{FLOATS} {x}, {FLOATS} {w}, {FLOATS} {before}"
+        return f.let(f"call {FLOATS} @llvm.fma.v16f32({operands})")
+    if dtype == "int8":
+        operands = f"{WHOLE} {before}, {WHOLE} {x}, {WHOLE} {w}"
+        return f.let(f"call {WHOLE} @llvm.x86.avx512.vpdpbusd.512({operands})")
+    operands = f"{FLOATS} {before}, {PAIRS} {x}, {PAIRS} {w}"
+    return f.let(f"call {FLOATS} @llvm.x86.avx512bf16.dpbf16ps.512({operands})")
+
+
+def _totals(f: Function, dtype: str, sums: Sequence[str]) -> str:
+    """Adds up four vectors of sixteen."""
+    kind, add, half = (WHOLE, "add", EIGHT) if dtype == "int8" else (FLOATS, "fadd", "<8 x float>")
+    folded = []
+    for numbers in sums:
+        low, high = (f.shuffle(kind, numbers, numbers, range(i, i + 8)) for i in (0, 8))
+        folded.append(f.let(f"{add} {half} {low}, {high}"))
+    return four_totals(f, folded, whole=dtype == "int8")
+
+
+def _kernel(dtype: str) -> Kernel:
+    numbers = ("blocks", "T", "D", "F")
+    return Kernel(
+        name=HANDLERS[dtype],
+        num_operands=3,
+        shared=dict.fromkeys(numbers, "i64") | dict.fromkeys(("x", "w", "y"), "ptr"),
+        begin=partial(begin, BYTES[dtype]),
+        do=partial(_do, dtype),
+    )
+
+
+def _do(dtype: str, f: Function, known: Mapping[str, str], task: str) -> None:
+    T, D, F, num_blocks = (known[name] for name in ("T", "D", "F", "blocks"))
+    first_token = f.mul(f.let(f"srem i64 {task}, {num_blocks}"), TASK_TOKENS)
+    num_tokens = f.least(f.sub(T, first_token), TASK_TOKENS)
+    first = f.mul(f.let(f"sdiv i64 {task}, {num_blocks}"), TASK_OUTPUTS)
+    num_outputs = f.least(f.sub(F, first), TASK_OUTPUTS)
+    x = f.at(known["x"], f.mul(f.mul(first_token, D), BYTES[dtype]))
+    w = f.at(known["w"], f.mul(f.mul(first, D), BYTES[dtype]))
+    y = f.at(known["y"], f.mul(f.add(f.mul(first_token, F), first), 4))
+    operands = f"ptr {x}, ptr {w}, ptr {y}, i64 {num_tokens}, i64 {num_outputs}, i64 {D}, i64 {F}"
+    f.do(f"call void @tile512_{dtype}({operands})")
