@@ -2,7 +2,7 @@
 measured in this run.
 
     python scripts/bench_cpu_choices.py
-    python scripts/bench_cpu_choices.py --only matmuls
+    python scripts/bench_cpu_choices.py --only matmuls decode_attention
 
 Medians of several calls, in milliseconds; on a shared machine read ratios.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.kv.codecs import PlainCodec
+from jaxkv.kv.codecs import PlainCodec, get_codec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Store
 from jaxkv.ops import native
-from jaxkv.ops.attention import Batch, Place, sweep, xla
+from jaxkv.ops.attention import Place, sweep, xla
+from jaxkv.ops.attention import native as attention_native
 from jaxkv.ops.layers import _linear_in_pieces
 from jaxkv.ops.matrices import Matrix
 
@@ -38,6 +39,25 @@ def median_ms(f: Callable[..., Any], *args: Any, calls: int = 15) -> float:
         jax.block_until_ready(f(*args))
         times.append(time.perf_counter() - start)
     return sorted(times)[calls // 2] * 1e3
+
+
+def by_turns(functions: Iterable[Callable[..., Any]], *args: Any, rounds: int) -> str:
+    """Says how many CPU / wall milliseconds two functions take, and how many times as fast the
+    second one is.
+    """
+    functions = list(functions)
+    spent: list[list[tuple[float, float]]] = [[] for _ in functions]
+    for function in functions:
+        jax.block_until_ready(function(*args))
+    for _ in range(rounds):
+        for function, times in zip(functions, spent, strict=True):
+            begun = time.process_time(), time.perf_counter()
+            jax.block_until_ready(function(*args))
+            ended = time.process_time(), time.perf_counter()
+            times.append(((ended[0] - begun[0]) * 1e3, (ended[1] - begun[1]) * 1e3))
+    cells = [" / ".join(f"{ms:6.1f}" for ms in np.median(times, axis=0)) for times in spent]
+    ratio = median(a[1] / b[1] for a, b in zip(*spent, strict=True))
+    return f"{'   '.join(cells)}  {ratio:.2f} times"
 
 
 def matmul_layouts() -> None:
@@ -101,7 +121,7 @@ def matmuls(rounds: int = 15) -> None:
     """Eight layers' matmuls of two sizes by XLA and by machine code of jaxkv, by turns: CPU and
     wall milliseconds.
     """
-    if (reason := native.unused_because()) is not None:
+    if (reason := native.matmul_unused_because()) is not None:
         print(f"\nmatmuls by machine code: {reason}")
         return
     print("\n8 matmuls out of the stack, CPU / wall ms by turns: XLA, machine code")
@@ -121,65 +141,55 @@ def matmuls(rounds: int = 15) -> None:
         x_TD = jax.random.normal(jax.random.key(1), (512, shape[1]))
         run = {form: jax.jit(partial(all_layers, form)) for form in (by_xla, by_machine_code)}
         for rows in (2, 8, 32, 512):
-            spent: list[list[tuple[float, float]]] = [[], []]
-            for function in run.values():
-                jax.block_until_ready(function(x_TD[:rows], stack))
-            for _ in range(rounds):
-                for function, times in zip(run.values(), spent, strict=True):
-                    begun = time.process_time(), time.perf_counter()
-                    jax.block_until_ready(function(x_TD[:rows], stack))
-                    ended = time.process_time(), time.perf_counter()
-                    times.append(((ended[0] - begun[0]) * 1e3, (ended[1] - begun[1]) * 1e3))
-            cells = [" / ".join(f"{ms:6.1f}" for ms in np.median(times, axis=0)) for times in spent]
-            ratio = median(a[1] / b[1] for a, b in zip(*spent, strict=True))
+            said = by_turns(run.values(), x_TD[:rows], stack, rounds=rounds)
             what = f"{dtype:8s} {shape[1]} x {shape[0]} {rows:3d} rows"
-            print(f"  {what}  {'   '.join(cells)}  {ratio:.2f} times", flush=True)
+            print(f"  {what}  {said}", flush=True)
 
 
-def decode_attention() -> None:
-    """One layer's decode attention over 1,024 tokens a row, by page storage and by tokens gathered
-    at once.
-    """
+def decode_attention(rounds: int = 9) -> None:
+    """Attention of decode rows in twelve layers by XLA and by machine code of jaxkv, by turns."""
+    if (reason := native.unused_because()) is not None:
+        print(f"\nattention by machine code: {reason}")
+        return
     print(
-        "\ndecode attention, 12 query / 4 KV heads of 64, 1,024 tokens a row, page 16, ms by "
-        "tokens gathered at once"
+        "\nattention of decode rows, 12 layers, 12 query / 4 KV heads of 64, pages of 16, "
+        "CPU / wall ms by turns: XLA, machine code"
     )
-    size, length, rng = 16, 1024, np.random.default_rng(0)
-    default = sweep.BLOCK
-    for rows in (1, 8, 32):
-        width = length // size
+    size, num_layers = 16, 12
+    asked = sweep.Scores(None, None, 0.0, None)
+    codecs = [PlainCodec(dtype="bfloat16"), PlainCodec(dtype="float32")]
+    codecs.append(get_codec("int8", platform="cpu"))
+    for (rows, length), codec in itertools.product(
+        ((1, 128), (1, 1024), (8, 128), (8, 1024), (32, 128), (32, 1024)), codecs
+    ):
+        rng, width = np.random.default_rng(0), length // size
         table = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
-        values = jnp.asarray(rng.standard_normal((rows * width, 8, size, 64)), jnp.bfloat16)
         first = np.tile(np.arange(width, dtype=np.int32) * size, (rows, 1))
-        each = np.arange(rows, dtype=np.int32)
-        batch = Batch(
-            token_T=each,
-            position_T=np.full(rows, length - 1, np.int32),
-            row_T=each,
-            start_B=each,
-            count_B=np.ones(rows, np.int32),
-            num_decode=np.int32(rows),
-            num_rows=np.int32(rows),
-            decode_only=True,
-        )
-        q = jnp.asarray(rng.standard_normal((rows, 12, 64)), jnp.float32)
-        for name, codec in (
-            ("bits", PlainCodec(dtype="bfloat16", as_bits=True)),
-            ("bfloat16", PlainCodec(dtype="bfloat16")),
-            ("float32", PlainCodec(dtype="float32")),
-        ):
-            layout = HeadMajorLayout(num_kv_heads=4, head_dim=64, page_size=size, codec=codec)
-            store = Store(codec.encode(values), layout, num_layers=1)
-            at = Place(store, 0, PageTables(table, first, np.full(rows, length, np.int32)))
-            cells = []
-            for tokens in (64, 128, 256, 512, 1024):
-                sweep.BLOCK = tokens
-                attend = jax.jit(
-                    lambda q, at, batch: xla.read(q, at, batch, scale=0.125, window=None)
-                )
-                cells.append(f"{tokens}: {median_ms(attend, q, at, batch, calls=9):6.2f}")
-            print(f"  {rows:3d} rows {name:9s} " + "  ".join(cells))
-    sweep.BLOCK = default
+        tables = PageTables(*map(jnp.asarray, (table, first, np.full(rows, length, np.int32))))
+        layout = HeadMajorLayout(num_kv_heads=4, head_dim=64, page_size=size, codec=codec)
+        vectors = rng.standard_normal((num_layers * rows * width, 8, size, 64), np.float32)
+        store = Store(jax.jit(codec.encode)(vectors), layout, num_layers=num_layers)
+        q_BNH = jnp.asarray(rng.standard_normal((rows, 12, 64), np.float32))
+        handler = attention_native.handler_for(Place(store, 0, tables))
+        if handler is None:
+            raise RuntimeError(f"expected machine code for pages of {codec.name}")
+
+        by_machine_code = partial(attention_native.decode, handler=handler)
+
+        def all_layers(
+            form: Callable[..., Any], q_BNH: jax.Array, store: Store, tables: PageTables
+        ) -> jax.Array:
+            position_B, live_B = tables.len_B - 1, tables.len_B > 0
+
+            def layer(i: jax.Array, q_BNH: jax.Array) -> jax.Array:
+                at = Place(store, i, tables)
+                return q_BNH + form(q_BNH, at, position_B, live_B, asked=asked)[0]
+
+            return jax.lax.fori_loop(0, num_layers, layer, q_BNH)
+
+        run = [jax.jit(partial(all_layers, form)) for form in (xla.decode_by_xla, by_machine_code)]
+        said = by_turns(run, q_BNH, store, tables, rounds=rounds)
+        print(f"  {codec.name:8s} {rows:3d} rows of {length:4d}  {said}", flush=True)
 
 
 PARTS = (matmul_layouts, layer_forms, matmuls, decode_attention)

@@ -37,21 +37,23 @@ def handler_for(at: Place) -> str | None:
 
 
 def decode(
-    handler: str,
     q_BNH: jax.Array,
     at: Place,
     position_B: jax.Array,
-    len_B: jax.Array,
+    live_B: jax.Array,
+    *,
+    handler: str,
     asked: Scores,
-) -> jax.Array:
-    """Attends one query per row, [B, N, H] float32. len_B: 0 for a row that rests.
+) -> tuple[jax.Array, None]:
+    """Attends one query per row, [B, N, H] float32; zeros where a row rests. Observes nothing.
 
     The bits of a row depend on nothing but its query and what its table has.
     """
     store, tables = at.store, at.tables
     num_heads = q_BNH.shape[1]
     reach = asked.reach(position_B)
-    reach_B = jnp.broadcast_to(np.iinfo(np.int32).max if reach is None else reach, len_B.shape)
+    reach_B = jnp.broadcast_to(np.iinfo(np.int32).max if reach is None else reach, live_B.shape)
+    len_B = jnp.where(live_B, tables.len_B, 0)
     rows_B3 = jnp.stack([len_B, position_B, reach_B], axis=1)
     if asked.sinks_KG is None:
         sinks_N = jnp.full(num_heads, MASKED, jnp.float32)
@@ -59,7 +61,8 @@ def decode(
         sinks_N = asked.sinks_KG.reshape(-1).astype(jnp.float32)
     base = jnp.asarray(at.layer * store.num_pages, jnp.int32)
     result = jax.ShapeDtypeStruct(q_BNH.shape, jnp.float32)
-    return jax.ffi.ffi_call(handler, result, vmap_method="sequential")(
+    attend = jax.ffi.ffi_call(handler, result, vmap_method="sequential")
+    out_BNH = attend(
         q_BNH,
         store.pages,
         jnp.asarray(tables.table_BW, jnp.int32),
@@ -69,3 +72,4 @@ def decode(
         jnp.float32(asked.cap),
         base,
     )
+    return out_BNH, None

@@ -216,19 +216,12 @@ def _read_rows(
     """
     num_rows = at.tables.table_BW.shape[0]
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
-    decode = partial(_decode, asked=asked, index=index)
     handler = None if deterministic or index is not None else native.handler_for(at)
     on_cpu: Callable[..., tuple[jax.Array, Statistics | None]]
     if handler is not None:
-        on_cpu = partial(_decode_natively, handler, asked=asked)
+        on_cpu = partial(native.decode, handler=handler, asked=asked)
     else:
-        # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
-        on_cpu = partial(
-            decode,
-            tile_rows=CPU_TILE_ROWS,
-            min_queries=CPU_MIN_QUERIES,
-            blocking=Blocking(in_float32=not deterministic),
-        )
+        on_cpu = partial(decode_by_xla, asked=asked, index=index, in_float32=not deterministic)
     decoded, statistics = jax.lax.platform_dependent(
         enter(q_TNH[:num_rows]),
         at,
@@ -236,7 +229,12 @@ def _read_rows(
         is_decode_B,
         cpu=on_cpu,
         default=partial(
-            decode, tile_rows=num_rows, min_queries=1, blocking=Blocking(decode_keys(num_rows))
+            _decode,
+            tile_rows=num_rows,
+            min_queries=1,
+            blocking=Blocking(decode_keys(num_rows)),
+            asked=asked,
+            index=index,
         ),
     )
     out_TNH = leave(decoded)
@@ -254,17 +252,30 @@ def _read_rows(
     )
 
 
-def _decode_natively(
-    handler: str,
+def decode_by_xla(
     q_BNH: jax.Array,
     at: Place,
     position_B: jax.Array,
     live_B: jax.Array,
     *,
     asked: Scores,
-) -> tuple[jax.Array, None]:
-    len_B = jnp.where(live_B, at.tables.len_B, 0)
-    return native.decode(handler, q_BNH, at, position_B, len_B, asked), None
+    index: Index | None = None,
+    in_float32: bool = True,
+) -> tuple[jax.Array, Statistics | None]:
+    """Attends one query per row as a CPU does without machine code of jaxkv. XLA:CPU is faster at
+    these tiny matmuls in float32, whatever the pages hold.
+    """
+    return _decode(
+        q_BNH,
+        at,
+        position_B,
+        live_B,
+        tile_rows=CPU_TILE_ROWS,
+        min_queries=CPU_MIN_QUERIES,
+        blocking=Blocking(in_float32=in_float32),
+        asked=asked,
+        index=index,
+    )
 
 
 def _decode(
