@@ -167,11 +167,12 @@ class Blueprint:
 
     def _stores(self, codecs: Codecs) -> list[tuple[int, Heads, Codec]]:
         """Lists the stores, each with its layers, what attention has to do there, and its codec:
-        one for all KV groups if their pages are alike, else one for each.
+        one for all KV groups if their pages are alike, else one for each. Pages in other codecs,
+        that they are demoted to, are divided as they are.
         """
         sizes = [len(group.layers) for group in self.spec.groups]
         each = list(zip(sizes, self._heads, codecs, strict=True))
-        if not are_alike(self.spec, codecs) or self.limits.read_pages:
+        if not are_alike(self.spec, self.codecs) or self.limits.read_pages:
             return each
         # Groups with page tables of their own take turns: a page is of one of them.
         total = max(sizes) if len(self.limits.windows) > 1 else sum(sizes)
