@@ -2,7 +2,7 @@
 measured in this run.
 
     python scripts/bench_cpu_choices.py
-    python scripts/bench_cpu_choices.py --only matmuls decode_attention
+    python scripts/bench_cpu_choices.py --only matmuls attention
 
 Medians of several calls, in milliseconds; on a shared machine read ratios.
 """
@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.kv.codecs import PlainCodec, get_codec
+from jaxkv.kv.codecs import Codec, PlainCodec, get_codec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Store
 from jaxkv.ops import native
-from jaxkv.ops.attention import Place, sweep, xla
+from jaxkv.ops.attention import Batch, Place, sweep, xla
 from jaxkv.ops.attention import native as attention_native
 from jaxkv.ops.layers import _linear_in_pieces
 from jaxkv.ops.matrices import Matrix
@@ -146,53 +146,75 @@ def matmuls(rounds: int = 15) -> None:
             print(f"  {what}  {said}", flush=True)
 
 
-def decode_attention(rounds: int = 9) -> None:
-    """Attention of decode rows in twelve layers by XLA and by machine code of jaxkv, by turns."""
+def attention(rounds: int = 9) -> None:
+    """Attention of decode rows, and of a prompt, in twelve layers by XLA and by machine code of
+    jaxkv, by turns.
+    """
     if (reason := native.unused_because()) is not None:
         print(f"\nattention by machine code: {reason}")
         return
     print(
-        "\nattention of decode rows, 12 layers, 12 query / 4 KV heads of 64, pages of 16, "
-        "CPU / wall ms by turns: XLA, machine code"
+        "\nattention, 12 layers, 12 query / 4 KV heads of 64, pages of 16, CPU / wall ms by turns: "
+        "XLA, machine code"
     )
-    size, num_layers = 16, 12
-    asked = sweep.Scores(None, None, 0.0, None)
+    cases = [(1, 128, 1), (1, 1024, 1), (8, 128, 1), (8, 1024, 1), (32, 128, 1), (32, 1024, 1)]
+    cases += [(1, 512, 512), (1, 2048, 2048), (1, 4096, 512)]
     codecs = [PlainCodec(dtype="bfloat16"), PlainCodec(dtype="float32")]
     codecs.append(get_codec("int8", platform="cpu"))
-    for (rows, length), codec in itertools.product(
-        ((1, 128), (1, 1024), (8, 128), (8, 1024), (32, 128), (32, 1024)), codecs
-    ):
-        rng, width = np.random.default_rng(0), length // size
-        table = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
-        first = np.tile(np.arange(width, dtype=np.int32) * size, (rows, 1))
-        tables = PageTables(*map(jnp.asarray, (table, first, np.full(rows, length, np.int32))))
-        layout = HeadMajorLayout(num_kv_heads=4, head_dim=64, page_size=size, codec=codec)
-        vectors = rng.standard_normal((num_layers * rows * width, 8, size, 64), np.float32)
-        store = Store(jax.jit(codec.encode)(vectors), layout, num_layers=num_layers)
-        q_BNH = jnp.asarray(rng.standard_normal((rows, 12, 64), np.float32))
+    for (rows, length, tokens), codec in itertools.product(cases, codecs):
+        store, tables, batch, q_TNH = attended(rows, length, tokens, codec)
         handler = attention_native.handler_for(Place(store, 0, tables))
         if handler is None:
             raise RuntimeError(f"expected machine code for pages of {codec.name}")
+        by_machine_code = partial(attention_native.attend, handler=handler)
 
-        by_machine_code = partial(attention_native.decode, handler=handler)
+        def all_layers(form: Callable[..., Any], q_TNH: jax.Array, *given: Any) -> jax.Array:
+            store, tables, batch = given
 
-        def all_layers(
-            form: Callable[..., Any], q_BNH: jax.Array, store: Store, tables: PageTables
-        ) -> jax.Array:
-            position_B, live_B = tables.len_B - 1, tables.len_B > 0
+            def layer(i: jax.Array, q_TNH: jax.Array) -> jax.Array:
+                asked = sweep.Scores(None, None, 0.0, None)
+                return q_TNH + form(q_TNH, Place(store, i, tables), batch, asked=asked)[0]
 
-            def layer(i: jax.Array, q_BNH: jax.Array) -> jax.Array:
-                at = Place(store, i, tables)
-                return q_BNH + form(q_BNH, at, position_B, live_B, asked=asked)[0]
+            return jax.lax.fori_loop(0, store.num_layers, layer, q_TNH)
 
-            return jax.lax.fori_loop(0, num_layers, layer, q_BNH)
-
-        run = [jax.jit(partial(all_layers, form)) for form in (xla.decode_by_xla, by_machine_code)]
-        said = by_turns(run, q_BNH, store, tables, rounds=rounds)
-        print(f"  {codec.name:8s} {rows:3d} rows of {length:4d}  {said}", flush=True)
+        run = [jax.jit(partial(all_layers, form)) for form in (xla.attend_rows, by_machine_code)]
+        said = by_turns(run, q_TNH, store, tables, batch, rounds=rounds)
+        what = f"{tokens:4d} tokens of" if tokens > 1 else f"{rows:4d} rows of  "
+        print(f"  {codec.name:8s} {what} {length:4d}  {said}", flush=True)
 
 
-PARTS = (matmul_layouts, layer_forms, matmuls, decode_attention)
+def attended(rows: int, length: int, tokens: int, codec: Codec) -> tuple[Any, ...]:
+    """Makes pages of twelve layers whose rows hold so many tokens, the last `tokens` of which are a
+    step's, and their queries.
+    """
+    size, num_layers = 16, 12
+    rng, width = np.random.default_rng(0), length // size
+    table = rng.permutation(rows * width).reshape(rows, width)
+    first = np.tile(np.arange(width) * size, (rows, 1))
+    held, number = np.full(rows, length), np.arange(rows)
+    tables = PageTables(*(jnp.asarray(x, jnp.int32) for x in (table, first, held)))
+    layout = HeadMajorLayout(num_kv_heads=4, head_dim=64, page_size=size, codec=codec)
+    vectors = rng.standard_normal((num_layers * rows * width, 8, size, 64), np.float32)
+    store = Store(jax.jit(codec.encode)(vectors), layout, num_layers=num_layers)
+    batch = Batch(
+        token_T=jnp.zeros(rows * tokens, jnp.int32),
+        position_T=jnp.tile(jnp.arange(length - tokens, length, dtype=jnp.int32), rows),
+        row_T=jnp.repeat(jnp.asarray(number, jnp.int32), tokens),
+        start_B=jnp.asarray(number * tokens, jnp.int32),
+        count_B=jnp.full(rows, tokens, jnp.int32),
+        num_decode=jnp.int32(rows if tokens == 1 else 0),
+        num_rows=jnp.int32(rows),
+        decode_only=tokens == 1,
+    )
+    return (
+        store,
+        tables,
+        batch,
+        jnp.asarray(rng.standard_normal((rows * tokens, 12, 64)), "float32"),
+    )
+
+
+PARTS = (matmul_layouts, layer_forms, matmuls, attention)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.axes import Array
-from kernels_pallas.cpu import attention, llvm_ir, matmul512
+from kernels_pallas.cpu import handlers, llvm_ir, matmul512
 from kernels_pallas.cpu import matmul as matmul256
 
 VARIABLE = "JAXKV_CPU_KERNELS"
@@ -53,6 +53,11 @@ def unused_because() -> str | None:
 def matmul_unused_because() -> str | None:
     """Says why XLA multiplies; None where machine code does. Raises: as `unused_because`."""
     return _code().not_multiplying
+
+
+def is_wide() -> bool:
+    """Tells whether there is machine code for AVX-512. Raises: as `unused_because`."""
+    return _code().matmul is matmul512
 
 
 def described() -> str:
@@ -100,19 +105,22 @@ def _decided() -> _Code:
         if asked is None:
             return none(reason)
         raise NotImplementedError(f"{VARIABLE}=native: {reason}; unset it, or ask for xla")
-    _register(llvm, features.flatten(), attention)
+    _register(llvm, features.flatten(), "attention")
     lacking = [name for name in WIDE if not features.get(name)]
     if lacking and asked is None and features.get("avx512f"):
         # XLA multiplies 16 numbers at a time there, the other kernel eight.
         which = f"a processor with avx512f and no {' and no '.join(lacking)}"
         return _Code(None, None, f"not measured on {which}: {VARIABLE}=native tries it")
-    kernel = matmul256 if lacking else matmul512
-    _register(llvm, features.flatten(), kernel)
-    return _Code(None, kernel, None)
+    if lacking:
+        _register(llvm, features.flatten(), "matmul")
+        return _Code(None, matmul256, None)
+    for name in ("matmul512", "attention512"):
+        _register(llvm, features.flatten(), name)
+    return _Code(None, matmul512, None)
 
 
 @cache
-def _register(llvm: Any, features: str, kernel: ModuleType) -> None:
+def _register(llvm: Any, features: str, kernel: str) -> None:
     """Gives XLA the machine code of a kernel."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -127,7 +135,7 @@ def _register(llvm: Any, features: str, kernel: ModuleType) -> None:
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     form = ctypes.CFUNCTYPE(ctypes.c_void_p)
-    for name in kernel.HANDLERS.values():
+    for name in handlers(kernel):
         handler = jax.ffi.pycapsule(form(engine.get_function_address(name)))
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     engine.detach()  # never freed: XLA's threads may be in it when the interpreter ends

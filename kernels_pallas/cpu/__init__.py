@@ -4,18 +4,32 @@ CPUs.
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from kernels_pallas.cpu import attention, matmul, matmul512
-from kernels_pallas.cpu.function import DECLARED
+from kernels_pallas.cpu.function import DECLARED, Function
 from kernels_pallas.cpu.tasks import release
 
+WRITTEN: dict[str, tuple[Mapping[str, str], Callable[[], list[Function]]]] = {
+    "matmul": (matmul.HANDLERS, matmul.functions),
+    "matmul512": (matmul512.HANDLERS, matmul512.functions),
+    "attention": (attention.HANDLERS[8], partial(attention.functions, 8)),
+    "attention512": (attention.HANDLERS[16], partial(attention.functions, 16)),
+}
+"""Handlers that are made together, and what writes them. Those with 512 need AVX-512."""
 
-def llvm_ir(kernel: ModuleType) -> str:
-    """Returns the text of a module with the `HANDLERS` of a kernel: one of those here."""
-    declared = (*DECLARED, *matmul512.DECLARED) if kernel is matmul512 else DECLARED
-    written = [release(), *kernel.functions()]
+
+def handlers(name: str) -> tuple[str, ...]:
+    """Names what XLA can call of one of `WRITTEN`."""
+    return tuple(WRITTEN[name][0].values())
+
+
+def llvm_ir(name: str) -> str:
+    """Returns the text of a module with one of `WRITTEN`."""
+    declared = (*DECLARED, *matmul512.DECLARED) if name == "matmul512" else DECLARED
+    written = [release(), *WRITTEN[name][1]()]
     return "\n".join([*declared, "", *(one.text() for one in written)])
 
 
-__all__ = ["attention", "llvm_ir", "matmul", "matmul512"]
+__all__ = ["attention", "handlers", "llvm_ir", "matmul", "matmul512"]

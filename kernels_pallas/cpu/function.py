@@ -1,5 +1,5 @@
-"""Writes functions in LLVM's intermediate representation, for processors with AVX2: eight numbers
-of 32 bits at a time.
+"""Writes functions in LLVM's intermediate representation, for processors with AVX2 or AVX-512:
+eight or sixteen numbers of 32 bits at a time.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from dataclasses import dataclass, field
 FLOATS, FOUR = "<8 x float>", "<4 x float>"
 EIGHT, SHORTS = "<8 x i32>", "<16 x i16>"
 
+SIXTEEN = "<16 x float>"
+
 DECLARED = (
     f"declare {FLOATS} @llvm.fma.v8f32({FLOATS}, {FLOATS}, {FLOATS})",
     f"declare {FLOATS} @llvm.rint.v8f32({FLOATS})",
+    f"declare {SIXTEEN} @llvm.fma.v16f32({SIXTEEN}, {SIXTEEN}, {SIXTEEN})",
+    f"declare {SIXTEEN} @llvm.rint.v16f32({SIXTEEN})",
     f"declare {EIGHT} @llvm.x86.avx2.pmadd.wd({SHORTS}, {SHORTS})",
     f"declare i32 @llvm.vector.reduce.add.v8i32({EIGHT})",
     "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
@@ -28,9 +32,12 @@ DECLARED = (
 
 @dataclass(slots=True)
 class Function:
-    """A function in LLVM's intermediate representation, written line by line."""
+    """A function in LLVM's intermediate representation, written line by line. lanes: so many floats
+    are a vector.
+    """
 
     header: str
+    lanes: int = 8
     lines: list[str] = field(default_factory=list)
     variables: list[str] = field(default_factory=list)
     """Memory on the stack. LLVM makes registers of those that are single values."""
@@ -75,30 +82,51 @@ class Function:
         is_more = self.let(f"icmp sgt i64 {a}, {b}")
         return self.let(f"select i1 {is_more}, i64 {a}, i64 {b}")
 
+    @property
+    def vector(self) -> str:
+        return f"<{self.lanes} x float>"
+
+    @property
+    def whole(self) -> str:
+        return f"<{self.lanes} x i32>"
+
     def floats(self, operation: str, a: str, b: str) -> str:
-        """Does what an instruction does with two numbers, with eight of them."""
-        return self.let(f"{operation} {FLOATS} {a}, {b}")
+        """Does what an instruction does with two numbers, with those of two vectors."""
+        return self.let(f"{operation} {self.vector} {a}, {b}")
 
     def fma(self, a: str, b: str, c: str) -> str:
-        """Returns a * b + c of eight numbers."""
-        operands = f"{FLOATS} {a}, {FLOATS} {b}, {FLOATS} {c}"
-        return self.let(f"call {FLOATS} @llvm.fma.v8f32({operands})")
+        """Returns a * b + c of vectors."""
+        operands = f"{self.vector} {a}, {self.vector} {b}, {self.vector} {c}"
+        return self.let(f"call {self.vector} @llvm.fma.v{self.lanes}f32({operands})")
+
+    def select(self, condition: str, a: str, b: str) -> str:
+        """Returns numbers of a vector where a condition holds, of another one elsewhere."""
+        condition = f"<{self.lanes} x i1> {condition}"
+        return self.let(f"select {condition}, {self.vector} {a}, {self.vector} {b}")
 
     def larger(self, a: str, b: str) -> str:
-        """Returns the larger ones of eight numbers."""
-        is_larger = self.let(f"fcmp ogt {FLOATS} {a}, {b}")
-        return self.let(f"select <8 x i1> {is_larger}, {FLOATS} {a}, {FLOATS} {b}")
+        """Returns the larger ones of two vectors' numbers."""
+        return self.select(self.floats("fcmp ogt", a, b), a, b)
 
-    def eight_of(self, kind: str, number: str) -> str:
-        """Returns eight times the same number."""
-        one = self.let(f"insertelement <8 x {kind}> poison, {kind} {number}, i64 0")
-        return self.shuffle(f"<8 x {kind}>", one, one, [0] * 8)
+    def filled(self, kind: str, number: str) -> str:
+        """Returns a vector of the same number."""
+        vector = f"<{self.lanes} x {kind}>"
+        one = self.let(f"insertelement {vector} poison, {kind} {number}, i64 0")
+        return self.shuffle(vector, one, one, [0] * self.lanes)
+
+    def constant(self, value: float) -> str:
+        """Returns a vector of a number, rounded to float32."""
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
+        (bits,) = struct.unpack("Q", struct.pack("d", rounded))
+        return f"<{', '.join([f'float 0x{bits:016X}'] * self.lanes)}>"
 
     def across(self, operation: Callable[[str, str], str], numbers: str) -> str:
-        """Brings eight numbers together in pairs; each of the eight that come out is all."""
-        for distance in (1, 2, 4):
-            others = self.shuffle(FLOATS, numbers, numbers, [i ^ distance for i in range(8)])
-            numbers = operation(numbers, others)
+        """Brings a vector's numbers together in pairs; each of those that come out is all."""
+        distance = 1
+        while distance < self.lanes:
+            lanes = [i ^ distance for i in range(self.lanes)]
+            numbers = operation(numbers, self.shuffle(self.vector, numbers, numbers, lanes))
+            distance *= 2
         return numbers
 
     def shuffle(self, kind: str, a: str, b: str, lanes: Sequence[int]) -> str:
@@ -158,48 +186,41 @@ def integers(numbers: Sequence[int]) -> str:
     return f"<{', '.join(f'i32 {number}' for number in numbers)}>"
 
 
-def numbers(value: float) -> str:
-    """Returns a constant vector of eight times a number, rounded to float32."""
-    (rounded,) = struct.unpack("f", struct.pack("f", value))
-    (bits,) = struct.unpack("Q", struct.pack("d", rounded))
-    return f"<{', '.join([f'float 0x{bits:016X}'] * 8)}>"
-
-
 def exponential(f: Function, x: str) -> str:
-    """Returns e to the power of eight numbers: 0 below -87.7, and no more than e^88.
+    """Returns e to the power of a vector's numbers: 0 below -87.7, and no more than e^88.
 
     With x = n log 2 + r, where n is whole and r at most log 2 / 2, it is 2^n times the first eight
     terms of e^r, whose error is 5e-9. Of log 2 so many bits are taken at first that their product
     with n is exact.
     """
     for bound, outside in ((-88.0, "olt"), (88.0, "ogt")):
-        is_outside = f.let(f"fcmp {outside} {FLOATS} {x}, {numbers(bound)}")
-        x = f.let(f"select <8 x i1> {is_outside}, {FLOATS} {numbers(bound)}, {FLOATS} {x}")
-    n = f.floats("fmul", x, numbers(1 / math.log(2)))
-    n = f.let(f"call {FLOATS} @llvm.rint.v8f32({FLOATS} {n})")
+        is_outside = f.floats(f"fcmp {outside}", x, f.constant(bound))
+        x = f.select(is_outside, f.constant(bound), x)
+    n = f.floats("fmul", x, f.constant(1 / math.log(2)))
+    n = f.let(f"call {f.vector} @llvm.rint.v{f.lanes}f32({f.vector} {n})")
     first = math.floor(math.log(2) * 2**15) / 2**15
-    r = f.fma(n, numbers(-first), x)
-    r = f.fma(n, numbers(first - math.log(2)), r)
-    found = numbers(1 / math.factorial(7))
+    r = f.fma(n, f.constant(-first), x)
+    r = f.fma(n, f.constant(first - math.log(2)), r)
+    found = f.constant(1 / math.factorial(7))
     for k in reversed(range(7)):
-        found = f.fma(found, r, numbers(1 / math.factorial(k)))
-    whole = f.let(f"fptosi {FLOATS} {n} to {EIGHT}")
-    bits = f.let(f"add {EIGHT} {whole}, {integers([127] * 8)}")
-    bits = f.let(f"shl {EIGHT} {bits}, {integers([23] * 8)}")
-    return f.floats("fmul", found, f.let(f"bitcast {EIGHT} {bits} to {FLOATS}"))
+        found = f.fma(found, r, f.constant(1 / math.factorial(k)))
+    bits = f.let(f"fptosi {f.vector} {n} to {f.whole}")
+    bits = f.let(f"add {f.whole} {bits}, {integers([127] * f.lanes)}")
+    bits = f.let(f"shl {f.whole} {bits}, {integers([23] * f.lanes)}")
+    return f.floats("fmul", found, f.let(f"bitcast {f.whole} {bits} to {f.vector}"))
 
 
 def of_bfloat16(f: Function, address: str, offset: object) -> str:
-    """Reads eight numbers of bfloat16 as float32."""
-    bits = f.load("<8 x i16>", address, offset, align=2)
-    bits = f.let(f"zext <8 x i16> {bits} to {EIGHT}")
-    bits = f.let(f"shl {EIGHT} {bits}, {integers([16] * 8)}")
-    return f.let(f"bitcast {EIGHT} {bits} to {FLOATS}")
+    """Reads a vector of bfloat16 as float32."""
+    bits = f.load(f"<{f.lanes} x i16>", address, offset, align=2)
+    bits = f.let(f"zext <{f.lanes} x i16> {bits} to {f.whole}")
+    bits = f.let(f"shl {f.whole} {bits}, {integers([16] * f.lanes)}")
+    return f.let(f"bitcast {f.whole} {bits} to {f.vector}")
 
 
 def four_totals(f: Function, sums: Sequence[str], *, whole: bool = False) -> str:
-    """Adds up four vectors of eight floats, or whole numbers, each in pairs: numbers side by side,
-    pairs of those, both halves.
+    """Adds up four vectors of floats, or of whole numbers: halves of sixteen, then in pairs:
+    numbers side by side, pairs of those, both halves.
     """
     add, number = ("add", "i32") if whole else ("fadd", "float")
 
@@ -215,6 +236,8 @@ def four_totals(f: Function, sums: Sequence[str], *, whole: bool = False) -> str
         half, kind = width // 2, f"<{width} x {number}>"
         return added(half, *(f.shuffle(kind, x, x, range(i, i + half)) for i in (0, half)))
 
+    if f.lanes == 16:
+        sums = [halves(16, x) for x in sums]
     return halves(8, in_pairs(in_pairs(*sums[:2]), in_pairs(*sums[2:])))
 
 

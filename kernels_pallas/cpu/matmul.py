@@ -18,7 +18,7 @@ van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), sectio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -70,7 +70,7 @@ def functions() -> list[Function]:
     written = []
     for dtype in HANDLERS:
         written.append(_tile_int8() if dtype == "int8" else _tile(dtype))
-        written += _kernel(dtype).functions()
+        written += kernel(HANDLERS[dtype], W_BYTES[dtype], partial(_do, dtype)).functions()
     return written
 
 
@@ -218,19 +218,19 @@ def _multiply_int8(f: Function, rows: Sequence[str], outputs: Sequence[str]) -> 
         f.store(f"i32 {total}", "%y", to, align=4)
 
 
-def _kernel(dtype: str) -> Kernel:
+def kernel(name: str, width: int, do: Callable[[Function, Mapping[str, str], str], None]) -> Kernel:
+    """Returns the handler of this name for x and w with `width` bytes a number of w."""
     numbers = ("blocks", "T", "D", "F")
     return Kernel(
-        name=HANDLERS[dtype],
+        name=name,
         num_operands=3,
         shared=dict.fromkeys(numbers, "i64") | dict.fromkeys(("x", "w", "y"), "ptr"),
-        begin=partial(begin, W_BYTES[dtype]),
-        do=partial(_do, dtype),
+        begin=partial(_begin, width),
+        do=do,
     )
 
 
-def begin(width: int, f: Function, given: Sequence[Buffer]) -> Mapping[str, str]:
-    """Gives what tasks need of x, w with `width` bytes a number, index, and y."""
+def _begin(width: int, f: Function, given: Sequence[Buffer]) -> Mapping[str, str]:
     x, w, index, y = given
     T, D, F = x.dim(0), x.dim(1), w.dim(1)
     number = f.most(f.least(index.integer(), f.add(w.dim(0), -1)), 0)

@@ -19,9 +19,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 
-from kernels_pallas.cpu.function import EIGHT, FOUR, Function, blocks, four_totals
-from kernels_pallas.cpu.matmul import TASK_OUTPUTS, TASK_TOKENS, begin
-from kernels_pallas.cpu.tasks import Kernel
+from kernels_pallas.cpu.function import FOUR, SIXTEEN, Function, blocks, four_totals
+from kernels_pallas.cpu.matmul import TASK_OUTPUTS, TASK_TOKENS, kernel
 
 HANDLERS = {dtype: f"jaxkv_matmul512_{dtype}" for dtype in ("bfloat16", "float32", "int8")}
 BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
@@ -40,12 +39,11 @@ OUTPUTS, ROWS = 4, (6, 3, 2, 1)
 DEPTH = {"bfloat16": 2048, "float32": 1024, "int8": 4096}
 """Columns that are added up at once: those of 6 rows of x stay in the first-level cache."""
 
-FLOATS, WHOLE = "<16 x float>", "<16 x i32>"
+WHOLE = "<16 x i32>"
 PAIRS = "<32 x bfloat>"
 
 DECLARED = (
-    f"declare {FLOATS} @llvm.fma.v16f32({FLOATS}, {FLOATS}, {FLOATS})",
-    f"declare {FLOATS} @llvm.x86.avx512bf16.dpbf16ps.512({FLOATS}, {PAIRS}, {PAIRS})",
+    f"declare {SIXTEEN} @llvm.x86.avx512bf16.dpbf16ps.512({SIXTEEN}, {PAIRS}, {PAIRS})",
     f"declare {WHOLE} @llvm.x86.avx512.vpdpbusd.512({WHOLE}, {WHOLE}, {WHOLE})",
 )
 """What the functions call, beside what those of `function` do."""
@@ -57,13 +55,16 @@ def functions() -> list[Function]:
     """Writes the `HANDLERS`, and what they call."""
     written = []
     for dtype in HANDLERS:
-        written += [_tile(dtype), *_kernel(dtype).functions()]
+        written += [
+            _tile(dtype),
+            *kernel(HANDLERS[dtype], BYTES[dtype], partial(_do, dtype)).functions(),
+        ]
     return written
 
 
 def _tile(dtype: str) -> Function:
     """Writes the function for some outputs of some tokens."""
-    f = Function(f"define internal void @tile512_{dtype}({TILE}) noinline")
+    f = Function(f"define internal void @tile512_{dtype}({TILE}) noinline", lanes=16)
     with f.each(0, "%D", DEPTH[dtype]) as start:
         depth = f.least(f.sub("%D", start), DEPTH[dtype])
         for rows, first, stop in blocks(f, "%T", ROWS):
@@ -84,7 +85,7 @@ def _multiply(
 
     w = [row("%w", f.add(output, i)) for i in range(OUTPUTS)]
     x = [row("%x", number) for number in rows]
-    kind = WHOLE if dtype == "int8" else FLOATS
+    kind = WHOLE if dtype == "int8" else SIXTEEN
     # Of int8 one more row, of what was added to x, is taken from the others.
     sums = [[f.variable(kind, align=64) for _ in w] for _ in range(len(x) + (dtype == "int8"))]
     for place in chain(*sums):
@@ -102,7 +103,10 @@ def _multiply(
                 before = f.load(kind, of_row[i], align=64)
                 f.store(f"{kind} {_added(f, dtype, before, number, weights)}", of_row[i], align=64)
     is_first = f.let(f"icmp eq i64 {start}, 0")
-    totals = [_totals(f, dtype, [f.load(kind, place, align=64) for place in row]) for row in sums]
+    totals = [
+        four_totals(f, [f.load(kind, place, align=64) for place in row], whole=dtype == "int8")
+        for row in sums
+    ]
     add, four = ("add", "<4 x i32>") if dtype == "int8" else ("fadd", FOUR)
     for number, found in zip(rows, totals, strict=False):
         if dtype == "int8":
@@ -114,41 +118,19 @@ def _multiply(
 
 
 def _read(f: Function, dtype: str, address: str, offset: str) -> str:
-    kind = {"bfloat16": PAIRS, "float32": FLOATS, "int8": WHOLE}[dtype]
+    kind = {"bfloat16": PAIRS, "float32": SIXTEEN, "int8": WHOLE}[dtype]
     return f.load(kind, address, offset, align=BYTES[dtype])
 
 
 def _added(f: Function, dtype: str, before: str, x: str, w: str) -> str:
     """Adds products to sums."""
     if dtype == "float32":
-        operands = f"{FLOATS} {x}, {FLOATS} {w}, {FLOATS} {before}"
-        return f.let(f"call {FLOATS} @llvm.fma.v16f32({operands})")
+        return f.fma(x, w, before)
     if dtype == "int8":
         operands = f"{WHOLE} {before}, {WHOLE} {x}, {WHOLE} {w}"
         return f.let(f"call {WHOLE} @llvm.x86.avx512.vpdpbusd.512({operands})")
-    operands = f"{FLOATS} {before}, {PAIRS} {x}, {PAIRS} {w}"
-    return f.let(f"call {FLOATS} @llvm.x86.avx512bf16.dpbf16ps.512({operands})")
-
-
-def _totals(f: Function, dtype: str, sums: Sequence[str]) -> str:
-    """Adds up four vectors of sixteen."""
-    kind, add, half = (WHOLE, "add", EIGHT) if dtype == "int8" else (FLOATS, "fadd", "<8 x float>")
-    folded = []
-    for numbers in sums:
-        low, high = (f.shuffle(kind, numbers, numbers, range(i, i + 8)) for i in (0, 8))
-        folded.append(f.let(f"{add} {half} {low}, {high}"))
-    return four_totals(f, folded, whole=dtype == "int8")
-
-
-def _kernel(dtype: str) -> Kernel:
-    numbers = ("blocks", "T", "D", "F")
-    return Kernel(
-        name=HANDLERS[dtype],
-        num_operands=3,
-        shared=dict.fromkeys(numbers, "i64") | dict.fromkeys(("x", "w", "y"), "ptr"),
-        begin=partial(begin, BYTES[dtype]),
-        do=partial(_do, dtype),
-    )
+    operands = f"{SIXTEEN} {before}, {PAIRS} {x}, {PAIRS} {w}"
+    return f.let(f"call {SIXTEEN} @llvm.x86.avx512bf16.dpbf16ps.512({operands})")
 
 
 def _do(dtype: str, f: Function, known: Mapping[str, str], task: str) -> None:

@@ -48,13 +48,14 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """Says what a handler does. shared: what its tasks need, by name: "ptr" or "i64". begin: gives
-    their values, and the number of tasks under "tasks", from the operands and, as the last one, the
-    result. do: writes a task, which has a number.
+    """Says what a handler does. lanes: as `Function` has them. shared: what its tasks need, by
+    name: "ptr" or "i64". begin: gives their values, and the number of tasks under "tasks", from the
+    operands and, as the last one, the result. do: writes a task, which has a number.
     """
 
     name: str
     num_operands: int
+    lanes: int = 8
     shared: Mapping[str, str]
     begin: Callable[[Function, Sequence[Buffer]], Mapping[str, str]]
     do: Callable[[Function, Mapping[str, str], str], None]
@@ -67,7 +68,7 @@ class Kernel:
 
     def _work(self) -> Function:
         """Writes the function that does tasks until none is left."""
-        f = Function(f"define internal void @{self.name}_work(ptr %shared)")
+        f = Function(f"define internal void @{self.name}_work(ptr %shared)", self.lanes)
         known = {
             name: f.let(f"load {kind}, ptr {self._address(f, name)}")
             for name, kind in self.shared.items()

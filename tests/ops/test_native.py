@@ -17,14 +17,15 @@ from jaxkv.kv.codecs import PlainCodec, ScaledCodec, get_codec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PageTables, Store, empty_store
 from jaxkv.ops import native
-from jaxkv.ops.attention import Place
-from jaxkv.ops.attention.native import decode, handler_for
+from jaxkv.ops.attention import Batch, Place
+from jaxkv.ops.attention import native as attention_native
+from jaxkv.ops.attention.native import attend, handler_for
 from jaxkv.ops.attention.sweep import Scores
 from jaxkv.ops.layers import linear
 from jaxkv.ops.matrices import Matrix, Packed
 from jaxkv.testing import engine_of
-from kernels_pallas.cpu import attention, matmul512
 from kernels_pallas.cpu import matmul as matmul256
+from kernels_pallas.cpu import matmul512
 from ragged import (
     LAYER,
     NUM_LAYERS,
@@ -259,65 +260,72 @@ def store_of(case):
     return Store(jax.jit(codec.encode)(written(case)), layout=layout, num_layers=NUM_LAYERS)
 
 
-def attend_natively(case, store, rows=slice(None)):
-    shape, arrays = case.shape, {name: x[rows] for name, x in case.arrays.items()}
-    at = Place(
-        store, LAYER, PageTables(*(arrays[name] for name in ("table_BW", "first_BW", "len_B")))
-    )
-    sinks = sinks_of(shape)
+def attend_natively(case, store):
+    shape, arrays, sinks = case.shape, case.arrays, sinks_of(case.shape)
+    tables = PageTables(*(arrays[name] for name in ("table_BW", "first_BW", "len_B")))
+    at = Place(store, LAYER, tables)
     asked = Scores(
         shape.window,
         None,
         shape.softcap or 0.0,
         None if sinks is None else jnp.asarray(sinks).reshape(shape.kv_heads, -1),
     )
+    batch = Batch(
+        token_T=case.row_T,
+        position_T=jnp.asarray(case.position_T, jnp.int32),
+        row_T=jnp.asarray(case.row_T, jnp.int32),
+        start_B=arrays["start_B"],
+        count_B=arrays["count_B"],
+        num_decode=case.num_decode,
+        num_rows=case.num_rows,
+        decode_only=shape.decode_only,
+    )
     q = jnp.asarray(arrays["q_TNH"], jnp.float32) * shape.head_dim**-0.5
-    position_B = jnp.asarray(case.position_T[rows], jnp.int32)
-    live_B = jnp.asarray(arrays["count_B"] > 0)
-    attend = partial(decode, handler=handler_for(at), asked=asked)
-    return jax.jit(attend)(q, at, position_B, live_B)[0]
+    run = jax.jit(partial(attend, handler=handler_for(at), asked=asked))
+    return np.asarray(run(q, at, batch)[0])
 
 
 ATTENDED = [
     Shape(decode_only=True),
-    Shape(head_dim=64, num_heads=22, dtype="float32", page_size=8, decode_only=True),
-    Shape(head_dim=80, num_heads=6, kv_heads=1, page_size=128, decode_only=True),
-    Shape(window=20, sinks=True, decode_only=True),
-    Shape(softcap=3.0, page_size=24, dtype="float32", decode_only=True),
-    Shape(num_bits=8, head_dim=72, window=20, dtype="float32", decode_only=True),
+    Shape(),
+    Shape(head_dim=64, num_heads=22, dtype="float32", page_size=8),
+    Shape(head_dim=80, num_heads=6, kv_heads=1, page_size=128),
+    Shape(window=20, sinks=True),
+    Shape(window=20, softcap=3.0, page_size=24, dtype="float32", decode_only=True),
+    Shape(num_bits=8, head_dim=72, window=20, dtype="float32"),
 ]
 
 
 @pytest.mark.parametrize("change", [lambda case: case, first_page_behind, first_page_shared])
 @pytest.mark.parametrize("shape", ATTENDED)
-def test_decode_rows_equal_float64(shape, change):
+def test_decode_rows_and_chunks_equal_float64(shape, change):
     for seed in range(4):
         # Rows of several blocks, too.
-        held = np.random.default_rng(seed).integers(0, 6 * shape.page_size + 1, NUM_ROWS)
-        held[0] = 6 * shape.page_size
+        held = np.random.default_rng(seed).integers(1, 6 * shape.page_size + 1, NUM_ROWS)
+        held[[0, 3]] = 6 * shape.page_size
         case = random_case(seed, shape, held.tolist())
         if change is first_page_behind and not shape.window:
             continue
         case = change(case)
+        real_T = case.row_T < NUM_ROWS
 
-        out = np.asarray(attend_natively(case, store_of(case)))
+        out = attend_natively(case, store_of(case))
 
         want, _ = expected(stands_for(case))
-        assert_close(
-            out[:NUM_ROWS],
-            want[:NUM_ROWS] * (case.arrays["count_B"] > 0)[:, None, None],
-            shape.dtype,
-        )
+        assert_close(out[real_T], want[real_T], shape.dtype)
+        assert not out[~real_T].any()
 
 
-def test_rows_beside_a_row_do_not_change_a_bit():
-    case = random_case(3, replace(ATTENDED[0], num_heads=6))
+@pytest.mark.parametrize("shape", [ATTENDED[1], ATTENDED[4]])
+def test_neither_rows_beside_a_token_nor_its_chunk_change_a_bit(shape, monkeypatch):
+    case = random_case(3, replace(shape, num_heads=6))
     store = store_of(case)
     together = attend_natively(case, store)
+    assert max(case.arrays["count_B"]) > attention_native.CHUNK_TOKENS
 
-    for row in range(NUM_ROWS):
-        alone = attend_natively(case, store, slice(row, row + 1))
-        np.testing.assert_array_equal(alone[0], together[row])
+    for tokens in (1, 3, 64):
+        monkeypatch.setattr(attention_native, "CHUNK_TOKENS", tokens)
+        np.testing.assert_array_equal(attend_natively(case, store), together)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +413,7 @@ def test_an_engine_multiplies_by_it_and_says_so(tmp_path, decide):
 
     said, program, ours = run("native")
     assert "matmuls   machine code of jaxkv" in said
-    attending = attention.HANDLERS["float32"]
+    attending = "jaxkv_attend"
     assert native._code().matmul.HANDLERS["float32"] in program
     assert attending in program
     said, program, xla = run("xla")

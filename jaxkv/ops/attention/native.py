@@ -1,8 +1,10 @@
-"""Attends decode rows on a CPU by machine code of our own (`kernels_pallas.cpu.attention`), where
-`ops.native` has it made: it reads pages where they lie.
+"""Attends on a CPU by machine code of our own (`kernels_pallas.cpu.attention`), where `ops.native`
+has it made: it reads pages where they lie.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 
 from jaxkv.kv.codecs import PlainCodec, ScaledCodec
 from jaxkv.ops import native
-from jaxkv.ops.attention.base import Place
+from jaxkv.ops.attention.base import Batch, Place
 from jaxkv.ops.attention.softmax import MASKED
 from jaxkv.ops.attention.sweep import Scores
 from kernels_pallas.cpu import attention as kernel
@@ -30,46 +32,50 @@ def handler_for(at: Place) -> str | None:
         return None
     has_more = store.low is not None or store.num_read is not None or at.statistics is not None
     size, head_dim = store.page_size, store.layout.head_dim
-    fits = size <= kernel.BLOCK and size % kernel.MULTIPLE == head_dim % kernel.MULTIPLE == 0
-    if has_more or store.layout.latent_dim is not None or not fits or native.unused_because():
+    if has_more or store.layout.latent_dim is not None or native.unused_because() is not None:
         return None
-    return kernel.HANDLERS[stored]
+    for lanes in (16, 8) if native.is_wide() else (8,):
+        if size % lanes == head_dim % lanes == 0 and size <= kernel.BLOCK:
+            return kernel.HANDLERS[lanes][stored]
+    return None
 
 
-def decode(
-    q_BNH: jax.Array,
-    at: Place,
-    position_B: jax.Array,
-    live_B: jax.Array,
-    *,
-    handler: str,
-    asked: Scores,
+CHUNK_TOKENS = 8
+"""Tokens that a thread attends at a time where rows have several."""
+
+
+def attend(
+    q_TNH: jax.Array, at: Place, batch: Batch, *, handler: str, asked: Scores
 ) -> tuple[jax.Array, None]:
-    """Attends one query per row, [B, N, H] float32; zeros where a row rests. Observes nothing.
+    """Attends all tokens of a step, [T, N, H] float32; zeros for padding and for a row that rests.
+    Observes nothing.
 
-    The bits of a row depend on nothing but its query and what its table has.
+    The bits of a token depend on nothing but its query and what its row's table has.
     """
     store, tables = at.store, at.tables
-    num_heads = q_BNH.shape[1]
-    reach = asked.reach(position_B)
-    reach_B = jnp.broadcast_to(np.iinfo(np.int32).max if reach is None else reach, live_B.shape)
-    len_B = jnp.where(live_B, tables.len_B, 0)
-    rows_B3 = jnp.stack([len_B, position_B, reach_B], axis=1)
+    num_tokens, num_heads, _ = q_TNH.shape
+    row_T, position_T = batch.row_T, batch.position_T
+    of_row = partial(jnp.take, indices=row_T, mode="fill", fill_value=0)
+    offset_T = jnp.arange(num_tokens, dtype=jnp.int32) - of_row(batch.start_B)
+    stop_T = of_row(tables.len_B) - of_row(batch.count_B) + offset_T + 1
+    reach = asked.reach(position_T)
+    reach_T = jnp.broadcast_to(np.iinfo(np.int32).max if reach is None else reach, row_T.shape)
+    row_T = jnp.where(of_row(batch.count_B) > 0, row_T, -1)
+    tokens_T4 = jnp.stack([row_T, position_T, reach_T, stop_T], axis=1).astype(jnp.int32)
     if asked.sinks_KG is None:
         sinks_N = jnp.full(num_heads, MASKED, jnp.float32)
     else:
         sinks_N = asked.sinks_KG.reshape(-1).astype(jnp.float32)
-    base = jnp.asarray(at.layer * store.num_pages, jnp.int32)
-    result = jax.ShapeDtypeStruct(q_BNH.shape, jnp.float32)
-    attend = jax.ffi.ffi_call(handler, result, vmap_method="sequential")
-    out_BNH = attend(
-        q_BNH,
+    result = jax.ShapeDtypeStruct(q_TNH.shape, jnp.float32)
+    out_TNH = jax.ffi.ffi_call(handler, result, vmap_method="sequential")(
+        q_TNH,
         store.pages,
+        tokens_T4,
         jnp.asarray(tables.table_BW, jnp.int32),
         jnp.asarray(tables.first_BW, jnp.int32),
-        rows_B3.astype(jnp.int32),
         sinks_N,
         jnp.float32(asked.cap),
-        base,
+        jnp.asarray(at.layer * store.num_pages, jnp.int32),
+        jnp.int32(1 if batch.decode_only else CHUNK_TOKENS),
     )
-    return out_BNH, None
+    return out_TNH, None

@@ -214,27 +214,55 @@ def _read_rows(
     queries what meets the pages, and `leave` of what they have found there what comes out. index:
     of all tokens.
     """
+    by_xla = partial(
+        attend_rows,
+        asked=asked,
+        deterministic=deterministic,
+        enter=enter,
+        leave=leave,
+        index=index,
+    )
+    # Its bits are those that `deterministic` asks for.
+    handler = None if index is not None else native.handler_for(at)
+    if handler is None:
+        return by_xla(q_TNH, at, batch, count_B)
+    by_machine_code = partial(native.attend, handler=handler, asked=asked)
+    return jax.lax.platform_dependent(
+        *(q_TNH, at, batch), cpu=by_machine_code, default=partial(by_xla, count_B=count_B)
+    )
+
+
+def attend_rows(
+    q_TNH: jax.Array,
+    at: Place,
+    batch: Batch,
+    count_B: jax.Array | None = None,
+    *,
+    asked: Scores,
+    deterministic: bool = False,
+    enter: Callable[[jax.Array], jax.Array] = _unchanged,
+    leave: Callable[[jax.Array], jax.Array] = _unchanged,
+    index: Index | None = None,
+) -> tuple[jax.Array, Statistics | None]:
+    """Attends as `_read_rows` does, by XLA alone. count_B: None for all tokens of the step."""
+    count_B = batch.count_B if count_B is None else count_B
     num_rows = at.tables.table_BW.shape[0]
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
-    handler = None if deterministic or index is not None else native.handler_for(at)
-    on_cpu: Callable[..., tuple[jax.Array, Statistics | None]]
-    if handler is not None:
-        on_cpu = partial(native.decode, handler=handler, asked=asked)
-    else:
-        on_cpu = partial(decode_by_xla, asked=asked, index=index, in_float32=not deterministic)
+    decode = partial(_decode, asked=asked, index=index)
     decoded, statistics = jax.lax.platform_dependent(
         enter(q_TNH[:num_rows]),
         at,
         batch.position_T[:num_rows],
         is_decode_B,
-        cpu=on_cpu,
+        # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
+        cpu=partial(
+            decode,
+            tile_rows=CPU_TILE_ROWS,
+            min_queries=CPU_MIN_QUERIES,
+            blocking=Blocking(in_float32=not deterministic),
+        ),
         default=partial(
-            _decode,
-            tile_rows=num_rows,
-            min_queries=1,
-            blocking=Blocking(decode_keys(num_rows)),
-            asked=asked,
-            index=index,
+            decode, tile_rows=num_rows, min_queries=1, blocking=Blocking(decode_keys(num_rows))
         ),
     )
     out_TNH = leave(decoded)
@@ -249,32 +277,6 @@ def _read_rows(
         default=partial(
             fill, num_queries=prefill_queries(q_TNH.shape[1]), blocking=Blocking(LARGE_KEYS)
         ),
-    )
-
-
-def decode_by_xla(
-    q_BNH: jax.Array,
-    at: Place,
-    position_B: jax.Array,
-    live_B: jax.Array,
-    *,
-    asked: Scores,
-    index: Index | None = None,
-    in_float32: bool = True,
-) -> tuple[jax.Array, Statistics | None]:
-    """Attends one query per row as a CPU does without machine code of jaxkv. XLA:CPU is faster at
-    these tiny matmuls in float32, whatever the pages hold.
-    """
-    return _decode(
-        q_BNH,
-        at,
-        position_B,
-        live_B,
-        tile_rows=CPU_TILE_ROWS,
-        min_queries=CPU_MIN_QUERIES,
-        blocking=Blocking(in_float32=in_float32),
-        asked=asked,
-        index=index,
     )
 
 
