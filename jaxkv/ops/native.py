@@ -1,6 +1,6 @@
 """Runs machine code of our own on a CPU (`kernels_pallas.cpu`), which llvmlite makes: `pip install
-"jaxkv[cpu]"`. It multiplies with weights, and attends decode rows (`ops.attention.native`). Without
-it XLA does.
+"jaxkv[cpu]"`. It multiplies with weights, and attends (`ops.attention.native`). Without it XLA
+does.
 """
 
 from __future__ import annotations

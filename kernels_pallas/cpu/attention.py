@@ -83,8 +83,8 @@ def functions(lanes: int) -> list[Function]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Is a group of queries in the function being written, of which there are `count`, from number
-    `begin` of the function's on: a token's, one after the other. block: slots of a block.
+    """Is a group of queries in the function being written, of which there are `count`: a token's
+    one after the other, then the next one's. block: slots of a block.
 
     On the stack, of each: where it and its result are, in bytes; its position, and how many it
     sees; scores or weights [QUERIES, BLOCK]; and the running softmax's maximum, sum, and what it

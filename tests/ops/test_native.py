@@ -1,5 +1,5 @@
-"""Machine code of jaxkv on a CPU: bits of its matmuls, derivatives, refusals; attention of decode
-rows beside a reference in float64.
+"""Machine code of jaxkv on a CPU: bits of its matmuls, derivatives, refusals; attention beside a
+reference in float64.
 """
 
 import re
