@@ -26,7 +26,7 @@ import jax
 import pytest
 from jax._src.lru_cache import _CACHE_SUFFIX, LRUCache
 
-from jaxkv.ops.attention import pallas_tpu
+from jaxkv.ops.attention import native, pallas_tpu
 from jaxkv.programs import compiled, compiler_options
 from jaxkv.programs.compiled import Programs
 from kernels_pallas import tpu
@@ -130,6 +130,16 @@ def one_loop() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "row_buckets", lambda max_num_seqs, _: (max(2, max_num_seqs),))
+        yield
+
+
+@pytest.fixture(scope="module")
+def xla_attends() -> Iterator[None]:
+    """Has XLA attend, which machine code on a CPU would do else: it adds up in another order, and
+    takes less memory.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "handler_for", lambda at: None)
         yield
 
 

@@ -17,7 +17,7 @@ from jaxkv.programs.compiled import ProgramMemory, Programs
 from jaxkv.testing import budget_of, engine_of, model_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = pytest.mark.usefixtures("quick_compile", "xla_attends")
 
 KIB, MIB = 1024, 2**20
 

@@ -4,7 +4,6 @@ read otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -26,17 +25,10 @@ from cases import (
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PagedKV, copy_pages, empty_store, write
-from jaxkv.ops.attention import native, xla
+from jaxkv.ops.attention import xla
 
+pytestmark = pytest.mark.usefixtures("xla_attends")  # as it does where pages are chosen
 READ = jax.jit(xla.read, static_argnames=("scale", "window"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def by_xla() -> Iterator[None]:
-    """Has XLA read all pages too, as it does chosen ones: machine code adds up in another order."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "handler_for", lambda at: None)
-        yield
 
 
 def read(case: Case, layer: int) -> np.ndarray:
