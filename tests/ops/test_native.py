@@ -362,13 +362,17 @@ def test_says_why_it_is_not_used(features, asked, said, monkeypatch, decide):
 def test_a_wide_processor_without_bfloat16_multiplies_by_xla_and_attends_natively(
     monkeypatch, decide
 ):
+    made = []
+    monkeypatch.setattr(native, "_register", lambda llvm, features, kernel: made.append(kernel))
     monkeypatch.setattr(native, "WIDE", (*native.WIDE, "not to be had"))
-    known = {**features, "avx512f": True}
-    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: type(features)(known))
+    known = type(features)({**features, "avx512f": True})
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: known)
 
     assert decide(None) is None
     assert re.search("not measured .* with avx512f and no .*not to be had", native.described())
+    assert made == ["attention"]
     assert decide("native") is None
+    assert made == ["attention", "attention", "matmul"]
     assert native.described() == "machine code of jaxkv (AVX2)"
 
 
