@@ -28,7 +28,7 @@ choose.
 
 NEEDED = ("avx2", "fma")
 WIDE = ("avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512vnni")
-"""What `matmul512` needs."""
+"""Machine code with vectors of 512 bits needs these."""
 
 _lock = Lock()
 
@@ -105,18 +105,14 @@ def _decided() -> _Code:
         if asked is None:
             return none(reason)
         raise NotImplementedError(f"{VARIABLE}=native: {reason}; unset it, or ask for xla")
-    _register(llvm, features.flatten(), "attention")
     lacking = [name for name in WIDE if not features.get(name)]
+    _register(llvm, features.flatten(), "attention" if lacking else "attention512")
     if lacking and asked is None and features.get("avx512f"):
         # XLA multiplies 16 numbers at a time there, the other kernel eight.
         which = f"a processor with avx512f and no {' and no '.join(lacking)}"
         return _Code(None, None, f"not measured on {which}: {VARIABLE}=native tries it")
-    if lacking:
-        _register(llvm, features.flatten(), "matmul")
-        return _Code(None, matmul256, None)
-    for name in ("matmul512", "attention512"):
-        _register(llvm, features.flatten(), name)
-    return _Code(None, matmul512, None)
+    _register(llvm, features.flatten(), "matmul" if lacking else "matmul512")
+    return _Code(None, matmul256 if lacking else matmul512, None)
 
 
 @cache

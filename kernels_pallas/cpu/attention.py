@@ -2,20 +2,19 @@
 
 q and y [T, N, H] float32; pages [P, V, S, X], of which the first half of V are the keys of K heads
 and the rest their values, X numbers of bfloat16 or float32, or H of int8 and the bits of a bfloat16
-that they are multiplied with; H and S are multiples of a vector,
-S is at most `BLOCK`. table [B, W] and
-first [B, W] int32: a row's pages, counted from `base`, and the positions of their first slots.
-tokens [T, 4] int32: a token's row, below 0 for none; its position; how many positions it sees,
-itself included; and the number of its slot in the row's table, plus 1. Tokens of a row are side by
-side, in order. sinks [N]: scores of one more key, whose value is 0; cap: if not 0, scores are cap *
-tanh(score / cap). An id beyond the ends means the first or the last page.
+that they are multiplied with; H is a multiple of four vectors, S of one and at most `BLOCK`. table
+[B, W] and first [B, W] int32: a row's pages, counted from `base`, and the positions of their first
+slots. tokens [T, 4] int32: a token's row, below 0 for none; its position; how many positions it
+sees, itself included; and the number of its slot in the row's table, plus 1. Tokens of a row are
+side by side, in order. sinks [N]: scores of one more key, whose value is 0; cap: if not 0, scores
+are cap * tanh(score / cap). An id beyond the ends means the first or the last page.
 
 A task is one KV head of `each` tokens side by side, and attends those of a row together, 24 queries
 at a time. Blocks of up to 128 slots are attended one after the other by a running softmax (arXiv
-2205.14135, algorithm 1): scores of 3 queries and 4 slots at a time (6 and 4 with AVX-512), partial
-sums in a vector as `matmul` has them; then weights; then values, a slot after the other, 4 vectors
-of as many queries at a time. A block's values are fetched into the cache beside its scores, the
-next one's keys beside its values.
+2205.14135, algorithm 1): scores of 3 queries and 4 slots at a time, partial sums in a vector as
+`matmul` has them; then weights; then values, a slot after the other, 4 vectors of 3 queries at a
+time. A block's values are fetched into the cache beside its scores, the next one's keys beside its
+values.
 
 Sums are float32 in an order that nothing but the slots of the row's table decides: neighbours do
 not change a bit, nor how many tokens of a row are attended at once.
@@ -43,7 +42,7 @@ HANDLERS = {
     lanes: {dtype: f"jaxkv_attend{32 * lanes}_{dtype}" for dtype in ("bfloat16", "float32", "int8")}
     for lanes in (8, 16)
 }
-"""By the floats of a vector, and by what pages have."""
+"""These are named by the floats of a vector, and by what pages have."""
 
 BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
 
@@ -53,12 +52,13 @@ BLOCK = 128
 QUERIES = 24
 """Queries of a row whose scores are held at once."""
 
-TILE_QUERIES = {8: (3, 2, 1), 16: (6, 3, 2, 1)}
-TILE_SLOTS, TILE_VECTORS = 4, (4, 1)
-"""Queries, by the floats of a vector; slots of keys, or vectors of values; multiplied at once."""
+TILE_QUERIES, TILE_SLOTS, TILE_VECTORS = (3, 1), 4, 4
+"""Queries, and slots of keys or vectors of values, are multiplied so many at once: more forms would
+take longer to make.
+"""
 
 TOKEN = ("row", "position", "reach", "stop")
-"""What is known of a token."""
+"""This is known of a token."""
 
 MASKED = -1e30
 """Score of a slot that is not seen."""
@@ -68,7 +68,7 @@ ARGUMENTS = {
     "cap": "float",
     **dict.fromkeys(("count", "G", "N", "H", "S", "X", "page", "base", "last"), "i64"),
 }
-"""What the function for one KV head of `count` tokens of a row takes: addresses of its first
+"""The function for one KV head of `count` tokens of a row takes these: addresses of its first
 numbers, and X and the bytes of a page.
 """
 
@@ -115,7 +115,7 @@ class Group:
             keys, values = (f.at(of, page.offset) for of in ("%keys", "%values"))
             with f.each(0, f.mul("%S", "%X"), 64) as line:
                 f.fetch(f.at(values, line))
-            for size, first, stop in blocks(f, self.count, TILE_QUERIES[f.lanes]):
+            for size, first, stop in blocks(f, self.count, TILE_QUERIES):
                 with f.each(first, stop, size) as query, f.each(0, "%S", TILE_SLOTS) as slot:
                     self._score_tile(keys, [f.add(query, i) for i in range(size)], slot, done)
             with f.each(0, self.count, 1) as query:
@@ -160,15 +160,11 @@ class Group:
     def gather(self, begin: str, held: str) -> None:
         """Adds weighted values to the results."""
         f = self.f
-        vectors = f.let(f"sdiv i64 %H, {f.lanes}")
-        for width, first_vector, last_vector in blocks(f, vectors, TILE_VECTORS):
-            for size, first, stop in blocks(f, self.count, TILE_QUERIES[f.lanes]):
-                with (
-                    f.each(first_vector, last_vector, width) as vector,
-                    f.each(first, stop, size) as query,
-                ):
-                    columns = [f.mul(f.add(vector, i), f.lanes) for i in range(width)]
-                    self._gather_tile(columns, [f.add(query, i) for i in range(size)], begin, held)
+        width = TILE_VECTORS * f.lanes
+        for size, first, stop in blocks(f, self.count, TILE_QUERIES):
+            with f.each(0, "%H", width) as column, f.each(first, stop, size) as query:
+                columns = [f.add(column, i * f.lanes) for i in range(TILE_VECTORS)]
+                self._gather_tile(columns, [f.add(query, i) for i in range(size)], begin, held)
 
     def end(self) -> None:
         """Divides the results by the sums of their weights."""

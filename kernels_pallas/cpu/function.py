@@ -27,7 +27,7 @@ DECLARED = (
     "declare void @free(ptr)",
     "declare i32 @sched_yield()",
 )
-"""What the functions call."""
+"""The functions call these."""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ DECLARED = (
     f"declare {SIXTEEN} @llvm.x86.avx512bf16.dpbf16ps.512({SIXTEEN}, {PAIRS}, {PAIRS})",
     f"declare {WHOLE} @llvm.x86.avx512.vpdpbusd.512({WHOLE}, {WHOLE}, {WHOLE})",
 )
-"""What the functions call, beside what those of `function` do."""
+"""The functions call these too."""
 
 TILE = "ptr %x, ptr %w, ptr %y, i64 %T, i64 %N, i64 %D, i64 %F"
 

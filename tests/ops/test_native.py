@@ -288,11 +288,11 @@ def attend_natively(case, store):
 ATTENDED = [
     Shape(decode_only=True),
     Shape(),
-    Shape(head_dim=64, num_heads=22, dtype="float32", page_size=8),
-    Shape(head_dim=80, num_heads=6, kv_heads=1, page_size=128),
+    Shape(head_dim=64, num_heads=22, dtype="float32"),
+    Shape(head_dim=192, num_heads=6, kv_heads=1, page_size=128),
     Shape(window=20, sinks=True),
-    Shape(window=20, softcap=3.0, page_size=24, dtype="float32", decode_only=True),
-    Shape(num_bits=8, head_dim=72, window=20, dtype="float32"),
+    Shape(window=20, softcap=3.0, page_size=48, dtype="float32", decode_only=True),
+    Shape(num_bits=8, head_dim=64, window=20, dtype="float32"),
 ]
 
 
@@ -401,7 +401,7 @@ def test_an_unknown_choice_is_refused(decide):
 
 
 def test_an_engine_multiplies_by_it_and_says_so(tmp_path, decide):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
     make_checkpoint(tmp_path, tiny_config("llama", **sizes))
     prompts = np.random.default_rng(0).integers(3, 151, (3, 20)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
@@ -409,7 +409,7 @@ def test_an_engine_multiplies_by_it_and_says_so(tmp_path, decide):
     def run(asked):
         decide(asked)
         jax.clear_caches()  # what was traced with the other choice
-        llm = LLM(tmp_path, **SMALL)
+        llm = LLM(tmp_path, **SMALL | {"block_size": 16})
         outputs = llm.generate(prompts, params, use_tqdm=False)
         chosen = [next(iter(entry.items())) for one in outputs for entry in one.outputs[0].logprobs]
         program = engine_of(llm).programs.loop(4).as_text()

@@ -21,7 +21,7 @@ from kernels_pallas.cpu import attention as kernel
 def handler_for(at: Place) -> str | None:
     """Names what attends to these pages; None where XLA has to: of codecs that rotate or pack,
     pages in two codecs or chosen ones, latent rows, where attention is observed, and of sizes that
-    are no multiple of 8.
+    are no whole vectors.
     """
     store, codec = at.store, at.store.codec
     if isinstance(codec, PlainCodec):
@@ -34,10 +34,9 @@ def handler_for(at: Place) -> str | None:
     size, head_dim = store.page_size, store.layout.head_dim
     if has_more or store.layout.latent_dim is not None or native.unused_because() is not None:
         return None
-    for lanes in (16, 8) if native.is_wide() else (8,):
-        if size % lanes == head_dim % lanes == 0 and size <= kernel.BLOCK:
-            return kernel.HANDLERS[lanes][stored]
-    return None
+    lanes = 16 if native.is_wide() else 8
+    fits = size <= kernel.BLOCK and size % lanes == head_dim % (kernel.TILE_VECTORS * lanes) == 0
+    return kernel.HANDLERS[lanes][stored] if fits else None
 
 
 CHUNK_TOKENS = 8
@@ -79,3 +78,20 @@ def attend(
         jnp.int32(1 if batch.decode_only else CHUNK_TOKENS),
     )
     return out_TNH, None
+
+
+def decode(
+    q_BNH: jax.Array,
+    at: Place,
+    position_B: jax.Array,
+    live_B: jax.Array,
+    *,
+    handler: str,
+    asked: Scores,
+) -> tuple[jax.Array, None]:
+    """Attends one query per row, as `attend` does."""
+    row_B = jnp.arange(len(live_B), dtype=jnp.int32)
+    count_B = live_B.astype(jnp.int32)
+    rows, none = jnp.int32(len(live_B)), jnp.zeros_like(row_B)
+    batch = Batch(none, position_B, row_B, row_B, count_B, rows, rows, decode_only=True)
+    return attend(q_BNH, at, batch, handler=handler, asked=asked)

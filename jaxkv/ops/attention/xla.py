@@ -26,6 +26,7 @@ from jaxkv.ops.attention.base import Attended, Batch, Heads, Index, LatentMaps, 
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.select import select_pages
 from jaxkv.ops.attention.sweep import BLOCK, Blocking, Scores, Window, attend, rows_of
+from jaxkv.ops.native import is_wide
 
 CPU_TILE_ROWS = 8
 """Decode rows that sweep together on a CPU: with BLOCK keys of each, what is gathered stays in the
@@ -214,6 +215,8 @@ def _read_rows(
     queries what meets the pages, and `leave` of what they have found there what comes out. index:
     of all tokens.
     """
+    handler = None if index is not None else native.handler_for(at)
+    is_all = handler is not None and is_wide()
     by_xla = partial(
         attend_rows,
         asked=asked,
@@ -221,10 +224,10 @@ def _read_rows(
         enter=enter,
         leave=leave,
         index=index,
+        # Chunks are faster by XLA without AVX-512, and `deterministic` wants one code for both.
+        handler=None if is_all or deterministic else handler,
     )
-    # Its bits are those that `deterministic` asks for.
-    handler = None if index is not None else native.handler_for(at)
-    if handler is None:
+    if handler is None or not is_all:
         return by_xla(q_TNH, at, batch, count_B)
     by_machine_code = partial(native.attend, handler=handler, asked=asked)
     return jax.lax.platform_dependent(
@@ -243,24 +246,30 @@ def attend_rows(
     enter: Callable[[jax.Array], jax.Array] = _unchanged,
     leave: Callable[[jax.Array], jax.Array] = _unchanged,
     index: Index | None = None,
+    handler: str | None = None,
 ) -> tuple[jax.Array, Statistics | None]:
-    """Attends as `_read_rows` does, by XLA alone. count_B: None for all tokens of the step."""
+    """Attends as `_read_rows` does, by XLA, but for decode rows where there is a handler for a CPU.
+    count_B: None for all tokens of the step.
+    """
     count_B = batch.count_B if count_B is None else count_B
     num_rows = at.tables.table_BW.shape[0]
     is_decode_B = (jnp.arange(num_rows) < batch.num_decode) & (batch.count_B > 0)
     decode = partial(_decode, asked=asked, index=index)
+    # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
+    on_cpu: Callable[..., tuple[jax.Array, Statistics | None]] = partial(
+        decode,
+        tile_rows=CPU_TILE_ROWS,
+        min_queries=CPU_MIN_QUERIES,
+        blocking=Blocking(in_float32=not deterministic),
+    )
+    if handler is not None:
+        on_cpu = partial(native.decode, handler=handler, asked=asked)
     decoded, statistics = jax.lax.platform_dependent(
         enter(q_TNH[:num_rows]),
         at,
         batch.position_T[:num_rows],
         is_decode_B,
-        # XLA:CPU is faster at these tiny matmuls in float32, whatever the pages hold.
-        cpu=partial(
-            decode,
-            tile_rows=CPU_TILE_ROWS,
-            min_queries=CPU_MIN_QUERIES,
-            blocking=Blocking(in_float32=not deterministic),
-        ),
+        cpu=on_cpu,
         default=partial(
             decode, tile_rows=num_rows, min_queries=1, blocking=Blocking(decode_keys(num_rows))
         ),
