@@ -69,7 +69,7 @@ def described() -> str:
 
 
 def prepare() -> None:
-    """Has the machine code made by a thread, in 0.5 s, while the caller does something else."""
+    """Has the machine code made by a thread, in 0.7 s, while the caller does something else."""
     if os.environ.get(VARIABLE) is None:  # what is wrong with it the caller is to hear
         Thread(target=unused_because, name="jaxkv-native").start()
 
