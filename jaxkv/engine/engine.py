@@ -547,11 +547,13 @@ class Engine:
         num_rows = self.programs.num_step_rows(size)
         pools = bool(self.scheduler.config.pooled)
         # First what is behind: should both be missing, the thread behind begins with the step.
-        behind = self.programs.pool(size) if pools else self.programs.draw(num_rows)
+        num_drawn = fit_bucket(self.programs.drawn_rows, len(requests))
+        behind = self.programs.pool(size) if pools else self.programs.draw(num_drawn)
         program = self.programs.step(size)
         batch = self._rows.batch(plan.work, size, num_rows)
         position_B = self._rows.positions(requests, num_rows)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
+        kv = self._rows.bind(self.kv, requests, position_B)
+        newest = self._rows.newest(self._newest_R, requests, num_rows)
         start_s = time.monotonic()
         self.kv, last, hidden_TD, found = program(body_of(self._adapted), kv, newest, batch)
         sampled = scores = pooled_BD = None
@@ -560,6 +562,8 @@ class Engine:
         else:
             # Launched behind the step: the device has it in its queue before the step is done.
             head = head_of(self.weights)
+            newest = self._rows.newest(self._newest_R, requests, num_drawn)
+            sampling = self._rows.sampling_for(requests, num_drawn)
             newest, sampled = behind(head, last, newest, sampling)
             self._newest_R = newest.token_R
             target_T = np.asarray(batch.target_T)
@@ -589,7 +593,9 @@ class Engine:
         program = (self.programs.loop if speculator is None else self.programs.speculate)(num_rows)
         position_B = self._rows.positions(requests, num_rows)
         rows = self._rows.decode_rows(plan.work, position_B)
-        kv, newest, sampling = self._rows.bind(self.kv, self._newest_R, requests, position_B)
+        kv = self._rows.bind(self.kv, requests, position_B)
+        newest = self._rows.newest(self._newest_R, requests, num_rows)
+        sampling = self._rows.sampling_for(requests, num_rows)
         start_s = time.monotonic()
         if speculator is None:
             self.kv, newest, _, sampled, found = program(

@@ -69,15 +69,12 @@ class RowTables:
         self._adapters = adapters if config.num_adapters else None
         self._owner_R: list[Request | None] = [None] * self.num_rows
 
-    def bind(
-        self, kv: PagedKV, newest_R: jax.Array, requests: list[Request], position_B: np.ndarray
-    ) -> tuple[PagedKV, Newest, Sampling]:
-        """Returns what a step of these running requests, so ordered and at these positions, has of
-        them beside their tokens.
+    def bind(self, kv: PagedKV, requests: list[Request], position_B: np.ndarray) -> PagedKV:
+        """Returns the state of a step or loop of these running requests, so ordered and at these
+        positions, with padding behind them.
         """
-        rows = self._select(requests)
-        row_B: Any = np.full(len(position_B), self.num_rows, np.int32)
-        row_B[: len(rows)] = rows
+        self._select(requests)
+        row_B = self._numbers(requests, len(position_B))
         tables = tuple(table.rows(row_B, position_B) for table in self.tables)
         if self._kept is not None:
             tables = (self._kept.added_to(tables[0], row_B),)
@@ -88,16 +85,26 @@ class RowTables:
             tables = tuple(replace(table, slot_B=row_B) for table in tables)
         if self._adapters is not None:
             adapter_B: Any = np.full(len(position_B), self._adapters.count, np.int32)
-            adapter_B[: len(rows)] = [self._adapters.slot_of(one.draw.adapter) for one in requests]
+            slots = [self._adapters.slot_of(one.draw.adapter) for one in requests]
+            adapter_B[: len(requests)] = slots
             tables = tuple(replace(table, adapter_B=adapter_B) for table in tables)
-        state = replace(kv, rows=tables)
-        return state, Newest(newest_R, row_B), self._sampling_for(requests, row_B)
+        return replace(kv, rows=tables)
 
-    def _select(self, requests: list[Request]) -> list[int]:
-        """Returns the requests' rows. Takes over who is new in its row, and the pages of who has
+    def newest(self, newest_R: jax.Array, requests: list[Request], num_rows: int) -> Newest:
+        """Says which rows these requests are of those that sampled `newest_R`."""
+        return Newest(newest_R, self._numbers(requests, num_rows))
+
+    def _numbers(self, requests: list[Request], num_rows: int) -> Any:
+        """Returns the requests' rows, and of padding up to `num_rows`."""
+        row_B: Any = np.full(num_rows, self.num_rows, np.int32)
+        row_B[: len(requests)] = [request.row for request in requests]
+        return row_B
+
+    def _select(self, requests: list[Request]) -> None:
+        """Takes over who is new in its row, and the pages of who has
         got others since.
         """
-        owner_R, rows, changed = self._owner_R, [], []
+        owner_R, changed = self._owner_R, []
         for request in requests:
             row = request.row
             if row is None:
@@ -111,10 +118,8 @@ class RowTables:
             hold = request.hold
             if hold.bound_len != hold.room_len:
                 changed.append((row, hold))
-            rows.append(row)
         if changed:
             self._set_pages(changed)
-        return rows
 
     def _set_pages(self, changed: list[tuple[int, Hold]]) -> None:
         if self._kept is not None:
@@ -218,11 +223,12 @@ class RowTables:
         rows.budget_B[:count] = [num_tokens for _, num_tokens in work]
         return rows
 
-    def _sampling_for(self, requests: list[Request], row_B: np.ndarray) -> Sampling:
-        """Returns the requests' parameters in this order; rows past them are greedy and want
-        nothing.
+    def sampling_for(self, requests: list[Request], num_rows: int) -> Sampling:
+        """Returns the parameters of requests that were bound, in this order; rows past them are
+        greedy and want nothing.
         """
-        sampling, num_rows, rows = self._parameters(row_B), len(row_B), row_B[: len(requests)]
+        row_B = self._numbers(requests, num_rows)
+        sampling, rows = self._parameters(row_B), row_B[: len(requests)]
         changed: dict[str, Any] = {}
         if self._min_len_R[rows].any():
             changed["min_left_B"] = np.zeros(num_rows, np.int32)

@@ -60,6 +60,7 @@ def forward(
     if spec.scales.positions is not None:
         x_TD += _sinusoid(batch.position_T, spec.scales.positions, spec)
     x_TD = normed(x_TD, weights, "embed_norm", spec)
+    x_TD = jnp.where(batch.is_row_T[:, None], x_TD, 0)  # nothing is multiplied with rows of zeros
     own_LTP = _per_layer(weights, batch.token_T, x_TD, spec) if "own_embed" in weights else None
     layers = Layers(weights, kv, batch, attend, own_LTP, spec=spec, axis=axis)
     # The pools are carried whole, with the layer's number beside them: as scan xs/ys they would be

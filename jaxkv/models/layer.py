@@ -71,7 +71,7 @@ class Layers:
         self._attend, self._own_LTP = attend, own_LTP
         self._ropes = Ropes(spec, batch.position_T, _contexts(kv, batch))
         self._adapters = _adapters_of(weights, kv, batch)
-        self._is_real_T = jnp.asarray(batch.row_T) < kv.rows[0].len_B.shape[0]
+        self._is_real_T = batch.is_row_T
         self._warmth_T = _query_factor(spec.attention.temperature, batch.position_T)
         self._bodies = [self._body(kind) for kind in range(spec.num_kinds)]
         self._kind_L = np.array(spec.layer_kinds or (0,) * spec.num_layers, np.int32)

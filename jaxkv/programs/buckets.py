@@ -10,6 +10,8 @@ slower on XLA:CPU than one of two. On a GPU XLA pads fewer than 8, with a kernel
 each matmul.
 """
 
+FEW_DRAWN = 8
+
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Lists the packed-token counts T that a step is compiled for: the maximum, a quarter of it and
@@ -40,6 +42,14 @@ def num_step_rows(max_num_seqs: int, num_tokens: int) -> int:
     one row, see `linear`.
     """
     return min(max(2, max_num_seqs), num_tokens)
+
+
+def drawn_rows(max_num_seqs: int) -> tuple[int, ...]:
+    """Lists the row counts for which the draw behind a step is compiled: all, and few where that is
+    much less, as most steps of prompts end.
+    """
+    most = max(2, max_num_seqs)
+    return (FEW_DRAWN, most) if most >= 4 * FEW_DRAWN else (most,)
 
 
 def fit_bucket(buckets: tuple[int, ...], size: int) -> int:

@@ -28,7 +28,13 @@ from jaxkv.ops.sampling import Sampling
 from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.adapters import write_adapter
 from jaxkv.programs.background import Background, Progress, likely_first
-from jaxkv.programs.buckets import fit_bucket, num_step_rows, row_buckets, token_buckets
+from jaxkv.programs.buckets import (
+    drawn_rows,
+    fit_bucket,
+    num_step_rows,
+    row_buckets,
+    token_buckets,
+)
 from jaxkv.programs.compiler_options import compiler_options
 from jaxkv.programs.draft import Draft
 from jaxkv.programs.draw import draw, prompt_scores
@@ -123,6 +129,7 @@ class Programs:
         self.placement = placement
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
         self.row_buckets = row_buckets(config.max_num_seqs, self._device.platform)
+        self.drawn_rows = drawn_rows(config.max_num_seqs)
         self.compile_s = 0.0
         self.num_loaded = 0
         """Programs of `executables` that came from files."""
@@ -254,14 +261,9 @@ class Programs:
         """
         if self.config.pooled:
             return 0
-        counts = {*self._drawn_rows, *self.row_buckets}
+        counts = {*self.drawn_rows, *self.row_buckets}
         wide = sum(bytes_per_device(self._sampling_for(count)) for count in counts)
         return wide + bytes_per_device(self._text)
-
-    @property
-    def _drawn_rows(self) -> list[int]:
-        """Lists the row counts that steps have."""
-        return sorted({self.num_step_rows(size) for size in self.token_buckets})
 
     @property
     def _every(self) -> list[tuple[str, int]]:
@@ -269,7 +271,7 @@ class Programs:
         if self.config.pooled:
             every += [("pool", size) for size in self.token_buckets]
         else:
-            every += [("draw", size) for size in self._drawn_rows]
+            every += [("draw", size) for size in self.drawn_rows]
             every += [("loop", size) for size in self.row_buckets]
             every.append(("copy", self.num_copies))
             every += [("speculate", size) for size in self.speculative_rows]
@@ -326,8 +328,12 @@ class Programs:
         if self.config.pooled:
             self._compile_each([("step", tokens), ("pool", tokens)])
             return
-        drawn = self._drawn_rows[-1]
-        largest = [("step", tokens), ("draw", drawn), ("scores", tokens), ("loop", rows)]
+        largest = [
+            ("step", tokens),
+            ("draw", self.drawn_rows[-1]),
+            ("scores", tokens),
+            ("loop", rows),
+        ]
         self._compile_each(largest + [("speculate", size) for size in self.speculative_rows[-1:]])
 
     def take_over(self, other: Programs) -> None:
@@ -496,11 +502,11 @@ class Programs:
 
     def _lower_draw(self, num_rows: int) -> Lowering:
         program = own(draw, donate=(), num_logprobs=self.config.max_logprobs, **self._model)
-        size = (num_rows, self.spec.hidden_size)
+        most = self.drawn_rows[-1]
         last = Last(
-            hidden_BD=abstract_full(size, 0, np.float32),
-            position_B=abstract_full((num_rows,), 0),
-            ended_B=abstract_full((num_rows,), 0, np.bool_),
+            hidden_RD=abstract_full((most, self.spec.hidden_size), 0, np.float32),
+            position_R=abstract_full((most,), 0),
+            ended_R=abstract_full((most,), 0, np.bool_),
         )
         inputs = (self._whole(last), self._newest_for(num_rows), self._sampling_for(num_rows))
         return program.lower(head_of(self._weights), *inputs)

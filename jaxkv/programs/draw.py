@@ -44,7 +44,8 @@ def draw(
     num_logprobs: int = NUM_LOGPROBS,
     placement: Placement | None = None,
 ) -> tuple[Newest, Sampled]:
-    """Draws the token that follows the last one of each row.
+    """Draws the token that follows the last one of each of the step's first rows, of which there
+    are as many as `sampling` has.
 
     Compiled once per number of rows B, whatever the step's tokens.
     """
@@ -63,9 +64,10 @@ def _draw(
     num_logprobs: int,
     axis: str | None,
 ) -> tuple[Newest, Sampled]:
-    logits_BV = decoder.logits(weights, last.hidden_BD, spec=spec, axis=axis)
-    sampled = sample(logits_BV, sampling, last.position_B, num_logprobs=num_logprobs)
-    ended_B = is_stop(sampled.token_B, sampling) | last.ended_B
+    last = last.first(len(sampling.temperature_B))
+    logits_BV = decoder.logits(weights, last.hidden_RD, spec=spec, axis=axis)
+    sampled = sample(logits_BV, sampling, last.position_R, num_logprobs=num_logprobs)
+    ended_B = is_stop(sampled.token_B, sampling) | last.ended_R
     return newest.after(sampled.token_B, ended_B), sampled
 
 

@@ -23,7 +23,7 @@ from jaxkv.ops.sampling import (
 )
 from jaxkv.placement import Placement, on_every_device
 from jaxkv.programs.draft import Draft, follow, packed
-from jaxkv.programs.step import Newest, last_token
+from jaxkv.programs.step import Newest
 from jaxkv.pytree import pytree
 from jaxkv.weights.tree import Weights
 
@@ -119,7 +119,7 @@ def _decode_loop(
         )
         if x_nBD is not None:
             x_nBD = jax.lax.dynamic_update_index_in_dim(x_nBD, x_TD, i, 0)
-        logits_BV = decoder.logits(weights, x_TD[last_token(batch)], spec=spec, axis=axis)
+        logits_BV = decoder.logits(weights, x_TD, spec=spec, axis=axis)
         now = replace(sampling, min_left_B=min_left_B)
         sampled = sample(
             logits_BV, now, rows.position_B + 1, out.token_B, num_logprobs=num_logprobs

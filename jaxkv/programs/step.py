@@ -91,14 +91,19 @@ class Last:
     """Holds what a step knows of the last token of each row, from which `programs.draw.draw` draws
     the next one.
 
-    hidden_BD   float32, before the final norm.
-    position_B  int32: where the next token goes.
-    ended_B     bool: the row had ended before the step, and what is drawn for it means nothing.
+    hidden_RD   float32, before the final norm.
+    position_R  int32: where the next token goes.
+    ended_R     bool: the row had ended before the step, and what is drawn for it means nothing.
+
+    As many as the engine has rows, at least two: zeros behind those of the step.
     """
 
-    hidden_BD: jax.Array
-    position_B: jax.Array
-    ended_B: jax.Array
+    hidden_RD: jax.Array
+    position_R: jax.Array
+    ended_R: jax.Array
+
+    def first(self, count: int) -> Last:
+        return jax.tree.map(lambda x: x[:count], self)
 
 
 @partial(
@@ -157,9 +162,9 @@ def _step(
     )
     whole = follow(weights, whole, batch, x_TD, draft, spec=spec, axis=axis)
     last_B = last_token(batch)
-    last = Last(
-        hidden_BD=x_TD[last_B],
-        position_B=batch.position_T[last_B] + 1,
-        ended_B=first_B == NO_TOKEN,
-    )
+    # Zeros for a row that is not in the step, which cost no matmul on a CPU.
+    hidden_BD = jnp.where(batch.count_B[:, None] > 0, x_TD[last_B], 0)
+    of_B = Last(hidden_BD, batch.position_T[last_B] + 1, first_B == NO_TOKEN)
+    behind = max(2, len(newest.token_R)) - len(last_B)
+    last = jax.tree.map(lambda x: jnp.pad(x, [(0, behind)] + [(0, 0)] * (x.ndim - 1)), of_B)
     return whole.with_model(kv), last, x_TD, statistics

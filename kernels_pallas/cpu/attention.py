@@ -11,10 +11,10 @@ are cap * tanh(score / cap). An id beyond the ends means the first or the last p
 
 A task is one KV head of `each` tokens side by side, and attends those of a row together, 24 queries
 at a time. Blocks of up to 128 slots are attended one after the other by a running softmax (arXiv
-2205.14135, algorithm 1): scores of 3 queries and 4 slots at a time, partial sums in a vector as
-`matmul` has them; then weights; then values, a slot after the other, 4 vectors of 3 queries at a
-time. A block's values are fetched into the cache beside its scores, the next one's keys beside its
-values.
+2205.14135, algorithm 1): scores of a few queries and 4 slots at a time, partial sums in a vector as
+`matmul` has them; then weights; then values, a slot after the other, 4 vectors of a few queries at
+a time. A block's values are fetched into the cache beside its scores, the next one's keys beside
+its values.
 
 Sums are float32 in an order that nothing but the slots of the row's table decides: neighbours do
 not change a bit, nor how many tokens of a row are attended at once.
@@ -32,9 +32,9 @@ from kernels_pallas.cpu.function import (
     Function,
     blocks,
     exponential,
-    four_totals,
     integers,
     of_bfloat16,
+    totals,
 )
 from kernels_pallas.cpu.tasks import Buffer, Kernel
 
@@ -52,9 +52,9 @@ BLOCK = 128
 QUERIES = 24
 """Queries of a row whose scores are held at once."""
 
-TILE_QUERIES, TILE_SLOTS, TILE_VECTORS = (3, 1), 4, 4
-"""Queries, and slots of keys or vectors of values, are multiplied so many at once: more forms would
-take longer to make.
+TILE_QUERIES, TILE_SLOTS, TILE_VECTORS = {8: (3, 1), 16: (4, 3, 1)}, 4, 4
+"""Queries (by the floats of a vector), and slots of keys or vectors of values, are multiplied so
+many at once: more forms would take longer to make.
 """
 
 TOKEN = ("row", "position", "reach", "stop")
@@ -115,7 +115,7 @@ class Group:
             keys, values = (f.at(of, page.offset) for of in ("%keys", "%values"))
             with f.each(0, f.mul("%S", "%X"), 64) as line:
                 f.fetch(f.at(values, line))
-            for size, first, stop in blocks(f, self.count, TILE_QUERIES):
+            for size, first, stop in blocks(f, self.count, TILE_QUERIES[f.lanes]):
                 with f.each(first, stop, size) as query, f.each(0, "%S", TILE_SLOTS) as slot:
                     self._score_tile(keys, [f.add(query, i) for i in range(size)], slot, done)
             with f.each(0, self.count, 1) as query:
@@ -161,7 +161,7 @@ class Group:
         """Adds weighted values to the results."""
         f = self.f
         width = TILE_VECTORS * f.lanes
-        for size, first, stop in blocks(f, self.count, TILE_QUERIES):
+        for size, first, stop in blocks(f, self.count, TILE_QUERIES[f.lanes]):
             with f.each(0, "%H", width) as column, f.each(first, stop, size) as query:
                 columns = [f.add(column, i * f.lanes) for i in range(TILE_VECTORS)]
                 self._gather_tile(columns, [f.add(query, i) for i in range(size)], begin, held)
@@ -211,12 +211,12 @@ class Group:
             for i, of_slot in enumerate(of_slots):
                 scale = _scale(f, of_slot)
                 scales = f.let(f"insertelement {FOUR} {scales}, float {scale}, i64 {i}")
-        for query, of_query in zip(queries, sums, strict=True):
-            found = four_totals(f, [f.load(f.vector, place, align=64) for place in of_query])
+        found = totals(f, [[f.load(f.vector, place, align=64) for place in one] for one in sums])
+        for query, four in zip(queries, found, strict=True):
             if scales is not None:
-                found = f.let(f"fmul {FOUR} {found}, {scales}")
+                four = f.let(f"fmul {FOUR} {four}, {scales}")
             place = f.add(f.mul(query, BLOCK), f.add(done, slot))
-            f.store(f"{FOUR} {found}", self.scores, f.mul(place, 4), align=16)
+            f.store(f"{FOUR} {four}", self.scores, f.mul(place, 4), align=16)
 
     def _mask(self, oldest: str, stop: str, slot: str, place: str) -> None:
         """Caps eight scores, and masks those of slots that are not seen."""

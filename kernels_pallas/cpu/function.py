@@ -22,7 +22,9 @@ DECLARED = (
     f"declare {SIXTEEN} @llvm.rint.v16f32({SIXTEEN})",
     f"declare {EIGHT} @llvm.x86.avx2.pmadd.wd({SHORTS}, {SHORTS})",
     f"declare i32 @llvm.vector.reduce.add.v8i32({EIGHT})",
+    f"declare i32 @llvm.vector.reduce.or.v8i32({EIGHT})",
     "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)",
+    "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
     "declare ptr @malloc(i64)",
     "declare void @free(ptr)",
     "declare i32 @sched_yield()",
@@ -218,27 +220,41 @@ def of_bfloat16(f: Function, address: str, offset: object) -> str:
     return f.let(f"bitcast {f.whole} {bits} to {f.vector}")
 
 
-def four_totals(f: Function, sums: Sequence[str], *, whole: bool = False) -> str:
-    """Adds up four vectors of floats, or of whole numbers: halves of sixteen, then in pairs:
-    numbers side by side, pairs of those, both halves.
+def totals(f: Function, rows: Sequence[Sequence[str]], *, whole: bool = False) -> list[str]:
+    """Adds up the vectors of rows, of floats or of whole numbers, of which each row has four: gives
+    the four totals of each row. Eight numbers are added up in pairs: those side by side, pairs of
+    those, both halves; sixteen in halves until one is left.
     """
-    add, number = ("add", "i32") if whole else ("fadd", "float")
+    operation, number = ("add", "i32") if whole else ("fadd", "float")
+    kind = f"<{f.lanes} x {number}>"
 
-    def added(width: int, a: str, b: str) -> str:
-        return f.let(f"{add} <{width} x {number}> {a}, {b}")
+    def added(two: Sequence[str], lanes: Sequence[int], distance: int) -> str:
+        """Adds numbers of two vectors, counted on from one to the other, to those so far behind."""
+        a, b = two
+        first, second = (f.shuffle(kind, a, b, [i + far for i in lanes]) for far in (0, distance))
+        return f.let(f"{operation} <{len(lanes)} x {number}> {first}, {second}")
 
-    def in_pairs(a: str, b: str) -> str:
+    def of_eight(row: Sequence[str]) -> str:
         even = [0, 2, 8, 10, 4, 6, 12, 14]
-        kind = f"<8 x {number}>"
-        return added(8, *(f.shuffle(kind, a, b, [i + odd for i in even]) for odd in (0, 1)))
+        pairs = [added(row[i : i + 2], even, 1) for i in (0, 2)]
+        both = added(pairs, even, 1)
+        return added((both, both), range(4), 4)
 
-    def halves(width: int, x: str) -> str:
-        half, kind = width // 2, f"<{width} x {number}>"
-        return added(half, *(f.shuffle(kind, x, x, range(i, i + half)) for i in (0, half)))
+    def of_sixteen(rows: Sequence[Sequence[str]]) -> list[str]:
+        """Adds up four rows at once. In the end a quarter of a vector has a row's totals."""
+        quarters, columns = (0, 4, 8, 12), []
+        for column in zip(*(rows[i % len(rows)] for i in range(4)), strict=True):
+            halves = [added(column[i : i + 2], [*range(8), *range(16, 24)], 8) for i in (0, 2)]
+            lanes = [i + j for i in (0, 8, 16, 24) for j in range(4)]
+            columns.append(added(halves, lanes, 4))
+        lanes = [i + j for i in quarters for j in (0, 1, 16, 17)]
+        pairs = [added(columns[i : i + 2], lanes, 2) for i in (0, 2)]
+        found = added(pairs, [i + j for i in quarters for j in (0, 2, 16, 18)], 1)
+        return [f.shuffle(kind, found, found, range(i, i + 4)) for i in quarters[: len(rows)]]
 
-    if f.lanes == 16:
-        sums = [halves(16, x) for x in sums]
-    return halves(8, in_pairs(in_pairs(*sums[:2]), in_pairs(*sums[2:])))
+    if f.lanes == 8:
+        return [of_eight(row) for row in rows]
+    return [total for i in range(0, len(rows), 4) for total in of_sixteen(rows[i : i + 4])]
 
 
 def blocks(f: Function, count: str, sizes: Sequence[int]) -> Iterator[tuple[int, str, str]]:

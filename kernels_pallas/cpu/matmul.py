@@ -9,7 +9,7 @@ columns, are added up in pairs, and such totals one after the other. No product 
 is added. So a vector of a row of x and one of w are multiplied as they lie in memory, 3 rows of x
 with 4 of w at a time: 12 of AVX2's 16 registers are sums.
 
-A task takes 64 outputs of up to 96 tokens. Where tokens are few, w is read where it lies, and the
+Of the tokens of a task (`products`), where they are few, w is read where it lies, and the
 next 8 outputs are fetched meanwhile. Where they are many, 8 outputs and 512 columns of it are
 first written in float32 to a panel, which stays in the first-level cache (16 KiB). XLA:CPU in place
 of that writes a packed copy of all of w to memory, in each call. Source of the blocking: Goto and
@@ -18,7 +18,7 @@ van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), sectio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -30,15 +30,18 @@ from kernels_pallas.cpu.function import (
     SHORTS,
     Function,
     blocks,
-    four_totals,
     of_bfloat16,
+    totals,
 )
-from kernels_pallas.cpu.tasks import Buffer, Kernel
+from kernels_pallas.cpu.products import TASK_TOKENS, UNSIGNED, Operands, kernel
 
 HANDLERS = {dtype: f"jaxkv_matmul_{dtype}" for dtype in ("bfloat16", "float32", "int8")}
-W_BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
-X_BYTES = {"bfloat16": 4, "float32": 4, "int8": 2}
-"""These give the name of a handler and the bytes of a number of w and of x, by the dtype of w."""
+OPERANDS = {
+    "bfloat16": Operands(x_bytes=4, w_bytes=2, counted=UNSIGNED),
+    "float32": Operands(x_bytes=4, w_bytes=4, counted=UNSIGNED),
+    "int8": Operands(x_bytes=2, w_bytes=1),
+}
+"""These give the name of a handler and its operands, by the dtype of w."""
 
 MULTIPLE = 16
 COLUMNS = dict.fromkeys(HANDLERS, MULTIPLE)
@@ -56,11 +59,6 @@ OUTPUTS, ROWS = 4, (3, 2, 1)
 FEW = 8
 """Up to so many tokens are multiplied without a panel."""
 
-TASK_OUTPUTS, TASK_TOKENS = 64, 96
-"""A task has at most so many: panels are made anew for every 96 tokens, whose x stays in the
-second-level cache meanwhile.
-"""
-
 TILE = "ptr %x, ptr %w, ptr %y, i64 %T, i64 %D, i64 %F"
 """The function for one tile takes these: addresses are those of its first numbers."""
 
@@ -70,7 +68,8 @@ def functions() -> list[Function]:
     written = []
     for dtype in HANDLERS:
         written.append(_tile_int8() if dtype == "int8" else _tile(dtype))
-        written += kernel(HANDLERS[dtype], W_BYTES[dtype], partial(_do, dtype)).functions()
+        do = partial(_tiles, dtype)
+        written += kernel(HANDLERS[dtype], OPERANDS[dtype], do).functions()
     return written
 
 
@@ -78,20 +77,20 @@ def _tile(dtype: str) -> Function:
     """Writes the function for LANES outputs of some tokens where w is of floating point."""
     f = Function(f"define internal void @tile_{dtype}({TILE}) noinline")
     panel = f.variable(f"[{LANES * DEPTH} x float]", align=64)
-    totals = f.variable(f"[{TASK_TOKENS * LANES} x float]", align=64)
+    y = f.variable(f"[{TASK_TOKENS * LANES} x float]", align=64)
     with f.each(0, f.mul("%T", 4 * LANES), 32) as place:
-        f.store(f"{FLOATS} zeroinitializer", totals, place, align=32)
+        f.store(f"{FLOATS} zeroinitializer", y, place, align=32)
     with f.each(0, "%D", DEPTH) as start:
         depth = f.least(f.sub("%D", start), DEPTH)
         are_few = f.let(f"icmp sle i64 %T, {FEW}")
         with f.where(are_few):
-            _multiply_all(f, Part(dtype, start, depth, None), totals)
+            _multiply_all(f, Part(dtype, start, depth, None), y)
         with f.where(f.let(f"xor i1 {are_few}, true")):
             _fill(f, panel, Part(dtype, start, depth, None))
-            _multiply_all(f, Part(dtype, start, depth, panel), totals)
+            _multiply_all(f, Part(dtype, start, depth, panel), y)
     # In one go: rows of y are far apart.
     with f.each(0, "%T", 1) as t:
-        row = f.load(FLOATS, totals, f.mul(t, 4 * LANES), align=32)
+        row = f.load(FLOATS, y, f.mul(t, 4 * LANES), align=32)
         f.store(f"{FLOATS} {row}", "%y", f.mul(f.mul(t, "%F"), 4), align=4)
     f.do("ret void")
     return f
@@ -110,14 +109,16 @@ class Part:
         """Returns where a row of w begins."""
         if self.panel is not None:
             return f.at(self.panel, f.mul(number, 4 * DEPTH))
-        return f.at("%w", f.mul(f.add(f.mul(number, "%D"), self.start), W_BYTES[self.dtype]))
+        return f.at(
+            "%w", f.mul(f.add(f.mul(number, "%D"), self.start), OPERANDS[self.dtype].w_bytes)
+        )
 
     def next_tile(self, f: Function, number: object) -> str:
         """Returns what is to be fetched while a row is read: one line of the next tile after the
         other, which memory gives faster than rows side by side.
         """
         columns = f.add(f.mul(f.add("%D", self.start), LANES), f.mul(number, self.depth))
-        return f.at("%w", f.mul(columns, W_BYTES[self.dtype]))
+        return f.at("%w", f.mul(columns, OPERANDS[self.dtype].w_bytes))
 
     def read(self, f: Function, row: str, column: str) -> str:
         """Reads eight columns of a row, as float32."""
@@ -134,21 +135,21 @@ def _fill(f: Function, panel: str, part: Part) -> None:
         source, later = part.row(f, row), part.next_tile(f, row)
         to = f.at(panel, f.mul(row, 4 * DEPTH))
         with f.each(0, part.depth, MULTIPLE) as column:
-            f.fetch(f.at(later, f.mul(column, W_BYTES[part.dtype])))
+            f.fetch(f.at(later, f.mul(column, OPERANDS[part.dtype].w_bytes)))
             for i in range(0, MULTIPLE, 8):
                 at_column = f.add(column, i)
                 numbers = part.read(f, source, at_column)
                 f.store(f"{FLOATS} {numbers}", to, f.mul(at_column, 4), align=32)
 
 
-def _multiply_all(f: Function, part: Part, totals: str) -> None:
+def _multiply_all(f: Function, part: Part, y: str) -> None:
     for rows, first, stop in blocks(f, "%T", ROWS):
         with f.each(first, stop, rows) as t, f.each(0, LANES, OUTPUTS) as output:
-            _multiply(f, part, [f.add(t, r) for r in range(rows)], output, totals)
+            _multiply(f, part, [f.add(t, r) for r in range(rows)], output, y)
 
 
-def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, totals: str) -> None:
-    """Adds the products of rows of x with OUTPUTS rows of w to their totals [T, LANES]."""
+def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, y: str) -> None:
+    """Adds the products of rows of x with OUTPUTS rows of w to y [T, LANES]."""
     w = [part.row(f, f.add(output, i)) for i in range(OUTPUTS)]
     x = [f.at("%x", f.mul(f.add(f.mul(row, "%D"), part.start), 4)) for row in rows]
     sums = [[f.variable(FLOATS, align=32) for _ in w] for _ in x]
@@ -157,7 +158,7 @@ def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, totals:
     later = part.next_tile(f, output) if part.panel is None else None
     with f.each(0, part.depth, MULTIPLE) as begin:
         if later is not None:
-            width = OUTPUTS * W_BYTES[part.dtype]
+            width = OUTPUTS * OPERANDS[part.dtype].w_bytes
             for line in range(0, MULTIPLE * width, 64):
                 f.fetch(f.at(later, f.add(f.mul(begin, width), line)))
         for column in (begin, f.add(begin, 8)):
@@ -168,11 +169,11 @@ def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, totals:
                     before = f.load(FLOATS, of_row[i], align=32)
                     added = f.fma(weights, number, before)
                     f.store(f"{FLOATS} {added}", of_row[i], align=32)
-    for row, of_row in zip(rows, sums, strict=True):
-        found = four_totals(f, [f.load(FLOATS, place, align=32) for place in of_row])
+    found = totals(f, [[f.load(FLOATS, place, align=32) for place in of_row] for of_row in sums])
+    for row, four in zip(rows, found, strict=True):
         place = f.mul(f.add(f.mul(row, LANES), output), 4)
-        added = f.let(f"fadd {FOUR} {f.load(FOUR, totals, place, align=16)}, {found}")
-        f.store(f"{FOUR} {added}", totals, place, align=16)
+        added = f.let(f"fadd {FOUR} {f.load(FOUR, y, place, align=16)}, {four}")
+        f.store(f"{FOUR} {added}", y, place, align=16)
 
 
 def _tile_int8() -> Function:
@@ -191,7 +192,7 @@ def _tile_int8() -> Function:
 
 def _multiply_int8(f: Function, rows: Sequence[str], outputs: Sequence[str]) -> None:
     """Writes the products of rows of x with rows of w, which are exact."""
-    x = [f.at("%x", f.mul(f.mul(row, "%D"), X_BYTES["int8"])) for row in rows]
+    x = [f.at("%x", f.mul(f.mul(row, "%D"), OPERANDS["int8"].x_bytes)) for row in rows]
     w = [f.at("%w", f.mul(output, "%D")) for output in outputs]
     sums = {
         (one, row): f.variable(EIGHT, align=32) for one in range(len(w)) for row in range(len(x))
@@ -201,7 +202,9 @@ def _multiply_int8(f: Function, rows: Sequence[str], outputs: Sequence[str]) -> 
     next_tile = f.at(w[0], f.mul("%D", LANES))
     with f.each(0, "%D", 16) as column:
         f.fetch(f.at(next_tile, f.mul(column, OUTPUTS)))
-        numbers = [f.load(SHORTS, row, f.mul(column, X_BYTES["int8"]), align=2) for row in x]
+        numbers = [
+            f.load(SHORTS, row, f.mul(column, OPERANDS["int8"].x_bytes), align=2) for row in x
+        ]
         for one, of_output in enumerate(w):
             weights = f.load("<16 x i8>", of_output, column, align=1)
             weights = f.let(f"sext <16 x i8> {weights} to {SHORTS}")
@@ -218,43 +221,11 @@ def _multiply_int8(f: Function, rows: Sequence[str], outputs: Sequence[str]) -> 
         f.store(f"i32 {total}", "%y", to, align=4)
 
 
-def kernel(name: str, width: int, do: Callable[[Function, Mapping[str, str], str], None]) -> Kernel:
-    """Returns the handler of this name for x and w with `width` bytes a number of w."""
-    numbers = ("blocks", "T", "D", "F")
-    return Kernel(
-        name=name,
-        num_operands=3,
-        shared=dict.fromkeys(numbers, "i64") | dict.fromkeys(("x", "w", "y"), "ptr"),
-        begin=partial(_begin, width),
-        do=do,
-    )
-
-
-def _begin(width: int, f: Function, given: Sequence[Buffer]) -> Mapping[str, str]:
-    x, w, index, y = given
-    T, D, F = x.dim(0), x.dim(1), w.dim(1)
-    number = f.most(f.least(index.integer(), f.add(w.dim(0), -1)), 0)
-    num_blocks = f.divided(T, TASK_TOKENS)
-    return {
-        "tasks": f.mul(num_blocks, f.divided(F, TASK_OUTPUTS)),
-        "blocks": num_blocks,
-        "T": T,
-        "D": D,
-        "F": F,
-        "x": x.data,
-        "w": f.at(w.data, f.mul(f.mul(f.mul(F, D), number), width)),
-        "y": y.data,
-    }
-
-
-def _do(dtype: str, f: Function, known: Mapping[str, str], task: str) -> None:
-    T, D, F, num_blocks = (known[name] for name in ("T", "D", "F", "blocks"))
-    first_token = f.mul(f.let(f"srem i64 {task}, {num_blocks}"), TASK_TOKENS)
-    num_tokens = f.least(f.sub(T, first_token), TASK_TOKENS)
-    first = f.mul(f.let(f"sdiv i64 {task}, {num_blocks}"), TASK_OUTPUTS)
-    with f.each(first, f.least(f.add(first, TASK_OUTPUTS), F), LANES) as output:
-        x = f.at(known["x"], f.mul(f.mul(first_token, D), X_BYTES[dtype]))
-        w = f.at(known["w"], f.mul(f.mul(output, D), W_BYTES[dtype]))
-        y = f.at(known["y"], f.mul(f.add(f.mul(first_token, F), output), 4))
-        operands = f"ptr {x}, ptr {w}, ptr {y}, i64 {num_tokens}, i64 {D}, i64 {F}"
-        f.do(f"call void @tile_{dtype}({operands})")
+def _tiles(dtype: str, f: Function, part: Mapping[str, str]) -> None:
+    D, F = part["D"], part["F"]
+    with f.each(0, part["num_outputs"], LANES) as output:
+        w = f.at(part["w"], f.mul(f.mul(output, D), OPERANDS[dtype].w_bytes))
+        y = f.at(part["y"], f.mul(output, 4))
+        addresses = f"ptr {part['x']}, ptr {w}, ptr {y}"
+        sizes = f"i64 {part['num_tokens']}, i64 {D}, i64 {F}"
+        f.do(f"call void @tile_{dtype}({addresses}, {sizes})")

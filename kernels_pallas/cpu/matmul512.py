@@ -10,7 +10,7 @@ instruction multiplies 32 of bfloat16 and adds the products in pairs to 16 sums,
 fours. 6 rows of x are multiplied with 4 of w at a time: 24 of 32 registers are sums.
 
 A sum is in the same order whatever T is: 16 partial sums over `DEPTH` columns are added up in
-halves and then in pairs, and such totals one after the other.
+halves, and such totals one after the other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 
-from kernels_pallas.cpu.function import FOUR, SIXTEEN, Function, blocks, four_totals
-from kernels_pallas.cpu.matmul import TASK_OUTPUTS, TASK_TOKENS, kernel
+from kernels_pallas.cpu.function import FOUR, SIXTEEN, Function, blocks, integers, totals
+from kernels_pallas.cpu.products import UNSIGNED, UNSIGNED_HALVES, Operands, kernel
+
+OFFSET = -0x7F7F7F80
+"""Four bytes of 128, which are added to values of int8."""
 
 HANDLERS = {dtype: f"jaxkv_matmul512_{dtype}" for dtype in ("bfloat16", "float32", "int8")}
-BYTES = {"bfloat16": 2, "float32": 4, "int8": 1}
+OPERANDS = {
+    "bfloat16": Operands(x_bytes=2, w_bytes=2, counted=UNSIGNED_HALVES),
+    "float32": Operands(x_bytes=4, w_bytes=4, counted=UNSIGNED),
+    "int8": Operands(x_bytes=1, w_bytes=1, zero=OFFSET),
+}
 COLUMNS = {"bfloat16": 32, "float32": 16, "int8": 64}
 """Numbers of x and w in a register."""
 
@@ -57,7 +64,7 @@ def functions() -> list[Function]:
     for dtype in HANDLERS:
         written += [
             _tile(dtype),
-            *kernel(HANDLERS[dtype], BYTES[dtype], partial(_do, dtype)).functions(),
+            *kernel(HANDLERS[dtype], OPERANDS[dtype], partial(_call, dtype)).functions(),
         ]
     return written
 
@@ -78,7 +85,7 @@ def _multiply(
     f: Function, dtype: str, rows: Sequence[str], output: str, start: str, depth: str
 ) -> None:
     """Adds the products of rows of x with OUTPUTS rows of w to y."""
-    width = BYTES[dtype]
+    width = OPERANDS[dtype].w_bytes
 
     def row(of: str, number: str) -> str:
         return f.at(of, f.mul(f.add(f.mul(number, "%D"), start), width))
@@ -94,7 +101,7 @@ def _multiply(
         offset = f.mul(column, width)
         read = [_read(f, dtype, address, offset) for address in x]
         if dtype == "int8":
-            read.append(f"<{', '.join(['i32 -2139062144'] * 16)}>")  # bytes of 128
+            read.append(integers([OFFSET] * 16))
         for i, address in enumerate(w):
             if len(rows) < ROWS[0]:  # what is multiplied next
                 f.fetch(f.at(address, f.add(offset, f.mul("%D", OUTPUTS * width))))
@@ -103,14 +110,12 @@ def _multiply(
                 before = f.load(kind, of_row[i], align=64)
                 f.store(f"{kind} {_added(f, dtype, before, number, weights)}", of_row[i], align=64)
     is_first = f.let(f"icmp eq i64 {start}, 0")
-    totals = [
-        four_totals(f, [f.load(kind, place, align=64) for place in row], whole=dtype == "int8")
-        for row in sums
-    ]
+    of_rows = [[f.load(kind, place, align=64) for place in row] for row in sums]
+    all_found = totals(f, of_rows, whole=dtype == "int8")
     add, four = ("add", "<4 x i32>") if dtype == "int8" else ("fadd", FOUR)
-    for number, found in zip(rows, totals, strict=False):
+    for number, found in zip(rows, all_found, strict=False):
         if dtype == "int8":
-            found = f.let(f"sub {four} {found}, {totals[-1]}")
+            found = f.let(f"sub {four} {found}, {all_found[-1]}")
         place = f.mul(f.add(f.mul(number, "%F"), output), 4)
         before = f.load(four, "%y", place, align=4)
         before = f.let(f"select i1 {is_first}, {four} zeroinitializer, {four} {before}")
@@ -119,7 +124,7 @@ def _multiply(
 
 def _read(f: Function, dtype: str, address: str, offset: str) -> str:
     kind = {"bfloat16": PAIRS, "float32": SIXTEEN, "int8": WHOLE}[dtype]
-    return f.load(kind, address, offset, align=BYTES[dtype])
+    return f.load(kind, address, offset, align=OPERANDS[dtype].w_bytes)
 
 
 def _added(f: Function, dtype: str, before: str, x: str, w: str) -> str:
@@ -133,14 +138,7 @@ def _added(f: Function, dtype: str, before: str, x: str, w: str) -> str:
     return f.let(f"call {SIXTEEN} @llvm.x86.avx512bf16.dpbf16ps.512({operands})")
 
 
-def _do(dtype: str, f: Function, known: Mapping[str, str], task: str) -> None:
-    T, D, F, num_blocks = (known[name] for name in ("T", "D", "F", "blocks"))
-    first_token = f.mul(f.let(f"srem i64 {task}, {num_blocks}"), TASK_TOKENS)
-    num_tokens = f.least(f.sub(T, first_token), TASK_TOKENS)
-    first = f.mul(f.let(f"sdiv i64 {task}, {num_blocks}"), TASK_OUTPUTS)
-    num_outputs = f.least(f.sub(F, first), TASK_OUTPUTS)
-    x = f.at(known["x"], f.mul(f.mul(first_token, D), BYTES[dtype]))
-    w = f.at(known["w"], f.mul(f.mul(first, D), BYTES[dtype]))
-    y = f.at(known["y"], f.mul(f.add(f.mul(first_token, F), first), 4))
-    operands = f"ptr {x}, ptr {w}, ptr {y}, i64 {num_tokens}, i64 {num_outputs}, i64 {D}, i64 {F}"
-    f.do(f"call void @tile512_{dtype}({operands})")
+def _call(dtype: str, f: Function, part: Mapping[str, str]) -> None:
+    addresses = ", ".join(f"ptr {part[name]}" for name in ("x", "w", "y"))
+    sizes = ", ".join(f"i64 {part[name]}" for name in ("num_tokens", "num_outputs", "D", "F"))
+    f.do(f"call void @tile512_{dtype}({addresses}, {sizes})")

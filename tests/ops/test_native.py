@@ -98,10 +98,9 @@ def in_order(x, w, kernel):
         for k in range(start, min(x.shape[1], start + depth), lanes):
             products = x[:, None, k : k + lanes] * w[None, :, k : k + lanes]
             sums = (products + sums).astype(np.float32)
-        if lanes == 16:
-            sums = sums[..., :8] + sums[..., 8:]
         while sums.shape[2] > 1:
-            sums = sums[..., ::2] + sums[..., 1::2]
+            halves = sums[..., : sums.shape[2] // 2], sums[..., sums.shape[2] // 2 :]
+            sums = sum(halves) if lanes == 16 else sums[..., ::2] + sums[..., 1::2]
         y += sums[..., 0]
     return y
 
@@ -143,6 +142,23 @@ def test_neighbours_do_not_change_a_bit(dtype, kernel):
         np.testing.assert_array_equal(y[:9], np.concatenate(alone)[:num_tokens])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("used", [0, 5, 100, 200])
+def test_rows_of_zeros_behind_the_others_are_not_multiplied(dtype, used, kernel):
+    x, w = random((used, 96), dtype), random((2, 80, 96), dtype, seed=1)
+    zeros = jnp.zeros((200 - used, 96), dtype).at[::3].set(-0.0)
+    padded = jnp.concatenate([x.at[:-1:2].set(0), zeros])  # and some among the others
+    product = jax.jit(native.matmul)
+    alone = product(padded[: max(used, 1)], w, 1)[:used]
+
+    y = product(padded, w, 1)
+    beside_nan = product(padded, w * np.nan, 1)
+
+    np.testing.assert_array_equal(y, np.concatenate([alone, np.zeros((200 - used, 80))]))
+    assert np.isnan(beside_nan[:used]).all()  # 0 * NaN is NaN, where it is multiplied
+    assert not np.asarray(beside_nan[used:]).any()
+
+
 def test_rounds_what_it_multiplies_to_the_dtype_of_the_weights(kernel):
     x, w = random((5, 64), jnp.float32), random((1, 32, 64), jnp.bfloat16, seed=1)
 
@@ -160,6 +176,7 @@ def test_products_of_int8_are_exact(num_tokens, columns, rows, kernel):
     x = rng.integers(-127, 128, (num_tokens, columns), np.int8)
     w = rng.integers(-127, 128, (2, rows, columns), np.int8)
     x[0], w[:, 0] = -127, 127
+    x[num_tokens // 2 + 1 :] = 0
 
     y = jax.jit(native.matmul_int8)(x, w, 1)
 

@@ -232,6 +232,11 @@ class Batch:
     decode_only: bool = static(default=False)
     chunk_len: int | None = static(default=None)
 
+    @property
+    def is_row_T(self) -> jax.Array:
+        """Tells which tokens are a row's, and not padding."""
+        return jnp.asarray(self.row_T) < len(self.start_B)
+
 
 def refuse_latents(maps: LatentMaps | None) -> None:
     """Raises: NotImplementedError for latent attention; for what has no form of it."""
