@@ -1,5 +1,7 @@
 """Matmuls with a weight that a CPU takes in pieces, against numpy's in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxkv.ops import layers, matrices, native
-from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, linear, total
+from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, linear, rms_norm, total
 from jaxkv.ops.matrices import LANES, HeadMatrices, Matrix, Packed
+from jaxkv.programs.compiler_options import compiler_options
 
 SHAPE = (1100, 2000)
 """More than two pieces in bfloat16, and more than four in float32; the last is a part of one."""
@@ -68,6 +71,17 @@ def test_bits_of_a_sum_do_not_depend_on_the_number_of_rows(width):
     np.testing.assert_array_equal(
         np.asarray(jax.jit(total)(x[:6].reshape(2, 3, width))), many[:6].reshape(2, 3)
     )
+
+
+def test_bits_of_a_norm_do_not_depend_on_the_number_of_rows():
+    x = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
+    options = compiler_options(jax.devices()[0], {})  # with vectors as wide as engines have them
+    norm = jax.jit(partial(rms_norm, scale=np.ones(96), eps=1e-5), compiler_options=options)
+
+    many = np.asarray(norm(x))
+
+    for num_rows in (1, 2, 5, 8, 12, 16, 33):
+        np.testing.assert_array_equal(norm(x[:num_rows]), many[:num_rows])
 
 
 @pytest.mark.parametrize("biases", [(), ("gate_bias", "up_bias")])
