@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from kernels_pallas.cpu import attention, matmul, matmul512
+from kernels_pallas.cpu import attention, chunk, matmul, matmul512
 from kernels_pallas.cpu.function import DECLARED, Function
 from kernels_pallas.cpu.tasks import release
 
@@ -19,6 +19,9 @@ WRITTEN: dict[str, tuple[Mapping[str, str], Callable[[], list[Function]]]] = {
 }
 """Handlers that are made together, and what writes them. Those with 512 need AVX-512."""
 
+MORE = {"matmul512": matmul512.DECLARED, "attention512": chunk.DECLARED}
+"""Declarations of what only some of them call."""
+
 
 def handlers(name: str) -> tuple[str, ...]:
     """Names what XLA can call of one of `WRITTEN`."""
@@ -27,7 +30,7 @@ def handlers(name: str) -> tuple[str, ...]:
 
 def llvm_ir(name: str) -> str:
     """Returns the text of a module with one of `WRITTEN`."""
-    declared = (*DECLARED, *matmul512.DECLARED) if name == "matmul512" else DECLARED
+    declared = (*DECLARED, *MORE.get(name, ()))
     written = [release(), *WRITTEN[name][1]()]
     return "\n".join([*declared, "", *(one.text() for one in written)])
 

@@ -9,8 +9,8 @@ columns, are added up in pairs, and such totals one after the other. No product 
 is added. So a vector of a row of x and one of w are multiplied as they lie in memory, 3 rows of x
 with 4 of w at a time: 12 of AVX2's 16 registers are sums.
 
-Of the tokens of a task (`products`), where they are few, w is read where it lies, and the
-next 8 outputs are fetched meanwhile. Where they are many, 8 outputs and 512 columns of it are
+Where a task (`products`) has few tokens, w is read where it lies, and the next 8 outputs are
+fetched meanwhile. Where it has many, 8 outputs and 512 columns of it are
 first written in float32 to a panel, which stays in the first-level cache (16 KiB). XLA:CPU in place
 of that writes a packed copy of all of w to memory, in each call. Source of the blocking: Goto and
 van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4.

@@ -16,6 +16,7 @@ from jaxkv.ops.attention.base import Batch, Place
 from jaxkv.ops.attention.softmax import MASKED
 from jaxkv.ops.attention.sweep import Scores
 from kernels_pallas.cpu import attention as kernel
+from kernels_pallas.cpu import chunk, queries
 
 
 def handler_for(at: Place) -> str | None:
@@ -35,23 +36,33 @@ def handler_for(at: Place) -> str | None:
     if has_more or store.layout.latent_dim is not None or native.unused_because() is not None:
         return None
     lanes = 16 if native.is_wide() else 8
-    fits = size <= kernel.BLOCK and size % lanes == head_dim % (kernel.TILE_VECTORS * lanes) == 0
+    fits = size <= queries.BLOCK and size % lanes == head_dim % (queries.TILE_VECTORS * lanes) == 0
+    if kernel.has_chunks(stored, lanes):
+        fits = fits and head_dim <= chunk.LONGEST
     return kernel.HANDLERS[lanes][stored] if fits else None
 
 
-CHUNK_TOKENS = 8
-"""Tokens that a thread attends at a time where rows have several."""
+CHUNK_QUERIES = 48
+"""Queries of a KV head, at most, that a thread attends at a time where rows have several tokens."""
 
 
 def attend(
-    q_TNH: jax.Array, at: Place, batch: Batch, *, handler: str, asked: Scores
+    q_TNH: jax.Array,
+    at: Place,
+    batch: Batch,
+    *,
+    handler: str,
+    asked: Scores,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, None]:
     """Attends all tokens of a step, [T, N, H] float32; zeros for padding and for a row that rests.
     Observes nothing.
 
-    The bits of a token depend on nothing but its query and what its row's table has.
+    The bits of a token depend on nothing but its query, what its row's table has, and whether it is
+    a decode row; not on that either if `deterministic`.
     """
     store, tables = at.store, at.tables
+    group = q_TNH.shape[1] // store.layout.num_kv_heads
     num_tokens, num_heads, _ = q_TNH.shape
     row_T, position_T = batch.row_T, batch.position_T
     of_row = partial(jnp.take, indices=row_T, mode="fill", fill_value=0)
@@ -60,7 +71,10 @@ def attend(
     reach = asked.reach(position_T)
     reach_T = jnp.broadcast_to(np.iinfo(np.int32).max if reach is None else reach, row_T.shape)
     row_T = jnp.where(of_row(batch.count_B) > 0, row_T, -1)
-    tokens_T4 = jnp.stack([row_T, position_T, reach_T, stop_T], axis=1).astype(jnp.int32)
+    # What decodes in chunks is to have the bits that it has in decode rows.
+    as_rows = deterministic or batch.chunk_len is not None
+    is_chunk_T = (row_T >= batch.num_decode) & (not as_rows)
+    token_T5 = jnp.stack([row_T, position_T, reach_T, stop_T, is_chunk_T], axis=1)
     if asked.sinks_KG is None:
         sinks_N = jnp.full(num_heads, MASKED, jnp.float32)
     else:
@@ -69,13 +83,13 @@ def attend(
     out_TNH = jax.ffi.ffi_call(handler, result, vmap_method="sequential")(
         q_TNH,
         store.pages,
-        tokens_T4,
+        token_T5.astype(jnp.int32),
         jnp.asarray(tables.table_BW, jnp.int32),
         jnp.asarray(tables.first_BW, jnp.int32),
         sinks_N,
         jnp.float32(asked.cap),
         jnp.asarray(at.layer * store.num_pages, jnp.int32),
-        jnp.int32(1 if batch.decode_only else CHUNK_TOKENS),
+        jnp.int32(1 if batch.decode_only else max(1, CHUNK_QUERIES // group)),
     )
     return out_TNH, None
 

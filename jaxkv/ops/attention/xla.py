@@ -229,7 +229,9 @@ def _read_rows(
     )
     if handler is None or not is_all:
         return by_xla(q_TNH, at, batch, count_B)
-    by_machine_code = partial(native.attend, handler=handler, asked=asked)
+    by_machine_code = partial(
+        native.attend, handler=handler, asked=asked, deterministic=deterministic
+    )
     return jax.lax.platform_dependent(
         *(q_TNH, at, batch), cpu=by_machine_code, default=partial(by_xla, count_B=count_B)
     )
