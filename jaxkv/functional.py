@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.build.blueprint import Blueprint, make_blueprint
-from jaxkv.build.compile_cache import use_compile_cache
+from jaxkv.build.compile_cache import kernel_folder, use_compile_cache
 from jaxkv.build.model import find_model
 from jaxkv.build.options import EngineOptions
 from jaxkv.build.selftest import make_tested
@@ -141,8 +141,8 @@ def load(
         runner="generate",
     )
     devices = jax.devices()
-    native.prepare()
     use_compile_cache(devices[0])
+    native.prepare(kernel_folder(devices[0]))
     found = find_model(options)
     if found.spec.states:
         raise NotImplementedError(

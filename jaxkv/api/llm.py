@@ -28,7 +28,7 @@ from jaxkv.api.description import describe
 from jaxkv.api.part import make_parts
 from jaxkv.api.pooling import PoolingCalls
 from jaxkv.api.session import PREFILL, Home, Session, chat_options
-from jaxkv.build.compile_cache import use_compile_cache
+from jaxkv.build.compile_cache import kernel_folder, use_compile_cache
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.model import Model, find_model
 from jaxkv.build.options import (
@@ -87,8 +87,8 @@ class LLM(PoolingCalls):
     def __init__(self, options: EngineOptions) -> None:
         check_backend(options.backend)
         devices = jax.devices()
-        native.prepare()
         self._compile_cache = use_compile_cache(devices[0])
+        native.prepare(kernel_folder(devices[0]))
         model = find_model(options)
         with ExitStack() as undo:
             # Before anything takes long: it may be somebody else's.

@@ -1,5 +1,6 @@
 """Keeps compiled programs between starts, in the user's cache folder: an engine's own programs as
-executables (`programs.executables`), others in JAX's persistent compilation cache.
+executables (`programs.executables`), a CPU's kernels as machine code (`ops.native`), others in
+JAX's persistent compilation cache.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 PROGRAMS = "programs"
 """The folder of executables, in that of JAX's cache."""
+
+KERNELS = "kernels"
+"""The folder of machine code, beside it."""
 
 UNKNOWN_JAX = (0, 13)
 """From here on nobody has seen that `programs.executables` works: it takes apart what is private to
@@ -47,7 +51,8 @@ def use_compile_cache(device: jax.Device) -> str:
         chosen = config.jax_compilation_cache_dir
         if chosen is not None and chosen != str(folder):
             return f"{chosen or 'off'} (jax_compilation_cache_dir)"
-        open_folder(device, PROGRAMS)
+        for name in (PROGRAMS, KERNELS):
+            open_folder(device, name)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         return f"off: {error}"
     config.update("jax_compilation_cache_dir", str(folder))
@@ -75,15 +80,27 @@ def open_program_files(devices: Sequence[jax.Device]) -> ProgramFiles | None:
     """Returns where the programs of an engine on these devices are kept, inside the folder of
     `use_compile_cache`; None where that has chosen none, or jax is newer than we know.
     """
-    config: Any = jax.config
-    if not config.jax_enable_compilation_cache or jax.__version_info__ >= UNKNOWN_JAX:
-        return None
-    chosen = Path(config.jax_compilation_cache_dir or "")
-    if chosen.parent.name != "jaxkv" or chosen != _folder(devices[0]):
+    chosen = _chosen(devices[0])
+    if chosen is None or jax.__version_info__ >= UNKNOWN_JAX:
         return None
     from jaxkv.programs.executables import ProgramFiles
 
     return ProgramFiles(chosen / PROGRAMS, tuple(devices))
+
+
+def kernel_folder(device: jax.Device) -> Path | None:
+    """Returns where machine code is kept, inside the folder of `use_compile_cache`; None where that
+    has chosen none.
+    """
+    chosen = _chosen(device)
+    return None if chosen is None else chosen / KERNELS
+
+
+def _chosen(device: jax.Device) -> Path | None:
+    config: Any = jax.config
+    chosen = Path(config.jax_compilation_cache_dir or "")
+    is_on = config.jax_enable_compilation_cache and chosen.parent.name == "jaxkv"
+    return chosen if is_on and chosen == _folder(device) else None
 
 
 def _folder(device: jax.Device) -> Path:

@@ -6,9 +6,14 @@ does.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
+import tempfile
+import warnings
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock, Thread
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -31,6 +36,7 @@ WIDE = ("avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512vnni")
 """Machine code with vectors of 512 bits needs these."""
 
 _lock = Lock()
+_folder: Path | None = None
 
 
 class _Code(NamedTuple):
@@ -68,8 +74,13 @@ def described() -> str:
     return f"machine code of jaxkv ({'AVX-512' if code.matmul is matmul512 else 'AVX2'})"
 
 
-def prepare() -> None:
-    """Has the machine code made by a thread, in 0.7 s, while the caller does something else."""
+def prepare(folder: Path | None) -> None:
+    """Has the machine code made by a thread, in a second, while the caller does something else.
+
+    folder: keeps it for the next start; nobody else may write to it.
+    """
+    global _folder
+    _folder = folder
     if os.environ.get(VARIABLE) is None:  # what is wrong with it the caller is to hear
         Thread(target=unused_because, name="jaxkv-native").start()
 
@@ -117,24 +128,56 @@ def _decided() -> _Code:
 
 @cache
 def _register(llvm: Any, features: str, kernel: str) -> None:
-    """Gives XLA the machine code of a kernel."""
+    """Gives XLA the machine code of a kernel, which is made anew where the folder has not kept it
+    for this processor and version.
+    """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(llvm_ir(kernel))
-    module.verify()
+    text, processor = llvm_ir(kernel), llvm.get_host_cpu_name()
+    about = "\n".join([version("llvmlite"), processor, features, text]).encode()
+    file = None if _folder is None else _folder / kernel
+    kept = None if file is None else _read(file, about)
+    module = llvm.parse_assembly(text)
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=features, opt=3
+        cpu=processor, features=features, opt=3
     )
-    # With a speed_level of 3 LLVM takes longer, and what it makes does not take shorter.
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
-    passes.getModulePassManager().run(module, passes)
+    if kept is None:
+        module.verify()
+        # With a speed_level of 3 LLVM takes longer, and what it makes does not take shorter.
+        options = llvm.create_pipeline_tuning_options(speed_level=1)
+        passes = llvm.create_pass_builder(machine, options)
+        passes.getModulePassManager().run(module, passes)
     engine = llvm.create_mcjit_compiler(module, machine)
+    if file is not None:
+        engine.set_object_cache(lambda _, code: _write(file, about, code), lambda _: kept)
     engine.finalize_object()
     form = ctypes.CFUNCTYPE(ctypes.c_void_p)
     for name in handlers(kernel):
         handler = jax.ffi.pycapsule(form(engine.get_function_address(name)))
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     engine.detach()  # never freed: XLA's threads may be in it when the interpreter ends
+
+
+def _read(file: Path, about: bytes) -> bytes | None:
+    """Returns machine code that was kept; None if there is none, or it is damaged, or was made of
+    something else.
+    """
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    digest, code = data[:32], data[32:]
+    return code if digest == hashlib.sha256(about + code).digest() else None
+
+
+def _write(file: Path, about: bytes, code: bytes) -> None:
+    try:
+        handle, name = tempfile.mkstemp(dir=file.parent)  # made with mode 600
+        with os.fdopen(handle, "wb") as part:
+            part.write(hashlib.sha256(about + code).digest() + code)
+        os.replace(name, file)
+    except OSError as error:
+        warnings.warn(f"machine code is not kept for the next start: {error}", stacklevel=2)
 
 
 def takes(shape: tuple[int, ...], dtype: np.dtype) -> bool:

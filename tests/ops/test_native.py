@@ -372,6 +372,39 @@ def test_other_pages_are_left_to_xla(change):
     assert handler_for(Place(store, 0, PageTables(empty, empty, empty[0]))) is None
 
 
+def test_machine_code_is_kept_for_the_next_start(tmp_path, monkeypatch):
+    x, w = random((5, 64), jnp.float32), random((1, 32, 64), jnp.float32, seed=1)
+    optimised, register = [], jax.ffi.register_ffi_target
+    build = llvm.create_pass_builder
+    monkeypatch.setattr(
+        llvm, "create_pass_builder", lambda *given: optimised.append(given) or build(*given)
+    )
+
+    def start(number, folder):
+        """Makes a kernel as a process does, under a name of its own; says how it was made."""
+        monkeypatch.setattr(native, "_folder", folder)
+        monkeypatch.setattr(
+            jax.ffi,
+            "register_ffi_target",
+            lambda name, *given, **more: register(f"{name}_{number}", *given, **more),
+        )
+        before = len(optimised)
+        native._register.__wrapped__(llvm, features.flatten(), "matmul")
+        result = jax.ShapeDtypeStruct((5, 32), jnp.float32)
+        call = jax.ffi.ffi_call(f"{matmul256.HANDLERS['float32']}_{number}", result)
+        np.testing.assert_array_equal(call(x, w, jnp.int32(0)), in_order(x, w[0], matmul256))
+        return "anew" if len(optimised) > before else "kept"
+
+    assert [start(0, tmp_path), start(1, tmp_path)] == ["anew", "kept"]
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert start(2, tmp_path) == "anew"
+    assert native._read(file, b"another kernel") is None
+    with pytest.warns(UserWarning, match="machine code is not kept for the next start"):
+        assert start(3, tmp_path / "missing") == "anew"
+
+
 @pytest.mark.parametrize(
     ("features", "asked", "said"),
     [
