@@ -145,18 +145,6 @@ def _total_by_tiles(x: Array) -> Array:
     )
 
 
-def inverse_root(x: Array) -> Array:
-    """Computes 1 / sqrt(x), on a CPU rounded in the same way however many numbers there are."""
-    return jax.lax.platform_dependent(x, cpu=_inverse_of_root, default=jax.lax.rsqrt)
-
-
-def _inverse_of_root(x: Array) -> Array:
-    """XLA:CPU estimates rsqrt by whole vectors of 16 numbers and computes the rest otherwise. It
-    would make one of this, too, if it saw both operations.
-    """
-    return 1 / jax.lax.optimization_barrier(jnp.sqrt(x))
-
-
 def rms_norm(x: Array, scale: Array, *, eps: float, axis: str | None = None) -> Array:
     """Normalises by the root mean square over the last axis, of which each device along the mesh
     axis has an equal part. Float32 in and out. Source: arXiv 1910.07467, equation 4.
@@ -166,7 +154,7 @@ def rms_norm(x: Array, scale: Array, *, eps: float, axis: str | None = None) -> 
     squares, width = total(x * x)[..., None], x.shape[-1]
     if axis is not None:
         squares, width = jax.lax.psum(squares, axis), width * jax.lax.axis_size(axis)
-    return x * inverse_root(squares / width + eps) * scale
+    return x * jax.lax.rsqrt(squares / width + eps) * scale
 
 
 def layer_norm(x: Array, scale: Array, bias: Array | None, *, eps: float) -> Array:

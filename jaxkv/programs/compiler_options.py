@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from jaxkv.ops import native
 from jaxkv.weights.tree import Weights
 
 COMPILER_OPTIONS = {
@@ -29,17 +28,10 @@ if jax.__version_info__ < (0, 11):
     # option.
     COMPILER_OPTIONS["cpu"] = {"xla_cpu_use_fusion_emitters": "False"}
 
-WIDE = {"xla_cpu_prefer_vector_width": "512"}
-"""Where there is AVX-512 with bfloat16. XLA would take half as much at a time, as the first
-processors with AVX-512 lowered their clock.
-"""
-
 
 def compiler_options(device: Any, weights: Weights) -> Mapping[str, str] | None:
     """Returns the options for programs of a device that take these weights; None for XLA's own."""
     options = COMPILER_OPTIONS.get(device.device_kind) or COMPILER_OPTIONS.get(device.platform)
-    if device.platform == "cpu" and native.is_wide():
-        return {**(options or {}), **WIDE}
     if device.platform == "gpu" and any(x.dtype.itemsize == 1 for x in jax.tree.leaves(weights)):
         # Triton turns quantised numbers into others inside a matmul. cuBLAS would have them written
         # out first, which is more than the copy.

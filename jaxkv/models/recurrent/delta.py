@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.recurrent.mixer import StateArray
-from jaxkv.ops.layers import inverse_root, linear, linear_over, rms_norm, total
+from jaxkv.ops.layers import linear, linear_over, rms_norm, total
 from jaxkv.ops.recurrent import LinearAttention, Rows, Tokens, run, short_conv
 
 GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
@@ -107,7 +107,7 @@ def _through(h_TD: jax.Array, w: Mapping[str, Any], name: str) -> jax.Array:
 
 def _unit(x: jax.Array) -> jax.Array:
     """Divides by the length over the last axis."""
-    return x * inverse_root(total(x * x)[..., None] + TINY)
+    return x * jax.lax.rsqrt(total(x * x)[..., None] + TINY)
 
 
 def _ends(parts: list[jax.Array]) -> list[int]:
