@@ -104,7 +104,8 @@ def test_llama_3_70b_takes_what_is_known_of_it(write, plan):
     assert re.search(r"of a sequence of 131,072 +40\.00 GiB\n", out)
     assert re.search(r"of a sequence of 4,096 +1\.25 GiB\n", out)
     assert re.search(r"of a sequence of 8,192 +2\.50 GiB\n +of 32 of them +80\.00 GiB\n", out)
-    _, out, _ = plan(write(LLAMA_3_70B | {"num_key_value_heads": 64}), *target, "--context", 4096)
+    config = write(LLAMA_3_70B | {"num_key_value_heads": 64})
+    _, out, _ = plan(config, *target, "--context", 4096, "--backend", "xla")
     assert re.search(r"of a sequence of 4,096 +10\.00 GiB\n", out)
 
 
@@ -121,7 +122,9 @@ def test_rows_that_all_heads_share_are_on_every_device(write, plan):
 
 def test_a_token_takes_what_each_layer_takes(write, plan):
     def of_token(*options: object) -> float:
-        _, out, _ = plan(write(LLAMA_3_8B), "--target", "v6e", "--context", 4096, *options)
+        # By name: that the kernels can is found out by tracing them.
+        to = ("--target", "v6e", "--context", 4096, "--backend", "xla")
+        _, out, _ = plan(write(LLAMA_3_8B), *to, *options)
         return float(re.search(r"KV cache of a token +([0-9.]+) KiB\n", out)[1])
 
     plain, small = of_token(), of_token("--kv-dtype", "int8")
@@ -222,9 +225,8 @@ def test_what_does_not_fit_is_said_of_each_target(write, plan):
 def test_json_and_picture_say_the_same(write, plan, tmp_path):
     picture = tmp_path / "plan.svg"
     targets = ("--target", "v6e", "tpu7x", "v6e:2x4")
-    status, out, err = plan(
-        write(LLAMA_3_8B), *targets, "--max-num-seqs", 64, "--json", "--svg", picture
-    )
+    options = ("--backend", "xla", "--max-num-seqs", 64, "--json", "--svg", picture)
+    status, out, err = plan(write(LLAMA_3_8B), *targets, *options)
     assert (status, err) == (0, "")
     planned = json.loads(out)
     assert [one["target"] for one in planned] == ["v6e:1x1", "tpu7x:1x1x1", "v6e:2x4"]
@@ -236,7 +238,8 @@ def test_json_and_picture_say_the_same(write, plan, tmp_path):
     names = ("weight_bytes", "pool_bytes", "temp_bytes", "kept_bytes", "left")
     sizes = [one["plans"][0][name] for one in planned for name in names]
     assert widths == pytest.approx([size * sum(widths) / sum(sizes) for size in sizes], abs=0.1)
-    shown = make_plans(deploy(write(LLAMA_3_8B), V6E, **ROWS), compile_too=False)
+    deployment = deploy(write(LLAMA_3_8B), V6E, backend="xla", **ROWS)
+    shown = make_plans(deployment, compile_too=False)
     assert "KV cache: " in shown._repr_html_()
     assert Planned(deployment=shown.deployment, refusal="no")._repr_html_() is None
 
@@ -312,7 +315,7 @@ def test_of_a_hub_id_only_the_config_is_fetched(write, plan, monkeypatch):
         return write(LLAMA_3_8B).parent
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert plan("org/name", "--target", "v6e")[0] == 0
+    assert plan("org/name", "--target", "v6e", "--backend", "xla")[0] == 0
     assert asked == [("org/name", None, ["config.json"])]
 
 
