@@ -4,6 +4,7 @@ fail.
 
 import ast
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -124,12 +125,13 @@ def kernel_operands_by_name(path: str, node: ast.AST) -> bool:
     return vararg not in cut
 
 
+@cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(text)))
+
+
 def breaches(rule, sources: dict[str, str]) -> list[str]:
-    walks = {
-        path: ast.walk(ast.parse(text))
-        for path, text in sources.items()
-        if path.startswith(SCOPE[rule])
-    }
+    walks = {path: nodes_of(text) for path, text in sources.items() if path.startswith(SCOPE[rule])}
     broken = [(path, node) for path, walk in walks.items() for node in walk if not rule(path, node)]
     return [f"{path}:{getattr(node, 'lineno', 1)}: {rule.__name__}" for path, node in broken]
 
