@@ -38,6 +38,8 @@ from quantised import (
 from tiers import some
 from tiny import SMALL, make_checkpoint, tiny_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down"}
 STAY = {"fp8": {"down"}, "gptq-act-order": set()}
 STAY |= dict.fromkeys(("nf4", "nf4-simple"), MATRICES - {"down"})
