@@ -52,7 +52,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprob
         ),
         ("mosaic_gpu", "gpu", HEADS, 64, ("mosaic_gpu", "asked for by name")),
         ("xla", "tpu", HEADS, 64, ("xla", "asked for by name")),
-        ("pallas_tpu", "tpu", HEADS, 64, ("pallas_tpu", "asked for by name")),
+        pytest.param(
+            *("pallas_tpu", "tpu", HEADS, 64, ("pallas_tpu", "asked for by name")),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_auto_takes_the_first_that_can_and_says_why_not_the_others(

@@ -4,6 +4,7 @@ read otherwise.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -26,6 +27,7 @@ from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.layout import HeadMajorLayout
 from jaxkv.kv.state import PagedKV, copy_pages, empty_store, write
 from jaxkv.ops.attention import xla
+from tiers import some
 
 pytestmark = pytest.mark.usefixtures("xla_attends")  # as it does where pages are chosen
 READ = jax.jit(xla.read, static_argnames=("scale", "window"))
@@ -96,8 +98,10 @@ def wanted(case: Case, num_read: int, layer: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("num_read", [2, 5])
+CHOSEN = list(itertools.product(SHAPES, (2, 5)))
+
+
+@pytest.mark.parametrize(("shape", "num_read"), some(CHOSEN, *CHOSEN[::3], CHOSEN[4]), ids=str)
 def test_decode_rows_read_the_pages_that_a_bound_on_their_scores_chooses(shape, num_read):
     case = decode_case(3, shape)
     got = read(choosing(case, num_read), 1)
