@@ -245,8 +245,8 @@ def decode(
     Returns the new state and the new tokens, [B, n] int32, in the order of `tokens`, -1 after a
     row's end. A row's last one is not stored yet: give it to the next `decode` or `prefill`.
     """
-    if not is_int(n) or n < 1:
-        raise ValueError(f"n: expected a number of tokens from 1 on, got {n!r}")
+    if not is_int(n) or not 1 <= n <= MAX_INT32:
+        raise ValueError(f"n: expected a number of tokens from 1 to {MAX_INT32}, got {n!r}")
     newest = tokens_by_row(tokens, len(kv.rows), model.spec.vocab_size)
     given, padded = len(newest), fit_bucket(row_buckets(len(kv.rows)), len(newest))
     wanted = sampling_of(

@@ -173,6 +173,12 @@ def test_prefill_and_decode_consume_what_they_are_given_and_fork_does_not(model,
         jk.decode(model, jk.rewind(after, 0, 0), [5], n=1)
 
 
+def test_a_number_of_tokens_past_int32_is_refused_at_once(model, kv):
+    """Its last 32 bits would fit, and the loop would run for years."""
+    with pytest.raises(ValueError, match=r"n: expected a number of tokens from 1 to 2147483647"):
+        jk.decode(model, kv, [-1], n=2**62)
+
+
 def test_what_is_refused_leaves_the_state_as_it_was(model, kv):
     kv, logits = jk.prefill(model, kv, {0: PROMPTS[0], 2: PROMPTS[2]})
     kv = jk.fork(kv, 0, to=1)
