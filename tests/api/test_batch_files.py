@@ -867,7 +867,7 @@ def told(rows: list[dict]) -> list[dict]:
     return in_order(rows)
 
 
-def test_killed_three_times_it_loses_nothing_and_repeats_nothing(tmp_path, checkpoint, files):
+def test_killed_twice_it_loses_nothing_and_repeats_nothing(tmp_path, checkpoint, files):
     """Half of the lines are OpenAI's. The input is a pipe that stays open, so that a run cannot end
     before it is killed.
     """
@@ -879,7 +879,7 @@ def test_killed_three_times_it_loses_nothing_and_repeats_nothing(tmp_path, check
     want, _ = files(lines, GREEDY, model="demo")
     limits = ["--served-model-name", "demo", *OPTIONS, "--temperature", "0", "--ignore-eos"]
     command = Command(tmp_path, "--model", str(checkpoint), *limits)
-    for num_lines, num_rows in ((20, 7), (40, 25), (50, 42)):
+    for num_lines, num_rows in ((20, 7), (50, 42)):
         path = tmp_path / f"pipe{num_rows}"  # what one has not read is not for the next
         os.mkfifo(path)
         pipe = os.open(path, os.O_RDWR)
