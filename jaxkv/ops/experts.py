@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
+from jaxkv.ops.layers import softmax, total
 
 CPU_ROWS, ROWS = ((2, 4), (31, 16), (None, 64)), 128
 """Tokens that an expert takes at once: on a CPU 4 where experts have 2 each or less on average, and
@@ -60,7 +61,7 @@ class Router:
         logits_TE = logits_TE if self.logit_scale == 1.0 else logits_TE * self.logit_scale
         if self.cap:
             logits_TE = self.cap * jnp.tanh(logits_TE / self.cap)
-        score = jax.nn.softmax if self.score == "softmax" else jax.nn.sigmoid
+        score = softmax if self.score == "softmax" else jax.nn.sigmoid
         if self.margin:
             return self._in_turn(logits_TE)
         if self.of_chosen:
@@ -71,7 +72,7 @@ class Router:
         _, expert_TK = jax.lax.top_k(self._within_groups(rank_TE), self.num_used)
         weight_TK = jnp.take_along_axis(score_TE, expert_TK, axis=1)
         if self.is_normalised:
-            weight_TK /= weight_TK.sum(axis=1, keepdims=True) + 1e-20
+            weight_TK /= total(weight_TK)[:, None] + 1e-20
         return expert_TK, weight_TK * self.scale
 
     def _in_turn(self, logits_TE: Array) -> tuple[Array, Array]:

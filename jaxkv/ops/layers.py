@@ -145,6 +145,22 @@ def _total_by_tiles(x: Array) -> Array:
     )
 
 
+def softmax(x: Array) -> Array:
+    """Computes the softmax over the last axis, on a CPU with the same bits whatever the other axes
+    are. Float32.
+    """
+    return jax.lax.platform_dependent(x, cpu=_softmax_by_tiles, default=jax.nn.softmax)
+
+
+def _softmax_by_tiles(x: Array) -> Array:
+    """XLA:CPU rounds a difference and its exponential otherwise where it makes them one operation,
+    which depends on the number of rows.
+    """
+    below = x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
+    weight = jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(below)))
+    return weight / total(weight)[..., None]
+
+
 def rms_norm(x: Array, scale: Array, *, eps: float, axis: str | None = None) -> Array:
     """Normalises by the root mean square over the last axis, of which each device along the mesh
     axis has an equal part. Float32 in and out. Source: arXiv 1910.07467, equation 4.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.ops import layers, matrices, native
-from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, linear, rms_norm, total
+from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, linear, rms_norm, softmax, total
 from jaxkv.ops.matrices import LANES, HeadMatrices, Matrix, Packed
 from jaxkv.programs.compiler_options import compiler_options
 
@@ -82,6 +82,15 @@ def test_bits_of_a_norm_do_not_depend_on_the_number_of_rows():
 
     for num_rows in (1, 2, 5, 8, 12, 16, 33):
         np.testing.assert_array_equal(norm(x[:num_rows]), many[:num_rows])
+
+
+@pytest.mark.parametrize("width", [6, 8, 128])
+def test_bits_of_a_softmax_do_not_depend_on_the_number_of_rows(width):
+    x = 3 * np.random.default_rng(0).normal(size=(32, width)).astype(np.float32)
+    many = np.asarray(jax.jit(softmax)(x))
+    np.testing.assert_allclose(many, jax.nn.softmax(x), rtol=1e-6)
+    for num_rows in (1, 2, 5, 12):
+        np.testing.assert_array_equal(jax.jit(softmax)(x[:num_rows]), many[:num_rows])
 
 
 @pytest.mark.parametrize("biases", [(), ("gate_bias", "up_bias")])
