@@ -43,7 +43,7 @@ from jaxkv.kv.state import PagedKV, empty_store
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.sampling import NO_TOKEN, NUM_LOGPROBS, Sampled
-from jaxkv.programs.buckets import row_buckets, token_buckets
+from jaxkv.programs.buckets import drawn_rows, row_buckets, token_buckets
 from jaxkv.programs.step import Newest
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.request import Submission
@@ -78,6 +78,7 @@ class StubPrograms:
         self.is_compiling = False
         self.token_buckets = token_buckets(config.max_num_batched_tokens)
         self.row_buckets = row_buckets(config.max_num_seqs)
+        self.drawn_rows = drawn_rows(config.max_num_seqs)
         self._max_rows = config.max_num_seqs
         self._clock = clock
         self._num_calls = 0

@@ -177,7 +177,7 @@ def compile_once(monkeypatch):
 
 def pytest_collection_finish() -> None:
     """Spares later collections of garbage what imports have made, and all tests, as they are there
-    until the end: to go over them takes half a second each time, a fourteenth of the whole run.
+    until the end: to go over them takes half a second each time.
     Those that go over everything come a third as often: each module ends with one.
     """
     gc.set_threshold(700, 10, 30)

@@ -193,7 +193,7 @@ def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monk
         LLM(tmp_path / "out", skip_tokenizer_init=True, lazy_compile=True)
     ).programs
     wanted = {("step", size) for size in programs.token_buckets}
-    wanted |= {("draw", programs.num_step_rows(size)) for size in programs.token_buckets}
+    wanted |= {("draw", size) for size in programs.drawn_rows}
     wanted |= {("loop", size) for size in programs.row_buckets}
     assert set(compiled) == wanted | {("copy", programs.config.max_num_seqs)}
 

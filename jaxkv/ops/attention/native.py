@@ -53,13 +53,12 @@ def attend(
     *,
     handler: str,
     asked: Scores,
-    deterministic: bool = False,
 ) -> tuple[jax.Array, None]:
     """Attends all tokens of a step, [T, N, H] float32; zeros for padding and for a row that rests.
     Observes nothing.
 
-    The bits of a token depend on nothing but its query, what its row's table has, and whether it is
-    a decode row; not on that either if `deterministic`.
+    The bits of a token depend on nothing but its query, what its row's table has and, where pages
+    are bfloat16, whether it is a decode row.
     """
     store, tables = at.store, at.tables
     group = q_TNH.shape[1] // store.layout.num_kv_heads
@@ -72,8 +71,7 @@ def attend(
     reach_T = jnp.broadcast_to(np.iinfo(np.int32).max if reach is None else reach, row_T.shape)
     row_T = jnp.where(of_row(batch.count_B) > 0, row_T, -1)
     # What decodes in chunks is to have the bits that it has in decode rows.
-    as_rows = deterministic or batch.chunk_len is not None
-    is_chunk_T = (row_T >= batch.num_decode) & (not as_rows)
+    is_chunk_T = (row_T >= batch.num_decode) & (batch.chunk_len is None)
     token_T5 = jnp.stack([row_T, position_T, reach_T, stop_T, is_chunk_T], axis=1)
     if asked.sinks_KG is None:
         sinks_N = jnp.full(num_heads, MASKED, jnp.float32)

@@ -215,7 +215,8 @@ def _read_rows(
     queries what meets the pages, and `leave` of what they have found there what comes out. index:
     of all tokens.
     """
-    handler = None if index is not None else native.handler_for(at)
+    # `deterministic` wants one code for pages of any kind and size.
+    handler = None if index is not None or deterministic else native.handler_for(at)
     is_all = handler is not None and is_wide()
     by_xla = partial(
         attend_rows,
@@ -224,14 +225,11 @@ def _read_rows(
         enter=enter,
         leave=leave,
         index=index,
-        # Chunks are faster by XLA without AVX-512, and `deterministic` wants one code for both.
-        handler=None if is_all or deterministic else handler,
+        handler=None if is_all else handler,  # without AVX-512 chunks are faster by XLA
     )
     if handler is None or not is_all:
         return by_xla(q_TNH, at, batch, count_B)
-    by_machine_code = partial(
-        native.attend, handler=handler, asked=asked, deterministic=deterministic
-    )
+    by_machine_code = partial(native.attend, handler=handler, asked=asked)
     return jax.lax.platform_dependent(
         *(q_TNH, at, batch), cpu=by_machine_code, default=partial(by_xla, count_B=count_B)
     )
