@@ -302,7 +302,9 @@ def rewind(kv: State, row: int, length: int) -> State:
     check_rows((row,), len(kv.rows))
     longest = kv.rows[row].length
     if not is_int(length) or not 0 <= length <= longest:
-        raise ValueError(f"length: expected 0 to {longest}, which row {row} holds, got {length!r}")
+        raise ValueError(
+            f"length: expected an int from 0 to {longest}, which row {row} holds, got {length!r}"
+        )
     return _with_rows(kv, {row: cut(kv.rows[row], length, kv.limits.block_size)})
 
 
@@ -354,6 +356,7 @@ def extend(
     devices or with embeddings per layer, RuntimeError for a consumed state.
     """
     room, size = continuation.own.stores[0].page_size, model.spec.hidden_size
+    embedded = jnp.asarray(embedded)
     if embedded.ndim != 2 or embedded.shape[1] != size or not 1 <= embedded.shape[0] <= room:
         raise ValueError(
             f"embedded: expected [T, {size}] of 1 to {room} tokens, got {list(embedded.shape)}"

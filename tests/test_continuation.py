@@ -146,13 +146,14 @@ def test_what_is_refused_says_what_was_expected(model, kv):
     dead = jax.tree.map(jnp.copy, kv)
     jk.decode(model, dead, {1: 5}, n=1)
     refusals = [
-        (ValueError, "row: expected 0 to 1", lambda: jk.continuation(kv, 2, room=4)),
+        (ValueError, "row: expected an int from 0 to 1", lambda: jk.continuation(kv, 2, room=4)),
         (ValueError, "room: expected", lambda: jk.continuation(kv, 1, room=0)),
         (ValueError, "room: expected", lambda: jk.continuation(kv, 1, room=2.0)),
         (ValueError, r"1 to 4 tokens, got \[5, 48\]", lambda: jk.extend(model, kv, start, x)),
         (ValueError, r"got \[0, 48\]", lambda: jk.extend(model, kv, start, x[:0])),
         (ValueError, r"\[T, 48\] .* got \[48\]", lambda: jk.extend(model, kv, start, x[0])),
         (ValueError, r"got \[4, 47\]", lambda: jk.extend(model, kv, start, x[:4, 1:])),
+        (ValueError, r"got \[1, 2\]", lambda: jk.extend(model, kv, start, [[1.0, 2.0]])),
         (ValueError, "expected token ids", lambda: jk.embed(model, 5)),
         (ValueError, "expected token ids", lambda: jk.embed(model, [0.5])),
         (ValueError, "from 0 to 150", lambda: jk.embed(model, [151])),

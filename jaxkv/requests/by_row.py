@@ -24,7 +24,7 @@ def check_rows(rows: Iterable[Any], num_rows: int) -> None:
     """Raises ValueError for the first that is not a row."""
     for row in rows:
         if not is_int(row) or not 0 <= row < num_rows:
-            raise ValueError(f"row: expected 0 to {num_rows - 1}, got {row!r}")
+            raise ValueError(f"row: expected an int from 0 to {num_rows - 1}, got {row!r}")
 
 
 def by_row(given: Any, num_rows: int) -> Mapping[int, Any]:
