@@ -36,11 +36,7 @@ class Operands:
 
 
 def kernel(
-    name: str,
-    operands: Operands,
-    multiply: Callable[[Function, Mapping[str, str]], None],
-    *,
-    lanes: int = 8,
+    name: str, operands: Operands, multiply: Callable[[Function, Mapping[str, str]], None]
 ) -> Kernel:
     """Returns the handler of this name. multiply: writes what multiplies outputs of tokens, which
     are known as `num_outputs`, `num_tokens` and addresses of their first numbers.
@@ -49,7 +45,6 @@ def kernel(
     return Kernel(
         name=name,
         num_operands=3,
-        lanes=lanes,
         shared=dict.fromkeys(numbers, "i64") | dict.fromkeys(("x", "w", "y"), "ptr"),
         begin=partial(_begin, operands),
         do=partial(_do, operands, multiply),
