@@ -101,9 +101,7 @@ class RowTables:
         return row_B
 
     def _select(self, requests: list[Request]) -> None:
-        """Takes over who is new in its row, and the pages of who has
-        got others since.
-        """
+        """Takes over who is new in its row, and the pages of who has got others since."""
         owner_R, changed = self._owner_R, []
         for request in requests:
             row = request.row

@@ -11,6 +11,7 @@ each matmul.
 """
 
 FEW_DRAWN = 8
+"""Rows of the smaller of two draws."""
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:

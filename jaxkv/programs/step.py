@@ -103,6 +103,7 @@ class Last:
     ended_R: jax.Array
 
     def first(self, count: int) -> Last:
+        """Returns the first `count` rows."""
         return jax.tree.map(lambda x: x[:count], self)
 
 

@@ -468,16 +468,25 @@ def test_an_unknown_choice_is_refused(decide):
         decide("mkl")
 
 
-def test_an_engine_multiplies_by_it_and_says_so(tmp_path, decide):
+def test_an_engine_multiplies_by_it_and_says_so(tmp_path, decide, monkeypatch):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
     make_checkpoint(tmp_path, tiny_config("llama", **sizes))
     prompts = np.random.default_rng(0).integers(3, 151, (3, 20)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
 
+    steps = []
+
+    def kept(program, *given):
+        steps.append((given[-1], given := program(*given)))
+        return given
+
     def run(asked):
         decide(asked)
         jax.clear_caches()  # what was traced with the other choice
         llm = LLM(tmp_path, **SMALL | {"block_size": 16})
+        programs = engine_of(llm).programs
+        step = programs.step
+        monkeypatch.setattr(programs, "step", lambda size: partial(kept, step(size)))
         outputs = llm.generate(prompts, params, use_tqdm=False)
         chosen = [next(iter(entry.items())) for one in outputs for entry in one.outputs[0].logprobs]
         program = engine_of(llm).programs.loop(4).as_text()
@@ -488,6 +497,10 @@ def test_an_engine_multiplies_by_it_and_says_so(tmp_path, decide):
     attending = "jaxkv_attend"
     assert native._code().matmul.HANDLERS["float32"] in program
     assert attending in program
+    is_row = np.concatenate([batch.row_T < len(batch.start_B) for batch, _ in steps])
+    is_used = np.concatenate([np.asarray(out[2]).any(axis=1) for _, out in steps])
+    assert not is_row.all()
+    np.testing.assert_array_equal(is_used, is_row)  # padding is zeros, which is not multiplied
     said, program, xla = run("xla")
     assert "matmuls   XLA (JAXKV_CPU_KERNELS asks for it)" in said
     assert "jaxkv_matmul" not in program
