@@ -48,6 +48,7 @@ from jaxkv.programs.buckets import fit_bucket, num_step_rows, row_buckets, token
 from jaxkv.programs.inputs import bind_tables, empty_newest, empty_rows, next_chunks, packed_batch
 from jaxkv.programs.loop import decode_loop
 from jaxkv.programs.pages import copy_pages
+from jaxkv.programs.process import check_process
 from jaxkv.programs.step import logits_step
 from jaxkv.pytree import pytree, static
 from jaxkv.requests.by_row import (
@@ -140,6 +141,7 @@ def load(
         skip_tokenizer_init=skip_tokenizer_init,
         runner="generate",
     )
+    check_process()
     devices = jax.devices()
     use_compile_cache(devices[0])
     native.prepare(kernel_folder(devices[0]))

@@ -22,6 +22,7 @@ from jaxkv.api.pooling import PoolingCall
 from jaxkv.config import SamplingParams
 from jaxkv.errors import Catch, EngineDeadError
 from jaxkv.lora.request import LoRARequest
+from jaxkv.programs.process import check_process
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.prompts import Prompt
 from jaxkv.requests.request import Request, Submission
@@ -214,7 +215,8 @@ class EngineThread:
         return await asyncio.wrap_future(call.reply)
 
     def check(self) -> None:
-        """Raises EngineDeadError once the thread has ended."""
+        """Raises EngineDeadError once the thread has ended, RuntimeError where a fork has none."""
+        check_process()
         if self._is_ended:
             raise _dead(self._cause)
 

@@ -55,6 +55,7 @@ from jaxkv.kv.saved import Origin, fingerprint
 from jaxkv.lora.request import LoRARequest
 from jaxkv.ops import native
 from jaxkv.ops.attention import check_backend
+from jaxkv.programs.process import check_process
 from jaxkv.requests.adapters import AdapterFiles, listed_adapters
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput, RequestOutputs
@@ -80,11 +81,13 @@ class LLM(PoolingCalls):
 
     Raises: ValueError for an argument out of range or not supported (nothing is ignored),
     CheckpointError for a broken checkpoint, NotImplementedError for a backend that is not built,
-    CapacityError for what memory cannot hold.
+    CapacityError for what memory cannot hold, RuntimeError in a process that was forked when JAX
+    had started.
     """
 
     @takes(EngineOptions)
     def __init__(self, options: EngineOptions) -> None:
+        check_process()
         check_backend(options.backend)
         devices = jax.devices()
         self._compile_cache = use_compile_cache(devices[0])
@@ -339,6 +342,7 @@ class LLM(PoolingCalls):
 
         Raises: CapacityError if the programs do not fit, and what else compiling one has raised.
         """
+        check_process()
         for part, engine in zip(self._parts, self._engines, strict=True):
             part.budget.compile_all(engine.programs)
 
@@ -382,6 +386,7 @@ class LLM(PoolingCalls):
 
     def _loaded_from(self, weights: Any) -> list[Model]:
         """Returns the models of all parts with these weights, beside those that they have."""
+        check_process()
         try:
             return [part.model.updated(part.blueprint, weights) for part in self._parts]
         except jax.errors.JaxRuntimeError as error:

@@ -37,6 +37,7 @@ from jaxkv.ops.sampling import NO_TOKEN
 from jaxkv.programs.buckets import fit_bucket
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.pool import norm_of
+from jaxkv.programs.process import check_process, is_forked
 from jaxkv.requests.request import Request, Submission
 from jaxkv.weights.tree import Weights, with_adapters, with_draft
 
@@ -170,8 +171,10 @@ class Engine:
         finished is no error.
 
         During a step, where the garbage collector may close a forgotten stream, it waits for the
-        step's end.
+        step's end. In a fork of the process that made the engine there is nothing to end.
         """
+        if is_forked():
+            return
         with self.lock:
             if self._is_under_way:
                 self._aborted += submission.samples
@@ -251,7 +254,8 @@ class Engine:
         return bool(self._away)
 
     def check_awake(self) -> None:
-        """Raises ValueError while it sleeps."""
+        """Raises ValueError while it sleeps, RuntimeError in a fork of the process that made it."""
+        check_process()
         if self._away:
             away = ", ".join(sorted(self._away))
             raise ValueError(
@@ -320,7 +324,9 @@ class Engine:
         An exception may come between any two lines of it, an interrupt as well as a lack of memory.
         Then all bookkeeping is made anew: at once, or before the next change if that was cut off
         too. So no line has to be safe, no interrupt is held back, and a change costs assignments.
+        Raises: RuntimeError in a fork of the process that made the engine.
         """
+        check_process()
         with self.lock:
             if self._is_changing:
                 self._start_again()

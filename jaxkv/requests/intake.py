@@ -21,6 +21,7 @@ from jaxkv.holding.retention import Retention, check_served, full_pages, protect
 from jaxkv.kv.policies import Policy, resolve
 from jaxkv.lora.request import LoRARequest
 from jaxkv.ops.sampling import NUM_BIASES, NUM_STOP_TOKENS
+from jaxkv.programs.process import check_process
 from jaxkv.requests.adapters import AdapterFiles
 from jaxkv.requests.beam import BeamSearch, num_candidates
 from jaxkv.requests.chats import Chats
@@ -183,6 +184,7 @@ class Intake:
         makers: Sequence[Callable[[int, Adapter | None], Submission]],
         lora_requests: Sequence[LoRARequest | None] | None,
     ) -> list[Submission]:
+        check_process()
         loras = [None] * len(makers) if lora_requests is None else lora_requests
         adapters = self._read(loras)
         made: list[Submission] = []

@@ -4,7 +4,9 @@ left behind.
 
 import json
 import math
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import functional
 from jaxkv.api.llm import LLM
 from jaxkv.config import BeamSearchParams, SamplingParams
 from jaxkv.errors import CheckpointError
@@ -521,6 +524,39 @@ def test_threads_that_share_an_engine_get_what_each_would_alone(llm):
         pieces = ["".join(one.outputs[0].text for one in stream) for stream in streamed]
     assert ran == alone
     assert pieces == [outputs[0].text for outputs in alone]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork_of_a_process_in_which_jax_has_started_is_refused_by_name(llm, checkpoint):
+    """Where it would wait for ever for threads that it has not."""
+    under_way = llm.stream(PROMPTS[0], GREEDY)
+    next(under_way)
+    calls = (
+        lambda: run(llm, PROMPTS),
+        lambda: next(under_way),
+        lambda: LLM(checkpoint, **SMALL),
+        lambda: functional.load(checkpoint),
+        llm.wait_until_compiled,
+    )
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends what waits
+        try:
+            for call in calls:
+                with pytest.raises(RuntimeError) as refusal:
+                    call()
+                os.write(writes, f"{refusal.value}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with open(reads, encoding="utf-8") as said:
+        lines = said.readlines()
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(lines) == len(calls)
+    for line in lines:
+        assert line.startswith("expected a process of its own, got one that was forked when JAX ha")
+    assert sum(len(output.outputs[0].token_ids) for output in under_way) > 0
 
 
 def test_a_stream_refuses_at_the_call(llm):
