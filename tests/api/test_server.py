@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -935,6 +936,30 @@ def test_what_runs_is_finished_when_the_server_ends(start, llm):
     assert chunks[-1].finish_reason == "length"
     server.thread.join(PATIENCE_S)
     assert not server.thread.is_alive()
+
+
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_who_is_not_answered_when_the_server_ends_is_told_so(checkpoint, is_urgent, caplog):
+    own = AsyncLLM(checkpoint, **OPTIONS)
+    engine_of(own).step = Pace(engine_of(own))
+    engine_of(own).step.rest_s = 0.2
+    server = Running(own, drain_s=60 if is_urgent else 0.1)
+    with ThreadPoolExecutor() as pool, server.client() as client:
+        whole = pool.submit(server.ask, "/v1/completions", LONG)
+        own_key = {"ignore_eos": True}
+        stream = client.completions.create(
+            model="tiny", prompt="The", stream=True, max_tokens=120, extra_body=own_key
+        )
+        next(stream)
+        wait_for(lambda: server.server.app.gate.num_in == 2)
+        server.server.should_exit = True
+        server.server.force_exit = is_urgent
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        assert error_of(whole.result())[0] == 503
+        server.thread.join(PATIENCE_S)
+    assert (server.thread.is_alive(), server.server.engine_died) == (False, False)
+    assert "Traceback" not in caplog.text
 
 
 def test_a_server_ends_with_its_engine(checkpoint):

@@ -98,6 +98,11 @@ class App:
         )
         self.asgi.router.redirect_slashes = False
 
+    async def end(self) -> None:
+        """Ends the engine, and so every request: each is answered that there is no more."""
+        self.on_death = lambda: None  # it has not ended by itself
+        await asyncio.to_thread(self._llm.shutdown)
+
     # --- routes
 
     async def _health(self, request: Request) -> Response:

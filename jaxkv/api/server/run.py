@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import sys
@@ -14,6 +15,9 @@ from jaxkv.api.async_llm import AsyncLLM
 from jaxkv.api.server.app import App
 from jaxkv.api.server.options import ServeOptions
 
+TELLING_S = 5
+"""Seconds in which requests that have not ended in time are told so."""
+
 
 class Server(uvicorn.Server):
     """Serves a model at a socket, from `run` until a signal or the end of its engine. `engine_died`
@@ -24,6 +28,7 @@ class Server(uvicorn.Server):
         self.app = App(llm, tokenizer, options, name=name)
         self.app.on_death = self._on_death
         self.engine_died = False
+        self._drain_s = options.drain_s
         config = uvicorn.Config(
             self.app.asgi,
             http="h11",
@@ -32,7 +37,7 @@ class Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=max(1, round(options.drain_s)),
+            timeout_graceful_shutdown=math.ceil(options.drain_s) + TELLING_S,
         )
         super().__init__(config)
 
@@ -45,6 +50,23 @@ class Server(uvicorn.Server):
                 file=sys.stderr,
                 flush=True,
             )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers what is under way, with an error what has not ended in `drain_s` or by a second
+        Ctrl-C: uvicorn would cut it off.
+        """
+        ending = asyncio.create_task(self._end_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+        if left := {*self.server_state.tasks}:
+            await self.app.end()
+            await asyncio.wait(left, timeout=TELLING_S)
+
+    async def _end_late(self) -> None:
+        await asyncio.sleep(self._drain_s)
+        await self.app.end()
 
     def _on_death(self) -> None:
         self.engine_died = self.should_exit = True
