@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from jaxkv.build.options import flag_name, flags
@@ -44,6 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
+        with _interruptible():
+            return _run(args)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
         status = args.run(args)
         sys.stdout.flush()
         return status
@@ -54,8 +63,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"jaxkv: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Has Ctrl-C come again where Python has ignored it: in what the garbage collector calls, as it
+    calls JAX. At the start one of seven comes there.
+    """
+    before = sys.unraisablehook
+
+    def hook(ignored: sys.UnraisableHookArgs) -> None:
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            is_term = signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+            again = signal.SIGTERM if is_term else signal.SIGINT
+            Timer(0.01, os.kill, (os.getpid(), again)).start()
+        else:
+            before(ignored)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _parser() -> argparse.ArgumentParser:

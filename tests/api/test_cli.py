@@ -2,11 +2,14 @@
 scripts can use.
 """
 
+import gc
 import io
 import json
 import os
 import re
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -226,6 +229,24 @@ def test_an_interrupt_is_status_130_without_a_traceback(generate, monkeypatch):
 
     monkeypatch.setattr(LLM, "stream", interrupted)
     assert generate(PROMPT) == (130, "", "")
+
+
+def test_an_interrupt_during_a_garbage_collection_is_not_lost(generate, monkeypatch):
+    def collecting(*_: object) -> None:
+        gc.callbacks.remove(collecting)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def stream(*_: object, **__: object) -> None:
+        gc.callbacks.append(collecting)
+        gc.collect()
+        time.sleep(5)
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert generate(PROMPT) == (130, "", "")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_version_and_help(capsys):
