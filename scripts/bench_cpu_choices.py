@@ -2,7 +2,7 @@
 measured in this run.
 
     python scripts/bench_cpu_choices.py
-    python scripts/bench_cpu_choices.py --only matmuls attention
+    python scripts/bench_cpu_choices.py --only matmuls packed attention
 
 Medians of several calls, in milliseconds; on a shared machine read ratios.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from jaxkv.kv.codecs import Codec, PlainCodec, get_codec
@@ -28,7 +29,7 @@ from jaxkv.ops import native
 from jaxkv.ops.attention import Batch, Place, sweep, xla
 from jaxkv.ops.attention import native as attention_native
 from jaxkv.ops.layers import _linear_in_pieces
-from jaxkv.ops.matrices import Matrix
+from jaxkv.ops.matrices import Matrix, Packed
 
 
 def median_ms(f: Callable[..., Any], *args: Any, calls: int = 15) -> float:
@@ -146,6 +147,47 @@ def matmuls(rounds: int = 15) -> None:
             print(f"  {what}  {said}", flush=True)
 
 
+def packed(rounds: int = 9) -> None:
+    """Eight layers' matmuls with quantised weights by XLA and by machine code of jaxkv, by turns;
+    the first lines are of bfloat16.
+    """
+    if (reason := native.matmul_unused_because()) is not None:
+        print(f"\nquantised weights by machine code: {reason}")
+        return
+    print("\n8 matmuls of 2048 x 5632, CPU / wall ms by turns: XLA, machine code")
+
+    def by_xla(x_TD: jax.Array, w: Matrix | Packed) -> jax.Array:
+        return _linear_in_pieces(x_TD, w)
+
+    def by_machine_code(x_TD: jax.Array, w: Matrix | Packed) -> jax.Array:
+        return w.dot_natively(x_TD)
+
+    def all_layers(form: Callable[..., jax.Array], group: int, x_TD: Any, *leaves: Any) -> Any:
+        def add(i: jax.Array, y_TF: jax.Array) -> jax.Array:
+            if not group:
+                return y_TF + form(x_TD, Matrix(leaves[0], i))
+            kept = (*leaves, None, None, None)
+            return y_TF + form(x_TD, Packed(*kept, i, np.dtype(ml_dtypes.bfloat16)))
+
+        return jax.lax.fori_loop(0, 8, add, jnp.zeros((x_TD.shape[0], 5632)))
+
+    x_TD = jax.random.normal(jax.random.key(0), (512, 2048)).astype(jnp.bfloat16)
+    kinds = (("bfloat16", 0), ("int4", 128), ("int4", 32), ("int8", 2048), ("float8_e4m3fn", 128))
+    for kind, group in kinds:
+        if group:
+            shape = (8, 2048 // group, 5632)
+            values = jax.random.randint(jax.random.key(1), (*shape, group), -8, 8, jnp.int8)
+            leaves = [values.astype(kind), jnp.full(shape, 0.01, jnp.bfloat16)]
+        else:
+            leaves = [jax.random.normal(jax.random.key(1), (8, 5632, 2048)).astype(kind)]
+        run = {
+            form: jax.jit(partial(all_layers, form, group)) for form in (by_xla, by_machine_code)
+        }
+        for rows in (1, 8, 32, 512):
+            said = by_turns(run.values(), x_TD[:rows], *leaves, rounds=rounds)
+            print(f"  {kind:13s} groups of {group:4d} {rows:3d} rows  {said}", flush=True)
+
+
 def attention(rounds: int = 9) -> None:
     """Attention of decode rows, and of a prompt, in twelve layers by XLA and by machine code of
     jaxkv, by turns.
@@ -214,7 +256,7 @@ def attended(rows: int, length: int, tokens: int, codec: Codec) -> tuple[Any, ..
     )
 
 
-PARTS = (matmul_layouts, layer_forms, matmuls, attention)
+PARTS = (matmul_layouts, layer_forms, matmuls, packed, attention)
 
 
 if __name__ == "__main__":

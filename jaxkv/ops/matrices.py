@@ -34,12 +34,14 @@ def _of_stack(leaf: Array, layer: Place, starts: Sequence[Any], sizes: Sequence[
     return jax.lax.squeeze(found, range(len(at)))
 
 
-def _flattened(leaf: Array, layer: Place | None) -> tuple[Array, int | Array]:
-    """Returns a stack with one axis for layers and experts, and the number of the matrix in it."""
+def _flattened(leaf: Array, layer: Place | None, axes: int = 2) -> tuple[Array, int | Array]:
+    """Returns a stack with one axis for layers and experts before the last `axes`, and the number
+    of the matrix in it.
+    """
     number = 0 if layer is None else layer
     if isinstance(number, tuple):
         number = number[0] * leaf.shape[1] + number[1]
-    return leaf.reshape(-1, *leaf.shape[-2:]), number
+    return leaf.reshape(-1, *leaf.shape[-axes:]), number
 
 
 def _expert_of(layer: Place | None, number: Array) -> Place:
@@ -160,15 +162,24 @@ class Packed:
     @property
     def is_native(self) -> bool:
         """Tells whether a CPU may multiply with `dot_natively`."""
-        is_int8 = self.is_dynamic and self.leaf.dtype == jnp.int8 and self.num_groups == 1
-        return is_int8 and native.takes(self.leaf.shape, self.leaf.dtype)
+        if self.is_dynamic:
+            return self.num_groups == 1 and native.takes(self.leaf.shape, self.leaf.dtype)
+        return native.takes_packed(self.leaf.shape, self.leaf.dtype, self.dtype)
 
     def dot_natively(self, x_TD: Array) -> Array:
         """Multiplies with all of it, where it lies: [T, F] float32. On a CPU only."""
-        w_NFD, number = _flattened(jax.lax.squeeze(self.leaf, (self.leaf.ndim - 3,)), self.layer)
-        scale_GF = self._of_layer(self.scales, (0, 0), (1, self.num_rows)).astype(jnp.float32)
+        if self.is_dynamic:
+            values_NGFC, number = _flattened(self.leaf, self.layer, 3)
+            scale_GF = self._of_layer(self.scales, *self._whole).astype(jnp.float32)
+            y_TF = _dot_int8(x_TD, jax.lax.squeeze(values_NGFC, (1,)), number) * scale_GF
+        else:
+            y_TF = _dot_packed(x_TD, self)
         # What is added to a scaled product must not become one rounding with it for some T only.
-        return jax.lax.optimization_barrier(_dot_int8(x_TD, w_NFD, number) * scale_GF)
+        return jax.lax.optimization_barrier(y_TF)
+
+    @property
+    def _whole(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (0, 0), (self.num_groups, self.num_rows)
 
     def of_expert(self, number: Array) -> Packed:
         return replace(self, layer=_expert_of(self.layer, number))
@@ -256,6 +267,31 @@ def _dot_int8(x_TD: Array, w: Array, number: int | Array | None = None) -> Array
             rounded_TD, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
         )
     return y_TF.astype(jnp.float32) * scale_T1
+
+
+@jax.custom_jvp
+def _dot_packed(x_TD: Array, w: Packed) -> Array:
+    """Multiplies with numbers that a CPU makes of the values where it multiplies with them. They
+    are those of `Packed.dot`.
+    """
+    values_NGFC, number = _flattened(w.leaf, w.layer, 3)
+    scale_GF = w._of_layer(w.scales, *w._whole)
+    zero_GF = None if w.zeros is None else w._of_layer(w.zeros, *w._whole)
+    table = None if w.tables is None else w.tables[w.layer]
+    dot = partial(native.matmul_packed, x_TD, values_NGFC, number, dtype=w.dtype)
+    if zero_GF is None and w.num_groups == 1:
+        y_TF = dot(jnp.ones_like(scale_GF), None, table) * scale_GF.astype(jnp.float32)
+    else:
+        y_TF = dot(scale_GF if table is not None else scale_GF.astype(w.dtype), zero_GF, table)
+    return y_TF if w.factors is None else y_TF * w.factors[w.layer]
+
+
+@_dot_packed.defjvp
+def _derivative(primals: Any, tangents: Any) -> Any:
+    def plain(x_TD: Array, w: Packed) -> Array:
+        return w.dot(x_TD, 0, w.num_rows)
+
+    return _dot_packed(*primals), jax.jvp(plain, primals, tangents)[1]
 
 
 @_dot_int8.defjvp

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.axes import Array
-from kernels_pallas.cpu import handlers, llvm_ir, matmul512
+from jaxkv.version import digest_of_sources
+from kernels_pallas.cpu import handlers, llvm_ir, matmul512, packed
 from kernels_pallas.cpu import matmul as matmul256
 
 VARIABLE = "JAXKV_CPU_KERNELS"
@@ -35,7 +36,7 @@ NEEDED = ("avx2", "fma")
 WIDE = ("avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512vnni")
 """Machine code with vectors of 512 bits needs these."""
 
-_lock = Lock()
+_lock, _packed_lock = Lock(), Lock()
 _folder: Path | None = None
 
 
@@ -82,7 +83,23 @@ def prepare(folder: Path | None) -> None:
     global _folder
     _folder = folder
     if os.environ.get(VARIABLE) is None:  # what is wrong with it the caller is to hear
-        Thread(target=unused_because, name="jaxkv-native").start()
+        Thread(target=make_all, name="jaxkv-native").start()
+
+
+def make_all() -> None:
+    """Gives XLA all that a compiled program may call. Raises: as `unused_because`."""
+    code = _code()
+    if code.matmul is not None:
+        _make_packed(code.matmul)
+
+
+def _make_packed(matmul: ModuleType) -> None:
+    """Makes what multiplies with quantised weights. Those who have none do not wait for it."""
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features().flatten()
+    with _packed_lock:
+        _register(llvm, features, "packed512" if matmul is matmul512 else "packed")
 
 
 def _code() -> _Code:
@@ -133,23 +150,25 @@ def _register(llvm: Any, features: str, kernel: str) -> None:
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    text, processor = llvm_ir(kernel), llvm.get_host_cpu_name()
-    about = "\n".join([version("llvmlite"), processor, features, text]).encode()
+    processor = llvm.get_host_cpu_name()
+    about = "\n".join([version("llvmlite"), processor, features, digest_of_sources()]).encode()
     file = None if _folder is None else _folder / kernel
-    kept = None if file is None else _read(file, about)
-    module = llvm.parse_assembly(text)
+    code = None if file is None else _read(file, about)
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=processor, features=features, opt=3
     )
-    if kept is None:
+    if code is None:
+        module = llvm.parse_assembly(llvm_ir(kernel))
         module.verify()
         # With a speed_level of 3 LLVM takes longer, and what it makes does not take shorter.
         options = llvm.create_pipeline_tuning_options(speed_level=1)
         passes = llvm.create_pass_builder(machine, options)
         passes.getModulePassManager().run(module, passes)
-    engine = llvm.create_mcjit_compiler(module, machine)
-    if file is not None:
-        engine.set_object_cache(lambda _, code: _write(file, about, code), lambda _: kept)
+        code = machine.emit_object(module)
+        if file is not None:
+            _write(file, about, code)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     form = ctypes.CFUNCTYPE(ctypes.c_void_p)
     for name in handlers(kernel):
@@ -196,14 +215,19 @@ def matmul(x_TD: Array, w_NFD: Array, index: int | Array) -> Array:
 
     The bits of a row do not depend on T. w may have the bits of bfloat16 values, as uint16.
     """
+    dtype = "float32" if w_NFD.dtype == jnp.float32 else "bfloat16"
+    return _call(dtype, _multiplied_as(x_TD, w_NFD.dtype), w_NFD, index, jnp.float32)
+
+
+def _multiplied_as(x_TD: Array, dtype: np.dtype) -> Array:
+    """Returns x as the machine code multiplies it with float32, or with bfloat16 or its bits."""
     x_TD = x_TD.astype(jnp.float32)
-    if w_NFD.dtype == jnp.float32:
-        return _call("float32", x_TD, w_NFD, index, jnp.float32)
-    if _code().matmul is matmul512:
-        return _call("bfloat16", x_TD.astype(jnp.bfloat16), w_NFD, index, jnp.float32)
+    if dtype == jnp.float32:
+        return x_TD
+    if is_wide():
+        return x_TD.astype(jnp.bfloat16)
     # No conversion to bfloat16 and back, which compilers may leave out.
-    x_TD = jax.lax.reduce_precision(x_TD, exponent_bits=8, mantissa_bits=7)
-    return _call("bfloat16", x_TD, w_NFD, index, jnp.float32)
+    return jax.lax.reduce_precision(x_TD, exponent_bits=8, mantissa_bits=7)
 
 
 def matmul_int8(x_TD: Array, w_NFD: Array, index: int | Array) -> Array:
@@ -213,6 +237,48 @@ def matmul_int8(x_TD: Array, w_NFD: Array, index: int | Array) -> Array:
     else:
         x_TD = x_TD.astype(jnp.int16)
     return _call("int8", x_TD, w_NFD, index, jnp.int32)
+
+
+def takes_packed(shape: tuple[int, ...], kind: np.dtype, dtype: np.dtype) -> bool:
+    """Tells whether the machine code multiplies with matrices of values [..., G, F, C] of this
+    kind, in bytes of two or one by one, that stand for numbers of a dtype.
+    """
+    if _code().matmul is None or (_kind(kind), dtype.name) not in packed.HANDLERS:
+        return False
+    outputs, columns = shape[-2], shape[-1] * (2 if kind == jnp.uint8 else 1)
+    return outputs % packed.MULTIPLE == 0 and columns % packed.COLUMNS == 0
+
+
+def _kind(values: np.dtype) -> str:
+    return "int4" if values == jnp.uint8 else values.name
+
+
+def matmul_packed(
+    x_TD: Array,
+    values_NGFC: Array,
+    index: int | Array,
+    scales_GF: Array,
+    zeros_GF: Array | None,
+    table: Array | None,
+    dtype: np.dtype,
+) -> Array:
+    """Computes x @ w.T, [T, F] float32, with x and w in `dtype`, where w is (what the values
+    [index] stand for - zeros) * scales. The bits of a row do not depend on T.
+
+    table: what values of 4 bits stand for, [16].
+    """
+    make_all()
+    names = packed.HANDLERS512 if is_wide() else packed.HANDLERS
+    x_TD = _multiplied_as(x_TD, dtype)
+    if table is None:
+        table = jnp.asarray([*range(8), *range(-8, 0)])
+    if zeros_GF is None:
+        zeros_GF = jnp.zeros((0, 0))
+    floats = [x.astype(jnp.float32) for x in (scales_GF, zeros_GF, table)]
+    result = jax.ShapeDtypeStruct((x_TD.shape[0], values_NGFC.shape[2]), jnp.float32)
+    name = names[_kind(values_NGFC.dtype), dtype.name]
+    call = jax.ffi.ffi_call(name, result, vmap_method="sequential")
+    return call(x_TD, values_NGFC, jnp.asarray(index, jnp.int32), *floats)
 
 
 def _call(dtype: str, x_TD: Array, w_NFD: Array, index: int | Array, out_dtype: Any) -> Array:

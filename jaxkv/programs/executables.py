@@ -113,6 +113,7 @@ class ProgramFiles:
             return None
         with suppress(FileNotFoundError):
             os.utime(path)  # it was used
+        native.make_all()  # it may call any of it
         try:
             executable = self.devices[0].client.deserialize_executable(
                 bytes(body[8 + size :]), executable_devices=self._device_list
@@ -191,7 +192,7 @@ def _around(devices: Sequence[jax.Device]) -> dict[str, Any]:
         "platform": [client.platform, client.platform_version],
         "devices": [f"{device} {device.device_kind}" for device in devices],
         "flags": [os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS"), *flags],
-        "matmul": native.described(),  # and what a file calls is there from now on
+        "matmul": native.described(),
         "kernel checks": os.environ.get("JAXKV_KERNEL_CHECKS"),
         "context": sorted(f"{name}={value!r}" for name, value in context.items()),
         "settings": sorted(f"{name}={value!r}" for name, value in settings.items()),

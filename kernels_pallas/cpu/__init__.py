@@ -6,20 +6,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
-from kernels_pallas.cpu import attention, chunk, matmul, matmul512
+from kernels_pallas.cpu import attention, chunk, matmul, matmul512, packed
 from kernels_pallas.cpu.function import DECLARED, Function
 from kernels_pallas.cpu.tasks import release
 
-WRITTEN: dict[str, tuple[Mapping[str, str], Callable[[], list[Function]]]] = {
+WRITTEN: dict[str, tuple[Mapping[Any, str], Callable[[], list[Function]]]] = {
     "matmul": (matmul.HANDLERS, matmul.functions),
     "matmul512": (matmul512.HANDLERS, matmul512.functions),
+    "packed": (packed.HANDLERS, partial(packed.functions, 8)),
+    "packed512": (packed.HANDLERS512, partial(packed.functions, 16)),
     "attention": (attention.HANDLERS[8], partial(attention.functions, 8)),
     "attention512": (attention.HANDLERS[16], partial(attention.functions, 16)),
 }
 """Handlers that are made together, and what writes them. Those with 512 need AVX-512."""
 
-MORE = {"matmul512": matmul512.DECLARED, "attention512": chunk.DECLARED}
+MORE = {
+    "matmul512": matmul512.DECLARED,
+    "packed": packed.DECLARED,
+    "packed512": packed.DECLARED512,
+    "attention512": chunk.DECLARED,
+}
 """Declarations of what only some of them call."""
 
 
@@ -35,4 +43,4 @@ def llvm_ir(name: str) -> str:
     return "\n".join([*declared, "", *(one.text() for one in written)])
 
 
-__all__ = ["attention", "handlers", "llvm_ir", "matmul", "matmul512"]
+__all__ = ["attention", "handlers", "llvm_ir", "matmul", "matmul512", "packed"]

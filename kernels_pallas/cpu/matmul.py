@@ -18,7 +18,7 @@ van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), sectio
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -37,9 +37,9 @@ from kernels_pallas.cpu.products import TASK_TOKENS, UNSIGNED, Operands, kernel
 
 HANDLERS = {dtype: f"jaxkv_matmul_{dtype}" for dtype in ("bfloat16", "float32", "int8")}
 OPERANDS = {
-    "bfloat16": Operands(x_bytes=4, w_bytes=2, counted=UNSIGNED),
-    "float32": Operands(x_bytes=4, w_bytes=4, counted=UNSIGNED),
-    "int8": Operands(x_bytes=2, w_bytes=1),
+    "bfloat16": Operands(x_bytes=4, w_bits=16, counted=UNSIGNED),
+    "float32": Operands(x_bytes=4, w_bits=32, counted=UNSIGNED),
+    "int8": Operands(x_bytes=2, w_bits=8),
 }
 """These give the name of a handler and its operands, by the dtype of w."""
 
@@ -62,6 +62,8 @@ FEW = 8
 TILE = "ptr %x, ptr %w, ptr %y, i64 %T, i64 %D, i64 %F"
 """The function for one tile takes these: addresses are those of its first numbers."""
 
+W_BYTES = {dtype: operands.w_bits // 8 for dtype, operands in OPERANDS.items()}
+
 
 def functions() -> list[Function]:
     """Writes the `HANDLERS`, and what they call."""
@@ -75,19 +77,29 @@ def functions() -> list[Function]:
 
 def _tile(dtype: str) -> Function:
     """Writes the function for LANES outputs of some tokens where w is of floating point."""
-    f = Function(f"define internal void @tile_{dtype}({TILE}) noinline")
+
+    def add(f: Function, start: str, depth: str, panel: str, y: str) -> None:
+        are_few = f.let(f"icmp sle i64 %T, {FEW}")
+        with f.where(are_few):
+            multiply_all(f, Part(dtype, start, depth, None), y)
+        with f.where(f.let(f"xor i1 {are_few}, true")):
+            _fill(f, panel, Part(dtype, start, depth, None))
+            multiply_all(f, Part(dtype, start, depth, panel), y)
+
+    return tile(f"define internal void @tile_{dtype}({TILE}) noinline", add)
+
+
+def tile(header: str, add: Callable[[Function, str, str, str, str], None]) -> Function:
+    """Writes a function for LANES outputs of some tokens. add: writes what adds the products of
+    columns to y [T, LANES], of which it is given the first one, how many, and room for a panel.
+    """
+    f = Function(header)
     panel = f.variable(f"[{LANES * DEPTH} x float]", align=64)
     y = f.variable(f"[{TASK_TOKENS * LANES} x float]", align=64)
     with f.each(0, f.mul("%T", 4 * LANES), 32) as place:
         f.store(f"{FLOATS} zeroinitializer", y, place, align=32)
     with f.each(0, "%D", DEPTH) as start:
-        depth = f.least(f.sub("%D", start), DEPTH)
-        are_few = f.let(f"icmp sle i64 %T, {FEW}")
-        with f.where(are_few):
-            _multiply_all(f, Part(dtype, start, depth, None), y)
-        with f.where(f.let(f"xor i1 {are_few}, true")):
-            _fill(f, panel, Part(dtype, start, depth, None))
-            _multiply_all(f, Part(dtype, start, depth, panel), y)
+        add(f, start, f.least(f.sub("%D", start), DEPTH), panel, y)
     # In one go: rows of y are far apart.
     with f.each(0, "%T", 1) as t:
         row = f.load(FLOATS, y, f.mul(t, 4 * LANES), align=32)
@@ -109,16 +121,14 @@ class Part:
         """Returns where a row of w begins."""
         if self.panel is not None:
             return f.at(self.panel, f.mul(number, 4 * DEPTH))
-        return f.at(
-            "%w", f.mul(f.add(f.mul(number, "%D"), self.start), OPERANDS[self.dtype].w_bytes)
-        )
+        return f.at("%w", f.mul(f.add(f.mul(number, "%D"), self.start), W_BYTES[self.dtype]))
 
     def next_tile(self, f: Function, number: object) -> str:
         """Returns what is to be fetched while a row is read: one line of the next tile after the
         other, which memory gives faster than rows side by side.
         """
         columns = f.add(f.mul(f.add("%D", self.start), LANES), f.mul(number, self.depth))
-        return f.at("%w", f.mul(columns, OPERANDS[self.dtype].w_bytes))
+        return f.at("%w", f.mul(columns, W_BYTES[self.dtype]))
 
     def read(self, f: Function, row: str, column: str) -> str:
         """Reads eight columns of a row, as float32."""
@@ -135,14 +145,15 @@ def _fill(f: Function, panel: str, part: Part) -> None:
         source, later = part.row(f, row), part.next_tile(f, row)
         to = f.at(panel, f.mul(row, 4 * DEPTH))
         with f.each(0, part.depth, MULTIPLE) as column:
-            f.fetch(f.at(later, f.mul(column, OPERANDS[part.dtype].w_bytes)))
+            f.fetch(f.at(later, f.mul(column, W_BYTES[part.dtype])))
             for i in range(0, MULTIPLE, 8):
                 at_column = f.add(column, i)
                 numbers = part.read(f, source, at_column)
                 f.store(f"{FLOATS} {numbers}", to, f.mul(at_column, 4), align=32)
 
 
-def _multiply_all(f: Function, part: Part, y: str) -> None:
+def multiply_all(f: Function, part: Part, y: str) -> None:
+    """Adds the products of all rows of x with a part of a tile to y [T, LANES]."""
     for rows, first, stop in blocks(f, "%T", ROWS):
         with f.each(first, stop, rows) as t, f.each(0, LANES, OUTPUTS) as output:
             _multiply(f, part, [f.add(t, r) for r in range(rows)], output, y)
@@ -158,7 +169,7 @@ def _multiply(f: Function, part: Part, rows: Sequence[str], output: str, y: str)
     later = part.next_tile(f, output) if part.panel is None else None
     with f.each(0, part.depth, MULTIPLE) as begin:
         if later is not None:
-            width = OUTPUTS * OPERANDS[part.dtype].w_bytes
+            width = OUTPUTS * W_BYTES[part.dtype]
             for line in range(0, MULTIPLE * width, 64):
                 f.fetch(f.at(later, f.add(f.mul(begin, width), line)))
         for column in (begin, f.add(begin, 8)):
@@ -224,7 +235,8 @@ def _multiply_int8(f: Function, rows: Sequence[str], outputs: Sequence[str]) -> 
 def _tiles(dtype: str, f: Function, part: Mapping[str, str]) -> None:
     D, F = part["D"], part["F"]
     with f.each(0, part["num_outputs"], LANES) as output:
-        w = f.at(part["w"], f.mul(f.mul(output, D), OPERANDS[dtype].w_bytes))
+        row = f.mul(f.add(part["first_output"], output), D)
+        w = f.at(part["w"], f.mul(row, W_BYTES[dtype]))
         y = f.at(part["y"], f.mul(output, 4))
         addresses = f"ptr {part['x']}, ptr {w}, ptr {y}"
         sizes = f"i64 {part['num_tokens']}, i64 {D}, i64 {F}"

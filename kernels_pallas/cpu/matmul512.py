@@ -27,9 +27,9 @@ OFFSET = -0x7F7F7F80
 
 HANDLERS = {dtype: f"jaxkv_matmul512_{dtype}" for dtype in ("bfloat16", "float32", "int8")}
 OPERANDS = {
-    "bfloat16": Operands(x_bytes=2, w_bytes=2, counted=UNSIGNED_HALVES),
-    "float32": Operands(x_bytes=4, w_bytes=4, counted=UNSIGNED),
-    "int8": Operands(x_bytes=1, w_bytes=1, zero=OFFSET),
+    "bfloat16": Operands(x_bytes=2, w_bits=16, counted=UNSIGNED_HALVES),
+    "float32": Operands(x_bytes=4, w_bits=32, counted=UNSIGNED),
+    "int8": Operands(x_bytes=1, w_bits=8, zero=OFFSET),
 }
 COLUMNS = {"bfloat16": 32, "float32": 16, "int8": 64}
 """Numbers of x and w in a register."""
@@ -76,55 +76,99 @@ def _tile(dtype: str) -> Function:
         depth = f.least(f.sub("%D", start), DEPTH[dtype])
         for rows, first, stop in blocks(f, "%T", ROWS):
             with f.each(first, stop, rows) as t, f.each(0, "%N", OUTPUTS) as output:
-                _multiply(f, dtype, [f.add(t, r) for r in range(rows)], output, start, depth)
+                w = [row_of(f, dtype, "%w", f.add(output, i), start) for i in range(OUTPUTS)]
+                tokens, later = [f.add(t, r) for r in range(rows)], None
+                if rows < ROWS[0]:  # what is multiplied next
+                    later = f.mul("%D", OUTPUTS * width_of(dtype))
+                multiply(f, dtype, tokens, w, output, start, depth, later)
     f.do("ret void")
     return f
 
 
-def _multiply(
-    f: Function, dtype: str, rows: Sequence[str], output: str, start: str, depth: str
+def width_of(dtype: str) -> int:
+    """Returns the bytes of a number of x or w."""
+    return OPERANDS[dtype].x_bytes
+
+
+def row_of(f: Function, dtype: str, matrix: str, number: str, start: str) -> str:
+    """Returns where a column of a row of D numbers is."""
+    return f.at(matrix, f.mul(f.add(f.mul(number, "%D"), start), width_of(dtype)))
+
+
+def multiply(
+    f: Function,
+    dtype: str,
+    rows: Sequence[str],
+    w: Sequence[str],
+    output: str,
+    start: str,
+    depth: str,
+    later: str | None = None,
 ) -> None:
-    """Adds the products of rows of x with OUTPUTS rows of w to y."""
-    width = OPERANDS[dtype].w_bytes
-
-    def row(of: str, number: str) -> str:
-        return f.at(of, f.mul(f.add(f.mul(number, "%D"), start), width))
-
-    w = [row("%w", f.add(output, i)) for i in range(OUTPUTS)]
-    x = [row("%x", number) for number in rows]
-    kind = WHOLE if dtype == "int8" else SIXTEEN
-    # Of int8 one more row, of what was added to x, is taken from the others.
-    sums = [[f.variable(kind, align=64) for _ in w] for _ in range(len(x) + (dtype == "int8"))]
-    for place in chain(*sums):
-        f.store(f"{kind} zeroinitializer", place, align=64)
+    """Adds the products of rows of x with OUTPUTS rows of w, from column `start` on, to y. w:
+    addresses of that column. later: what is so many bytes behind them is fetched meanwhile.
+    """
+    product = Product(f, dtype, rows, start)
     with f.each(0, depth, COLUMNS[dtype]) as column:
-        offset = f.mul(column, width)
-        read = [_read(f, dtype, address, offset) for address in x]
-        if dtype == "int8":
-            read.append(integers([OFFSET] * 16))
+        numbers = product.read(column)
         for i, address in enumerate(w):
-            if len(rows) < ROWS[0]:  # what is multiplied next
-                f.fetch(f.at(address, f.add(offset, f.mul("%D", OUTPUTS * width))))
-            weights = _read(f, dtype, address, offset)
-            for number, of_row in zip(read, sums, strict=True):
-                before = f.load(kind, of_row[i], align=64)
-                f.store(f"{kind} {_added(f, dtype, before, number, weights)}", of_row[i], align=64)
-    is_first = f.let(f"icmp eq i64 {start}, 0")
-    of_rows = [[f.load(kind, place, align=64) for place in row] for row in sums]
-    all_found = totals(f, of_rows, whole=dtype == "int8")
-    add, four = ("add", "<4 x i32>") if dtype == "int8" else ("fadd", FOUR)
-    for number, found in zip(rows, all_found, strict=False):
-        if dtype == "int8":
-            found = f.let(f"sub {four} {found}, {all_found[-1]}")
-        place = f.mul(f.add(f.mul(number, "%F"), output), 4)
-        before = f.load(four, "%y", place, align=4)
-        before = f.let(f"select i1 {is_first}, {four} zeroinitializer, {four} {before}")
-        f.store(f"{four} {f.let(f'{add} {four} {before}, {found}')}", "%y", place, align=4)
+            place = f.at(address, f.mul(column, width_of(dtype)))
+            if later is not None:
+                f.fetch(f.at(place, later))
+            product.add(i, numbers, f.load(_kind(dtype), place, align=width_of(dtype)))
+    product.finish(output)
 
 
-def _read(f: Function, dtype: str, address: str, offset: str) -> str:
-    kind = {"bfloat16": PAIRS, "float32": SIXTEEN, "int8": WHOLE}[dtype]
-    return f.load(kind, address, offset, align=OPERANDS[dtype].w_bytes)
+class Product:
+    """Holds the sums for some rows of x and OUTPUTS rows of w, of columns from `start` on."""
+
+    def __init__(self, f: Function, dtype: str, rows: Sequence[str], start: str) -> None:
+        self.f, self.dtype, self.rows, self.start = f, dtype, rows, start
+        self.x = [row_of(f, dtype, "%x", number, start) for number in rows]
+        self.kind = WHOLE if dtype == "int8" else SIXTEEN
+        # Of int8 one more row, of what was added to x, is taken from the others.
+        count = len(rows) + (dtype == "int8")
+        self.sums = [
+            [f.variable(self.kind, align=64) for _ in range(OUTPUTS)] for _ in range(count)
+        ]
+        for place in chain(*self.sums):
+            f.store(f"{self.kind} zeroinitializer", place, align=64)
+
+    def read(self, column: str) -> list[str]:
+        """Reads the rows of x from a column behind `start` on, a register each."""
+        f, width = self.f, width_of(self.dtype)
+        offset = f.mul(column, width)
+        numbers = [f.load(_kind(self.dtype), row, offset, align=width) for row in self.x]
+        return [*numbers, integers([OFFSET] * 16)] if self.dtype == "int8" else numbers
+
+    def add(self, output: int, numbers: Sequence[str], weights: str) -> None:
+        """Adds the products of what was read with numbers of a row of w."""
+        f = self.f
+        for number, of_row in zip(numbers, self.sums, strict=True):
+            place = of_row[output]
+            before = f.load(self.kind, place, align=64)
+            added = _added(f, self.dtype, before, number, weights)
+            f.store(f"{self.kind} {added}", place, align=64)
+
+    def finish(self, output: str) -> None:
+        """Adds the totals to y, for outputs from this one on."""
+        f = self.f
+        is_first = f.let(f"icmp eq i64 {self.start}, 0")
+        of_rows = [[f.load(self.kind, place, align=64) for place in row] for row in self.sums]
+        is_whole = self.dtype == "int8"
+        all_found = totals(f, of_rows, whole=is_whole)
+        add, four = ("add", "<4 x i32>") if is_whole else ("fadd", FOUR)
+        for number, found in zip(self.rows, all_found, strict=False):
+            if is_whole:
+                found = f.let(f"sub {four} {found}, {all_found[-1]}")
+            place = f.mul(f.add(f.mul(number, "%F"), output), 4)
+            before = f.load(four, "%y", place, align=4)
+            before = f.let(f"select i1 {is_first}, {four} zeroinitializer, {four} {before}")
+            f.store(f"{four} {f.let(f'{add} {four} {before}, {found}')}", "%y", place, align=4)
+
+
+def _kind(dtype: str) -> str:
+    return {"bfloat16": PAIRS, "float32": SIXTEEN, "int8": WHOLE}[dtype]
 
 
 def _added(f: Function, dtype: str, before: str, x: str, w: str) -> str:
@@ -139,6 +183,6 @@ def _added(f: Function, dtype: str, before: str, x: str, w: str) -> str:
 
 
 def _call(dtype: str, f: Function, part: Mapping[str, str]) -> None:
-    addresses = ", ".join(f"ptr {part[name]}" for name in ("x", "w", "y"))
+    w = f.at(part["w"], f.mul(f.mul(part["first_output"], part["D"]), width_of(dtype)))
     sizes = ", ".join(f"i64 {part[name]}" for name in ("num_tokens", "num_outputs", "D", "F"))
-    f.do(f"call void @tile512_{dtype}({addresses}, {sizes})")
+    f.do(f"call void @tile512_{dtype}(ptr {part['x']}, ptr {w}, ptr {part['y']}, {sizes})")

@@ -1,4 +1,5 @@
-"""Divides a product with a matrix into tasks: y [T, F] = x [T, D] @ w[index].T, w [N, F, D].
+"""Divides a product with a matrix into tasks: y [T, F] = x [T, D] @ w[index].T, w [N, F, D], or
+[N, G, F, D / G] where groups of columns lie apart.
 
 Rows that are zeros behind the last one that is not are not multiplied, as y is zero there: so
 padding costs little, and nobody has to say what is padding. An index beyond the ends means the
@@ -25,36 +26,41 @@ UNSIGNED, UNSIGNED_HALVES = 0x7FFFFFFF, 0x7FFF7FFF
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operands:
-    """Says what a handler multiplies: how many bytes a number of x and of w has; the 32 bits that
-    a zero in x has, and those of them that count, as two zeros of floating point differ by sign.
+    """Says what a handler multiplies: how many bytes a number of x and how many bits one of w has;
+    the 32 bits that a zero in x has, and those of them that count, as two zeros of floating point
+    differ by sign. more: operands behind the index, by name. in_groups: w has groups of columns.
     """
 
     x_bytes: int
-    w_bytes: int
+    w_bits: int
     zero: int = 0
     counted: int = -1
+    more: tuple[str, ...] = ()
+    in_groups: bool = False
 
 
 def kernel(
     name: str, operands: Operands, multiply: Callable[[Function, Mapping[str, str]], None]
 ) -> Kernel:
-    """Returns the handler of this name. multiply: writes what multiplies outputs of tokens, which
-    are known as `num_outputs`, `num_tokens` and addresses of their first numbers.
+    """Returns the handler of this name. multiply: writes what multiplies outputs of tokens: x and
+    y are addresses of the first ones, `num_tokens` and `num_outputs` says how many, and
+    `first_output` which outputs of w. C is the columns of a group.
     """
-    numbers = ("blocks", "T", "used", "D", "F")
+    numbers, addresses = ("blocks", "T", "used", "D", "F", "C"), ("x", "w", "y", *operands.more)
     return Kernel(
         name=name,
-        num_operands=3,
-        shared=dict.fromkeys(numbers, "i64") | dict.fromkeys(("x", "w", "y"), "ptr"),
+        num_operands=3 + len(operands.more),
+        shared=dict.fromkeys(numbers, "i64") | dict.fromkeys(addresses, "ptr"),
         begin=partial(_begin, operands),
         do=partial(_do, operands, multiply),
     )
 
 
 def _begin(operands: Operands, f: Function, given: Sequence[Buffer]) -> Mapping[str, str]:
-    x, w, index, y = given
-    T, D, F = x.dim(0), x.dim(1), w.dim(1)
-    number = f.most(f.least(index.integer(), f.add(w.dim(0), -1)), 0)
+    of = dict(zip(("x", "w", "index", *operands.more, "y"), given, strict=True))
+    x, w = of["x"], of["w"]
+    T, D, F = x.dim(0), x.dim(1), w.dim(1 + operands.in_groups)
+    number = f.most(f.least(of["index"].integer(), f.add(w.dim(0), -1)), 0)
     num_blocks = f.divided(T, TASK_TOKENS)
     x_data = x.data
     return {
@@ -64,10 +70,20 @@ def _begin(operands: Operands, f: Function, given: Sequence[Buffer]) -> Mapping[
         "used": _used(operands, f, x_data, T, f.mul(D, operands.x_bytes)),
         "D": D,
         "F": F,
+        "C": f.let(f"sdiv i64 {D}, {w.dim(1)}") if operands.in_groups else D,
         "x": x_data,
-        "w": f.at(w.data, f.mul(f.mul(f.mul(F, D), number), operands.w_bytes)),
-        "y": y.data,
+        "w": f.at(
+            w.data, f.let(f"sdiv i64 {f.mul(f.mul(f.mul(F, D), number), operands.w_bits)}, 8")
+        ),
+        "y": of["y"].data,
+        **{name: _data(f, of[name]) for name in operands.more},
     }
+
+
+def _data(f: Function, buffer: Buffer) -> str:
+    """Returns where numbers are, null for none."""
+    is_none = f.let(f"icmp eq i64 {buffer.dim(0)}, 0")
+    return f.let(f"select i1 {is_none}, ptr null, ptr {buffer.data}")
 
 
 def _used(operands: Operands, f: Function, x: str, T: str, width: str) -> str:
@@ -115,8 +131,8 @@ def _do(
         f.do(f"call void @llvm.memset.p0.i64(ptr {row}, i8 0, i64 {f.mul(num_outputs, 4)}, i1 0)")
     part = {
         "x": f.at(known["x"], f.mul(f.mul(first_token, D), operands.x_bytes)),
-        "w": f.at(known["w"], f.mul(f.mul(first, D), operands.w_bytes)),
         "y": y,
+        "first_output": first,
         "num_tokens": num_tokens,
         "num_outputs": num_outputs,
     }

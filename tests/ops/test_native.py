@@ -3,6 +3,8 @@ reference in float64.
 """
 
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -24,6 +26,7 @@ from jaxkv.ops.attention.sweep import Scores
 from jaxkv.ops.layers import linear
 from jaxkv.ops.matrices import Matrix, Packed
 from jaxkv.testing import engine_of
+from jaxkv.weights.packing import in_pairs
 from kernels_pallas.cpu import matmul as matmul256
 from kernels_pallas.cpu import matmul512
 from ragged import (
@@ -185,6 +188,95 @@ def test_products_of_int8_are_exact(num_tokens, columns, rows, kernel):
     np.testing.assert_array_equal(y, x.astype(np.int64) @ w[1].astype(np.int64).T)
 
 
+KINDS = ("pairs", "int4", "int8", "float8_e4m3fn")
+
+
+def packed_of(kind, groups, rows, columns, dtype, *, zeros=False, table=False, factor=False):
+    """Random quantised matrices [2, 3, G, F, C], that of layer 1 and expert 2, and its values in
+    float64.
+    """
+    rng, shape = np.random.default_rng(0), (2, 3, groups, rows)
+    if kind == "float8_e4m3fn":
+        values = np.asarray(jnp.asarray(3 * rng.standard_normal((*shape, columns)), kind))
+    else:
+        least = -8 if kind in ("pairs", "int4") else -128
+        values = rng.integers(least, -least, (*shape, columns)).astype(np.int8)
+    scales = rng.uniform(0.5, 2, shape).astype(np.float32)
+    points = rng.integers(-8, 8, shape).astype(np.int8) if zeros else None
+    tables = rng.standard_normal((2, 3, 16)).astype(np.float32) if table else None
+    factors = rng.uniform(0.5, 2, (2, 3)).astype(np.float32) if factor else None
+    numbers = values[1, 2].astype(np.float64)
+    if table:
+        numbers = tables[1, 2][values[1, 2].view(np.uint8) & 15].astype(np.float64)
+    if zeros:
+        numbers -= points[1, 2][..., None]
+    if groups > 1 or zeros:
+        own = scales[1, 2] if table else np.asarray(jnp.asarray(scales[1, 2], dtype))
+        numbers *= own.astype(np.float64)[..., None]
+    leaf = in_pairs(values) if kind == "pairs" else jnp.asarray(values, kind)
+    arrays = [
+        None if x is None else jnp.asarray(x) for x in (leaf, scales, points, tables, factors)
+    ]
+    place = (jnp.int32(1), jnp.int32(2))
+    w_FD = np.moveaxis(numbers, 0, 1).reshape(rows, -1)
+    after = scales[1, 2, 0] if groups == 1 and not zeros else np.ones(rows, np.float32)
+    return Packed(*arrays, place, np.dtype(dtype)), w_FD, after * (factors[1, 2] if factor else 1)
+
+
+PACKED = [
+    *[(1, 5, 64, 128, kind, {}) for kind in KINDS],
+    *[(130, 33, 80, 96, kind, {}) for kind in KINDS],
+    (7, 1, 48, 2080, "pairs", {}),
+    (7, 1, 48, 2080, "int8", {}),
+    (2, 3, 32, 32, "pairs", {"zeros": True}),
+    (2, 3, 32, 32, "int8", {"zeros": True}),
+    (2, 3, 32, 32, "pairs", {"table": True, "factor": True}),
+    (2, 3, 32, 32, "float8_e4m3fn", {"zeros": True}),
+    (2, 1, 32, 64, "pairs", {"table": True}),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "groups", "rows", "columns", "kind", "more"), PACKED)
+def test_packed_weights_are_multiplied_as_the_numbers_they_stand_for(
+    num_tokens, groups, rows, columns, kind, more, dtype, kernel
+):
+    x = random((num_tokens, groups * columns), dtype)
+    packed, w_FD, after = packed_of(kind, groups, rows, columns, dtype, **more)
+    assert packed.is_native
+
+    y = jax.jit(lambda x: linear(x, packed))(x)
+
+    plain = jax.jit(native.matmul)(x, jnp.asarray(w_FD, jnp.float32).astype(dtype)[None], 0)
+    np.testing.assert_array_equal(y, np.asarray(plain) * after)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_value_stands_for_its_number(kind, dtype, kernel):
+    values = np.arange(256, dtype=np.uint8)
+    if kind in ("pairs", "int4"):
+        values = values.astype(np.int8) << 4 >> 4
+    values = np.tile(values.view(np.int8), (16, 1))[None, None]
+    leaf = in_pairs(values) if kind == "pairs" else values
+    if kind == "float8_e4m3fn":
+        leaf = np.where(values & 127 == 127, np.int8(0), values).view(kind)  # no NaN
+    elif kind != "pairs":
+        leaf = values.astype(kind)
+    leaf, scales = jnp.asarray(leaf), jnp.ones((1, 1, 16))
+    packed = Packed(leaf, scales, None, None, None, 0, np.dtype(dtype))
+
+    found = jax.jit(lambda x: linear(x, packed))(jnp.eye(256, dtype=dtype))
+
+    numbers = values if kind == "pairs" else leaf
+    np.testing.assert_array_equal(found, np.asarray(numbers[0, 0], np.float32).T)
+
+
+def test_packed_weights_of_groups_that_do_not_fill_a_vector_are_left_to_xla(kernel):
+    assert not packed_of("int8", 2, 32, 16, jnp.float32)[0].is_native
+    assert not packed_of("int8", 2, 24, 32, jnp.float32)[0].is_native
+
+
 @pytest.mark.parametrize("num_tokens", [3, 130])
 def test_int8_dynamic_has_the_bits_that_xla_gives_it(num_tokens, kernel):
     rng = np.random.default_rng(0)
@@ -229,6 +321,18 @@ def test_derivatives_are_those_of_the_plain_product():
 
     for one, other in zip(ours, plain, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_derivatives_with_packed_weights_are_those_of_xla():
+    packed, _, _ = packed_of("pairs", 2, 32, 32, jnp.float32, zeros=True)
+    x, given = random((5, 64), jnp.float32), random((5, 32), jnp.float32, seed=2)
+
+    ours, xla = (
+        jax.vjp(product, x)[1](given)[0]
+        for product in (packed.dot_natively, lambda x: packed.dot(x, 0, 32))
+    )
+
+    np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_is_multiplied_in_turn(kernel):
@@ -412,6 +516,32 @@ def test_machine_code_is_kept_for_the_next_start(tmp_path, monkeypatch):
     assert native._read(file, b"another kernel") is None
     with pytest.warns(UserWarning, match="machine code is not kept for the next start"):
         assert start(3, tmp_path / "missing") == "anew"
+
+
+LATER = """
+import sys, jax, jax.numpy as jnp, numpy as np
+from pathlib import Path
+from jaxkv.ops import native
+from jaxkv.programs.executables import ProgramFiles
+native.prepare(None)
+files = ProgramFiles(Path(sys.argv[1]), tuple(jax.devices()))
+place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+x, w = jnp.ones((2, 32)), jnp.ones((1, 1, 16, 32), jnp.int8)
+make = lambda x, w: native.matmul_packed(x, w, 0, jnp.ones((1, 16)), None, None, x.dtype)
+given = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place) for one in (x, w)]
+program, found = files.take(lambda: jax.jit(make).lower(*given).compile(), given)
+print(found, np.unique(program(x, w)))
+"""
+
+
+def test_a_program_that_was_kept_finds_the_machine_code_that_it_calls(tmp_path):
+    command = [sys.executable, "-c", LATER, str(tmp_path)]
+    said = [
+        subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+        for _ in range(2)
+    ]
+
+    assert said == ["False [32.]\n", "True [32.]\n"]
 
 
 @pytest.mark.parametrize(

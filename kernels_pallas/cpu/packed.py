@@ -1,0 +1,338 @@
+"""Multiplies with a matrix of 4 or 8 bits where it lies, whose groups of columns have scales: y =
+x @ w[index].T.
+
+Values [N, G, F, D / G] are of 4 bits, two in a byte with the first in the lower half, int8 or
+float8_e4m3fn; a group's columns are a multiple of `COLUMNS`, F of 16. Those of 4 bits stand for the
+16 numbers of `table`. What they stand for, less the zero point of the group, times its scale is a
+number of w, rounded to the dtype of x: scales and zeros [G, F], or [0, 0] where there are no zero
+points, of the matrix that the index says. All three are float32.
+
+Some rows of w are written as those numbers to a panel in the first-level cache, and multiplied from
+there as `matmul` and `matmul512` do, with the same sums. A vector of 16 numbers is the table of 4
+bits: a group's own one is made of it, with its scale and zero point, and one instruction looks up
+as many values as a vector has numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from kernels_pallas.cpu import matmul, matmul512
+from kernels_pallas.cpu.function import FLOATS, SIXTEEN, Function, blocks, integers
+from kernels_pallas.cpu.products import UNSIGNED, UNSIGNED_HALVES, Operands, kernel
+
+BITS = {"int4": 4, "int8": 8, "float8_e4m3fn": 8}
+"""Kinds of values, those of 4 bits under one name."""
+
+DTYPES = ("bfloat16", "float32")
+"""Numbers of w are of one of these."""
+
+HANDLERS, HANDLERS512 = (
+    {(kind, dtype): f"jaxkv_{name}_{kind}_{dtype}" for kind in BITS for dtype in DTYPES}
+    for name in ("packed", "packed512")
+)
+
+COLUMNS, MULTIPLE = 32, 16
+"""A group's columns are a multiple of the one, F of the other."""
+
+HALF, PAIRS = "<16 x bfloat>", "<32 x bfloat>"
+
+DECLARED = (f"declare {FLOATS} @llvm.x86.avx2.permps({FLOATS}, <8 x i32>)",)
+DECLARED512 = (
+    *matmul512.DECLARED,
+    f"declare {HALF} @llvm.x86.avx512bf16.cvtneps2bf16.512({SIXTEEN})",
+    f"declare {SIXTEEN} @llvm.x86.avx512.permvar.sf.512({SIXTEEN}, <16 x i32>)",
+    "declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)",
+)
+"""The functions call these too."""
+
+ADDRESSES = ("x", "w", "y", "scales", "zeros", "table")
+SIZES = ("first_output", "num_tokens", "num_outputs", "D", "F", "C")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Says what values become what, by vectors of how many numbers."""
+
+    kind: str
+    dtype: str
+    lanes: int
+
+    @property
+    def name(self) -> str:
+        names = HANDLERS if self.lanes == 8 else HANDLERS512
+        return names[self.kind, self.dtype]
+
+    @property
+    def operands(self) -> Operands:
+        is_short = self.lanes == 16 and self.dtype == "bfloat16"
+        return Operands(
+            x_bytes=2 if is_short else 4,
+            w_bits=BITS[self.kind],
+            counted=UNSIGNED_HALVES if is_short else UNSIGNED,
+            more=ADDRESSES[3:],
+            in_groups=True,
+        )
+
+    @property
+    def width(self) -> int:
+        """Returns the bytes of a number in a panel."""
+        return self.operands.x_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of a vector in a panel."""
+        return 4 * self.lanes
+
+    @property
+    def vector(self) -> str:
+        if self.width == 2:
+            return PAIRS
+        return SIXTEEN if self.lanes == 16 else FLOATS
+
+
+def functions(lanes: int) -> list[Function]:
+    """Writes the handlers, and what they call."""
+    written = []
+    for kind, dtype in HANDLERS:
+        form = Form(kind, dtype, lanes)
+        written.append(_tile(form) if lanes == 8 else _tile512(form))
+        written += kernel(form.name, form.operands, partial(_call, form)).functions()
+    return written
+
+
+def _header(form: Form) -> str:
+    addresses = ", ".join(f"ptr %{name}" for name in ADDRESSES)
+    sizes = ", ".join(f"i64 %{name}" for name in ("first", "T", "N", "D", "F", "C"))
+    return f"define internal void @tile_{form.name}({addresses}, {sizes}) noinline"
+
+
+def _call(form: Form, f: Function, part: Mapping[str, str]) -> None:
+    def call(y: str, first: str) -> None:
+        own = {**part, "y": y, "first_output": first}
+        addresses = ", ".join(f"ptr {own[name]}" for name in ADDRESSES)
+        sizes = ", ".join(f"i64 {own[name]}" for name in SIZES)
+        f.do(f"call void @tile_{form.name}({addresses}, {sizes})")
+
+    if form.lanes == 16:
+        call(part["y"], part["first_output"])
+        return
+    with f.each(0, part["num_outputs"], matmul.LANES) as output:
+        call(f.at(part["y"], f.mul(output, 4)), f.add(part["first_output"], output))
+
+
+def _tile(form: Form) -> Function:
+    """Writes the function for a few outputs of some tokens with AVX2."""
+
+    def add(f: Function, start: str, depth: str, panel: str, y: str) -> None:
+        _fill(form, f, "%first", matmul.LANES, start, depth, panel, matmul.DEPTH)
+        matmul.multiply_all(f, matmul.Part("float32", start, depth, panel), y)
+
+    return matmul.tile(_header(form), add)
+
+
+def _tile512(form: Form) -> Function:
+    """Writes the function for some outputs of some tokens with AVX-512. Numbers for one token alone
+    are multiplied as they come, without a panel.
+    """
+    f = Function(_header(form), lanes=16)
+    most, size = matmul512.DEPTH[form.dtype], matmul512.OUTPUTS
+    panel = f.variable(f"[{size * most * form.width} x i8]", align=64)
+    rows_of_w = [f.at(panel, i * most * form.width) for i in range(size)]
+    is_one = f.let("icmp eq i64 %T, 1")
+    with f.each(0, "%D", most) as start:
+        depth = f.least(f.sub("%D", start), most)
+        with f.each(0, "%N", size) as output:
+            first_of_w = f.add("%first", output)
+            with f.where(is_one):
+                _multiply_one(form, f, first_of_w, output, start, depth)
+            with f.where(f.let(f"xor i1 {is_one}, true")):
+                _fill(form, f, first_of_w, size, start, depth, panel, most)
+                for rows, first, stop in blocks(f, "%T", matmul512.ROWS):
+                    with f.each(first, stop, rows) as t:
+                        tokens = [f.add(t, r) for r in range(rows)]
+                        matmul512.multiply(f, form.dtype, tokens, rows_of_w, output, start, depth)
+    f.do("ret void")
+    return f
+
+
+def _fill(
+    form: Form,
+    f: Function,
+    row: str,
+    num_rows: int,
+    start: str,
+    depth: str,
+    panel: str,
+    panel_columns: int,
+) -> None:
+    """Writes columns [start, start + depth) of rows of w to the panel."""
+    with _pieces(form, f, row, num_rows, start, depth) as (column, rows):
+        place = f.at(panel, f.mul(column, form.width))
+        for i, read in enumerate(rows):
+            to = f.at(place, i * panel_columns * form.width)
+            for j, numbers in enumerate(read()):
+                f.store(f"{form.vector} {numbers}", to, j * form.num_bytes, align=form.num_bytes)
+
+
+def _multiply_one(form: Form, f: Function, row: str, output: str, start: str, depth: str) -> None:
+    """Adds the products of the one token with columns [start, start + depth) of rows of w to y."""
+    product = matmul512.Product(f, form.dtype, ["0"], start)
+    with _pieces(form, f, row, matmul512.OUTPUTS, start, depth) as (column, rows):
+        step = matmul512.COLUMNS[form.dtype]
+        numbers = [product.read(f.add(column, j)) for j in range(0, COLUMNS, step)]
+        for i, read in enumerate(rows):
+            for of_x, of_w in zip(numbers, read(), strict=True):
+                product.add(i, of_x, of_w)
+    product.finish(output)
+
+
+@contextmanager
+def _pieces(
+    form: Form, f: Function, row: str, num_rows: int, start: str, depth: str
+) -> Iterator[tuple[str, list[Callable[[], list[str]]]]]:
+    """Repeats what is written inside for every COLUMNS of columns [start, start + depth) of rows of
+    w. Yields their first one, counted from `start`, and for each row what reads its numbers, in
+    vectors; meanwhile as much of the next rows is fetched.
+    """
+
+    def place_of(value: str) -> str:
+        return f.let(f"ashr exact i64 {value}, 1") if BITS[form.kind] == 4 else value
+
+    stop = f.add(start, depth)
+    with f.each(f.let(f"sdiv i64 {start}, %C"), f.divided(stop, "%C"), 1) as group:
+        first = f.mul(group, "%C")
+        begin, end = f.most(first, start), f.least(f.add(first, "%C"), stop)
+        places = [f.add(f.mul(group, "%F"), f.add(row, i)) for i in range(num_rows)]
+        groups = [_Group(form, f, place) for place in places]
+        # Where column 0 would be.
+        values = [f.sub(f.mul(place, "%C"), first) for place in places]
+        later = place_of(f.mul(num_rows, "%C"))
+        with f.each(begin, end, COLUMNS) as column:
+            addresses = [f.at("%w", place_of(f.add(value, column))) for value in values]
+            for address in addresses:
+                f.fetch(f.at(address, later))
+            yield (
+                f.sub(column, start),
+                [partial(of_row.read, at) for of_row, at in zip(groups, addresses, strict=True)],
+            )
+
+
+class _Group:
+    """Is a group of columns of a row of w."""
+
+    def __init__(self, form: Form, f: Function, place: str) -> None:
+        self.form, self.f = form, f
+        offset = f.mul(place, 4)
+        self.scale = f.filled("float", f.load("float", "%scales", offset, align=4))
+        zero = f.variable("float")
+        f.store("float 0.0", zero, align=4)
+        with f.where(f.let("icmp ne ptr %zeros, null")):
+            f.store(f"float {f.load('float', '%zeros', offset, align=4)}", zero, align=4)
+        self.zero = f.filled("float", f.load("float", zero, align=4))
+        if form.kind == "float8_e4m3fn":  # as `_number` gives them
+            self.scale = f.floats("fmul", self.scale, f.constant(256.0))
+            self.zero = f.floats("fmul", self.zero, f.constant(1 / 256))
+        if form.kind == "int4":
+            self.table = [
+                self._scaled(f.load(f.vector, "%table", 4 * i, align=4))
+                for i in range(0, 16, f.lanes)
+            ]
+            if form.width == 2:  # twice, so that a fifth bit of an index does not count
+                self.twice = self._shortened(self.table * 2)
+
+    def read(self, values: str) -> list[str]:
+        """Reads COLUMNS numbers of w, in vectors."""
+        form, lanes = self.form, self.f.lanes
+        if form.width == 2 and form.kind == "int4":
+            return [self._looked_up_at_once(values)]
+        numbers = [self._number(values, column) for column in range(0, COLUMNS, lanes)]
+        return [self._shortened(numbers)] if form.width == 2 else numbers
+
+    def _looked_up_at_once(self, values: str) -> str:
+        f = self.f
+        both = self._bytes(values, 16)
+        both = f.let(f"or <16 x i32> {both}, {self._shifted('shl', both, 16, 12)}")
+        indices = f.let(f"bitcast <16 x i32> {both} to <32 x i16>")
+        table = f.let(f"bitcast {PAIRS} {self.twice} to <32 x i16>")
+        operands = f"<32 x i16> {table}, <32 x i16> {indices}"
+        found = f.let(f"call <32 x i16> @llvm.x86.avx512.permvar.hi.512({operands})")
+        return f.let(f"bitcast <32 x i16> {found} to {PAIRS}")
+
+    def _number(self, values: str, column: int) -> str:
+        """Reads a vector of numbers of w, in float32."""
+        f, lanes = self.f, self.f.lanes
+        if self.form.kind == "int4":
+            # Four bits of each byte, then the other four, side by side.
+            half = lanes // 2
+            low = self._bytes(f.at(values, column // 2), half)
+            high = self._shifted("lshr", low, half, 4)
+            order = [i // 2 + half * (i % 2) for i in range(lanes)]
+            return self._looked_up(f.shuffle(f"<{half} x i32>", low, high, order))
+        narrow = f.load(f"<{lanes} x i8>", values, column, align=1)
+        if self.form.kind == "int8":
+            whole = f.let(f"sext <{lanes} x i8> {narrow} to {f.whole}")
+            return self._scaled(f.let(f"sitofp {f.whole} {whole} to {f.vector}"))
+        # A float16 of these bits, with one of two signs cleared, has another bias: it is 2^8 times
+        # as small, which the scale makes up for.
+        kind = f"<{lanes} x i16>"
+        bits = f.let(f"sext <{lanes} x i8> {narrow} to {kind}")
+        bits = f.let(f"shl {kind} {bits}, {_shorts(7, lanes)}")
+        bits = f.let(f"and {kind} {bits}, {_shorts(~0x4000, lanes)}")
+        numbers = f.let(f"bitcast {kind} {bits} to <{lanes} x half>")
+        return self._scaled(f.let(f"fpext <{lanes} x half> {numbers} to {f.vector}"))
+
+    def _bytes(self, address: str, count: int) -> str:
+        narrow = self.f.load(f"<{count} x i8>", address, align=1)
+        return self.f.let(f"zext <{count} x i8> {narrow} to <{count} x i32>")
+
+    def _shifted(self, direction: str, numbers: str, lanes: int, by: int) -> str:
+        return self.f.let(f"{direction} <{lanes} x i32> {numbers}, {integers([by] * lanes)}")
+
+    def _looked_up(self, indices: str) -> str:
+        """Returns numbers of the table, by the lowest four bits of each index."""
+        f = self.f
+        if f.lanes == 16:
+            operands = f"{f.vector} {self.table[0]}, {f.whole} {indices}"
+            return f.let(f"call {f.vector} @llvm.x86.avx512.permvar.sf.512({operands})")
+        low, high = (
+            f.let(f"call {f.vector} @llvm.x86.avx2.permps({f.vector} {half}, {f.whole} {indices})")
+            for half in self.table
+        )
+        bit = f.let(f"and {f.whole} {indices}, {integers([8] * f.lanes)}")
+        is_low = f.let(f"icmp eq {f.whole} {bit}, zeroinitializer")
+        return f.select(is_low, low, high)
+
+    def _scaled(self, numbers: str) -> str:
+        f = self.f
+        found = f.floats("fmul", f.floats("fsub", numbers, self.zero), self.scale)
+        if self.form.dtype == "bfloat16" and self.form.width == 4:
+            return _rounded(f, found)
+        return found
+
+    def _shortened(self, numbers: Sequence[str]) -> str:
+        """Rounds two vectors to one of bfloat16."""
+        f = self.f
+        first, second = (
+            f.let(f"call {HALF} @llvm.x86.avx512bf16.cvtneps2bf16.512({SIXTEEN} {half})")
+            for half in numbers
+        )
+        return f.shuffle(HALF, first, second, range(COLUMNS))
+
+
+def _rounded(f: Function, numbers: str) -> str:
+    """Rounds to numbers of bfloat16, of two that are as near to the even one."""
+    bits = f.let(f"bitcast {f.vector} {numbers} to {f.whole}")
+    last = f.let(f"lshr {f.whole} {bits}, {integers([16] * f.lanes)}")
+    last = f.let(f"and {f.whole} {last}, {integers([1] * f.lanes)}")
+    bits = f.let(f"add {f.whole} {bits}, {integers([0x7FFF] * f.lanes)}")
+    bits = f.let(f"add {f.whole} {bits}, {last}")
+    bits = f.let(f"and {f.whole} {bits}, {integers([-0x10000] * f.lanes)}")
+    return f.let(f"bitcast {f.whole} {bits} to {f.vector}")
+
+
+def _shorts(number: int, lanes: int) -> str:
+    return f"<{', '.join([f'i16 {number}'] * lanes)}>"
