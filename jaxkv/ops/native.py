@@ -5,6 +5,7 @@ does.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -35,6 +36,9 @@ choose.
 NEEDED = ("avx2", "fma")
 WIDE = ("avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512vnni")
 """Machine code with vectors of 512 bits needs these."""
+
+EXIT_S = 5.0
+"""The end of a process waits so long for machine code that is being made."""
 
 _lock, _packed_lock = Lock(), Lock()
 _folder: Path | None = None
@@ -83,7 +87,18 @@ def prepare(folder: Path | None) -> None:
     global _folder
     _folder = folder
     if os.environ.get(VARIABLE) is None:  # what is wrong with it the caller is to hear
-        Thread(target=make_all, name="jaxkv-native").start()
+        _begin()
+
+
+@cache
+def _begin() -> None:
+    """Starts the thread. The end of the process waits for it, so that LLVM does not lose its memory
+    while it works, but not for ever: a Ctrl-C during an import may leave a lock of Python's taken,
+    which the thread's own imports then wait for.
+    """
+    thread = Thread(target=make_all, name="jaxkv-native", daemon=True)
+    thread.start()
+    atexit.register(thread.join, EXIT_S)
 
 
 def make_all() -> None:

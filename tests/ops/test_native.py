@@ -544,6 +544,25 @@ def test_a_program_that_was_kept_finds_the_machine_code_that_it_calls(tmp_path):
     assert said == ["False [32.]\n", "True [32.]\n"]
 
 
+ENDING = """
+import sys, time
+from jaxkv.ops import native
+native.EXIT_S = float(sys.argv[1])
+native.make_all = lambda: (time.sleep(float(sys.argv[2])), print("made"))
+native.prepare(None)
+"""
+
+
+@pytest.mark.parametrize(("limit_s", "takes_s", "said"), [(0.1, 600, ""), (60, 0.5, "made\n")])
+def test_a_process_ends_when_machine_code_is_made_or_takes_too_long(limit_s, takes_s, said, decide):
+    decide(None)
+    command = [sys.executable, "-c", ENDING, str(limit_s), str(takes_s)]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+    assert done.stdout == said
+
+
 @pytest.mark.parametrize(
     ("features", "asked", "said"),
     [
