@@ -280,7 +280,7 @@ def _dot_packed(x_TD: Array, w: Packed) -> Array:
     table = None if w.tables is None else w.tables[w.layer]
     dot = partial(native.matmul_packed, x_TD, values_NGFC, number, dtype=w.dtype)
     if zero_GF is None and w.num_groups == 1:
-        y_TF = dot(jnp.ones_like(scale_GF), None, table) * scale_GF.astype(jnp.float32)
+        y_TF = dot(None, None, table) * scale_GF.astype(jnp.float32)
     else:
         y_TF = dot(scale_GF if table is not None else scale_GF.astype(w.dtype), zero_GF, table)
     return y_TF if w.factors is None else y_TF * w.factors[w.layer]

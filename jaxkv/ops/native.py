@@ -272,7 +272,7 @@ def matmul_packed(
     x_TD: Array,
     values_NGFC: Array,
     index: int | Array,
-    scales_GF: Array,
+    scales_GF: Array | None,
     zeros_GF: Array | None,
     table: Array | None,
     dtype: np.dtype,
@@ -280,19 +280,21 @@ def matmul_packed(
     """Computes x @ w.T, [T, F] float32, with x and w in `dtype`, where w is (what the values
     [index] stand for - zeros) * scales. The bits of a row do not depend on T.
 
-    table: what values of 4 bits stand for, [16].
+    scales_GF: None where there are none, nor zeros. table: what values of 4 bits stand for, [16].
     """
     make_all()
     names = packed.HANDLERS512 if is_wide() else packed.HANDLERS
     x_TD = _multiplied_as(x_TD, dtype)
     if table is None:
         table = jnp.asarray([*range(8), *range(-8, 0)])
+    kind, (_, groups, outputs, _) = _kind(values_NGFC.dtype), values_NGFC.shape
+    if scales_GF is None:
+        scales_GF = jnp.ones((groups, outputs) if kind == "int4" else (0, 0))
     if zeros_GF is None:
         zeros_GF = jnp.zeros((0, 0))
     floats = [x.astype(jnp.float32) for x in (scales_GF, zeros_GF, table)]
-    result = jax.ShapeDtypeStruct((x_TD.shape[0], values_NGFC.shape[2]), jnp.float32)
-    name = names[_kind(values_NGFC.dtype), dtype.name]
-    call = jax.ffi.ffi_call(name, result, vmap_method="sequential")
+    result = jax.ShapeDtypeStruct((x_TD.shape[0], outputs), jnp.float32)
+    call = jax.ffi.ffi_call(names[kind, dtype.name], result, vmap_method="sequential")
     return call(x_TD, values_NGFC, jnp.asarray(index, jnp.int32), *floats)
 
 

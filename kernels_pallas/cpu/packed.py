@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kernels_pallas.cpu import matmul, matmul512
@@ -40,7 +40,7 @@ COLUMNS, MULTIPLE = 32, 16
 
 HALF, PAIRS = "<16 x bfloat>", "<32 x bfloat>"
 
-DECLARED = (f"declare {FLOATS} @llvm.x86.avx2.permps({FLOATS}, <8 x i32>)",)
+DECLARED = ("declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)",)
 DECLARED512 = (
     *matmul512.DECLARED,
     f"declare {HALF} @llvm.x86.avx512bf16.cvtneps2bf16.512({SIXTEEN})",
@@ -60,11 +60,21 @@ class Form:
     kind: str
     dtype: str
     lanes: int
+    is_scaled: bool = True
 
     @property
     def name(self) -> str:
         names = HANDLERS if self.lanes == 8 else HANDLERS512
         return names[self.kind, self.dtype]
+
+    @property
+    def tile(self) -> str:
+        return f"tile_{self.name}{'' if self.is_scaled else '_as_they_are'}"
+
+    @property
+    def is_rounded(self) -> bool:
+        """Tells whether numbers are float32 with values of bfloat16."""
+        return self.dtype == "bfloat16" and self.lanes == 8
 
     @property
     def operands(self) -> Operands:
@@ -99,7 +109,8 @@ def functions(lanes: int) -> list[Function]:
     written = []
     for kind, dtype in HANDLERS:
         form = Form(kind, dtype, lanes)
-        written.append(_tile(form) if lanes == 8 else _tile512(form))
+        for one in (form, replace(form, is_scaled=False))[: 1 + (BITS[kind] == 8)]:
+            written.append(_tile(one) if lanes == 8 else _tile512(one))
         written += kernel(form.name, form.operands, partial(_call, form)).functions()
     return written
 
@@ -107,15 +118,26 @@ def functions(lanes: int) -> list[Function]:
 def _header(form: Form) -> str:
     addresses = ", ".join(f"ptr %{name}" for name in ADDRESSES)
     sizes = ", ".join(f"i64 %{name}" for name in ("first", "T", "N", "D", "F", "C"))
-    return f"define internal void @tile_{form.name}({addresses}, {sizes}) noinline"
+    return f"define internal void @{form.tile}({addresses}, {sizes}) noinline"
 
 
 def _call(form: Form, f: Function, part: Mapping[str, str]) -> None:
+    if BITS[form.kind] == 4:
+        _call_tiles(form, f, part)
+        return
+    has_none = f.let(f"icmp eq ptr {part['scales']}, null")
+    with f.where(has_none):
+        _call_tiles(replace(form, is_scaled=False), f, part)
+    with f.where(f.let(f"xor i1 {has_none}, true")):
+        _call_tiles(form, f, part)
+
+
+def _call_tiles(form: Form, f: Function, part: Mapping[str, str]) -> None:
     def call(y: str, first: str) -> None:
         own = {**part, "y": y, "first_output": first}
         addresses = ", ".join(f"ptr {own[name]}" for name in ADDRESSES)
         sizes = ", ".join(f"i64 {own[name]}" for name in SIZES)
-        f.do(f"call void @tile_{form.name}({addresses}, {sizes})")
+        f.do(f"call void @{form.tile}({addresses}, {sizes})")
 
     if form.lanes == 16:
         call(part["y"], part["first_output"])
@@ -207,7 +229,8 @@ def _pieces(
         first = f.mul(group, "%C")
         begin, end = f.most(first, start), f.least(f.add(first, "%C"), stop)
         places = [f.add(f.mul(group, "%F"), f.add(row, i)) for i in range(num_rows)]
-        groups = [_Group(form, f, place) for place in places]
+        kind = _GroupOf4 if BITS[form.kind] == 4 else _Group
+        groups = [kind(form, f, place) for place in places]
         # Where column 0 would be.
         values = [f.sub(f.mul(place, "%C"), first) for place in places]
         later = place_of(f.mul(num_rows, "%C"))
@@ -222,105 +245,157 @@ def _pieces(
 
 
 class _Group:
-    """Is a group of columns of a row of w."""
+    """Is a group of columns of a row of w, of values of 8 bits."""
 
     def __init__(self, form: Form, f: Function, place: str) -> None:
         self.form, self.f = form, f
-        offset = f.mul(place, 4)
-        self.scale = f.filled("float", f.load("float", "%scales", offset, align=4))
-        zero = f.variable("float")
-        f.store("float 0.0", zero, align=4)
-        with f.where(f.let("icmp ne ptr %zeros, null")):
-            f.store(f"float {f.load('float', '%zeros', offset, align=4)}", zero, align=4)
-        self.zero = f.filled("float", f.load("float", zero, align=4))
-        if form.kind == "float8_e4m3fn":  # as `_number` gives them
-            self.scale = f.floats("fmul", self.scale, f.constant(256.0))
-            self.zero = f.floats("fmul", self.zero, f.constant(1 / 256))
-        if form.kind == "int4":
-            self.table = [
-                self._scaled(f.load(f.vector, "%table", 4 * i, align=4))
-                for i in range(0, 16, f.lanes)
-            ]
-            if form.width == 2:  # twice, so that a fifth bit of an index does not count
-                self.twice = self._shortened(self.table * 2)
+        # A float16 of the bits of a float8 has another bias: it is 2^8 times as small.
+        self.scale = 256.0 if form.kind == "float8_e4m3fn" else 1.0
+        if form.is_scaled:
+            offset = f.mul(place, 4)
+            scale = f.filled("float", f.load("float", "%scales", offset, align=4))
+            self.own_scale = f.floats("fmul", scale, f.constant(self.scale))
+            zero = f.variable("float")
+            f.store("float 0.0", zero, align=4)
+            with f.where(f.let("icmp ne ptr %zeros, null")):
+                f.store(f"float {f.load('float', '%zeros', offset, align=4)}", zero, align=4)
+            zero = f.filled("float", f.load("float", zero, align=4))
+            self.zero = f.floats("fmul", zero, f.constant(1 / self.scale))
 
     def read(self, values: str) -> list[str]:
         """Reads COLUMNS numbers of w, in vectors."""
-        form, lanes = self.form, self.f.lanes
-        if form.width == 2 and form.kind == "int4":
-            return [self._looked_up_at_once(values)]
+        lanes = self.f.lanes
         numbers = [self._number(values, column) for column in range(0, COLUMNS, lanes)]
-        return [self._shortened(numbers)] if form.width == 2 else numbers
-
-    def _looked_up_at_once(self, values: str) -> str:
-        f = self.f
-        both = self._bytes(values, 16)
-        both = f.let(f"or <16 x i32> {both}, {self._shifted('shl', both, 16, 12)}")
-        indices = f.let(f"bitcast <16 x i32> {both} to <32 x i16>")
-        table = f.let(f"bitcast {PAIRS} {self.twice} to <32 x i16>")
-        operands = f"<32 x i16> {table}, <32 x i16> {indices}"
-        found = f.let(f"call <32 x i16> @llvm.x86.avx512.permvar.hi.512({operands})")
-        return f.let(f"bitcast <32 x i16> {found} to {PAIRS}")
+        return [_shortened(self.f, numbers)] if self.form.width == 2 else numbers
 
     def _number(self, values: str, column: int) -> str:
         """Reads a vector of numbers of w, in float32."""
         f, lanes = self.f, self.f.lanes
-        if self.form.kind == "int4":
-            # Four bits of each byte, then the other four, side by side.
-            half = lanes // 2
-            low = self._bytes(f.at(values, column // 2), half)
-            high = self._shifted("lshr", low, half, 4)
-            order = [i // 2 + half * (i % 2) for i in range(lanes)]
-            return self._looked_up(f.shuffle(f"<{half} x i32>", low, high, order))
         narrow = f.load(f"<{lanes} x i8>", values, column, align=1)
         if self.form.kind == "int8":
             whole = f.let(f"sext <{lanes} x i8> {narrow} to {f.whole}")
             return self._scaled(f.let(f"sitofp {f.whole} {whole} to {f.vector}"))
-        # A float16 of these bits, with one of two signs cleared, has another bias: it is 2^8 times
-        # as small, which the scale makes up for.
         kind = f"<{lanes} x i16>"
         bits = f.let(f"sext <{lanes} x i8> {narrow} to {kind}")
-        bits = f.let(f"shl {kind} {bits}, {_shorts(7, lanes)}")
-        bits = f.let(f"and {kind} {bits}, {_shorts(~0x4000, lanes)}")
+        bits = f.let(f"shl {kind} {bits}, {_all(7, lanes)}")
+        bits = f.let(f"and {kind} {bits}, {_all(~0x4000, lanes)}")  # one of two signs
         numbers = f.let(f"bitcast {kind} {bits} to <{lanes} x half>")
         return self._scaled(f.let(f"fpext <{lanes} x half> {numbers} to {f.vector}"))
 
-    def _bytes(self, address: str, count: int) -> str:
+    def _scaled(self, numbers: str) -> str:
+        f = self.f
+        if not self.form.is_scaled:  # as exact in bfloat16
+            return numbers if self.scale == 1.0 else f.floats("fmul", numbers, f.constant(256.0))
+        found = f.floats("fmul", f.floats("fsub", numbers, self.zero), self.own_scale)
+        return _rounded(f, found) if self.form.is_rounded else found
+
+
+class _GroupOf4(_Group):
+    """Is a group of values of 4 bits, which are looked up in a table of its own."""
+
+    def __init__(self, form: Form, f: Function, place: str) -> None:
+        super().__init__(form, f, place)
+        lanes = f.lanes
+        table = [
+            self._scaled(f.load(f.vector, "%table", 4 * i, align=4)) for i in range(0, 16, lanes)
+        ]
+        if form.width == 2:  # twice, so that a fifth bit of an index does not count
+            self.tables = [f.let(f"bitcast {PAIRS} {_shortened(f, table * 2)} to <32 x i16>")]
+        elif lanes == 16:
+            self.tables = table
+        else:
+            self.tables = self._bytes_of(table)
+
+    def read(self, values: str) -> list[str]:
+        f = self.f
+        if f.lanes == 8:
+            return self._by_bytes(values)
+        if self.form.width == 4:
+            return [self._by_numbers(f.at(values, i)) for i in (0, 8)]
+        both = self._widened(values, 16)
+        both = f.let(f"or {f.whole} {both}, {f.let(f'shl {f.whole} {both}, {_all(12, 16, 32)}')}")
+        indices = f.let(f"bitcast {f.whole} {both} to <32 x i16>")
+        operands = f"<32 x i16> {self.tables[0]}, <32 x i16> {indices}"
+        found = f.let(f"call <32 x i16> @llvm.x86.avx512.permvar.hi.512({operands})")
+        return [f.let(f"bitcast <32 x i16> {found} to {PAIRS}")]
+
+    def _widened(self, address: str, count: int) -> str:
         narrow = self.f.load(f"<{count} x i8>", address, align=1)
         return self.f.let(f"zext <{count} x i8> {narrow} to <{count} x i32>")
 
-    def _shifted(self, direction: str, numbers: str, lanes: int, by: int) -> str:
-        return self.f.let(f"{direction} <{lanes} x i32> {numbers}, {integers([by] * lanes)}")
-
-    def _looked_up(self, indices: str) -> str:
-        """Returns numbers of the table, by the lowest four bits of each index."""
+    def _by_numbers(self, values: str) -> str:
         f = self.f
-        if f.lanes == 16:
-            operands = f"{f.vector} {self.table[0]}, {f.whole} {indices}"
-            return f.let(f"call {f.vector} @llvm.x86.avx512.permvar.sf.512({operands})")
-        low, high = (
-            f.let(f"call {f.vector} @llvm.x86.avx2.permps({f.vector} {half}, {f.whole} {indices})")
-            for half in self.table
-        )
-        bit = f.let(f"and {f.whole} {indices}, {integers([8] * f.lanes)}")
-        is_low = f.let(f"icmp eq {f.whole} {bit}, zeroinitializer")
-        return f.select(is_low, low, high)
+        low = self._widened(values, 8)
+        high = f.let(f"lshr <8 x i32> {low}, {_all(4, 8, 32)}")
+        # Of an index the lowest four bits count.
+        indices = f.shuffle("<8 x i32>", low, high, [i // 2 + 8 * (i % 2) for i in range(16)])
+        operands = f"{f.vector} {self.tables[0]}, {f.whole} {indices}"
+        return f.let(f"call {f.vector} @llvm.x86.avx512.permvar.sf.512({operands})")
 
-    def _scaled(self, numbers: str) -> str:
+    def _bytes_of(self, table: Sequence[str]) -> list[str]:
+        """Returns the first, second, ... bytes of the table's numbers, each twice; of bfloat16 the
+        last two.
+        """
         f = self.f
-        found = f.floats("fmul", f.floats("fsub", numbers, self.zero), self.scale)
-        if self.form.dtype == "bfloat16" and self.form.width == 4:
-            return _rounded(f, found)
+        first, second = table
+        numbers = f.shuffle(f.vector, first, second, range(16))
+        bits = f.let(f"bitcast {SIXTEEN} {numbers} to <16 x i32>")
+        found = []
+        for place in (16, 24) if self.form.is_rounded else (0, 8, 16, 24):
+            one = f.let(f"lshr <16 x i32> {bits}, {_all(place, 16, 32)}")
+            one = f.let(f"trunc <16 x i32> {one} to <16 x i8>")
+            found.append(f.shuffle("<16 x i8>", one, one, [*range(16)] * 2))
         return found
 
-    def _shortened(self, numbers: Sequence[str]) -> str:
-        """Rounds two vectors to one of bfloat16."""
-        f = self.f
-        first, second = (
-            f.let(f"call {HALF} @llvm.x86.avx512bf16.cvtneps2bf16.512({SIXTEEN} {half})")
-            for half in numbers
+    def _by_bytes(self, values: str) -> list[str]:
+        """Looks up byte by byte, 32 at once. An instruction brings together what two registers have
+        in the same half: so the bytes of columns 0 to 3, 8 to 11, ... are in the first one.
+        """
+        f, words = self.f, "<16 x i16>"
+        order = [i + j for i in (0, 2) for j in (0, 0, 1, 1)]
+        order = [4 * i + j for half in (order[:4], order[4:]) for i in range(4) for j in half]
+        narrow = f.load("<16 x i8>", values, align=1)
+        twice = f.let(
+            f"bitcast <32 x i8> {f.shuffle('<16 x i8>', narrow, narrow, order)} to {words}"
         )
-        return f.shuffle(HALF, first, second, range(COLUMNS))
+        low = f.let(f"and {words} {twice}, {_all(0x000F, 16)}")
+        high = f.let(
+            f"and {words} {f.let(f'lshr {words} {twice}, {_all(4, 16)}')}, {_all(0x0F00, 16)}"
+        )
+        indices = f.let(f"bitcast {words} {f.let(f'or {words} {low}, {high}')} to <32 x i8>")
+        found = [
+            f.let(f"call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> {table}, <32 x i8> {indices})")
+            for table in self.tables
+        ]
+        pairs = [_side_by_side(f, 8, *found[i : i + 2]) for i in range(0, len(found), 2)]
+        if len(pairs) == 1:
+            pairs.insert(0, ["zeroinitializer"] * 2)
+        numbers = [_side_by_side(f, 16, low, high) for low, high in zip(*pairs, strict=True)]
+        return [f.let(f"bitcast {words} {x} to {FLOATS}") for two in numbers for x in two]
+
+
+def _side_by_side(f: Function, bits: int, a: str, b: str) -> list[str]:
+    """Brings numbers of so many bits of two registers together in pairs, in each half of both.
+    Returns two vectors of 16 bits.
+    """
+    count = 256 // bits
+    kind, half = f"<{count} x i{bits}>", count // 2
+    found = []
+    for start in (0, half // 2):
+        lanes = [i + j for i in (0, half) for j in range(start, start + half // 2)]
+        mask = [i + far for i in lanes for far in (0, count)]
+        one = f.shuffle(kind, a, b, mask)
+        found.append(f.let(f"bitcast {kind} {one} to <16 x i16>"))
+    return found
+
+
+def _shortened(f: Function, numbers: Sequence[str]) -> str:
+    """Rounds two vectors to one of bfloat16."""
+    first, second = (
+        f.let(f"call {HALF} @llvm.x86.avx512bf16.cvtneps2bf16.512({SIXTEEN} {half})")
+        for half in numbers
+    )
+    return f.shuffle(HALF, first, second, range(COLUMNS))
 
 
 def _rounded(f: Function, numbers: str) -> str:
@@ -334,5 +409,6 @@ def _rounded(f: Function, numbers: str) -> str:
     return f.let(f"bitcast {f.whole} {bits} to {f.vector}")
 
 
-def _shorts(number: int, lanes: int) -> str:
-    return f"<{', '.join([f'i16 {number}'] * lanes)}>"
+def _all(number: int, count: int, bits: int = 16) -> str:
+    """Returns a constant vector of one number."""
+    return f"<{', '.join([f'i{bits} {number}'] * count)}>"
