@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
-from jaxkv.ops.layers import softmax, total
+from jaxkv.ops.layers import softmax, total, total_over
 
 CPU_ROWS, ROWS = ((2, 4), (31, 16), (None, 64)), 128
 """Tokens that an expert takes at once: on a CPU 4 where experts have 2 each or less on average, and
@@ -82,7 +82,7 @@ class Router:
             expert_T1 = jnp.argmax(left_TE, axis=1, keepdims=True)
             size_TE = jnp.maximum(jnp.abs(logits_TE), best_T1)
             is_near = (best_T1 - logits_TE) / size_TE <= self.margin
-            mass_T1 = jnp.where(is_near, jnp.exp(left_TE - best_T1), 0).sum(axis=1, keepdims=True)
+            mass_T1 = total(jnp.where(is_near, jnp.exp(left_TE - best_T1), 0))[:, None]
             found.append((expert_T1, 1 / mass_T1))
             left_TE = jnp.where(jnp.arange(left_TE.shape[1])[None] == expert_T1, -jnp.inf, left_TE)
         expert_TK, weight_TK = (jnp.concatenate(x, axis=1) for x in zip(*found, strict=True))
@@ -156,4 +156,4 @@ def _by_blocks(
     # Behind the last expert's rows are those of its last block, which nobody writes over.
     is_in_one = (expert_TK < num_experts)[..., None]
     y_TKD = y_TKD if on_input else y_TKD * weight_TK[..., None]
-    return jnp.where(is_in_one, y_TKD, 0).sum(axis=1)
+    return total_over(jnp.where(is_in_one, y_TKD, 0), 1)

@@ -145,6 +145,38 @@ def _total_by_tiles(x: Array) -> Array:
     )
 
 
+def rounded(x: Array) -> Array:
+    """Returns a product as it is, but in a form that a CPU does not add up to something without
+    rounding it first: of two products that are added up, which of them is rounded would be the
+    compiler's choice, another one in another program. Infinity becomes the largest number.
+    """
+    return jax.lax.platform_dependent(x, cpu=_at_most_the_largest, default=lambda x: x)
+
+
+def _at_most_the_largest(x: Array) -> Array:
+    """LLVM leaves it where it is, unlike a barrier or `reduce_precision`."""
+    return jnp.minimum(x, jnp.finfo(jnp.float32).max)
+
+
+def total_over(x: Array, axis: int) -> Array:
+    """Sums over an axis, on a CPU in an order that nothing but its size decides."""
+    by_halves, at_once = partial(_total_by_halves, axis), partial(jnp.sum, axis=axis)
+    return jax.lax.platform_dependent(x, cpu=by_halves, default=at_once)
+
+
+def _total_by_halves(axis: int, x: Array) -> Array:
+    """Adds each number of the first half to one of the second, until there is one half."""
+    while (size := x.shape[axis]) > 1:
+        half = size // 2
+        first, second, rest = (
+            jax.lax.slice_in_dim(x, *ends, axis=axis)
+            for ends in ((0, half), (half, 2 * half), (2 * half, size))
+        )
+        x = first + second
+        x = x if size % 2 == 0 else jnp.concatenate([x, rest], axis=axis)
+    return x.squeeze(axis)
+
+
 def softmax(x: Array) -> Array:
     """Computes the softmax over the last axis, on a CPU with the same bits whatever the other axes
     are. Float32.

@@ -184,3 +184,36 @@ def test_the_option_keeps_latent_attention_in_one_form(tmp_path, dtype):
     )
     ids = prompts(300)
     assert answers(cut, ids) == answers(whole, ids)
+
+
+HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
+FAMILIES = {
+    "mamba2": {},
+    "mixtral": {},
+    "lfm2": {},
+    "minimax": {},
+    "falcon_h1": {},
+    "granitemoehybrid": {},
+    "mamba": {"state_size": 16},
+    "jamba": {"mamba_d_state": 16},
+    "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 16, "num_local_experts": 16},
+    "qwen3_next": HEADS | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "recurrent_gemma": {"hidden_size": 64, "num_attention_heads": 4, "lru_width": 64},
+}
+"""Models with states and with experts, and what makes tiny ones at least 16 numbers wide: XLA of jax
+0.12 rounds functions of fewer otherwise for another number of rows."""
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, "mamba2", "mixtral"))
+def test_neighbours_change_nothing_of_states_and_experts(tmp_path, family):
+    """As long as they do not cut a prompt, which is computed in blocks: all of ours are in the first
+    step, of whichever size it is.
+    """
+    config = families.text_config(family) | {"vocab_size": 1000} | FAMILIES[family]
+    path = make_checkpoint(tmp_path, config, dtype="float32")
+    options = {"skip_tokenizer_init": True, "lazy_compile": True, "enable_prefix_caching": False}
+    llm = LLM(path, dtype="float32", max_model_len=256, max_num_batched_tokens=512, **options)
+    ours = prompts(5, 9, 17)
+    expected = [answers(llm, [ids])[0] for ids in ours]
+    for num_neighbours in (1, 12):
+        assert answers(llm, ours + OTHERS[:num_neighbours])[: len(ours)] == expected

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.recurrent.mixer import StateArray
-from jaxkv.ops.layers import ACTIVATIONS, linear, linear_over
+from jaxkv.ops.layers import ACTIVATIONS, linear, linear_over, rounded
 from jaxkv.ops.recurrent import Diagonal, Gains, Rows, run, short_conv
 
 BLOCKS = "tjx,jxy->tjy"
@@ -61,7 +61,8 @@ class RgLru:
         # would be better than what models were trained with: where nearly all is kept, by 1e-2 of
         # the deviation of the logits.
         is_first_T = jnp.asarray(rows.batch.position_T) == 0
-        factor_TJX = jnp.where(is_first_T[:, None, None], 1, jnp.sqrt(1 - jnp.exp(2 * decay_TJX)))
+        kept_TJX = rounded(jnp.exp(rounded(2 * decay_TJX)))
+        factor_TJX = jnp.where(is_first_T[:, None, None], 1, jnp.sqrt(1 - kept_TJX))
         gain_TJX = x_TJX * self._gate(x_TJX, w, "lru_input_gate") * factor_TJX
         found_TJX, kept = run(Diagonal(), Gains(decay_TJX, gain_TJX), kept, rows)
         out_TX = found_TJX.reshape(x_TX.shape) * ACTIVATIONS[self.activation](y_TX)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -25,25 +27,22 @@ def short_conv(
     x_TX, (num_tokens, num_before) = x_TX.astype(jnp.float32), (x_TX.shape[0], pool.shape[2])
     tail_BXJ = read(pool, where.index_B, where.is_new_B)
     start_B, count_B = jnp.asarray(batch.start_B), jnp.asarray(batch.count_B)
-    y_TX = x_TX * kernel_XK[None, :, num_before]
-    if not batch.decode_only:
+    if batch.decode_only:
+        y_TX = _weighed(x_TX, _latest_first(tail_BXJ), kernel_XK, bias_X)
+    else:
         row_T = jnp.asarray(batch.row_T)
         offset_T = jnp.arange(num_tokens) - start_B.at[row_T].get(mode="clip")
-        for back in range(1, min(num_before, num_tokens - 1) + 1):
-            earlier_TX = jnp.pad(x_TX[:-back], ((back, 0), (0, 0)))
-            within_T1 = (offset_T >= back)[:, None]
-            y_TX += jnp.where(within_T1, earlier_TX, 0) * kernel_XK[None, :, num_before - back]
-    # What comes from before the step reaches the first tokens of each row only.
-    for offset in range(1 if batch.decode_only else num_before):
-        own_1XJ = kernel_XK[None, :, : num_before - offset]
-        y_BX = (tail_BXJ[:, :, offset:] * own_1XJ).sum(axis=2)
-        if batch.decode_only:
-            y_TX += y_BX
-            break
-        token_B = jnp.where(offset < count_B, start_B + offset, num_tokens)
-        y_TX = y_TX.at[token_B].add(y_BX, mode="drop")
-    if bias_X is not None:
-        y_TX += bias_X.astype(jnp.float32)[None]
+        earlier = []
+        for back in range(1, num_before + 1):
+            shift = min(back, num_tokens)
+            earlier_TX = jnp.pad(x_TX[: num_tokens - shift], ((shift, 0), (0, 0)))
+            earlier_TX = jnp.where((offset_T >= back)[:, None], earlier_TX, 0)
+            # What comes from before the step reaches the first tokens of each row only.
+            first_A = jnp.arange(back)[None]
+            token_BA = jnp.where(first_A < count_B[:, None], start_B[:, None] + first_A, num_tokens)
+            old_BAX = tail_BXJ[:, :, num_before - back :].transpose(0, 2, 1)
+            earlier.append(earlier_TX.at[token_BA].set(old_BAX, mode="drop"))
+        y_TX = _weighed(x_TX, earlier, kernel_XK, bias_X)
     # The new tail: inputs count - J to count - 1 of the step, or what was there before.
     from_BJ = count_B[:, None] - num_before + jnp.arange(num_before)[None]
     new_BJX = x_TX.at[jnp.where(from_BJ < 0, 0, start_B[:, None] + from_BJ)].get(mode="clip")
@@ -60,14 +59,13 @@ def _convolve_each(
     after each.
     """
     start_B, count_B = jnp.asarray(where.batch.start_B), jnp.asarray(where.batch.count_B)
-    x_TX, written_BA, num_before = x_TX.astype(jnp.float32), where.written_BA, pool.shape[2]
+    x_TX, written_BA = x_TX.astype(jnp.float32), where.written_BA
 
     def token(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         tail_BXJ, y_TX, pool = carry
         token_B = jnp.where(j < count_B, start_B + j, x_TX.shape[0])
         x_BX = x_TX.at[token_B].get(mode="fill", fill_value=0)
-        y_BX = x_BX * kernel_XK[None, :, num_before]
-        y_BX += (tail_BXJ * kernel_XK[None, :, :num_before]).sum(axis=2)
+        y_BX = _weighed(x_BX, _latest_first(tail_BXJ), kernel_XK, bias_X)
         tail_BXJ = jnp.concatenate([tail_BXJ, x_BX[:, :, None]], axis=2)[:, :, 1:]
         pool = write(pool, written_BA[:, j], tail_BXJ)
         return tail_BXJ, y_TX.at[token_B].set(y_BX, mode="drop"), pool
@@ -75,4 +73,22 @@ def _convolve_each(
     tail_BXJ = read(pool, where.index_B, where.is_new_B)
     carry = (tail_BXJ, jnp.zeros_like(x_TX), pool)
     _, y_TX, pool = jax.lax.fori_loop(0, jnp.max(count_B), token, carry)
-    return (y_TX if bias_X is None else y_TX + bias_X.astype(jnp.float32)[None]), pool
+    return y_TX, pool
+
+
+def _latest_first(tail_BXJ: Array) -> list[Array]:
+    return [tail_BXJ[:, :, j] for j in reversed(range(tail_BXJ.shape[2]))]
+
+
+def _weighed(
+    x_RX: Array, earlier: Sequence[Array], kernel_XK: Array, bias_X: Array | None
+) -> Array:
+    """Adds up the products of some tokens and of those before each of them, the last one first.
+
+    One after the other: of a sum over an axis XLA:CPU adds up in an order that the number of tokens
+    decides.
+    """
+    y_RX = x_RX * kernel_XK[None, :, -1]
+    for back, earlier_RX in enumerate(earlier, start=1):
+        y_RX += earlier_RX * kernel_XK[None, :, -1 - back]
+    return y_RX if bias_X is None else y_RX + bias_X.astype(jnp.float32)[None]

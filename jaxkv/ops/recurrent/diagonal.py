@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
+from jaxkv.ops.layers import rounded, total_over
 from jaxkv.ops.recurrent.base import einsum
 
 BLOCK = 32
@@ -42,7 +43,7 @@ class Diagonal:
     block_len: int = BLOCK
 
     def step(self, state_R: Array, tokens: Gains) -> tuple[Array, Array]:
-        state_R = jnp.exp(tokens.decay) * state_R + tokens.gain
+        state_R = jnp.exp(tokens.decay) * state_R + rounded(tokens.gain)
         return state_R, state_R
 
     def block(self, state: Array, tokens: Gains) -> tuple[Array, Array]:
@@ -73,14 +74,14 @@ class Selective:
     block_len: int = BLOCK
 
     def _gains(self, tokens: Selected) -> tuple[Array, Array]:
-        decay = tokens.delta[:, :, None] * self.a_XN[None]
+        decay = rounded(tokens.delta[:, :, None] * self.a_XN[None])
         return decay, (tokens.delta * tokens.x)[:, :, None] * tokens.b[:, None, :]
 
     def step(self, state_R: Array, tokens: Selected) -> tuple[Array, Array]:
         decay, gain = self._gains(tokens)
         # Not computed again for y, where XLA:CPU may round it otherwise than what is stored.
-        state_R = jax.lax.optimization_barrier(jnp.exp(decay) * state_R + gain)
-        return state_R, (state_R * tokens.c[:, None, :]).sum(axis=2)
+        state_R = jax.lax.optimization_barrier(jnp.exp(decay) * state_R + rounded(gain))
+        return state_R, total_over(rounded(state_R * tokens.c[:, None, :]), 2)
 
     def block(self, state: Array, tokens: Selected) -> tuple[Array, Array]:
         state_C = _advance(state, *self._gains(tokens))

@@ -14,6 +14,9 @@ from jaxkv.ops.recurrent.rows import NOWHERE, Rows, read, write
 DECODE_ROWS = 8
 """Rows that take their one token together: the states of so many are in flight at once."""
 
+SHORT = 32
+"""Tokens of a block where no more of a row are left in a step."""
+
 
 def run(rule: Rule, inputs_T: Any, pool: Array, where: Rows) -> tuple[Array, Array]:
     """Applies the rule to every token of the step, and stores the rows' states.
@@ -33,8 +36,7 @@ def run(rule: Rule, inputs_T: Any, pool: Array, where: Rows) -> tuple[Array, Arr
     y_T, pool = _run_single(rule, inputs_T, y_T, pool, where, min(DECODE_ROWS, num_rows))
     if where.batch.decode_only:
         return y_T, pool
-    block_len = 2 ** (min(rule.block_len, num_tokens).bit_length() - 1)
-    return _run_chunks(rule, inputs_T, y_T, pool, where, block_len)
+    return _run_chunks(rule, inputs_T, y_T, pool, where, rule.block_len)
 
 
 def _states_of(pool: Array, num_rows: int) -> jax.ShapeDtypeStruct:
@@ -102,11 +104,21 @@ def _run_each(
 def _run_chunks(
     rule: Rule, inputs_T: Any, y_T: Array, pool: Array, where: Rows, size: int
 ) -> tuple[Array, Array]:
-    """Takes the rows with several tokens, `size` tokens of one of them at a time."""
+    """Takes the rows with several tokens, `size` tokens of one of them at a time.
+
+    How long a block is depends on the row's own tokens, and they come first in it: in which order a
+    matmul adds up depends on both.
+    """
+    num_tokens = y_T.shape[0]
+    padded_T, y_T = jax.tree.map(lambda x: _padded(x, size), (inputs_T, y_T))
     batch, index_B, is_new_B = where.batch, where.index_B, where.is_new_B
     is_chunk_B = jnp.arange(index_B.shape[0]) >= batch.num_decode
     blocks_B = jnp.where(is_chunk_B & (index_B < NOWHERE), -(-batch.count_B // size), 0)
     end_B = jnp.cumsum(blocks_B)
+
+    def short(state: Array, own_C: Any) -> tuple[Array, Array]:
+        state, y_C = rule.block(state, jax.tree.map(lambda x: x[:SHORT], own_C))
+        return state, _padded(y_C, size - SHORT)
 
     def block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         y_T, pool = carry
@@ -114,16 +126,21 @@ def _run_chunks(
         number = i - (end_B - blocks_B)[row]
         begin = batch.start_B[row] + number * size
         end = batch.start_B[row] + jnp.minimum((number + 1) * size, batch.count_B[row])
-        # It starts early rather than end late: tokens of other rows count as zeros.
-        start = jnp.minimum(begin, y_T.shape[0] - size)
-        token_C = start + jnp.arange(size)
-        is_own_C = (token_C >= begin) & (token_C < end)
+        is_own_C = begin + jnp.arange(size) < end  # tokens of other rows count as zeros
         is_first = is_new_B[row] & (number == 0)
         state = read(pool, index_B[row, None], is_first[None])[0]
-        state, y_C = rule.block(state, _cleared(inputs_T, start, is_own_C))
-        return _replaced(y_T, start, is_own_C, y_C), write(pool, index_B[row, None], state[None])
+        # Else XLA:CPU computes inputs again inside of each product.
+        own_C = jax.lax.optimization_barrier(_cleared(padded_T, begin, is_own_C))
+        if size <= SHORT:
+            state, y_C = rule.block(state, own_C)
+        elif num_tokens <= SHORT:
+            state, y_C = short(state, own_C)
+        else:
+            state, y_C = jax.lax.cond(end - begin <= SHORT, short, rule.block, state, own_C)
+        return _replaced(y_T, begin, is_own_C, y_C), write(pool, index_B[row, None], state[None])
 
-    return jax.lax.fori_loop(0, end_B[-1], block, (y_T, pool))
+    y_T, pool = jax.lax.fori_loop(0, end_B[-1], block, (y_T, pool))
+    return y_T[: y_T.shape[0] - size], pool
 
 
 def _padded(x: Array, missing: int) -> Array:

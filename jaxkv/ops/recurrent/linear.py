@@ -11,14 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxkv.axes import Array
+from jaxkv.ops.layers import rounded, total_over
 from jaxkv.ops.recurrent.base import einsum
 
 BLOCK, CHANNEL_BLOCK = 64, 16
 """Tokens of a block where a head decays as one, and where each of its channels does: there a block
 needs a number for each pair of its tokens and channel.
+"""
+
+LARGE = 64 * 64
+"""Numbers of a head's state from which a CPU reads it by XLA's own sums (jax 0.12, heads that decay
+as one) or matmuls, which have the same bits for any number of rows then and take both cores.
 """
 
 
@@ -62,13 +69,21 @@ class LinearAttention:
         q, k = tokens.q[:, :, None, :, None], tokens.k[:, :, None, :, None]
         v, decay = (_by_key(x, num_key_heads) for x in (tokens.v, tokens.decay))
         state = state_R.reshape(len(state_R), num_key_heads, -1, *state_R.shape[-2:])
-        state *= jnp.exp(decay)[..., None] if self.by_channel else jnp.exp(decay)[..., None, None]
+        left = jnp.exp(decay)[..., None] if self.by_channel else jnp.exp(decay)[..., None, None]
         if tokens.beta is not None:
             beta = _by_key(tokens.beta, num_key_heads)[..., None]
-            v = beta * (v - (state * k).sum(axis=3))
-        state += k * v[:, :, :, None, :]
-        y = (state * q).sum(axis=3)
+            v = beta * (v - self._met(state, left * k))
+        state = rounded(state * left) + rounded(k * v[:, :, :, None, :])
+        y = self._met(state, q)
         return state.reshape(state_R.shape), y.reshape(tokens.v.shape)
+
+    def _met(self, state: Array, x: Array) -> Array:
+        """Computes what queries or keys [R, J, 1, X, 1] find in states [R, J, M, X, Y]."""
+        cpu = _met_in_order
+        if state.shape[-2] * state.shape[-1] >= LARGE:
+            sums_alike = not self.by_channel and jax.__version_info__ >= (0, 11)
+            cpu = _met_at_once if sums_alike else _met_by_head
+        return jax.lax.platform_dependent(state, x, cpu=cpu, default=_met_at_once)
 
     def block(self, state: Array, tokens: Tokens) -> tuple[Array, Array]:
         num_key_heads = tokens.k.shape[1]
@@ -143,6 +158,22 @@ def _kept(decay_C: Array) -> Array:
     between_CC = jnp.cumsum(jnp.where(later_CC, decay_C[:, None], 0), axis=0)
     is_seen_CC = later_CC | (order[:, None] == order[None]).reshape(later_CC.shape)
     return jnp.exp(jnp.where(is_seen_CC, between_CC, -jnp.inf))
+
+
+def _met_at_once(state: Array, x: Array) -> Array:
+    return (state * x).sum(axis=3)
+
+
+def _met_by_head(state: Array, x: Array) -> Array:
+    heads = state.shape[:3]
+    state_HXY = state.reshape(-1, *state.shape[3:])
+    x_H1X = jnp.broadcast_to(x[..., 0], (*heads, state.shape[3])).reshape(len(state_HXY), 1, -1)
+    return einsum("hix,hxy->hiy", x_H1X, state_HXY).reshape(*heads, -1)
+
+
+def _met_in_order(state: Array, x: Array) -> Array:
+    """Reads a state that is there: XLA would compute it again for each term."""
+    return total_over(rounded(jax.lax.optimization_barrier(state) * x), 3)
 
 
 def _by_key(x: Array, num_key_heads: int) -> Array:
