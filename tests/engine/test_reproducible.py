@@ -189,7 +189,6 @@ def test_the_option_keeps_latent_attention_in_one_form(tmp_path, dtype):
 HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 FAMILIES = {
     "mamba2": {},
-    "mixtral": {},
     "lfm2": {},
     "minimax": {},
     "falcon_h1": {},
@@ -204,7 +203,7 @@ FAMILIES = {
 0.12 rounds functions of fewer otherwise for another number of rows."""
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "mamba2", "mixtral"))
+@pytest.mark.parametrize("family", some(FAMILIES, "mamba2", "minimax"))
 def test_neighbours_change_nothing_of_states_and_experts(tmp_path, family):
     """As long as they do not cut a prompt, which is computed in blocks: all of ours are in the first
     step, of whichever size it is.

@@ -263,3 +263,32 @@ def test_states_after_each_token_are_those_of_steps_with_one(name, monkeypatch):
 
 def _convolve(x_TX, pool, rows, *, kernel, bias):
     return short_conv(x_TX, kernel, pool, rows, bias)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_a_decoding_row_has_the_same_bits_beside_others(by_channel, size):
+    """With small and with large states, which are read in ways of their own."""
+    rng, heads, num_slots = np.random.default_rng(0), 4, 12
+    q, k = rng.normal(size=(2, num_slots, 2, size)).astype(np.float32)
+    v = rng.normal(size=(num_slots, heads, size)).astype(np.float32)
+    decay = -np.abs(rng.normal(size=(num_slots, heads, *[size] * by_channel))).astype(np.float32)
+    beta = rng.uniform(size=(num_slots, heads)).astype(np.float32)
+    pool = jnp.asarray(rng.normal(size=(num_slots, heads, size, size)), jnp.float32)
+
+    @jax.jit
+    def step(tokens, pool, slot_B):
+        count_B = jnp.ones_like(slot_B)
+        batch = packed(jnp.zeros((len(slot_B), 1), jnp.int32), 5 * count_B, count_B)
+        rows = Rows(slot_B, 5 * count_B, batch, jnp.int32(0), num_slots)
+        return run(LinearAttention(by_channel=by_channel), tokens, pool, rows)
+
+    def alone_or_not(*slots):
+        slot_B = np.int32(slots)
+        return step(Tokens(*(x[slot_B] for x in (q, k, v, decay, beta))), pool, slot_B)
+
+    together, found = alone_or_not(*range(num_slots))
+    for pair in ((0, 1), (9, 3)):
+        y, pool_of_pair = alone_or_not(*pair)
+        np.testing.assert_array_equal(y, together[np.array(pair)])
+        np.testing.assert_array_equal(pool_of_pair[np.array(pair)], found[np.array(pair)])
