@@ -120,6 +120,9 @@ def _run_chunks(
         state, y_C = rule.block(state, jax.tree.map(lambda x: x[:SHORT], own_C))
         return state, _padded(y_C, size - SHORT)
 
+    def by_length(length: Array, state: Array, own_C: Any) -> tuple[Array, Array]:
+        return jax.lax.cond(length <= SHORT, short, rule.block, state, own_C)
+
     def block(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         y_T, pool = carry
         row = jnp.searchsorted(end_B, i, side="right")
@@ -136,7 +139,13 @@ def _run_chunks(
         elif num_tokens <= SHORT:
             state, y_C = short(state, own_C)
         else:
-            state, y_C = jax.lax.cond(end - begin <= SHORT, short, rule.block, state, own_C)
+            state, y_C = jax.lax.platform_dependent(
+                end - begin,
+                state,
+                own_C,
+                cpu=by_length,
+                default=lambda _, *given: rule.block(*given),
+            )
         return _replaced(y_T, begin, is_own_C, y_C), write(pool, index_B[row, None], state[None])
 
     y_T, pool = jax.lax.fori_loop(0, end_B[-1], block, (y_T, pool))
