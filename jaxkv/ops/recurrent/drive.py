@@ -15,7 +15,9 @@ DECODE_ROWS = 8
 """Rows that take their one token together: the states of so many are in flight at once."""
 
 SHORT = 32
-"""Tokens of a block where no more of a row are left in a step."""
+"""Tokens of a block where no more of a row are left in a step, on a CPU: elsewhere blocks are as
+long whatever is left, as XLA for TPUs copies all states around a condition.
+"""
 
 
 def run(rule: Rule, inputs_T: Any, pool: Array, where: Rows) -> tuple[Array, Array]:
