@@ -63,6 +63,7 @@ TILE = "ptr %x, ptr %w, ptr %y, i64 %T, i64 %D, i64 %F"
 """The function for one tile takes these: addresses are those of its first numbers."""
 
 W_BYTES = {dtype: operands.w_bits // 8 for dtype, operands in OPERANDS.items()}
+"""Bytes of a number of w."""
 
 
 def functions() -> list[Function]:

@@ -224,7 +224,7 @@ def packed_of(kind, groups, rows, columns, dtype, *, zeros=False, table=False, f
 
 
 PACKED = [
-    *[(1, 5, 64, 128, kind, {}) for kind in KINDS],
+    *[(1, 5, 80, 128, kind, {}) for kind in KINDS],
     *[(130, 33, 80, 96, kind, {}) for kind in KINDS],
     (7, 1, 48, 2080, "pairs", {}),
     (7, 1, 48, 2080, "int8", {}),
