@@ -396,7 +396,8 @@ def _check_device(model: Model) -> None:
 
 
 def _check_alive(kv: State) -> None:
-    """Raises: RuntimeError for a consumed state."""
+    """Raises: RuntimeError for a consumed state, and in a process that cannot compute."""
+    check_process()
     # numpy's of a state that was on the host, and tracers in a caller's program
     own = [pool for pool in kv.paged.pools if isinstance(pool, jax.Array)]
     if any(not isinstance(pool, jax.core.Tracer) and pool.is_deleted() for pool in own):

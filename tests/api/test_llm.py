@@ -531,11 +531,15 @@ def test_a_fork_of_a_process_in_which_jax_has_started_is_refused_by_name(llm, ch
     """Where it would wait for ever for threads that it has not."""
     under_way = llm.stream(PROMPTS[0], GREEDY)
     next(under_way)
+    model = functional.load(checkpoint, skip_tokenizer_init=True)
+    kv = functional.empty(model, num_pages=2, num_rows=1)
     calls = (
         lambda: run(llm, PROMPTS),
         lambda: next(under_way),
         lambda: LLM(checkpoint, **SMALL),
         lambda: functional.load(checkpoint),
+        lambda: functional.prefill(model, kv, {0: [1]}),
+        lambda: functional.decode(model, kv, {0: 1}, n=2),
         llm.wait_until_compiled,
     )
     reads, writes = os.pipe()
