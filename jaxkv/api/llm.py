@@ -9,7 +9,6 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -55,7 +54,7 @@ from jaxkv.kv.saved import Origin, fingerprint
 from jaxkv.lora.request import LoRARequest
 from jaxkv.ops import native
 from jaxkv.ops.attention import check_backend
-from jaxkv.programs.process import check_process
+from jaxkv.programs.process import check_process, is_forked
 from jaxkv.requests.adapters import AdapterFiles, listed_adapters
 from jaxkv.requests.intake import Intake
 from jaxkv.requests.outputs import BeamSearchOutput, RequestOutput, RequestOutputs
@@ -106,13 +105,8 @@ class LLM(PoolingCalls):
         self._parts = make_parts(options, model, devices)
         part = self._parts[0]
         self._model, self._blueprint, self._budget = part.model, part.blueprint, part.budget
-        self._lock = RLock()
-        # Each engine has a lock of its own, of which the first one's is the intake's too.
-        locks = [self._lock, RLock()][: len(self._parts)]
-        self._engines = [
-            part.make_engine(lock, self._directory)
-            for part, lock in zip(self._parts, locks, strict=True)
-        ]
+        # Each engine has a lock of its own.
+        self._engines = [part.make_engine(self._directory) for part in self._parts]
         self._engine, *prefill = self._engines
         self._front = Handover(prefill[0], self._engine) if prefill else self._engine
         self._intake = self._make_intake()
@@ -342,7 +336,7 @@ class LLM(PoolingCalls):
 
         Raises: CapacityError if the programs do not fit, and what else compiling one has raised.
         """
-        check_process()
+        self._front.check_alive()
         for part, engine in zip(self._parts, self._engines, strict=True):
             part.budget.compile_all(engine.programs)
 
@@ -386,7 +380,7 @@ class LLM(PoolingCalls):
 
     def _loaded_from(self, weights: Any) -> list[Model]:
         """Returns the models of all parts with these weights, beside those that they have."""
-        check_process()
+        self._front.check_alive()
         try:
             return [part.model.updated(part.blueprint, weights) for part in self._parts]
         except jax.errors.JaxRuntimeError as error:
@@ -412,16 +406,21 @@ class LLM(PoolingCalls):
 
     def shutdown(self) -> None:
         """Ends every request and gives the memory of weights and KV cache back, and a `kv_disk` to
-        others; later calls raise EngineDeadError. Once is enough, twice is fine; the end of a
-        `with LLM(...) as llm` does it.
+        others; later calls that need the engine raise EngineDeadError. Once is enough, twice is
+        fine; the end of a `with LLM(...) as llm` does it. In a fork of the process that made the
+        engine it does nothing: all of that is the other one's.
         """
-        for engine in self._engines:
-            engine.programs.stop()
-        self._front.end()
-        for engine in self._engines:
-            held = (engine.weights, engine.draft, engine.adapters, engine.kv)
-            for array in jax.tree.leaves(held):
-                array.delete()
+        if is_forked():
+            return
+        try:
+            for engine in self._engines:
+                engine.programs.stop()
+            self._front.end()
+        finally:  # also where a disk fails that pages wait for
+            for engine in self._engines:
+                held = (engine.weights, engine.draft, engine.adapters, engine.kv)
+                for array in jax.tree.leaves(held):
+                    array.delete()
 
     def __enter__(self) -> Self:
         return self
@@ -490,7 +489,7 @@ class LLM(PoolingCalls):
         Pages taken for its next tokens are listed too; what waits holds none, and neither that nor
         what needs no more steps is listed.
         """
-        with self._lock:
+        with self._engine.lock:
             running = self._engine.scheduler.running
             return {
                 request.id: tuple(page for part in request.hold.parts for page in part.pages)
@@ -529,7 +528,7 @@ class LLM(PoolingCalls):
         `prefix`: "vllm:" makes them fit what is built for vLLM. `prometheus_text` writes them as
         Prometheus reads them.
         """
-        with self._lock:
+        with self._engine.lock:
             metrics = self._engine.metrics()
         return Metrics(replace(metric, name=prefix + metric.name) for metric in metrics)
 
@@ -580,7 +579,7 @@ class LLM(PoolingCalls):
             blueprint.limits,
             cache_root=root,
             share_prefixes=blueprint.options.enable_prefix_caching,
-            lock=self._lock,
+            lock=self._engine.lock,
             adapters=AdapterFiles(blueprint),
         )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import RLock
 
 import jax
 
@@ -36,7 +35,7 @@ class Part:
     files: ProgramFiles | None
     adapters: Weights
 
-    def make_engine(self, lock: RLock, directory: Directory | None) -> Engine:
+    def make_engine(self, directory: Directory | None) -> Engine:
         """Compiles the programs and allocates the KV cache. directory: where pages are kept too."""
         blueprint, tokenizer, draft = self.blueprint, self.model.tokenizer, self.model.draft
         programs = blueprint.programs(all_weights(self.model, self.adapters), files=self.files)
@@ -55,7 +54,6 @@ class Part:
             blueprint.limits,
             make_kv=blueprint.empty_kv,
             decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token]),
-            lock=lock,
             tiers=tiers,
             adapters=self.adapters,
             make_adapters=blueprint.empty_adapters,

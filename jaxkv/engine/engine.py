@@ -46,6 +46,8 @@ T = TypeVar("T")
 WEIGHTS, PAGES = "weights", "kv_cache"
 """`sleep` takes these off the device; the names are vLLM's."""
 
+ENDED = "the engine has been shut down"
+
 UNDER_WAY = "sleep: expected no requests under way: wait for them, or abort them"
 
 
@@ -72,14 +74,13 @@ class Engine:
         *,
         make_kv: Callable[[], PagedKV],
         decode_token: Callable[[int], str] | None,
-        lock: RLock | None = None,
         tiers: Tiers | None = None,
         adapters: Weights | None = None,
         make_adapters: Callable[[], Weights] = dict,
         draft: Weights | None = None,
     ) -> None:
         # Reentrant: the garbage collector may abort a stream within a step.
-        self.lock = RLock() if lock is None else lock
+        self._lock = RLock()
         self.weights = weights
         self.adapters: Weights = {} if adapters is None else adapters
         self._make_adapters = make_adapters
@@ -129,6 +130,14 @@ class Engine:
         """Those whose requests' tokens, text and pages may disagree if the step does not end."""
 
     @property
+    def lock(self) -> RLock:
+        """Returns the lock. Raises: RuntimeError in a fork of the process that made the engine,
+        where nobody may be left to give it up.
+        """
+        check_process()
+        return self._lock
+
+    @property
     def _adapted(self) -> Weights:
         """Returns the weights with the adapters on the device and those of the draft model."""
         return with_draft(with_adapters(self.weights, self.adapters), self.draft)
@@ -146,8 +155,6 @@ class Engine:
             self.change(partial(self._add, submission))
 
     def _add(self, submission: Submission) -> None:
-        if self._is_ended:
-            raise EngineDeadError("the engine has been shut down")
         for request in submission.samples:
             if request in self._requests:
                 continue
@@ -215,7 +222,9 @@ class Engine:
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix cache."""
-        self.change(self._forget)
+        with self.lock:
+            self.check_alive()
+            self.change(self._forget)
 
     def _forget(self) -> None:
         self.scheduler.forget()
@@ -228,7 +237,9 @@ class Engine:
 
         secret: of page keys that stand for these weights.
         """
-        self.change(partial(self._replace_weights, weights, secret))
+        with self.lock:
+            self.check_alive()
+            self.change(partial(self._replace_weights, weights, secret))
 
     def _replace_weights(self, weights: Weights, secret: bytes) -> None:
         self.scheduler.start_over()
@@ -253,9 +264,17 @@ class Engine:
     def is_asleep(self) -> bool:
         return bool(self._away)
 
-    def check_awake(self) -> None:
-        """Raises ValueError while it sleeps, RuntimeError in a fork of the process that made it."""
+    def check_alive(self) -> None:
+        """Raises EngineDeadError after `end`, RuntimeError in a fork of the process that made
+        it.
+        """
         check_process()
+        if self._is_ended:
+            raise EngineDeadError(ENDED)
+
+    def check_awake(self) -> None:
+        """Raises ValueError while it sleeps, and what `check_alive` raises."""
+        self.check_alive()
         if self._away:
             away = ", ".join(sorted(self._away))
             raise ValueError(
@@ -270,6 +289,7 @@ class Engine:
         Raises: ValueError with requests under way.
         """
         with self.lock:
+            self.check_alive()
             if self.has_work:
                 raise ValueError(UNDER_WAY)
             self.change(partial(self._sleep, keeps_weights))
@@ -299,6 +319,7 @@ class Engine:
         Raises: ValueError where the weights were not kept, and nobody has given others.
         """
         with self.lock:
+            self.check_alive()
             if WEIGHTS in self._away.intersection(what) and self._kept is None:
                 raise ValueError(
                     "wake_up: expected update_weights() first: sleep(level=2) has kept no weights"
@@ -326,7 +347,6 @@ class Engine:
         too. So no line has to be safe, no interrupt is held back, and a change costs assignments.
         Raises: RuntimeError in a fork of the process that made the engine.
         """
-        check_process()
         with self.lock:
             if self._is_changing:
                 self._start_again()

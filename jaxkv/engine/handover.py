@@ -7,14 +7,14 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import RLock
 from typing import TypeVar
 
 from jaxkv.config import SamplingParams
-from jaxkv.engine.engine import UNDER_WAY, Engine
+from jaxkv.engine.engine import ENDED, UNDER_WAY, Engine
 from jaxkv.engine.metrics import arrived
 from jaxkv.engine.saving import extract, form_of, insert, page_form
 from jaxkv.engine.scheduler import Scheduler
@@ -22,6 +22,7 @@ from jaxkv.errors import CapacityError, Catch, EngineDeadError
 from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain
 from jaxkv.kv.saved import Origin, SavedPages
+from jaxkv.programs.process import check_process, is_forked
 from jaxkv.requests.request import Request, Submission
 from jaxkv.weights.tree import Weights
 
@@ -75,13 +76,13 @@ class Handover:
                 f"disaggregate: expected as many devices for prompts as for outputs with a "
                 f"quantised KV cache, whose pages differ: {forms[0]}, {forms[1]}"
             )
-        self._prefill, self._decode = _Prefill(prefill, forms[0]), decode
+        self._prefill, self._decode = _Prefill(prefill, forms[0], decode.lock), decode
         decode.scheduler.loop_steps = min(LOOP_STEPS, decode.scheduler.config.decode_steps)
         self._coming: dict[Request, _Coming] = {}
         """Submissions by their twins."""
         self._moving: Request | None = None
         """The twin of the one that is being given to the decode engine, which may have it."""
-        self._is_ended = self._is_under_way = False
+        self._is_under_way = False
         self._aborted: list[Submission] = []
         """Ended while these were changed (`abort`)."""
 
@@ -100,8 +101,7 @@ class Handover:
     def add(self, submission: Submission) -> None:
         """Queues what `Intake` made."""
         with self.lock:
-            if self._is_ended:
-                raise EngineDeadError("the engine has been shut down")
+            self.check_alive()
             self._decode.check_awake()
             if not self._is_worth_it(submission.samples[0]):
                 self._decode.add(submission)
@@ -115,8 +115,10 @@ class Handover:
     def abort(self, submission: Submission) -> None:
         """Ends what is left of it, as `Engine.abort` does: in a step, where the garbage collector
         may close a forgotten stream, it waits. What the prefill engine holds is free at the next
-        step.
+        step. In a fork of the process that made the engines there is nothing to end.
         """
+        if is_forked():
+            return
         with self.lock:
             if self._is_under_way:
                 self._aborted.append(submission)
@@ -171,9 +173,14 @@ class Handover:
     def is_asleep(self) -> bool:
         return self._decode.is_asleep
 
+    def check_alive(self) -> None:
+        """Does what `Engine.check_alive` does."""
+        self._prefill.check_alive()
+
     def sleep(self, *, keeps_weights: bool) -> None:
         """Does what `Engine.sleep` does, on both engines or, if one refuses, on neither."""
         with self.lock:
+            self.check_alive()
             if self._coming:
                 raise ValueError(UNDER_WAY)
             self._prefill.call(lambda _: self._prefill.obey())  # what was aborted is there still
@@ -186,16 +193,14 @@ class Handover:
             self._prefill.call(lambda engine: engine.wake_up(what))
             self._decode.wake_up(what)
 
-    def leave_disk(self) -> None:
-        """Does what `Engine.leave_disk` does."""
-        self._decode.leave_disk()
-
     def end(self) -> None:
         """Ends every request, and takes no more."""
         with self.lock:
-            self._is_ended = True
+            self._prefill.stop()
             for twin in list(self._coming):
                 self._let_go(twin)
+        # Without the lock: the thread that is waited for may want it, where the garbage collector
+        # closes a forgotten stream.
         self._prefill.end()
         self._decode.end()
 
@@ -281,9 +286,11 @@ class Handover:
 
 
 class _Prefill:
-    """Takes the steps of the prefill engine, in a thread that nothing else is done in."""
+    """Takes the steps of the prefill engine, in a thread that nothing else is done in. `lock` is
+    held by whoever has it take some.
+    """
 
-    def __init__(self, engine: Engine, form: str) -> None:
+    def __init__(self, engine: Engine, form: str, lock: RLock) -> None:
         self.arriving: deque[Request] = deque()
         self.leaving: deque[Request] = deque()
         """Twins that other threads want computed, and that they want no more."""
@@ -292,6 +299,7 @@ class _Prefill:
         for other threads to take.
         """
         self._engine = engine
+        self._lock = lock
         self._running: list[Request] = []
         self._is_ended = False
         size = engine.scheduler.config.block_size
@@ -313,19 +321,39 @@ class _Prefill:
             self._start()
 
     def _start(self) -> None:
-        if self._steps is None and (self.arriving or self.leaving or self._engine.has_work):
+        if self._is_ended or self._steps is not None:
+            return
+        if self.arriving or self.leaving or self._engine.has_work:
             self._steps = self._thread.submit(self._take_steps)
 
-    def call(self, function: Callable[[Engine], T]) -> T:
-        """Returns function(engine), between two prompts. Raises: EngineDeadError after `end`."""
+    def check_alive(self) -> None:
+        """Raises EngineDeadError after `stop`, RuntimeError in a fork, which lacks the thread."""
+        check_process()
         if self._is_ended:
-            raise EngineDeadError("the engine has been shut down")
-        return self._thread.submit(function, self._engine).result()
+            raise EngineDeadError(ENDED)
+
+    def call(self, function: Callable[[Engine], T]) -> T:
+        """Returns function(engine), between two prompts. Raises: as `check_alive`."""
+        check_process()
+        with self._lock:  # `stop` comes before this or behind it
+            self.check_alive()
+            reply = self._thread.submit(function, self._engine)
+        try:
+            return reply.result()
+        except CancelledError as error:
+            raise EngineDeadError(ENDED) from error
+
+    def stop(self) -> None:
+        """Begins no more steps and calls; those that wait for their turn never come. Under the
+        lock.
+        """
+        self._is_ended = True
+        self._steps = None
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def end(self) -> None:
-        """Ends every request, and takes no more."""
-        self._is_ended = True
-        self._thread.shutdown(cancel_futures=True)
+        """Ends every request, after `stop`."""
+        self._thread.shutdown()
         self._engine.end()
         self.arriving.clear()
         self.leaving.clear()

@@ -66,7 +66,15 @@ class Intake:
         self._longest_token: float | None = None
         self._grammars: Grammars | None = None
         self._num_submitted = 0
-        self._lock = RLock() if lock is None else lock
+        self._own_lock = RLock() if lock is None else lock
+
+    @property
+    def _lock(self) -> RLock:
+        """Returns the lock. Raises: RuntimeError in a fork, where nobody may be left to give it
+        up.
+        """
+        check_process()
+        return self._own_lock
 
     def accept(
         self,

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -528,11 +529,20 @@ def test_threads_that_share_an_engine_get_what_each_would_alone(llm):
 
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_fork_of_a_process_in_which_jax_has_started_is_refused_by_name(llm, checkpoint):
-    """Where it would wait for ever for threads that it has not."""
+    """Where it would wait for ever for threads that it has not, and for a lock that one of them
+    has.
+    """
     under_way = llm.stream(PROMPTS[0], GREEDY)
     next(under_way)
     model = functional.load(checkpoint, skip_tokenizer_init=True)
     kv = functional.empty(model, num_pages=2, num_rows=1)
+    session, is_held, is_over = llm.session(PROMPTS[0]), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine_of(llm).lock:
+            is_held.set()
+            is_over.wait()
+
     calls = (
         lambda: run(llm, PROMPTS),
         lambda: next(under_way),
@@ -541,8 +551,17 @@ def test_a_fork_of_a_process_in_which_jax_has_started_is_refused_by_name(llm, ch
         lambda: functional.prefill(model, kv, {0: [1]}),
         lambda: functional.decode(model, kv, {0: 1}, n=2),
         llm.wait_until_compiled,
+        llm.reset_prefix_cache,
+        llm.sleep,
+        llm.page_table,
+        lambda: llm.chat([{"role": "user", "content": "hi"}]),
+        lambda: session.text,
+        lambda: session.pages,
     )
     reads, writes = os.pipe()
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(20)
     child = os.fork()
     if not child:
         signal.alarm(20)  # ends what waits
@@ -551,8 +570,12 @@ def test_a_fork_of_a_process_in_which_jax_has_started_is_refused_by_name(llm, ch
                 with pytest.raises(RuntimeError) as refusal:
                     call()
                 os.write(writes, f"{refusal.value}\n".encode())
-        finally:
+            llm.shutdown()  # which is for the parent to do
             os._exit(0)
+        finally:
+            os._exit(1)
+    is_over.set()
+    holder.join()
     os.close(writes)
     with open(reads, encoding="utf-8") as said:
         lines = said.readlines()

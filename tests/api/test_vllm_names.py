@@ -189,19 +189,44 @@ def test_every_kind_of_output_of_async_llm_is_the_same_in_the_end(llm, checkpoin
         assert [part.finish_reason for part in parts if part.finish_reason] == ["length"]
 
 
-def test_an_engine_that_was_shut_down_has_given_its_memory_back(llm, checkpoint):
+def test_an_engine_that_was_shut_down_has_given_its_memory_back(llm, checkpoint, tmp_path):
     with LLM(checkpoint, **OPTIONS) as mine:
         engine = engine_of(mine)
         engine.programs.executables = engine_of(llm).programs.executables
+        session = mine.session(IDS)
+        session.save(tmp_path / "session")
         stream = mine.stream(IDS, GREEDY)
         next(stream)
         assert mine.max_model_len == 128
     assert [output.outputs[0].finish_reason for output in stream] == ["abort"]
     assert engine.kv.stores[0].pages.is_deleted()
     mine.shutdown()
-    for call in (lambda: mine.generate(IDS, GREEDY, use_tqdm=False), lambda: mine.session("x")):
+    for call in (
+        lambda: mine.generate(IDS, GREEDY, use_tqdm=False),
+        lambda: mine.session("x"),
+        lambda: mine.restore(tmp_path / "session"),
+        lambda: session.save(tmp_path / "again"),
+        lambda: mine.update_weights(tmp_path / "nothing is read of these"),
+        mine.sleep,
+        mine.wake_up,
+        mine.identity,
+        mine.reset_prefix_cache,
+        mine.wait_until_compiled,
+    ):
         with pytest.raises(EngineDeadError, match="the engine has been shut down"):
             call()
+
+
+def test_an_end_that_fails_gives_the_memory_back_too(llm, checkpoint, monkeypatch):
+    mine = LLM(checkpoint, **OPTIONS)
+
+    def fail() -> None:
+        raise OSError("no disk")
+
+    monkeypatch.setattr(engine_of(mine), "leave_disk", fail)
+    with pytest.raises(OSError, match="no disk"):
+        mine.shutdown()
+    assert engine_of(mine).kv.stores[0].pages.is_deleted()
 
 
 # --- the stored list of vLLM's names, and the page that tells of them

@@ -6,8 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -277,6 +282,60 @@ def test_nothing_is_taken_after_the_end(llms, directory):
         front.add(late)
     with pytest.raises(EngineDeadError):
         front.forget()
+    with pytest.raises(EngineDeadError):
+        front.check_alive()
+
+
+def test_the_end_comes_between_what_other_threads_do(llms, directory):
+    one, two = small(directory), small(directory)
+    front = Handover(engine_of(one), engine_of(two))
+    (submission,) = submitted(two, prompts()[3:4], params()[:1])
+    front.add(submission)
+    gate = threading.Event()
+    with ThreadPoolExecutor(2) as threads:
+        # What comes behind this has not begun when the end comes.
+        running = threads.submit(front._prefill.call, lambda _: gate.wait(20))
+        while not running.running():
+            time.sleep(0.001)
+        front.step()
+        waiting = threads.submit(front.forget)
+        ending = threading.Thread(target=front.end)
+        while front._prefill._thread._work_queue.qsize() != 2:
+            time.sleep(0.001)
+        ending.start()
+        while not submission.is_finished:
+            time.sleep(0.001)
+        assert front.step() == []
+        with pytest.raises(EngineDeadError):
+            waiting.result(20)
+        with pytest.raises(EngineDeadError):
+            front.forget()
+        gate.set()
+        assert running.result(20)
+        ending.join(20)
+    assert not front.has_work
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork_waits_for_no_thread_and_has_nothing_to_end(front, llms):
+    (submission,) = submitted(llms[2], prompts()[3:4], params()[:1])
+    front.add(submission)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends what waits
+        try:
+            for call in (front.forget, front.step, partial(front.sleep, keeps_weights=True)):
+                with pytest.raises(RuntimeError, match="one that was forked"):
+                    call()
+            with pytest.raises(RuntimeError, match="one that was forked"):
+                front._prefill.call(lambda engine: engine.check())
+            front.abort(submission)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(finish(front, [submission])) == 1
+    check(front, llms)
 
 
 @pytest.mark.parametrize(
