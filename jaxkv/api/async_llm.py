@@ -264,8 +264,8 @@ class AsyncLLM(AsyncPoolingCalls):
         return self._llm.num_kv_tokens
 
     def shutdown(self) -> None:
-        """Ends every request and the thread; returns when the step that runs is over. Once is
-        enough, twice is fine.
+        """Does what `LLM.shutdown` does, and ends the thread; returns when the step that runs is
+        over. Once is enough, twice is fine.
         """
         self._forget()
         self._engine.shutdown()

@@ -22,7 +22,7 @@ from jaxkv.api.pooling import PoolingCall
 from jaxkv.config import SamplingParams
 from jaxkv.errors import Catch, EngineDeadError
 from jaxkv.lora.request import LoRARequest
-from jaxkv.programs.process import check_process
+from jaxkv.programs.process import check_process, is_forked
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.prompts import Prompt
 from jaxkv.requests.request import Request, Submission
@@ -224,9 +224,14 @@ class EngineThread:
         self.post(self._stop)
 
     def shutdown(self) -> None:
+        """Ends the thread, and then the engine. In a fork, which has neither, it does nothing: it
+        is called there too when the process ends.
+        """
+        if is_forked():
+            return
         self.stop()
         self._thread.join()
-        self._engine.leave_disk()
+        self._llm.shutdown()
 
     # --- commands
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -979,6 +980,7 @@ def test_shutdown_ends_everything_and_twice_is_fine(make, sync):
             await asyncio.sleep(0)
         assert_free(llm)
         assert not thread_of(llm)._thread.is_alive()
+        assert engine_of(llm).kv.stores[0].pages.is_deleted()
         whole = alone(sync, PROMPTS[0], LONG).outputs[0]
         for output in await asyncio.gather(*map(last, streams[:4]), *waiting):
             (completion,) = output.outputs
@@ -1041,6 +1043,21 @@ def test_who_is_forgotten_ends_and_gives_its_memory_back(make):
     del thread
     gc.collect()
     assert engine() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork_that_ends_leaves_the_engine_alone(llm, sync):
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends what waits
+        try:
+            thread_of(llm).shutdown()  # which is called when the process ends
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    output = run(last(llm.generate(PROMPTS[0], GREEDY)))
+    assert_same(output, alone(sync, PROMPTS[0], GREEDY))
 
 
 UNFINISHED = """
