@@ -35,7 +35,7 @@ class Directory:
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise _unusable(error) from error
-        self.close = weakref.finalize(self, os.close, lock)
+        self.close = weakref.finalize(self, _let_go, lock, os.getpid())
         """Lets others have the directory; also when nobody has this."""
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -64,6 +64,19 @@ class Directory:
                 f"{path}; remove it, and nothing that was kept is found any more"
             )
         return secret
+
+
+def _let_go(lock: int, owner: int) -> None:
+    """Ends the lock, which children share that were forked meanwhile: to close the file would leave
+    it to them. They in turn only close it.
+    """
+    import fcntl
+
+    try:
+        if os.getpid() == owner:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+    finally:
+        os.close(lock)
 
 
 def _unusable(error: OSError) -> ValueError:

@@ -273,6 +273,29 @@ def test_a_directory_is_one_engines_and_its_secret_this_users(tmp_path):
         Directory(tmp_path / "b")
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork_neither_keeps_nor_ends_the_lock_of_its_parent(tmp_path):
+    one = Directory(tmp_path)
+    child = os.fork()
+    if not child:
+        one.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(DirectoryInUseError):
+        Directory(tmp_path)
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writes)
+        os.read(reads, 1)  # returns when the parent has closed its end
+        os._exit(0)
+    one.close()
+    Directory(tmp_path).close()
+    os.close(writes)
+    os.waitpid(child, 0)
+    os.close(reads)
+
+
 CHILD = """
 import sys
 sys.path.insert(0, {tests!r})
