@@ -34,10 +34,7 @@ def complete(
             with engine.lock:
                 finished = [(index, taken.pop(index).output()) for index in _done(taken)]
                 if not finished:
-                    if not engine.has_work:
-                        lost = len(taken)
-                        raise RuntimeError(f"{lost} requests left the engine without a result")
-                    engine.step()
+                    _step(engine, len(taken))
             yield from finished
     finally:
         # After an error, an interrupt or `close` nothing of this call may stay behind.
@@ -48,6 +45,15 @@ def complete(
             # An interrupt may come here too; having been ended is no error.
             for submission in taken.values():
                 engine.abort(submission)
+
+
+def _step(engine: Engine | Handover, num_waiting: int) -> None:
+    """Takes a step for so many requests that have not finished. Raises: RuntimeError if the engine
+    has none, which would be asked without end.
+    """
+    if not engine.has_work:
+        raise RuntimeError(f"{num_waiting} requests left the engine without a result")
+    engine.step()
 
 
 def _done(taken: Mapping[int, Submission]) -> list[int]:
@@ -62,7 +68,7 @@ def stream(engine: Engine | Handover, submission: Submission) -> Iterator[Reques
             with engine.lock:
                 new = submission.new_output()
                 if new is None:
-                    engine.step()
+                    _step(engine, 1)
                     continue
             yield new
             if new.finished:

@@ -586,6 +586,13 @@ def test_a_fork_of_a_process_in_which_jax_has_started_is_refused_by_name(llm, ch
     assert sum(len(output.outputs[0].token_ids) for output in under_way) > 0
 
 
+def test_a_stream_whose_request_the_engine_loses_does_not_hang(llm, monkeypatch):
+    monkeypatch.setattr(engine_of(llm), "add", lambda _: None)
+    monkeypatch.setattr(engine_of(llm), "step", lambda: pytest.fail("there is nothing to do"))
+    with pytest.raises(RuntimeError, match="1 requests left the engine without a result"):
+        next(llm.stream(PROMPTS[0], GREEDY))
+
+
 def test_a_stream_refuses_at_the_call(llm):
     for prompt, params in (
         ("", GREEDY),
