@@ -168,7 +168,8 @@ class _Outbox:
 
 class EngineThread:
     """The thread that has the engine, and the tokenizer with it: neither is for two threads at a
-    time.
+    time. Only what looks at an `AsyncSession` without awaiting takes the engine's lock in another
+    one, and waits there for the end of a step.
 
     Others hand it commands through one queue, on which it waits when there is nothing else to do;
     what comes back goes through futures and outboxes. The first group of methods is for other
