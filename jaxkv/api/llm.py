@@ -26,7 +26,7 @@ from jaxkv.api.arguments import (
 from jaxkv.api.description import describe
 from jaxkv.api.part import make_parts
 from jaxkv.api.pooling import PoolingCalls
-from jaxkv.api.session import PREFILL, Home, Session, chat_options
+from jaxkv.api.session import PREFILL, Home, Session, chat_options, digest_of
 from jaxkv.build.compile_cache import kernel_folder, use_compile_cache
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.model import Model, find_model
@@ -459,8 +459,7 @@ class LLM(PoolingCalls):
         """Returns the SHA-256 of what an adapter computes, which tells it from others whatever
         they are called. Raises: ValueError as `generate` does.
         """
-        adapter = self._intake.adapter_of(lora_request)
-        return "" if adapter is None else adapter.digest.hex()
+        return digest_of(self._intake.adapter_of(lora_request))
 
     def identity(self) -> dict[str, Any]:
         """Returns fingerprints of the model and what else its outputs depend on, by which runs of

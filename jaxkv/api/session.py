@@ -132,14 +132,16 @@ class BaseSession:
             raise SavedFileError(f"{path}: expected the pages of the session's tokens, got others")
         if saved.origin.is_stored_otherwise(own):
             saved = converted(home.engine, saved)
-        adapter, own_digest = saved.extra.get("adapter", ""), _digest_of(home)
-        if adapter != own_digest:
+        adapter = home.adapter  # once: its files may change
+        digest, own_digest = saved.extra.get("adapter", ""), digest_of(adapter)
+        if digest != own_digest:
             raise SavedFileError(
                 f"{path}: lora_request: expected the adapter that the session was computed with "
-                f"(SHA-256 {adapter or 'of none'}), got {own_digest or 'none'}"
+                f"(SHA-256 {digest or 'of none'}), got {own_digest or 'none'}"
             )
-        insert(home.engine, saved, home.intake.page_root(home.salt, home.adapter))
-        return cls(home, tokens, messages)
+        insert(home.engine, saved, home.intake.page_root(home.salt, adapter))
+        claim = Claim(home.engine, home.intake.page_keys(tokens, home.salt, adapter))
+        return cls(home, tokens, messages, claim)
 
     @classmethod
     def begin(cls, home: Home, prompt: Any) -> Self:
@@ -317,14 +319,15 @@ class BaseSession:
         """Returns what `save` writes; None if not all of its pages are there."""
         self._open()
         home = self._home
+        adapter = home.adapter  # once: its files may change
         extra = {
             "tokens": list(self.tokens),
             "messages": self._messages,
             "salt": home.salt,
             "chat": dict(home.chat),
-            "adapter": _digest_of(home),
+            "adapter": digest_of(adapter),
         }
-        root, origin = home.intake.page_root(home.salt, home.adapter), home.own_origin()
+        root, origin = home.intake.page_root(home.salt, adapter), home.own_origin()
         tokens = self.tokens[: saved_len(home.engine, len(self))]
         return extract(home.engine, tokens, root, origin, extra)
 
@@ -408,9 +411,7 @@ class Session(BaseSession):
         kv_policy drops them), NotImplementedError for kv_policy quest and windows of one token,
         ValueError for a model with recurrent states and num_state_snapshots=0.
         """
-        where = Path(path).absolute()
-        if where.exists():
-            raise FileExistsError(f"{where}: expected a new file")
+        where = _new_file(path)
         saved = self._saved()
         if saved is None:  # others have needed its pages meanwhile
             self._run(self._saved_prompt, PREFILL)
@@ -425,7 +426,12 @@ class Session(BaseSession):
 
 
 class AsyncSession(BaseSession):
-    """Is a `Session` over an `AsyncLLM`: made by `AsyncLLM.session`; what computes is awaited."""
+    """Is a `Session` over an `AsyncLLM`: made by `AsyncLLM.session`; what computes is awaited.
+
+    What is not runs in the caller's thread: `text` and `pages`, and so what shows a session, wait
+    for the end of a step that is under way, and `rewind(tokens=)` reads an adapter whose files have
+    changed. Where an event loop must not wait so long, they are for `asyncio.to_thread`.
+    """
 
     __slots__ = ()
 
@@ -450,7 +456,7 @@ class AsyncSession(BaseSession):
         """Does what `Session.save` does; other requests wait while its pages are read, not while
         they are written.
         """
-        where = Path(path).absolute()
+        where = _new_file(path)
         saved = await self._ask(self._saved)
         if saved is None:
             await self._last(self._saved_prompt, PREFILL)
@@ -468,6 +474,14 @@ class AsyncSession(BaseSession):
         return result
 
 
+def _new_file(path: str | os.PathLike[str]) -> Path:
+    """Returns where to save. Raises: FileExistsError before anything is computed for that."""
+    where = Path(path).absolute()
+    if where.exists():
+        raise FileExistsError(f"{where}: expected a new file")
+    return where
+
+
 def _there(saved: SavedPages | None) -> SavedPages:
     """Returns pages that were just computed. Raises: CapacityError if the cache has not kept them
     all.
@@ -477,9 +491,8 @@ def _there(saved: SavedPages | None) -> SavedPages:
     return saved
 
 
-def _digest_of(home: Home) -> str:
-    """Returns what the adapter of sessions is known by; "" without one."""
-    adapter = home.adapter
+def digest_of(adapter: Adapter | None) -> str:
+    """Returns what an adapter is known by; "" for none."""
     return "" if adapter is None else adapter.digest.hex()
 
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from adapters import make_adapter, merged
 from jaxkv import LLM, AsyncLLM, CheckpointError, LoRARequest, SamplingParams, SavedFileError
-from jaxkv.testing import engine_of
+from jaxkv.testing import engine_of, intake_of
 from tiny import SMALL
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -197,7 +197,9 @@ def test_the_prefix_cache_goes_by_what_an_adapter_computes(llm, adapters, loras,
     assert cached(LoRARequest("other", 77, copy)) == 0
 
 
-def test_chats_streams_sessions_and_async_calls_take_adapters(llm, base, loras, want, tmp_path):
+def test_chats_streams_sessions_and_async_calls_take_adapters(
+    llm, base, loras, want, tmp_path, monkeypatch
+):
     lora, prompt, params = loras[0], PROMPTS[0], GREEDY
     streamed = [one for out in llm.stream(prompt, params, lora_request=lora) for one in out.outputs]
     assert [t for one in streamed for t in one.token_ids] == tokens(want)[0]
@@ -218,6 +220,16 @@ def test_chats_streams_sessions_and_async_calls_take_adapters(llm, base, loras, 
     assert restored.tokens == longer.tokens
     assert len(restored.pages) == 6
     assert restored.generate(params)[1].token_ids == longer.generate(params)[1].token_ids
+    # An adapter whose files change meanwhile is the one or the other, not first this and then that.
+    adapter_of, asked = intake_of(llm).adapter_of, []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            intake_of(llm), "adapter_of", lambda one: asked.append(one) or adapter_of(one)
+        )
+        llm.restore(tmp_path / "session", lora_request=lora)
+        assert asked == [lora]
+        longer.save(tmp_path / "again")
+        assert asked == [lora] * 2
 
     async def run() -> list[list[int]]:
         async with AsyncLLM(base, **OPTIONS, **LORA, max_loras=NUM) as served:

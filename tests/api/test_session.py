@@ -13,6 +13,7 @@ import pytest
 
 from jaxkv.api.async_llm import AsyncLLM
 from jaxkv.api.llm import LLM
+from jaxkv.api.session import AsyncSession
 from jaxkv.config import SamplingParams
 from jaxkv.testing import engine_of
 from poison import poisoned
@@ -163,7 +164,7 @@ def test_a_chat_goes_on_message_by_message(compile_once):
     assert longer.tokens[: len(words)] == words.tokens
 
 
-def test_an_async_session_is_awaited(checkpoint, make):
+def test_an_async_session_is_awaited(checkpoint, make, tmp_path, monkeypatch):
     want = make().session({"prompt_token_ids": ids(20)}).extend(ids(5, 1))
 
     async def run() -> tuple:
@@ -171,6 +172,11 @@ def test_an_async_session_is_awaited(checkpoint, make):
             begun = await llm.session({"prompt_token_ids": ids(20)})
             session = await begun.extend(ids(5, 1))
             grown, out = await session.generate(GREEDY)
+            (tmp_path / "there").touch()
+            with monkeypatch.context() as patch:
+                patch.setattr(AsyncSession, "_saved", lambda _: pytest.fail("there is a file"))
+                with pytest.raises(FileExistsError, match="expected a new file"):
+                    await session.save(tmp_path / "there")
             return session.tokens, grown.tokens, out.token_ids, await session.logprobs([ids(4, 2)])
 
     tokens, grown, out, scores = asyncio.run(run())
