@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -55,7 +56,7 @@ def open_lines(path: str) -> Iterator[Lines]:
 
 
 class _Gzip:
-    """Gives the lines of a gzip file, whose end may be missing."""
+    """Gives the lines of a gzip file, whose end may be missing, or anything in it be damaged."""
 
     def __init__(self, file: gzip.GzipFile, path: str) -> None:
         self._file, self._path = file, path
@@ -66,6 +67,10 @@ class _Gzip:
             return self._file.readline(limit)
         except EOFError as error:
             raise OSError(f"{self._path}: expected a whole gzip file, got one cut off") from error
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise OSError(
+                f"{self._path}: expected a gzip file, got a broken one: {error}"
+            ) from error
 
 
 class ParquetLines:
