@@ -1,5 +1,5 @@
-"""Between token ids and text: loading a tokenizer, and decoding a growing sequence piece by
-piece.
+"""Between token ids and text: how long a token's text can be, and decoding a growing sequence piece
+by piece.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jax
 
+    from jaxkv.build.selftest import Verdict
     from jaxkv.ops.attention import Backend
     from jaxkv.programs.selftest import Case
 
@@ -160,8 +161,14 @@ def main(given: Message) -> int:
         except KernelError as error:
             print(error, flush=True)
             os._exit(3)  # whatever waits for the device would wait for ever
-        _say(asdict(verdict) | {"report": verdict.fault and str(verdict.report)})
+        _say(_said(verdict))
     return 0
+
+
+def _said(verdict: Verdict) -> Message:
+    """Returns a verdict as a message, which names the report of a fault, where one was written."""
+    report = verdict.report if verdict.fault else None
+    return asdict(verdict) | {"report": None if report is None else str(report)}
 
 
 def _say(message: Message) -> None:

@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from jaxkv.api import cli
+from jaxkv.build.selftest import Verdict
 from jaxkv.tools import selftest
 from jaxkv.tools.selftest_shapes import PLATFORMS, SHAPES
 
@@ -62,6 +65,13 @@ def test_all_right_is_status_0(run):
         ["ok", "pallas_tpu", case] for _, case in CASES
     ]
     assert out.endswith("3 tried, 0 failed.\n")
+
+
+def test_only_a_report_that_was_written_is_named():
+    wrong = Verdict(case="prefill", backend="pallas_tpu", fault="outputs are off")
+    assert selftest._said(wrong)["report"] is None
+    assert selftest._said(replace(wrong, report=Path("/report")))["report"] == "/report"
+    assert selftest._said(replace(wrong, fault=None, report=Path("/report")))["report"] is None
 
 
 def test_a_fault_is_status_1_and_names_the_report(run):
