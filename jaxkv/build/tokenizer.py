@@ -52,6 +52,9 @@ def load_tokenizer(directory: Path) -> Any:
             f"{directory / TOKENIZER_FILES[1]}: chat_template: expected a text, got "
             f"{type(template).__name__}; {ADVICE}"
         )
+    # Some tokenizer_config.json ask for it: spaces before punctuation go, so a token's text in its
+    # log-probability would be another one than in the output.
+    tokenizer.clean_up_tokenization_spaces = False
     return tokenizer
 
 

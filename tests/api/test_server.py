@@ -384,6 +384,7 @@ def test_models_tokens_health_and_metrics(server, client):
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     lines = body.splitlines()
     assert 'jaxkv:http_requests_total{path="/tokenize",status="200"} ' in body
+    assert 'jaxkv:http_requests_total{path="/v1/models/{name}",status="200"} ' in body
     assert "jaxkv:num_requests_running 0" in lines
 
 

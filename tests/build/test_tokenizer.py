@@ -46,6 +46,16 @@ def test_the_class_is_the_one_that_transformers_chooses(tmp_path, name, model_ty
         assert got.encode(text) == want.encode(text)
 
 
+def test_no_space_is_taken_out_of_a_text_whatever_the_files_ask_for(tmp_path):
+    save_tokenizer(tmp_path)
+    file, asked = tmp_path / "tokenizer_config.json", "clean_up_tokenization_spaces"
+    more = {asked: True, f"{asked}_for_bpe_even_though_it_will_corrupt_output": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("One . Two", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "One . Two"
+
+
 def test_a_llama_tokenizer_of_pieces_is_the_one_that_transformers_chooses(tmp_path):
     from transformers import AutoTokenizer
 

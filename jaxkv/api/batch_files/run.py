@@ -274,11 +274,7 @@ def defaults_of(
         has_max_tokens=has_max_tokens,
         models=models,
         adapters=adapters,
-        decode=None
-        if tokenizer is None
-        else partial(
-            tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        ),
+        decode=None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=False),
         seed=0 if chosen.seed in (None, -1) else chosen.seed % 2**64,
         pools=llm.pools,
     )

@@ -82,7 +82,7 @@ class App:
             Guard,
             keys=options.keys,
             send_timeout_s=options.send_timeout_s,
-            paths=[route.path for route in routes],
+            routes=routes,
             answered=self._answered,
         )
         self.asgi = Starlette(
@@ -256,9 +256,7 @@ class App:
         return Answer(asked=asked, model=model, decode=self._decode)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     async def _tokens(self, key: str, prompt: dict[str, Any]) -> list[int]:
         """Returns the tokens of a prompt that `generate` takes. Raises: Refusal."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxkv.api.openai_format import error_body
@@ -155,13 +156,13 @@ class Guard:
         *,
         keys: Sequence[str],
         send_timeout_s: float,
-        paths: Sequence[str],
+        routes: Sequence[Route],
         answered: Counter[tuple[str, int]],
     ) -> None:
         self._app = app
         self._digests = [sha256(key.encode()).digest() for key in keys]
         self._send_timeout_s = send_timeout_s
-        self._paths = frozenset(paths)
+        self._routes = routes
         self._answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -171,8 +172,7 @@ class Guard:
 
         async def send_in_time(message: Message) -> None:
             if message["type"] == "http.response.start":
-                path = scope["path"] if scope["path"] in self._paths else "other"
-                self._answered[path, message["status"]] += 1
+                self._answered[self._path(scope), message["status"]] += 1
             async with asyncio.timeout(self._send_timeout_s):
                 await send(message)
 
@@ -186,6 +186,12 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
             await refusal.response()(scope, receive, send_in_time)
+
+    def _path(self, scope: Scope) -> str:
+        """Returns the path that a request is counted by: that of its route, or "other"."""
+        routes = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+        route = next(routes, None)
+        return "other" if route is None else route.path_format
 
     def _knows_key(self, request: Request) -> bool:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
