@@ -544,6 +544,12 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
+PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+"""Computes a prompt: its first new token is drawn and dropped, or, where it is pooled, not even
+drawn.
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BeamSearchParams:
     """Says how `LLM.beam_search` searches: vLLM's field names and defaults, transformers' algorithm

@@ -9,13 +9,14 @@ import numpy as np
 
 from jaxkv.build.options import Check, one_of
 from jaxkv.config import SamplingParams, is_int, own
+from jaxkv.engine.engine import PAGES, WEIGHTS
 
 CONTENT_FORMAT = one_of("auto", "string", "openai")
 POSITIVE_OR_NONE = Check(
     expected="None or a number >= 1", holds=lambda x: x is None or (is_int(x) and x >= 1)
 )
 
-SLEEPING = ("weights", "kv_cache")
+SLEEPING = (WEIGHTS, PAGES)
 SLEEP_LEVEL = Check(expected="1 or 2", holds=lambda x: is_int(x) and x in (1, 2))
 WAKE_TAGS = Check(
     expected='None or some of "weights" and "kv_cache"',

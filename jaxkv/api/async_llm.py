@@ -24,10 +24,10 @@ from jaxkv.api.arguments import check_none
 from jaxkv.api.async_pooling import AsyncPoolingCalls
 from jaxkv.api.engine_thread import EngineThread, Stream
 from jaxkv.api.llm import LLM, Conversation
-from jaxkv.api.session import PREFILL, AsyncSession, chat_options
+from jaxkv.api.session import AsyncSession, chat_options
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.vllm_arguments import ABSENT_FROM_ASYNC, absence
-from jaxkv.config import RequestOutputKind, SamplingParams
+from jaxkv.config import PREFILL, RequestOutputKind, SamplingParams
 from jaxkv.engine.metrics import Metric
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput, new_since

@@ -18,6 +18,7 @@ from jaxkv.api.arguments import (
     IS_BAR,
     POSITIVE_OR_NONE,
     SLEEP_LEVEL,
+    SLEEPING,
     WAKE_TAGS,
     check_none,
     listed_params,
@@ -26,7 +27,7 @@ from jaxkv.api.arguments import (
 from jaxkv.api.description import describe
 from jaxkv.api.part import make_parts
 from jaxkv.api.pooling import PoolingCalls
-from jaxkv.api.session import PREFILL, Home, Session, chat_options, digest_of
+from jaxkv.api.session import Home, Session, chat_options, digest_of
 from jaxkv.build.compile_cache import kernel_folder, use_compile_cache
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.model import Model, find_model
@@ -40,9 +41,8 @@ from jaxkv.build.options import (
 )
 from jaxkv.build.origin import origin_of
 from jaxkv.build.vllm_arguments import ABSENT_FROM_LLM, absence
-from jaxkv.config import BeamSearchParams, SamplingParams
+from jaxkv.config import PREFILL, BeamSearchParams, SamplingParams
 from jaxkv.engine.beams import beam_output
-from jaxkv.engine.engine import PAGES, WEIGHTS
 from jaxkv.engine.handover import Handover
 from jaxkv.engine.metrics import Metric, Metrics
 from jaxkv.engine.saving import page_form
@@ -233,7 +233,7 @@ class LLM(PoolingCalls):
         tokenizer, include = self._model.tokenizer, params.include_stop_str_in_output
         decode = write = None
         if tokenizer is not None:
-            decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+            decode = tokenizer.decode
             write = partial(decode, skip_special_tokens=params.skip_special_tokens)
         eos_id = self._model.eos_id
         return [
@@ -371,7 +371,7 @@ class LLM(PoolingCalls):
         Raises: ValueError after level 2 before `update_weights`.
         """
         WAKE_TAGS("tags", tags)
-        self._front.wake_up((WEIGHTS, PAGES) if tags is None else tags)
+        self._front.wake_up(SLEEPING if tags is None else tags)
 
     @property
     def is_sleeping(self) -> bool:

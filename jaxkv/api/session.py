@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from jaxkv.build.options import IS_BOOL, IS_LIST, IS_TEXT_OR_NONE
-from jaxkv.config import SamplingParams, is_int
+from jaxkv.config import PREFILL, SamplingParams, is_int
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.places import converted
 from jaxkv.engine.saving import extract, form_of, insert, saved_len
@@ -39,10 +39,6 @@ Messages = tuple[Mapping[str, Any], ...]
 
 Piece = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """A text or token ids; of a chat, a message or several."""
-
-PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-"""Computes a prompt: its first new token is drawn and dropped."""
-
 
 NO_CHAT = {"tools": None, "chat_template": None, "chat_template_kwargs": None}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import TypeVar
 
-from jaxkv.config import SamplingParams
+from jaxkv.config import PREFILL
 from jaxkv.engine.engine import ENDED, UNDER_WAY, Engine
 from jaxkv.engine.metrics import arrived
 from jaxkv.engine.saving import extract, form_of, insert, page_form
@@ -27,8 +27,6 @@ from jaxkv.requests.request import Request, Submission
 from jaxkv.weights.tree import Weights
 
 T = TypeVar("T")
-
-PREFILL = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
 LOOP_STEPS = 2
 """Steps of a decode loop at most: prompts come between two loops, at any time."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv.build.model import Model
-from jaxkv.config import BeamSearchParams, EngineConfig, SamplingParams, is_int
+from jaxkv.config import PREFILL, BeamSearchParams, EngineConfig, SamplingParams, is_int
 from jaxkv.holding.hold import Hold
 from jaxkv.holding.prefix import PageChain, root_key
 from jaxkv.holding.retention import Retention, check_served, full_pages, protecting
@@ -34,9 +34,6 @@ from jaxkv.requests.prompts import Prompt, parse
 from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
 from jaxkv.weights.adapters import Adapter
-
-POOLED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
-"""A prompt that is pooled has these, though nothing is drawn from its last token."""
 
 
 class Intake:
@@ -154,7 +151,7 @@ class Intake:
         most = params.truncate_prompt_tokens
         if most is not None:
             prompt = self._truncated(prompt, min(most % 2**31, self._config.max_model_len))
-        submission = self._submission(prompt, POOLED, 0, {}, number, adapter)
+        submission = self._submission(prompt, PREFILL, 0, {}, number, adapter)
         submission.samples[0].output.reads_all = self._config.pooled != "last"
         return submission
 
@@ -273,9 +270,7 @@ class Intake:
         if tokenizer is None:
             raise ValueError("text: expected a tokenizer, got skip_tokenizer_init=True")
         with self._lock:
-            return tokenizer.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+            return tokenizer.decode(tokens, skip_special_tokens=True)
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text that goes on with another one, so without special tokens.
@@ -613,11 +608,7 @@ class Intake:
             return None
 
         def decode(ids: Sequence[int]) -> str:
-            return tokenizer.decode(
-                ids,
-                skip_special_tokens=params.skip_special_tokens,
-                clean_up_tokenization_spaces=False,
-            )
+            return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
         return TextStream(
             decode,
