@@ -412,9 +412,9 @@ class LLM(PoolingCalls):
         """
         if is_forked():
             return
+        for engine in self._engines:
+            engine.programs.stop()
         try:
-            for engine in self._engines:
-                engine.programs.stop()
             self._front.end()
         finally:  # also where a disk fails that pages wait for
             for engine in self._engines:
