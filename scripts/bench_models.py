@@ -40,10 +40,13 @@ def shape(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: 
 SHAPES = {
     "toy": shape(256, 32, 64, 2, 4, 2),
     "110m": shape(32_000, 768, 2048, 12, 12, 4),
+    "0.5b": shape(151_936, 896, 4864, 24, 14, 2),
     "1.1b": shape(32_000, 2048, 5632, 22, 32, 4),
     "8b": shape(128_256, 4096, 14_336, 32, 32, 8) | {"max_position_embeddings": 131_072},
 }
-"""config.json by name; heads are hidden / num_attention_heads wide (64, toy 8, 8b 128)."""
+"""config.json by name; heads are hidden / num_attention_heads wide (64, toy 8, 8b 128). 0.5b is
+Qwen2.5-0.5B's shape without its biases, and with a head of its own.
+"""
 
 
 def make_checkpoint(directory: Path, name: str, *, seed: int) -> Path:

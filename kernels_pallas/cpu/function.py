@@ -145,9 +145,10 @@ class Function:
     def store(self, value: str, base: str, offset: object = 0, align: int = 8) -> None:
         self.do(f"store {value}, ptr {self.at(base, offset)}, align {align}")
 
-    def fetch(self, address: str) -> None:
-        """Has memory brought into the cache, for one use."""
-        self.do(f"call void @llvm.prefetch.p0(ptr {address}, i32 0, i32 0, i32 1)")
+    def fetch(self, address: str, *, stays: bool = False) -> None:
+        """Has memory brought into the cache, for one use, or to stay there for more."""
+        locality = 2 if stays else 0
+        self.do(f"call void @llvm.prefetch.p0(ptr {address}, i32 0, i32 {locality}, i32 1)")
 
     def label(self, name: str) -> None:
         self.lines.append(f"{name}:")

@@ -43,6 +43,11 @@ LONGEST = 2**16
 OUTPUTS, ROWS = 4, (6, 3, 2, 1)
 """Rows of w and of x that are multiplied at once: as many sixes of x as there are, then less."""
 
+FEW, STRIP = 32, 8
+"""Up to so many rows of x are multiplied with so many of w before others, and the next ones are
+fetched meanwhile: of few, memory takes longer to bring w than they take to be multiplied.
+"""
+
 DEPTH = {"bfloat16": 2048, "float32": 1024, "int8": 4096}
 """Columns that are added up at once: those of 6 rows of x stay in the first-level cache."""
 
@@ -55,7 +60,7 @@ DECLARED = (
 )
 """The functions call these too."""
 
-TILE = "ptr %x, ptr %w, ptr %y, i64 %T, i64 %N, i64 %D, i64 %F"
+TILE = "ptr %x, ptr %w, ptr %y, i64 %T, i64 %N, i64 %D, i64 %F, i64 %all"
 
 
 def functions() -> list[Function]:
@@ -72,17 +77,26 @@ def functions() -> list[Function]:
 def _tile(dtype: str) -> Function:
     """Writes the function for some outputs of some tokens."""
     f = Function(f"define internal void @tile512_{dtype}({TILE}) noinline", lanes=16)
-    with f.each(0, "%D", DEPTH[dtype]) as start:
-        depth = f.least(f.sub("%D", start), DEPTH[dtype])
-        for rows, first, stop in blocks(f, "%T", ROWS):
-            with f.each(first, stop, rows) as t, f.each(0, "%N", OUTPUTS) as output:
-                w = [row_of(f, dtype, "%w", f.add(output, i), start) for i in range(OUTPUTS)]
-                tokens, later = [f.add(t, r) for r in range(rows)], None
-                if rows < ROWS[0]:  # what is multiplied next
-                    later = f.mul("%D", OUTPUTS * width_of(dtype))
-                multiply(f, dtype, tokens, w, output, start, depth, later)
+    are_few, depth = f.let(f"icmp sle i64 %all, {FEW}"), DEPTH[dtype]
+    next_strip = f.mul("%D", STRIP * width_of(dtype))
+    with f.where(are_few), f.each(0, "%D", depth) as start, f.each(0, "%N", STRIP) as first:
+        _add(f, dtype, start, first, f.add(first, STRIP), next_strip)
+    with f.where(f.let(f"xor i1 {are_few}, true")), f.each(0, "%D", depth) as start:
+        _add(f, dtype, start, "0", "%N", None)
     f.do("ret void")
     return f
+
+
+def _add(f: Function, dtype: str, start: str, first: str, stop: str, later: str | None) -> None:
+    """Adds the products of all rows of x with some of w, of columns from `start` on; `later` as
+    `multiply` has it.
+    """
+    depth = f.least(f.sub("%D", start), DEPTH[dtype])
+    for rows, first_row, stop_row in blocks(f, "%T", ROWS):
+        with f.each(first_row, stop_row, rows) as t, f.each(first, stop, OUTPUTS) as output:
+            w = [row_of(f, dtype, "%w", f.add(output, i), start) for i in range(OUTPUTS)]
+            tokens = [f.add(t, r) for r in range(rows)]
+            multiply(f, dtype, tokens, w, output, start, depth, later)
 
 
 def width_of(dtype: str) -> int:
@@ -114,7 +128,7 @@ def multiply(
         for i, address in enumerate(w):
             place = f.at(address, f.mul(column, width_of(dtype)))
             if later is not None:
-                f.fetch(f.at(place, later))
+                f.fetch(f.at(place, later), stays=len(rows) == ROWS[0])
             product.add(i, numbers, f.load(_kind(dtype), place, align=width_of(dtype)))
     product.finish(output)
 
@@ -184,5 +198,6 @@ def _added(f: Function, dtype: str, before: str, x: str, w: str) -> str:
 
 def _call(dtype: str, f: Function, part: Mapping[str, str]) -> None:
     w = f.at(part["w"], f.mul(f.mul(part["first_output"], part["D"]), width_of(dtype)))
-    sizes = ", ".join(f"i64 {part[name]}" for name in ("num_tokens", "num_outputs", "D", "F"))
+    numbers = ("num_tokens", "num_outputs", "D", "F", "used")
+    sizes = ", ".join(f"i64 {part[name]}" for name in numbers)
     f.do(f"call void @tile512_{dtype}(ptr {part['x']}, ptr {w}, ptr {part['y']}, {sizes})")
