@@ -22,7 +22,7 @@ from jaxkv.requests.outputs import CompletionOutput, RequestOutput
 class Instant:
     """Is what `run_batch` uses of an `LLM`."""
 
-    compile_s = 0.0
+    compile_s = compile_wait_s = 0.0
     pools = False
     model_names = ("instant",)
 

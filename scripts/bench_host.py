@@ -71,7 +71,7 @@ class StubPrograms:
 
     placement = None
     num_compiled = num_loaded = 0
-    compile_s = 0.0
+    compile_s = waited_s = 0.0
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, clock: Clock) -> None:
         self.spec = spec

@@ -77,13 +77,13 @@ class Sides:
         llm, prompts = self.engines[name], self.prompts(num_shared=num_shared, round_id=round_id)
         llm.reset_prefix_cache()
         scheduler = engine_of(llm).scheduler
-        found, compile_s = scheduler.num_found, llm.compile_s
+        found, waited_s = scheduler.num_found, llm.compile_wait_s
         with timed(scheduler, PREFIX_WORK) as work_s:
             started = time.perf_counter()
             outputs = llm.generate(prompts, self.params, use_tqdm=False)
             run_s = time.perf_counter() - started
         return {
-            "run_s": run_s - (llm.compile_s - compile_s),
+            "run_s": run_s - (llm.compile_wait_s - waited_s),
             "host": sum(work_s) / run_s,
             "found": (scheduler.num_found - found) / (len(prompts) * self.options.prompt_len),
             "token_ids": [output.outputs[0].token_ids for output in outputs],

@@ -441,8 +441,13 @@ class LLM(PoolingCalls):
 
     @property
     def compile_s(self) -> float:
-        """Seconds spent compiling so far."""
+        """Seconds in which something was compiled so far, also behind running requests."""
         return sum(engine.programs.compile_s for engine in self._engines)
+
+    @property
+    def compile_wait_s(self) -> float:
+        """Seconds that running requests have waited for compilation so far."""
+        return sum(engine.programs.waited_s for engine in self._engines)
 
     def get_tokenizer(self) -> Any:
         """Returns the Hugging Face tokenizer, None with skip_tokenizer_init=True."""

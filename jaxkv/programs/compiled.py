@@ -5,11 +5,12 @@ surprise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -59,9 +60,6 @@ if TYPE_CHECKING:
 DEMOTED_AT_ONCE = COPIED_AT_ONCE = 64
 """Pages, or recurrent states, of one call: more take several."""
 
-WITHOUT_POOL = ("draw", "scores", "pool", "text", "adapter")
-"""Kinds of programs that neither read nor write pages."""
-
 
 class ProgramMemory(NamedTuple):
     """Counts what one program takes on its device beside weights and pool, in bytes, by the
@@ -87,15 +85,6 @@ class Lowering(NamedTuple):
 
     def compile(self, options: Mapping[str, str] | None) -> Compiled:
         return self.jitted.lower(*self.arguments).compile(options)
-
-
-class Deferred(NamedTuple):
-    """Takes the place of a jitted function whose `lower` is to trace nothing yet."""
-
-    jitted: Any
-
-    def lower(self, *arguments: Any) -> Lowering:
-        return Lowering(self.jitted, arguments)
 
 
 class Programs:
@@ -131,11 +120,15 @@ class Programs:
         self.row_buckets = row_buckets(config.max_num_seqs, self._device.platform)
         self.drawn_rows = drawn_rows(config.max_num_seqs)
         self.compile_s = 0.0
+        """Seconds in which something was compiled."""
+        self.waited_s = 0.0
+        """Seconds that users of programs have waited for one; not those of `compile_all`."""
         self.num_loaded = 0
         """Programs of `executables` that came from files."""
         self._files = files
         self._turns: dict[tuple[str, int], Lock] = {}
         """Held by the thread that makes a program."""
+        self._at_once = BoundedSemaphore(self._num_at_once)
         self._failed: dict[tuple[str, int], Exception] = {}
         """What the background could not compile, and why."""
         self._counting = Lock()
@@ -183,8 +176,9 @@ class Programs:
     def scores(self, num_tokens: int) -> Compiled:
         """Returns the program that scores prompt tokens of a step of T packed tokens."""
         if ("scores", num_tokens) not in self.executables:
-            self._compile_each(("scores", size) for size in self.token_buckets)
-        return self._get("scores", num_tokens)
+            with self._waiting():
+                self._compile_each(("scores", size) for size in self.token_buckets)
+        return self.executables["scores", num_tokens]
 
     def pool(self, num_tokens: int) -> Compiled:
         """Returns the program that takes vectors from a step of T packed tokens."""
@@ -349,44 +343,59 @@ class Programs:
             return
         same_pool = self.num_pages == other.num_pages
         for key, program in dict(other.executables).items():
-            if same_pool or key[0] in WITHOUT_POOL:
+            if same_pool or not KINDS[key[0]].has_pool:
                 self.executables.setdefault(key, program)
 
     def _compile_each(self, wanted: Iterable[tuple[str, int]]) -> None:
         """Compiles what is missing."""
-        started = time.perf_counter()
         missing = [key for key in wanted if key not in self.executables]
-        self._progress = Progress(self.num_compiled + len(missing))
+        if not missing:
+            return
+        started = time.perf_counter()
+        progress = self._progress = Progress(self.num_compiled + len(missing))
         try:
             with ThreadPoolExecutor(self._num_at_once) as pool:
-                for key, program in zip(
-                    missing, pool.map(lambda key: self._compile(*key), missing), strict=True
-                ):
-                    self.executables[key] = program
+                list(pool.map(self._compile_once, missing))
         finally:
-            self._progress.clear()
+            progress.clear()
             self._progress = None
-        self.compile_s += time.perf_counter() - started
+            self._count(time.perf_counter() - started)
 
     def _compile_behind(self, key: tuple[str, int]) -> None:
         """Compiles one in the background."""
         with Catch() as caught:
-            self._compile_once(key)
+            self._count(self._compile_once(key))
         if caught.error is not None:
             caught.error.add_note(f"This was met while compiling the {_name(*key)}.")
             self._failed[key] = caught.error
 
-    def _compile_once(self, key: tuple[str, int]) -> None:
-        """Compiles one, unless another thread has just done so. Raises: what that met."""
+    def _compile_once(self, key: tuple[str, int]) -> float:
+        """Compiles one, unless another thread has just done so, and returns the seconds that took.
+        Raises: what that met.
+        """
         with self._turns.setdefault(key, Lock()):
             if key in self._failed:
                 raise self._failed[key]
             if key in self.executables:
-                return
-            started = time.perf_counter()
-            self.executables[key] = self._compile(*key)
+                return 0.0
+            with self._at_once:
+                started = time.perf_counter()
+                self.executables[key] = self._compile(*key)
+                return time.perf_counter() - started
+
+    def _count(self, seconds: float) -> None:
+        with self._counting:
+            self.compile_s += seconds
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts the seconds inside as waited for."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
             with self._counting:
-                self.compile_s += time.perf_counter() - started
+                self.waited_s += time.perf_counter() - started
 
     @property
     def _device(self) -> jax.Device:
@@ -403,26 +412,13 @@ class Programs:
     def _get(self, kind: str, size: int) -> Compiled:
         key = (kind, size)
         if key not in self.executables:
-            self._compile_once(key)
+            with self._waiting():
+                self._count(self._compile_once(key))
         return self.executables[key]
 
     def _compile(self, kind: str, size: int) -> Compiled:
-        lower = {
-            "step": self._lower_step,
-            "draw": self._lower_draw,
-            "scores": self._lower_scores,
-            "pool": self._lower_pool,
-            "loop": self._lower_loop,
-            "speculate": self._lower_speculate,
-            "text": self._lower_text,
-            "copy": self._lower_copy,
-            "states": self._lower_states,
-            "demote": self._lower_demote,
-            "measure": self._lower_measure,
-            "adapter": self._lower_adapter,
-        }[kind]
         try:
-            return self._load_or_compile(_name(kind, size), lower(size))
+            return self._load_or_compile(_name(kind, size), KINDS[kind].lower(self, size))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -464,24 +460,9 @@ class Programs:
             raise NotImplementedError(
                 "this device's compiler does not say how much memory a program takes"
             )
-        taken: list[Any] = []
-        if kind in ("draw", "loop", "speculate"):
-            taken.append(self._sampling_for(size))
-        if kind in ("loop", "speculate"):
-            taken.append(self._weights)
-        elif kind == "step":
-            taken.append(body_of(self._weights))
-        if kind in ("speculate", "text"):
-            taken.append(self._text)
-        if kind in ("draw", "scores"):
-            taken.append(head_of(self._weights))
-        elif kind == "pool":
-            taken.append(norm_of(self._weights))
-        elif kind == "adapter":
-            taken.append(adapters_of(self._weights))
-        elif kind != "text":
-            taken.append(self._kv.pools)
-        held = bytes_per_device(taken)
+        counted = bytes_per_device(KINDS[kind].counted(self, size))
+        if KINDS[kind].has_pool:
+            counted += bytes_per_device(self._kv.pools)
         # An output that takes over an argument's memory (the pool) counts in both sizes, and once
         # in the alias size.
         arguments_and_outputs = (
@@ -489,19 +470,18 @@ class Programs:
         )
         return ProgramMemory(
             name=_name(kind, size),
-            temp_bytes=memory.temp_size_in_bytes + arguments_and_outputs - held,
+            temp_bytes=memory.temp_size_in_bytes + arguments_and_outputs - counted,
             code_bytes=memory.generated_code_size_in_bytes,
         )
 
     def _lower_step(self, num_tokens: int) -> Lowering:
         rows = self.num_step_rows(num_tokens)
         batch, newest = self._whole(empty_batch(num_tokens, rows)), self._newest_for(rows)
-        program = own(step, donate=("kv",), backend=self.backend, draft=self.draft, **self._model)
-        weights = body_of(self._weights)
-        return program.lower(weights, self._kv_for(rows), newest, batch)
+        inputs = (body_of(self._weights), self._kv_for(rows), newest, batch)
+        static = {"backend": self.backend, "draft": self.draft, **self._model}
+        return lowering(step, *inputs, donate=("kv",), **static)
 
     def _lower_draw(self, num_rows: int) -> Lowering:
-        program = own(draw, donate=(), num_logprobs=self.config.max_logprobs, **self._model)
         most = self.drawn_rows[-1]
         last = Last(
             hidden_RD=abstract_full((most, self.spec.hidden_size), 0, np.float32),
@@ -509,76 +489,57 @@ class Programs:
             ended_R=abstract_full((most,), 0, np.bool_),
         )
         inputs = (self._whole(last), self._newest_for(num_rows), self._sampling_for(num_rows))
-        return program.lower(head_of(self._weights), *inputs)
+        static = {"num_logprobs": self.config.max_logprobs, **self._model}
+        return lowering(draw, head_of(self._weights), *inputs, donate=(), **static)
 
     def _lower_scores(self, num_tokens: int) -> Lowering:
-        program = own(
-            prompt_scores, donate=(), num_logprobs=self.config.max_logprobs, **self._model
-        )
         size = (num_tokens, self.spec.hidden_size)
-        inputs = (abstract_full(size, 0, np.float32), abstract_full((num_tokens,), 0))
-        return program.lower(head_of(self._weights), *self._whole(inputs))
+        inputs = self._whole((abstract_full(size, 0, np.float32), abstract_full((num_tokens,), 0)))
+        static = {"num_logprobs": self.config.max_logprobs, **self._model}
+        return lowering(prompt_scores, head_of(self._weights), *inputs, donate=(), **static)
 
     def _lower_pool(self, num_tokens: int) -> Lowering:
-        program = own(pool, donate=(), kind=self.config.pooled, **self._model)
         hidden_TD = abstract_full((num_tokens, self.spec.hidden_size), 0, np.float32)
         batch = empty_batch(num_tokens, self.num_step_rows(num_tokens))
-        return program.lower(norm_of(self._weights), *self._whole((hidden_TD, batch)))
+        inputs = (norm_of(self._weights), *self._whole((hidden_TD, batch)))
+        return lowering(pool, *inputs, donate=(), kind=self.config.pooled, **self._model)
 
     def _lower_loop(self, num_rows: int) -> Lowering:
         rows, n = self._whole((empty_rows(num_rows), np.int32(0)))
-        inputs = (rows, self._sampling_for(num_rows), n)
-        program = own(
-            decode_loop,
-            donate=("kv", "rows"),
-            backend=self.backend,
-            width=self.config.decode_steps,
-            num_logprobs=self.config.max_logprobs,
-            draft=self.draft,
-            **self._model,
-        )
-        return program.lower(
-            self._weights, self._kv_for(num_rows), self._newest_for(num_rows), *inputs
-        )
+        kv, newest = self._kv_for(num_rows), self._newest_for(num_rows)
+        inputs = (self._weights, kv, newest, rows, self._sampling_for(num_rows), n)
+        return lowering(decode_loop, *inputs, donate=("kv", "rows"), **self._loop)
 
     def _lower_speculate(self, num_rows: int) -> Lowering:
-        inputs = (self._whole(empty_rows(num_rows)), self._sampling_for(num_rows))
-        program = own(
-            speculative_loop,
-            donate=("kv", "text_RN"),
-            backend=self.backend,
-            width=self.config.decode_steps,
-            speculation=self.config.speculation,
-            num_logprobs=self.config.max_logprobs,
-            draft=self.draft,
-            **self._model,
-        )
+        rows, sampling = self._whole(empty_rows(num_rows)), self._sampling_for(num_rows)
         kv, newest = self._kv_for(num_rows), self._newest_for(num_rows)
-        return program.lower(self._weights, kv, newest, self._text, *inputs)
+        inputs = (self._weights, kv, newest, self._text, rows, sampling)
+        static = {"speculation": self.config.speculation, **self._loop}
+        return lowering(speculative_loop, *inputs, donate=("kv", "text_RN"), **static)
 
     def _lower_text(self, num_tokens: int) -> Lowering:
         row, token_N = self._whole((np.int32(0), abstract_full((num_tokens,), 0)))
-        return own(write_text, donate=("text_RN",)).lower(self._text, row, token_N)
+        return lowering(write_text, self._text, row, token_N, donate=("text_RN",))
 
     def _lower_copy(self, num_pages: int) -> Lowering:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
-        return own(copy_pages, donate=("kv",)).lower(self._kv, pages_C, pages_C, n)
+        return lowering(copy_pages, self._kv, pages_C, pages_C, n, donate=("kv",))
 
     def _lower_states(self, num_states: int) -> Lowering:
         slots_C, n = self._whole((np.zeros(num_states, np.int32), np.int32(0)))
-        program = own(copy_states, donate=("kv",), num_slots=self.config.num_slots)
-        return program.lower(self._kv, slots_C, slots_C, n)
+        inputs = (self._kv, slots_C, slots_C, n)
+        return lowering(copy_states, *inputs, donate=("kv",), num_slots=self.config.num_slots)
 
     def _lower_demote(self, num_pages: int) -> Lowering:
         pages_C, n = self._whole((np.zeros(num_pages, np.int32), np.int32(0)))
-        return own(demote_pages, donate=("kv",)).lower(self._kv, pages_C, pages_C, n)
+        return lowering(demote_pages, self._kv, pages_C, pages_C, n, donate=("kv",))
 
     def _lower_measure(self, num_pages: int) -> Lowering:
         policy = get_policy(self.config.kv_policy)
         if policy is None or policy.measure is None:
             raise ValueError(f"kv_policy {self.config.kv_policy}: nothing is measured")
-        program = own(measure_pages, donate=(), measure=policy.measure)
-        return program.lower(self._kv, self._whole(np.zeros(num_pages, np.int32)))
+        pages = self._whole(np.zeros(num_pages, np.int32))
+        return lowering(measure_pages, self._kv, pages, donate=(), measure=policy.measure)
 
     def _lower_adapter(self, count: int) -> Lowering:
         adapters, size = adapters_of(self._weights), self.placement
@@ -591,13 +552,20 @@ class Programs:
             return size.abstract((num_layers, *rest), leaf.dtype, PartitionSpec(layers, *parts))
 
         own_adapter = jax.tree_util.tree_map_with_path(one, adapters)
-        program = own(write_adapter, donate=("adapters",), placement=self.placement)
-        return program.lower(adapters, own_adapter, self._whole(np.int32(0)))
+        inputs = (adapters, own_adapter, self._whole(np.int32(0)))
+        return lowering(write_adapter, *inputs, donate=("adapters",), placement=self.placement)
 
     @property
     def _model(self) -> dict[str, Any]:
         """Returns the static arguments that all programs of a model take."""
         return {"spec": self.spec, "placement": self.placement}
+
+    @property
+    def _loop(self) -> dict[str, Any]:
+        """Returns the static arguments that all decode loops take."""
+        config = self.config
+        steps = {"width": config.decode_steps, "num_logprobs": config.max_logprobs}
+        return {"backend": self.backend, "draft": self.draft, **steps, **self._model}
 
     @property
     def _text(self) -> Any:
@@ -631,12 +599,16 @@ class Programs:
         )
 
 
-def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Deferred:
-    """Jits a function of a module once more, with these arguments, for one caller: what jax traces
-    and compiles it keeps as long as the function lives, which a module's does for ever. Its `lower`
-    traces nothing yet.
+def lowering(jitted: Any, *arguments: Any, donate: tuple[str, ...], **static: Any) -> Lowering:
+    """Returns how a function of a module is lowered for these arguments."""
+    return Lowering(own(jitted, donate=donate, **static), arguments)
+
+
+def own(jitted: Any, *, donate: tuple[str, ...], **static: Any) -> Any:
+    """Jits a function of a module once more, for one caller: what jax traces and compiles it keeps
+    as long as the function lives, which a module's does for ever.
     """
-    return Deferred(jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate))
+    return jax.jit(partial(jitted.__wrapped__, **static), donate_argnames=donate)
 
 
 def lower(function: Callable[..., Any], *arguments: Any, donate: int) -> Any:
@@ -651,7 +623,47 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _name(kind: str, size: int) -> str:
-    units = {"step": "tokens", "scores": "tokens", "pool": "tokens", "draw": "rows", "loop": "rows"}
-    units |= {"states": "slots", "speculate": "rows", "text": "tokens", "adapter": "slot"}
-    unit = units.get(kind, "pages")
-    return f"{kind} of {size} {unit}"
+    return f"{kind} of {size} {KINDS[kind].unit}"
+
+
+class Kind(NamedTuple):
+    """Says what programs of a kind have in common: what their size counts; how one of a size is
+    lowered; which of its arguments and results are counted elsewhere, as they are there whether it
+    runs or not; and whether it reads or writes the pool, which is counted elsewhere too.
+    """
+
+    unit: str
+    lower: Callable[[Programs, int], Lowering]
+    counted: Callable[[Programs, int], Any]
+    has_pool: bool
+
+
+def _nothing(programs: Programs, size: int) -> None:
+    return None
+
+
+KINDS = {
+    "step": Kind("tokens", Programs._lower_step, lambda p, n: body_of(p._weights), True),
+    "draw": Kind(
+        "rows",
+        Programs._lower_draw,
+        lambda p, n: (head_of(p._weights), p._sampling_for(n)),
+        False,
+    ),
+    "scores": Kind("tokens", Programs._lower_scores, lambda p, n: head_of(p._weights), False),
+    "pool": Kind("tokens", Programs._lower_pool, lambda p, n: norm_of(p._weights), False),
+    "loop": Kind("rows", Programs._lower_loop, lambda p, n: (p._weights, p._sampling_for(n)), True),
+    "speculate": Kind(
+        "rows",
+        Programs._lower_speculate,
+        lambda p, n: (p._weights, p._sampling_for(n), p._text),
+        True,
+    ),
+    "text": Kind("tokens", Programs._lower_text, lambda p, n: p._text, False),
+    "copy": Kind("pages", Programs._lower_copy, _nothing, True),
+    "states": Kind("slots", Programs._lower_states, _nothing, True),
+    "demote": Kind("pages", Programs._lower_demote, _nothing, True),
+    "measure": Kind("pages", Programs._lower_measure, _nothing, True),
+    "adapter": Kind("slot", Programs._lower_adapter, lambda p, n: adapters_of(p._weights), False),
+}
+"""What there is of each kind is what `Programs._every` says."""

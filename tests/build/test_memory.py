@@ -13,7 +13,7 @@ from jaxkv.api import part
 from jaxkv.build import memory as build_memory
 from jaxkv.build.memory import AMPLE, Budget, Memory, available_memory, device_memory
 from jaxkv.errors import CapacityError
-from jaxkv.programs.compiled import ProgramMemory, Programs
+from jaxkv.programs.compiled import KINDS, ProgramMemory, Programs
 from jaxkv.testing import budget_of, engine_of, model_of
 from tiny import SMALL, make_checkpoint, tiny_config
 
@@ -333,7 +333,8 @@ def test_what_the_compiler_finds_no_room_for_is_a_capacity_error(
 ):
     device_has(2 * MIB)
     refusing = Refusing("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 2.5G\nmore")
-    monkeypatch.setattr(Programs, "_lower_step", lambda self, size: refusing)
+    refused = KINDS["step"]._replace(lower=lambda self, size: refusing)
+    monkeypatch.setitem(KINDS, "step", refused)
     expected = (
         "no room for the step of 16 tokens with 2 pages of KV cache: RESOURCE_EXHAUSTED: Ran .* "
         "HBM, 2.5G$"

@@ -18,7 +18,7 @@ from jaxkv.build.options import EngineOptions
 from jaxkv.errors import CapacityError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.programs.background import Background, likely_first
-from jaxkv.programs.compiled import Programs
+from jaxkv.programs.compiled import KINDS, Programs
 from tiny import SMALL
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -110,6 +110,29 @@ def test_one_that_is_wanted_does_not_wait_for_another(programs, compiler):
     assert sorted(compiler.begun) == sorted(programs._every)
 
 
+def test_some_are_asked_for_while_others_are_made(programs, compiler):
+    scores, got = [("scores", size) for size in programs.token_buckets], []
+    compiler.waits[scores[0]] = Event()
+    user = Thread(target=lambda: got.append(programs.scores(16)))
+    user.start()
+    assert compiler.arrived.wait(30)
+    programs.compile_all()
+    assert programs.num_compiled >= programs.num_programs
+    compiler.waits[scores[0]].set()
+    user.join(30)
+    assert got == ["scores 16"]
+    assert sorted(compiler.begun) == sorted([*programs._every, *scores])
+
+
+def test_what_the_background_takes_is_waited_for_by_nobody(programs, compiler):
+    programs.compile_in_background()
+    programs.compile_all()
+    programs.step(16)
+    assert programs.compile_s > programs.waited_s == 0
+    programs.scores(16)
+    assert programs.waited_s > 0
+
+
 def test_the_first_token_does_not_wait_for_the_program_of_the_second(checkpoint, monkeypatch):
     compile_one, may_end, got = Programs._compile, Event(), []
 
@@ -179,8 +202,8 @@ def test_a_terminal_sees_one_line_that_goes_away(programs, compiler, monkeypatch
 
     monkeypatch.undo()
     lowering = SimpleNamespace(compile=lambda options: "made", arguments=())
-    for name in ("step", "loop", "copy"):
-        monkeypatch.setattr(Programs, f"_lower_{name}", lambda self, size: lowering)
+    for name, kind in KINDS.items():
+        monkeypatch.setitem(KINDS, name, kind._replace(lower=lambda self, size: lowering))
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     programs.compile_in_background()

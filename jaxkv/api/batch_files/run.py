@@ -129,12 +129,12 @@ def run_batch(
 
 
 class _Tally:
-    """Adds up what the results of a run have, and the seconds without compilation."""
+    """Adds up what the results of a run have, and the seconds without waiting for compilation."""
 
     def __init__(self, llm: LLM) -> None:
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self._llm = llm
-        self._started, self._compile_s = time.perf_counter(), llm.compile_s
+        self._started, self._waited_s = time.perf_counter(), llm.compile_wait_s
 
     def add(self, output: RequestOutput | EmbeddingRequestOutput) -> None:
         self.num_prompt_tokens += len(output.prompt_token_ids)
@@ -144,8 +144,8 @@ class _Tally:
 
     @property
     def run_s(self) -> float:
-        waited = self._llm.compile_s - self._compile_s
-        return time.perf_counter() - self._started - waited
+        waited_s = self._llm.compile_wait_s - self._waited_s
+        return time.perf_counter() - self._started - waited_s
 
     def rates(self) -> str:
         """Returns what the progress bar shows behind it."""
