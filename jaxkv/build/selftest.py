@@ -31,6 +31,7 @@ from jaxkv.build.blueprint import Blueprint
 from jaxkv.build.compile_cache import open_folder
 from jaxkv.build.options import EngineOptions
 from jaxkv.errors import Catch, KernelError
+from jaxkv.files import write_whole
 from jaxkv.kv.codecs import Codec
 from jaxkv.models.paged import heads_of
 from jaxkv.ops.attention import Backend, Heads
@@ -225,10 +226,8 @@ def _write(report: Path, verdict: Verdict, device: jax.Device) -> bool:
         "flags": {one: os.environ.get(one) for one in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    part = report.with_suffix(f".{os.getpid()}")
     try:
-        part.write_text(json.dumps(about, indent=1) + "\n")
-        os.replace(part, report)
+        write_whole(report, [json.dumps(about, indent=1).encode() + b"\n"])
     except OSError:  # a full disk is no reason not to start
         return False
     return True

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from jaxkv.errors import DirectoryInUseError
+from jaxkv.files import write_whole
 
 SECRET_BYTES = 32
 
@@ -55,7 +56,7 @@ class Directory:
         path = self.path / "secret"
         if not path.exists():
             whole = secrets.token_bytes(SECRET_BYTES)
-            write_whole(path, [whole])
+            write_whole(path, [whole], sync=True)
             return whole
         secret = path.read_bytes()
         if len(secret) != SECRET_BYTES or path.stat().st_mode & 0o077:
@@ -81,22 +82,6 @@ def _let_go(lock: int, owner: int) -> None:
 
 def _unusable(error: OSError) -> ValueError:
     return ValueError(f"kv_disk: expected a directory that can be made and written, got {error}")
-
-
-def write_whole(path: Path, parts: list[bytes | memoryview]) -> None:
-    """Writes a file, readable for this user only, that is there complete or not at all."""
-    unfinished = path.with_suffix(".part")
-    try:
-        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(file, "wb") as stream:
-            for part in parts:
-                stream.write(part)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(unfinished, path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 def others_may_write(folder: Path) -> bool:

@@ -23,7 +23,8 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from jaxkv.holding.directory import Directory, write_whole
+from jaxkv.files import UNFINISHED, write_whole
+from jaxkv.holding.directory import Directory
 from jaxkv.holding.host import HostPage
 
 P = ParamSpec("P")
@@ -35,7 +36,7 @@ WAITING_BYTES = 2**28
 """Bytes of pages that may wait to be written: those beyond, as a slow disk has, are left out."""
 _KEY = "[0-9a-f]{64}(?:[0-9a-f]{2})?"
 _NAME = re.compile(rf"({_KEY})\.page")
-_UNFINISHED = re.compile(rf"({_KEY}|secret)\.part")
+_UNFINISHED = re.compile(rf"({_KEY}|secret)\.\w+{re.escape(UNFINISHED)}")
 
 PageShapes = tuple[tuple[tuple[tuple[int, ...], np.dtype], ...], ...]
 """Shape [L, ...] and dtype of each array of each store."""
@@ -214,7 +215,7 @@ def _told(
 
 def _write(path: Path, key: bytes, page: HostPage) -> None:
     parts = [array.reshape(-1).view(np.uint8).data for arrays in page for array in arrays]
-    write_whole(path, [MAGIC + _digest(key, parts), *parts])
+    write_whole(path, [MAGIC + _digest(key, parts), *parts], sync=True)
 
 
 def _delete(path: Path) -> None:

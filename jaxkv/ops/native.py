@@ -9,7 +9,6 @@ import atexit
 import ctypes
 import hashlib
 import os
-import tempfile
 import warnings
 from functools import cache
 from importlib.metadata import version
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.axes import Array
+from jaxkv.files import write_whole
 from jaxkv.version import digest_of_sources
 from kernels_pallas.cpu import handlers, llvm_ir, matmul512, packed
 from kernels_pallas.cpu import matmul as matmul256
@@ -206,10 +206,7 @@ def _read(file: Path, about: bytes) -> bytes | None:
 
 def _write(file: Path, about: bytes, code: bytes) -> None:
     try:
-        handle, name = tempfile.mkstemp(dir=file.parent)  # made with mode 600
-        with os.fdopen(handle, "wb") as part:
-            part.write(hashlib.sha256(about + code).digest() + code)
-        os.replace(name, file)
+        write_whole(file, [hashlib.sha256(about + code).digest(), code])
     except OSError as error:
         warnings.warn(f"machine code is not kept for the next start: {error}", stacklevel=2)
 

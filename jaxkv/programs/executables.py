@@ -13,7 +13,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jax.stages import ArgInfo, Compiled
 from jax.tree_util import PyTreeDef, default_registry
 
+from jaxkv.files import write_whole
 from jaxkv.ops import native
 from jaxkv.version import digest_of_sources
 
@@ -140,11 +140,7 @@ class ProgramFiles:
         )
         try:
             self._make_room(len(body))
-            # Made with mode 600.
-            file, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
-            with os.fdopen(file, "wb") as part:
-                part.write(MAGIC + hashlib.sha256(body).digest() + body)
-            os.replace(name, self._path(key))
+            write_whole(self._path(key), [MAGIC, hashlib.sha256(body).digest(), body])
         except OSError as error:
             warnings.warn(
                 f"compiled programs are not kept for the next start: {error}", stacklevel=2

@@ -204,7 +204,7 @@ def test_what_a_slow_disk_has_no_time_for_is_left_out(pages, monkeypatch):
 def test_only_files_of_its_own_are_removed(pages):
     put(pages, 1)
     pages.close()
-    for name in ("film.part", f"{key_of(2).hex()}.part", "secret.part", "notes.page"):
+    for name in ("film.part", f"{key_of(2).hex()}.a_b1.part", "secret.x.part", "notes.page"):
         (pages.path / name).write_bytes(b"1234")
     (pages.path / f"{key_of(3).hex()}.page").symlink_to(pages.path / "notes.page")
     pages = DiskPages(Directory(pages.path), ROOM, SHAPES)
