@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxkv.holding.hold import Measures, Pairs
 from jaxkv.requests.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """Plans one ragged step: (request, number of its pending tokens to compute), those with one
-    token in this step first, shortest first. `copies` of pages, (source, target), come before it,
-    in this order, and before those `demotions`. `measures`: pages of which policies want to know
-    something once the step has filled them. `state_copies`: slots of recurrent states, likewise.
+class Plan:
+    """Says how many tokens each request gets, and what runs around that: before it `copies` of
+    pages, (source, target), in this order, then `demotions`, and copies of recurrent states from
+    slot to slot; behind it, `measures` takes pages of which policies want to know something.
     """
 
     work: list[tuple[Request, int]]
     copies: Pairs = ()
     demotions: Pairs = ()
-    measures: Measures = ()
     state_copies: Pairs = ()
+    measures: Measures = ()
 
     @property
     def requests(self) -> list[Request]:
         return [request for request, _ in self.work]
+
+
+class StepPlan(Plan):
+    """Plans one ragged step: (request, number of its pending tokens to compute), those with one
+    token in this step first, shortest first.
+    """
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class LoopPlan:
+class LoopPlan(Plan):
     """Plans up to `num_steps` decode steps on the device: (request, tokens that it may get),
-    shortest first; their pages are reserved. The rest as in `StepPlan`.
+    shortest first; their pages are reserved.
     """
 
-    work: list[tuple[Request, int]]
-    num_steps: int
-    copies: Pairs = ()
-    demotions: Pairs = ()
-    measures: Measures = ()
-    state_copies: Pairs = ()
-
-    @property
-    def requests(self) -> list[Request]:
-        return [request for request, _ in self.work]
+    num_steps: int = field(kw_only=True)

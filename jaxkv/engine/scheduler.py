@@ -350,12 +350,7 @@ class Scheduler:
         work = self._reserve_all(wanted)
         if not work:
             return None
-        return LoopPlan(
-            self._by_length(work),
-            num_steps,
-            *self._beside(work),
-            state_copies=tuple(self._state_copies),
-        )
+        return LoopPlan(self._by_length(work), *self._beside(work), num_steps=num_steps)
 
     def _by_length(self, work: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Lists decode rows by what they hold: attention sweeps neighbouring rows together, as far
@@ -364,19 +359,20 @@ class Scheduler:
         are_whole = not self.bounded and 0 in self.config.windows
         return sorted(work, key=_num_stored if are_whole else _num_held)
 
-    def _beside(self, work: list[tuple[Request, int]]) -> tuple[Pairs, Pairs, Measures]:
-        """Copies and demotions that come before a step of this work, and what is measured behind
-        it: pages of those whose policy is asked next.
+    def _beside(self, work: list[tuple[Request, int]]) -> tuple[Pairs, Pairs, Pairs, Measures]:
+        """Returns what a plan of this work has beside it: measured are pages of those whose policy
+        is asked next.
         """
         copies = tuple(pair for pairs in self._copies.values() for pair in pairs)
+        state_copies = tuple(self._state_copies)
         if not self.bounded:
-            return copies, (), ()
+            return copies, (), state_copies, ()
         asked = [
             request.hold
             for request, count in work
             if request.hold.evict_len <= request.hold.num_stored + count < request.max_len - 1
         ]
-        return copies, self.eviction.demotions, self.eviction.measures(asked)
+        return copies, self.eviction.demotions, state_copies, self.eviction.measures(asked)
 
     def _plan_step(self) -> StepPlan | None:
         decoding = [request for request in self.running if request.num_pending == 1]
@@ -385,7 +381,10 @@ class Scheduler:
         budget -= len(work)
         coming: set[PageKey] = set()
         for request in self.running:
-            if request.num_pending > 1 and budget > 0 and self._is_next(request, coming):
+            if request.num_pending <= 1 or budget <= 0:
+                continue
+            self._catch_up(request)
+            if self._is_next(request, coming):
                 count = min(budget, request.num_ready)
                 self._expect(request, count, coming)
                 work.append((request, count))
@@ -395,11 +394,8 @@ class Scheduler:
             return None
         # A prompt's last token alone is a decode row too.
         decode = self._by_length([item for item in work if item[1] == 1])
-        return StepPlan(
-            decode + [item for item in work if item[1] > 1],
-            *self._beside(work),
-            state_copies=tuple(self._state_copies),
-        )
+        whole = decode + [item for item in work if item[1] > 1]
+        return StepPlan(whole, *self._beside(work))
 
     def _step_tokens(self, num_decoding: int) -> int:
         """Returns the most tokens of the next step: what is pending, or as many as fill the next
@@ -600,12 +596,15 @@ class Scheduler:
             return
         request.hold.publish(request.tokens, request.num_known)
 
+    def _catch_up(self, request: Request) -> None:
+        """Takes over what others have computed by now of what comes next in the request."""
+        self._count_found(request, self._take_cached(request))
+        self._begin_state(request)
+
     def _is_next(self, request: Request, coming: set[PageKey]) -> bool:
         """Tells whether to compute the request's next page now, and not take it over from another
         one after this step.
         """
-        self._count_found(request, self._take_cached(request))
-        self._begin_state(request)
         index = request.hold.next_page(self.most_cached(request))
         return index is None or request.hold.key(index, request.tokens) not in coming
 

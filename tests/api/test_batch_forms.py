@@ -534,7 +534,10 @@ def test_error_rows_are_done_again_where_asked_and_too_many_end_the_run(tmp_path
     again = rows_of(retry_errors=True)
     assert again[0] == next(row for row in rows if row["custom_id"] == "good")
     assert (len(again), again[1]["custom_id"], again[1]["error"]) == (2, "bad", None)
-    assert not (tmp_path / "out.jsonl.new").exists()
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(ValueError, match="other.jsonl, line 1"):
+        rows_of(name="other", retry_errors=True)
+    assert not [*tmp_path.glob("*.new")]
     lines = [line(str(i), CHAT, messages="x") for i in range(5)]
     with pytest.raises(
         ValueError, match=r"max_errors: expected at most 3 .*messages: expected a list"

@@ -269,10 +269,10 @@ def test_the_loop_runs_as_long_as_the_longest_unless_somebody_waits():
     one = scheduler(max_num_seqs=2)
     requests = added(one, (2, 3), (2, 9))
     carry_out(one, one.plan())
-    assert one.plan() == LoopPlan([(requests[0], 2), (requests[1], 4)], 4)  # decode_steps
+    assert one.plan() == LoopPlan([(requests[0], 2), (requests[1], 4)], num_steps=4)  # decode_steps
     one.add(request(2, 2))
     assert one.plan() == LoopPlan(
-        [(requests[0], 2), (requests[1], 2)], 2
+        [(requests[0], 2), (requests[1], 2)], num_steps=2
     )  # until the first is done and makes room
 
 

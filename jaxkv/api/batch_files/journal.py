@@ -11,7 +11,8 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxkv.api.batch_files.forms import Form, LineId, Plain, Written
@@ -224,17 +225,20 @@ def _lock(file: io.FileIO, name: str) -> None:
 
 def _without_errors(file: io.FileIO, path: str) -> io.FileIO:
     """Puts a file without the error rows in the place of this one, at once, and opens it locked."""
-    new = path + ".new"
-    with open(new, "wb") as kept:
-        for number, raw in _rows_in(file, path):
-            whole = raw is None or (raw.endswith(b"\n") and not is_blank(raw))
-            if whole and not _checked(path, number, raw).is_error:
-                kept.write(raw or b"")
-        kept.flush()
-        os.fsync(kept.fileno())
-    opened = open(new, "a+b", buffering=0)  # noqa: SIM115
-    _lock(opened, new)
-    os.replace(new, path)
+    new = Path(path + ".new")
+    with ExitStack() as undo:
+        undo.callback(new.unlink, missing_ok=True)
+        with open(new, "wb") as kept:
+            for number, raw in _rows_in(file, path):
+                whole = raw is None or (raw.endswith(b"\n") and not is_blank(raw))
+                if whole and not _checked(path, number, raw).is_error:
+                    kept.write(raw or b"")
+            kept.flush()
+            os.fsync(kept.fileno())
+        opened = undo.enter_context(open(new, "a+b", buffering=0))
+        _lock(opened, str(new))
+        os.replace(new, path)
+        undo.pop_all()
     return opened
 
 
