@@ -535,7 +535,7 @@ def test_error_rows_are_done_again_where_asked_and_too_many_end_the_run(tmp_path
     assert again[0] == next(row for row in rows if row["custom_id"] == "good")
     assert (len(again), again[1]["custom_id"], again[1]["error"]) == (2, "bad", None)
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(ValueError, match="other.jsonl, line 1"):
+    with pytest.raises(ValueError, match=r"other\.jsonl, line 1"):
         rows_of(name="other", retry_errors=True)
     assert not [*tmp_path.glob("*.new")]
     lines = [line(str(i), CHAT, messages="x") for i in range(5)]
