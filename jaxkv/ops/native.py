@@ -109,7 +109,9 @@ def make_all() -> None:
 
 
 def _make_packed(matmul: ModuleType) -> None:
-    """Makes what multiplies with quantised weights. Those who have none do not wait for it."""
+    """Makes what multiplies with quantised weights: when a program with some is traced, or one that
+    was kept is read, which may call it.
+    """
     import llvmlite.binding as llvm
 
     features = llvm.get_host_cpu_features().flatten()

@@ -215,7 +215,7 @@ def _described(
         return None
     if kept.unordered_effects or kept.ordered_effects or kept.host_callbacks or kept.mut:
         return None
-    about = {
+    facts = {
         "name": kept.name,
         "committed": kept.committed,
         "kept": sorted(kept.kept_var_idx),
@@ -226,6 +226,7 @@ def _described(
         "output_parts": [_parts_as_json(x) for x in kept.output_shardings],
         "out_tree": _tree_as_json(compiled.out_tree, known),
     }
+    about = json.loads(json.dumps(facts))  # as it will be read
     is_equal = (
         [_array(x, devices) for x in about["inputs"]] == list(kept.input_avals)
         and [_array(x, devices) for x in about["outputs"]] == list(kept.output_avals)
