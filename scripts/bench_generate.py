@@ -56,6 +56,11 @@ LINES = {
     "mixed": Line(kind="mixed"),
 }
 
+PAUSE_S = 0.5
+"""Between two turns: threads of some engines wait for more work in a loop, for some time after what
+they had, and a prompt takes but a tenth of a second.
+"""
+
 Seconds = dict[str, float]
 """wall_s and cpu_s."""
 
@@ -124,6 +129,7 @@ class Bench:
                 answer = worker.measure(work)
                 return {name: answer[name] for name in ("wall_s", "cpu_s")}
 
+            time.sleep(PAUSE_S)
             spent = seconds_of(line, work, run)
             self.rounds[name][engine].append(spent)
             speed = num_tokens(line, work) / spent["wall_s"]

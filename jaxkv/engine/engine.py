@@ -170,7 +170,7 @@ class Engine:
         with self.lock:
             self._is_ended = True
             self.change(lambda: self._abort([*self._requests]))
-            self._flight = None
+            self._flight = self._kept = self._kept_draft = None
             self.leave_disk()
 
     def abort(self, submission: Submission) -> None:

@@ -162,8 +162,8 @@ class Handover:
 
     def replace_weights(self, weights: Weights, of_prefill: Weights, *, secret: bytes) -> None:
         """Does what `Engine.replace_weights` does, on both engines."""
-        self._prefill.call(lambda engine: engine.replace_weights(of_prefill, secret=secret))
-        with self.lock:
+        with self.lock:  # no step gives pages of the new weights to the old ones meanwhile
+            self._prefill.call(lambda engine: engine.replace_weights(of_prefill, secret=secret))
             self._drop_saved()
             self._decode.replace_weights(weights, secret=secret)
 
