@@ -72,3 +72,12 @@ def expand(num_B: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array
 
 def cdiv(a: jax.Array, b: int) -> jax.Array:
     return (a + b - 1) // b
+
+
+def first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:
+    """Joins [T, ...]: decode rows are the first packed tokens, every other token is a chunk's."""
+    is_decode = jnp.arange(filled.shape[0]) < num_decode
+    decoded = jnp.pad(
+        decoded, ((0, filled.shape[0] - decoded.shape[0]), *[(0, 0)] * (decoded.ndim - 1))
+    )
+    return jnp.where(is_decode.reshape(-1, *[1] * (filled.ndim - 1)), decoded, filled)

@@ -109,7 +109,10 @@ def stage(command: list[str], output: Path | None = None) -> dict[str, Any]:
     if begin < 0 or (done.returncode and output is not None):
         lines = done.stdout.strip().splitlines() or ["it said nothing"]
         return {"reason": f"status {done.returncode}: {lines[-1]}", "output": lines[-40:]}
-    found: dict[str, Any] = json.loads(text[begin:])
+    try:
+        found: dict[str, Any] = json.JSONDecoder().raw_decode(text, begin)[0]
+    except ValueError as error:
+        return {"reason": f"no JSON: {error}", "output": text.splitlines()[-40:]}
     return found
 
 

@@ -628,7 +628,7 @@ def _plan(args: argparse.Namespace) -> int:
                 plan.describe(planned[-1], contexts=contexts, sequences=args.sequences), flush=True
             )
     if args.json:
-        print(json.dumps([plan.as_json(one) for one in planned], indent=1))
+        print(json.dumps([plan.as_json(one, contexts=contexts) for one in planned], indent=1))
     if args.svg:
         args.svg.write_text(plan.picture(planned))
     return int(all(one.refusal is not None for one in planned))

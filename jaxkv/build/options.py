@@ -221,7 +221,7 @@ class EngineOptions:
         "generate; pooling for `embed`, `classify`, `score` and `reward` in its place; auto: "
         "pooling for checkpoints of sentence-transformers and sequence classifiers",
         check=one_of("auto", "generate", "pooling"),
-        commands=("batch",),
+        commands=("batch", "serve"),
     )
     load_format: str = option(
         "auto",

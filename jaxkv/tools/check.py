@@ -74,9 +74,14 @@ def named_cases(
 
 
 def check(
-    cases: Sequence[Case], engines: Sequence[EngineJob], *, say: Callable[[str], None]
+    cases: Sequence[Case],
+    engines: Sequence[EngineJob],
+    *,
+    kernels: Sequence[str],
+    context: int | None,
+    say: Callable[[str], None],
 ) -> list[Verdict]:
-    """Compiles all of them, without cases the kernels at the engines' own shapes too, each in a
+    """Compiles all of them, without cases these kernels at the engines' own shapes too, each in a
     process of its own; `say` is told of each.
 
     Raises: RuntimeError naming what to install; ValueError with what an engine's limits or config
@@ -94,7 +99,7 @@ def check(
         case
         for verdict in verdicts
         if isinstance(verdict.job, EngineJob)
-        for case in _own_cases(verdict)
+        for case in _own_cases(verdict, kernels, context)
     )
     return verdicts + _run(list(dict.fromkeys(own)), say)
 
@@ -190,8 +195,8 @@ def budget_of(case: Case) -> dict[str, Any]:
     )
 
 
-def _own_cases(verdict: Verdict) -> list[Case]:
-    """Returns the kernels at the engine's own shape, if it takes them."""
+def _own_cases(verdict: Verdict, kernels: Sequence[str], context: int | None) -> list[Case]:
+    """Returns the kernels at the shape of the engine's first KV group, if it takes them."""
     found, engine = verdict.found, verdict.job
     if found.get("backend") != "pallas_tpu" or not isinstance(engine, EngineJob):
         return []
@@ -203,7 +208,7 @@ def _own_cases(verdict: Verdict) -> list[Case]:
     }
     chip, name = parse_target(engine.target).kind, f"{num_heads}/{kv_heads}x{head_dim}"
     known = next((known for known, shape in SHAPES.items() if shape == heads["heads"]), name)
-    return [case_of(kernel, known, chip, **heads) for kernel in KERNELS]
+    return [case_of(kernel, known, chip, context=context, **heads) for kernel in kernels]
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -314,6 +319,19 @@ def versions() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu"))
 
 
+def _kernel_dtype(model: str | None, options: dict[str, Any]) -> str:
+    """Returns the dtype of the pages of kernels at named shapes. Raises: ValueError."""
+    if not model and (more := options.keys() - {"dtype", "kv_cache_dtype", "block_size"}):
+        raise ValueError(f"{', '.join(sorted(more))}: expected a MODEL beside it, got none")
+    given = options.get("kv_cache_dtype", "auto")
+    if given == "auto" or (model and given not in QUANTISED):
+        given = options.get("dtype", "auto")
+    given = "bfloat16" if given == "auto" else given
+    if given not in (known := ("bfloat16", "float32", *QUANTISED)):
+        raise ValueError(f"kv_cache_dtype: expected one of {', '.join(known)}, got {given!r}")
+    return str(given)
+
+
 def run(
     model: str | None,
     *,
@@ -333,9 +351,7 @@ def run(
     kernels at all named shapes.
     """
     targets = [str(parse_target(target)) for target in targets]
-    given = options.get("kv_cache_dtype")
-    if given not in QUANTISED:
-        given = options.get("dtype", "bfloat16")
+    given = _kernel_dtype(model, options)
     if shapes or model:
         wanted = [(name, given) for name in shapes]
     elif given == "bfloat16":
@@ -353,7 +369,13 @@ def run(
         for to in targets
         if model
     ]
-    verdicts = check(cases, engines, say=lambda line: print(line, file=sys.stderr, flush=True))
+    verdicts = check(
+        cases,
+        engines,
+        kernels=kernels or KERNELS,
+        context=context,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     if as_json:
         checked = [verdict.as_json() for verdict in verdicts]
         print(json.dumps({"versions": versions(), "checked": checked}, indent=1))

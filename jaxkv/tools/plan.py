@@ -276,8 +276,10 @@ def _row(name: str, values: Sequence[str]) -> str:
     return f"{name:<42}" + "".join(f"{value:>14}" for value in values)
 
 
-def as_json(planned: Planned) -> dict[str, Any]:
-    """Sizes in bytes, of each device unless they are `token_nbytes`."""
+def as_json(planned: Planned, *, contexts: Sequence[int]) -> dict[str, Any]:
+    """Sizes in bytes, of each device unless they are `token_nbytes`. num_sequences: how many fit,
+    by their length in tokens.
+    """
     blueprint = planned.deployment.blueprint
     return {
         "model": planned.deployment.name,
@@ -293,6 +295,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "plans": [
             asdict(plan)
             | {"pool_bytes": plan.pool_bytes, "left": plan.left, "num_tokens": plan.num_tokens}
+            | {"num_sequences": {context: plan.num_sequences(context) for context in contexts}}
             for plan in planned.plans
         ],
     }

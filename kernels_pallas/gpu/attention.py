@@ -13,6 +13,7 @@ from kernels_pallas.gpu.block import LOG2E, SUMS, Pools, Problem, Queries
 from kernels_pallas.gpu.merge import merge
 from kernels_pallas.gpu.pages import HEAD_DIMS, QuantisedPages
 from kernels_pallas.gpu.schedule import DecodeItems, PrefillItems, Schedule, rows_per_query
+from kernels_pallas.rows import first_rows
 
 PAGE_SIZES = (16, 32, 64, 128)
 QUANTISED_PAGE_SIZES = (64, 128)
@@ -72,7 +73,7 @@ def ragged_paged_attention(
     out = _decode(rows, pools, schedule.decode, base, sinks_KG, problem, out_dtype)
     if schedule.prefill is not None:
         filled = _prefill(q_TKGH, pools, schedule.prefill, base, sinks_KG, problem)
-        out = _first_rows(out, filled.astype(out_dtype), schedule.num_decode)
+        out = first_rows(out, filled.astype(out_dtype), schedule.num_decode)
     return out.reshape(num_tokens, num_heads, head_dim)
 
 
@@ -131,15 +132,6 @@ def _queries(q: jax.Array, problem: Problem) -> Queries:
         return Queries(q, None)
     sums = q.astype(jnp.float32).sum(axis=-1)
     return Queries(q, jnp.pad(sums, [(0, 0)] * 2 + [(0, -sums.shape[-1] % SUMS)]))
-
-
-def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:
-    """Joins [T, ...]: decode rows are the first packed tokens, every other token is a chunk's."""
-    is_decode = jnp.arange(filled.shape[0]) < num_decode
-    decoded = jnp.pad(
-        decoded, ((0, filled.shape[0] - decoded.shape[0]), *[(0, 0)] * (decoded.ndim - 1))
-    )
-    return jnp.where(is_decode.reshape(-1, *[1] * (filled.ndim - 1)), decoded, filled)
 
 
 def _add_sinks(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.rows import first_rows
 from kernels_pallas.tpu.block import PerPool, Static
 from kernels_pallas.tpu.decode import decode
 from kernels_pallas.tpu.layout import (
@@ -190,21 +191,12 @@ def _attention(
             out_dtype=out_dtype,
             interpret=interpret,
         )
-        out = _first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
+        out = first_rows(out, unpack_outputs(layout, filled), schedule.num_decode)
     return out, pools.pages if packing is None else Packed(*pools)
 
 
 def _shape(x: jax.Array | Quantised) -> tuple[int, ...]:
     return (x.values if isinstance(x, Quantised) else x).shape
-
-
-def _first_rows(decoded: jax.Array, filled: jax.Array, num_decode: jax.Array) -> jax.Array:
-    """Joins [T, ...]: decode rows are the first packed tokens, every other token is a chunk's."""
-    is_decode = jnp.arange(filled.shape[0]) < num_decode
-    decoded = jnp.pad(
-        decoded, ((0, filled.shape[0] - decoded.shape[0]), *[(0, 0)] * (decoded.ndim - 1))
-    )
-    return jnp.where(is_decode.reshape(-1, *[1] * (filled.ndim - 1)), decoded, filled)
 
 
 def _check(

@@ -68,6 +68,7 @@ def test_every_command_has_the_flags_of_its_options(capsys):
             cli.main([command, "--help"])
         shown = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
         assert {names[0] for names, _ in flags(command).values()} <= shown
+    assert flags("batch").keys() <= flags("serve").keys()
 
 
 def test_a_flag_reads_what_its_option_takes():

@@ -30,7 +30,7 @@ def options(**changes: object) -> SimpleNamespace:
 
 
 @pytest.mark.slow
-def test_a_run_leaves_its_figures_and_names_what_is_missing(tmp_path, scripts):
+def test_a_run_leaves_its_figures_and_names_what_is_missing(bench, tmp_path, scripts):
     record = tmp_path / "result.json"
     command = [sys.executable, scripts / "bench_generate.py", "--shape", "toy", "--json", record]
     command += ["--dtype", "float32", "--only", "prefill,decode8,mixed"]
@@ -38,14 +38,15 @@ def test_a_run_leaves_its_figures_and_names_what_is_missing(tmp_path, scripts):
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     result = json.loads(record.read_text())
     present, missing = list(result["engines"]), result["missing"]
-    ours = ["jaxkv", "jaxkv-xla", "jaxkv-int8_dynamic"]
-    assert present[:4] == [*ours, *["transformers"] * HAS_TORCH]
-    assert {*present, *missing} == {*ours, "transformers", "vllm", "llama.cpp"}
+    ours = ["jaxkv", "jaxkv-xla", "jaxkv-int8_dynamic", "jaxkv-int4"]
+    assert present[:5] == [*ours, *["transformers"] * HAS_TORCH]
+    assert {*present, *missing} == {*bench.engines.ENGINES}
     for name, why in missing.items():
         assert why.startswith("No module named ")
         assert f"missing: {name}: {why}" in shown
     agreeing = result["prompts_of_8_that_agree"]
-    assert agreeing.pop("jaxkv-int8_dynamic") <= 8  # it rounds more
+    for name in bench.engines.QUANTISED:  # they round more
+        assert agreeing.pop(name, 0) <= 8
     assert agreeing == dict.fromkeys([name for name in present if name in agreeing], 8)
     assert {"python", "jax", "jaxlib"} <= result["engines"]["jaxkv"]["versions"].keys()
     assert {"cpu", "vectors", "cores", "load_before"} <= result.keys()

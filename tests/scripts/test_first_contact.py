@@ -64,7 +64,8 @@ def test_a_device_that_does_nothing_is_a_result_too(script):
 @pytest.mark.parametrize(
     ("program", "found"),
     [
-        ("print('a warning'); print('{\\n \"a\": 1\\n}')", {"a": 1}),
+        ("print('a warning'); print('{\\n \"a\": 1\\n}\\nlast words')", {"a": 1}),
+        ("print('{\\n \"a\": ')", {"output": ["{", ' "a": ']}),
         ("raise SystemExit('no device')", {"reason": "status 1: no device"}),
     ],
 )

@@ -153,6 +153,12 @@ def test_a_model_is_checked_with_the_kernels_at_its_own_shape(compiler, check):
     assert found["checked"][0]["programs"] == [PROGRAM]
 
 
+def test_one_kernel_of_a_model_is_checked_at_the_context_that_is_asked_for(compiler, check):
+    check("some/model", "--target", "v6e", "--kernel", "decode", "--context", "8192")
+    _, case = compiler[1]
+    assert (case.kernel, case.context, case.heads) == ("decode", 8192, (32, 8, 128))
+
+
 def test_a_large_copy_fails_and_is_named(compiler, check):
     copies = [COPY, COPY | {"into_vmem": True}]
     compiler[0][EngineJob] = ENGINE | {"backend": "xla", "programs": [PROGRAM | {"copies": copies}]}
@@ -167,6 +173,8 @@ def test_what_the_caller_can_mend_is_status_2(compiler, check, monkeypatch):
     for arguments, message in (
         (["--target", "v9"], "target: expected one of v4, .*, got 'v9'"),
         (["--shape", "9b"], "shape: expected one of 8b, .*, got '9b'"),
+        (["--kv-cache-dtype", "fp8_e4m3"], "kv_cache_dtype: expected one of .*, got 'fp8_e4m3'"),
+        (["--max-model-len", "64"], "max_model_len: expected a MODEL beside it, got none"),
     ):
         status, out, err = check(*arguments)
         assert (status, out) == (2, "")

@@ -226,12 +226,15 @@ def test_json_and_picture_say_the_same(write, plan, tmp_path):
     picture = tmp_path / "plan.svg"
     targets = ("--target", "v6e", "tpu7x", "v6e:2x4")
     options = ("--backend", "xla", "--max-num-seqs", 64, "--json", "--svg", picture)
+    options += ("--context", 1024, 4096)
     status, out, err = plan(write(LLAMA_3_8B), *targets, *options)
     assert (status, err) == (0, "")
     planned = json.loads(out)
     assert [one["target"] for one in planned] == ["v6e:1x1", "tpu7x:1x1x1", "v6e:2x4"]
     assert [one["tensor_parallel_size"] for one in planned] == [1, 2, 8]
     assert planned[0]["token_nbytes"] == 2 * 32 * 8 * 128 * 2
+    fit = planned[0]["plans"][0]["num_sequences"]
+    assert fit["1024"] >= 4 * fit["4096"] > 0
     drawn = xml.etree.ElementTree.parse(picture).getroot()
     boxes = [box for box in drawn.findall(".//{*}rect") if list(box)]
     widths = [float(box.get("width")) for box in boxes]
