@@ -81,7 +81,8 @@ class Router:
             best_T1 = left_TE.max(axis=1, keepdims=True)
             expert_T1 = jnp.argmax(left_TE, axis=1, keepdims=True)
             size_TE = jnp.maximum(jnp.abs(logits_TE), best_T1)
-            is_near = (best_T1 - logits_TE) / size_TE <= self.margin
+            # Not `<=`: a best logit of 0 gives 0 / 0 for itself, and is near itself.
+            is_near = ~((best_T1 - logits_TE) / size_TE > self.margin)
             mass_T1 = total(jnp.where(is_near, jnp.exp(left_TE - best_T1), 0))[:, None]
             found.append((expert_T1, 1 / mass_T1))
             left_TE = jnp.where(jnp.arange(left_TE.shape[1])[None] == expert_T1, -jnp.inf, left_TE)

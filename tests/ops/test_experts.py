@@ -61,3 +61,12 @@ def test_groups_bound_the_choice():
     assert 0 in by_best[0].tolist()
     biased = Router(**how)(logits, jnp.zeros(8).at[jnp.array([4, 5])].set(9.0))[0]
     assert {4, 5} < set(biased[0].tolist())
+
+
+@pytest.mark.parametrize("rest", [[-1.0, -2.0, -3.0], [0.0, -1.0, -2.0]])
+def test_a_best_logit_of_zero_is_near_itself(rest):
+    """One expert after the other: each weighs 1 where no other is near, an equal one half."""
+    router = Router(num_used=2, margin=0.02)
+    chosen, weight = jax.jit(router.__call__)(np.array([[0.0, *rest]], np.float32))
+    assert chosen.tolist() == [[0, 1]]
+    assert weight.tolist() == [[0.5 if rest[0] == 0 else 1.0, 1.0]]
