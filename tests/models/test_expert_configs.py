@@ -32,6 +32,7 @@ from tiny import make_checkpoint
         ("dots1", "n_group", 3, "groups of two or more of the 8 experts"),
         ("dots1", "n_group", 8, "groups of two or more of the 8 experts"),
         ("dots1", "topk_group", 5, "a whole number from 1 to 4"),
+        ("dots1", "num_experts_per_tok", 5, "at most the 4 experts of the groups"),
         ("dots1", "first_k_dense_replace", 4, "a number of the 3 layers"),
         ("dots1", "num_nextn_predict_layers", -1, "a whole number from 1"),
         ("exaone_moe", "n_group", 4, "groups of two or more of the 6 experts"),

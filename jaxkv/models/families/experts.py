@@ -122,8 +122,12 @@ def read_router(config: ConfigReader, count: int, *, used: str, **router: object
     num_used = config.size(used)
     if num_used > count:
         raise config.fail(used, f"at most the {count} experts that there are")
-    made = Router(num_used=num_used)
-    return replace(made, **router)  # type: ignore[arg-type]
+    made: Router = replace(Router(num_used=num_used), **router)  # type: ignore[arg-type]
+    allowed = count // made.num_groups * made.num_groups_used
+    if num_used > allowed:
+        expected = f"at most the {allowed} experts of the groups that a token chooses from"
+        raise config.fail(used, expected)
+    return made
 
 
 def read_mixtral(config: ConfigReader, *, bias: str | None = None) -> Experts:
