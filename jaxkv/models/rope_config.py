@@ -78,6 +78,10 @@ def read_rope(
             plain, factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high
         )
     if kind == "longrope":
+        if original_max_len < 2:
+            key = "original_max_position_embeddings"
+            shown = config.replaced(**{key: original_max_len})
+            raise shown.fail(key, "a number >= 2 (longrope divides by its logarithm)")
         factor = rope.number("factor", max_len / original_max_len)
         stretch = 1 + math.log(max(factor, 1)) / math.log(original_max_len)
         return replace(

@@ -225,6 +225,9 @@ def test_rotations_that_transformers_does_not_read_are_refused():
     [
         ("dots1", {"sliding_window": 8, "max_window_layers": 1}),
         ("qwen2_moe", {"sliding_window": 8, "max_window_layers": 2, "use_sliding_window": True}),
+        ("qwen2_moe", {"sliding_window": 8, "max_window_layers": 0, "use_sliding_window": True}),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}),  # beside layer_types
+        ("exaone_moe", {"sliding_window_pattern": "LLLG"}),
         ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
         ("mixtral", {"num_experts": 5, "num_local_experts": None}),
     ],
@@ -410,6 +413,10 @@ BAD = {
         ["rope_scaling", "type", "'whirl'"],
     ),
     "rope as a list": ({"rope_scaling": [2.0]}, ["rope_scaling", "an object", "[2.0]"]),
+    "longrope without a length": (
+        {ROPE_KEYS: families.LONG | {"original_max_position_embeddings": 1}},
+        ["original_max_position_embeddings", "a number >= 2", "got 1"],
+    ),
     "linear without a factor": (
         {"rope_scaling": {"type": "linear"}},
         ["rope_scaling", "factor", "None"],
@@ -474,6 +481,13 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
 def test_what_a_family_is_not_built_for_is_refused_by_name(variant, key, value, expected):
     with pytest.raises(CheckpointError, match=f"{key}: expected {expected}"):
         read(families.text_config(variant) | {key: value})
+
+
+@pytest.mark.parametrize("pairs", [[[["local"] * 10**5, 4096]], [[["local"], 2]] * 2])
+def test_more_kinds_than_layers_are_refused_before_they_are_listed(pairs):
+    config = families.text_config("gpt_neo") | {"attention_layers": None, "attention_types": pairs}
+    with pytest.raises(CheckpointError, match="attention_types: expected kinds of 3 layers in all"):
+        read(config)
 
 
 def test_packed_ternary_weights_are_refused_by_name():

@@ -555,6 +555,20 @@ def test_a_published_config_is_a_model_of_the_published_size(name):
     assert sum(math.prod(leaf.shape) for leaf in leaves) == num_parameters
 
 
+def test_a_first_minicpm_that_leaves_out_the_tie_is_tied():
+    config = PUBLISHED["minicpm-2b"][1]
+    early = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    assert read_family(ConfigReader(early, "early")) == read_family(ConfigReader(config, "early"))
+
+
+def test_the_text_part_of_exaone_4_5_has_an_older_name():
+    text = PUBLISHED["exaone-4-1.2b"][1]
+    for name in ("exaone4", "exaone4_5_text"):
+        config = {"model_type": "exaone4_5", "text_config": text | {"model_type": name}}
+        spec, layout = read_family(ConfigReader(config, name))
+        assert (spec.family, layout.part_of) == ("exaone4", "exaone4_5")
+
+
 def test_windows_of_published_configs():
     def windows(name: str) -> dict[int | None, int]:
         spec, _ = read_family(ConfigReader(PUBLISHED[name][1], name))

@@ -92,6 +92,7 @@ TEXT_OF = {
 """Models of several parts, each with the family of a text part that does not say which it is."""
 
 RENAMED = {
+    "exaone4_5_text": "exaone4",
     "gpt-sw3": "gpt2",
     "modernbert-decoder": "modernbert_decoder",
     "openai-gpt": "openai_gpt",
@@ -135,9 +136,8 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     Raises: CheckpointError for an unknown model_type, naming those that are spelt like it, and for
     rotary parameters that do not compute.
     """
-    if (name := config.values.get("model_type")) in tuple(RENAMED):
-        config = config.replaced(model_type=RENAMED[name])
-    outer, config = config, _text_part(config)
+    outer = _renamed(config)
+    config = _renamed(_text_part(outer))
     model_type = config.values.get("model_type")
     if model_type not in FAMILIES:
         near = difflib.get_close_matches(str(model_type), (*FAMILIES, *TEXT_OF), n=3, cutoff=0.5)
@@ -155,6 +155,12 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     if config is not outer:
         layout = replace(layout, part_of=outer.get("model_type", "another model"))
     return spec, layout
+
+
+def _renamed(config: ConfigReader) -> ConfigReader:
+    if (name := config.values.get("model_type")) in tuple(RENAMED):
+        return config.replaced(model_type=RENAMED[name])
+    return config
 
 
 def _text_part(config: ConfigReader) -> ConfigReader:

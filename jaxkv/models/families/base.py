@@ -315,15 +315,21 @@ def qwen_kinds(config: ConfigReader) -> list[str]:
     has_window = has_window and config.get("sliding_window") is not None
     if has_window:
         config.size("sliding_window")
-    first = config.get("max_window_layers", 28)
-    if not is_int(first) or first < 0:
-        raise config.fail("max_window_layers", "a whole number >= 0")
+    first = max_window_layers(config)
     if config.get("layer_types") is None:
         return [SLIDING if has_window and i >= first else FULL for i in range(num_layers)]
     kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
     if SLIDING in kinds and not has_window:
         raise config.fail("use_sliding_window", "true, because layer_types has sliding_attention")
     return kinds
+
+
+def max_window_layers(config: ConfigReader) -> int:
+    """Reads Qwen's key for the layer where windows begin, or end: 0 is the first one."""
+    value = config.get("max_window_layers", 28)
+    if not is_int(value) or value < 0:
+        raise config.fail("max_window_layers", "a whole number >= 0")
+    return value
 
 
 def _windows(

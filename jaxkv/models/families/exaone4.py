@@ -35,8 +35,10 @@ def read_kinds_and_ropes(config: ConfigReader) -> tuple[list[str], list[RopeSpec
 
 def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
     """Reads each layer's kind; a pattern may be a number, or a text such as "LLLG"."""
+    if config.get("layer_types") is not None:  # a pattern beside it counts for nothing
+        return read_kinds(config, num_layers)
     pattern = config.get("sliding_window_pattern", 4)
-    if config.get("layer_types") is not None or not isinstance(pattern, str):
+    if not isinstance(pattern, str):
         every = config.size("sliding_window_pattern", 4)
         return read_kinds(config, num_layers, every=every)
     if not pattern or set(pattern) - {"L", "G"}:

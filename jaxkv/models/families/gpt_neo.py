@@ -72,6 +72,8 @@ def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
         names, count = pair
         if not isinstance(names, list) or not is_int(count) or not 0 <= count <= MAX_LAYERS:
             raise config.fail("attention_types", "a list of pairs, kinds of layers and how often")
+        if len(listed) + len(names) * count > num_layers:  # before a list of billions is made
+            raise config.fail("attention_types", f"kinds of {num_layers} layers in all")
         listed += names * count
     shown = ConfigReader({"attention_types": listed}, config.where)
     return [KINDS[kind] for kind in shown.kinds("attention_types", num_layers, tuple(KINDS))]

@@ -11,7 +11,9 @@ from jaxkv.models.spec import ModelSpec, Scales
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("num_experts", 0)
-    config = config.with_defaults({"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1})
+    # Its authors' MiniCPMConfig, which transformers does not have: files say only what differs.
+    defaults = {"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True}
+    config = config.with_defaults(defaults)
     return read_decoder(config, family="minicpm", scales=read_scales(config))
 
 

@@ -5,7 +5,15 @@
 from __future__ import annotations
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
-from jaxkv.models.families.base import FULL, QKV, SLIDING, Layout, qwen_kinds, read_decoder
+from jaxkv.models.families.base import (
+    FULL,
+    QKV,
+    SLIDING,
+    Layout,
+    max_window_layers,
+    qwen_kinds,
+    read_decoder,
+)
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, qwen_dense, read_router
 from jaxkv.models.spec import ModelSpec
 
@@ -38,5 +46,5 @@ def _kinds(config: ConfigReader) -> list[str]:
     if config.get("layer_types") is not None or not config.flag("use_sliding_window", False):
         return qwen_kinds(config)
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    first = config.size("max_window_layers", 28)
+    first = max_window_layers(config)
     return [SLIDING if i % 2 == 0 and i < first else FULL for i in range(num_layers)]
