@@ -73,6 +73,15 @@ class StructuredOutputsParams:
             _check_text("choice", "".join(self.choice))
 
 
+def read_structured(given: dict[str, Any]) -> StructuredOutputsParams:
+    """Returns what an object of JSON asks for. Raises: ValueError."""
+    known = StructuredOutputsParams.__dataclass_fields__.keys()
+    if unknown := sorted(given.keys() - known):
+        message = f"structured_outputs: expected some of {', '.join(known)}, got {unknown}"
+        raise ValueError(message[:300])
+    return StructuredOutputsParams(**given)
+
+
 def _wrong(name: str, expected: str, got: Any) -> ValueError:
     return ValueError(f"structured_outputs: {name}: expected {expected}, got {got!r:.80}")
 

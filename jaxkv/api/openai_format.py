@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxkv.config import SamplingParams, is_int
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxkv.structured import StructuredOutputsParams
+from jaxkv.structured import StructuredOutputsParams, read_structured
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -264,13 +264,7 @@ def _structured(keys: Keys) -> StructuredOutputsParams | None:
     """Returns what OpenAI's response_format asks for, or vLLM's structured_outputs."""
     form, own = keys.take("response_format", dict), keys.take("structured_outputs", dict)
     if form is None or form == {"type": "text"}:
-        if own is None:
-            return None
-        known = StructuredOutputsParams.__dataclass_fields__.keys()
-        if unknown := sorted(own.keys() - known):
-            message = f"structured_outputs: expected some of {', '.join(known)}, got {unknown}"
-            raise BodyError(message[:300], "structured_outputs")
-        return StructuredOutputsParams(**own)
+        return None if own is None else read_structured(own)
     if own is not None:
         message = "response_format: expected none with structured_outputs"
         raise BodyError(message, "response_format")

@@ -22,6 +22,8 @@ from jaxkv.api.batch_files import open_lines, open_output, run, run_batch
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.lora.request import LoRARequest
+from jaxkv.ray import Generate
+from jaxkv.requests.grammar import Grammar
 from jaxkv.requests.pooling import PoolingParams
 
 SMALL = {
@@ -126,11 +128,12 @@ def test_a_line_names_its_adapter_as_its_model(tmp_path, checkpoint, capsys):
     (tmp_path / "in.jsonl").write_bytes(dumped(lines))
     output = tmp_path / "out.jsonl"
 
-    def run_command(*changes: str) -> int:
+    def run_command(*changes: str, has_adapters: bool = True) -> int:
         modules = [f"{lora.lora_name}={lora.lora_path}" for lora in loras]
         command = ["batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(output), "--quiet"]
         command += ["--model", str(checkpoint), *FLAGS, "--temperature", "0", "--max-tokens", "6"]
-        command += ["--ignore-eos", "--enable-lora", "--lora-modules", *modules, *changes]
+        command += ["--ignore-eos", "--enable-lora"]
+        command += ["--lora-modules", *modules, *changes] if has_adapters else []
         return cli.main(command)
 
     assert run_command() == 0
@@ -147,6 +150,8 @@ def test_a_line_names_its_adapter_as_its_model(tmp_path, checkpoint, capsys):
         "line 8: model: expected a text, got int"
     ]
     assert run_command() == 0
+    assert run_command(has_adapters=False) == 2
+    assert "adapters: expected {'a': " in capsys.readouterr().err
     shutil.copyfile(
         tmp_path / "b/adapter_model.safetensors", tmp_path / "a/adapter_model.safetensors"
     )
@@ -333,6 +338,34 @@ def test_what_is_wrong_or_not_supported_is_named_in_the_line_s_error(rows_of):
     assert errors["no id"]["error"] is None
     assert len(rows) == len(lines) + 2
     assert rows_of() == rows
+
+
+def test_a_form_is_asked_for_by_a_line_or_the_run_and_without_it_there_is_no_answer(
+    rows_of, llm, monkeypatch
+):
+    """In both forms of a line, and from Ray's columns."""
+    pytest.importorskip("llguidance")
+    asked = {"structured_outputs": {"choice": ["The"]}}
+    plain, openai = {"id": 1, "prompt": "a"}, line("2", COMPLETION, prompt="a", **asked)
+    (row,) = rows_of([plain | {"params": asked}], name="line")
+    assert (row["text"], row["finish_reason"]) == ("The", "stop")
+    params = GREEDY | {"ignore_eos": False} | asked
+    assert rows_of([plain], params, name="run") == [row]
+    (row,) = rows_of([plain | {"params": {"structured_outputs": {"a": 1}}}], name="odd")
+    assert "structured_outputs: expected some of json" in row["error"]
+    # Some is too much for the parser only when it has come so far.
+    monkeypatch.setattr(Grammar, "accept", lambda self, token: setattr(self, "lost", True))
+    error = property(lambda self: "too complex" if hasattr(self, "lost") else "")
+    monkeypatch.setattr(Grammar, "error", error)
+    lines = [plain | {"params": asked}, openai]
+    rows = rows_of(lines, name="lost")
+    assert {row["id"]: row["error"] for row in rows}[1] == "structured_outputs: too complex"
+    assert message_of(next(row for row in rows if "custom_id" in row)) == rows[0]["error"]
+    columns = {"line": np.array([json.dumps(one) for one in lines], object)}
+    by_ray = [json.loads(row) for row in Generate(llm, params=GREEDY)(columns)["row"]]
+    assert by_ray == sorted(rows, key=lambda row: "custom_id" in row)
+    with pytest.raises(ValueError, match=r"max_errors: expected at most 0 .*too complex"):
+        rows_of(lines, name="many", max_errors=0)
 
 
 def test_any_text_is_a_custom_id_and_the_first_line_with_it_counts(rows_of):

@@ -13,6 +13,7 @@ from jaxkv.config import SamplingParams, is_int
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.pooling import EmbeddingRequestOutput, PoolingParams
+from jaxkv.structured import read_structured
 
 LineId = str | int
 Output = RequestOutput | EmbeddingRequestOutput
@@ -124,6 +125,16 @@ _COUNTED = ("finish_reason", "num_prompt_tokens", "num_output_tokens")
 _RESULTS = ({"id", "text", *_COUNTED}, {"id", "token_ids", *_COUNTED})
 
 
+def changed(params: SamplingParams, changes: Mapping[str, Any]) -> SamplingParams:
+    """Returns the parameters with some fields changed as JSON says them, which has an object for
+    structured_outputs. Raises: ValueError.
+    """
+    asked = changes.get("structured_outputs")
+    if isinstance(asked, dict):
+        changes = {**changes, "structured_outputs": read_structured(asked)}
+    return replace(params, **changes)
+
+
 class Plain(Form):
     """Is jaxkv's own form: {"id", "prompt" or "prompt_token_ids" or "messages", "params"}, and
     "model" for an adapter.
@@ -152,7 +163,7 @@ class Plain(Form):
             raise ValueError(f"params: expected an object, got {type(changes).__name__}")
         if unknown := sorted(changes.keys() - _PARAMS):
             raise ValueError(f"params: unknown or not possible in a batch: {', '.join(unknown)}")
-        params = replace(defaults.params, **changes)
+        params = changed(defaults.params, changes)
         name = line.get("model")
         if not isinstance(name, str | None):
             raise ValueError(f"model: expected a text, got {type(name).__name__}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxkv.api.batch_files import sources
-from jaxkv.api.batch_files.forms import Defaults, Form, Job, LineId
+from jaxkv.api.batch_files.forms import Defaults, Form, Job, LineId, changed
 from jaxkv.api.batch_files.journal import Rows, message_of
 from jaxkv.api.batch_files.sources import Lines, is_blank, numbered_lines
 from jaxkv.api.batch_files.unanswered import Line, Unanswered, is_of
@@ -156,11 +156,24 @@ class _Tally:
 def completed_by(
     llm: LLM, requests: Iterable[tuple[Any, Any, LoRARequest | None]]
 ) -> Generator[tuple[int, RequestOutput | EmbeddingRequestOutput | ValueError]]:
-    """Yields the results of what lines ask for, in order of finishing: texts or vectors."""
+    """Yields the results of what lines ask for, in order of finishing: texts or vectors, and a
+    ValueError for what was refused or has been ended before its time.
+    """
     if llm.pools:
         yield from llm.embed_as_completed(requests)
-    else:
-        yield from llm.as_completed(requests)
+        return
+    with closing(llm.as_completed(requests)) as completed:
+        for index, result in completed:
+            yield index, result if isinstance(result, ValueError) else _whole(result)
+
+
+def _whole(output: RequestOutput) -> RequestOutput | ValueError:
+    for one in output.outputs:
+        if one.finish_reason == "abort" and one.stop_reason is not None:
+            return ValueError(f"structured_outputs: {one.stop_reason}")
+        if one.finish_reason == "abort":
+            return ValueError("ended by an error in another call of the same engine: run it again")
+    return output
 
 
 class _Requests:
@@ -254,7 +267,7 @@ def defaults_of(
         chosen, has_max_tokens = params, True
     else:
         given = {} if params is None else dict(params)
-        chosen = replace(llm.get_default_sampling_params(), **given)
+        chosen = changed(llm.get_default_sampling_params(), given)
         has_max_tokens = "max_tokens" in given
     for name in ("logprobs", "prompt_logprobs"):
         if (asked := getattr(chosen, name)) is not None:
