@@ -167,6 +167,8 @@ def read_pooling(
     own = config.section("sentence_transformers").get("activation_fn")
     named = config.get("sbert_ce_default_activation_function") if own is None else own
     activation = "Sigmoid" if is_one else "Softmax"
+    if config.get("problem_type") == "regression":
+        activation = "Identity"
     if named is not None:
         activation = _activation(str(named), config.where)
     return Pooling(labels=labels, activation=activation)

@@ -159,23 +159,30 @@ class Intake:
         """Returns the prompt with at most so many tokens."""
         text, ids, salt = parse(prompt)
         if ids is None:
-            if self._longest_token is None and self._model.tokenizer is not None:
-                self._longest_token = longest_token(self._model.tokenizer)
-            # A tokenizer takes seconds for megabytes of what is cut off.
-            longest = most * (self._longest_token or 0)
-            cut = text if not text or len(text) <= longest else text[: int(longest)]
-            ids = self._encode(cut or "", truncation=True, max_length=most)
+            ids = self._encode(self._cut(text or "", most), truncation=True, max_length=most)
         return {"prompt": text, "prompt_token_ids": ids[:most], "cache_salt": salt}
+
+    def _cut(self, text: str, most: int) -> str:
+        """Cuts off what is certainly beyond so many tokens: a tokenizer takes seconds for
+        megabytes.
+        """
+        if self._longest_token is None and self._model.tokenizer is not None:
+            self._longest_token = longest_token(self._model.tokenizer)
+        longest = most * (self._longest_token or 0)
+        return text if len(text) <= longest else text[: int(longest)]
 
     def pair(self, first: str, second: str, most: int | None) -> dict[str, Any]:
         """Returns two texts as one prompt, as the tokenizer joins them, of at most so many tokens
-        (-1: what the model takes). Raises: ValueError without a tokenizer, and for an empty text.
+        (-1: what the model takes), cut as the tokenizer cuts. Raises: ValueError without a
+        tokenizer, and for an empty text.
         """
         with self._lock:
-            ids = self._encode(first, text_pair=second)
-        if most is not None:
-            ids = ids[: min(most % 2**31, self._config.max_model_len)]
-        return {"prompt_token_ids": ids}
+            if most is None:
+                return {"prompt_token_ids": self._encode(first, second)}
+            most = min(most % 2**31, self._config.max_model_len)
+            first, second = self._cut(first, most), self._cut(second, most)
+            ids = self._encode(first, second, truncation=True, max_length=most)
+            return {"prompt_token_ids": ids[:most]}
 
     def _check_generates(self) -> None:
         if self._config.pooled:
@@ -536,20 +543,22 @@ class Intake:
             )
         return words
 
-    def _encode(self, text: str, **options: Any) -> list[int]:
+    def _encode(self, text: str, *second: str, **options: Any) -> list[int]:
+        """Returns the tokens of a text, or of two as one prompt. Raises: ValueError."""
         if self._model.tokenizer is None:
             raise ValueError(
                 'expected {"prompt_token_ids": [...]} with skip_tokenizer_init=True, got a text'
             )
-        if not text:
-            raise ValueError("the prompt is empty; expected at least one token")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not valid Unicode: {error}") from error
-        if len(text) > self._config.max_model_len:
-            self._check_characters(len(text))
-        return self._model.tokenizer.encode(text, **options)
+        for one in (text, *second):
+            if not one:
+                raise ValueError("the prompt is empty; expected at least one token")
+            try:
+                one.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"the prompt is not valid Unicode: {error}") from error
+            if len(one) > self._config.max_model_len:
+                self._check_characters(len(one))
+        return self._model.tokenizer.encode(text, *second, **options)
 
     def _check_characters(self, length: int) -> None:
         """Refuses what is certainly too long, since a tokenizer takes seconds for megabytes."""

@@ -277,7 +277,7 @@ def _layers(config: ConfigReader) -> frozenset[int] | None:
         return None
     if not isinstance(listed, list) or not all(is_int(one) and one >= 0 for one in listed):
         raise config.fail("layers_to_transform", "a layer's number or a list of them")
-    return frozenset(listed)
+    return frozenset(listed) or None  # all, as in PEFT
 
 
 def _targets(spec: ModelSpec, layout: Layout) -> dict[str, list[Target]]:

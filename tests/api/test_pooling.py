@@ -255,6 +255,14 @@ def classifier(directory: Path, labels: int, **more) -> Path:
     return directory
 
 
+def test_numbers_of_a_regression_are_what_its_head_says(tmp_path):
+    """As in transformers' pipeline, which applies no function to them."""
+    llm = LLM(classifier(tmp_path, 1, problem_type="regression"), **SMALL)
+    (raw,) = llm.reward(PROMPTS[:1], use_tqdm=False)
+    (one,) = llm.classify(PROMPTS[:1], use_tqdm=False)
+    np.testing.assert_array_equal(one.outputs.probs, raw.outputs.data)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("labels", [1, 3])
 def test_classifiers_score_as_transformers(torch, tmp_path, labels):
@@ -296,6 +304,13 @@ def test_pairs_are_scored_by_a_head_by_two_tokens_or_by_the_angle(tmp_path):
         logprobs = said.outputs[0].logprobs[0]
         no, yes = (np.exp(logprobs[ids[word]].logprob) for word in "ab")
         assert output.outputs.score == pytest.approx(yes / (yes + no), abs=1e-5)
+    short, tokenizer = PoolingParams(truncate_prompt_tokens=5), asked.get_tokenizer()
+    (cut,) = asked.score(TEXTS[0], TEXTS[1], pooling_params=short, use_tqdm=False)
+    own_cut = {"truncation": True, "max_length": 5}
+    assert cut.prompt_token_ids == tokenizer.encode(TEXTS[0], text_pair=TEXTS[1], **own_cut)
+    for second, message in (("", "empty"), ("\ud800", "Unicode")):
+        with pytest.raises(ValueError, match=message):
+            asked.score(TEXTS[0], second)
     before = asked.reward(TEXTS[1], use_tqdm=False)[0].outputs.data
     arrays = {name: np.array(x) for name, x in load_file(directory / "model.safetensors").items()}
     arrays["lm_head.weight"] *= 2
