@@ -78,15 +78,9 @@ def read_rope(
             plain, factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high
         )
     if kind == "longrope":
-        if original_max_len < 2:
-            key = "original_max_position_embeddings"
-            shown = config.replaced(**{key: original_max_len})
-            raise shown.fail(key, "a number >= 2 (longrope divides by its logarithm)")
-        factor = rope.number("factor", max_len / original_max_len)
-        stretch = 1 + math.log(max(factor, 1)) / math.log(original_max_len)
         return replace(
             plain,
-            attention_factor=rope.number("attention_factor", math.sqrt(stretch)),
+            attention_factor=_longrope_attention_factor(rope, max_len, original_max_len),
             short_factors=rope.numbers("short_factor", dim // 2),
             long_factors=rope.numbers("long_factor", dim // 2),
         )
@@ -99,6 +93,16 @@ def read_rope(
         attention_factor=_yarn_attention_factor(rope, factor),
         truncate=rope.flag("truncate", True),
     )
+
+
+def _longrope_attention_factor(rope: ConfigReader, max_len: int, original_max_len: int) -> float:
+    if original_max_len < 2:
+        key = "original_max_position_embeddings"
+        shown = rope.replaced(**{key: original_max_len})
+        raise shown.fail(key, "a number >= 2 (longrope divides by its logarithm)")
+    factor = rope.number("factor", max_len / original_max_len)
+    stretch = 1 + math.log(max(factor, 1)) / math.log(original_max_len)
+    return rope.number("attention_factor", math.sqrt(stretch))
 
 
 def read_layer_ropes(
