@@ -228,6 +228,7 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("qwen2_moe", {"sliding_window": 8, "max_window_layers": 0, "use_sliding_window": True}),
         ("exaone4", {"sliding_window_pattern": "LLLG"}),  # beside layer_types
         ("exaone_moe", {"sliding_window_pattern": "LLLG"}),
+        ("gemma", {"hidden_act": "gelu"}),  # meant is the one by tanh
         ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
         ("mixtral", {"num_experts": 5, "num_local_experts": None}),
     ],
@@ -473,6 +474,7 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("gemma3n_text", "intermediate_size", [80], "a number, or a list of 6"),
         ("bitnet", "head_dim", 4, "hidden_size=48"),
         ("ctrl", "layer_norm_epsilon", 1e-5, "1e-06"),
+        ("ernie4_5_moe", "moe_norm_min", 0.1, "1e-12"),
         ("modernbert_decoder", "classifier_activation", "relu", "gelu"),
         ("openai_gpt", "afn", "gelu_new", "one of gelu, relu"),
         ("xglm", "pad_token_id", 5, "0 or 1"),

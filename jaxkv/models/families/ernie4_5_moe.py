@@ -47,6 +47,8 @@ def read_with(
     """Reads the decoder of these experts, which the layers of `is_dense` do not have."""
     if config.flag("use_bias", False):
         raise config.fail("use_bias", "false (biases of experts are not built)")
+    # The least that weights are divided by, which no sum of them is below.
+    config.refuse("moe_norm_min", 1e-12)
     return read_decoder(
         config,
         family=family,

@@ -10,15 +10,15 @@ from jaxkv.models.spec import ModelSpec, Scales
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    # Early files name an exact GELU in hidden_act and mean the one by tanh, as hidden_activation
-    # says.
+    # Early files name an exact GELU in hidden_act and mean the one by tanh, whether or not
+    # hidden_activation says so, which transformers does not read.
+    if config.get("hidden_act") == "gelu":
+        config = config.replaced(hidden_act="gelu_pytorch_tanh")
     biased = (*QKV, "o") * config.flag("attention_bias", False)
-    named = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     return read_decoder(
         config,
         family="gemma",
         biased=biased,
         norm="rms_one",
-        activation=named,
         scales=Scales(embed=config.size("hidden_size") ** 0.5),
     )
