@@ -291,14 +291,18 @@ class Layers:
                 own["down_bias"] = jnp.where(is_first, own["down_bias"], 0)
             return mlp(x_RD, own, activation=activation)
 
+        # Experts of a size of their own. What they give is added up over devices behind the layer
+        # that widens it, which has no bias.
+        routed_TX = linear(x_TD, w["latent_in"]) if "latent_in" in w else x_TD
         y_TD = run_experts(
-            x_TD,
+            routed_TX,
             expert_TK,
             weight_TK,
             run,
             num_experts=num_experts,
             on_input=router.on_input,
         )
+        y_TD = linear(y_TD, w["latent_out"]) if "latent_out" in w else y_TD
         if "shared_up" in w:
             names = ("gate", "up", "down")
             own = {name: w[f"shared_{name}"] for name in names if f"shared_{name}" in w}

@@ -22,7 +22,9 @@ class Experts:
     `bias_shape` if that is not a vector of its own. shared: the prefix of an MLP of
     `shared_width` for all tokens, which `shared_gate` weighs. fused: the names of two tensors that
     have the weights of all experts, gates in front of what they weigh in the first, [E, out, in],
-    `transposed`, or `either_way`. shared_fused: those of the shared MLP behind `shared`.
+    `transposed`, or `either_way`. shared_fused: those of the shared MLP behind `shared`. latent:
+    experts take and give vectors of so many numbers, 0 for the stream's own, which two linear
+    layers of these names, for all of them, make of the stream's and turn into them.
     """
 
     count: int
@@ -42,6 +44,8 @@ class Experts:
     fused: tuple[str, str] | None = None
     transposed: bool = False
     either_way: bool = False
+    latent: int = 0
+    latent_names: tuple[str, str] = ("", "")
 
     def leaves(self, prefix: str, hidden: int) -> dict[str, Leaf]:
         """Describes the arrays of a layer's experts, those of all experts in one stack."""
@@ -54,7 +58,12 @@ class Experts:
                 part = Part(shape=self.bias_shape, of_all=True, stop=self.count)
             bias = leaf(prefix + self.bias, (self.count,), ("experts",), part=part)
             found["router_bias"] = bias
-        found |= {f"expert_{name}": one for name, one in self._routed(prefix, hidden).items()}
+        routed = self._routed(prefix, self.latent or hidden)
+        found |= {f"expert_{name}": one for name, one in routed.items()}
+        if self.latent:
+            into, out_of = (f"{prefix}{name}.weight" for name in self.latent_names)
+            found["latent_in"] = leaf(into, (self.latent, hidden), (None, "model"))
+            found["latent_out"] = leaf(out_of, (hidden, self.latent), ("model", None))
         if self.shared is not None and self.shared_width:
             own = _mlp(prefix + self.shared, self.shared_width, hidden)
             if self.shared_fused is not None:

@@ -72,7 +72,6 @@ def _read_form(config: ConfigReader, form: str) -> tuple[ModelSpec, Layout]:
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     mixture: dict[str, Any] = {}
     if form == "moe":
-        config.refuse("moe_latent_size")
         config.refuse("mlp_bias", False)
         experts, router = _read_experts(config)
         mixture = {"experts": lambda prefix, hidden: _ungated(experts, prefix, hidden)}
@@ -127,6 +126,8 @@ def _read_experts(config: ConfigReader) -> tuple[Experts, Any]:
         bias="mixer.gate.e_score_correction_bias",
         shared="mixer.shared_experts.",
         shared_width=config.size("moe_shared_expert_intermediate_size"),
+        latent=0 if config.get("moe_latent_size") is None else config.size("moe_latent_size"),
+        latent_names=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
     ), router
 
 
