@@ -183,7 +183,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": GROUPED | HEAD | {"rope_parameters": GLM_ROPE, "attention_bias": True},
     "glm4v_text": {"rope_parameters": GLM_ROPE},
     "glm_ocr_text": HEAD | {"rope_parameters": GLM_ROPE},
-    "gpt2": GPT2,
+    "gpt2": GPT2 | {"scale_attn_by_inverse_layer_idx": True},
     "gpt2-inner": GPT2 | {"n_inner": 80, "scale_attn_weights": False},
     "gpt_neox": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}},
     "gpt_neox-in-turn": {"use_parallel_residual": False, "attention_bias": False},

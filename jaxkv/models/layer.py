@@ -182,6 +182,8 @@ class Layers:
                 )
             if self._warmth_T is not None and (rope is None or warms_rotated):
                 q = q * self._warmth_T[:, None, None]
+            if spec.attention.by_depth:
+                q = q / (number + 1)
             sinks_N, dtype = w.get("sinks"), w["o"].dtype
             out_TNH, held = self._attend(
                 held,

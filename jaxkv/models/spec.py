@@ -86,6 +86,8 @@ class AttentionSpec:
     inside of latent attention. latent_factor: of latents, before they are stored. gate: the
     activation of gates of what attention gives, which are one for each head or each number.
     slopes: of each query head, by which scores fall with distance (`models.alibi`); () for none.
+    by_depth: scores are divided by the number of their layer, 1 for the first. Source: Mistral by
+    Stanford CRFM.
     index: how latent attention chooses keys; None: it attends to all.
     """
 
@@ -101,6 +103,7 @@ class AttentionSpec:
     latent_factor: float = 1.0
     gate: str = "sigmoid"
     slopes: tuple[float, ...] = ()
+    by_depth: bool = False
     index: IndexSpec | None = None
 
 

@@ -34,7 +34,6 @@ NAMES = Names(
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    config.refuse("scale_attn_by_inverse_layer_idx", False)
     config.refuse("add_cross_attention", False)
     spec, layout = read_decoder(
         with_width(config).renamed(**KEYS),
@@ -46,7 +45,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         eps="layer_norm_epsilon",
         activation="activation_function",
         norm="layer",
-        attention=AttentionSpec(scale=None if config.flag("scale_attn_weights", True) else 1.0),
+        attention=AttentionSpec(
+            scale=None if config.flag("scale_attn_weights", True) else 1.0,
+            by_depth=config.flag("scale_attn_by_inverse_layer_idx", False),
+        ),
     )
     masks = (r"transformer\.h\.\d+\.attn\.(masked_)?bias",)
     return spec, replace(layout, derived=masks)
