@@ -42,6 +42,8 @@ def defaults(model_type: str) -> dict[str, Any]:
         for key, value in sorted(values.items())
         if not isinstance(value, (dict, list)) and not LEFT_OUT.fullmatch(key)
     }
+    if "local_attention" in known:  # of which the window is made, where a file has none
+        known.pop("sliding_window", None)
     if kind.attribute_map:
         known["aliases"] = kind.attribute_map
     if rope.get("rope_type", "default") == "default":

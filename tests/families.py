@@ -302,9 +302,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         }
     },
-    "modernbert_decoder": {"num_hidden_layers": 4, "local_attention": 16, "norm_bias": True}
+    "modernbert_decoder": {"num_hidden_layers": 4, "local_attention": 17, "norm_bias": True}
     | {"classifier_bias": True, "tie_word_embeddings": True, "mlp_bias": True},
-    "modernbert_decoder-plain": {"local_attention": 17, "decoder_bias": False}
+    "modernbert_decoder-plain": {"sliding_window": 7, "decoder_bias": False}
     | {"attention_bias": True},
     "nanochat": {"final_logit_softcapping": 2.0},
     "nemotron": {"attention_bias": True, "mlp_bias": True},

@@ -42,7 +42,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("classifier_activation", config.get("hidden_activation", "gelu"))
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     kinds = _kinds(config, num_layers)
-    if SLIDING in kinds:
+    # A window of its own counts more: transformers writes both.
+    if SLIDING in kinds and config.get("sliding_window") is None:
         window = config.size("local_attention", 128)
         if window < 2:
             raise config.fail("local_attention", "2 or more")
