@@ -201,11 +201,7 @@ def _read_chat(keys: Keys, defaults: SamplingParams) -> Asked:
             "max_completion_tokens: expected the same as max_tokens, or only one",
             "max_completion_tokens",
         )
-    template = {
-        name: given
-        for name, kind in (("tools", list), ("chat_template_kwargs", dict))
-        if (given := keys.take(name, kind)) is not None
-    }
+    template = _template(keys)
     choice = keys.take_any("tool_choice")
     if choice not in (None, "auto", "none"):
         raise BodyError(
@@ -220,6 +216,40 @@ def _read_chat(keys: Keys, defaults: SamplingParams) -> Asked:
         params=replace(defaults, **{**changes, "max_tokens": longest}),
         top=top,
     )
+
+
+def _template(keys: Keys) -> dict[str, Any]:
+    """Returns what the body has for the template of a chat."""
+    kinds = {"tools": list, "chat_template_kwargs": dict}
+    given = {name: keys.take(name, kind) for name, kind in kinds.items()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def read_text(body: Mapping[str, Any]) -> tuple[str | None, str, dict[str, Any]]:
+    """Reads vLLM's request for the tokens of a text or a chat. Returns the name of the model, the
+    key with the text, and the prompt as `AsyncLLM.render` takes it. Raises: BodyError.
+    """
+    keys = Keys(body)
+    model, text, template = keys.take("model", str), keys.take("prompt", str), _template(keys)
+    messages = keys.take("messages", list)
+    keys.end()
+    if (text is None) is (messages is None):
+        raise BodyError("prompt, messages: expected one of them", "prompt")
+    if text is None:
+        return model, "messages", {"messages": read_messages(messages), **template}
+    if template:
+        raise BodyError(f"{', '.join(template)}: expected messages with them", "prompt")
+    return model, "prompt", {"prompt": text}
+
+
+def read_tokens(body: Mapping[str, Any]) -> tuple[str | None, str, dict[str, Any]]:
+    """Reads vLLM's request for the text of tokens. Returns as `read_text` does."""
+    keys = Keys(body)
+    model, tokens = keys.take("model", str), keys.take("tokens", list)
+    keys.end()
+    if tokens is None:
+        raise BodyError("tokens: expected a list of token ids", "tokens")
+    return model, "tokens", {"prompt_token_ids": tokens}
 
 
 def _asked(keys: Keys, inputs: list[dict[str, Any]], **read: Any) -> Asked:
@@ -350,6 +380,7 @@ class Answer:
     id: str = ""
     created: int = 0
     _sent: dict[int, _Sent] = field(default_factory=dict)
+    _echoed: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -395,8 +426,8 @@ class Answer:
         for one in output.outputs:
             index = number * self.asked.params.n + one.index
             sent = self._sent.setdefault(index, _Sent())
-            text, tokens = self._content(output, one)
-            text, tokens = text[sent.num_chars :], tokens[sent.num_tokens :]
+            text = self._text(number, output, one)[sent.num_chars :]
+            tokens = self._scored(output, one, sent.num_tokens)
             reason = _finish_reason(one.finish_reason)
             if sent.is_ended or not (text or tokens or reason):
                 continue
@@ -415,24 +446,35 @@ class Answer:
             return {"delta": {"content": text} if text else {}}
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _content(
-        self, output: RequestOutput, one: CompletionOutput
-    ) -> tuple[str, list[tuple[int, Scores]]]:
-        """Returns the text of a choice, and its tokens with their log-probabilities where these are
+    def _text(self, number: int, output: RequestOutput, one: CompletionOutput) -> str:
+        """Returns the text of a choice: behind the prompt where that is echoed."""
+        text = one.text if self.asked.has_output else ""
+        if not self.asked.echo:
+            return text
+        if number not in self._echoed:
+            prompt = output.prompt
+            self._echoed[number] = (
+                self.decode(output.prompt_token_ids) if prompt is None else prompt
+            )
+        return self._echoed[number] + text
+
+    def _scored(
+        self, output: RequestOutput, one: CompletionOutput, start: int
+    ) -> list[tuple[int, Scores]]:
+        """Returns a choice's tokens from `start` on with their log-probabilities where these are
         wanted: behind those of the prompt where that is echoed.
         """
         asked = self.asked
-        text = one.text if asked.has_output else ""
         tokens: list[tuple[int, Scores]] = []
+        if asked.top is None:
+            return tokens
         if asked.echo:
-            prompt = output.prompt
-            text = (self.decode(output.prompt_token_ids) if prompt is None else prompt) + text
-        if asked.top is not None:
-            if asked.echo:
-                tokens += zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
-            if asked.has_output:
-                tokens += zip(one.token_ids, one.logprobs or (), strict=True)
-        return text, tokens
+            scores = (output.prompt_logprobs or ())[start:]
+            tokens += zip(output.prompt_token_ids[start:], scores, strict=True)
+            start = max(0, start - len(output.prompt_token_ids))
+        if asked.has_output:
+            tokens += zip(one.token_ids[start:], (one.logprobs or ())[start:], strict=True)
+        return tokens
 
     def _token(self, token: int, scores: Scores) -> str:
         text = scores[token].decoded_token if scores else None

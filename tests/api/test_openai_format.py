@@ -146,6 +146,21 @@ def test_a_stream_shows_what_is_new_and_an_end_once():
     assert shown == [[(0, "ab", "stop")], [(1, "c", None)], [(1, "d", None)], [(1, "", "length")]]
 
 
+def test_a_stream_makes_text_of_an_echoed_prompt_once():
+    decoded = []
+    answer = Answer(
+        asked=read(COMPLETIONS, n=2, echo=True, prompt=[[5, 6]], temperature=1),
+        model="m",
+        decode=lambda tokens: decoded.append([*tokens]) or "five six",
+    )
+    ones, texts = [CompletionOutput(index, "", []) for index in range(2)], ["", ""]
+    for text in ("", " a", " a b"):
+        ones[1].text = text
+        for chunk in answer.chunks(0, RequestOutput("0", None, [5, 6], ones)):
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert (texts, decoded) == (["five six", "five six a b"], [[5, 6]])
+
+
 def test_a_form_that_is_asked_for_is_a_structured_output():
     schema = {"type": "object"}
     named = {"name": "x", "schema": schema, "strict": True}

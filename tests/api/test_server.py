@@ -4,6 +4,7 @@ hand; who asks too much, wrongly, slowly or without a key gets a status, and oth
 
 import asyncio
 import json
+import logging
 import os
 import re
 import shlex
@@ -40,6 +41,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 
+from jaxkv.api.server import app  # noqa: E402
+from jaxkv.api.server.adapters import Names  # noqa: E402
 from jaxkv.api.server.limits import Gate, Refusal  # noqa: E402
 from jaxkv.api.server.options import ServeOptions  # noqa: E402
 from jaxkv.api.server.run import Server, listen, url_of  # noqa: E402
@@ -379,6 +382,9 @@ def test_models_tokens_health_and_metrics(server, client):
     assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), MAX_LEN)
     _, _, text = server.ask("/detokenize", {"tokens": body["tokens"]})
     assert text == {"prompt": f"<s>{PROMPTS[0]}"}
+    nulls = {"prompt": PROMPTS[0], "messages": None, "tools": None, "model": None}
+    assert server.ask("/tokenize", nulls)[2] == body
+    assert server.ask("/detokenize", {"tokens": body["tokens"], "model": None})[2] == text
     assert server.ask("/health")[::2] == (200, {"status": "ok"})
     status, headers, body = server.ask("/metrics")
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
@@ -540,6 +546,14 @@ def test_an_adapter_whose_files_have_broken_is_an_error_of_the_server(adapted, l
     assert error_of(answer) == (500, "model", "model: its adapter cannot be read")
     assert adapted.ask(UNLOAD, {"lora_name": "copy"}, headers=KEY)[0] == 200
     wait_for(lambda: is_empty(adapted.llm) and not adapted.server.app.gate.num_in)
+
+
+def test_a_model_is_called_by_its_whole_name_or_the_last_part_of_it(llm):
+    names = Names(llm, ServeOptions(), "org/tiny")
+    assert [names.adapter(name) for name in (None, "org/tiny", "tiny")] == [None] * 3
+    for name in ("org", "iny", ""):
+        with pytest.raises(Refusal, match="model: expected 'org/tiny', got"):
+            names.adapter(name)
 
 
 def test_a_server_without_a_directory_loads_no_adapter(server, checkpoint):
@@ -789,6 +803,32 @@ def test_unknown_paths_methods_and_keys_of_other_routes_get_openais_error(server
         assert connection.recv(99).startswith(b"HTTP/1.1 400")
 
 
+def test_what_fails_unexpectedly_is_answered_counted_and_in_the_log(server, monkeypatch, caplog):
+    def fail(*_: object) -> None:
+        raise ArithmeticError("secret")
+
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+    monkeypatch.setattr(type(server.server.app), "_described", fail)
+    refused = error_of(server.ask("/v1/models/tiny"))
+    assert refused == (500, None, "the request failed: ArithmeticError")
+    assert "ArithmeticError: secret" in caplog.text
+    counted = 'jaxkv:http_requests_total{path="/v1/models/{name}",status="500"} 1'
+    assert counted in server.ask("/metrics")[2].splitlines()
+
+
+def test_a_body_is_held_until_it_has_been_read(server, monkeypatch):
+    bodies, held = server.server.app._bodies, []
+
+    def parse(raw: bytes, max_bytes: int) -> dict[str, Any]:
+        held.append((len(raw), bodies._num_held))
+        return read(raw, max_bytes)
+
+    read = app.parse
+    monkeypatch.setattr(app, "parse", parse)
+    assert server.ask("/tokenize", {"prompt": "The"})[0] == 200
+    assert (held, bodies._num_held) == ([(17, 17)], 0)
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_100_megabytes_are_refused_and_not_held(server, is_chunked):
     part, held = b"x" * 2**20, []
@@ -865,7 +905,9 @@ def test_the_time_to_come_again_is_how_long_places_are_held():
             with pytest.raises(Refusal) as caught:
                 gate.check(count)
             assert caught.value.headers == {"Retry-After": seconds}
-    gate.check(4)
+    with pytest.raises(ValueError, match="at once"), gate.enter(4, "n"):
+        raise ValueError("refused at once")
+    assert len(gate._stays_s) == 3  # what was refused stayed for no time, which says nothing
 
 
 @pytest.mark.usefixtures("slowly")

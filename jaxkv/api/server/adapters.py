@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv.api.async_llm import AsyncLLM
-from jaxkv.api.lora_modules import check_name, read_lora_modules
+from jaxkv.api.lora_modules import check_name, names_of, read_lora_modules
 from jaxkv.api.openai_format import Keys
 from jaxkv.api.server.limits import Refusal
 from jaxkv.api.server.options import ServeOptions
@@ -46,10 +46,10 @@ class Names:
             await self._llm.add_lora(lora)
 
     def adapter(self, name: str | None) -> LoRARequest | None:
-        """Returns the adapter of this name, None for the model's and for no name. Raises: Refusal
-        for any other.
+        """Returns the adapter of this name, None for the model's, whole or its last part, and for
+        no name. Raises: Refusal for any other.
         """
-        if name is None or name == self.model:
+        if name is None or name in names_of(self.model):
             return None
         if (lora := self._adapters.get(name)) is None:
             others = " or an adapter of /v1/models" if self._adapters else ""
@@ -72,7 +72,8 @@ class Names:
         keys.end()
 
         def check() -> None:
-            check_name(name, [self.model] if replaces else [*self], "lora_name")
+            taken = names_of(self.model)
+            check_name(name, taken if replaces else {*taken, *self}, "lora_name")
             if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
                 raise ValueError(f"lora_name: expected at most {MAX_ADAPTERS} adapters at once")
 

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import Counter as Tally
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -30,11 +30,12 @@ from jaxkv.api.openai_format import (
     BodyError,
     key_of,
     read_body,
-    read_messages,
+    read_text,
+    read_tokens,
 )
 from jaxkv.api.openai_vectors import POOLING, AskedPooling, read_pooling
 from jaxkv.api.server.adapters import Names
-from jaxkv.api.server.limits import Bodies, Gate, Guard, Refusal, while_connected
+from jaxkv.api.server.limits import Bodies, Gate, Guard, Refusal, as_refusal, while_connected
 from jaxkv.api.server.options import ServeOptions
 from jaxkv.engine.metrics import Counter, Gauge, prometheus_text
 from jaxkv.errors import Catch, CheckpointError, EngineDeadError
@@ -48,6 +49,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 """vLLM's."""
 
 A = TypeVar("A", bound=Asked | AskedPooling)
+T = TypeVar("T")
 
 
 class App:
@@ -91,9 +93,7 @@ class App:
             exception_handlers={
                 Refusal: self._on_refusal,
                 HTTPException: self._on_refusal,
-                ClientDisconnect: self._on_refusal,
                 EngineDeadError: self._on_dead_engine,
-                Exception: self._on_refusal,
             },
         )
         self.asgi.router.redirect_slashes = False
@@ -131,71 +131,67 @@ class App:
         return JSONResponse({"object": "list", "data": [*map(self._described, self.names)]})
 
     async def _model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self.names.adapter(name)
-        return JSONResponse(self._described(name))
+        return JSONResponse(self._described(request.path_params["name"]))
 
     def _described(self, name: str) -> dict[str, Any]:
+        """Returns what /v1/models says of a name. Raises: Refusal for one that is not known."""
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "jaxkv",
-            "parent": None if name == self.names.model else self.names.model,
+            "parent": None if self.names.adapter(name) is None else self.names.model,
             "max_model_len": self._llm.max_model_len,
         }
 
     async def _load_adapter(self, request: Request) -> Response:
-        body = await self._json(request)
+        body = await self._read(request, dict)
         with self.gate.enter(1, "lora_name"), _refusing(body):
             name = await self.names.load(body)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} is loaded.")
 
     async def _unload_adapter(self, request: Request) -> Response:
-        body = await self._json(request)
+        body = await self._read(request, dict)
         with _refusing(body):
             name = self.names.unload(body)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} is unloaded.")
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._json(request)
-        kinds = {"model": str, "prompt": str, "messages": list}
-        kinds |= {"tools": list, "chat_template_kwargs": dict}
-        self._check_keys(body, kinds, one_of=("prompt", "messages"))
-        key = "messages" if "messages" in body else "prompt"
-        prompt = {name: value for name, value in body.items() if name != "model"}
-        if key == "messages":
-            try:
-                prompt["messages"] = read_messages(body["messages"])
-            except BodyError as error:
-                raise Refusal(400, str(error), key=error.key) from error
-        elif len(prompt) > 1:
-            raise Refusal(400, "tools, chat_template_kwargs: expected messages with them", key=key)
-        tokens = await self._tokens(key, prompt)
+        tokens = await self._tokens(*await self._read(request, read_text))
         return JSONResponse(
             {"count": len(tokens), "max_model_len": self._llm.max_model_len, "tokens": tokens}
         )
 
     async def _detokenize(self, request: Request) -> Response:
-        body = await self._json(request)
-        self._check_keys(body, {"model": str, "tokens": list}, one_of=("tokens",))
-        tokens = await self._tokens("tokens", {"prompt_token_ids": body["tokens"]})
+        tokens = await self._tokens(*await self._read(request, read_tokens))
         return JSONResponse({"prompt": self._decode(tokens)})
 
     async def read(self, request: Request, url: str) -> Asked:
         """Reads what a request for text asks for. Raises: Refusal."""
-        return await self._read(request, lambda body: read_body(url, body, self._defaults))
+        reader = partial(read_body, url, defaults=self._defaults)
+        return self._possible(await self._read(request, reader))
 
     async def read_pooling(self, request: Request, url: str) -> AskedPooling:
         """Reads what a request for vectors or scores asks for. Raises: Refusal."""
-        return await self._read(request, lambda body: read_pooling(url, body))
+        return self._possible(await self._read(request, partial(read_pooling, url)))
 
-    async def _read(self, request: Request, reader: Callable[[dict[str, Any]], A]) -> A:
-        body = await self._json(request)
-        try:
-            asked = reader(body)
-        except BodyError as error:
-            raise Refusal(400, str(error), key=error.key) from error
+    async def _read(self, request: Request, reader: Callable[[dict[str, Any]], T]) -> T:
+        """Returns what a reader of bodies makes of a request's. Raises: Refusal."""
+
+        def read() -> T:
+            return reader(parse(raw, MAX_LINE_BYTES))
+
+        async with self._bodies.read(request) as raw:
+            try:
+                # Not in the event loop's thread: a large one takes long.
+                return await asyncio.to_thread(read)
+            except BodyError as error:
+                raise Refusal(400, str(error), key=error.key) from error
+            except ValueError as error:
+                raise Refusal(400, f"body: {error}") from error
+
+    def _possible(self, asked: A) -> A:
+        """Returns it. Raises: Refusal unless this model can do it."""
         self.names.adapter(asked.model)
         if self._llm.pools is not isinstance(asked, AskedPooling):
             makes = "vectors and scores, not text" if self._llm.pools else "text, not vectors"
@@ -231,13 +227,15 @@ class App:
                             _check_whole(one)
                         yield number, output
 
-    async def complete(self, asked: Asked) -> dict[str, Any]:
-        """Returns the body of an answer that is not streamed. Raises: Refusal."""
+    async def complete(self, asked: Asked) -> Response:
+        """Returns the answer to a request for text that is not streamed. Raises: Refusal."""
         last: dict[int, RequestOutput] = {}
         async with aclosing(self.outputs(asked)) as outputs:
             async for number, output in outputs:
                 last[number] = output
-        return self._answer(asked).whole([last[number] for number in range(len(last))])
+        write = partial(self._answer(asked).whole, [last[number] for number in range(len(last))])
+        # Not in the event loop's thread: log-probabilities of long prompts take long.
+        return await asyncio.to_thread(lambda: JSONResponse(write()))
 
     async def events(self, asked: Asked) -> AsyncGenerator[dict[str, Any]]:
         """Yields the chunks of a streamed answer. Raises: Refusal."""
@@ -258,8 +256,9 @@ class App:
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
-    async def _tokens(self, key: str, prompt: dict[str, Any]) -> list[int]:
+    async def _tokens(self, model: str | None, key: str, prompt: dict[str, Any]) -> list[int]:
         """Returns the tokens of a prompt that `generate` takes. Raises: Refusal."""
+        self.names.adapter(model)
         try:
             tokens: list[int] = (await self._llm.render(prompt))["prompt_token_ids"]
         except ValueError as error:
@@ -268,46 +267,12 @@ class App:
 
     # --- what is refused
 
-    async def _json(self, request: Request) -> dict[str, Any]:
-        raw = await self._bodies.read(request)
-        try:
-            # Not in the event loop's thread: a large one takes long.
-            return await asyncio.to_thread(parse, raw, MAX_LINE_BYTES)
-        except ValueError as error:
-            raise Refusal(400, f"body: {error}") from error
-
-    def _check_keys(
-        self, body: dict[str, Any], kinds: Mapping[str, type], one_of: tuple[str, ...]
-    ) -> None:
-        for key, value in body.items():
-            if key not in kinds:
-                raise Refusal(400, f"{key}: unknown, or not supported", key=key)
-            if not isinstance(value, kinds[key]):
-                got = type(value).__name__
-                raise Refusal(400, f"{key}: expected {kinds[key].__name__}, got {got}", key=key)
-        if len(body.keys() & set(one_of)) != 1:
-            raise Refusal(400, f"expected {' or '.join(one_of)}", key=one_of[0])
-        self.names.adapter(body.get("model"))
-
     async def _on_refusal(self, request: Request, error: Exception) -> Response:
         return as_refusal(error).response()
 
     async def _on_dead_engine(self, request: Request, error: Exception) -> Response:
         self.on_death()
         return as_refusal(error).response()
-
-
-def as_refusal(error: Exception) -> Refusal:
-    """Returns what a client is told of an error: of one in here, its kind only."""
-    if isinstance(error, Refusal):
-        return error
-    if isinstance(error, HTTPException):
-        return Refusal(error.status_code, error.detail, headers=dict(error.headers or {}))
-    if isinstance(error, ClientDisconnect):
-        return Refusal(400, "the client has gone")
-    if isinstance(error, EngineDeadError):
-        return Refusal(503, "the engine has ended")
-    return Refusal(500, f"the request failed: {type(error).__name__}")
 
 
 @contextmanager
@@ -343,16 +308,13 @@ class _Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        try:
-            app.gate.check()
-            asked = await app.read(Request(scope, receive), self._url)
-            if asked.stream:
-                await while_connected(receive, self._stream(app.events(asked), send))
-                return
+        app.gate.check()
+        asked = await app.read(Request(scope, receive), self._url)
+        if asked.stream:
+            await while_connected(receive, self._stream(app.events(asked), send))
+        else:
             answer = await while_connected(receive, app.complete(asked))
-            await JSONResponse(answer)(scope, receive, send)
-        except ClientDisconnect:
-            return
+            await answer(scope, receive, send)
 
     async def _stream(self, events: AsyncGenerator[dict[str, Any]], send: Send) -> None:
         """Sends the events. What fails before the first one is raised, what fails later is an
@@ -367,8 +329,8 @@ class _Generate:
                 await _send_event(send, json.dumps(first))
                 async for event in events:
                     await _send_event(send, json.dumps(event))
-        if isinstance(caught.error, TimeoutError):
-            raise ClientDisconnect from caught.error
+        if isinstance(caught.error, ClientDisconnect):
+            raise caught.error
         if caught.error is None:
             await _send_event(send, "[DONE]")
         else:
@@ -388,13 +350,10 @@ class _Pool:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        try:
-            app.gate.check()
-            asked = await app.read_pooling(Request(scope, receive), self._url)
-            answer = await while_connected(receive, app.pool(asked))
-            await answer(scope, receive, send)
-        except ClientDisconnect:
-            return
+        app.gate.check()
+        asked = await app.read_pooling(Request(scope, receive), self._url)
+        answer = await while_connected(receive, app.pool(asked))
+        await answer(scope, receive, send)
 
 
 async def _send_event(send: Send, data: str) -> None:

@@ -8,17 +8,19 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha256
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxkv.api.openai_format import error_body
+from jaxkv.errors import Catch, EngineDeadError
 
 T = TypeVar("T")
 
@@ -59,6 +61,17 @@ class Refusal(Exception):
         return Response(body, self.status, self.headers, media_type="application/json")
 
 
+def as_refusal(error: Exception) -> Refusal:
+    """Returns what a client is told of an error: of one in here, its kind only."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, HTTPException):
+        return Refusal(error.status_code, error.detail, headers=dict(error.headers or {}))
+    if isinstance(error, EngineDeadError):
+        return Refusal(503, "the engine has ended")
+    return Refusal(500, f"the request failed: {type(error).__name__}")
+
+
 class Gate:
     """Counts the sequences that run or wait, and lets no more in than `limit`."""
 
@@ -82,9 +95,10 @@ class Gate:
         started = time.monotonic()
         try:
             yield
+            # Not of those that were refused, or whose client has gone: they say nothing of others.
+            self._stays_s.append(time.monotonic() - started)
         finally:
             self.num_in -= count
-            self._stays_s.append(time.monotonic() - started)
 
     def check(self, count: int = 1) -> None:
         """Raises Refusal unless so many places are free."""
@@ -112,24 +126,28 @@ class Bodies:
         self._time_s = time_s
         self._num_held = 0
 
-    async def read(self, request: Request) -> bytes:
-        """Returns the body. Raises: Refusal for one that is too large or slow; ClientDisconnect."""
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Gives the body, and counts it as held until the block ends. Raises: Refusal for one that
+        is too large or slow; ClientDisconnect.
+        """
         declared = request.headers.get("content-length", "0")
         self._check(int(declared) if declared.isdecimal() else 0)
         parts: list[bytes] = []
         num_bytes = 0
         try:
-            async with asyncio.timeout(self._time_s):
-                async for part in request.stream():
-                    parts.append(part)
-                    num_bytes += len(part)
-                    self._num_held += len(part)
-                    self._check(num_bytes)
-        except TimeoutError as error:
-            raise Refusal(408, f"expected the body within {self._time_s:g} s") from error
+            try:
+                async with asyncio.timeout(self._time_s):
+                    async for part in request.stream():
+                        parts.append(part)
+                        num_bytes += len(part)
+                        self._num_held += len(part)
+                        self._check(num_bytes)
+            except TimeoutError as error:
+                raise Refusal(408, f"expected the body within {self._time_s:g} s") from error
+            yield b"".join(parts)
         finally:
             self._num_held -= num_bytes
-        return b"".join(parts)
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
@@ -146,8 +164,8 @@ class Bodies:
 
 
 class Guard:
-    """Lets those in who know a key, ends what is sent to a client that does not read, and counts
-    answers by path and status in `answered`.
+    """Lets those in who know a key, ends what is sent to a client that does not read, answers for
+    what fails, and counts answers by path and status in `answered`.
     """
 
     def __init__(
@@ -170,22 +188,35 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
-        async def send_in_time(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._answered[self._path(scope), message["status"]] += 1
-            async with asyncio.timeout(self._send_timeout_s):
-                await send(message)
+        has_begun = False
 
-        if self._knows_key(Request(scope)):
+        async def send_in_time(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                self._answered[self._path(scope), message["status"]] += 1
+            try:
+                async with asyncio.timeout(self._send_timeout_s):
+                    await send(message)
+            except TimeoutError as error:
+                raise ClientDisconnect from error
+
+        with Catch() as caught:
+            if not self._knows_key(Request(scope)):
+                raise Refusal(
+                    401,
+                    "expected a valid key in the header Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
             await self._app(scope, receive, send_in_time)
-        else:
-            refusal = Refusal(
-                401,
-                "expected a valid key in the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await refusal.response()(scope, receive, send_in_time)
+        error = caught.error
+        if error is None or isinstance(error, ClientDisconnect):
+            return
+        if not has_begun:
+            await as_refusal(error).response()(scope, receive, send_in_time)
+        if not isinstance(error, Refusal):
+            raise error  # for the log
 
     def _path(self, scope: Scope) -> str:
         """Returns the path that a request is counted by: that of its route, or "other"."""
