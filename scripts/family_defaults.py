@@ -42,8 +42,11 @@ def defaults(model_type: str) -> dict[str, Any]:
         for key, value in sorted(values.items())
         if not isinstance(value, (dict, list)) and not LEFT_OUT.fullmatch(key)
     }
-    if "local_attention" in known:  # of which the window is made, where a file has none
+    # What is made of other sizes, where a file has none.
+    if "local_attention" in known:
         known.pop("sliding_window", None)
+    if not hasattr(kind, "head_dim"):
+        known.pop("head_dim", None)
     if kind.attribute_map:
         known["aliases"] = kind.attribute_map
     if rope.get("rope_type", "default") == "default":

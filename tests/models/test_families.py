@@ -229,6 +229,8 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("exaone4", {"sliding_window_pattern": "LLLG"}),  # beside layer_types
         ("exaone_moe", {"sliding_window_pattern": "LLLG"}),
         ("gemma", {"hidden_act": "gelu"}),  # meant is the one by tanh
+        ("cohere2", {"head_dim": None}),  # made of other sizes
+        ("recurrent_gemma", {"head_dim": None}),
         ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
         ("mixtral", {"num_experts": 5, "num_local_experts": None}),
     ],

@@ -14,10 +14,11 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     biased = (*QKV, "o") * config.flag("attention_bias", False)
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     kinds = read_kinds(config, num_layers, every=config.size("sliding_window_pattern", 4))
+    hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     rope = read_rope(
         config,
         max_len=config.size("max_position_embeddings"),
-        head_dim=config.size("head_dim"),
+        head_dim=config.size("head_dim", max(1, hidden // num_heads)),
         interleaved=True,
     )
     return read_decoder(
