@@ -43,8 +43,18 @@ class Quantisation:
         A checkpoint's tensors say so themselves; this is for planning without them.
         """
         return any(
-            fnmatchcase(module, f"{name}*") or f".{name}." in f".{module}." for name in self.skipped
+            fnmatchcase(module, f"{name}*") or f".{name}." in f".{module}."
+            for name in map(_without_regex, self.skipped)
         )
+
+
+def _without_regex(name: str) -> str:
+    """Returns a name of `skipped` with wildcards in the place of compressed-tensors' regular
+    expressions, of which any could take for ever.
+    """
+    if not name.startswith("re:"):
+        return name
+    return name[3:].removeprefix("^").removesuffix("$").replace(".*", "*").replace("\\.", ".")
 
 
 def read_quantisation(config: ConfigReader) -> Quantisation | None:

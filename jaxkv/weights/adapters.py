@@ -204,6 +204,7 @@ class AdapterConfig:
         for key, value in config.values.items():
             if key not in READ | WITHOUT_EFFECT | {"init_lora_weights", "bias"} and value:
                 raise config.fail(key, "none (not built)")
+        excluded = config.get("exclude_modules")
         return cls(
             where=config.where,
             rank=config.size("r"),
@@ -211,7 +212,8 @@ class AdapterConfig:
             by_root=config.flag("use_rslora", False),
             ranks=_patterns(config, "rank_pattern"),
             alphas=_patterns(config, "alpha_pattern"),
-            targets=_names(config, "target_modules"),
+            # A text is a regular expression, which could take for ever: what there is is taken.
+            targets=None if isinstance(excluded, str) else _names(config, "target_modules"),
             excluded=_names(config, "exclude_modules"),
             layers=_layers(config),
         )

@@ -37,6 +37,12 @@ CASES = [
         "target_modules": ["q_proj", "up_proj"],
         "exclude_modules": ["layers.1.self_attn.q_proj"],
     },
+    {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["k_proj", "up_proj"],
+        "exclude_modules": r".*layers\.[12]\.self_attn\.k_proj",
+    },
 ]
 
 

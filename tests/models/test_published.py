@@ -7,6 +7,7 @@ import math
 import pytest
 
 from jaxkv.models.families import ConfigReader, read_family
+from jaxkv.models.quantisation import Quantisation
 from jaxkv.weights.tree import tree_leaves
 
 PUBLISHED = {
@@ -581,3 +582,11 @@ def test_windows_of_published_configs():
     assert windows("qwen2.5-vl-7b") == {None: 28}
     assert windows("phi-3.5-mini") == {None: 32}  # a window as long as the context is none
     assert windows("exaone-4-1.2b") == {None: 30}
+
+
+def test_modules_that_compressed_tensors_names_by_regular_expressions_are_not_quantised():
+    patterns = [r"re:.*lm_head", r"re:^model\.layers\.0\..*$", "re:.*mlp.gate$", "model.norm"]
+    how = Quantisation(method="fp8", kind="scaled", skipped=tuple(patterns))
+    modules = ["lm_head", "model.layers.0.mlp.up_proj", "model.layers.3.mlp.gate", "model.norm"]
+    assert all(map(how.skips, modules))
+    assert not how.skips("model.layers.1.mlp.up_proj")

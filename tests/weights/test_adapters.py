@@ -207,6 +207,13 @@ def test_an_adapter_of_the_model_without_its_head_is_the_same(base, tmp_path):
         read(bare, base)
 
 
+def test_modules_that_a_regular_expression_excludes_are_not_missed(base, tmp_path):
+    want = read(make_adapter(tmp_path / "few", base, targets=("q_proj",)), base)
+    directory = make_adapter(tmp_path / "excluding", base, targets=("q_proj",))
+    change(directory, target_modules=["q_proj", "o_proj"], exclude_modules=r".*\.o_proj")
+    assert read(directory, base).digest == want.digest
+
+
 def test_pickle_is_refused_by_name_and_never_read(base, tmp_path):
     directory = make_adapter(tmp_path / "a", base)
     (directory / TENSORS).unlink()
