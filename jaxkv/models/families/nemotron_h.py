@@ -39,10 +39,20 @@ RENAMED = {
     "mamba_d_state": "ssm_state_size",
     "mamba_d_conv": "conv_kernel",
 }
+OLDER = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias",
+}
+"""Older names of keys, which count more than the newer ones, as in transformers."""
+
 ATTENDING = ("attn_norm", "q", "k", "v", "o")
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    given = {new: config.values[old] for old, new in OLDER.items() if old in config.values}
+    config = config.replaced(**given)
     forms = _forms(config)
     sized = config.replaced(num_hidden_layers=len(forms))
 
