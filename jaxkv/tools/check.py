@@ -196,19 +196,21 @@ def budget_of(case: Case) -> dict[str, Any]:
 
 
 def _own_cases(verdict: Verdict, kernels: Sequence[str], context: int | None) -> list[Case]:
-    """Returns the kernels at the shape of the engine's first KV group, if it takes them."""
+    """Returns the kernels at each shape of the engine's KV groups, if it takes them."""
     found, engine = verdict.found, verdict.job
     if found.get("backend") != "pallas_tpu" or not isinstance(engine, EngineJob):
         return []
-    num_heads, kv_heads, head_dim, *_ = found["heads"]
-    heads = {
-        "heads": tuple(found["heads"]),
-        "dtype": found["kv_dtype"],
-        "page_size": found["page_size"],
-    }
-    chip, name = parse_target(engine.target).kind, f"{num_heads}/{kv_heads}x{head_dim}"
-    known = next((known for known, shape in SHAPES.items() if shape == heads["heads"]), name)
-    return [case_of(kernel, known, chip, context=context, **heads) for kernel in kernels]
+    pages = {"dtype": found["kv_dtype"], "page_size": found["page_size"]}
+    chip = parse_target(engine.target).kind
+    cases = []
+    for shape in map(tuple, found["heads"]):
+        num_heads, kv_heads, head_dim, *_ = shape
+        name = f"{num_heads}/{kv_heads}x{head_dim}"
+        name = next((known for known, one in SHAPES.items() if one == shape), name)
+        cases += [
+            case_of(kernel, name, chip, context=context, heads=shape, **pages) for kernel in kernels
+        ]
+    return cases
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

@@ -50,7 +50,7 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
     programs.copy()
     budget.check(programs)
     slices = large_sizes(programs)
-    (heads, *_) = heads_of(made.spec, num_devices=made.num_devices)
+    heads = heads_of(made.spec, num_devices=made.num_devices)
     return {
         "model": deployment.name,
         "num_devices": made.num_devices,
@@ -60,7 +60,7 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
         "pages_reason": budget.reason,
         "page_size": made.limits.block_size,
         "kv_dtype": made.kv_cache_dtype,
-        "heads": _shape(heads),
+        "heads": list(dict.fromkeys(map(_shape, heads))),
         "memory": budget.lines(programs),
         "programs": [
             describe_program(name, program, slices) for name, program in programs.compiled.items()
@@ -68,14 +68,14 @@ def compile_engine(job: EngineJob) -> dict[str, Any]:
     }
 
 
-def _shape(heads: Heads) -> list[int]:
+def _shape(heads: Heads) -> tuple[int, ...]:
     """Returns the heads as the TPU kernels know them (`tools.kernels.Case`)."""
     from kernels_pallas.tpu import padded_head_dim
 
     is_latent = heads.latent_dim is not None
     head_dim = padded_head_dim(heads.head_dim, latent=is_latent)
-    rank = [] if heads.latent_dim is None else [heads.latent_dim]
-    return [heads.num_heads, heads.num_kv_heads, head_dim, *rank]
+    rank = () if heads.latent_dim is None else (heads.latent_dim,)
+    return (heads.num_heads, heads.num_kv_heads, head_dim, *rank)
 
 
 def large_sizes(programs: Any) -> dict[str, int]:

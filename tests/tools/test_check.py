@@ -48,7 +48,7 @@ ENGINE = {
     "backend_reason": "asked for",
     "memory": ["memory"],
 }
-ENGINE |= {"programs": [PROGRAM], "heads": [32, 8, 128], "kv_dtype": "bfloat16", "page_size": 64}
+ENGINE |= {"programs": [PROGRAM], "heads": [[32, 8, 128]], "kv_dtype": "bfloat16", "page_size": 64}
 
 
 @pytest.fixture
@@ -151,6 +151,12 @@ def test_a_model_is_checked_with_the_kernels_at_its_own_shape(compiler, check):
     found = json.loads(out)
     assert [one["ok"] for one in found["checked"]] == [True] * 3
     assert found["checked"][0]["programs"] == [PROGRAM]
+
+
+def test_each_shape_of_a_models_heads_is_checked(compiler, check, monkeypatch):
+    monkeypatch.setitem(ENGINE, "heads", [[32, 8, 128], [32, 4, 256]])
+    check("some/model", "--target", "v6e", "--kernel", "decode")
+    assert [job.heads for job in compiler[1][1:]] == [(32, 8, 128), (32, 4, 256)]
 
 
 def test_one_kernel_of_a_model_is_checked_at_the_context_that_is_asked_for(compiler, check):
