@@ -230,6 +230,8 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("exaone_moe", {"sliding_window_pattern": "LLLG"}),
         ("gemma", {"hidden_act": "gelu"}),  # meant is the one by tanh
         ("cohere2", {"head_dim": None}),  # made of other sizes
+        ("hyperclovax", {"attention_multiplier": None}),
+        ("laguna", {"partial_rotary_factor": 0.5, "rope_parameters": None}),
         ("nemotron_h", {"mamba_dt_min": 0.1, "mamba_n_groups": 3, "mamba_conv_bias": False}),
         ("recurrent_gemma", {"head_dim": None}),
         ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
