@@ -33,7 +33,7 @@ from jaxkv.build.compile_cache import kernel_folder, use_compile_cache
 from jaxkv.build.model import find_model
 from jaxkv.build.options import EngineOptions
 from jaxkv.build.selftest import make_tested
-from jaxkv.config import MAX_INT32, EngineConfig, SamplingParams, is_int
+from jaxkv.config import MAX_INT32, EngineConfig, SamplingParams, is_int, own
 from jaxkv.holding.allocator import KVHandle
 from jaxkv.holding.handles import cut, free_pages, reserve
 from jaxkv.kv.codecs import PlainCodec
@@ -247,8 +247,8 @@ def decode(
     Returns the new state and the new tokens, [B, n] int32, in the order of `tokens`, -1 after a
     row's end. A row's last one is not stored yet: give it to the next `decode` or `prefill`.
     """
-    if not is_int(n) or not 1 <= n <= MAX_INT32:
-        raise ValueError(f"n: expected a number of tokens from 1 to {MAX_INT32}, got {n!r}")
+    if not is_int(n := own(n)) or not 1 <= n <= kv.limits.max_len:
+        raise ValueError(f"n: expected a number of tokens from 1 to {kv.limits.max_len}, got {n!r}")
     newest = tokens_by_row(tokens, len(kv.rows), model.spec.vocab_size)
     given, padded = len(newest), fit_bucket(row_buckets(len(kv.rows)), len(newest))
     wanted = sampling_of(
@@ -264,25 +264,32 @@ def decode(
     has_ended_B = (rows.token_B == NO_TOKEN) | (wanted.stop_BE == rows.token_B[:, None]).any(axis=1)
     rows.budget_B[:] = np.where(has_ended_B, 0, n)
 
+    budget = int(rows.budget_B.max())
     kv = _with_room(kv, dict(zip(newest, rows.budget_B.tolist(), strict=False)))
     paged, nothing = _bound(model, kv, list(newest), padded), empty_newest(len(kv.rows), padded)
     rows, wanted = jax.device_put((rows, wanted), model.placement.sharding())
-    width, pieces = kv.limits.decode_steps, []
-    for done in range(0, n, width):
+    width, pieces = kv.limits.decode_steps, list[jax.Array]()
+    for done in range(0, budget, width):
+        # Of the loop before the last, which is done: the device goes on while this is read.
+        if len(pieces) > 1 and (np.asarray(pieces[-2])[-1] == NO_TOKEN).all():
+            break
         paged, _, rows, sampled, _ = decode_loop(
             model.weights,
             paged,
             nothing,
             rows,
             wanted,
-            np.int32(min(width, n - done)),
+            np.int32(min(width, budget - done)),
             spec=model.spec,
             backend=kv.backend,
             width=width,
             placement=model.placement,
         )
         pieces.append(sampled.token_B)
-    token_Bn = np.concatenate(pieces)[:n, :given].T
+    token_Bn = np.full((given, n), NO_TOKEN, np.int32)
+    if pieces:
+        found = np.concatenate(pieces)[:n, :given].T
+        token_Bn[:, : found.shape[1]] = found
     counts = (token_Bn != NO_TOKEN).sum(axis=1).tolist()
     kv = _stored(kv, paged, dict(zip(newest, counts, strict=True)))
     # A row that has ended early gives back what it did not need.
@@ -303,7 +310,7 @@ def rewind(kv: State, row: int, length: int) -> State:
     """Cuts a row to its first `length` tokens; pages past them are free unless others hold them."""
     check_rows((row,), len(kv.rows))
     longest = kv.rows[row].length
-    if not is_int(length) or not 0 <= length <= longest:
+    if not is_int(length := own(length)) or not 0 <= length <= longest:
         raise ValueError(
             f"length: expected an int from 0 to {longest}, which row {row} holds, got {length!r}"
         )

@@ -173,10 +173,35 @@ def test_prefill_and_decode_consume_what_they_are_given_and_fork_does_not(model,
         jk.decode(model, jk.rewind(after, 0, 0), [5], n=1)
 
 
-def test_a_number_of_tokens_past_int32_is_refused_at_once(model, kv):
-    """Its last 32 bits would fit, and the loop would run for years."""
-    with pytest.raises(ValueError, match=r"n: expected a number of tokens from 1 to 2147483647"):
-        jk.decode(model, kv, [-1], n=2**62)
+def test_more_tokens_than_a_row_can_have_are_refused_also_where_all_rest(model, kv):
+    for n in (kv.limits.max_len + 1, 2**62):
+        with pytest.raises(ValueError, match=rf"n: .* from 1 to {kv.limits.max_len}, got {n}"):
+            jk.decode(model, kv, [-1], n=n)
+
+
+def test_a_decode_ends_with_its_rows(model, kv, monkeypatch):
+    """A loop after the one in which the last row ended may be on its way already."""
+    loops = []
+    loop = jk.decode_loop
+
+    def counted(*args, **options):
+        loops.append(0)
+        return loop(*args, **options)
+
+    monkeypatch.setattr(jk, "decode_loop", counted)
+    kv, tokens = jk.decode(model, kv, {0: -1, np.int64(1): -1}, n=np.int32(99))
+    assert (loops, tokens.tolist()) == ([], [[-1] * 99] * 2)
+    kv, logits = jk.prefill(model, kv, PROMPTS[:1])
+    kv, free = jk.decode(model, kv, logits.argmax(axis=-1), n=4)
+    stop, width, n = int(free[0, -1]), kv.limits.decode_steps, 99
+    kv = jk.rewind(kv, np.int64(0), np.int32(len(PROMPTS[0])))
+    loops.clear()
+    params = SamplingParams(temperature=0, stop_token_ids=[stop])
+    kv, tokens = jk.decode(model, kv, logits.argmax(axis=-1), n=n, sampling=params)
+    end = free[0].tolist().index(stop) + 1
+    assert tokens[0].tolist() == [*free[0, :end].tolist(), *[-1] * (n - end)]
+    assert len(loops) == -(-end // width) + 1 < -(-n // width)
+    check(kv)
 
 
 def test_what_is_refused_leaves_the_state_as_it_was(model, kv):

@@ -58,7 +58,9 @@ def listed_priorities(priority: Any, count: int) -> Sequence[int] | None:
     if given is None or is_int(given):
         return None if given is None else [given] * count
     if not isinstance(given, (list, tuple)) or len(given) != count:
-        raise ValueError(f"priority: expected a list of {count} numbers, got {priority!r:.80}")
+        raise ValueError(
+            f"priority: expected a list of {count} numbers or one, got {priority!r:.80}"
+        )
     return given
 
 

@@ -261,12 +261,20 @@ class BaseSession:
         if not is_int(index) or not 0 <= index < len(output.outputs):
             raise ValueError(f"index: expected one of {len(output.outputs)} samples, got {index!r}")
         one = output.outputs[index]
-        is_ended = one.finish_reason == "stop" and not isinstance(one.stop_reason, str)
-        new = one.token_ids[: len(one.token_ids) - is_ended]
+        new = one.token_ids[: len(one.token_ids) - self._ends_in_a_token(one)]
         messages = self._messages
         if messages is not None:
             messages = (*messages, {"role": "assistant", "content": one.text})
         return type(self)(self._home, (*self.tokens, *new), messages)
+
+    def _ends_in_a_token(self, one: CompletionOutput) -> bool:
+        """Tells whether the last token is one that only ended it: not so where a text or a grammar
+        did.
+        """
+        if one.finish_reason != "stop" or isinstance(one.stop_reason, str):
+            return False
+        eos_id = self._home.intake.eos_id
+        return isinstance(one.stop_reason, int) or one.token_ids[-1:] == [eos_id]
 
     def close(self) -> None:
         """Gives up the claim on pages, which ends too when nobody has the session any more. Once

@@ -22,6 +22,7 @@ from jaxkv.config import SamplingParams, bfloat16_as_bits, is_int
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
+from jaxkv.ops.sampling import NUM_STOP_TOKENS
 from jaxkv.placement import Placement, bytes_per_device
 from jaxkv.programs.fit_keys import fit_keys
 from jaxkv.weights.arrays import flat, take_weights
@@ -345,4 +346,7 @@ def _eos_ids(
     if not all(is_int(i) for i in ids):
         raise reader.fail("eos_token_id", "a token id or a list of them")
     own = getattr(tokenizer, "eos_token_id", None)
-    return [i for i in ([] if own is None else [own]) + ids if 0 <= i < vocab_size]
+    ids = [i for i in ([] if own is None else [own]) + ids if 0 <= i < vocab_size]
+    if len({*ids}) > NUM_STOP_TOKENS:
+        raise reader.fail("eos_token_id", f"at most {NUM_STOP_TOKENS} token ids")
+    return ids

@@ -46,12 +46,16 @@ def load_tokenizer(directory: Path) -> Any:
         if kind is None:
             from transformers import AutoTokenizer as kind
         tokenizer = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    template = tokenizer.chat_template
-    if not isinstance(template, str | dict | None):
-        raise CheckpointError(
-            f"{directory / TOKENIZER_FILES[1]}: chat_template: expected a text, got "
-            f"{type(template).__name__}; {ADVICE}"
-        )
+    # transformers takes anything, and fails when it uses them.
+    for key, kinds, expected in (
+        ("chat_template", (str, dict, type(None)), "a text"),
+        ("model_max_length", (int, float), "a number"),
+    ):
+        if not isinstance(value := getattr(tokenizer, key), kinds):
+            raise CheckpointError(
+                f"{directory / TOKENIZER_FILES[1]}: {key}: expected {expected}, got "
+                f"{type(value).__name__}; {ADVICE}"
+            )
     # Some tokenizer_config.json ask for it: spaces before punctuation go, so a token's text in its
     # log-probability would be another one than in the output.
     tokenizer.clean_up_tokenization_spaces = False

@@ -206,9 +206,11 @@ class Results:
             # Text can wait for the end of the chunk unless a stop string may end it in the middle.
             if request.output.text is not None and not request.params.stop:
                 new = request.tokens[start:]
-                request.output.text.push(new[:-1] if self._hides(request, new[-1]) else new)
+                is_hidden = len(new) > 0 and self._hides(request, new[-1])
+                request.output.text.push(new[:-1] if is_hidden else new)
         finally:
-            self._recorder.generated([(request, len(request.tokens) - start)], now)
+            if (count := len(request.tokens) - start) > 0:
+                self._recorder.generated([(request, count)], now)
         if request.finish_reason is not None:
             self._end(request)
 
@@ -232,7 +234,11 @@ class Results:
     def _accept_one_by_one(
         self, request: Request, tokens: list[int], out: Sampled, row: int
     ) -> None:
+        grammar = request.draw.grammar
         for i, token in enumerate(tokens):
+            if grammar is not None and grammar.error:  # so the token was drawn of all there are
+                request.finish_reason, request.output.stop_reason = "abort", grammar.error
+                return
             request.tokens.append(token)
             if request.output.logprobs is not None:
                 request.output.logprobs.append(self._logprobs(request, out, i, row, token))

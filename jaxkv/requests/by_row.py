@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.config import SamplingParams, is_int
+from jaxkv.config import SamplingParams, is_int, own
 from jaxkv.errors import CapacityError
 from jaxkv.ops.sampling import NO_TOKEN, NUM_STOP_TOKENS, Sampling
 from jaxkv.programs.inputs import empty_sampling
@@ -23,7 +23,7 @@ TAKEN = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ig
 def check_rows(rows: Iterable[Any], num_rows: int) -> None:
     """Raises ValueError for the first that is not a row."""
     for row in rows:
-        if not is_int(row) or not 0 <= row < num_rows:
+        if not is_int(own(row)) or not 0 <= row < num_rows:
             raise ValueError(f"row: expected an int from 0 to {num_rows - 1}, got {row!r}")
 
 

@@ -35,6 +35,11 @@ from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
 from jaxkv.weights.adapters import Adapter
 
+Copies = dict[int, tuple[SamplingParams, Grammar | None] | ValueError]
+"""By the `id` of what a call was given: a copy of the parameters with their grammar, or why they
+are refused.
+"""
+
 
 class Intake:
     """Checks prompts and parameters against one model and engine, and numbers the submissions that
@@ -88,7 +93,9 @@ class Intake:
         self._check_generates()
         priorities = [0] * len(prompts) if priorities is None else priorities
         asked = zip(prompts, params, priorities, strict=True)
-        copies: dict[int, SamplingParams] = {}
+        copies: Copies = {}
+        for one in params:  # before anybody's turn is taken for them: some grammars take seconds
+            self._copy(one, copies)
         return self._make([partial(self._submission, *one, copies) for one in asked], lora_requests)
 
     def adapter_of(self, request: LoRARequest | None) -> Adapter | None:
@@ -265,6 +272,11 @@ class Intake:
         return self._root(0, salt, context, adapter)
 
     @property
+    def eos_id(self) -> int | None:
+        """Returns the token that ends texts, None without one: others may end them too."""
+        return self._model.eos_id
+
+    @property
     def has_tokenizer(self) -> bool:
         """Tells whether texts can be made of tokens, and tokens of texts."""
         return self._model.tokenizer is not None
@@ -351,27 +363,22 @@ class Intake:
         prompt: Prompt,
         params: SamplingParams,
         priority: int,
-        copies: dict[int, SamplingParams],
+        copies: Copies,
         number: int,
         adapter: Adapter | None = None,
         num_samples: int | None = None,
     ) -> Submission:
         """Makes a submission. `copies`: the copies of parameters that this call has made."""
-        if not isinstance(params, SamplingParams):
-            raise ValueError(
-                f"sampling_params: expected SamplingParams, got {type(params).__name__}"
-            )
         if not is_int(priority):
             raise ValueError(f"priority: expected a whole number, got {priority!r}")
-        # Their fields may be assigned while the request runs. A copy costs 50 us: one for all.
-        if id(params) not in copies:
-            copies[id(params)] = params.clone()
-        params = copies[id(params)]
+        made = self._copy(params, copies)
+        if isinstance(made, ValueError):
+            raise made
+        params, grammar = made
         text, tokens, salt = self.parse(prompt)
         stop_ids = self._stop_ids(params)
         self._check_logprobs(params, len(tokens))
         bad_words = self._processing(params, stop_ids | {self._model.eos_id})
-        grammar = self._grammar(params)
         retention = self._retention(params, len(tokens))
         max_len, at_max_len = self._limit(len(tokens), params, retention)
         root = self._root(number, salt, self._model.spec.context_of(max_len), adapter)
@@ -410,13 +417,35 @@ class Intake:
         )
         return Submission(str(number), text, samples)
 
+    def _copy(
+        self, params: SamplingParams, copies: Copies
+    ) -> tuple[SamplingParams, Grammar | None] | ValueError:
+        """Returns a copy of parameters, whose fields may be assigned while the request runs, with
+        their grammar; or why they are refused. It costs 50 us and more: once for all of a call.
+        """
+        if id(params) not in copies:
+            try:
+                copies[id(params)] = self._copied(params)
+            except ValueError as error:
+                copies[id(params)] = error
+        return copies[id(params)]
+
+    def _copied(self, params: SamplingParams) -> tuple[SamplingParams, Grammar | None]:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling_params: expected SamplingParams, got {type(params).__name__}"
+            )
+        copy = params.clone()
+        return copy, self._grammar(copy)
+
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Returns the grammar that the text is to follow, None without one. Raises: ValueError."""
         if params.structured_outputs is None:
             return None
-        if self._grammars is None:
-            model = self._model
-            self._grammars = Grammars(model.tokenizer, model.spec.vocab_size, model.eos_ids)
+        with self._lock:
+            if self._grammars is None:
+                model = self._model
+                self._grammars = Grammars(model.tokenizer, model.spec.vocab_size, model.eos_ids)
         return self._grammars.compile(params.structured_outputs)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:

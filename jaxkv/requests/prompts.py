@@ -69,7 +69,7 @@ def parse(prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray | None
         return prompt, None, ""
     if not isinstance(prompt, Mapping):
         ids = _items(prompt)
-        if ids is None or not are_token_ids(ids):
+        if ids is None or (ids and not are_token_ids(ids)):
             raise ValueError(
                 f'expected a text, token ids, {{"prompt": text}} or {{"prompt_token_ids": [...]}}, '
                 f"got {type(prompt).__name__}"

@@ -18,7 +18,7 @@ import pytest
 
 from adapters import make_adapter
 from jaxkv.api import cli
-from jaxkv.api.batch_files import open_lines, open_output, run, run_batch
+from jaxkv.api.batch_files import open_lines, open_output, run, run_batch, sources
 from jaxkv.api.llm import LLM
 from jaxkv.config import SamplingParams
 from jaxkv.lora.request import LoRARequest
@@ -37,6 +37,7 @@ FLAGS = [
     part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))
 ]
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+USER_ONLY = {"role": "user"}
 USER = {"role": "user", "content": "The end"}
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 pytestmark = pytest.mark.usefixtures("quick_compile", "compile_once")
@@ -448,6 +449,13 @@ def test_gzipped_lines_and_standard_input_and_output_give_the_same(
         status, out, err = command(str(tmp_path / source), path, *more)
         assert (status, out) == (2, b"")
         assert message in err.decode()
+
+
+def test_nulls_of_a_column_are_absent_and_those_of_json_in_it_are_not():
+    body = {"schema": {"const": None}, "messages": [{"role": "user", "name": None}]}
+    for given, kept in ((json.dumps(body), body), (body, {"schema": {}, "messages": [USER_ONLY]})):
+        row = {"custom_id": "1", "body": given, "params": None, "prompt": None}
+        assert sources._without_nulls(row) == {"custom_id": "1", "body": kept}
 
 
 def test_the_rows_of_a_parquet_file_are_lines(tmp_path, rows_of, llm):

@@ -1019,6 +1019,7 @@ def test_a_missing_directory_or_file_is_named(checkpoint, tmp_path):
         ({"eos_token_id": 2.0}, "eos_token_id"),
         ({"eos_token_id": [2, True]}, "eos_token_id"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"eos_token_id": list(range(65))}, "at most 64 token ids"),
     ],
 )
 def test_a_broken_generation_config_is_refused(checkpoint, tmp_path, content, message):

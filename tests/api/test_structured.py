@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -284,6 +285,67 @@ def test_what_cannot_be_followed_is_refused_at_the_front_door(llm):
             replace(params(regex="a"), **change)
     with pytest.raises(ValueError, match=r"^structured_outputs: expected StructuredOutputsParams"):
         SamplingParams(structured_outputs={"regex": "a"})
+
+
+def test_a_session_keeps_the_last_token_of_an_answer_that_its_grammar_ended(llm):
+    session = llm.session("def f(")
+    for asked in ({"regex": "[0-9]{3}"}, {"choice": ["yes", "yes sir"]}, {"json_object": True}):
+        after, one = session.generate(params(**asked))
+        assert one.finish_reason == "stop"
+        eos = llm.get_tokenizer().eos_token_id
+        said = [token for token in one.token_ids if token != eos]
+        assert after.tokens == (*session.tokens, *said)
+
+
+def test_no_step_waits_for_a_grammar_and_each_is_compiled_once_in_a_call(llm, monkeypatch):
+    from jaxkv.requests.grammar import Grammars
+
+    free, compiled = [], Grammars.compile
+
+    def compiling(self: Grammars, asked: StructuredOutputsParams) -> Any:
+        def take() -> None:
+            free.append(engine_of(llm).lock.acquire(blocking=False))
+            engine_of(llm).lock.release()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        return compiled(self, asked)
+
+    monkeypatch.setattr(Grammars, "compile", compiling)
+    one, other = params(regex="[a-c]{3}"), params(regex="[0-9]{3}")
+    outputs = llm.generate(["x", "The", "y"], [one, one, other], use_tqdm=False)
+    assert free == [True, True]
+    texts = [output.outputs[0].text for output in outputs]
+    for text, pattern in zip(texts, ("[a-c]{3}", "[a-c]{3}", "[0-9]{3}"), strict=True):
+        assert re.fullmatch(pattern, text)
+
+
+def test_a_token_that_no_grammar_looked_at_is_not_given_out(llm, monkeypatch):
+    from jaxkv.requests.grammar import Grammar
+
+    made: list[int] = []
+    accepted: list[bool] = []
+    make, error, accept = Grammar._make_mask, Grammar.error.fget, Grammar.accept
+
+    def lost_at_the_fifth(self: Grammar) -> np.ndarray:
+        made.append(0)
+        self.lost = len(made) >= 5
+        return np.full_like(make(self), 2**32 - 1) if self.lost else make(self)
+
+    def accepting(self: Grammar, token: int) -> None:
+        accepted.append(self.lost)
+        accept(self, token)
+
+    monkeypatch.setattr(Grammar, "_make_mask", lost_at_the_fifth)
+    monkeypatch.setattr(Grammar, "accept", accepting)
+    is_lost = lambda self: "too complex" if getattr(self, "lost", False) else error(self)  # noqa: E731
+    monkeypatch.setattr(Grammar, "error", property(is_lost))
+    (one,) = llm.generate("x", params(regex="[a-c]{9}"), use_tqdm=False)[0].outputs
+    assert (one.finish_reason, one.stop_reason) == ("abort", "too complex")
+    assert accepted == [False] * len(one.token_ids) != []
+    assert re.fullmatch("[a-c]{1,8}", one.text)
+    engine_of(llm).check()
 
 
 def test_what_the_parser_has_no_room_for_ends_its_own_request_only(llm, monkeypatch):

@@ -118,6 +118,8 @@ def test_a_chat_template_of_another_kind_or_encoding_is_refused(directory):
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": 1.5}))
     assert "chat_template: expected a text" in refused(directory, "tokenizer_config.json")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"model_max_length": "x"}))
+    assert "model_max_length: expected a number" in refused(directory, "tokenizer_config.json")
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(directory, whole):

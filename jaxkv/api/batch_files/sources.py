@@ -125,14 +125,14 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row without nulls, which a column has where other rows have a value, and with the
     objects that stand in it as text.
     """
+    kept: dict[str, Any] = _pruned(row)
     for key in _OBJECTS:
-        if isinstance(row.get(key), str):
+        if isinstance(kept.get(key), str):
             # What is no JSON stays a text, which the line is then refused for.
             with suppress(ValueError, RecursionError):
-                value = json.loads(row[key], object_pairs_hook=_unique)
+                value = json.loads(kept[key], object_pairs_hook=_unique)
                 _check_depth(value, MAX_DEPTH)
-                row[key] = value
-    kept: dict[str, Any] = _pruned(row)
+                kept[key] = value
     return kept
 
 
