@@ -84,12 +84,14 @@ def gptq(rng: np.random.Generator, shape: tuple[int, int], *, reorder: bool = Fa
     values, group = rng.integers(0, 16, shape), np.arange(width) // GROUP
     if reorder:
         group = rng.permutation(group)
-    zero = rng.integers(0, 15, (width // GROUP, out))
+    zero = rng.integers(0, 16, (width // GROUP, out))
     scale = rng.uniform(0.01, 0.1, zero.shape).astype(np.float32)
     want = np.zeros(shape, np.float32)
     for j in range(width):
-        want[:, j] = (values[:, j] - (zero[group[j]] + 1)) * scale[group[j]]
-    parts = {"qweight": words(values, 4).T.copy(), "qzeros": words(zero, 4), "scales": scale}
+        want[:, j] = (values[:, j] - zero[group[j]]) * scale[group[j]]
+    # GPTQModel takes one from each zero point in a subtraction of whole words.
+    less = (words(zero, 4).view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
+    parts = {"qweight": words(values, 4).T.copy(), "qzeros": less, "scales": scale}
     return parts | {"g_idx": group.astype(np.int32)}, want
 
 

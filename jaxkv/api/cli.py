@@ -467,13 +467,22 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _ends_on_term() -> Iterator[None]:
+    """Has what a system sends before it kills end the block as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_ends_on_term()
 def _batch(args: argparse.Namespace) -> int:
     from jaxkv.api.batch_files import open_lines, open_output, run_batch
 
     given = _sampling_options(args)
     adapters = _lora_modules(args, args.lora_modules, args.served_model_name)
-    # What a system sends before it kills ends the run as Ctrl-C does.
-    on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with (
             open_lines(args.input) as source,
@@ -499,8 +508,6 @@ def _batch(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("jaxkv: stopped; the same command goes on where this one ended", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, on_term)
     if not args.quiet:
         rate = {"tokens_per_s": counts.num_output_tokens / counts.run_s, "compile_s": llm.compile_s}
         print(json.dumps(asdict(counts) | rate), file=sys.stderr)
@@ -561,6 +568,7 @@ def _serve(args: argparse.Namespace) -> int:
         return serve(AsyncLLM(**engine), at, options, name)
 
 
+@_ends_on_term()
 def _convert(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     import jax

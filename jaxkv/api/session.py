@@ -21,11 +21,11 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from jaxkv.build.options import IS_BOOL, IS_LIST, IS_TEXT_OR_NONE
-from jaxkv.config import PREFILL, SamplingParams, is_int
+from jaxkv.config import PREFILL, RequestOutputKind, SamplingParams, is_int
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.places import converted
 from jaxkv.engine.saving import extract, form_of, insert, saved_len
-from jaxkv.errors import CapacityError, SavedFileError
+from jaxkv.errors import CapacityError, EngineDeadError, SavedFileError
 from jaxkv.kv.saved import Origin, SavedPages
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.intake import Intake
@@ -256,15 +256,18 @@ class BaseSession:
             raise ValueError(f"output: expected a RequestOutput, got {type(output).__name__}")
         if output.prompt_token_ids != list(self.tokens):
             raise ValueError("output: expected one of this session's prompt")
-        if not output.finished:
-            raise ValueError("output: expected one that is finished")
+        if not output.finished or output.is_rest:
+            raise ValueError("output: expected one that is finished, and all of it")
         if not is_int(index) or not 0 <= index < len(output.outputs):
             raise ValueError(f"index: expected one of {len(output.outputs)} samples, got {index!r}")
         one = output.outputs[index]
         new = one.token_ids[: len(one.token_ids) - self._ends_in_a_token(one)]
         messages = self._messages
         if messages is not None:
-            messages = (*messages, {"role": "assistant", "content": one.text})
+            # With detokenize=False no text has been made; a stop string may have left none.
+            is_made = one.text or isinstance(one.stop_reason, str)
+            text = one.text if is_made else self._home.intake.decode(new)
+            messages = (*messages, {"role": "assistant", "content": text})
         return type(self)(self._home, (*self.tokens, *new), messages)
 
     def _ends_in_a_token(self, one: CompletionOutput) -> bool:
@@ -289,7 +292,10 @@ class BaseSession:
         self.close()
 
     def _begins(self, other: BaseSession) -> bool:
-        if self._home.engine is not other._home.engine:
+        own, others = self._home, other._home
+        if own.engine is not others.engine or own.salt != others.salt:
+            return False
+        if own.lora_request != others.lora_request or own.chat != others.chat:
             return False
         if self._messages is None or other._messages is None:
             return other.tokens[: len(self)] == self.tokens
@@ -468,9 +474,15 @@ class AsyncSession(BaseSession):
         await asyncio.to_thread(_there(saved).save, where)
 
     async def _last(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        """Returns the last output of a request."""
+        """Returns the whole output of a request. Raises: EngineDeadError where it was ended."""
+        if isinstance(params, SamplingParams):
+            params = replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
         outputs = self._home.llm.generate(prompt, params, lora_request=self.lora_request)
-        return [output async for output in outputs][-1]
+        last = [output async for output in outputs][-1]
+        for one in last.outputs:
+            if one.finish_reason == "abort" and one.stop_reason is None:
+                raise EngineDeadError("the request was ended by an abort or a shutdown")
+        return last
 
     async def _ask(self, function: Callable[[], T]) -> T:
         """Returns what the function returns in the engine's thread, which has the tokenizer."""

@@ -244,7 +244,7 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
         check_vocabulary(tokenizer, spec.vocab_size, where)
     # One that is there and no file is no missing one.
     found = os.path.lexists(directory / GENERATION)
-    pooling = read_pooling(directory, config, spec, options.runner, tokenizer)
+    pooling = read_pooling(directory, config, spec, layout, options.runner, tokenizer)
     layout = layout if pooling is None else pooling_layout(layout)
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
     defaults = {} if options.generation_config == "vllm" else generation.values

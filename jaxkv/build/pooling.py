@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +17,11 @@ import numpy as np
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config
 from jaxkv.models.spec import ModelSpec
+from jaxkv.weights.load import FLOATS
 from jaxkv.weights.safetensors import Checkpoint
 
 MODULES = "modules.json"
+TRANSFORMER = "sentence_bert_config.json"
 CLASSIFIER = "ForSequenceClassification"
 MAX_BYTES = 1_000_000
 MAX_MODULES = 16
@@ -121,6 +124,11 @@ class Pooling:
         if name not in arrays:
             raise CheckpointError(f"{where}: missing tensor {name}, a classifier's head")
         stored = arrays[name]
+        if str(stored.dtype) not in FLOATS:
+            raise CheckpointError(
+                f"{where}: {name}: expected one of {', '.join(FLOATS)} of a classifier's head, got "
+                f"{stored.dtype} (quantised heads are not built)"
+            )
         fits = stored.ndim == 2 and (self.yes_no is not None or len(stored) == self.labels)
         if not fits or int(rows.max()) >= len(stored):
             raise CheckpointError(
@@ -141,7 +149,12 @@ def unit(x: np.ndarray) -> np.ndarray:
 
 
 def read_pooling(
-    directory: Path, config: ConfigReader, spec: ModelSpec, runner: str, tokenizer: Any | None
+    directory: Path,
+    config: ConfigReader,
+    spec: ModelSpec,
+    layout: Layout,
+    runner: str,
+    tokenizer: Any | None,
 ) -> Pooling | None:
     """Returns how the checkpoint pools, None where it is to generate: `runner` says so, or is auto
     and nothing says that it pools.
@@ -159,6 +172,11 @@ def read_pooling(
     if not is_classifier:
         return _of_modules(directory, spec) if has_modules else Pooling()
     if from_token is not None:
+        if spec.scales.logits != 1 or spec.scales.logit_cap or _heads(layout) - {"head"}:
+            raise config.fail(
+                "classifier_from_token",
+                "a model whose logits are its head times a state (no bias, factor or soft cap)",
+            )
         yes_no = _token_ids(config, from_token, tokenizer)
         return Pooling(labels=1, yes_no=yes_no, activation="Sigmoid")
     id2label = config.section("id2label").values
@@ -178,10 +196,17 @@ def pooling_layout(layout: Layout) -> Layout:
     """Returns the layout of a model that pools: without a language model's head, whose tensors the
     checkpoint may have.
     """
-    top = {name: leaf for name, leaf in layout.top.items() if not name.startswith("head")}
-    return replace(
-        layout, top=top, derived=(*layout.derived, r"lm_head\.(weight|bias)", r"score\..*")
-    )
+    heads = _heads(layout)
+    top = {name: leaf for name, leaf in layout.top.items() if name not in heads}
+    # What narrows the last state is the model's own in transformers.
+    sources = [re.escape(layout.top[name].source) for name in heads - {"head_down"}]
+    derived = (*layout.derived, *sources, r"lm_head\.(weight|bias)", r"score\..*")
+    return replace(layout, top=top, derived=derived)
+
+
+def _heads(layout: Layout) -> set[str]:
+    """Returns the leaves that are there for logits alone."""
+    return {name for name in layout.top if name.startswith("head")}
 
 
 def _is_head(name: str) -> bool:
@@ -218,6 +243,9 @@ def _of_modules(directory: Path, spec: ModelSpec) -> Pooling:
         raise CheckpointError(
             f"{where}: expected a Transformer in this folder and a Pooling, got {names}"
         )
+    if os.path.lexists(directory / TRANSFORMER):
+        # Its max_seq_length cuts texts there; here that is asked for (`truncate_prompt_tokens`).
+        read_config(directory, TRANSFORMER).refuse("do_lower_case", False)
     rest = names[2:]
     normalizes = rest[-1:] == ["Normalize"]
     if any(kind != "Dense" for kind in rest[: len(rest) - normalizes]):

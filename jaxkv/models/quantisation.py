@@ -27,15 +27,15 @@ class Quantisation:
     kind: "scaled" (8 bits each); "packed" (compressed-tensors), "gptq" or "awq", which pack several
     values of `bits` into each int32; or pairs of floats of 4 bits: "mxfp4" (experts of gpt-oss),
     "fp4" (compressed-tensors), "modelopt" and "bitsandbytes". block: how many [rows, columns] share
-    a scale, 0 where that is not said, because all do. zero_offset: what GPTQ's stored zero points
-    are less than they mean. skipped: names of modules that are not quantised, maybe with wildcards.
+    a scale, 0 where that is not said, because all do. takes_one: GPTQ's stored zero points are one
+    less than they mean. skipped: names of modules that are not quantised, maybe with wildcards.
     """
 
     method: str
     kind: str
     bits: int = 8
     block: tuple[int, int] = BLOCK
-    zero_offset: int = 0
+    takes_one: bool = False
     skipped: tuple[str, ...] = ()
 
     def skips(self, module: str) -> bool:
@@ -100,9 +100,9 @@ def _read(given: ConfigReader) -> Quantisation:
     if method == "awq":
         given.choice("version", "gemm", ("gemm", "GEMM"))
         return Quantisation(method=method, kind="awq", bits=bits, block=(0, columns))
-    offset = 1 if given.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq" else 0
+    takes_one = given.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2")) == "gptq"
     block = (0, columns)
-    return Quantisation(method=method, kind="gptq", bits=bits, block=block, zero_offset=offset)
+    return Quantisation(method=method, kind="gptq", bits=bits, block=block, takes_one=takes_one)
 
 
 def _compressed(given: ConfigReader) -> Quantisation:

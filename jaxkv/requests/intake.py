@@ -176,7 +176,10 @@ class Intake:
         if self._longest_token is None and self._model.tokenizer is not None:
             self._longest_token = longest_token(self._model.tokenizer)
         longest = most * (self._longest_token or 0)
-        return text if len(text) <= longest else text[: int(longest)]
+        if len(text) <= longest:
+            return text
+        is_left = getattr(self._model.tokenizer, "truncation_side", "right") == "left"
+        return text[-int(longest) :] if is_left else text[: int(longest)]
 
     def pair(self, first: str, second: str, most: int | None) -> dict[str, Any]:
         """Returns two texts as one prompt, as the tokenizer joins them, of at most so many tokens

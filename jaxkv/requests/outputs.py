@@ -106,7 +106,8 @@ class RequestOutput:
     `prompt_logprobs`, if asked for, has one entry per prompt token: None for the first, then token
     id -> Logprob. In a stream the first output has it. `num_cached_tokens` of the prompt (for n >
     1: the first sample's) came from the prefix cache. `metrics`: its times (for n > 1: the first
-    sample's). The fields behind that are vLLM's for what is not built here, and None.
+    sample's). The fields behind that are vLLM's for what is not built here, and None. `is_rest`: in
+    a stream others with what came before have been given out.
     """
 
     request_id: str
@@ -125,6 +126,7 @@ class RequestOutput:
     ec_transfer_params: Any = None
     num_cache_creation_tokens: None = None
     prompt_token_id_logprobs: None = None
+    is_rest: bool = field(default=False, compare=False, repr=False)
 
     def _repr_html_(self) -> str:
         return RequestOutputs([self])._repr_html_()
@@ -150,7 +152,7 @@ def new_since(output: RequestOutput, before: RequestOutput | None) -> RequestOut
     earlier = {one.index: one for one in before.outputs}
     changed = [_newer(one, earlier[one.index]) for one in output.outputs]
     outputs = [one for one in changed if one is not None]
-    return replace(output, outputs=outputs, prompt_logprobs=None)
+    return replace(output, outputs=outputs, prompt_logprobs=None, is_rest=True)
 
 
 def _newer(now: CompletionOutput, before: CompletionOutput) -> CompletionOutput | None:

@@ -299,9 +299,12 @@ class Submission:
         first = self.samples[0]
         begins = first in changed and not first.output.num_given
         prompt_logprobs = first.output.prompt_logprobs if begins else None
+        is_rest = len(changed) < len(self.samples) or any(r.output.num_given for r in changed)
         for request in changed:
             request.output.is_given = request.finish_reason is not None
-        return self._output([request.new_completion() for request in changed], prompt_logprobs)
+        output = self._output([request.new_completion() for request in changed], prompt_logprobs)
+        output.is_rest = is_rest
+        return output
 
     def _output(
         self,

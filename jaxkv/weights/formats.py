@@ -294,7 +294,12 @@ def _packed(own: Parts, how: Quantisation) -> Stored:
 def _gptq(own: Parts, how: Quantisation) -> Stored:
     middle = 2 ** (how.bits - 1)
     values = _unpacked(own["qweight"].T, how.bits) - middle  # [out, in]
-    zeros = _unpacked(own["qzeros"], how.bits).T + (how.zero_offset - middle)  # [out, groups]
+    points = own["qzeros"]
+    if how.takes_one:
+        # From whole words, as GPTQModel writes them: with borrows, where a zero point is 0.
+        ones = np.uint32(sum(1 << shift for shift in range(0, 32, how.bits)))
+        points = (points.view(np.uint32) + ones).view(points.dtype)
+    zeros = _unpacked(points, how.bits).T - middle  # [out, groups]
     group_D = own["g_idx"].astype(np.int64) if "g_idx" in own else None
     small = _small(values, how.bits)
     return Stored(small, own["scales"].T, zeros, how.block[1], group_D)

@@ -275,3 +275,14 @@ def test_a_reader_that_has_gone_is_no_error(monkeypatch, capfd, size):
         monkeypatch.setattr(cli, "_plan", lambda args: print("x" * size) or 0)
         assert cli.main(["plan", "config.json"]) == 141
     assert capfd.readouterr().err == ""
+
+
+def test_what_a_system_sends_before_it_kills_ends_a_conversion_as_ctrl_c_does(
+    tmp_path, monkeypatch
+):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(
+        "jaxkv.weights.orbax.convert", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    assert cli.main(["convert", str(tmp_path), str(tmp_path / "out")]) == 130
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from adapters import PREFIX, make_adapter, merged
+from families import text_config
 from jaxkv import (
     LLM,
     AsyncLLM,
@@ -353,6 +354,23 @@ def test_what_such_a_model_does_not_do_is_refused(tmp_path):
             call()
 
 
+def test_a_head_by_two_tokens_is_refused_where_logits_are_more_than_its_rows(tmp_path):
+    words = {"hf_overrides": {"classifier_from_token": ["a", "b"]}, "runner": "pooling"}
+    for variant in ("gemma2", "granite", "phi"):
+        directory = make_checkpoint(tmp_path / variant, text_config(variant) | {"vocab_size": 420})
+        save_tokenizer(directory)
+        options = SMALL | {"skip_tokenizer_init": False}
+        with pytest.raises(CheckpointError, match=r"classifier_from_token: .*no bias, factor"):
+            LLM(directory, **options, **words)
+
+
+def test_a_head_of_any_name_is_left_out(tmp_path):
+    directory = make_checkpoint(tmp_path, text_config("gpt_neox"))
+    assert "embed_out.weight" in load_file(directory / "model.safetensors")
+    (one,) = LLM(directory, **SMALL, runner="pooling").embed(PROMPTS[:1], use_tqdm=False)
+    assert np.isfinite(one.outputs.embedding).all()
+
+
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
@@ -364,11 +382,13 @@ def test_what_such_a_model_does_not_do_is_refused(tmp_path):
         ("1_Pooling/config.json", lambda x: x | {"include_prompt": False}, "include_prompt"),
         ("1_Pooling/config.json", lambda x: x | {"word_embedding_dimension": 7}, "word_embedding"),
         ("config.json", lambda x: x | {"is_causal": False}, "is_causal"),
+        ("sentence_bert_config.json", lambda x: x | {"do_lower_case": True}, "do_lower_case"),
     ],
 )
 def test_files_that_ask_for_something_else_are_refused(tmp_path, file, change, message):
     path = embedder(tmp_path, "last") / file
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    given = json.loads(path.read_text()) if path.is_file() else {"max_seq_length": 9}
+    path.write_text(json.dumps(change(given)))
     with pytest.raises(CheckpointError, match=message):
         LLM(tmp_path, **SMALL)
 

@@ -14,7 +14,7 @@ import pytest
 from jaxkv.api.async_llm import AsyncLLM
 from jaxkv.api.llm import LLM
 from jaxkv.api.session import AsyncSession
-from jaxkv.config import SamplingParams
+from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.testing import engine_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -153,6 +153,10 @@ def test_a_chat_goes_on_message_by_message(compile_once):
     whole = llm.chat(list(more.messages), GREEDY, chat_template=template, use_tqdm=False)[0]
     assert more.tokens == tuple(whole.prompt_token_ids)
     assert more.rewind(to=chat).tokens == chat.tokens
+    bare, _ = chat.generate(replace(GREEDY, max_tokens=8, detokenize=False))
+    assert bare.messages == answered.messages
+    with pytest.raises(ValueError, match="began as"):
+        answered.rewind(to=llm.session([ask], chat_template=template + "{# another #}"))
     for wrong in ("text", [1, 2]):
         with pytest.raises(ValueError, match="message"):
             chat.extend(wrong)
@@ -166,12 +170,14 @@ def test_a_chat_goes_on_message_by_message(compile_once):
 
 def test_an_async_session_is_awaited(checkpoint, make, tmp_path, monkeypatch):
     want = make().session({"prompt_token_ids": ids(20)}).extend(ids(5, 1))
+    more = replace(GREEDY, max_tokens=40)
 
     async def run() -> tuple:
         async with AsyncLLM(checkpoint, **SMALL) as llm:
             begun = await llm.session({"prompt_token_ids": ids(20)})
             session = await begun.extend(ids(5, 1))
-            grown, out = await session.generate(GREEDY)
+            delta = replace(more, output_kind=RequestOutputKind.DELTA)
+            grown, out = await session.generate(delta)
             (tmp_path / "there").touch()
             with monkeypatch.context() as patch:
                 patch.setattr(AsyncSession, "_saved", lambda _: pytest.fail("there is a file"))
@@ -181,7 +187,7 @@ def test_an_async_session_is_awaited(checkpoint, make, tmp_path, monkeypatch):
 
     tokens, grown, out, scores = asyncio.run(run())
     assert tokens == want.tokens
-    assert (grown, out) == ((*tokens, *out), want.generate(GREEDY)[1].token_ids)
+    assert (grown, out) == ((*tokens, *out), want.generate(more)[1].token_ids)
     np.testing.assert_allclose(scores, want.logprobs([ids(4, 2)]), rtol=0, atol=1e-5)
 
 
@@ -194,6 +200,10 @@ def test_what_a_session_cannot_do_is_refused_by_name(make):
         "one of": lambda: session.rewind(),
         "from 0 to 9": lambda: session.rewind(tokens=10),
         "began as": lambda: session.rewind(to=other),
+        "session that this": lambda: session.rewind(
+            to=llm.session({"prompt_token_ids": ids(10), "cache_salt": "another"})
+        ),
+        "all of it": lambda: session.after([*llm.stream(session.prompt, GREEDY)][-1]),
         "n: expected 1": lambda: session.generate(SamplingParams(n=2)),
         "at least one": lambda: session.extend([]),
         "tokenizer": lambda: session.extend("text"),

@@ -622,6 +622,15 @@ def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized(int
         one(intake, "x" * (most + 1))
 
 
+def test_a_text_is_cut_at_the_side_where_its_tokenizer_cuts(intake, monkeypatch):
+    tokenizer = intake._model.tokenizer
+    monkeypatch.setattr(intake, "_longest_token", 10)
+    text = "a" * 100 + "the end"
+    for side, kept in (("right", "a" * 20), ("left", "a" * 13 + "the end")):
+        monkeypatch.setattr(tokenizer, "truncation_side", side)
+        assert intake._cut(text, 2) == kept
+
+
 def test_no_text_is_certainly_too_long_where_any_unknown_word_is_one_token():
     vocabulary = {"a": 0, "bcd": 1}
     assert longest_token(SimpleNamespace(unk_token="?", get_vocab=lambda: vocabulary)) == math.inf
