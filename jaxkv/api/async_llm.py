@@ -27,7 +27,7 @@ from jaxkv.api.llm import LLM, Conversation
 from jaxkv.api.session import AsyncSession, chat_options
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.vllm_arguments import ABSENT_FROM_ASYNC, absence
-from jaxkv.config import PREFILL, RequestOutputKind, SamplingParams
+from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.engine.metrics import Metric
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput, new_since
@@ -161,8 +161,7 @@ class AsyncLLM(AsyncPoolingCalls):
         held = await self._read_adapters(lora_request)
         home = self._llm._home(self, chat, lora_request)
         session = await self._engine.ask(partial(AsyncSession.begin, home, prompt))
-        async for _ in self.generate(session.prompt, PREFILL, lora_request=lora_request):
-            pass
+        await session.computed()
         held.clear()
         return session
 

@@ -574,11 +574,16 @@ def _convert(args: argparse.Namespace) -> int:
     import jax
 
     from jaxkv.build.blueprint import auto_dtype
+    from jaxkv.build.pooling import says_that_it_pools
+    from jaxkv.models.families import read_config
     from jaxkv.weights.hub import resolve_model
     from jaxkv.weights.orbax import convert
 
     dtype = auto_dtype(jax.devices()[0].platform) if args.dtype == "auto" else args.dtype
-    num_bytes = convert(resolve_model(args.model), args.out, dtype=dtype)
+    directory = resolve_model(args.model)
+    if says_that_it_pools(directory, read_config(directory)):
+        raise ValueError(f"{directory}: expected a model that generates, got one that pools")
+    num_bytes = convert(directory, args.out, dtype=dtype)
     print(
         f"{args.out}: {num_bytes / 1e6:.1f} MB of {dtype} in {time.perf_counter() - started:.1f} s",
         flush=True,

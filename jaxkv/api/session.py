@@ -119,7 +119,7 @@ class BaseSession:
         try:
             salt, chat, messages = (saved.extra[name] for name in ("salt", "chat", "messages"))
             prompt = {"prompt_token_ids": saved.extra["tokens"], "cache_salt": salt}
-            tokens = tuple(home.intake.parse(prompt)[1])
+            tokens = tuple(home.intake.parse(prompt, room=0)[1])
             home = replace(home, salt=salt, chat=chat_options(**{**NO_CHAT, **chat}))
             messages = None if messages is None else tuple(map(dict, messages))
         except (LookupError, TypeError, ValueError) as error:
@@ -448,8 +448,12 @@ class AsyncSession(BaseSession):
     async def extend(self, piece: Piece) -> Self:
         """Does what `Session.extend` does."""
         longer = await self._ask(lambda: self._longer(piece))
-        await self._last(longer.prompt, PREFILL)
-        return longer
+        return await longer.computed()
+
+    async def computed(self) -> Self:
+        """Returns it once its pages are there, where they are not. Raises: EngineDeadError."""
+        await self._last(self.prompt, PREFILL)
+        return self
 
     async def generate(self, params: SamplingParams | None = None) -> tuple[Self, CompletionOutput]:
         """Does what `Session.generate` does."""

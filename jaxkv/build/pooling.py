@@ -162,11 +162,11 @@ def read_pooling(
     Raises: CheckpointError for files that ask for something else than what is built.
     """
     has_modules = os.path.lexists(directory / MODULES)
-    names = config.get("architectures") or ("",)
-    is_classifier = str(names[0] if isinstance(names, list) else "").endswith(CLASSIFIER)
     from_token = config.get("classifier_from_token")
-    is_classifier = is_classifier or from_token is not None
-    if runner == "generate" or (runner == "auto" and not (has_modules or is_classifier)):
+    is_classifier = _is_classifier(config)
+    if runner == "generate":
+        return None
+    if runner == "auto" and not says_that_it_pools(directory, config):
         return None
     config.refuse("is_causal", True)
     if not is_classifier:
@@ -190,6 +190,17 @@ def read_pooling(
     if named is not None:
         activation = _activation(str(named), config.where)
     return Pooling(labels=labels, activation=activation)
+
+
+def says_that_it_pools(directory: Path, config: ConfigReader) -> bool:
+    """Tells whether files are of a model that makes vectors or scores, not text."""
+    return os.path.lexists(directory / MODULES) or _is_classifier(config)
+
+
+def _is_classifier(config: ConfigReader) -> bool:
+    names = config.get("architectures") or ("",)
+    is_named = str(names[0] if isinstance(names, list) else "").endswith(CLASSIFIER)
+    return is_named or config.get("classifier_from_token") is not None
 
 
 def pooling_layout(layout: Layout) -> Layout:

@@ -62,6 +62,8 @@ def saved_len(engine: Engine, num_tokens: int) -> int:
     any size, and are followed by a token that is computed.
     """
     config = engine.scheduler.config
+    # They are computed by a prompt of one more, which has room for one that is generated.
+    num_tokens = min(num_tokens, config.max_model_len - 2)
     if not (config.has_states or config.has_windows):
         return num_tokens // config.block_size * config.block_size
     power = 1 << max(0, num_tokens - 1).bit_length() >> 1  # the largest below num_tokens

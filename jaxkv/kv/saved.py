@@ -96,7 +96,9 @@ class SavedPages:
     keys: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Writes the file. Raises: FileExistsError if there is one, OSError if it cannot be."""
+        """Writes the file. Raises: FileExistsError if there is one, OSError if it cannot be,
+        ValueError for `extra` that is no JSON.
+        """
         if path.exists():
             raise FileExistsError(f"{path}: expected a new file")
         arrays: dict[str, np.ndarray] = {"tokens": np.array(self.tokens, np.int32)}
@@ -108,7 +110,12 @@ class SavedPages:
         header["firsts"] = {str(layer): first for layer, first in self.firsts.items()}
         header["layouts"] = {str(layer): dict(layout) for layer, layout in self.layouts.items()}
         header["pages"], header["beside"] = self._hashes(), self._hash_beside()
-        text = json.dumps(header, sort_keys=True)
+        try:
+            text = json.dumps(header, sort_keys=True)
+        except TypeError as error:
+            raise ValueError(
+                f"expected messages and chat_template_kwargs of values that JSON has: {error}"
+            ) from error
         digest = hashlib.sha256(text.encode()).hexdigest()
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)

@@ -59,6 +59,7 @@ class Chats:
         Raises: RefusedChatError for this conversation, ValueError for a template that is none.
         """
         from jinja2 import TemplateError, TemplateSyntaxError
+        from transformers.utils import chat_template_utils as of_tools
 
         listed = isinstance(messages, Sequence) and all(
             isinstance(message, Mapping) for message in messages
@@ -73,6 +74,8 @@ class Chats:
             raise self._broken(error) from error
         except RefusedChatError:
             raise
+        except (of_tools.DocstringParsingException, of_tools.TypeHintParsingException) as error:
+            raise RefusedChatError(f"tools: {error}") from error
         except (TemplateError, *OF_TEMPLATES) as error:
             raise RefusedChatError(f"{type(error).__name__}: {error}") from error
 

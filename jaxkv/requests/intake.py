@@ -301,12 +301,16 @@ class Intake:
         with self._lock:
             return self._encode(text, add_special_tokens=False)
 
-    def parse(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        """Returns (text, token ids, cache_salt). Raises: ValueError as `accept` does."""
+    def parse(self, prompt: Prompt, room: int = 1) -> tuple[str | None, list[int], str]:
+        """Returns (text, token ids, cache_salt) of a prompt that leaves room for so many tokens.
+        Raises: ValueError as `accept` does.
+        """
         with self._lock:
             text, ids, salt = parse(prompt)
             ids = self._encode(text or "") if ids is None else ids
-            self._check_length(len(ids))  # before anything is done for each: it may be a million
+            self._check_length(
+                len(ids), room
+            )  # before anything is done for each: it may be a million
             tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
             self._check_ids("prompt", tokens)
             return text, tokens, salt
@@ -604,7 +608,7 @@ class Intake:
                 f"{limit - 1} tokens, so that one more fits into max_model_len={limit}"
             )
 
-    def _check_length(self, length: int) -> None:
+    def _check_length(self, length: int, room: int = 1) -> None:
         config = self._config
         if not length:
             raise ValueError("the prompt is empty; expected at least one token")
@@ -613,7 +617,7 @@ class Intake:
                 f"the prompt has {length} tokens; expected at most "
                 f"max_model_len={config.max_model_len}, or truncate_prompt_tokens"
             )
-        if length >= config.max_model_len + self._num_unstored:
+        if length > config.max_model_len - room + self._num_unstored:
             raise ValueError(
                 f"the prompt has {length} tokens; expected at most {config.max_model_len - 1}, "
                 f"so that one more "

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -278,11 +279,19 @@ def test_a_reader_that_has_gone_is_no_error(monkeypatch, capfd, size):
 
 
 def test_what_a_system_sends_before_it_kills_ends_a_conversion_as_ctrl_c_does(
-    tmp_path, monkeypatch
+    checkpoint, tmp_path, monkeypatch
 ):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(
         "jaxkv.weights.orbax.convert", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)
     )
-    assert cli.main(["convert", str(tmp_path), str(tmp_path / "out")]) == 130
+    assert cli.main(["convert", str(checkpoint), str(tmp_path / "out")]) == 130
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_model_that_pools_is_not_converted(checkpoint, tmp_path, capsys):
+    shutil.copytree(checkpoint, tmp_path / "in")
+    (tmp_path / "in" / "modules.json").write_text("[]")
+    assert cli.main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    assert "expected a model that generates, got one that pools" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["in"]

@@ -268,6 +268,14 @@ def test_what_the_cache_does_not_keep_is_not_saved_and_short_sessions_are(models
     llm = LLM(models("llama"), **SMALL)
     llm.session({"prompt_token_ids": IDS[:5]}).save(tmp_path / "short")
     assert llm.restore(tmp_path / "short").tokens == tuple(IDS[:5])
+    last = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    full, _ = llm.session(
+        {"prompt_token_ids": [*IDS, *IDS][: SMALL["max_model_len"] - 1]}
+    ).generate(last)
+    assert len(full) == SMALL["max_model_len"]
+    llm.reset_prefix_cache()
+    full.save(tmp_path / "full")
+    assert llm.restore(tmp_path / "full").tokens == full.tokens
 
 
 def test_weights_that_differ_are_another_model(models, compile_once, tmp_path):

@@ -15,6 +15,8 @@ from jaxkv.api.async_llm import AsyncLLM
 from jaxkv.api.llm import LLM
 from jaxkv.api.session import AsyncSession
 from jaxkv.config import RequestOutputKind, SamplingParams
+from jaxkv.errors import EngineDeadError
+from jaxkv.requests.outputs import CompletionOutput, RequestOutput
 from jaxkv.testing import engine_of
 from poison import poisoned
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -139,7 +141,7 @@ def test_continuations_are_scored_behind_a_session(make):
     assert output[0].num_cached_tokens == 32
 
 
-def test_a_chat_goes_on_message_by_message(compile_once):
+def test_a_chat_goes_on_message_by_message(compile_once, tmp_path):
     llm = LLM(**SMALL | {"skip_tokenizer_init": False})
     template = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -162,6 +164,11 @@ def test_a_chat_goes_on_message_by_message(compile_once):
             chat.extend(wrong)
     with pytest.raises(ValueError, match="to="):
         chat.rewind(tokens=1)
+    with pytest.raises(ValueError, match=r"tools: .*docstring"):
+        llm.session([ask], chat_template=template, tools=[lambda x: x])
+    odd = llm.session([ask], chat_template=template, chat_template_kwargs={"at": {1, 2}})
+    with pytest.raises(ValueError, match=r"values that JSON has: .* set is not"):
+        odd.save(tmp_path / "odd")
     words = llm.session("Once upon a time")
     longer = words.extend(" there was")
     assert longer.text == "Once upon a time there was"
@@ -183,7 +190,19 @@ def test_an_async_session_is_awaited(checkpoint, make, tmp_path, monkeypatch):
                 patch.setattr(AsyncSession, "_saved", lambda _: pytest.fail("there is a file"))
                 with pytest.raises(FileExistsError, match="expected a new file"):
                     await session.save(tmp_path / "there")
-            return session.tokens, grown.tokens, out.token_ids, await session.logprobs([ids(4, 2)])
+            scores = await session.logprobs([ids(4, 2)])
+            ended = RequestOutput("0", None, [], [CompletionOutput(0, "", [])], True)
+            ended.outputs[0].finish_reason = "abort"
+
+            async def generate(*_, **__):
+                yield ended
+
+            with monkeypatch.context() as patch:
+                patch.setattr(llm, "generate", generate)
+                for call in (session.extend([5]), session.logprobs([[5]]), llm.session([5])):
+                    with pytest.raises(EngineDeadError, match="was ended by"):
+                        await call
+            return session.tokens, grown.tokens, out.token_ids, scores
 
     tokens, grown, out, scores = asyncio.run(run())
     assert tokens == want.tokens
