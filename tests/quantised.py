@@ -166,7 +166,10 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [40, 24]}
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 CASES: dict[str, tuple[dict, Callable[..., Stored]]] = {
     "fp8": (FP8, fp8_blocks),
-    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), int8_rows),
+    "int8": (
+        compressed("int-quantized", num_bits=8, strategy="channel", group_size=-1),
+        int8_rows,
+    ),
     "packed": (compressed("pack-quantized", num_bits=4, group_size=GROUP), packed),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, gptq),
     "gptq-act-order": (

@@ -114,7 +114,7 @@ def _compressed(given: ConfigReader) -> Quantisation:
         if weights.get("actorder") not in (None, "weight", "static"):
             raise weights.fail("actorder", "none, static or weight (by group: not built)")
         block = _block(weights, "block_structure")
-        if weights.get("group_size") is not None:
+        if weights.get("group_size") not in (None, -1):  # -1: a scale for each row
             block = (0, weights.size("group_size"))
         bits = weights.size("num_bits")
         if bits not in ((4,) if form in GROUP_OF_FP4 else (4, 8)):
@@ -128,9 +128,26 @@ def _compressed(given: ConfigReader) -> Quantisation:
         found.add((bits, block))
     if len(found) != 1:
         raise given.fail("config_groups", "one or more groups that are stored alike")
+    if given.get("transform_config") is not None:
+        _check_transforms(given.section("transform_config"))
     ((bits, block),) = found
     kind = "packed" if form == "pack-quantized" else "fp4" if form in GROUP_OF_FP4 else "scaled"
     return Quantisation(method=f"compressed-tensors, {form}", kind=kind, bits=bits, block=block)
+
+
+def _check_transforms(given: ConfigReader) -> None:
+    """Raises CheckpointError for a transform of activations, which a model would have to compute:
+    those of weights are in what is stored.
+    """
+    groups = given.section("config_groups")
+    for name in groups.values:
+        applied = groups.section(name).get("apply", [])
+        listed = applied if isinstance(applied, list) else [applied]
+        for one in listed:
+            where = one.get("location") if isinstance(one, dict) else None
+            if where not in ("weight_input", "weight_output"):
+                expected = "transforms at weight_input and weight_output only"
+                raise given.fail("config_groups", expected)
 
 
 def _block(given: ConfigReader, key: str) -> tuple[int, int]:

@@ -201,6 +201,19 @@ def test_an_engine_says_what_stays_quantised(tmp_path):
     assert "MiB of them quantised: q, k, v, o, gate, up, down in int4 by 16; stored as gptq" in text
 
 
+AT_WEIGHTS = {"location": "weight_output"}
+OFFLINE = {"config_groups": {"R2": {"type": "hadamard", "apply": [AT_WEIGHTS]}}}
+ONLINE = {"config_groups": {"R3": {"apply": [AT_WEIGHTS, {"location": "output"}]}}}
+
+
+def test_transforms_of_weights_are_in_what_is_stored(tmp_path):
+    about = compressed("int-quantized", num_bits=8) | {"transform_config": OFFLINE}
+    config = tiny_config("qwen2") | {"quantization_config": about}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, layout = read_family(read_config(tmp_path))
+    assert layout.quantisation.method == "compressed-tensors, int-quantized"
+
+
 @pytest.mark.parametrize(
     ("about", "message"),
     [
@@ -215,6 +228,10 @@ def test_an_engine_says_what_stays_quantised(tmp_path):
         (compressed("marlin-24", num_bits=4), "format: expected one of"),
         (compressed("nvfp4-pack-quantized", num_bits=4), "group_size: expected 16"),
         (compressed("float-quantized", num_bits=4), "num_bits: expected 8"),
+        (
+            compressed("int-quantized", num_bits=8) | {"transform_config": ONLINE},
+            "transforms at weight_input and weight_output only",
+        ),
         ("fp8", "quantization_config: expected an object"),
     ],
 )
