@@ -263,7 +263,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"moe_shared_expert_intermediate_size": 40},
     "nemotron_h-latent": HEAD
     | GROUPED
-    | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+    | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
     | {"mamba_num_heads": 12, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2}
     | {"moe_shared_expert_intermediate_size": 40, "moe_latent_size": 20},
     "mamba": {"state_size": 8, "time_step_rank": 5},

@@ -8,6 +8,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -398,6 +399,22 @@ def test_a_classifier_without_its_head_is_refused(tmp_path):
     rewrite(directory, lambda x: {k: t for k, t in x.items() if k != "score.weight"})
     with pytest.raises(CheckpointError, match=r"missing tensor score\.weight"):
         LLM(directory, **SMALL)
+
+
+def test_a_classifiers_head_is_of_floats(tmp_path):
+    """Numbers of a quantised one have a scale beside them."""
+    directory = classifier(tmp_path, 2)
+    want = LLM(directory, **SMALL).classify(PROMPTS[1], use_tqdm=False)[0].outputs.probs
+
+    def stored_as(dtype):
+        rewrite(directory, lambda x: x | {"score.weight": x["score.weight"].astype(dtype)})
+        return LLM(directory, **SMALL)
+
+    got = stored_as(ml_dtypes.bfloat16).classify(PROMPTS[1], use_tqdm=False)[0].outputs.probs
+    np.testing.assert_allclose(got, want, rtol=0, atol=0.02)
+    for dtype in (np.int8, ml_dtypes.float8_e4m3fn):
+        with pytest.raises(CheckpointError, match=r"score.weight: expected one of float32"):
+            stored_as(dtype)
 
 
 def test_tasks_of_an_event_loop_get_what_llm_returns(tmp_path):

@@ -57,7 +57,7 @@ QUICK = {
     "modernbert_decoder",  # a block before the head
     "nanochat",  # norms without weights, the other way round
     "nemotron",  # LayerNorms less one, no gate
-    "nemotron_h",  # layers of one block each, experts without a gate
+    "nemotron_h-latent",  # layers of one block each, experts without a gate and of their own size
     "opt-behind",  # norms of what blocks have joined, embeddings smaller than the stream
     "olmo2",  # norms over all heads, behind the blocks
     "phi3-longrope",
