@@ -595,7 +595,8 @@ def test_rows_of_another_model_or_other_parameters_are_not_mixed(
 ):
     rows = rows_of([LINES[2]])
     more = [*LINES[1:3]]
-    with pytest.raises(ValueError, match=r"out.jsonl: params: expected .*, with which its 1 rows"):
+    message = r"params: expected {'top_k': 0}, with which its 1 rows .*, got {'top_k': 5}: name"
+    with pytest.raises(ValueError, match=rf"out.jsonl: {message}"):
         rows_of(more, GREEDY | {"top_k": 5})
     with pytest.raises(ValueError, match=r"out.jsonl: params: expected"):
         rows_of(more, GREEDY | {"seed": 5})

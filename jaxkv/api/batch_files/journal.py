@@ -51,6 +51,14 @@ class Ids:
         self._digests.remove(_digest(line_id))
 
 
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what each of both has that the other has not."""
+    return [
+        {key: value for key, value in this.items() if key not in that or that[key] != value}
+        for this, that in ((one, other), (other, one))
+    ]
+
+
 def _digest(line_id: LineId) -> bytes:
     return hashlib.blake2b(json.dumps(line_id).encode(), digest_size=16).digest()
 
@@ -147,9 +155,12 @@ class RowFile(Rows):
         if self.num_rows:
             # Also what is no longer said: a run without adapters has no word of them.
             for name in {**known, **facts}:
-                if known.get(name) != (here := facts.get(name)):
+                there, here = known.get(name), facts.get(name)
+                if there != here:
+                    if isinstance(there, dict) and isinstance(here, dict):
+                        there, here = _differing(there, here)
                     raise ValueError(
-                        f"{self._name}: {name}: expected {known.get(name)!r:.300}, with which its "
+                        f"{self._name}: {name}: expected {there!r:.300}, with which its "
                         f"{self.num_rows} rows were made, got {here!r:.300}: name another output"
                     )
             return
