@@ -212,6 +212,7 @@ def test_what_is_refused_leaves_the_state_as_it_was(model, kv):
         (ValueError, "token ids from 0 to 150", lambda: jk.prefill(model, kv, [[5, 151]])),
         (ValueError, "row 1: expected token ids", lambda: jk.prefill(model, kv, [[5], []])),
         (ValueError, "row 0: expected token ids", lambda: jk.prefill(model, kv, [5, 6])),
+        (ValueError, "row 0: expected token ids", lambda: jk.prefill(model, kv, [5] * 5)),
         (ValueError, "from 0 to 3, got 4", lambda: jk.prefill(model, kv, {4: [5]})),
         (ValueError, "at least one row", lambda: jk.prefill(model, kv, {})),
         (CapacityError, "5 rows needed, 4 there", lambda: jk.prefill(model, kv, [[5]] * 5)),

@@ -4,9 +4,9 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,8 @@ from jaxkv.config import SamplingParams, is_int, own
 from jaxkv.errors import CapacityError
 from jaxkv.ops.sampling import NO_TOKEN, NUM_STOP_TOKENS, Sampling
 from jaxkv.programs.inputs import empty_sampling
+
+T = TypeVar("T")
 
 TAKEN = ("temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
 """The fields of `SamplingParams` that need neither a text nor the tokens before the newest one."""
@@ -27,10 +29,11 @@ def check_rows(rows: Iterable[Any], num_rows: int) -> None:
             raise ValueError(f"row: expected an int from 0 to {num_rows - 1}, got {row!r}")
 
 
-def by_row(given: Any, num_rows: int) -> Mapping[int, Any]:
-    """Returns what is given by row; a list or an array begins with row 0.
+def by_row(given: Any, num_rows: int, read: Callable[[str, Any], T]) -> dict[int, T]:
+    """Returns what is given by row, each as `read` has it; a list or an array begins with row 0.
 
-    Raises: CapacityError for a list that is too long, ValueError for a row that there is not.
+    Raises: ValueError for a row that there is not, CapacityError for a list that is too long, but
+    before that what `read` does: tokens that are not in a list of their own are no rows.
     """
     if not isinstance(given, Mapping):
         given = np.asarray(given) if isinstance(given, jax.Array) else given
@@ -40,29 +43,30 @@ def by_row(given: Any, num_rows: int) -> Mapping[int, Any]:
                 f"expected {{row: ...}} or a list that begins with row 0, got {given!r:.80}"
             )
         given = dict(enumerate(given))
-        if len(given) > num_rows:
-            raise CapacityError(f"{len(given)} rows needed, {num_rows} there: make a larger state")
+    else:
+        check_rows(given, num_rows)
     if not given:
         raise ValueError("expected at least one row, got none")
-    check_rows(given, num_rows)
-    return given
+    found = {row: read(f"row {row}", value) for row, value in given.items()}
+    if len(given) > num_rows:
+        raise CapacityError(f"{len(given)} rows needed, {num_rows} there: make a larger state")
+    return found
 
 
 def prompts_by_row(given: Any, num_rows: int, vocab_size: int) -> dict[int, np.ndarray]:
     """Returns the token ids of each row. Raises: ValueError, CapacityError."""
-    prompts = by_row(given, num_rows)
-    return {row: checked_ids(f"row {row}", ids, vocab_size) for row, ids in prompts.items()}
+    return by_row(given, num_rows, lambda what, ids: checked_ids(what, ids, vocab_size))
 
 
 def tokens_by_row(given: Any, num_rows: int, vocab_size: int) -> dict[int, int]:
     """Returns one token of each row, or NO_TOKEN. Raises: ValueError, CapacityError."""
 
-    def checked(row: int, token: Any) -> int:
+    def checked(what: str, token: Any) -> int:
         if np.ndim(token) == 0 and token == NO_TOKEN:
             return NO_TOKEN
-        return int(checked_ids(f"row {row}", [token], vocab_size)[0])
+        return int(checked_ids(what, [token], vocab_size)[0])
 
-    return {row: checked(row, token) for row, token in by_row(given, num_rows).items()}
+    return by_row(given, num_rows, checked)
 
 
 def checked_ids(what: str, ids: Any, vocab_size: int) -> np.ndarray:
