@@ -208,6 +208,8 @@ def _add_batch(commands: Any) -> None:
 
 def _shard(text: str) -> tuple[int, int]:
     index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected I/N, such as 0/8, got {text!r:.80}")
     return int(index), int(count)
 
 

@@ -305,7 +305,7 @@ class EngineOptions:
         None,
         "size of the cache in bytes (default: what max_num_seqs rows of max_model_len take, "
         "within gpu_memory_utilization)",
-        commands=("serve",),
+        commands=("batch", "serve"),
     )
     num_gpu_blocks_override: int | None = option(
         None,
@@ -318,7 +318,7 @@ class EngineOptions:
         "part of the device's memory that is used (on a CPU of the available memory, and at most "
         "a quarter of it for the cache)",
         check=IS_PART,
-        commands=("serve", *TARGETS),
+        commands=ENGINES + TARGETS,
     )
     enable_prefix_caching: bool = option(
         True,
@@ -509,6 +509,13 @@ def flags(
     return found
 
 
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected JSON, got {text!r:.80}: {error}") from error
+
+
 def flag_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -518,7 +525,7 @@ def flag_settings(hint: Any, doc: str, default: Any) -> dict[str, Any]:
     kinds = set(get_args(hint)) or {hint}
     settings: dict[str, Any] = {"help": doc if default is None else f"{doc} (default: {default})"}
     if any(get_origin(kind) is Mapping for kind in kinds):
-        return settings | {"type": json.loads, "metavar": "JSON"}
+        return settings | {"type": _json, "metavar": "JSON"}
     if any(get_origin(kind) is Sequence for kind in kinds):
         return settings | {"nargs": "+", "metavar": "L"}
     if bool in kinds:

@@ -184,6 +184,7 @@ def test_a_seed_decides_what_is_drawn(generate):
             ["--tensor-parallel-size", "2"],
             "tensor_parallel_size: expected 1 to 1, the devices here, got 2",
         ),
+        (["--gpu-memory-utilization", "90"], "gpu_memory_utilization: expected .*, got 90.0"),
         (["--backend", "cuda"], "backend: expected .*, got 'cuda'"),
         (["--backend", "pallas_tpu"], "backend='pallas_tpu': expected a TPU, got cpu"),
         (["--model", "/nothing/here"], "/nothing/here: expected a directory .*"),
@@ -222,6 +223,20 @@ def test_arguments_that_cannot_be_read_show_the_usage(generate, capsys, argument
     out, err = capsys.readouterr()
     assert out == ""
     assert "usage: jaxkv" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--hf-overrides", '{"a":'], "expected JSON, got '{\"a\":': Expecting value"),
+        (["batch", "-i", "a", "-o", "b", "--shard", "1"], "expected I/N, such as 0/8, got '1'"),
+        (["batch", "-i", "a", "-o", "b", "--shard", "a/2"], "expected I/N, such as 0/8, got"),
+    ],
+)
+def test_a_flag_says_what_it_expected(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_an_interrupt_is_status_130_without_a_traceback(generate, monkeypatch):
