@@ -37,6 +37,9 @@ GENERATION = "generation_config.json"
 DEMO = Path(__file__).parents[1] / "demo"
 """The model that ships with jaxkv."""
 
+DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+"""Keys of generation_config.json that are parameters of requests."""
+
 FIT_TOKENS = 1024
 """At most, of the text that keys are fitted to."""
 
@@ -71,11 +74,8 @@ class Model:
         """Returns what generation_config.json asks for. Raises: CheckpointError if that is out of
         range.
         """
-        names = {"max_new_tokens": "max_tokens"}
-        keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-        given = {names.get(k, k): v for k in keys if (v := self.generation.get(k)) is not None}
         try:
-            return SamplingParams(**given)
+            return _params_of(self.generation)
         except ValueError as error:
             raise CheckpointError(
                 f"{self.directory / GENERATION}: {error}; pass sampling_params to set your own"
@@ -257,7 +257,7 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
         stored_dtype=None if is_dummy else stored_dtype(directory, spec),
         pooling=pooling,
         tokenizer=tokenizer,
-        generation={**defaults, **(options.override_generation_config or {})},
+        generation={**defaults, **_overriding(options.override_generation_config)},
         eos_ids=frozenset(eos_ids),
         eos_id=eos_ids[0] if eos_ids else None,
         weights={},
@@ -295,6 +295,30 @@ def _overridden(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
         is_object = isinstance(value, Mapping) and isinstance(values.get(key), Mapping)
         merged[key] = _overridden(values[key], value) if is_object else value
     return merged
+
+
+def _params_of(generation: Mapping[str, Any]) -> SamplingParams:
+    """Returns what values of a generation_config.json ask for. Raises: ValueError."""
+    names = {"max_new_tokens": "max_tokens"}
+    given = {k: v for k in DEFAULTED if (v := generation.get(k)) is not None}
+    return SamplingParams(**{names.get(k, k): v for k, v in given.items()})
+
+
+def _overriding(changes: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Returns what overrides generation_config.json. Raises: ValueError for what changes nothing,
+    or is out of range.
+    """
+    changes = changes or {}
+    if unknown := sorted(changes.keys() - {*DEFAULTED}):
+        raise ValueError(
+            f"override_generation_config: expected only {', '.join(DEFAULTED)}, got "
+            f"{', '.join(unknown)}"
+        )
+    try:
+        _params_of(changes)
+    except ValueError as error:
+        raise ValueError(f"override_generation_config: {error}") from error
+    return changes
 
 
 def _template(given: str | os.PathLike[str]) -> str:

@@ -205,7 +205,8 @@ class EngineOptions:
     )
     override_generation_config: Mapping[str, Any] | None = option(
         None,
-        "what replaces values of generation_config.json for parameters that nobody gives",
+        "what replaces values of generation_config.json for parameters that nobody gives, such as "
+        '{"temperature": 0, "max_new_tokens": 64}',
         check=IS_DICT,
         commands=ENGINES,
     )

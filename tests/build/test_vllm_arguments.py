@@ -127,6 +127,9 @@ def test_overrides_are_read_as_if_they_stood_in_the_files(checkpoint, tmp_path):
     assert (params.temperature, params.max_tokens) == (0.25, 9)
     with pytest.raises(ValueError, match=r"config.json with hf_overrides: num_hidden_layers"):
         find_model(EngineOptions(checkpoint, hf_overrides={"num_hidden_layers": -1}))
+    for bad, message in (({"max_tokens": 9}, "only .*got max_tokens"), ({"top_p": 2}, "top_p: ")):
+        with pytest.raises(ValueError, match=f"override_generation_config: .*{message}"):
+            find_model(EngineOptions(checkpoint, override_generation_config=bad))
     with pytest.raises(ValueError, match="chat_template: expected a file or the text"):
         find_model(EngineOptions(checkpoint, chat_template="nowhere"))
 
