@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import RLock
+from threading import RLock, current_thread
 from typing import TypeVar
 
 from jaxkv.config import PREFILL
@@ -35,6 +35,8 @@ WAIT_S = 0.02
 """How long a step waits for a prompt where nothing else is to be done: whoever has a request to add
 or to end comes in between.
 """
+
+THREAD = "jaxkv-prefill"
 
 
 @dataclass(slots=True)
@@ -80,9 +82,11 @@ class Handover:
         """Submissions by their twins."""
         self._moving: Request | None = None
         """The twin of the one that is being given to the decode engine, which may have it."""
+        self._given: Sequence[Request] = ()
+        """What was given to the decode engine last."""
         self._is_under_way = False
         self._aborted: list[Submission] = []
-        """Ended while these were changed (`abort`)."""
+        """To be ended: a step, or who called the prefill engine's thread, was in the way."""
 
     @property
     def lock(self) -> RLock:
@@ -112,10 +116,14 @@ class Handover:
 
     def abort(self, submission: Submission) -> None:
         """Ends what is left of it, as `Engine.abort` does: in a step, where the garbage collector
-        may close a forgotten stream, it waits. What the prefill engine holds is free at the next
-        step. In a fork of the process that made the engines there is nothing to end.
+        may close a forgotten stream, it waits; in the prefill engine's thread too, which whoever
+        has the lock may be waiting for. What the prefill engine holds is free at the next step. In
+        a fork of the process that made the engines there is nothing to end.
         """
         if is_forked():
+            return
+        if current_thread().name.startswith(THREAD):
+            self._aborted.append(submission)
             return
         with self.lock:
             if self._is_under_way:
@@ -142,10 +150,13 @@ class Handover:
                     self._is_under_way = False
             finally:  # the line above may be the one that is cut off
                 self._is_under_way = False
-                while self._aborted:
-                    self.abort(self._aborted[0])
-                    del self._aborted[0]
+                self._end_aborted()
             return self._decode.step() if self._decode.has_work else []
+
+    def _end_aborted(self) -> None:
+        while self._aborted:
+            self.abort(self._aborted[0])
+            del self._aborted[0]
 
     def forget(self) -> None:
         """Makes nothing that is computed so far be found again in the prefix caches."""
@@ -179,6 +190,7 @@ class Handover:
         """Does what `Engine.sleep` does, on both engines or, if one refuses, on neither."""
         with self.lock:
             self.check_alive()
+            self._end_aborted()
             if self._coming:
                 raise ValueError(UNDER_WAY)
             self._prefill.call(lambda _: self._prefill.obey())  # what was aborted is there still
@@ -235,7 +247,8 @@ class Handover:
         raised.
         """
         try:
-            self._prefill.go_on(wait_s)
+            is_full = len(self._ready) >= self.scheduler.config.max_num_seqs
+            self._prefill.go_on(wait_s, is_full=is_full)
         finally:
             self._note()
 
@@ -252,11 +265,12 @@ class Handover:
             done.popleft()
 
     def _hand_over(self) -> None:
-        """Gives the decode engine prompts as it has rows for them: pages that wait there for a row
-        might be evicted.
+        """Gives the decode engine prompts, the next one when the last one has a row: pages that
+        wait there for a row might be evicted. Others that wait there do not count, as there might
+        always be one.
         """
         self._move()
-        while not self.scheduler.num_waiting and (ready := self._ready):
+        while (ready := self._ready) and not self._is_held_up:
             twin = min(ready, key=lambda twin: twin.order)
             coming = self._coming[twin]
             # Pages that cannot be written are not tried again.
@@ -267,11 +281,18 @@ class Handover:
             self._moving = twin
             self._move()
 
+    @property
+    def _is_held_up(self) -> bool:
+        """Tells whether what was given to the decode engine last still waits for a row there."""
+        return self.scheduler.num_waiting > 0 and any(map(_waits, self._given))
+
     def _move(self) -> None:
         """Gives the decode engine a submission, or what an interrupt has left of doing so."""
         twin = self._moving
         if twin is not None and twin in self._coming:
-            self._decode.add(self._coming[twin].submission)
+            submission = self._coming[twin].submission
+            self._decode.add(submission)
+            self._given = submission.samples
             del self._coming[twin]
         self._moving = None
 
@@ -305,23 +326,26 @@ class _Prefill:
         self._origin = Origin(
             model="", dtype="", codec="", form=form, page_size=size, weights="", tokenizer=""
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxkv-prefill")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=THREAD)
         self._steps: Future[None] | None = None
 
-    def go_on(self, wait_s: float) -> None:
+    def go_on(self, wait_s: float, *, is_full: bool = False) -> None:
         """Takes steps, if there is anything to do and the thread is not at it, and waits so long
-        at most until a prompt is done. Raises: what a step has raised.
+        at most until a prompt is done. is_full: no more prompts are begun, as pages of those that
+        are done take host memory. Raises: what a step has raised.
         """
-        self._start()
+        self._start(is_full=is_full)
         if self._steps is not None and wait([self._steps], wait_s).done:
             steps, self._steps = self._steps, None
             steps.result()
-            self._start()
+            self._start(is_full=is_full)
 
-    def _start(self) -> None:
+    def _start(self, *, is_full: bool) -> None:
         if self._is_ended or self._steps is not None:
             return
-        if self.arriving or self.leaving or self._engine.has_work:
+        if is_full:
+            self._steps = self._thread.submit(self.obey) if self.leaving else None
+        elif self.arriving or self.leaving or self._engine.has_work:
             self._steps = self._thread.submit(self._take_steps)
 
     def check_alive(self) -> None:
@@ -390,6 +414,11 @@ class _Prefill:
     def _pages(self, twin: Request) -> SavedPages | None:
         tokens = twin.tokens[: twin.prompt_len - 1]
         return extract(self._engine, tokens, twin.hold.chain.root, self._origin, {})
+
+
+def _waits(request: Request) -> bool:
+    """Tells whether a request that an engine has, or had, has no row and needs one."""
+    return request.row is None and request.finish_reason is None and not request.is_leaving
 
 
 def _twin(request: Request) -> Request:

@@ -269,6 +269,51 @@ def test_what_is_computed_before_a_reset_is_not_handed_over_after_it(front, llms
     check(front, llms)
 
 
+def test_a_long_prompt_gets_a_row_although_short_ones_always_wait(front, llms):
+    short, asked = {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=2, ignore_eos=True)
+    (long,) = submitted(llms[2], prompts(8)[3:4], params()[:1])
+    front.add(long)
+    while not front._ready:
+        front._collect(wait_s=10.0)
+    for _ in range(40):
+        while front.scheduler.num_waiting < 2:
+            front.add(*submitted(llms[2], [short], [asked]))
+        front.step()
+    assert long.is_finished
+    run_out(front)
+    check(front, llms)
+
+
+def test_only_so_many_prompts_wait_in_host_memory(front, llms):
+    given = [prompts(seed)[3] for seed in range(20, 40)]
+    submissions = submitted(llms[2], given, params()[:1] * 20)
+    for submission in submissions:
+        front.add(submission)
+    for _ in range(20):
+        front._collect(wait_s=10.0)
+    assert len(front._ready) < 10
+    front.abort(submissions[-1])  # frees what it holds all the same
+    while front._prefill.leaving:
+        front._collect(wait_s=0.0)
+    run_out(front)
+    assert [one.samples[0].finish_reason for one in submissions] == ["length"] * 19 + ["abort"]
+    check(front, llms)
+
+
+def test_a_stream_forgotten_in_the_prefill_thread_waits_for_nobody(front, llms):
+    """As where `update_weights` has the lock, waits for that thread, and garbage is collected
+    there.
+    """
+    (submission,) = submitted(llms[2], prompts()[3:4], params()[:1])
+    front.add(submission)
+    with front.lock:
+        front._prefill._thread.submit(front.abort, submission).result(20)
+    front.sleep(keeps_weights=True)
+    assert submission.is_finished
+    front.wake_up(("weights", "kv_cache"))
+    check(front, llms)
+
+
 def test_nothing_is_taken_after_the_end(llms, directory):
     one, two = small(directory), small(directory)
     front = Handover(engine_of(one), engine_of(two))
