@@ -344,8 +344,7 @@ def as_options(given: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, 
     not built.
     """
     if unknown := sorted(given.keys() - known.keys() - FOREIGN.keys() - {_EAGER}):
-        names = [*known, *FOREIGN, _EAGER]
-        raise ValueError("\n".join(_unknown(name, names) for name in unknown))
+        raise ValueError("\n".join(_unknown(name, known) for name in unknown))
     for name in given.keys() & FOREIGN.keys():
         FOREIGN[name].check(name, given[name])
     options = {name: value for name, value in given.items() if name in known}
@@ -475,6 +474,8 @@ def absence(whose: str, name: str, table: Mapping[str, str]) -> str:
     return f"{whose} has no {name!r} yet, which vLLM has{near}"
 
 
-def _unknown(name: str, names: list[str]) -> str:
-    close = get_close_matches(name, names, n=1)
+def _unknown(name: str, known: Mapping[str, Any]) -> str:
+    flags = {flag.strip("-").replace("-", "_"): x for x in known for flag in known[x].aliases}
+    close = [flags[name]] if name in flags else get_close_matches(name, known, n=1)
+    close = close or get_close_matches(name, [*FOREIGN, _EAGER], n=1, cutoff=0.9)
     return f"LLM: unknown argument {name}" + (f", did you mean {close[0]}?" if close else "")

@@ -56,7 +56,8 @@ def are_token_ids(items: Any) -> bool:
 
 def is_conversation(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Tells whether it can only be meant as a list of chat messages."""
-    return isinstance(prompt, list | tuple) and not are_token_ids(prompt)
+    is_list = isinstance(prompt, list | tuple) and not are_token_ids(prompt)
+    return is_list and not any(isinstance(one, str) for one in prompt)
 
 
 def parse(prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray | None, str]:
@@ -78,7 +79,8 @@ def parse(prompt: Prompt) -> tuple[str | None, Sequence[Any] | np.ndarray | None
     unknown = {key for key in prompt.keys() - _KEYS if key not in _OF_VLLM or prompt[key]}
     if unknown:
         names = ", ".join(sorted(map(str, unknown)))
-        raise ValueError(f"unknown or unsupported keys in the prompt: {names}")
+        chat = "; messages are for chat" if "role" in unknown else ""
+        raise ValueError(f"unknown or unsupported keys in the prompt: {names}{chat}")
     salt = prompt.get("cache_salt", "")
     if not isinstance(salt, str):
         raise ValueError(f"cache_salt: expected a text, got {type(salt).__name__}")

@@ -527,6 +527,7 @@ def test_a_refusal_is_raised_where_it_was_asked_for_and_nowhere_else(llm, sync):
         "stop_token_ids: expected token ids": (PROMPTS[0], replace(GREEDY, stop_token_ids=[VOCAB])),
         "request_id: expected a text or None, got int": (PROMPTS[0], GREEDY, 3),
         "conversation has no|expected a list of": ([3.5],),
+        "expected a text, token ids": (["one", "two"],),
     }
 
     async def main() -> list[Any]:

@@ -234,7 +234,7 @@ def test_what_a_session_cannot_do_is_refused_by_name(make):
         "expected a RequestOutput": lambda: session.after("text"),
         "index": lambda: session.after(llm.generate(session.prompt, GREEDY, use_tqdm=False)[0], 1),
         "expected a text, token ids": lambda: llm.session(5),
-        "list of chat messages": lambda: llm.session(["one text", "another"]),
+        "token ids.*got list": lambda: llm.session(["one text", "another"]),
         "tools": lambda: llm.session({"prompt_token_ids": [5]}, tools=5),
         "chat messages": lambda: llm.session({"prompt_token_ids": [5]}, tools=[]),
         "max_model_len": lambda: session.extend([5] * 200),

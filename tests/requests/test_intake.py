@@ -278,6 +278,10 @@ def test_requests_are_numbered_in_order_and_refused_ones_not(intake):
             "the prompt is empty; expected at least one token",
         ),
         ({}, 'expected "prompt" or "prompt_token_ids", got neither'),
+        (
+            {"role": "user", "content": "x"},
+            "keys in the prompt: content, role; messages are for chat",
+        ),
         ({"prompt": None}, 'expected "prompt" or "prompt_token_ids", got neither'),
         (
             {"prompt_token_ids": [3, -1]},
