@@ -416,7 +416,7 @@ class Session(BaseSession):
         another process, on another number of devices, with pages of another size. It appears
         complete or not at all.
 
-        Raises: FileExistsError if there is a file, OSError if it cannot be written,
+        Raises: FileExistsError if there is a file, other kinds of OSError if it cannot be written,
         CapacityError where the cache does not keep all of its pages (other requests need them, or a
         kv_policy drops them), NotImplementedError for kv_policy quest and windows of one token,
         ValueError for a model with recurrent states and num_state_snapshots=0.
@@ -495,10 +495,16 @@ class AsyncSession(BaseSession):
 
 
 def _new_file(path: str | os.PathLike[str]) -> Path:
-    """Returns where to save. Raises: FileExistsError before anything is computed for that."""
+    """Returns where to save. Raises: FileExistsError, or FileNotFoundError without a folder for
+    it, before anything is computed for that.
+    """
     where = Path(path).absolute()
-    if where.exists():
+    if os.path.lexists(where):
         raise FileExistsError(f"{where}: expected a new file")
+    if not where.parent.is_dir():
+        raise FileNotFoundError(
+            f"{where}: expected a folder {where.parent} to write it in; make it"
+        )
     return where
 
 

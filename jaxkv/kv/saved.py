@@ -99,7 +99,7 @@ class SavedPages:
         """Writes the file. Raises: FileExistsError if there is one, OSError if it cannot be,
         ValueError for `extra` that is no JSON.
         """
-        if path.exists():
+        if os.path.lexists(path):
             raise FileExistsError(f"{path}: expected a new file")
         arrays: dict[str, np.ndarray] = {"tokens": np.array(self.tokens, np.int32)}
         for layer, of_layer in self.layers.items():
@@ -120,7 +120,12 @@ class SavedPages:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
         try:
-            save_file(arrays, name, metadata={KEY: digest + text})
+            try:
+                save_file(arrays, name, metadata={KEY: digest + text})
+            except SafetensorError as error:  # as a full disk is called there
+                raise OSError(
+                    f"{path}: expected a file that can be written, got {error}"
+                ) from error
             with open(name, "rb") as file:
                 os.fsync(file.fileno())
             os.link(name, path)

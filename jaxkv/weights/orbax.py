@@ -72,16 +72,15 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
 
     `out` appears complete, with every array read back and compared, or not at all.
     Raises: ValueError for a dtype other than float32 and bfloat16, CheckpointError for anything
-    wrong with the checkpoint, FileExistsError if there is an `out`, OSError if it cannot be
-    written.
+    wrong with the checkpoint, FileExistsError if there is an `out`, FileNotFoundError without a
+    folder for it, other kinds of OSError if it cannot be written.
     """
     out = out.absolute()
     if dtype not in ZARR_DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(ZARR_DTYPES)}, got {dtype!r}")
-    if os.path.lexists(out):
-        raise FileExistsError(
-            f"{out}: expected nothing there yet; choose another name or remove it"
-        )
+    _refuse_taken(out)
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"{out}: expected a folder {out.parent} to make it in; make it")
     spec, layout = read_family(read_config(directory))
     weights = load_weights(
         directory, spec, layout, dtype=dtype, placement=Placement((jax.devices("cpu")[0],))
@@ -100,10 +99,24 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
         header = {"format": FORMAT, "dtype": dtype, "spec": _as_json(spec), "crc32": sums}
         header["packing"] = packings
         (unfinished / HEADER).write_text(json.dumps(header, indent=1))
+        num_bytes = sum(x.nbytes for x in jax.tree.leaves(host))
+        if (free := shutil.disk_usage(folder).free) < num_bytes:
+            raise OSError(
+                f"{out}: expected {num_bytes} bytes that are free for the weights, got {free}: "
+                f"make room, or choose another disk"
+            )
         _save(unfinished, host)
         _compare(unfinished, spec, layout, host)
+        _refuse_taken(out)  # somebody else may have made it meanwhile
         unfinished.rename(out)
-    return sum(x.nbytes for x in jax.tree.leaves(host))
+    return num_bytes
+
+
+def _refuse_taken(out: Path) -> None:
+    if os.path.lexists(out):
+        raise FileExistsError(
+            f"{out}: expected nothing there yet; choose another name or remove it"
+        )
 
 
 def stored_dtype(directory: Path, spec: ModelSpec) -> str | None:
@@ -259,11 +272,14 @@ def _save(directory: Path, weights: dict[str, Any]) -> None:
     context.memory.deepcopy_host_arrays = False
     log = logging.getLogger("absl")
     level = log.level
-    # Orbax warns after every save without OCDBT that it found nothing of OCDBT to merge.
-    log.setLevel(logging.ERROR)
+    # Orbax warns after every save without OCDBT that it found nothing of OCDBT to merge. It shows
+    # the traceback of each thread that fails, and what they raise comes here all the same.
+    log.setLevel(logging.CRITICAL)
     try:
         with context:
             ocp.save(directory / ARRAYS[0], weights, checkpointable_name=ARRAYS[1])
+    except ValueError as error:  # which tensorstore raises for a disk that has become full
+        raise OSError(f"expected arrays that can be written, got {error}") from error
     finally:
         log.setLevel(level)
 

@@ -162,6 +162,8 @@ def test_a_file_that_is_not_what_it_says_inserts_nothing(models, compile_once, t
     session.save(tmp_path / "session")
     with pytest.raises(FileExistsError):
         session.save(tmp_path / "session")
+    with pytest.raises(FileNotFoundError, match="expected a folder"):
+        session.save(tmp_path / "none" / "session")
     whole = (tmp_path / "session").read_bytes()
     other = LLM(models("llama"), **SMALL)
     rng = np.random.default_rng(0)

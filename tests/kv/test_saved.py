@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from jaxkv.errors import SavedFileError
+from jaxkv.kv import saved
 from jaxkv.kv.saved import KEY, Origin, SavedPages
 
 ORIGIN = Origin(
@@ -83,3 +85,16 @@ def test_a_dtype_that_numpy_does_not_have(whole):
     whole.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     with pytest.raises(SavedFileError):
         SavedPages.load(whole)
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr(saved, "save_file", fail)
+    with pytest.raises(OSError, match=r"full: expected a file that .* No space left"):
+        PAGES.save(tmp_path / "full")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(FileExistsError, match="link: expected a new file"):
+        PAGES.save(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]

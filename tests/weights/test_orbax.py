@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1
 
 import jaxkv.weights.orbax
 from jaxkv import LLM, SamplingParams
@@ -205,7 +207,7 @@ def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monk
         (["in", "link"], "link: expected nothing there yet; .*"),
         (["in", "new", "--dtype", "int8"], "dtype: expected one of float32, bfloat16, got 'int8'"),
         (["nothing", "new"], "nothing: expected a directory .*"),
-        (["in", "no/such/folder"], ".*No such file or directory.*"),
+        (["in", "no/such/folder"], "no/such/folder: expected a folder .*no/such to make it in; .*"),
         (["empty", "new"], ".*config.json: not found.*"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -240,6 +242,30 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
     ):
         convert(source, tmp_path / "out", dtype="float32")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("free", [1000, 10**9])
+def test_a_disk_without_room_is_an_os_error_and_leaves_nothing(tmp_path, monkeypatch, free):
+    """Known before, or, where a quota is not, from what tensorstore says."""
+    source = make_checkpoint(tmp_path / "in", tiny_config("llama"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("OUT_OF_RANGE: No space left on device")
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(v1, "save", fail)
+    with pytest.raises(OSError, match="got 1000: make room" if free == 1000 else "No space left"):
+        convert(source, tmp_path / "out", dtype="float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_others_make_meanwhile_is_refused_by_name(tmp_path, monkeypatch):
+    source, out = make_checkpoint(tmp_path / "in", tiny_config("llama")), tmp_path / "out"
+    monkeypatch.setattr(jaxkv.weights.orbax, "_compare", lambda *_: out.mkdir())
+    with pytest.raises(FileExistsError, match="out: expected nothing there yet"):
+        convert(source, out, dtype="float32")
+    assert not any(out.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 def test_a_killed_conversion_leaves_no_directory_of_that_name(tmp_path):
