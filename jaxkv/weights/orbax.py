@@ -81,6 +81,10 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
     _refuse_taken(out)
     if not out.parent.is_dir():
         raise FileNotFoundError(f"{out}: expected a folder {out.parent} to make it in; make it")
+    if os.path.lexists(directory / HEADER):
+        raise CheckpointError(
+            f"{directory}: expected a checkpoint, got what `jaxkv convert` has made of one"
+        )
     spec, layout = read_family(read_config(directory))
     weights = load_weights(
         directory, spec, layout, dtype=dtype, placement=Placement((jax.devices("cpu")[0],))

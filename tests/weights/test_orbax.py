@@ -209,6 +209,7 @@ def test_the_command_compiles_what_a_default_engine_needs(tmp_path, capsys, monk
         (["nothing", "new"], "nothing: expected a directory .*"),
         (["in", "no/such/folder"], "no/such/folder: expected a folder .*no/such to make it in; .*"),
         (["empty", "new"], ".*config.json: not found.*"),
+        (["made", "new"], "made: expected a checkpoint, got what `jaxkv convert` has made .*"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -218,6 +219,9 @@ def test_what_the_caller_can_mend_is_status_2_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "in", tiny_config("llama"))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "config.json").write_bytes((tmp_path / "in" / "config.json").read_bytes())
+    (tmp_path / "made" / "jaxkv.json").write_text("{}")
     (tmp_path / "link").symlink_to("nowhere")
     before = sorted(tmp_path.rglob("*"))
     assert cli.main(["convert", f"./{arguments[0]}", *arguments[1:], "--no-compile"]) == 2
