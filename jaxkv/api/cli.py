@@ -629,7 +629,10 @@ def _plan(args: argparse.Namespace) -> int:
     deployments = _deployments(args)
     from jaxkv.tools import plan
 
-    contexts = args.context or [deployments[0].blueprint.limits.max_model_len]
+    longest = deployments[0].blueprint.limits.max_model_len
+    contexts = args.context or [longest]
+    if max(contexts) > longest:
+        raise ValueError(f"--context: expected at most max_model_len={longest}, got {contexts}")
     if not args.json:
         print(
             plan.describe_model(deployments[0], contexts=contexts, sequences=args.sequences),

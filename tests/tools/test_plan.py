@@ -265,6 +265,7 @@ def test_json_and_picture_say_the_same(write, plan, tmp_path):
         (["--dtype", "int3"], "dtype: expected bfloat16 or float32, got 'int3'"),
         (["--kv-cache-dtype", "int3"], "kv_cache_dtype: expected auto or one of"),
         (["--context", "0"], "expected --context above 0"),
+        (["--context", "4096", "131073"], "--context: expected at most max_model_len=131072, got"),
         (["--sequences", "-1"], "--sequences from 0"),
         (
             ["--gpu-memory-utilization", "1.1"],
