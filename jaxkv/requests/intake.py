@@ -594,7 +594,8 @@ class Intake:
                 raise ValueError(f"the prompt is not valid Unicode: {error}") from error
             if len(one) > self._config.max_model_len:
                 self._check_characters(len(one))
-        return self._model.tokenizer.encode(text, *second, **options)
+        # What is too long is for the engine to say: a tokenizer's limit need not be the model's.
+        return self._model.tokenizer.encode(text, *second, verbose=False, **options)
 
     def _check_characters(self, length: int) -> None:
         """Refuses what is certainly too long, since a tokenizer takes seconds for megabytes."""

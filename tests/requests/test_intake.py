@@ -626,6 +626,14 @@ def test_a_text_that_is_certainly_too_long_is_refused_before_it_is_tokenized(int
         one(intake, "x" * (most + 1))
 
 
+def test_a_tokenizer_s_own_limit_is_none_of_the_model_s(intake, monkeypatch, caplog):
+    tokenizer = intake._model.tokenizer
+    monkeypatch.setattr(tokenizer, "model_max_length", 4)
+    monkeypatch.setattr(tokenizer, "deprecation_warnings", {})
+    one(intake, "The end of it all")
+    assert caplog.messages == []
+
+
 def test_a_text_is_cut_at_the_side_where_its_tokenizer_cuts(intake, monkeypatch):
     tokenizer = intake._model.tokenizer
     monkeypatch.setattr(intake, "_longest_token", 10)
