@@ -17,7 +17,10 @@ import math
 import os
 import shutil
 import tempfile
+import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -89,8 +92,8 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
     weights = load_weights(
         directory, spec, layout, dtype=dtype, placement=Placement((jax.devices("cpu")[0],))
     )
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
-        unfinished = Path(folder) / out.name
+    with _folder_beside(out) as folder:
+        unfinished = folder / out.name
         unfinished.mkdir()
         for file in {
             file for pattern in COPIED for file in directory.glob(pattern) if file.is_file()
@@ -114,6 +117,23 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
         _refuse_taken(out)  # somebody else may have made it meanwhile
         unfinished.rename(out)
     return num_bytes
+
+
+@contextmanager
+def _folder_beside(out: Path) -> Iterator[Path]:
+    """Makes a folder for what is not finished, and removes it at the end."""
+    folder, is_done = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent)), False
+    try:
+        yield folder
+        is_done = True
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        # After an error threads of orbax may be writing there still, which makes it anew.
+        for _ in range(0 if is_done else 100):
+            time.sleep(0.1)
+            if not folder.exists():
+                break
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _refuse_taken(out: Path) -> None:

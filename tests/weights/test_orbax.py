@@ -8,6 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,16 +253,29 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("free", [1000, 10**9])
 def test_a_disk_without_room_is_an_os_error_and_leaves_nothing(tmp_path, monkeypatch, free):
-    """Known before, or, where a quota is not, from what tensorstore says."""
-    source = make_checkpoint(tmp_path / "in", tiny_config("llama"))
+    """Known before, or, where a quota is not, from what tensorstore says, whose threads still write
+    then.
+    """
+    source, threads = make_checkpoint(tmp_path / "in", tiny_config("llama")), []
 
-    def fail(*_: object, **__: object) -> None:
+    def write(file: Path) -> None:
+        for _ in range(100):
+            with suppress(FileNotFoundError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.touch()
+            time.sleep(0.002)
+
+    def fail(directory: Path, *_: object, **__: object) -> None:
+        threads.append(threading.Thread(target=write, args=(directory / "layers.up" / "0.0.0",)))
+        threads[-1].start()
         raise ValueError("OUT_OF_RANGE: No space left on device")
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     monkeypatch.setattr(v1, "save", fail)
     with pytest.raises(OSError, match="got 1000: make room" if free == 1000 else "No space left"):
         convert(source, tmp_path / "out", dtype="float32")
+    for thread in threads:
+        thread.join()
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
