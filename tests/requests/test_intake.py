@@ -482,7 +482,7 @@ def test_without_a_tokenizer_texts_and_stop_strings_are_refused():
 
 def test_a_tokenizer_that_knows_more_tokens_than_the_model_is_caught(intake):
     intake._model = replace(
-        intake._model, tokenizer=SimpleNamespace(encode=lambda text: [1, VOCAB + 3])
+        intake._model, tokenizer=SimpleNamespace(encode=lambda text, **_: [1, VOCAB + 3])
     )
     with pytest.raises(
         ValueError, match=rf"prompt: expected token ids from 0 to {VOCAB - 1}, got \[{VOCAB + 3}\]"
