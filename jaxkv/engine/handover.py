@@ -84,6 +84,8 @@ class Handover:
         """The twin of the one that is being given to the decode engine, which may have it."""
         self._given: Sequence[Request] = ()
         """What was given to the decode engine last."""
+        self._is_mixed = False
+        """The engines may have different weights: one has got new ones."""
         self._is_under_way = False
         self._aborted: list[Submission] = []
         """To be ended: a step, or who called the prefill engine's thread, was in the way."""
@@ -172,11 +174,15 @@ class Handover:
             coming.saved = None
 
     def replace_weights(self, weights: Weights, of_prefill: Weights, *, secret: bytes) -> None:
-        """Does what `Engine.replace_weights` does, on both engines."""
+        """Does what `Engine.replace_weights` does, on both engines. Where it is cut off no pages
+        are handed over before it was done again.
+        """
         with self.lock:  # no step gives pages of the new weights to the old ones meanwhile
+            self._is_mixed = True
             self._prefill.call(lambda engine: engine.replace_weights(of_prefill, secret=secret))
             self._drop_saved()
             self._decode.replace_weights(weights, secret=secret)
+            self._is_mixed = False
 
     @property
     def is_asleep(self) -> bool:
@@ -275,7 +281,7 @@ class Handover:
             coming = self._coming[twin]
             # Pages that cannot be written are not tried again.
             saved, coming.saved = coming.saved, None
-            if saved is not None:
+            if saved is not None and not self._is_mixed:
                 with suppress(CapacityError):
                     insert(self._decode, saved, twin.hold.chain.root)
             self._moving = twin

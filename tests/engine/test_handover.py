@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -311,6 +312,29 @@ def test_a_stream_forgotten_in_the_prefill_thread_waits_for_nobody(front, llms):
     front.sleep(keeps_weights=True)
     assert submission.is_finished
     front.wake_up(("weights", "kv_cache"))
+    check(front, llms)
+
+
+def test_an_interrupt_between_new_weights_of_two_engines_mixes_none(front, llms, monkeypatch):
+    given, decode = (prompts(9)[3:6], params()[:1] * 3), engine_of(llms[2])
+    wanted = finish(engine_of(llms[0]), submitted(llms[0], *given))
+    old = decode.weights, engine_of(llms[1]).weights
+    new = [jax.tree.map(lambda x: 2 * x, weights) for weights in old]
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    intake_of(llms[2]).begin_anew(b"1" * 32)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "replace_weights", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            front.replace_weights(*new, secret=b"1" * 32)
+    assert finish(front, submitted(llms[2], *given)) == wanted
+    intake_of(llms[2]).begin_anew(b"2" * 32)
+    front.replace_weights(*old, secret=b"2" * 32)
+    submissions = submitted(llms[2], *given)
+    assert finish(front, submissions) == wanted
+    assert all(submission.output().num_cached_tokens for submission in submissions)
     check(front, llms)
 
 
