@@ -82,11 +82,12 @@ def described() -> str:
 def prepare(folder: Path | None) -> None:
     """Has the machine code made by a thread, in a second, while the caller does something else.
 
-    folder: keeps it for the next start; nobody else may write to it.
+    folder: keeps it for the next start; nobody else may write to it. Raises: ValueError for another
+    word in the environment.
     """
     global _folder
     _folder = folder
-    if os.environ.get(VARIABLE) is None:  # what is wrong with it the caller is to hear
+    if _asked() is None:  # else what the processor lacks the caller is to hear
         _begin()
 
 
@@ -124,11 +125,16 @@ def _code() -> _Code:
         return _decided()
 
 
-@cache
-def _decided() -> _Code:
+def _asked() -> str | None:
     asked = os.environ.get(VARIABLE)
     if asked not in (None, "xla", "native"):
         raise ValueError(f'{VARIABLE}: expected "xla" or "native", got "{asked}"')
+    return asked
+
+
+@cache
+def _decided() -> _Code:
+    asked = _asked()
 
     def none(reason: str) -> _Code:
         return _Code(reason, None, reason)

@@ -610,11 +610,13 @@ def test_a_processor_that_cannot_is_refused_where_it_is_asked_for(monkeypatch, d
         decide("native")
 
 
-def test_an_unknown_choice_is_refused(decide):
-    with pytest.raises(
-        ValueError, match='JAXKV_CPU_KERNELS: expected "xla" or "native", got "mkl"'
-    ):
+def test_an_unknown_choice_is_refused_also_before_an_engine_is_made(decide, monkeypatch):
+    message = 'JAXKV_CPU_KERNELS: expected "xla" or "native", got "mkl"'
+    with pytest.raises(ValueError, match=message):
         decide("mkl")
+    monkeypatch.setattr("jaxkv.api.llm.find_model", None)
+    with pytest.raises(ValueError, match=message):
+        LLM()
 
 
 def test_an_engine_multiplies_by_it_and_says_so(tmp_path, decide, monkeypatch):
