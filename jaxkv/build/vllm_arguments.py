@@ -333,6 +333,18 @@ _SAME_VALUES: dict[str, dict[Any, str]] = {
 }
 """Values of options that vLLM calls otherwise."""
 
+_OF_TRANSFORMERS = {
+    "torch_dtype": "dtype",
+    "device_map": "tensor_parallel_size",
+    "attn_implementation": "backend",
+    "cache_implementation": "kv_cache_dtype",
+    "cache_dir": "download_dir",
+    "token": "hf_token",
+    "load_in_8bit": "quantization",
+    "load_in_4bit": "quantization",
+}
+"""What is nearest to arguments of its `from_pretrained` and `generate`, of other names."""
+
 _NONE_IS_DEFAULT = ("seed", "max_num_batched_tokens", "enable_prefix_caching", "generation_config")
 _EAGER = "enforce_eager"
 
@@ -475,7 +487,8 @@ def absence(whose: str, name: str, table: Mapping[str, str]) -> str:
 
 
 def _unknown(name: str, known: Mapping[str, Any]) -> str:
-    flags = {flag.strip("-").replace("-", "_"): x for x in known for flag in known[x].aliases}
-    close = [flags[name]] if name in flags else get_close_matches(name, known, n=1)
+    others = {flag.strip("-").replace("-", "_"): x for x in known for flag in known[x].aliases}
+    others |= _OF_TRANSFORMERS
+    close = [others[name]] if name in others else get_close_matches(name, known, n=1)
     close = close or get_close_matches(name, [*FOREIGN, _EAGER], n=1, cutoff=0.9)
     return f"LLM: unknown argument {name}" + (f", did you mean {close[0]}?" if close else "")

@@ -60,6 +60,7 @@ def test_values_that_mean_nothing_are_taken_and_others_translated(given, options
         ({"enforce_eager": 1}, "^enforce_eager: expected True or False, got 1$"),
         ({"gpu_memory_utilisation": 0.5}, "unknown argument gpu_memory_utilisation, did you mean gpu_memory_util"),
         ({"kv_dtype": "int8", "tensor_parallel": 2}, "unknown argument kv_dtype, did you mean kv_cache_dtype.\n.* tensor_parallel_size.$"),
+        ({"torch_dtype": "auto", "device_map": "auto"}, "unknown argument device_map, did you mean tensor_parallel_size.\n.*, did you mean dtype.$"),
         ({"trust_remote_cod": True, "max_batch_size": 9}, "unknown argument max_batch_size\n.* did you mean trust_remote_code.$"),
         ({"xyzzy": 1, "max_model_length": 2}, "argument max_model_length, did you mean max_model_len.\n.* xyzzy$"),
     ],
