@@ -122,6 +122,9 @@ class BaseSession:
             tokens = tuple(home.intake.parse(prompt, room=0)[1])
             home = replace(home, salt=salt, chat=chat_options(**{**NO_CHAT, **chat}))
             messages = None if messages is None else tuple(map(dict, messages))
+            context = saved.extra["context"] if home.intake.depends_on_context else 0
+            if not is_int(context):
+                raise ValueError(f"context {context!r:.80}")
         except (LookupError, TypeError, ValueError) as error:
             raise SavedFileError(f"{path}: expected a session, got {error!r}") from error
         if tokens[: len(saved.tokens)] != saved.tokens:
@@ -135,7 +138,7 @@ class BaseSession:
                 f"{path}: lora_request: expected the adapter that the session was computed with "
                 f"(SHA-256 {digest or 'of none'}), got {own_digest or 'none'}"
             )
-        insert(home.engine, saved, home.intake.page_root(home.salt, adapter))
+        insert(home.engine, saved, home.intake.page_root(home.salt, adapter, context))
         claim = Claim(home.engine, home.intake.page_keys(tokens, home.salt, adapter))
         return cls(home, tokens, messages, claim)
 
@@ -326,9 +329,11 @@ class BaseSession:
         return self._home.intake.parse({"prompt_token_ids": piece})[1]
 
     def _saved(self) -> SavedPages | None:
-        """Returns what `save` writes; None if not all of its pages are there."""
+        """Returns what `save` writes; None if not all of its pages are there: those of requests as
+        long as the engine allows, or of the one that `save` makes.
+        """
         self._open()
-        home = self._home
+        home, intake = self._home, self._home.intake
         adapter = home.adapter  # once: its files may change
         extra = {
             "tokens": list(self.tokens),
@@ -337,17 +342,25 @@ class BaseSession:
             "chat": dict(home.chat),
             "adapter": digest_of(adapter),
         }
-        root, origin = home.intake.page_root(home.salt, adapter), home.own_origin()
-        tokens = self.tokens[: saved_len(home.engine, len(self))]
-        return extract(home.engine, tokens, root, origin, extra)
+        origin, tokens = home.own_origin(), self.tokens[: saved_len(home.engine, len(self))]
+        lengths = home.engine.scheduler.config.max_model_len, len(self._saved_ids) + 1
+        for context in dict.fromkeys(map(intake.context_of, lengths)):
+            root = intake.page_root(home.salt, adapter, context)
+            saved = extract(home.engine, tokens, root, origin, extra | {"context": context})
+            if saved is not None:
+                return saved
+        return None
 
     @property
     def _saved_prompt(self) -> dict[str, Any]:
         """Returns the prompt that computes what `save` writes: the state of recurrent layers is
         kept before a prompt's last token.
         """
-        length = saved_len(self._home.engine, len(self)) + 1
-        return self.prompt | {"prompt_token_ids": list(self.tokens[:length])}
+        return self.prompt | {"prompt_token_ids": self._saved_ids}
+
+    @property
+    def _saved_ids(self) -> list[int]:
+        return list(self.tokens[: saved_len(self._home.engine, len(self)) + 1])
 
     def _generation(self, params: SamplingParams | None) -> SamplingParams:
         self._open()

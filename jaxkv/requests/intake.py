@@ -269,10 +269,22 @@ class Intake:
         chain.pages(0, len(tokens) // size, array("i", tokens), size)
         return chain.keys
 
-    def page_root(self, salt: str, adapter: Adapter | None = None) -> bytes:
-        """Returns what those keys begin with."""
-        context = self._model.spec.context_of(self._config.max_model_len)
+    def page_root(
+        self, salt: str, adapter: Adapter | None = None, context: int | None = None
+    ) -> bytes:
+        """Returns what those keys begin with, or those of another context."""
+        if context is None:
+            context = self.context_of(self._config.max_model_len)
         return self._root(0, salt, context, adapter)
+
+    def context_of(self, max_len: int) -> int:
+        """Returns what pages depend on of how long their request may get."""
+        return self._model.spec.context_of(min(max_len, self._config.max_model_len))
+
+    @property
+    def depends_on_context(self) -> bool:
+        """Tells whether pages depend on how long their request may get."""
+        return self._model.spec.depends_on_context
 
     @property
     def eos_id(self) -> int | None:

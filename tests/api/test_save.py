@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprob
 IDS = np.random.default_rng(3).integers(3, 150, 70).tolist()
 
 
-FAMILIES = ("gemma3_text", "lfm2", "qwen3_next")
+FAMILIES = ("gemma3_text", "lfm2", "qwen3_next", "phi3-longrope")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,25 @@ def test_a_restored_session_goes_on_as_the_saved_one(
     llm.reset_prefix_cache()
     session.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "session").read_bytes()
+
+
+def test_keys_that_depend_on_how_long_a_request_may_get_are_found_by_such_requests(
+    models, compile_once, tmp_path
+):
+    """Up to 64 tokens phi3 rotates by other factors than beyond."""
+    llm = LLM(models("phi3-longrope"), **SMALL)
+    ids = [one % 90 + 3 for one in IDS[:40]]
+    llm.session({"prompt_token_ids": ids}).save(tmp_path / "short")
+    for params, num_cached in [(replace(GREEDY, max_tokens=40), 0), (GREEDY, 32)]:
+        llm.reset_prefix_cache()
+        (fresh,) = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+        llm.reset_prefix_cache()
+        session = llm.restore(tmp_path / "short")
+        (found,) = llm.generate(session.prompt, params, use_tqdm=False)
+        assert found.num_cached_tokens == num_cached
+        assert found.outputs[0].token_ids == fresh.outputs[0].token_ids
+    session.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "short").read_bytes()
 
 
 @pytest.mark.parametrize("variant", some(["qwen2-mixed-windows", "lfm2"], "lfm2"))
