@@ -122,7 +122,8 @@ class Keys:
             self.take(key, kind)
         for key, value in self._left.items():
             if key not in HARMLESS:
-                raise BodyError(f"{key}: unknown, or not supported", key)
+                near = " (nearest: structured_outputs)" if key.startswith("guided_") else ""
+                raise BodyError(f"{key}: unknown, or not supported{near}", key)
             if not any(value == one and type(value) is type(one) for one in HARMLESS[key]):
                 expected = " or ".join(json.dumps(one) for one in HARMLESS[key])
                 raise BodyError(

@@ -291,6 +291,7 @@ REFUSED = {  # in place of parts of a line, what the message says
     "model": ({"model": "gpt-4o"}, "model: expected '.*' or 'model', .* got 'gpt-4o'"),
     "no model": ({"model": None}, "model: expected .*, got None"),
     "effort": ({"reasoning_effort": "low"}, "reasoning_effort: unknown, or not supported"),
+    "guided": ({"guided_json": {}}, "guided_json: unknown, .*nearest: structured_outputs"),
     "json": (
         {"response_format": {"type": "xml"}},
         'response_format: expected {"type": "text"}.*, got {"type": "xml"}',
