@@ -164,7 +164,8 @@ def stored_dtype(directory: Path, spec: ModelSpec) -> str | None:
     ):
         raise CheckpointError(
             f"{header.where}: spec: expected what config.json says, got another "
-            f"{', '.join(differing)[:200]}"
+            f"{', '.join(differing)[:200]}; convert the model again, from a config.json that says "
+            f"what hf_overrides would"
         )
     return header.values["dtype"]
 

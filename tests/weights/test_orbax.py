@@ -354,7 +354,7 @@ UP = "orbax/weights/layers.up"
         (
             "config.json",
             {"rms_norm_eps": 1e-6},
-            "spec: expected what config.json says, got another norm_eps",
+            "spec: expected what config.json says, got another norm_eps; convert .* hf_overrides",
         ),
         (
             "config.json",
