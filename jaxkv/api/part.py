@@ -20,7 +20,7 @@ from jaxkv.build.speculation import draft_options
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.host_moves import make_tiers
 from jaxkv.holding.directory import Directory
-from jaxkv.placement import bytes_per_device
+from jaxkv.placement import bytes_per_device, place
 from jaxkv.programs.executables import ProgramFiles
 from jaxkv.weights.tree import Weights, with_adapters, with_draft
 
@@ -74,9 +74,15 @@ def make_parts(options: EngineOptions, model: Model, devices: Sequence[jax.Devic
             f"disaggregate: expected at most {len(devices)} devices in all, the devices here, got "
             f"{first} + {second}"
         )
+    parts = devices[first : first + second], devices[:first]
+    for own in parts:
+        try:
+            place(model.spec, model.layout, own, len(own))
+        except ValueError as error:  # by the name of what nobody has given
+            raise ValueError(f"disaggregate: of a part, {error}") from error
     return [
         _make_part(replace(options, tensor_parallel_size=len(own), disaggregate=None), model, own)
-        for own in (devices[first : first + second], devices[:first])
+        for own in parts
     ]
 
 

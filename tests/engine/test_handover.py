@@ -407,6 +407,15 @@ def test_a_fork_waits_for_no_thread_and_has_nothing_to_end(front, llms):
     check(front, llms)
 
 
+def test_devices_that_do_not_divide_the_model_are_refused_by_the_name_that_was_given(
+    directory, monkeypatch
+):
+    devices = jax.devices() * 4
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(ValueError, match=r"disaggregate: of a part, .* 2 KV heads, got 3"):
+        small(directory, disaggregate=(3, 1))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
