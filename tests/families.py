@@ -213,6 +213,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sarvam_mla": GROUPED | LATENT | {"q_lora_rank": None},
     "youtu": LATENT | {"tie_word_embeddings": True},
     "glm_moe_dsa": GROUPED | LATENT | INDEX,
+    "glm_moe_dsa-shared": GROUPED
+    | LATENT
+    | INDEX
+    | {"num_hidden_layers": 5, "indexer_types": ["full", "full", "shared", "full", "shared"]},
     "glm4_moe": GROUPED | HEAD | {"use_qk_norm": True, "attention_bias": True},
     "gpt_oss": LOCAL
     | HEAD

@@ -88,7 +88,8 @@ class Reference:
         config.num_hidden_layers = last + 1
         for kinds in ("mlp_layer_types", "indexer_types", "layer_types"):
             if getattr(config, kinds, None):
-                setattr(config, kinds, [*getattr(config, kinds), getattr(config, kinds)[-1]])
+                last_kind = "full" if kinds == "indexer_types" else getattr(config, kinds)[-1]
+                setattr(config, kinds, [*getattr(config, kinds), last_kind])
         # Its block is in the place of one more layer.
         self._layer = load(config).model
         self._layer.layers = self._layer.layers[last:]

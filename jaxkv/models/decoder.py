@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.kv.state import PagedKV, Statistics
-from jaxkv.models import altup
+from jaxkv.models import altup, latent
 from jaxkv.models.layer import Layers, normed, scaled
 from jaxkv.models.paged import PagedAttention
 from jaxkv.models.rope import rope_frequencies
@@ -69,6 +69,8 @@ def forward(
         held = attend.held(statistics)
         if spec.has_shortcut:
             held = held._replace(aside_TD=jnp.zeros_like(x_TD))
+        if (index := spec.attention.index) is not None and index.has_shared:
+            held = held._replace(chooser=latent.no_chooser(x_TD.shape[0], index))
         carry = (altup.spread(x_TD, weights), held)
         layer = jax.checkpoint(layers) if runs_again else layers
         x, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)

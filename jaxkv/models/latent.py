@@ -20,14 +20,20 @@ from jaxkv.ops.matrices import HeadMatrices, values
 from jaxkv.ops.rotation import Rotation, apply_rope
 from jaxkv.weights.tree import Weights
 
+Chooser = tuple[Index, Array]
+"""What chooses keys for tokens, and their own keys [T, 1, H] for being chosen."""
+
 
 def project(
-    x_TD: Array, w: Weights, rope: Rotation | None, spec: ModelSpec
-) -> tuple[Array, Array, Index | None]:
+    x_TD: Array, w: Weights, rope: Rotation | None, spec: ModelSpec, before: Chooser | None
+) -> tuple[Array, Array, Chooser | None]:
     """Computes queries [T, N, C + P], as they would meet keys, and the rows [T, 1, R + P] of these
     tokens: a latent of R numbers and P rotated ones; behind them, where keys are chosen, the row's
     key for that, and then what chooses for these tokens. There are no values: they are the latents
     (`KVGroup.latent_dim`).
+
+    before: what has chosen in the layer before, and does so in this one if it has no index heads.
+    Its keys are stored in the rows of both: attention reads the pages of its own layer only.
     """
     up: HeadMatrices = w["k_up"]
     h_TD = x_TD
@@ -49,17 +55,25 @@ def project(
     if rope is not None:
         rotated = [apply_rope(x, rope) for x in rotated]
     q_TNH = jnp.concatenate([q_TNH[..., :num_plain], rotated[0]], axis=-1)
-    parts, index = [latent_T1R, rotated[1]], None
-    if spec.attention.index is not None:
-        index, key_T1H = _index(x_TD, h_TD, w, rope, spec.attention.index)
-        parts.append(key_T1H)
-    return q_TNH, jnp.concatenate(parts, axis=-1), index
+    parts, chooser = [latent_T1R, rotated[1]], before
+    if spec.attention.index is not None and "index_q" in w:
+        chooser = _chooser(x_TD, h_TD, w, rope, spec.attention.index)
+    if chooser is not None:
+        parts.append(chooser[1])
+    return q_TNH, jnp.concatenate(parts, axis=-1), chooser
 
 
-def _index(
+def no_chooser(num_tokens: int, asked: IndexSpec) -> Chooser:
+    """Returns zeros in the place of what chooses keys for so many tokens."""
+    heads = (num_tokens, asked.num_heads)
+    index = Index(jnp.zeros((*heads, asked.head_dim)), jnp.zeros(heads), asked.num_chosen)
+    return index, jnp.zeros((num_tokens, 1, asked.head_dim))
+
+
+def _chooser(
     x_TD: Array, h_TQ: Array, w: Weights, rope: Rotation | None, asked: IndexSpec
-) -> tuple[Index, Array]:
-    """Computes what chooses keys for these tokens, and their own keys [T, 1, H] for being chosen.
+) -> Chooser:
+    """Computes what chooses keys for these tokens by the layer's own index heads.
 
     h_TQ: what queries are made of. Source: DeepSeek-V3.2's reference code.
     """

@@ -171,8 +171,10 @@ class Layers:
             rope = rotation_of(number)
             k: jax.Array | None
             if "kv_down" in w:
-                q, k, indexer = latent.project(h_TD, w, rope, spec)
-                maps, v = LatentMaps(w["k_up"], w["v_up"], indexer), None
+                q, k, chooser = latent.project(h_TD, w, rope, spec, held.chooser)
+                maps, v = LatentMaps(w["k_up"], w["v_up"], chooser and chooser[0]), None
+                if held.chooser is not None:
+                    held = held._replace(chooser=chooser)
             else:
                 q, k, v = _project(h_TD, w, rope, spec, head_dim, self._axis)
                 maps = None

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV, PageTables, Statistics, Store
+from jaxkv.models import latent
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.attention import Attention, Batch, Heads, LatentMaps, Place
 
@@ -29,13 +30,15 @@ Result = tuple[jax.Array, "Held"]
 class Held(NamedTuple):
     """Holds what layers change: the pools of each store, what is observed, and recurrent states.
     All else of the KV state stays outside of the loop. aside_TD: what experts have given that joins
-    the stream behind the next layer (`ModelSpec.has_shortcut`).
+    the stream behind the next layer (`ModelSpec.has_shortcut`). chooser: what has chosen keys in the
+    last layer with index heads (`IndexSpec.has_shared`).
     """
 
     stores: tuple[Pools, ...]
     statistics: Statistics | None
     states: tuple[tuple[jax.Array, ...], ...] = ()
     aside_TD: jax.Array | None = None
+    chooser: latent.Chooser | None = None
 
 
 class PagedAttention:

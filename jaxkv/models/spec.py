@@ -64,13 +64,16 @@ class QueryTemperature:
 class IndexSpec:
     """Says how a token chooses the `num_chosen` keys that it attends to: by the scores of
     `num_heads` index heads of `head_dim` numbers, which are rotated in pairs as
-    `RopeSpec.interleaved` says. Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
+    `RopeSpec.interleaved` says. has_shared: layers without index heads choose by those of the last
+    layer before them that has some. Sources: DeepSeek-V3.2, arXiv 2512.02556, section 2.1;
+    IndexShare, arXiv 2603.12201.
     """
 
     num_heads: int
     head_dim: int
     num_chosen: int
     interleaved: bool
+    has_shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,7 +136,14 @@ def check_proposals(reference: Reference, llm: LLM, prompts: list[dict], **more)
     return whole
 
 
-VARIANTS = ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "qwen3_next"]
+VARIANTS = [
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa-shared",
+    "qwen3_next",
+]
 
 
 @pytest.mark.parametrize("variant", some(VARIANTS, "deepseek_v3"))

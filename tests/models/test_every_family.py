@@ -39,7 +39,6 @@ QUICK = {
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
     "cohere2",  # windows, layers without rotation
     "deepseek_v3",  # latent attention
-    "deepseek_v32",  # keys chosen by an index
     "falcon",  # one KV head, fused
     "falcon-new",  # fused by head, two norms
     "falcon_h1",  # Mamba2 and attention side by side, factors on everything
@@ -47,6 +46,7 @@ QUICK = {
     "gemma3_text",  # an embedding for each kind of layer
     "gemma3n_text",  # several streams, maps of low rank, gates that are cut off
     "gemma4_text",  # kinds of layers, keys of others, inputs of their own
+    "glm_moe_dsa-shared",  # keys chosen by an index, some by that of a layer before
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
     "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts

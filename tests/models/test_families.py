@@ -236,6 +236,8 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("recurrent_gemma", {"head_dim": None}),
         ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
         ("mixtral", {"num_experts": 5, "num_local_experts": None}),
+        ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_freq": 2}),
+        ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_pattern": "FSSFS"}),
     ],
 )
 def test_a_config_means_what_transformers_writes_for_it(variant, said):
@@ -481,6 +483,7 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("ctrl", "layer_norm_epsilon", 1e-5, "1e-06"),
         ("ernie4_5_moe", "moe_norm_min", 0.1, "1e-12"),
         ("modernbert_decoder", "classifier_activation", "relu", "gelu"),
+        ("glm_moe_dsa", "indexer_types", ["shared", "full", "full"], "a first layer that is full"),
         ("openai_gpt", "afn", "gelu_new", "one of gelu, relu"),
         ("xglm", "pad_token_id", 5, "0 or 1"),
     ],

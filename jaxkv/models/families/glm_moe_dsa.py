@@ -1,19 +1,49 @@
-"""GLM-5: DeepSeek V3.2 by other sizes, index heads rotated interleaved. Source: the model's card,
-zai-org/GLM-5.
+"""GLM-5: DeepSeek V3.2 by other sizes, index heads rotated interleaved. From GLM-5.2 on most layers
+have no index heads, and choose by those of a layer before them. Sources: the models' cards,
+zai-org/GLM-5 and zai-org/GLM-5.2; arXiv 2603.12201.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
-from jaxkv.models.families.base import Layout
+from jaxkv.models.families.base import Layout, Leaf
 from jaxkv.models.families.deepseek_v32 import read_indexed
+from jaxkv.models.families.hybrid import with_leaves
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    found = read_indexed(config, family="glm_moe_dsa", interleaved=True)
+    if not (shared := _shared_layers(config)):
+        return found
+    spec, layout = with_leaves(found, shared, _without_index)
+    if spec.attention.index is None:
+        raise ValueError("expected a decoder that chooses keys, got one that does not")
+    index = replace(spec.attention.index, has_shared=True)
+    spec = replace(spec, attention=replace(spec.attention, index=index))
+    # Some conversions have the tensors nonetheless.
+    unread = rf"model\.layers\.({'|'.join(map(str, shared))})\.self_attn\.indexer\..*"
+    return spec, replace(layout, derived=(*layout.derived, unread))
+
+
+def _shared_layers(config: ConfigReader) -> list[int]:
+    """Lists the layers without index heads: those named so, or all but every so many."""
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    # Layers that take over what the one before has chosen are not built.
-    config.refuse("indexer_types", ["full"] * num_layers)
-    config.refuse("index_topk_pattern", "F" * num_layers, ["full"] * num_layers)
-    config.refuse("index_topk_freq", 1)
-    return read_indexed(config, family="glm_moe_dsa", interleaved=True)
+    key = next((x for x in ("indexer_types", "index_topk_pattern") if config.get(x)), None)
+    if key is None:
+        every, first = config.size("index_topk_freq", 1), config.size("index_skip_topk_offset", 2)
+        return [layer for layer in range(num_layers) if max(layer - first + 1, 0) % every]
+    if isinstance(config.get(key), str):
+        config = config.replaced(**{key: list(config.get(key))})
+    kinds = config.kinds(key, num_layers, ("full", "shared", "F", "S"))
+    shared = [layer for layer, kind in enumerate(kinds) if kind in ("shared", "S")]
+    if 0 in shared:
+        raise config.fail(key, "a first layer that is full: there is none before it to share with")
+    return shared
+
+
+def _without_index(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    return {name: one for name, one in leaves.items() if not name.startswith("index_")}

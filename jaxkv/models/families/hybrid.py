@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from jaxkv.models.families.base import Layout, Leaf, Part, leaf
@@ -26,17 +26,9 @@ def with_mixer(
     leaves: the arrays of such a layer's mixer. beside: the layers attend as well, and what both
     give is added up.
     """
-    spec, layout = read
-    before = spec.layer_kinds or (0,) * spec.num_layers
-    kinds = [(kind, layer in layers) for layer, kind in enumerate(before)]
-    listed = list(dict.fromkeys(kinds))
-    made: list[Mapping[str, Leaf]] = []
-    for kind, is_recurrent in listed:
-        own = layout.layers[kind]
-        if is_recurrent:
-            kept = own if beside else without_attention(own)
-            own = {**kept, **leaves}
-        made.append(own)
+    spec, layout = with_leaves(
+        read, layers, lambda own: {**(own if beside else without_attention(own)), **leaves}
+    )
     groups = spec.groups
     if not beside:
         cut = [[one for one in group.layers if one not in layers] for group in groups]
@@ -44,13 +36,26 @@ def with_mixer(
         groups = tuple(replace(group, layers=tuple(left)) for group, left in pairs if left)
         groups = groups or (NO_KEYS,)
     state = StateSpec(layers=tuple(sorted(layers)), mixer=mixer)
-    spec = replace(
-        spec,
-        layer_kinds=tuple(map(listed.index, kinds)) if len(listed) > 1 else (),
-        groups=groups,
-        states=(*spec.states, state) if layers else spec.states,
+    states = (*spec.states, state) if layers else spec.states
+    return replace(spec, groups=groups, states=states), layout
+
+
+def with_leaves(
+    read: tuple[ModelSpec, Layout],
+    layers: Collection[int],
+    change: Callable[[Mapping[str, Leaf]], Mapping[str, Leaf]],
+) -> tuple[ModelSpec, Layout]:
+    """Returns a decoder of which some layers have other arrays, and so are of kinds of their own."""
+    spec, layout = read
+    before = spec.layer_kinds or (0,) * spec.num_layers
+    kinds = [(kind, layer in layers) for layer, kind in enumerate(before)]
+    listed = list(dict.fromkeys(kinds))
+    made = (
+        change(layout.layers[kind]) if is_changed else layout.layers[kind]
+        for kind, is_changed in listed
     )
-    return spec, replace(layout, layers=tuple(made))
+    layer_kinds = tuple(map(listed.index, kinds)) if len(listed) > 1 else ()
+    return replace(spec, layer_kinds=layer_kinds), replace(layout, layers=tuple(made))
 
 
 def without_attention(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:

@@ -6,9 +6,10 @@ Qwen3NextMultiTokenPredictor.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jaxkv.models.families.base import Layout, leaf
+from jaxkv.models.families.base import Layout, Leaf, leaf
 from jaxkv.models.spec import ModelSpec
 
 
@@ -79,7 +80,7 @@ def read_predictor(spec: ModelSpec, layout: Layout) -> tuple[ModelSpec, Layout]:
         top["own_head"] = own_head
     leaves = {
         name: replace(one, source=one.source.replace("model.layers.{layer}.", block))
-        for name, one in layout.layers[kind].items()
+        for name, one in _leaves_of(layout, kind).items()
     }
     own = replace(
         spec,
@@ -90,3 +91,16 @@ def read_predictor(spec: ModelSpec, layout: Layout) -> tuple[ModelSpec, Layout]:
     )
     # The rest of the checkpoint is the model's.
     return own, replace(layout, top=top, layers=(leaves,), derived=(r".*",))
+
+
+def _leaves_of(layout: Layout, kind: int) -> Mapping[str, Leaf]:
+    """Returns the leaves of a layer of that kind which shares no other's index heads: those of the
+    layer behind the last are its own.
+    """
+    index = {
+        name: one
+        for layer in layout.layers
+        for name, one in layer.items()
+        if name.startswith("index_")
+    }
+    return index | dict(layout.layers[kind])
