@@ -63,12 +63,11 @@ NOT_READ = {
     "layers that run more than once, or share weights": "dory, zamba, zamba2",
     "other recurrences": "rwkv, xlstm",
     "experts in attention": "jetmoe",
-    "experts chosen by logits and a bias": "kolibri1",
     "a head of fewer rows than embeddings": "apertus1p5",
     "two softmaxes, or masks that are computed": "diffllama, doge",
     "keys of an encoder, or of images": "bart, mllama and others",
     "a head that transformers does not scale and others do": "aya_vision, cohere2_vision",
-    "a reader, or a closer look": "bailing_hybrid, inkling, lara_mini, zaya",
+    "a reader, or a closer look": "inkling, lara_mini, zaya",
 }
 """What transformers 5.24 has decoders of that are not read, by what they need that is not built."""
 

@@ -445,6 +445,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 8, "num_experts_per_tok": 3, "topk_group": 2}
     | {"num_expert_group": 4}
     | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "kolibri1": HEAD
+    | EXPERTS
+    | {"layer_types": MIXED, "sliding_window": 8, "shared_expert_intermediate_size": 32},
+    "bailing_hybrid": {"num_hidden_layers": 4, "num_key_value_heads": 6, "v_head_dim": 16}
+    | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 8}
+    | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "layer_group_size": 2},
     "llama": {},
     "llama-dynamic": {
         "rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0},

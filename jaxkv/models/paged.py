@@ -30,8 +30,8 @@ Result = tuple[jax.Array, "Held"]
 class Held(NamedTuple):
     """Holds what layers change: the pools of each store, what is observed, and recurrent states.
     All else of the KV state stays outside of the loop. aside_TD: what experts have given that joins
-    the stream behind the next layer (`ModelSpec.has_shortcut`). chooser: what has chosen keys in the
-    last layer with index heads (`IndexSpec.has_shared`).
+    the stream behind the next layer (`ModelSpec.has_shortcut`). chooser: what has chosen keys in
+    the last layer with index heads (`IndexSpec.has_shared`).
     """
 
     stores: tuple[Pools, ...]

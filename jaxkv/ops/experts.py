@@ -25,15 +25,16 @@ class Router:
     """Says how a token chooses `num_used` experts and what their outputs count.
 
     score: "softmax" or "sigmoid" of the logits, of those of the chosen ones only if `of_chosen`.
-    is_normalised: the weights are divided by their sum. scale: of all weights. num_groups: experts
-    are in so many groups, and those of `num_groups_used` can be chosen: of the largest sums of two
-    scores, or if not `by_two` the largest scores. margin: if not 0, experts are chosen one after
-    the other, and each weighs as in a softmax over those left whose logits are less than such a
-    part of their size behind it. logit_scale: of the logits, which are then
-    cap * tanh(logit / cap), where cap is not 0. on_input: a weight multiplies what
-    comes into its expert, not what goes out. shared_scale: of what the MLP for all tokens gives.
-    num_identity: so many experts, the last ones, give back what comes in. is_shortcut: experts take
-    what comes into the layer's MLP, and what they give joins the stream behind the next layer.
+    by_logits: a bias is added to logits, not to scores. is_normalised: the weights are divided by
+    their sum. scale: of all weights. num_groups: experts are in so many groups, and those of
+    `num_groups_used` can be chosen: of the largest sums of two scores, or if not `by_two` the
+    largest scores. margin: if not 0, experts are chosen one after the other, and each weighs as in
+    a softmax over those left whose logits are less than such a part of their size behind it.
+    logit_scale: of the logits, which are then cap * tanh(logit / cap), where cap is not 0.
+    on_input: a weight multiplies what comes into its expert, not what goes out. shared_scale: of
+    what the MLP for all tokens gives. num_identity: so many experts, the last ones, give back what
+    comes in. is_shortcut: experts take what comes into the layer's MLP, and what they give joins
+    the stream behind the next layer.
     Sources: arXiv 2401.04088, section 2.1; with groups arXiv 2412.19437, section 2.1.2; one after
     the other arXiv 2409.12136, as its authors' code has it; the last two arXiv 2509.01322.
     """
@@ -41,6 +42,7 @@ class Router:
     num_used: int
     score: str = "softmax"
     of_chosen: bool = False
+    by_logits: bool = False
     is_normalised: bool = False
     scale: float = 1.0
     num_groups: int = 1
@@ -68,7 +70,9 @@ class Router:
             chosen_TK, expert_TK = jax.lax.top_k(logits_TE, self.num_used)
             return expert_TK, score(chosen_TK) * self.scale
         score_TE = score(logits_TE)
-        rank_TE = score_TE if bias_E is None else score_TE + bias_E[None, :]
+        rank_TE = logits_TE if self.by_logits else score_TE
+        if bias_E is not None:
+            rank_TE = rank_TE + bias_E[None, :]
         _, expert_TK = jax.lax.top_k(self._within_groups(rank_TE), self.num_used)
         weight_TK = jnp.take_along_axis(score_TE, expert_TK, axis=1)
         if self.is_normalised:

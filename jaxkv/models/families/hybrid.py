@@ -45,7 +45,7 @@ def with_leaves(
     layers: Collection[int],
     change: Callable[[Mapping[str, Leaf]], Mapping[str, Leaf]],
 ) -> tuple[ModelSpec, Layout]:
-    """Returns a decoder of which some layers have other arrays, and so are of kinds of their own."""
+    """Returns a decoder of which some layers have other arrays, which are kinds of their own."""
     spec, layout = read
     before = spec.layer_kinds or (0,) * spec.num_layers
     kinds = [(kind, layer in layers) for layer, kind in enumerate(before)]

@@ -26,8 +26,10 @@ class GatedDelta:
     num_key_heads, num_heads: of keys and queries, and of values, which are a multiple. key_dim,
     value_dim: their sizes. kernel: tokens that the convolution sees. by_channel: every channel of a
     key has a decay of its own. most_beta: how far a token moves what its key finds at most. gate:
-    the activation of the gate.
-    Sources: arXiv 2412.06464, section 3; by channel arXiv 2510.26692, section 3.
+    the activation of the gate. least_decay: of the logarithm of decays, which a sigmoid brings
+    there; 0 for none.
+    Sources: arXiv 2412.06464, section 3; by channel arXiv 2510.26692, section 3; with a least the
+    card of inclusionAI/Ling-3.0-flash.
     """
 
     num_key_heads: int
@@ -39,6 +41,7 @@ class GatedDelta:
     by_channel: bool = False
     most_beta: float = 1.0
     gate: str = "silu"
+    least_decay: float = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -95,6 +98,8 @@ class GatedDelta:
         if not self.by_channel:
             return -rate_M[None] * jax.nn.softplus(step_TX)
         step_TMX = step_TX.reshape(h_TD.shape[0], -1, self.key_dim)
+        if self.least_decay:
+            return self.least_decay * jax.nn.sigmoid(rate_M[None, :, None] * step_TMX)
         return -rate_M[None, :, None] * jax.nn.softplus(step_TMX)
 
 

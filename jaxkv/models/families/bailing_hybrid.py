@@ -1,0 +1,86 @@
+"""Ling 3.0: Kimi delta attention whose decays have a least, gated latent attention in the last
+layer of every group, and experts as DeepSeek V3 chooses them. Source: the model's card,
+inclusionAI/Ling-3.0-flash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import Layout, leaf
+from jaxkv.models.families.delta import (
+    CONV_ACTIVATIONS,
+    MAX_KERNEL,
+    matrices_of,
+    read_linear_layers,
+    rest_of,
+)
+from jaxkv.models.families.experts import first_dense, listed_dense, read_grouped
+from jaxkv.models.families.hybrid import with_leaves, with_mixer
+from jaxkv.models.families.kimi_linear import PREFIX, RENAMED
+from jaxkv.models.families.latent import read_latent
+from jaxkv.models.recurrent import GatedDelta
+from jaxkv.models.spec import ModelSpec
+
+SPELLINGS = (
+    (r"^model\.word_embeddings\.", "model.embed_tokens."),
+    (r"\.attention\.", ".self_attn."),
+    (r"\.self_attn\.dense\.", ".self_attn.o_proj."),
+    (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+)
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    config = config.renamed(**RENAMED)
+    # Ling 2.5 and 2.6 have this model_type too, and other recurrences.
+    config.refuse("linear_attention", "kda")
+    config.refuse("no_kda_lora", True)
+    config.refuse("gated_attention_proj_granularity_type", "head_wise")
+    # vLLM bounds what comes into experts' products by these, transformers 5.24 does not.
+    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        config.refuse(key)
+    experts, router = read_grouped(config)
+    found = read_latent(
+        config,
+        family="bailing_hybrid",
+        activations=CONV_ACTIVATIONS,
+        experts=experts.leaves,
+        router=router,
+        is_dense=listed_dense(config, first_dense(config)),
+    )
+    hidden, linear = found[0].hidden_size, read_linear_layers(config, every=_group_size(config))
+    gate = leaf(f"{PREFIX}g_proj.weight", (found[0].num_heads, hidden), ("heads", "model"))
+    attends = [layer for layer in range(found[0].num_layers) if layer not in linear]
+    found = with_leaves(found, attends, lambda own: {**own, "attn_gate": gate})
+    mixer = _read_mixer(config)
+    leaves = rest_of(mixer, PREFIX, hidden, conv="{name}_conv1d", norm="o_norm", out="o_proj")
+    for name, source in zip(("q", "k", "v", "b", "gate", "step"), "qkvbgf", strict=True):
+        leaves |= matrices_of(mixer, f"{PREFIX}{source}_proj", (f"delta_{name}",), hidden)
+    spec, layout = with_mixer(found, linear, mixer, leaves)
+    return spec, replace(layout, spellings=SPELLINGS)
+
+
+def _group_size(config: ConfigReader) -> int:
+    return config.size("layer_group_size", 6)
+
+
+def _read_mixer(config: ConfigReader) -> GatedDelta:
+    num_heads, dim = config.size("num_attention_heads"), config.size("head_dim", 128)
+    kernel = config.size("short_conv_kernel_size", 4, at_most=MAX_KERNEL)
+    if kernel < 2:
+        raise config.fail("short_conv_kernel_size", f"a whole number from 2 to {MAX_KERNEL}")
+    least = config.get("kda_lower_bound", -5.0) if config.flag("kda_safe_gate", True) else 0.0
+    if not isinstance(least, int | float) or least > 0:
+        raise config.fail("kda_lower_bound", "a number below 0")
+    return GatedDelta(
+        num_key_heads=num_heads,
+        num_heads=num_heads,
+        key_dim=dim,
+        value_dim=dim,
+        kernel=kernel,
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        by_channel=True,
+        gate="sigmoid",
+        least_decay=float(least),
+    )
