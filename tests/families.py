@@ -445,6 +445,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 8, "num_experts_per_tok": 3, "topk_group": 2}
     | {"num_expert_group": 4}
     | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "glm5_next_text": {"num_hidden_layers": 4, "num_key_value_heads": 6, "v_head_dim": 16}
+    | {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 0}
+    | {"linear_head_dim": 8, "linear_num_heads": 4, "moe_intermediate_size": 24, "hc_mult": 3}
+    | {"n_routed_experts": 8, "num_experts_per_tok": 3, "topk_group": 2, "n_group": 4}
+    | {"index_topk": 8, "index_head_dim": 12, "index_n_heads": 16, "index_kpool": 4}
+    | {"layer_types": ["linear_attention", "indexed_attention"] * 2, "swiglu_limit": 0.7}
+    | {"mlp_layer_types": ["dense", *["sparse"] * 3]},
     "kolibri1": HEAD
     | EXPERTS
     | {"layer_types": MIXED, "sliding_window": 8, "shared_expert_intermediate_size": 32},
@@ -476,6 +483,7 @@ PARTS = (
     "emu3_text_model",
     "glm4v_moe_text",
     "glm4v_text",
+    "glm5_next_text",
     "glm_ocr_text",
     "paddleocr_vl_text",
     "ernie4_5_vl_moe_text",
@@ -509,6 +517,7 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "glm4v_moe": ("glm4v_moe_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "glm5_next": ("glm5_next_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "glm46v": ("glm4v_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "glm_ocr": ("glm_ocr_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "got_ocr2": (

@@ -132,7 +132,7 @@ def reference_logits(torch: Any, model: Any, ids: list[int]) -> np.ndarray:
     """[T, V] of a sequence. Where decays are by channel token by token: what transformers computes
     of many at once divides by them, which here costs 1e-3 of the standard deviation.
     """
-    if model.config.model_type not in ("kimi_linear", "bailing_hybrid"):
+    if model.config.model_type not in ("kimi_linear", "bailing_hybrid", "glm5_next"):
         return model(torch.tensor([ids])).logits[0].numpy()
     from transformers import DynamicCache
 

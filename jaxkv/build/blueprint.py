@@ -569,6 +569,11 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
             f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got "
             f"{asked.max_model_len!r}"
         )
+    if (index := spec.attention.index) is not None and limits.block_size % index.pool:
+        raise ValueError(
+            f"block_size: expected a multiple of the {index.pool} tokens that {spec.family} "
+            f"chooses together, got {limits.block_size}"
+        )
     return limits
 
 

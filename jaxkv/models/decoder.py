@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.kv.state import PagedKV, Statistics
-from jaxkv.models import altup, latent
+from jaxkv.models import altup, hyper, latent
 from jaxkv.models.layer import Layers, normed, scaled
 from jaxkv.models.paged import PagedAttention
 from jaxkv.models.rope import rope_frequencies
@@ -71,10 +71,10 @@ def forward(
             held = held._replace(aside_TD=jnp.zeros_like(x_TD))
         if (index := spec.attention.index) is not None and index.has_shared:
             held = held._replace(chooser=latent.no_chooser(x_TD.shape[0], index))
-        carry = (altup.spread(x_TD, weights), held)
+        carry = (hyper.spread(altup.spread(x_TD, weights), spec), held)
         layer = jax.checkpoint(layers) if runs_again else layers
         x, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
-    x_TD = altup.joined(x, weights)
+    x_TD = altup.joined(hyper.joined(x, spec), weights)
     return attend.state(held), x_TD, _of_all_devices(held.statistics, statistics, axis)
 
 

@@ -25,7 +25,12 @@ Chooser = tuple[Index, Array]
 
 
 def project(
-    x_TD: Array, w: Weights, rope: Rotation | None, spec: ModelSpec, before: Chooser | None
+    x_TD: Array,
+    w: Weights,
+    rope: Rotation | None,
+    spec: ModelSpec,
+    position_T: Array,
+    before: Chooser | None,
 ) -> tuple[Array, Array, Chooser | None]:
     """Computes queries [T, N, C + P], as they would meet keys, and the rows [T, 1, R + P] of these
     tokens: a latent of R numbers and P rotated ones; behind them, where keys are chosen, the row's
@@ -57,7 +62,7 @@ def project(
     q_TNH = jnp.concatenate([q_TNH[..., :num_plain], rotated[0]], axis=-1)
     parts, chooser = [latent_T1R, rotated[1]], before
     if spec.attention.index is not None and "index_q" in w:
-        chooser = _chooser(x_TD, h_TD, w, rope, spec.attention.index)
+        chooser = _chooser(x_TD, h_TD, w, rope, spec.attention.index, position_T)
     if chooser is not None:
         parts.append(chooser[1])
     return q_TNH, jnp.concatenate(parts, axis=-1), chooser
@@ -66,12 +71,18 @@ def project(
 def no_chooser(num_tokens: int, asked: IndexSpec) -> Chooser:
     """Returns zeros in the place of what chooses keys for so many tokens."""
     heads = (num_tokens, asked.num_heads)
-    index = Index(jnp.zeros((*heads, asked.head_dim)), jnp.zeros(heads), asked.num_chosen)
-    return index, jnp.zeros((num_tokens, 1, asked.head_dim))
+    q_TIH, weight_TI = jnp.zeros((*heads, asked.head_dim)), jnp.zeros(heads)
+    index = Index(q_TIH, weight_TI, asked.num_chosen, asked.pool)
+    return index, jnp.zeros((num_tokens, 1, index.key_dim))
 
 
 def _chooser(
-    x_TD: Array, h_TQ: Array, w: Weights, rope: Rotation | None, asked: IndexSpec
+    x_TD: Array,
+    h_TQ: Array,
+    w: Weights,
+    rope: Rotation | None,
+    asked: IndexSpec,
+    position_T: Array,
 ) -> Chooser:
     """Computes what chooses keys for these tokens by the layer's own index heads.
 
@@ -85,4 +96,9 @@ def _chooser(
         q_TIH, key_T1H = apply_rope(q_TIH, rope), apply_rope(key_T1H, rope)
     factor = (asked.num_heads * asked.head_dim) ** -0.5
     weight_TI = linear(x_TD, w["index_weight"]) * factor
-    return Index(q_TIH, weight_TI, asked.num_chosen), key_T1H
+    if asked.pool > 1:  # how much a key counts in its pool, by place
+        place_PH = values(w["index_place"]).astype(jnp.float32).reshape(asked.pool, -1)
+        place_TH = place_PH[position_T % asked.pool]
+        counts_TH = linear(x_TD, w["index_counts"]) + place_TH
+        key_T1H = jnp.concatenate([key_T1H, counts_TH[:, None]], axis=-1)
+    return Index(q_TIH, weight_TI, asked.num_chosen, asked.pool), key_T1H

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV
-from jaxkv.models import alibi, altup, latent
+from jaxkv.models import alibi, altup, hyper, latent
 from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import ModelSpec, QueryTemperature
@@ -111,6 +111,8 @@ class Layers:
         spec, mix, stream = self._spec, self._mix(layers), self._spec.scales.stream
         cutoffs = spec.scales.gate_cutoffs
         cutoff = cutoffs[kind] if cutoffs else None
+        if spec.scales.hyper is not None:
+            return self._between_streams(mix)
 
         def run(x_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             h_TD = normed(x_TD, w, "attn_norm", spec)
@@ -135,6 +137,20 @@ class Layers:
                 x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
             x_TD = normed(x_TD + out_TD, w, "joined_mlp_norm", spec)
             return self._shortcut(x_TD, h_TD, w, held) if spec.has_shortcut else (x_TD, held)
+
+        return run
+
+    def _between_streams(self, mix: Mix) -> Mix:
+        """Returns what runs mixer and feed-forward between several streams."""
+        spec = self._spec
+
+        def run(x_NTD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+            x_TD, leave = hyper.enter(x_NTD, w, "attn_hyper", spec)
+            mixed_TD, held = mix(normed(x_TD, w, "attn_norm", spec), w, held, number)
+            x_NTD = leave(mixed_TD)
+            x_TD, leave = hyper.enter(x_NTD, w, "mlp_hyper", spec)
+            h_TD = normed(x_TD, w, "mlp_norm", spec)
+            return leave(self._feed_forward(x_TD, h_TD, w, None)), held
 
         return run
 
@@ -171,7 +187,7 @@ class Layers:
             rope = rotation_of(number)
             k: jax.Array | None
             if "kv_down" in w:
-                q, k, chooser = latent.project(h_TD, w, rope, spec, held.chooser)
+                q, k, chooser = latent.project(h_TD, w, rope, spec, position_T, held.chooser)
                 maps, v = LatentMaps(w["k_up"], w["v_up"], chooser and chooser[0]), None
                 if held.chooser is not None:
                     held = held._replace(chooser=chooser)
@@ -248,6 +264,7 @@ class Layers:
                 w,
                 activation=spec.activation,
                 gate_factor=spec.scales.gate,
+                limit=spec.scales.swiglu_limit,
                 cutoff=cutoff,
                 norm=norm if "down_norm" in w else None,
                 axis=self._axis,
@@ -272,7 +289,8 @@ class Layers:
 
     def _experts(self, x_TD: jax.Array, w: Weights, router: Router) -> jax.Array:
         """Runs the experts that the router chooses, and the shared one."""
-        spec, activation = self._spec, self._spec.activation
+        spec = self._spec
+        run_mlp = partial(mlp, activation=spec.activation, limit=spec.scales.swiglu_limit)
         num_experts = w["router"].num_rows - router.num_identity
         logits_TE = linear_float32(normed(x_TD, w, "router_norm", spec), w["router"])
         if "router_offset" in w:
@@ -293,7 +311,7 @@ class Layers:
             if "down_bias" in own and self._axis is not None:  # added up over devices: once
                 is_first = jax.lax.axis_index(self._axis) == 0
                 own["down_bias"] = jnp.where(is_first, own["down_bias"], 0)
-            return mlp(x_RD, own, activation=activation)
+            return run_mlp(x_RD, own)
 
         # Experts of a size of their own. What they give is added up over devices behind the layer
         # that widens it, which has no bias.
@@ -310,7 +328,7 @@ class Layers:
         if "shared_up" in w:
             names = ("gate", "up", "down")
             own = {name: w[f"shared_{name}"] for name in names if f"shared_{name}" in w}
-            shared_TD = mlp(x_TD, own, activation=activation)
+            shared_TD = run_mlp(x_TD, own)
             if "shared_weight" in w:
                 shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))
             y_TD += scaled(shared_TD, router.shared_scale)

@@ -64,8 +64,9 @@ class QueryTemperature:
 class IndexSpec:
     """Says how a token chooses the `num_chosen` keys that it attends to: by the scores of
     `num_heads` index heads of `head_dim` numbers, which are rotated in pairs as
-    `RopeSpec.interleaved` says. has_shared: layers without index heads choose by those of the last
-    layer before them that has some. Sources: DeepSeek-V3.2, arXiv 2512.02556, section 2.1;
+    `RopeSpec.interleaved` says. pool: so many tokens are chosen together (`ops.attention.Index`).
+    has_shared: layers without index heads choose by those of the last layer before them that has
+    some. Sources: DeepSeek-V3.2, arXiv 2512.02556, section 2.1;
     IndexShare, arXiv 2603.12201.
     """
 
@@ -73,6 +74,7 @@ class IndexSpec:
     head_dim: int
     num_chosen: int
     interleaved: bool
+    pool: int = 1
     has_shared: bool = False
 
 
@@ -132,13 +134,25 @@ class Sinusoid:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HyperSpec:
+    """Says how many streams tokens have (`models.hyper`), in how many rounds a matrix between them
+    is made to add up to 1, and what keeps its sums away from 0.
+    """
+
+    num_streams: int
+    num_rounds: int
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scales:
     """Holds factors on embeddings, on values, on an MLP's gate and on its output, on what joins the
     stream, and on logits, which `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
     stream: where it goes on from behind norms. positions: what joins embeddings. gate_cutoffs: for
     each kind of layers how many standard deviations above their mean a token's gates count from,
     None for all; () if all layers have None. Source: Spark Transformer, arXiv 2506.06644,
-    section 3.
+    section 3. swiglu_limit: bounds gates above, and what they are multiplied with on both sides,
+    where it is not 0. hyper: of several streams.
     """
 
     embed: float = 1.0
@@ -151,6 +165,8 @@ class Scales:
     stream: NormedStream | None = None
     gate_cutoffs: tuple[float | None, ...] = ()
     positions: Sinusoid | None = None
+    swiglu_limit: float = 0.0
+    hyper: HyperSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,6 +51,7 @@ TEXT_OF = {
     "glm4v": "glm4v_text",
     "glm46v": "glm4v_text",
     "glm4v_moe": "glm4v_moe_text",
+    "glm5_next": "glm5_next_text",
     "glm_ocr": "glm_ocr_text",
     "got_ocr2": "qwen2",
     "hyperclovax_vision_v2": "hyperclovax",

@@ -13,6 +13,7 @@ from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
     MAX_KERNEL,
     matrices_of,
+    read_least,
     read_linear_layers,
     rest_of,
 )
@@ -70,9 +71,7 @@ def _read_mixer(config: ConfigReader) -> GatedDelta:
     kernel = config.size("short_conv_kernel_size", 4, at_most=MAX_KERNEL)
     if kernel < 2:
         raise config.fail("short_conv_kernel_size", f"a whole number from 2 to {MAX_KERNEL}")
-    least = config.get("kda_lower_bound", -5.0) if config.flag("kda_safe_gate", True) else 0.0
-    if not isinstance(least, int | float) or least > 0:
-        raise config.fail("kda_lower_bound", "a number below 0")
+    has_least = config.flag("kda_safe_gate", True)
     return GatedDelta(
         num_key_heads=num_heads,
         num_heads=num_heads,
@@ -82,5 +81,5 @@ def _read_mixer(config: ConfigReader) -> GatedDelta:
         norm_eps=config.number("rms_norm_eps", 1e-6),
         by_channel=True,
         gate="sigmoid",
-        least_decay=float(least),
+        least_decay=read_least(config, "kda_lower_bound", -5.0) if has_least else 0.0,
     )

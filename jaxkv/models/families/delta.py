@@ -53,6 +53,42 @@ def read_gated_delta(config: ConfigReader, *, norm_eps: float) -> GatedDelta:
     )
 
 
+def read_kimi_delta(
+    config: ConfigReader, *, least: str | None = None, otherwise: float = 0.0
+) -> GatedDelta:
+    """Reads the sizes of Kimi delta attention: those in `linear_attn_config`, or as transformers
+    writes them. least: the key there of the least decay (`GatedDelta.least_decay`).
+    """
+    own = config.section("linear_attn_config")
+    num_heads = own.size("num_heads", config.size("linear_num_heads", 32))
+    dim = own.size("head_dim", config.size("linear_head_dim", 128))
+    kernel = config.size("linear_conv_kernel_dim", 4, at_most=MAX_KERNEL)
+    kernel = own.size("short_conv_kernel_size", kernel, at_most=MAX_KERNEL)
+    if kernel < 2:
+        raise config.fail("linear_conv_kernel_dim", f"a whole number from 2 to {MAX_KERNEL}")
+    if least is not None:
+        otherwise = read_least(own, least, otherwise)
+    return GatedDelta(
+        num_key_heads=num_heads,
+        num_heads=num_heads,
+        key_dim=dim,
+        value_dim=dim,
+        kernel=kernel,
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+        by_channel=True,
+        gate="sigmoid",
+        least_decay=otherwise,
+    )
+
+
+def read_least(config: ConfigReader, key: str, default: float) -> float:
+    """Reads a least decay (`GatedDelta.least_decay`), a number below 0."""
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e3 <= value < 0:
+        raise config.fail(key, "a number from -1000 to below 0")
+    return float(value)
+
+
 def delta_sizes(mixer: GatedDelta) -> dict[str, int]:
     """Counts the rows of each matrix of the mixer but the last."""
     keys, values = mixer.num_key_heads * mixer.key_dim, mixer.num_heads * mixer.value_dim
@@ -100,6 +136,21 @@ def rest_of(
         "delta_norm": leaf(f"{prefix}{norm}.weight", (mixer.value_dim,), ("head_dim",)),
         "delta_out": leaf(f"{prefix}{out}.weight", (hidden, values), ("model", CHANNELS)),
     }
+
+
+def low_rank_leaves(mixer: GatedDelta, prefix: str, hidden: int) -> dict[str, Leaf]:
+    """Describes Kimi delta attention whose gates and steps go through as few channels as a head
+    has.
+    """
+    found = rest_of(mixer, prefix, hidden, conv="{name}_conv1d", norm="o_norm", out="o_proj")
+    for name in ("q", "k", "v", "b"):
+        found |= matrices_of(mixer, f"{prefix}{name}_proj", (f"delta_{name}",), hidden)
+    width = mixer.value_dim
+    for name, source in (("gate", "g"), ("step", "f")):
+        found |= matrices_of(mixer, f"{prefix}{source}_b_proj", (f"delta_{name}",), width)
+        inner = leaf(f"{prefix}{source}_a_proj.weight", (width, hidden), (None, "model"))
+        found[f"delta_{name}_in"] = inner
+    return found
 
 
 def with_gates(read: tuple[ModelSpec, Layout]) -> tuple[ModelSpec, Layout]:

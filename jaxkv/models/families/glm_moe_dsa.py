@@ -5,13 +5,12 @@ zai-org/GLM-5 and zai-org/GLM-5.2; arXiv 2603.12201.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
-from jaxkv.models.families.base import Layout, Leaf
+from jaxkv.models.families.base import Layout
 from jaxkv.models.families.deepseek_v32 import read_indexed
-from jaxkv.models.families.hybrid import with_leaves
+from jaxkv.models.families.hybrid import INDEX, with_leaves
 from jaxkv.models.spec import ModelSpec
 
 
@@ -19,7 +18,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     found = read_indexed(config, family="glm_moe_dsa", interleaved=True)
     if not (shared := _shared_layers(config)):
         return found
-    spec, layout = with_leaves(found, shared, _without_index)
+    own = {*INDEX, "index_k_norm_bias"}
+    spec, layout = with_leaves(
+        found, shared, lambda leaves: {x: y for x, y in leaves.items() if x not in own}
+    )
     if spec.attention.index is None:
         raise ValueError("expected a decoder that chooses keys, got one that does not")
     index = replace(spec.attention.index, has_shared=True)
@@ -43,7 +45,3 @@ def _shared_layers(config: ConfigReader) -> list[int]:
     if 0 in shared:
         raise config.fail(key, "a first layer that is full: there is none before it to share with")
     return shared
-
-
-def _without_index(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    return {name: one for name, one in leaves.items() if not name.startswith("index_")}

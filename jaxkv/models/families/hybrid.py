@@ -11,6 +11,7 @@ from jaxkv.models.spec import NO_KEYS, ModelSpec, StateSpec
 
 ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "attn_gate")
 LATENT = ("q_down", "q_down_norm", "kv_down", "kv_down_norm", "k_up", "v_up")
+INDEX = ("index_q", "index_k", "index_k_norm", "index_weight", "index_place", "index_counts")
 
 
 def with_mixer(
@@ -60,7 +61,7 @@ def with_leaves(
 
 def without_attention(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """Returns the arrays of a layer but for those of its attention."""
-    own = (*ATTENTION, *LATENT)
+    own = (*ATTENTION, *LATENT, *INDEX)
     names = {*own, *(f"{name}_bias" for name in own), "sinks"}
     return {name: one for name, one in leaves.items() if name not in names}
 

@@ -13,9 +13,8 @@ from jaxkv.models.families.delta import (
     CHANNELS,
     CONV_ACTIVATIONS,
     LINEAR,
-    MAX_KERNEL,
-    matrices_of,
-    rest_of,
+    low_rank_leaves,
+    read_kimi_delta,
 )
 from jaxkv.models.families.experts import first_dense, read_grouped
 from jaxkv.models.families.hybrid import with_mixer
@@ -48,7 +47,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         router=router,
         is_dense=_dense_layers(config),
     )
-    mixer = _read_mixer(config)
+    mixer = read_kimi_delta(config)
     leaves = _leaves(mixer, found[0].hidden_size)
     spec, layout = with_mixer(found, _linear_layers(config), mixer, leaves)
     return spec, replace(layout, spellings=((r"\.block_sparse_moe\.", ".mlp."),))
@@ -85,36 +84,7 @@ def _num_layers(config: ConfigReader) -> int:
     return config.size("num_hidden_layers", at_most=MAX_LAYERS)
 
 
-def _read_mixer(config: ConfigReader) -> GatedDelta:
-    own = config.section("linear_attn_config")
-    num_heads = own.size("num_heads", config.size("linear_num_heads", 32))
-    dim = own.size("head_dim", config.size("linear_head_dim", 128))
-    kernel = config.size("linear_conv_kernel_dim", 4, at_most=MAX_KERNEL)
-    kernel = own.size("short_conv_kernel_size", kernel, at_most=MAX_KERNEL)
-    if kernel < 2:
-        raise config.fail("linear_conv_kernel_dim", f"a whole number from 2 to {MAX_KERNEL}")
-    return GatedDelta(
-        num_key_heads=num_heads,
-        num_heads=num_heads,
-        key_dim=dim,
-        value_dim=dim,
-        kernel=kernel,
-        norm_eps=config.number("rms_norm_eps", 1e-5),
-        by_channel=True,
-        gate="sigmoid",
-    )
-
-
 def _leaves(mixer: GatedDelta, hidden: int) -> dict[str, Leaf]:
-    found = rest_of(mixer, PREFIX, hidden, conv="{name}_conv1d", norm="o_norm", out="o_proj")
-    for name in ("q", "k", "v", "b"):
-        found |= matrices_of(mixer, f"{PREFIX}{name}_proj", (f"delta_{name}",), hidden)
-    # Gates and steps go through as few channels as a head has.
-    width = mixer.value_dim
-    for name, source in (("gate", "g"), ("step", "f")):
-        found |= matrices_of(mixer, f"{PREFIX}{source}_b_proj", (f"delta_{name}",), width)
-        inner = leaf(f"{PREFIX}{source}_a_proj.weight", (width, hidden), (None, "model"))
-        found[f"delta_{name}_in"] = inner
     stored = Part(shape=(1, 1, mixer.num_heads, 1))
     rate = leaf(f"{PREFIX}A_log", (mixer.num_heads,), (CHANNELS,), part=stored)
-    return found | {"delta_rate": rate}
+    return low_rank_leaves(mixer, PREFIX, hidden) | {"delta_rate": rate}

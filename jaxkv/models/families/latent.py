@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxkv.config import is_int
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import LLAMA, Layout, Leaf, Part, leaf, read_decoder
 from jaxkv.models.families.hybrid import without_attention
@@ -33,12 +34,13 @@ def read_latent(
     num_heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     rank = config.size("kv_lora_rank", at_most=MAX_HEAD)
     plain = config.size("qk_nope_head_dim", at_most=MAX_HEAD)
-    rotated = config.size("qk_rope_head_dim", at_most=MAX_HEAD)
+    has_none = not rotates and config.get("qk_rope_head_dim") == 0
+    rotated = 0 if has_none else config.size("qk_rope_head_dim", at_most=MAX_HEAD)
     if rotated % 2:
         raise config.fail("qk_rope_head_dim", "an even number (rotary embedding pairs it)")
     if config.get("num_key_value_heads", num_heads) != num_heads:
         raise config.fail("num_key_value_heads", f"{num_heads}, one for each query head")
-    rope, factor = _rope(config, rotated, interleaved)
+    rope, factor = _rope(config, rotated or 2, interleaved)  # which nothing is rotated by if 0
     config = config.replaced(num_key_value_heads=num_heads, head_dim=plain + rotated)
     spec, layout = read_decoder(
         config,
@@ -48,7 +50,9 @@ def read_latent(
         ),
         **more,
     )
-    size = rank + rotated + (0 if index is None else index.head_dim)
+    size = rank + rotated
+    if index is not None:
+        size += index.head_dim * (1 if index.pool == 1 else 2)
     groups = tuple(
         replace(group, num_kv_heads=1, head_dim=size, latent_dim=rank) for group in spec.groups
     )
@@ -123,18 +127,29 @@ def _leaves(
         found["index_k_norm_bias"] = leaf(
             f"{prefix}indexer.k_norm.bias", (index.head_dim,), (None,)
         )
+        if index.pool > 1:
+            source = f"{prefix}indexer.index_kpool_compress_"
+            counts = leaf(f"{source}gate", (index.head_dim, hidden), (None, "model"))
+            # A vector here: what no matmul reads is not quantised.
+            whole = Part(shape=(index.pool, index.head_dim))
+            place = leaf(f"{source}ape", (index.pool * index.head_dim,), (None,), part=whole)
+            found |= {"index_counts": counts, "index_place": place}
     return found
 
 
 def read_index(config: ConfigReader, *, interleaved: bool) -> IndexSpec:
     """Reads how keys are chosen, as DeepSeek-V3.2's configs say it."""
-    rotated = config.size("qk_rope_head_dim", at_most=MAX_HEAD)
+    rotated = config.get("qk_rope_head_dim")
     head_dim = config.size("index_head_dim", 128, at_most=MAX_HEAD)
-    if head_dim < rotated:
+    if is_int(rotated) and head_dim < rotated:
         raise config.fail("index_head_dim", f"at least the {rotated} of qk_rope_head_dim")
+    num_chosen, pool = config.size("index_topk", 2048), config.size("index_kpool", 1)
+    if num_chosen % pool:
+        raise config.fail("index_topk", f"a multiple of index_kpool={pool}")
     return IndexSpec(
         num_heads=config.size("index_n_heads", 64, at_most=MAX_HEAD),
         head_dim=head_dim,
-        num_chosen=config.size("index_topk", 2048),
+        num_chosen=num_chosen,
+        pool=pool,
         interleaved=interleaved,
     )

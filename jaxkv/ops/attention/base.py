@@ -85,27 +85,58 @@ class Index:
     """Chooses keys: each token attends to the `num_chosen` of the largest scores, which are sums
     over index heads of weight * max(query . key, 0). Keys are the last H numbers of rows.
 
-    q_TIH, weight_TI: by index head, float32. Source: DeepSeek-V3.2, arXiv 2512.02556, equation 1.
+    q_TIH, weight_TI: by index head, float32. pool: so many tokens, counted from a multiple of it,
+    are chosen together, by one key that is made of theirs: rows end with 2H numbers, a key and what
+    each of its numbers counts there before a softmax over the pool. Tokens of a pool that a query
+    does not see to its end are chosen. Sources: DeepSeek-V3.2, arXiv 2512.02556, equation 1; with
+    pools zai-org/GLM-5.3-Flash, as transformers has it.
     """
 
     q_TIH: jax.Array
     weight_TI: jax.Array
     num_chosen: int = static()
+    pool: int = static(default=1)
+
+    @property
+    def key_dim(self) -> int:
+        """Counts the numbers at the end of a row that it is chosen by."""
+        return self.q_TIH.shape[2] * (1 if self.pool == 1 else 2)
+
+    def keys_of(self, key_RJX: jax.Array) -> jax.Array:
+        """Returns what is scored, [R, C, H], of what rows of J tokens, whole pools, end with."""
+        if self.pool == 1:
+            return key_RJX
+        if key_RJX.shape[1] % self.pool:
+            raise ValueError(
+                f"page_size: expected a multiple of the {self.pool} tokens that are chosen "
+                f"together, got tables of {key_RJX.shape[1]} tokens"
+            )
+        pools = (key_RJX.shape[0], -1, self.pool, key_RJX.shape[2])
+        key_RCPH, weight_RCPH = jnp.split(key_RJX.reshape(pools).astype(jnp.float32), 2, axis=-1)
+        return (key_RCPH * jax.nn.softmax(weight_RCPH, axis=2)).sum(axis=2)
+
+    def can_choose(self, seen_TJ: jax.Array) -> jax.Array:
+        """Says which keys or pools a token can choose of tokens that it sees."""
+        return seen_TJ[..., self.pool - 1 :: self.pool]
 
     def score(self, key_TJH: jax.Array) -> jax.Array:
-        """Scores the keys that each token could attend to, [T, J] float32."""
+        """Scores the keys that each token could choose, [T, J] float32."""
         exact = jax.lax.Precision.HIGHEST
         met_TIJ = jnp.einsum("tih,tjh->tij", self.q_TIH, key_TJH, precision=exact)
         return jnp.einsum("ti,tij->tj", self.weight_TI, jax.nn.relu(met_TIJ), precision=exact)
 
     def choose(self, score_TJ: jax.Array) -> jax.Array:
-        """Returns which keys are chosen, [T, J] bool; all where there are no more."""
+        """Returns which tokens are chosen, [T, J * pool] bool, among them those that cannot be
+        (-inf); all where there are no more.
+        """
         num_tokens, num_keys = score_TJ.shape
-        if num_keys <= self.num_chosen:
-            return jnp.ones(score_TJ.shape, bool)
-        _, best_Tk = jax.lax.top_k(score_TJ, self.num_chosen)
+        num_chosen = self.num_chosen // self.pool
+        if num_keys <= num_chosen:
+            return jnp.ones((num_tokens, num_keys * self.pool), bool)
+        _, best_Tk = jax.lax.top_k(score_TJ, num_chosen)
         token_T1 = jnp.arange(num_tokens)[:, None]
-        return jnp.zeros(score_TJ.shape, bool).at[token_T1, best_Tk].set(True)
+        chosen_TJ = jnp.isneginf(score_TJ).at[token_T1, best_Tk].set(True)
+        return chosen_TJ if self.pool == 1 else jnp.repeat(chosen_TJ, self.pool, axis=1)
 
 
 class LatentMaps(NamedTuple):

@@ -86,9 +86,9 @@ def read(
     if reach is not None:
         seen_TJ &= distance_TJ < reach
     if index is not None:
-        key_JH = slots.k_JKH[:, 0, -index.q_TIH.shape[2] :]
-        score_TJ = index.score(jnp.broadcast_to(key_JH, (seen_TJ.shape[0], *key_JH.shape)))
-        seen_TJ &= index.choose(jnp.where(seen_TJ, score_TJ, -jnp.inf))
+        key_CH = index.keys_of(slots.k_JKH[None, :, 0, -index.key_dim :])[0]
+        score_TC = index.score(jnp.broadcast_to(key_CH, (seen_TJ.shape[0], *key_CH.shape)))
+        seen_TJ &= index.choose(jnp.where(index.can_choose(seen_TJ), score_TC, -jnp.inf))
     return _attend(q_TNH.astype(jnp.float32) * scale, slots, seen_TJ, cap=cap, sinks_N=sinks_N)
 
 

@@ -213,22 +213,25 @@ def _choose(
 ) -> jax.Array:
     """Returns which slots of their row's table each of its T tokens has chosen, [R, T, J]."""
     num_rows = position_RM.shape[0]
-    num_tokens, _, head_dim = index.q_TIH.shape
+    num_tokens = index.q_TIH.shape[0]
     each = num_tokens // num_rows
     position_RT = position_RM[:, :: position_RM.shape[1] // each]
     blocks = Blocks.of(at.store, rows, at.layer, size=num_keys, in_float32=True)
 
-    def body(i: jax.Array, score_RTJ: jax.Array) -> jax.Array:
-        found = blocks.read(i)
-        key_RJH = decode_elements(at.store.codec, found.keys)[:, 0, :, -head_dim:]
-        score_TJ = index.score(jnp.repeat(key_RJH, each, axis=0))
-        seen_RTJ = asked.seen(position_RT, found.position_RKJ, found.held_RKJ)[:, 0]
-        score_RTj = jnp.where(seen_RTJ, score_TJ.reshape(seen_RTJ.shape), -jnp.inf)
-        return jax.lax.dynamic_update_slice_in_dim(score_RTJ, score_RTj, i * blocks.size, axis=2)
+    size = blocks.size // index.pool  # of what is scored in a block
 
-    shape = (num_rows, each, blocks.num_blocks * blocks.size)
-    score_RTJ = jax.lax.fori_loop(*blocks.covering(*bounds), body, jnp.full(shape, -jnp.inf))
-    return index.choose(score_RTJ.reshape(num_tokens, -1)).reshape(shape)
+    def body(i: jax.Array, score_RTC: jax.Array) -> jax.Array:
+        found = blocks.read(i)
+        key_RJX = decode_elements(at.store.codec, found.keys)[:, 0, :, -index.key_dim :]
+        score_TC = index.score(jnp.repeat(index.keys_of(key_RJX), each, axis=0))
+        seen_RTJ = asked.seen(position_RT, found.position_RKJ, found.held_RKJ)[:, 0]
+        can_RTC = index.can_choose(seen_RTJ)
+        score_RTc = jnp.where(can_RTC, score_TC.reshape(can_RTC.shape), -jnp.inf)
+        return jax.lax.dynamic_update_slice_in_dim(score_RTC, score_RTc, i * size, axis=2)
+
+    shape = (num_rows, each, blocks.num_blocks * size)
+    score_RTC = jax.lax.fori_loop(*blocks.covering(*bounds), body, jnp.full(shape, -jnp.inf))
+    return index.choose(score_RTC.reshape(num_tokens, -1)).reshape(num_rows, each, -1)
 
 
 def _sinks(sinks_KG: jax.Array, like: Softmax) -> Softmax:

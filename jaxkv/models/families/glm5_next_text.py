@@ -1,0 +1,83 @@
+"""GLM-5.3-Flash: several streams, Kimi delta attention whose decays have a least, in every fourth
+layer latent attention without rotation that chooses keys by pools, and experts as DeepSeek V3
+chooses them. Source: the model's card, zai-org/GLM-5.3-Flash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, Layout, Leaf, leaf
+from jaxkv.models.families.delta import (
+    CONV_ACTIVATIONS,
+    LINEAR,
+    low_rank_leaves,
+    read_kimi_delta,
+    read_least,
+)
+from jaxkv.models.families.experts import listed_dense, read_grouped
+from jaxkv.models.families.hybrid import with_mixer
+from jaxkv.models.families.latent import read_index, read_latent
+from jaxkv.models.spec import HyperSpec, ModelSpec, Scales
+
+LAYER = "model.layers.{layer}."
+INDEXED = ("indexed_attention", "deepseek_sparse_attention", FULL)
+MAX_STREAMS, MAX_ROUNDS = 64, 1000
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    for key, harmless in (
+        ("mla_use_nope", True),
+        ("qk_rope_head_dim", 0),
+        ("index_kpool_compress", True),
+        ("index_kpool_always_select_tail", True),
+        ("indexer_types", ["full"] * num_layers),
+        ("index_topk_freq", 1),
+    ):
+        config.refuse(key, harmless)
+    experts, router = read_grouped(config)
+    hyper = HyperSpec(
+        num_streams=config.size("hc_mult", 4, at_most=MAX_STREAMS),
+        num_rounds=config.size("hc_sinkhorn_iters", 20, at_most=MAX_ROUNDS),
+        eps=config.number("hc_eps", 1e-6),
+    )
+    found = read_latent(
+        config,
+        rotates=False,
+        family="glm5_next_text",
+        activations=CONV_ACTIVATIONS,
+        experts=experts.leaves,
+        router=router,
+        is_dense=listed_dense(config, range(min(3, num_layers))),
+        index=read_index(config, interleaved=True),
+        scales=Scales(swiglu_limit=config.number("swiglu_limit", 10.0), hyper=hyper),
+    )
+    hidden = found[0].hidden_size
+    least = read_least(config, "linear_lower_bound", -5.0)
+    mixer = read_kimi_delta(config, least="gate_lower_bound", otherwise=least)
+    prefix = f"{LAYER}self_attn."
+    linear = _linear_layers(config, num_layers)
+    spec, layout = with_mixer(found, linear, mixer, low_rank_leaves(mixer, prefix, hidden))
+    own = _connections(hyper.num_streams, hidden)
+    return spec, replace(layout, layers=tuple({**layer, **own} for layer in layout.layers))
+
+
+def _linear_layers(config: ConfigReader, num_layers: int) -> list[int]:
+    kinds = [LINEAR if layer % 4 != 3 else FULL for layer in range(num_layers)]
+    if config.get("layer_types") is not None:
+        kinds = config.kinds("layer_types", num_layers, (LINEAR, *INDEXED))
+    return [layer for layer, kind in enumerate(kinds) if kind == LINEAR]
+
+
+def _connections(count: int, hidden: int) -> dict[str, Leaf]:
+    """Describes what connects the blocks of a layer with its streams."""
+    found = {}
+    for name, source in (("attn_hyper", "attn"), ("mlp_hyper", "ffn")):
+        rows = count * (2 + count)
+        prefix = f"{LAYER}hc_{source}_"
+        found[name] = leaf(f"{prefix}fn", (rows, count * hidden), ("streams", None))
+        found[f"{name}_bias"] = leaf(f"{prefix}base", (rows,), (None,))
+        found[f"{name}_scale"] = leaf(f"{prefix}scale", (3,), (None,))
+    return found
