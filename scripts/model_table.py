@@ -59,7 +59,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 
 
 NOT_READ = {
     "attention that chooses among keys by an index, in other forms than DeepSeek-V3.2": "axk2, "
-    "deepseek_v4, dots3_note, hy_v4, minimax_m3_vl, mistral_large4, qwen4_exp",
+    "deepseek_v4, dots3_note, minimax_m3_vl, mistral_large4, qwen4_exp",
     "layers that run more than once, or share weights": "dory, zamba, zamba2",
     "other recurrences": "rwkv, xlstm",
     "experts in attention": "jetmoe",
@@ -67,7 +67,7 @@ NOT_READ = {
     "two softmaxes, or masks that are computed": "diffllama, doge",
     "keys of an encoder, or of images": "bart, mllama and others",
     "a head that transformers does not scale and others do": "aya_vision, cohere2_vision",
-    "a reader, or a closer look": "inkling, lara_mini, zaya",
+    "a reader, or a closer look": "inkling, zaya",
 }
 """What transformers 5.24 has decoders of that are not read, by what they need that is not built."""
 

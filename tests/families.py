@@ -445,6 +445,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 8, "num_experts_per_tok": 3, "topk_group": 2}
     | {"num_expert_group": 4}
     | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "hy_v4": GROUPED
+    | LATENT
+    | INDEX
+    | {"num_hidden_layers": 3, "hc_mult": 3, "hc_magnitude": 1.4, "swiglu_limit": 0.7}
+    | {"indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", *["sparse"] * 2]},
     "glm5_next_text": {"num_hidden_layers": 4, "num_key_value_heads": 6, "v_head_dim": 16}
     | {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 0}
     | {"linear_head_dim": 8, "linear_num_heads": 4, "moe_intermediate_size": 24, "hc_mult": 3}
@@ -452,6 +457,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"index_topk": 8, "index_head_dim": 12, "index_n_heads": 16, "index_kpool": 4}
     | {"layer_types": ["linear_attention", "indexed_attention"] * 2, "swiglu_limit": 0.7}
     | {"mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "lara_mini": LINEAR
+    | HEAD
+    | EXPERTS
+    | {"sliding_window": 8, "shared_expert_intermediate_size": 32, "num_hidden_layers": 5},
     "kolibri1": HEAD
     | EXPERTS
     | {"layer_types": MIXED, "sliding_window": 8, "shared_expert_intermediate_size": 32},

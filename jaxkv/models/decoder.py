@@ -74,7 +74,7 @@ def forward(
         carry = (hyper.spread(altup.spread(x_TD, weights), spec), held)
         layer = jax.checkpoint(layers) if runs_again else layers
         x, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)
-    x_TD = altup.joined(hyper.joined(x, spec), weights)
+    x_TD = altup.joined(hyper.joined(x, weights, spec), weights)
     return attend.state(held), x_TD, _of_all_devices(held.statistics, statistics, axis)
 
 

@@ -2,7 +2,8 @@
 
 The weights, which a small matrix reads out of all N streams [N, T, D] of a token, are three: how
 much of each stream comes into the block, how much of what it gives joins each, and how streams go
-on: a matrix whose rows and columns add up to 1, so that depth makes them neither grow nor fade.
+on: as they are, or mixed by a matrix whose rows and columns add up to 1, so that depth makes them
+neither grow nor fade.
 Sources: arXiv 2409.19606; the matrix arXiv 2512.24880, section 4.
 """
 
@@ -15,7 +16,11 @@ import jax.numpy as jnp
 
 from jaxkv.models.spec import HyperSpec, ModelSpec
 from jaxkv.ops.layers import linear_float32, rms_norm, total_over
+from jaxkv.ops.matrices import Matrix
 from jaxkv.weights.tree import Weights
+
+JOIN = "hyper_join"
+"""The leaf [N, N * D] outside the layers that says how much of each stream is in hidden states."""
 
 Leave = Callable[[jax.Array], jax.Array]
 """Takes what a block gives, [T, D], to the streams behind it, [N, T, D]."""
@@ -27,9 +32,18 @@ def spread(x: jax.Array, spec: ModelSpec) -> jax.Array:
     return x if asked is None else jnp.broadcast_to(x[None], (asked.num_streams, *x.shape))
 
 
-def joined(x: jax.Array, spec: ModelSpec) -> jax.Array:
-    """Returns the mean of streams: hidden states [T, D], which others are already."""
-    return x if spec.scales.hyper is None else total_over(x, 0) / x.shape[0]
+def joined(x: jax.Array, weights: Weights, spec: ModelSpec) -> jax.Array:
+    """Returns a weighed sum of streams, or their mean: hidden states [T, D], which others are
+    already.
+    """
+    if (asked := spec.scales.hyper) is None:
+        return x
+    if JOIN not in weights:
+        return total_over(x, 0) / x.shape[0]
+    said_NT = _said(x, {**weights, JOIN: Matrix(weights[JOIN])}, JOIN, spec)
+    bias_N, scale_1 = (weights[f"{JOIN}_{end}"].astype(jnp.float32) for end in ("bias", "scale"))
+    share_NT = jax.nn.sigmoid(said_NT * scale_1[0] + bias_N[:, None]) + asked.eps
+    return total_over(share_NT[..., None] * x, 0)
 
 
 def enter(x_NTD: jax.Array, w: Weights, name: str, spec: ModelSpec) -> tuple[jax.Array, Leave]:
@@ -39,25 +53,36 @@ def enter(x_NTD: jax.Array, w: Weights, name: str, spec: ModelSpec) -> tuple[jax
     asked = spec.scales.hyper
     if asked is None:
         raise ValueError("expected a model with several streams, got one of one stream")
+    count = x_NTD.shape[0]
+    said_FT, factors = _said(x_NTD, w, name, spec), w[f"{name}_scale"].astype(jnp.float32)
+    bias_F1 = w[f"{name}_bias"].astype(jnp.float32)[:, None]
+
+    def part(i: int, end: int | None) -> jax.Array:
+        rows = slice(i * count, end)
+        return said_FT[rows] * factors[i] + bias_F1[rows]
+
+    into_NT = jax.nn.sigmoid(part(0, count)) + asked.eps
+    out_NT = asked.most * jax.nn.sigmoid(part(1, 2 * count))
+    if asked.has_eps_on_way_out:
+        out_NT = out_NT + asked.eps
+
+    def leave(y_TD: jax.Array) -> jax.Array:
+        kept_NTD = x_NTD
+        if asked.num_rounds:
+            mix_NNT = _balanced(part(2, None).reshape(count, count, -1), asked)
+            mixed = [total_over(mix_NNT[:, i, :, None] * x_NTD, 0) for i in range(count)]
+            kept_NTD = jnp.stack(mixed)
+        return kept_NTD + out_NT[..., None] * y_TD[None]
+
+    return total_over(into_NT[..., None] * x_NTD, 0), leave
+
+
+def _said(x_NTD: jax.Array, w: Weights, name: str, spec: ModelSpec) -> jax.Array:
+    """Returns what a matrix says of all of a token's streams, [F, T]."""
     count, num_tokens, width = x_NTD.shape
     x_TF = x_NTD.transpose(1, 0, 2).reshape(num_tokens, count * width)
     x_TF = rms_norm(x_TF, jnp.ones(count * width, jnp.float32), eps=spec.norm_eps)
-    said_FT = linear_float32(x_TF, w[name]).T
-    bias_F1 = w[f"{name}_bias"].astype(jnp.float32)[:, None]
-    factor_3 = w[f"{name}_scale"].astype(jnp.float32)
-    into_NT, out_NT, mix_MT = (
-        said_FT[part] * factor_3[i] + bias_F1[part]
-        for i, part in enumerate((slice(0, count), slice(count, 2 * count), slice(2 * count, None)))
-    )
-    into_NT = jax.nn.sigmoid(into_NT) + asked.eps
-    out_NT = 2 * jax.nn.sigmoid(out_NT)
-    mix_NNT = _balanced(mix_MT.reshape(count, count, num_tokens), asked)
-
-    def leave(y_TD: jax.Array) -> jax.Array:
-        kept = [total_over(mix_NNT[:, i, :, None] * x_NTD, 0) for i in range(count)]
-        return jnp.stack(kept) + out_NT[..., None] * y_TD[None]
-
-    return total_over(into_NT[..., None] * x_NTD, 0), leave
+    return linear_float32(x_TF, w[name]).T
 
 
 def _balanced(said_NNT: jax.Array, asked: HyperSpec) -> jax.Array:

@@ -90,9 +90,12 @@ def _chooser(
     """
     q_TIH = linear(h_TQ, w["index_q"]).reshape(x_TD.shape[0], asked.num_heads, asked.head_dim)
     scale, bias = (values(w[f"index_k_norm{end}"]).astype(jnp.float32) for end in ("", "_bias"))
-    key_T1H = layer_norm(linear(x_TD, w["index_k"]), scale, bias, eps=1e-6)[:, None]
+    key_T1H = layer_norm(linear(x_TD, w["index_k"]), scale, bias, eps=asked.norm_eps)[:, None]
     if rope is not None:
         rope = rope._replace(interleaved=asked.interleaved)
+        if asked.rotates_last:  # those come first then, of both, which no score sees
+            width = 2 * rope.cos_TP.shape[1]
+            q_TIH, key_T1H = (jnp.roll(x, width, axis=2) for x in (q_TIH, key_T1H))
         q_TIH, key_T1H = apply_rope(q_TIH, rope), apply_rope(key_T1H, rope)
     factor = (asked.num_heads * asked.head_dim) ** -0.5
     weight_TI = linear(x_TD, w["index_weight"]) * factor

@@ -290,7 +290,7 @@ class Layers:
     def _experts(self, x_TD: jax.Array, w: Weights, router: Router) -> jax.Array:
         """Runs the experts that the router chooses, and the shared one."""
         spec = self._spec
-        run_mlp = partial(mlp, activation=spec.activation, limit=spec.scales.swiglu_limit)
+        activation, limit = spec.activation, spec.scales.swiglu_limit
         num_experts = w["router"].num_rows - router.num_identity
         logits_TE = linear_float32(normed(x_TD, w, "router_norm", spec), w["router"])
         if "router_offset" in w:
@@ -311,7 +311,7 @@ class Layers:
             if "down_bias" in own and self._axis is not None:  # added up over devices: once
                 is_first = jax.lax.axis_index(self._axis) == 0
                 own["down_bias"] = jnp.where(is_first, own["down_bias"], 0)
-            return run_mlp(x_RD, own)
+            return mlp(x_RD, own, activation=activation, limit=router.swiglu_limit or limit)
 
         # Experts of a size of their own. What they give is added up over devices behind the layer
         # that widens it, which has no bias.
@@ -328,7 +328,7 @@ class Layers:
         if "shared_up" in w:
             names = ("gate", "up", "down")
             own = {name: w[f"shared_{name}"] for name in names if f"shared_{name}" in w}
-            shared_TD = run_mlp(x_TD, own)
+            shared_TD = mlp(x_TD, own, activation=activation, limit=limit)
             if "shared_weight" in w:
                 shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))
             y_TD += scaled(shared_TD, router.shared_scale)

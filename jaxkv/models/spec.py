@@ -65,9 +65,9 @@ class IndexSpec:
     """Says how a token chooses the `num_chosen` keys that it attends to: by the scores of
     `num_heads` index heads of `head_dim` numbers, which are rotated in pairs as
     `RopeSpec.interleaved` says. pool: so many tokens are chosen together (`ops.attention.Index`).
-    has_shared: layers without index heads choose by those of the last layer before them that has
-    some. Sources: DeepSeek-V3.2, arXiv 2512.02556, section 2.1;
-    IndexShare, arXiv 2603.12201.
+    rotates_last: the last of these numbers are rotated, not the first. norm_eps: of the norm of
+    keys. has_shared: layers without index heads choose by those of the last layer before them that
+    has some. Sources: DeepSeek-V3.2, arXiv 2512.02556, section 2.1; IndexShare, arXiv 2603.12201.
     """
 
     num_heads: int
@@ -75,6 +75,8 @@ class IndexSpec:
     num_chosen: int
     interleaved: bool
     pool: int = 1
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
     has_shared: bool = False
 
 
@@ -135,13 +137,17 @@ class Sinusoid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HyperSpec:
-    """Says how many streams tokens have (`models.hyper`), in how many rounds a matrix between them
-    is made to add up to 1, and what keeps its sums away from 0.
+    """Says how many streams tokens have (`models.hyper`), and in how many rounds a matrix between
+    them is made to add up to 1; 0: they go on as they are. eps: what sums and shares are more than,
+    those of what a block gives if `has_eps_on_way_out`. most: what joins a stream of a block at
+    most.
     """
 
     num_streams: int
-    num_rounds: int
     eps: float
+    num_rounds: int = 0
+    most: float = 2.0
+    has_eps_on_way_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -237,6 +237,7 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("kimi_linear", {"num_experts_per_tok": 2, "norm_topk_prob": False}),  # other names
         ("mixtral", {"num_experts": 5, "num_local_experts": None}),
         ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_freq": 2}),
+        ("hy_v4", {"indexer_types": None, "mlp_layer_types": None, "num_hidden_layers": 7}),
         ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_pattern": "FSSFS"}),
     ],
 )

@@ -60,7 +60,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     prefix = f"{LAYER}self_attn."
     linear = _linear_layers(config, num_layers)
     spec, layout = with_mixer(found, linear, mixer, low_rank_leaves(mixer, prefix, hidden))
-    own = _connections(hyper.num_streams, hidden)
+    own = connections(hyper, hidden, ("hc_attn_", "hc_ffn_"))
     return spec, replace(layout, layers=tuple({**layer, **own} for layer in layout.layers))
 
 
@@ -71,13 +71,13 @@ def _linear_layers(config: ConfigReader, num_layers: int) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind == LINEAR]
 
 
-def _connections(count: int, hidden: int) -> dict[str, Leaf]:
-    """Describes what connects the blocks of a layer with its streams."""
-    found = {}
-    for name, source in (("attn_hyper", "attn"), ("mlp_hyper", "ffn")):
-        rows = count * (2 + count)
-        prefix = f"{LAYER}hc_{source}_"
+def connections(asked: HyperSpec, hidden: int, sources: tuple[str, str]) -> dict[str, Leaf]:
+    """Describes what connects the blocks of a layer, mixer and feed-forward, with its streams."""
+    found, count, has_matrix = {}, asked.num_streams, asked.num_rounds > 0
+    rows = count * (2 + count * has_matrix)
+    for name, source in zip(("attn_hyper", "mlp_hyper"), sources, strict=True):
+        prefix = f"{LAYER}{source}"
         found[name] = leaf(f"{prefix}fn", (rows, count * hidden), ("streams", None))
         found[f"{name}_bias"] = leaf(f"{prefix}base", (rows,), (None,))
-        found[f"{name}_scale"] = leaf(f"{prefix}scale", (3,), (None,))
+        found[f"{name}_scale"] = leaf(f"{prefix}scale", (2 + has_matrix,), (None,))
     return found

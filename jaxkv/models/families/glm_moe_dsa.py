@@ -16,7 +16,18 @@ from jaxkv.models.spec import ModelSpec
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     found = read_indexed(config, family="glm_moe_dsa", interleaved=True)
-    if not (shared := _shared_layers(config)):
+    every, first = config.size("index_topk_freq", 1), config.size("index_skip_topk_offset", 2)
+    otherwise = [x for x in range(found[0].num_layers) if max(x - first + 1, 0) % every]
+    return with_shared(found, config, otherwise)
+
+
+def with_shared(
+    found: tuple[ModelSpec, Layout], config: ConfigReader, otherwise: list[int]
+) -> tuple[ModelSpec, Layout]:
+    """Returns a decoder of which some layers have no index heads: those that the config lists as
+    shared, or `otherwise`.
+    """
+    if not (shared := _shared_layers(config, otherwise)):
         return found
     own = {*INDEX, "index_k_norm_bias"}
     spec, layout = with_leaves(
@@ -31,13 +42,11 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     return spec, replace(layout, derived=(*layout.derived, unread))
 
 
-def _shared_layers(config: ConfigReader) -> list[int]:
-    """Lists the layers without index heads: those named so, or all but every so many."""
+def _shared_layers(config: ConfigReader, otherwise: list[int]) -> list[int]:
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     key = next((x for x in ("indexer_types", "index_topk_pattern") if config.get(x)), None)
     if key is None:
-        every, first = config.size("index_topk_freq", 1), config.size("index_skip_topk_offset", 2)
-        return [layer for layer in range(num_layers) if max(layer - first + 1, 0) % every]
+        return otherwise
     if isinstance(config.get(key), str):
         config = config.replaced(**{key: list(config.get(key))})
     kinds = config.kinds(key, num_layers, ("full", "shared", "F", "S"))

@@ -1,0 +1,70 @@
+"""Hunyuan V4: several streams without a matrix between them, gated latent attention with sinks that
+chooses keys by the index heads of some layers, and experts as DeepSeek V3 chooses them. Source:
+transformers' hy_v4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import Layout, leaf
+from jaxkv.models.families.experts import listed_dense, read_grouped
+from jaxkv.models.families.glm5_next_text import MAX_STREAMS, connections
+from jaxkv.models.families.glm_moe_dsa import with_shared
+from jaxkv.models.families.latent import read_index, read_latent
+from jaxkv.models.hyper import JOIN
+from jaxkv.models.spec import HyperSpec, ModelSpec, Scales
+
+LAYER = "model.layers.{layer}."
+SPELLINGS = (
+    (r"\.hc_pre\.hc_", ".hc_"),
+    (r"\.learnable_sink_param$", ".sinks"),
+    (r"\.linear_gate\.", ".gate_proj."),
+)
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    hyper = HyperSpec(
+        num_streams=config.size("hc_mult", 4, at_most=MAX_STREAMS),
+        eps=config.number("hc_eps", 1e-6),
+        most=config.number("hc_magnitude", 2.0),
+        has_eps_on_way_out=True,
+    )
+    experts, router = read_grouped(config)
+    limit = config.get("swiglu_limit", 10.0)
+    if not isinstance(limit, int | float) or isinstance(limit, bool):
+        raise config.fail("swiglu_limit", "a number; 0 or less for none")
+    index = read_index(config, interleaved=False)
+    found = read_latent(
+        config.replaced(num_key_value_heads=config.size("num_attention_heads")),
+        interleaved=False,
+        family="hy_v4",
+        experts=replace(
+            experts, fused=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+        ).leaves,
+        router=replace(router, swiglu_limit=max(0.0, float(limit))),
+        is_dense=listed_dense(config, (0,)),
+        index=replace(index, rotates_last=True, norm_eps=config.number("rms_norm_eps", 1e-5)),
+        scales=Scales(hyper=hyper),
+    )
+    otherwise = [layer for layer in range(num_layers) if layer and (layer - 1) % 4]
+    spec, layout = with_shared(found, config, otherwise)
+    value = layout.layers[0]["o"].info.shape[1]
+    gate = (value, spec.hidden_size), ("heads", "model")
+    sinks = leaf(f"{LAYER}self_attn.sinks", (spec.num_heads,), ("heads",))
+    own = connections(hyper, spec.hidden_size, ("hc_attn_layer.hc_", "hc_mlp_layer.hc_")) | {
+        "attn_gate": leaf(f"{LAYER}self_attn.gate_proj.weight", *gate),
+        "sinks": sinks,
+    }
+    count, wide = hyper.num_streams, hyper.num_streams * spec.hidden_size
+    top = dict(layout.top) | {
+        JOIN: leaf("model.hc_head.hc_head_fn", (count, wide), ("streams", None)),
+        f"{JOIN}_bias": leaf("model.hc_head.hc_head_base", (count,), (None,)),
+        f"{JOIN}_scale": leaf("model.hc_head.hc_head_scale", (1,), (None,)),
+    }
+    layers = tuple({**layer, **own} for layer in layout.layers)
+    attention = replace(spec.attention, has_sinks=True)
+    layout = replace(layout, top=top, layers=layers, spellings=SPELLINGS)
+    return replace(spec, attention=attention), layout
