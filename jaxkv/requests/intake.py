@@ -500,6 +500,12 @@ class Intake:
         if config.has_windows:
             longest = config.max_len
         longest += self._num_unstored
+        if prompt_len >= longest and 0 < config.row_pages < config.num_pages:
+            raise ValueError(
+                f"the prompt has {prompt_len} tokens; with kv_policy {config.kv_policy} of LLM a "
+                f"row has {config.row_pages} pages of {config.block_size}, which hold {longest} of "
+                f"a request that drops none: raise kv_budget of LLM, or leave kv_policy='full' out"
+            )
         if prompt_len >= longest:
             raise ValueError(
                 f"the prompt has {prompt_len} tokens; the KV cache holds {longest} of one "

@@ -374,6 +374,10 @@ def test_a_prefix_hit_gives_what_a_miss_gives(dense, policy):
         generate(llm, [long[:25]], full)[0].token_ids
         == generate(plain, [long[:25]], full)[0].token_ids
     )
+    with pytest.raises(
+        ValueError, match=r"pages of \d+, which hold \d+ .*: raise kv_budget of LLM"
+    ):
+        generate(llm, [long], full)
     engine_of(llm).scheduler.check()
 
 
