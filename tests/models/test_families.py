@@ -239,6 +239,7 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_freq": 2}),
         ("hy_v4", {"indexer_types": None, "mlp_layer_types": None, "num_hidden_layers": 7}),
         ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_pattern": "FSSFS"}),
+        ("bailing_hybrid", {"head_dim": 12, "short_conv_kernel_size": 3}),
     ],
 )
 def test_a_config_means_what_transformers_writes_for_it(variant, said):
@@ -248,6 +249,24 @@ def test_a_config_means_what_transformers_writes_for_it(variant, said):
     config = {key: value for key, value in config.items() if value is not None}
     theirs = AutoConfig.for_model(**config).to_dict()
     assert read(config) == read(json.loads(json.dumps(theirs)))
+
+
+@pytest.mark.parametrize(
+    ("said", "least"),
+    [
+        ({}, -5.0),
+        ({"linear_lower_bound": None}, 0.0),
+        ({"linear_attn_config": {"gate_lower_bound": None}}, -5.0),
+        ({"linear_attn_config": {"gate_lower_bound": -2.0, "safe_gate": False}}, -2.0),
+        ({"linear_attn_config": {"gate_lower_bound": None, "safe_gate": False}}, 0.0),
+    ],
+)
+def test_decays_of_glm5_next_have_a_least_where_transformers_has_one(said, least):
+    from transformers import AutoConfig
+
+    config = families.text_config("glm5_next_text") | said
+    theirs = AutoConfig.for_model(**config).linear_lower_bound
+    assert read(config)[0].states[0].mixer.least_decay == (theirs or 0.0) == least
 
 
 def test_an_alpha_of_hunyuan_is_a_larger_base():
@@ -485,6 +504,7 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("ernie4_5_moe", "moe_norm_min", 0.1, "1e-12"),
         ("modernbert_decoder", "classifier_activation", "relu", "gelu"),
         ("glm_moe_dsa", "indexer_types", ["shared", "full", "full"], "a first layer that is full"),
+        ("glm5_next_text", "index_topk_pattern", "FFFS", r"FFFF \(not built\)"),
         ("openai_gpt", "afn", "gelu_new", "one of gelu, relu"),
         ("xglm", "pad_token_id", 5, "0 or 1"),
     ],

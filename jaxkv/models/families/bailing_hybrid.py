@@ -67,10 +67,14 @@ def _group_size(config: ConfigReader) -> int:
 
 
 def _read_mixer(config: ConfigReader) -> GatedDelta:
-    num_heads, dim = config.size("num_attention_heads"), config.size("head_dim", 128)
-    kernel = config.size("short_conv_kernel_size", 4, at_most=MAX_KERNEL)
+    # In transformers' files head_dim is how much is rotated, and these are beside it.
+    num_heads = config.size("linear_num_heads", config.size("num_attention_heads"))
+    dim = config.size("linear_head_dim", config.size("head_dim", 128))
+    own = "linear_conv_kernel_dim"
+    key = "short_conv_kernel_size" if config.get(own) is None else own
+    kernel = config.size(key, 4, at_most=MAX_KERNEL)
     if kernel < 2:
-        raise config.fail("short_conv_kernel_size", f"a whole number from 2 to {MAX_KERNEL}")
+        raise config.fail(key, f"a whole number from 2 to {MAX_KERNEL}")
     has_least = config.flag("kda_safe_gate", True)
     return GatedDelta(
         num_key_heads=num_heads,

@@ -53,11 +53,9 @@ def read_gated_delta(config: ConfigReader, *, norm_eps: float) -> GatedDelta:
     )
 
 
-def read_kimi_delta(
-    config: ConfigReader, *, least: str | None = None, otherwise: float = 0.0
-) -> GatedDelta:
+def read_kimi_delta(config: ConfigReader) -> GatedDelta:
     """Reads the sizes of Kimi delta attention: those in `linear_attn_config`, or as transformers
-    writes them. least: the key there of the least decay (`GatedDelta.least_decay`).
+    writes them.
     """
     own = config.section("linear_attn_config")
     num_heads = own.size("num_heads", config.size("linear_num_heads", 32))
@@ -66,8 +64,6 @@ def read_kimi_delta(
     kernel = own.size("short_conv_kernel_size", kernel, at_most=MAX_KERNEL)
     if kernel < 2:
         raise config.fail("linear_conv_kernel_dim", f"a whole number from 2 to {MAX_KERNEL}")
-    if least is not None:
-        otherwise = read_least(own, least, otherwise)
     return GatedDelta(
         num_key_heads=num_heads,
         num_heads=num_heads,
@@ -77,7 +73,6 @@ def read_kimi_delta(
         norm_eps=config.number("rms_norm_eps", 1e-5),
         by_channel=True,
         gate="sigmoid",
-        least_decay=otherwise,
     )
 
 

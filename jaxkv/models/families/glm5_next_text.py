@@ -24,6 +24,7 @@ from jaxkv.models.spec import HyperSpec, ModelSpec, Scales
 LAYER = "model.layers.{layer}."
 INDEXED = ("indexed_attention", "deepseek_sparse_attention", FULL)
 MAX_STREAMS, MAX_ROUNDS = 64, 1000
+LEAST_DECAY = -5.0
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -35,6 +36,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         ("index_kpool_always_select_tail", True),
         ("indexer_types", ["full"] * num_layers),
         ("index_topk_freq", 1),
+        ("index_topk_pattern", "F" * num_layers),
     ):
         config.refuse(key, harmless)
     experts, router = read_grouped(config)
@@ -55,13 +57,30 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         scales=Scales(swiglu_limit=config.number("swiglu_limit", 10.0), hyper=hyper),
     )
     hidden = found[0].hidden_size
-    least = read_least(config, "linear_lower_bound", -5.0)
-    mixer = read_kimi_delta(config, least="gate_lower_bound", otherwise=least)
+    mixer = replace(read_kimi_delta(config), least_decay=_least_decay(config))
     prefix = f"{LAYER}self_attn."
     linear = _linear_layers(config, num_layers)
     spec, layout = with_mixer(found, linear, mixer, low_rank_leaves(mixer, prefix, hidden))
     own = connections(hyper, hidden, ("hc_attn_", "hc_ffn_"))
     return spec, replace(layout, layers=tuple({**layer, **own} for layer in layout.layers))
+
+
+def _least_decay(config: ConfigReader) -> float:
+    """Reads the least decay, 0.0 for none: that is what null says, but where there is a section
+    whose gate is safe, as it is where nothing is said of it.
+    """
+
+    def read(given: ConfigReader, key: str, otherwise: float) -> float:
+        is_null = given.values.get(key, otherwise) is None
+        return 0.0 if is_null else read_least(given, key, otherwise)
+
+    found = read(config, "linear_lower_bound", LEAST_DECAY)
+    if config.get("linear_attn_config") is None:
+        return found
+    own = config.section("linear_attn_config")
+    if "gate_lower_bound" in own.values:
+        found = read(own, "gate_lower_bound", LEAST_DECAY)
+    return LEAST_DECAY if not found and own.flag("safe_gate", True) else found
 
 
 def _linear_layers(config: ConfigReader, num_layers: int) -> list[int]:
