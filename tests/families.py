@@ -455,6 +455,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"linear_head_dim": 8, "linear_num_heads": 4, "moe_intermediate_size": 24, "hc_mult": 3}
     | {"n_routed_experts": 8, "num_experts_per_tok": 3, "topk_group": 2, "n_group": 4}
     | {"index_topk": 8, "index_head_dim": 12, "index_n_heads": 16, "index_kpool": 4}
+    | {"rms_norm_eps": 1e-2}
     | {"layer_types": ["linear_attention", "indexed_attention"] * 2, "swiglu_limit": 0.7}
     | {"mlp_layer_types": ["dense", *["sparse"] * 3]},
     "lara_mini": LINEAR

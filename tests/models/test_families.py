@@ -269,6 +269,15 @@ def test_decays_of_glm5_next_have_a_least_where_transformers_has_one(said, least
     assert read(config)[0].states[0].mixer.least_decay == (theirs or 0.0) == least
 
 
+@pytest.mark.parametrize(
+    ("variant", "eps"), [("deepseek_v3", 1e-6), ("hy_v4", 1e-6), ("glm5_next_text", 1e-3)]
+)
+def test_norms_inside_of_latent_attention_have_an_eps_of_their_own_but_in_glm5_next(variant, eps):
+    """As the classes in transformers have it."""
+    spec, _ = read(families.text_config(variant) | {"rms_norm_eps": 1e-3})
+    assert (spec.norm_eps, spec.attention.latent_eps) == (1e-3, eps)
+
+
 def test_an_alpha_of_hunyuan_is_a_larger_base():
     pytest.importorskip("torch")
     from transformers import AutoConfig
@@ -505,6 +514,7 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("modernbert_decoder", "classifier_activation", "relu", "gelu"),
         ("glm_moe_dsa", "indexer_types", ["shared", "full", "full"], "a first layer that is full"),
         ("glm5_next_text", "index_topk_pattern", "FFFS", r"FFFF \(not built\)"),
+        ("hy_v4", "hidden_act", "gelu", "one of silu"),
         ("openai_gpt", "afn", "gelu_new", "one of gelu, relu"),
         ("xglm", "pad_token_id", 5, "0 or 1"),
     ],

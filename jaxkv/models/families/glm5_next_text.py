@@ -62,7 +62,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     linear = _linear_layers(config, num_layers)
     spec, layout = with_mixer(found, linear, mixer, low_rank_leaves(mixer, prefix, hidden))
     own = connections(hyper, hidden, ("hc_attn_", "hc_ffn_"))
-    return spec, replace(layout, layers=tuple({**layer, **own} for layer in layout.layers))
+    layout = replace(layout, layers=tuple({**layer, **own} for layer in layout.layers))
+    # In other families the norms inside of latent attention have an eps of their own.
+    attention = replace(spec.attention, latent_eps=spec.norm_eps)
+    return replace(spec, attention=attention), layout
 
 
 def _least_decay(config: ConfigReader) -> float:

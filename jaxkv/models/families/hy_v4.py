@@ -41,6 +41,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         config.replaced(num_key_value_heads=config.size("num_attention_heads")),
         interleaved=False,
         family="hy_v4",
+        activations=("silu",),  # that of transformers' experts, whatever a config says
         experts=replace(
             experts, fused=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
         ).leaves,
