@@ -668,6 +668,17 @@ def test_derived_tensors_of_old_checkpoints_are_ignored(tmp_path, name):
     load(changed(tmp_path, "llama", {f"model.{name}": np.zeros(4, np.float32)}))
 
 
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [("hy_v4", "mtp_layers.0.eh_proj.weight"), ("glm5_next_text", "layers.4.eh_proj.weight")],
+)
+def test_layers_that_predict_are_ignored_where_a_config_does_not_name_them(tmp_path, variant, name):
+    make_checkpoint(tmp_path, families.text_config(variant))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {f"model.{name}": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
+    load(tmp_path)
+
+
 @pytest.mark.parametrize(("variant", "prefix"), [("gpt2", "transformer."), ("llama", "model.")])
 def test_names_as_a_model_without_a_head_has_them_are_taken_too(tmp_path, variant, prefix):
     """GPT-2's are published so, with masks beside them."""

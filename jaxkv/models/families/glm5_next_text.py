@@ -62,7 +62,10 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     linear = _linear_layers(config, num_layers)
     spec, layout = with_mixer(found, linear, mixer, low_rank_leaves(mixer, prefix, hidden))
     own = connections(hyper, hidden, ("hc_attn_", "hc_ffn_"))
-    layout = replace(layout, layers=tuple({**layer, **own} for layer in layout.layers))
+    # A layer behind the last predicts later tokens, of which configs need say nothing.
+    derived = (*layout.derived, rf"model\.layers\.{num_layers}\..*")
+    layers = tuple({**layer, **own} for layer in layout.layers)
+    layout = replace(layout, layers=layers, derived=derived)
     # In other families the norms inside of latent attention have an eps of their own.
     attention = replace(spec.attention, latent_eps=spec.norm_eps)
     return replace(spec, attention=attention), layout

@@ -22,6 +22,8 @@ SPELLINGS = (
     (r"\.learnable_sink_param$", ".sinks"),
     (r"\.linear_gate\.", ".gate_proj."),
 )
+PREDICTORS = r"model\.mtp_layers\..*"
+"""Matches layers that predict later tokens, of which configs need say nothing."""
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -67,5 +69,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     }
     layers = tuple({**layer, **own} for layer in layout.layers)
     attention = replace(spec.attention, has_sinks=True)
-    layout = replace(layout, top=top, layers=layers, spellings=SPELLINGS)
+    derived = (*layout.derived, PREDICTORS)
+    layout = replace(layout, top=top, layers=layers, spellings=SPELLINGS, derived=derived)
     return replace(spec, attention=attention), layout
