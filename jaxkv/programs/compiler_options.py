@@ -11,13 +11,14 @@ from jaxkv.weights.tree import Weights
 
 COMPILER_OPTIONS = {
     "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"},
+    "TPU v5 lite": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
     "TPU v6 lite": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
     "gpu": {"xla_gpu_enable_triton_gemm": "False", "xla_gpu_dot_merger_threshold_mb": "0"},
 }
 """By kind of device, or by platform. TPU7x: XLA would have bfloat16 matrices in tiles of 16 rows,
 but takes arguments in tiles of 8, and so lays out all stacked weights anew in every step (7 GiB for
-Llama-3.1-8B; libtpu 0.0.42.1 and 0.0.50.1). v6e: half of its VMEM rather than a quarter for what
-one operation has there, so that a matmul reads its weight in larger parts
+Llama-3.1-8B; libtpu 0.0.42.1 and 0.0.50.1). v5e and v6e: half of their VMEM rather than an eighth
+or a quarter for what one operation has there, so that a matmul reads its weight in larger parts
 (docs/benchmarks/tpu_loop.md). GPU: XLA copies a layer's matrix out of its stack before Triton
 multiplies with it, and to join it with others, where cuBLAS reads it in the stack
 (docs/benchmarks/gpu_kernels.md).
