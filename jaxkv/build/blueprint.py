@@ -560,6 +560,11 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         steps = -(-limits.decode_steps // size) * size
         limits = replace(limits, speculation=speculation, decode_steps=steps)
         num_ahead = speculation.num_slots
+    if asked.num_state_snapshots and not (spec.states and asked.enable_prefix_caching):
+        raise ValueError(
+            f"num_state_snapshots: expected None for a model without recurrent states, or without "
+            f"a prefix cache, got {asked.num_state_snapshots}"
+        )
     if spec.states:
         given, caches = asked.num_state_snapshots, asked.enable_prefix_caching
         kept = max(8, limits.max_num_seqs // 4) if given is None else given

@@ -426,7 +426,9 @@ class EngineOptions:
                 f"kv_disk_bytes: expected a number > 0 with kv_disk, and 0 without, got "
                 f"{self.kv_disk_bytes} with kv_disk={self.kv_disk!r}"
             )
-
+        for name in OF_LORA:
+            if not self.enable_lora and (got := getattr(self, name)) != DEFAULTS[name]:
+                raise ValueError(f"{name}: expected none without enable_lora, got {got!r}")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"max_cpu_loras: expected None or at least max_loras={self.max_loras}, got "
@@ -438,6 +440,7 @@ class EngineOptions:
                     raise ValueError(f"{name}: expected {value!r} with disaggregate, got {got!r}")
 
 
+OF_LORA = ("max_loras", "max_lora_rank", "max_cpu_loras")
 ALONE = {
     "tensor_parallel_size": 1,
     "enable_prefix_caching": True,

@@ -7,7 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxkv.errors import CheckpointError
-from jaxkv.requests.contents import FORMATS, RefusedChatError, check_rendered, form_of, formed
+from jaxkv.requests.contents import (
+    FORMATS,
+    RefusedChatError,
+    check_rendered,
+    form_of,
+    formed,
+    names_read,
+)
 from jaxkv.requests.deadline import TemplateTimeoutError, within_time
 
 if TYPE_CHECKING:
@@ -48,6 +55,9 @@ class Chats:
             )
         self._tokenizer = tokenizer
         self._options = {**options, **extra}
+        self._asked = dict.fromkeys(extra, "chat_template_kwargs")
+        if options.get("tools"):
+            self._asked["tools"] = "tools"
         self._form = FORMATS[content_format]
 
     def render(
@@ -81,11 +91,22 @@ class Chats:
 
     def _apply(self, messages: Sequence[Mapping[str, Any]]) -> str:
         chosen = self._options.get("chat_template"), self._options.get("tools")
-        read = form_of(self._tokenizer.get_chat_template(*chosen))
-        given = formed(messages, self._form or read)
+        template = self._tokenizer.get_chat_template(*chosen)
+        self._check_read(template)
+        given = formed(messages, self._form or form_of(template))
         text = self._tokenizer.apply_chat_template(given, tokenize=False, **self._options)
         check_rendered(text, given)
         return text
+
+    def _check_read(self, template: str) -> None:
+        """Raises: RefusedChatError for what the template would not look at."""
+        read = names_read(template)
+        for name, argument in self._asked.items():
+            if name not in read:
+                raise RefusedChatError(
+                    f"{argument}: expected what the chat template reads, got {name!r}, which it "
+                    f"does not: leave it out, or pass a chat_template= that reads it"
+                )
 
     def _broken(self, error: TemplateSyntaxError) -> ValueError:
         """Returns the error of a template that is none, whatever the conversation: one that was

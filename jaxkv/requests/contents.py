@@ -38,10 +38,9 @@ def form_of(template: str) -> Form:
 
     Raises: jinja2.TemplateSyntaxError.
     """
-    from jinja2 import Environment, nodes
+    from jinja2 import nodes
 
-    tree = Environment(extensions=["jinja2.ext.loopcontrols", _generation_tag()]).parse(template)
-    names = {"content"}
+    tree, names = _parsed(template), {"content"}
 
     def is_content(node: nodes.Node | None) -> bool:
         while isinstance(node, nodes.Filter):  # content | selectattr("type", "equalto", "text")
@@ -59,6 +58,24 @@ def form_of(template: str) -> Form:
         return Form.TEXT
     asks = any(test.name == "string" for test in tree.find_all(nodes.Test))
     return Form.BOTH if asks else Form.PARTS
+
+
+@lru_cache(maxsize=16)
+def names_read(template: str) -> frozenset[str]:
+    """Returns the names of variables that a template reads anywhere.
+
+    Raises: jinja2.TemplateSyntaxError.
+    """
+    from jinja2 import nodes
+
+    found = _parsed(template).find_all(nodes.Name)
+    return frozenset(one.name for one in found if one.ctx == "load")
+
+
+def _parsed(template: str) -> Any:
+    from jinja2 import Environment
+
+    return Environment(extensions=["jinja2.ext.loopcontrols", _generation_tag()]).parse(template)
 
 
 def _generation_tag() -> Any:

@@ -144,7 +144,9 @@ def test_continuations_are_scored_behind_a_session(make):
 def test_a_chat_goes_on_message_by_message(compile_once, tmp_path):
     llm = LLM(**SMALL | {"skip_tokenizer_init": False})
     template = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
-    template += "{% if add_generation_prompt %}<assistant> {% endif %}"
+    template += (
+        "{% if add_generation_prompt %}<assistant> {% endif %}{% if tools and at %}{% endif %}"
+    )
     ask = {"role": "user", "content": "Name a colour"}
     chat = llm.session([ask], chat_template=template)
     answered, out = chat.generate(replace(GREEDY, max_tokens=8))

@@ -94,6 +94,7 @@ def test_a_blueprint_needs_neither_weights_nor_devices(tmp_path):
     for wrong, message in (
         ({"kv_cache_dtype": "int2"}, "kv_cache_dtype: expected auto or one of"),
         ({"max_model_len": 10**6}, "max_model_len: expected at most"),
+        ({"num_state_snapshots": 2}, "num_state_snapshots: expected None for a model without"),
         ({"kv_budget": 64}, "kv_budget: expected None with kv_policy full, got 64"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -106,6 +106,7 @@ def test_a_flag_reads_what_its_option_takes():
         ("dtype", "float16", "dtype: expected one of auto, bfloat16, float32, got 'float16'"),
         ("load_format", "pt", "load_format: expected one of auto, unchecked, dummy, got 'pt'"),
         ("enable_prefix_caching", 1, "enable_prefix_caching: expected True or False, got 1"),
+        ("max_loras", 2, "max_loras: expected none without enable_lora, got 2"),
         ("prefix_cache_secret", "s3cret", "prefix_cache_secret: expected bytes or None, got str"),
         *(
             ("gpu_memory_utilization", value, r"expected a number in \(0, 1\], got ")

@@ -528,6 +528,21 @@ def test_a_template_given_with_the_call_is_used(intake):
     assert prompt["prompt"] == "The end!"
 
 
+def test_what_a_template_never_reads_is_refused(intake):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    plain = "{{ messages[0].content }}"
+    for extra, tools, name in (({"mark": 1}, None, "mark"), (None, [tool], "tools")):
+        given = {"tools": tools, "chat_template": plain}
+        with pytest.raises(
+            ValueError, match=f"expected what the chat template reads, got '{name}'"
+        ):
+            intake.render([[USER]], extra, **given)
+        # As Llama 3.1's template begins: it is read before it is set.
+        reads = f"{{% if not {name} is defined %}}{{% set {name} = none %}}{{% endif %}}{plain}"
+        assert intake.render([[USER]], extra, **given | {"chat_template": reads})
+    assert intake.render([[USER]], {}, tools=[], chat_template=plain)
+
+
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
