@@ -224,6 +224,9 @@ def _add_serve(commands: Any) -> None:
         'and more (docs/server.md). Needs pip install "jaxkv[serve]".',
         examples="jaxkv serve --model org/name --port 8000",
     )
+    serve.add_argument(
+        "first", nargs="?", metavar="MODEL", default=SUPPRESS, help="the same as --model"
+    )
     serve.set_defaults(run=_serve)
     _add_engine_options(serve, "serve")
     for names, settings in flags("serve", ServeOptions).values():
@@ -553,6 +556,12 @@ def _opened_trace(path: str | None, others: tuple[str, str]) -> Iterator[ChromeT
 def _serve(args: argparse.Namespace) -> int:
     from jaxkv.api.server.options import ServeOptions
 
+    if "first" in args:  # as vLLM's command has it
+        if "model" in args:
+            raise ValueError(
+                f"model: expected it once, got {args.first!r} and --model {args.model!r}"
+            )
+        args.model = args.first
     given = {name: getattr(args, name) for name in flags("serve", ServeOptions) if name in args}
     options = ServeOptions(**given)
     name = options.served_model_name or _model_name(args)

@@ -1026,6 +1026,14 @@ def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
     assert (
         "api_key: expected None or a list of texts, none empty, got list" in capsys.readouterr().err
     )
+    assert cli.main(["serve", "a", "--model", "b"]) == 2
+    assert "model: expected it once, got 'a' and --model 'b'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", [[], ["--model"]])
+def test_a_model_may_stand_first_as_in_vllms_command(capsys, tmp_path, flag):
+    assert cli.main(["serve", *flag, str(tmp_path), "--port", "0"]) == 2
+    assert f"{tmp_path}/config.json: not found" in capsys.readouterr().err
 
 
 def test_what_the_documentation_shows_works(llm, pooling, capsys):

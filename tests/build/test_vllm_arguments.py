@@ -97,7 +97,9 @@ def test_flags_are_what_a_script_of_vllm_s_parses():
     line = (
         "--temperature 0 --max-model-len 64 --enforce-eager --swap-space 8 --no-trust-remote-code"
     )
-    line += ' --hf-overrides {"rope_theta":7.0} --enable-lora --max-cpu-loras 2 --served-model-name me'
+    line += (
+        ' --hf-overrides {"rope_theta":7.0} --enable-lora --max-cpu-loras 2 --served-model-name me'
+    )
     args = EngineArgs.from_cli_args(parser.parse_args(line.split()))
     want = EngineOptions(
         "somewhere",
