@@ -65,6 +65,9 @@ if TYPE_CHECKING:
     from jaxkv.api.views import PageRecording
     from jaxkv.pictures.markup import Picture
 
+OF_CHAT = {"tools": None, "add_generation_prompt": True, "continue_final_message": False}
+"""What a chat among other prompts may say of its template, and what holds where it does not."""
+
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""
 
@@ -253,10 +256,11 @@ class LLM(PoolingCalls):
 
         requests: (prompt or list of chat messages, parameters or None for
         `get_default_sampling_params`) pairs, or with an adapter or None behind them; also
-        {"messages": [...]} with "tools", "chat_template_kwargs" and "cache_salt" beside it, as in
-        `chat`. They may be endless: at most 2 * max_num_seqs are taken and not yet given back.
-        Taking one that is slow to come holds up those that run. Closing the iterator ends what is
-        left; finish_reason "abort" is as in a stream.
+        {"messages": [...]} with "tools", "chat_template_kwargs", "add_generation_prompt",
+        "continue_final_message" and "cache_salt" beside it, as in `chat`. They may be endless: at
+        most 2 * max_num_seqs are taken and not yet given back. Taking one that is slow to come
+        holds up those that run. Closing the iterator ends what is left; finish_reason "abort" is as
+        in a stream.
         Raises: ValueError at the call if `requests` is no iterable, and later what iterating over
         it raises.
         """
@@ -612,17 +616,17 @@ class LLM(PoolingCalls):
         chat = {"messages": prompt} if is_conversation(prompt) else prompt
         if not isinstance(chat, Mapping) or "messages" not in chat:
             return prompt
-        given = {"cache_salt": "", "tools": None, "chat_template_kwargs": None, **chat}
+        given = {"cache_salt": "", "chat_template_kwargs": None, **chat}
         messages, salt = given.pop("messages"), given.pop("cache_salt")
-        tools, extra = given.pop("tools"), given.pop("chat_template_kwargs")
-        if given:
-            unknown = ", ".join(sorted(map(str, given)))
-            raise ValueError(f"prompt: unknown keys beside messages: {unknown}")
-        IS_LIST("tools", tools)
+        extra, options = given.pop("chat_template_kwargs"), {**OF_CHAT, **given}
+        if unknown := options.keys() - OF_CHAT.keys():
+            unknown_keys = ", ".join(sorted(map(str, unknown)))
+            raise ValueError(f"prompt: unknown keys beside messages: {unknown_keys}")
+        IS_LIST("tools", options["tools"])
+        for name in ("add_generation_prompt", "continue_final_message"):
+            IS_BOOL(name, options[name])
         # A template is the engine's owner's choice: none may come in `extra`.
-        (rendered,) = self._intake.render(
-            [messages], extra, chat_template=None, tools=tools, add_generation_prompt=True
-        )
+        (rendered,) = self._intake.render([messages], extra, chat_template=None, **options)
         return {**rendered, "cache_salt": salt}
 
     def _rendered(self, prompt: Any) -> dict[str, Any]:

@@ -221,7 +221,8 @@ def _read_chat(keys: Keys, defaults: SamplingParams) -> Asked:
 
 def _template(keys: Keys) -> dict[str, Any]:
     """Returns what the body has for the template of a chat."""
-    kinds = {"tools": list, "chat_template_kwargs": dict}
+    kinds: dict[str, type] = {"tools": list, "chat_template_kwargs": dict}
+    kinds |= {"add_generation_prompt": bool, "continue_final_message": bool}
     given = {name: keys.take(name, kind) for name, kind in kinds.items()}
     return {name: value for name, value in given.items() if value is not None}
 

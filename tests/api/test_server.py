@@ -322,6 +322,19 @@ def test_tools_and_arguments_of_calls_reach_the_template(server, client, llm):
     assert body["tokens"] == tokens_of(llm, text)
 
 
+def test_an_answer_that_was_begun_goes_on(server, llm):
+    messages = [*CHAT, {"role": "assistant", "content": "One by"}]
+    text = "<s><|user|>The end of<|end|><|assistant|>One by"
+    begun = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    _, _, body = server.ask("/v1/chat/completions", begun | {"temperature": 0, "max_tokens": 5})
+    prompt = {"prompt_token_ids": tokens_of(llm, text)}
+    expected = generated(llm, prompt, temperature=0, max_tokens=5)
+    assert body["choices"][0]["message"]["content"] == expected.outputs[0].text
+    for wrong, key in ((1, "add_generation_prompt"), (True, "messages")):
+        answer = server.ask("/v1/chat/completions", begun | {"add_generation_prompt": wrong})
+        assert error_of(answer)[:2] == (400, key)
+
+
 def tokens_of(llm: AsyncLLM, text: str) -> list[int]:
     return asyncio.run(llm.get_tokenizer()).encode(text, add_special_tokens=False)
 
