@@ -63,7 +63,6 @@ NOT_READ = {
     "layers that run more than once, or share weights": "dory, zamba, zamba2",
     "other recurrences": "rwkv, xlstm",
     "experts in attention": "jetmoe",
-    "a head of fewer rows than embeddings": "apertus1p5",
     "two softmaxes, or masks that are computed": "diffllama, doge",
     "keys of an encoder, or of images": "bart, mllama and others",
     "a head that transformers does not scale and others do": "aya_vision, cohere2_vision",

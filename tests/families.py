@@ -462,6 +462,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | HEAD
     | EXPERTS
     | {"sliding_window": 8, "shared_expert_intermediate_size": 32, "num_hidden_layers": 5},
+    "apertus1p5_text": {"vocab_size": 180, "output_vocab_size": 151},
     "kolibri1": HEAD
     | EXPERTS
     | {"layer_types": MIXED, "sliding_window": 8, "shared_expert_intermediate_size": 32},

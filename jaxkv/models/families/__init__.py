@@ -43,6 +43,7 @@ SIZES = (
     "ffn_hidden_size",
 )
 TEXT_OF = {
+    "apertus1p5": "apertus1p5_text",
     "aria": "aria_text",
     "deepseek_vl": "llama",
     "emu3": "emu3_text_model",
