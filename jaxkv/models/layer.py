@@ -131,12 +131,14 @@ class Layers:
                     x_TD = (x_TD + _laurel(h_TD, w, spec)) * 2**-0.5
                 x_TD = normed(x_TD, w, "joined_attn_norm", spec)
                 h_TD = normed(x_TD, w, "mlp_norm", spec)
-            out_TD = self._feed_forward(x_TD, h_TD, w, cutoff)
+            out_TD = self._feed_forward(x_TD, h_TD, w, cutoff, number)
             out_TD = scaled(normed(out_TD, w, "post_mlp_norm", spec), spec.scales.residual)
             if stream is not None:
                 x_TD, out_TD = _weighed(h_TD, out_TD, stream.mlp)
             x_TD = normed(x_TD + out_TD, w, "joined_mlp_norm", spec)
-            return self._shortcut(x_TD, h_TD, w, held) if spec.has_shortcut else (x_TD, held)
+            return (
+                self._shortcut(x_TD, h_TD, w, held, number) if spec.has_shortcut else (x_TD, held)
+            )
 
         return run
 
@@ -150,7 +152,7 @@ class Layers:
             x_NTD = leave(mixed_TD)
             x_TD, leave = hyper.enter(x_NTD, w, "mlp_hyper", spec)
             h_TD = normed(x_TD, w, "mlp_norm", spec)
-            return leave(self._feed_forward(x_TD, h_TD, w, None)), held
+            return leave(self._feed_forward(x_TD, h_TD, w, None, number)), held
 
         return run
 
@@ -248,13 +250,18 @@ class Layers:
         return mix
 
     def _feed_forward(
-        self, x_TD: jax.Array, h_TD: jax.Array, w: Weights, cutoff: float | None
+        self,
+        x_TD: jax.Array,
+        h_TD: jax.Array,
+        w: Weights,
+        cutoff: float | None,
+        number: jax.Array,
     ) -> jax.Array:
         """Runs the MLP of a layer, the experts that its router chooses, or both side by side: then
         the experts have norms of their own, before which they take the stream x. Some layers have
         neither.
         """
-        spec, router = self._spec, self._spec.router
+        spec, router, limits = self._spec, self._spec.router, self._spec.scales.limits
         if "up" not in w and "router" not in w:
             return jnp.zeros_like(h_TD)
         if router is None or "router" not in w or spec.has_shortcut:
@@ -264,33 +271,36 @@ class Layers:
                 w,
                 activation=spec.activation,
                 gate_factor=spec.scales.gate,
-                limit=spec.scales.swiglu_limit,
+                limit=_limit(limits.dense, number),
+                limits_act=limits.of_act,
                 cutoff=cutoff,
                 norm=norm if "down_norm" in w else None,
                 axis=self._axis,
             )
             return scaled(out_TD, spec.scales.mlp)
         if "up" not in w:
-            return self._experts(h_TD, w, router)
+            return self._experts(h_TD, w, router, number)
         dense_TD = mlp(h_TD, w, activation=spec.activation, axis=self._axis)
-        routed_TD = self._experts(x_TD, w, router)
+        routed_TD = self._experts(x_TD, w, router, number)
         return normed(dense_TD, w, "post_dense_norm", spec) + normed(
             routed_TD, w, "post_routed_norm", spec
         )
 
-    def _shortcut(self, x_TD: jax.Array, h_TD: jax.Array, w: Weights, held: Held) -> Carry:
+    def _shortcut(
+        self, x_TD: jax.Array, h_TD: jax.Array, w: Weights, held: Held, number: jax.Array
+    ) -> Carry:
         """Sets aside what a layer's experts make of the input to its MLP; the layer behind it,
         which has none, adds it to the stream.
         """
         router = self._spec.router
         if router is not None and "router" in w:
-            return x_TD, held._replace(aside_TD=self._experts(h_TD, w, router))
+            return x_TD, held._replace(aside_TD=self._experts(h_TD, w, router, number))
         return x_TD if held.aside_TD is None else x_TD + held.aside_TD, held
 
-    def _experts(self, x_TD: jax.Array, w: Weights, router: Router) -> jax.Array:
+    def _experts(self, x_TD: jax.Array, w: Weights, router: Router, number: jax.Array) -> jax.Array:
         """Runs the experts that the router chooses, and the shared one."""
-        spec = self._spec
-        activation, limit = spec.activation, spec.scales.swiglu_limit
+        spec, limits = self._spec, self._spec.scales.limits
+        run_mlp = partial(mlp, activation=spec.activation, limits_act=limits.of_act)
         num_experts = w["router"].num_rows - router.num_identity
         logits_TE = linear_float32(normed(x_TD, w, "router_norm", spec), w["router"])
         if "router_offset" in w:
@@ -311,7 +321,7 @@ class Layers:
             if "down_bias" in own and self._axis is not None:  # added up over devices: once
                 is_first = jax.lax.axis_index(self._axis) == 0
                 own["down_bias"] = jnp.where(is_first, own["down_bias"], 0)
-            return mlp(x_RD, own, activation=activation, limit=router.swiglu_limit or limit)
+            return run_mlp(x_RD, own, limit=_limit(limits.routed, number))
 
         # Experts of a size of their own. What they give is added up over devices behind the layer
         # that widens it, which has no bias.
@@ -328,12 +338,21 @@ class Layers:
         if "shared_up" in w:
             names = ("gate", "up", "down")
             own = {name: w[f"shared_{name}"] for name in names if f"shared_{name}" in w}
-            shared_TD = mlp(x_TD, own, activation=activation, limit=limit)
+            shared_TD = run_mlp(x_TD, own, limit=_limit(limits.shared, number))
             if "shared_weight" in w:
                 shared_TD *= jax.nn.sigmoid(linear(x_TD, w["shared_weight"]))
             y_TD += scaled(shared_TD, router.shared_scale)
         y_TD = add_up(y_TD, None, self._axis)
         return y_TD + given_T1 * x_TD if router.num_identity else y_TD
+
+
+def _limit(limit_L: tuple[float, ...], number: jax.Array) -> float | jax.Array | None:
+    """Returns the limit of a layer, of those that each has, 0 for none; None where none has any."""
+    if not any(limit_L):
+        return None
+    if len(set(limit_L)) == 1:
+        return limit_L[0]
+    return jnp.asarray([limit or np.inf for limit in limit_L], jnp.float32)[number]
 
 
 def _weighed(

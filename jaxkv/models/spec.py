@@ -151,14 +151,26 @@ class HyperSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GateLimits:
+    """Bounds what MLPs multiply: gates above, or what an activation makes of them if `of_act`, and
+    what they meet on both sides. For each layer, 0 for none, or () where none has any; of the MLP
+    of `dense` layers, of `routed` experts, and of the one that all tokens `shared`.
+    """
+
+    dense: tuple[float, ...] = ()
+    routed: tuple[float, ...] = ()
+    shared: tuple[float, ...] = ()
+    of_act: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scales:
     """Holds factors on embeddings, on values, on an MLP's gate and on its output, on what joins the
     stream, and on logits, which `logit_cap` then bounds as `AttentionSpec.cap` bounds scores.
     stream: where it goes on from behind norms. positions: what joins embeddings. gate_cutoffs: for
     each kind of layers how many standard deviations above their mean a token's gates count from,
-    None for all; () if all layers have None. Source: Spark Transformer, arXiv 2506.06644,
-    section 3. swiglu_limit: bounds gates above, and what they are multiplied with on both sides,
-    where it is not 0. hyper: of several streams.
+    None for all; () if all layers have None. Source: Spark Transformer, arXiv 2506.06644, section
+    3. limits: of gates. hyper: of several streams.
     """
 
     embed: float = 1.0
@@ -171,7 +183,7 @@ class Scales:
     stream: NormedStream | None = None
     gate_cutoffs: tuple[float | None, ...] = ()
     positions: Sinusoid | None = None
-    swiglu_limit: float = 0.0
+    limits: GateLimits = GateLimits()
     hyper: HyperSpec | None = None
 
 

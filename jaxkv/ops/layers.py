@@ -252,20 +252,26 @@ def mlp(
     *,
     activation: str,
     gate_factor: float = 1.0,
-    limit: float = 0.0,
+    limit: float | Array | None = None,
+    limits_act: bool = False,
     cutoff: float | None = None,
     norm: Callable[[Array], Array] | None = None,
     axis: str | None = None,
 ) -> Array:
     """Computes down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate, each with its bias
-    where `w` has one; `axis` as in `linear_over`. gate_factor: of what goes into act. limit: as
-    `Scales.swiglu_limit`. cutoff: as in `beyond`, of what goes into act. norm: of what goes down.
+    where `w` has one; `axis` as in `linear_over`. gate_factor: of what goes into act. limit,
+    limits_act: as in `gated`. cutoff: as in `beyond`, of what goes into act. norm: of what goes
+    down.
 
     Source: arXiv 2002.05202, section 2.
     """
     names = ("gate", "gate_bias", "up", "up_bias", "down")
     own = {name: w[name] for name in names if name in w}
-    join = clamped_swiglu if activation == CLAMPED else gated(activation, w, gate_factor, limit)
+    join = (
+        clamped_swiglu
+        if activation == CLAMPED
+        else gated(activation, w, gate_factor, limit, limits_act)
+    )
     if cutoff is not None or norm is not None:  # which need all of a token
         whole = partial(_whole, join=join, cutoff=cutoff, norm=norm, axis=axis)
         return add_up(_mlp_at_once(x_TD, own, join=whole), w.get("down_bias"), axis)
@@ -278,16 +284,26 @@ Join = Callable[[Array | None, Array], Array]
 """(gate or None, up) -> what goes down."""
 
 
-def gated(activation: str, w: Mapping[str, Any], factor: float = 1.0, limit: float = 0.0) -> Join:
-    """Returns act(factor * gate) * up, or act(up) without a gate."""
+def gated(
+    activation: str,
+    w: Mapping[str, Any],
+    factor: float = 1.0,
+    limit: float | Array | None = None,
+    limits_act: bool = False,
+) -> Join:
+    """Returns act(factor * gate) * up, or act(up) without a gate. limit: bounds up on both sides,
+    and above the gate, or act(gate) if `limits_act`.
+    """
     act = partial(xielu, w=w) if activation == XIELU else ACTIVATIONS[activation]
 
     def join(gate: Array | None, up: Array) -> Array:
         if gate is None:
             return act(up)
-        if limit:
-            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return act(gate if factor == 1.0 else gate * factor) * up
+        if limit is not None:
+            up = jnp.clip(up, -limit, limit)
+            gate = gate if limits_act else jnp.minimum(gate, limit)
+        acted = act(gate if factor == 1.0 else gate * factor)
+        return (jnp.minimum(acted, limit) if limit is not None and limits_act else acted) * up
 
     return join
 

@@ -46,6 +46,7 @@ QUICK = {
     "gemma3_text",  # an embedding for each kind of layer
     "gemma3n_text",  # several streams, maps of low rank, gates that are cut off
     "gemma4_text",  # kinds of layers, keys of others, inputs of their own
+    "glm5_next",  # several streams with a matrix between them, keys chosen by pools, least decays
     "glm_moe_dsa-shared",  # keys chosen by an index, some by that of a layer before
     "gpt2",  # learned positions, transposed weights
     "granite_swa",  # sinks
@@ -93,6 +94,38 @@ def test_logits_and_their_greedy_tokens_equal_transformers(torch, tmp_path, vari
 def test_generate_equals_transformers_generate(torch, tmp_path, variant):
     model = make_hf_model(torch, hf_config(variant), tmp_path)
     assert_generates_equal(torch, model, tiny_llm(tmp_path))
+
+
+class Limited:
+    """Stands for an activation in transformers whose product has bounds."""
+
+    def __init__(self, act, limit: float) -> None:
+        self._act, self._limit = act, limit
+
+    def __call__(self, gate):
+        self._acted = self._act(gate).clamp(max=self._limit)
+        return self
+
+    def __mul__(self, up):
+        return self._acted * up.clamp(-self._limit, self._limit)
+
+
+@pytest.mark.slow
+def test_limits_of_ling_3_are_those_of_each_layer(torch, tmp_path):
+    """Which transformers 5.24 does not read: its layers get them here."""
+    limits = {"experts": [0, 0, 0.3, 0.5], "shared_experts": [0, 0.2, 0, 0.4]}
+    model = make_hf_model(torch, hf_config("bailing_hybrid"), tmp_path)
+    for name, limit_L in limits.items():
+        for layer, limit in zip(model.model.layers, limit_L, strict=True):
+            if limit:
+                module = getattr(layer.mlp, name)
+                act = module.act_fn
+                del module.act_fn
+                module.act_fn = Limited(act, limit)
+    path, keys = tmp_path / "config.json", ("expert", "share_expert")
+    lists = {f"{key}_swiglu_limit_list": x for key, x in zip(keys, limits.values(), strict=True)}
+    path.write_text(json.dumps(json.loads(path.read_text()) | lists))
+    assert_logits_equal(torch, model, tiny_llm(tmp_path))
 
 
 @pytest.mark.parametrize("variant", ["phi3-longrope", "llama-dynamic"])

@@ -509,6 +509,7 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("gemma3n_text", "activation_sparsity_pattern", [0.5, 1.0] * 3, "a list of 6 numbers"),
         ("gemma3n_text", "intermediate_size", [80], "a number, or a list of 6"),
         ("bitnet", "head_dim", 4, "hidden_size=48"),
+        ("bailing_hybrid", "expert_swiglu_limit_list", [1.0], "a number for each of the 4"),
         ("ctrl", "layer_norm_epsilon", 1e-5, "1e-06"),
         ("ernie4_5_moe", "moe_norm_min", 0.1, "1e-12"),
         ("modernbert_decoder", "classifier_activation", "relu", "gelu"),

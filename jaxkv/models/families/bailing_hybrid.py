@@ -22,7 +22,7 @@ from jaxkv.models.families.hybrid import with_leaves, with_mixer
 from jaxkv.models.families.kimi_linear import PREFIX, RENAMED
 from jaxkv.models.families.latent import read_latent
 from jaxkv.models.recurrent import GatedDelta
-from jaxkv.models.spec import ModelSpec
+from jaxkv.models.spec import GateLimits, ModelSpec, Scales
 
 SPELLINGS = (
     (r"^model\.word_embeddings\.", "model.embed_tokens."),
@@ -38,9 +38,6 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("linear_attention", "kda")
     config.refuse("no_kda_lora", True)
     config.refuse("gated_attention_proj_granularity_type", "head_wise")
-    # vLLM bounds what comes into experts' products by these, transformers 5.24 does not.
-    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
-        config.refuse(key)
     experts, router = read_grouped(config)
     found = read_latent(
         config,
@@ -49,6 +46,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         experts=experts.leaves,
         router=router,
         is_dense=listed_dense(config, first_dense(config)),
+        scales=Scales(limits=_limits(config)),
     )
     hidden, linear = found[0].hidden_size, read_linear_layers(config, every=_group_size(config))
     gate = leaf(f"{PREFIX}g_proj.weight", (found[0].num_heads, hidden), ("heads", "model"))
@@ -60,6 +58,24 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         leaves |= matrices_of(mixer, f"{PREFIX}{source}_proj", (f"delta_{name}",), hidden)
     spec, layout = with_mixer(found, linear, mixer, leaves)
     return spec, replace(layout, spellings=SPELLINGS)
+
+
+def _limits(config: ConfigReader) -> GateLimits:
+    """Reads limits for each layer, as vLLM does. transformers 5.24 reads none, which costs
+    Ling-3.0-flash much of what it can do.
+    """
+    found = []
+    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        num_layers, given = config.size("num_hidden_layers"), config.get(key)
+        limits = [0 if one is None else one for one in given] if isinstance(given, list) else given
+        if given is not None and not (
+            isinstance(limits, list)
+            and len(limits) >= num_layers
+            and all(type(one) in (int, float) and 0 <= one < 1e30 for one in limits)
+        ):
+            raise config.fail(key, f"a number for each of the {num_layers} layers, 0 for none")
+        found.append(tuple(map(float, (limits or [])[:num_layers])))
+    return GateLimits(routed=found[0], shared=found[1], of_act=True)
 
 
 def _group_size(config: ConfigReader) -> int:

@@ -19,7 +19,7 @@ from jaxkv.models.families.delta import (
 from jaxkv.models.families.experts import listed_dense, read_grouped
 from jaxkv.models.families.hybrid import with_mixer
 from jaxkv.models.families.latent import read_index, read_latent
-from jaxkv.models.spec import HyperSpec, ModelSpec, Scales
+from jaxkv.models.spec import GateLimits, HyperSpec, ModelSpec, Scales
 
 LAYER = "model.layers.{layer}."
 INDEXED = ("indexed_attention", "deepseek_sparse_attention", FULL)
@@ -45,6 +45,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         num_rounds=config.size("hc_sinkhorn_iters", 20, at_most=MAX_ROUNDS),
         eps=config.number("hc_eps", 1e-6),
     )
+    of_all = (config.number("swiglu_limit", 10.0),) * num_layers
     found = read_latent(
         config,
         rotates=False,
@@ -54,7 +55,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         router=router,
         is_dense=listed_dense(config, range(min(3, num_layers))),
         index=read_index(config, interleaved=True),
-        scales=Scales(swiglu_limit=config.number("swiglu_limit", 10.0), hyper=hyper),
+        scales=Scales(limits=GateLimits(dense=of_all, routed=of_all, shared=of_all), hyper=hyper),
     )
     hidden = found[0].hidden_size
     mixer = replace(read_kimi_delta(config), least_decay=_least_decay(config))

@@ -14,7 +14,7 @@ from jaxkv.models.families.glm5_next_text import MAX_STREAMS, connections
 from jaxkv.models.families.glm_moe_dsa import with_shared
 from jaxkv.models.families.latent import read_index, read_latent
 from jaxkv.models.hyper import JOIN
-from jaxkv.models.spec import HyperSpec, ModelSpec, Scales
+from jaxkv.models.spec import GateLimits, HyperSpec, ModelSpec, Scales
 
 LAYER = "model.layers.{layer}."
 SPELLINGS = (
@@ -47,10 +47,12 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         experts=replace(
             experts, fused=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
         ).leaves,
-        router=replace(router, swiglu_limit=max(0.0, float(limit))),
+        router=router,
         is_dense=listed_dense(config, (0,)),
         index=replace(index, rotates_last=True, norm_eps=config.number("rms_norm_eps", 1e-5)),
-        scales=Scales(hyper=hyper),
+        scales=Scales(
+            limits=GateLimits(routed=(max(0.0, float(limit)),) * num_layers), hyper=hyper
+        ),
     )
     otherwise = [layer for layer in range(num_layers) if layer and (layer - 1) % 4]
     spec, layout = with_shared(found, config, otherwise)
