@@ -33,6 +33,7 @@ def defaults(model_type: str) -> dict[str, Any]:
     rope = values.get("rope_parameters") or {}
     # What a config makes of other keys is null in its class.
     own = {key: getattr(kind, key) for key in values if hasattr(kind, key)}
+    made = values.keys() - own.keys() - set(kind.attribute_map.values())
     values |= {key: value for key, value in own.items() if not isinstance(value, property)}
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
@@ -40,7 +41,7 @@ def defaults(model_type: str) -> dict[str, Any]:
     known = {
         key: value
         for key, value in sorted(values.items())
-        if not isinstance(value, (dict, list)) and not LEFT_OUT.fullmatch(key)
+        if not isinstance(value, (dict, list)) and not LEFT_OUT.fullmatch(key) and key not in made
     }
     # What is made of other sizes, where a file has none.
     if "local_attention" in known:

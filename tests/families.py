@@ -467,7 +467,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | EXPERTS
     | {"layer_types": MIXED, "sliding_window": 8, "shared_expert_intermediate_size": 32},
     "bailing_hybrid": {"num_hidden_layers": 4, "num_key_value_heads": 6, "v_head_dim": 16}
-    | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 8}
+    | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 10}
     | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "layer_group_size": 2},
     "llama": {},

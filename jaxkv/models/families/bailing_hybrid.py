@@ -31,13 +31,25 @@ SPELLINGS = (
     (r"\.mlp\.gate\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
 )
 
+HARMLESS = {
+    "linear_attention": "kda",  # Ling 2.5 and 2.6 have this model_type too, and another recurrence
+    "no_kda_lora": True,
+    "num_kv_heads_for_linear_attn": 0,
+    "linear_silu": True,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "use_mla_nope": False,
+    "use_qk_norm": True,
+    "score_function": "sigmoid",
+    **dict.fromkeys(("use_bias", "use_qkv_bias", "use_nGPT", "scale_router_input"), False),
+    **dict.fromkeys(("up_proj_norm", "value_norm"), False),
+}
+"""Keys of published configs, with what they say in those that were read."""
+
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config = config.renamed(**RENAMED)
-    # Ling 2.5 and 2.6 have this model_type too, and other recurrences.
-    config.refuse("linear_attention", "kda")
-    config.refuse("no_kda_lora", True)
-    config.refuse("gated_attention_proj_granularity_type", "head_wise")
+    for key, harmless in HARMLESS.items():
+        config.refuse(key, harmless)
     experts, router = read_grouped(config)
     found = read_latent(
         config,
