@@ -11,8 +11,8 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Layout, leaf
 from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
-    MAX_KERNEL,
     matrices_of,
+    read_kimi_delta,
     read_least,
     read_linear_layers,
     rest_of,
@@ -60,7 +60,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         is_dense=listed_dense(config, first_dense(config)),
         scales=Scales(limits=_limits(config)),
     )
-    hidden, linear = found[0].hidden_size, read_linear_layers(config, every=_group_size(config))
+    hidden = found[0].hidden_size
+    linear = read_linear_layers(config, every=config.size("layer_group_size", 6))
     gate = leaf(f"{PREFIX}g_proj.weight", (found[0].num_heads, hidden), ("heads", "model"))
     attends = [layer for layer in range(found[0].num_layers) if layer not in linear]
     found = with_leaves(found, attends, lambda own: {**own, "attn_gate": gate})
@@ -73,9 +74,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 
 def _limits(config: ConfigReader) -> GateLimits:
-    """Reads limits for each layer, as vLLM does. transformers 5.24 reads none, which costs
-    Ling-3.0-flash much of what it can do.
-    """
+    """Reads limits for each layer, as vLLM does; transformers 5.24 reads none."""
     found = []
     for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
         num_layers, given = config.size("num_hidden_layers"), config.get(key)
@@ -90,28 +89,14 @@ def _limits(config: ConfigReader) -> GateLimits:
     return GateLimits(routed=found[0], shared=found[1], of_act=True)
 
 
-def _group_size(config: ConfigReader) -> int:
-    return config.size("layer_group_size", 6)
-
-
 def _read_mixer(config: ConfigReader) -> GatedDelta:
     # In transformers' files head_dim is how much is rotated, and these are beside it.
-    num_heads = config.size("linear_num_heads", config.size("num_attention_heads"))
-    dim = config.size("linear_head_dim", config.size("head_dim", 128))
-    own = "linear_conv_kernel_dim"
-    key = "short_conv_kernel_size" if config.get(own) is None else own
-    kernel = config.size(key, 4, at_most=MAX_KERNEL)
-    if kernel < 2:
-        raise config.fail(key, f"a whole number from 2 to {MAX_KERNEL}")
-    has_least = config.flag("kda_safe_gate", True)
-    return GatedDelta(
-        num_key_heads=num_heads,
-        num_heads=num_heads,
-        key_dim=dim,
-        value_dim=dim,
-        kernel=kernel,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        by_channel=True,
-        gate="sigmoid",
-        least_decay=read_least(config, "kda_lower_bound", -5.0) if has_least else 0.0,
+    kernel = config.get("short_conv_kernel_size", 4)
+    own = config.replaced(
+        linear_num_heads=config.size("linear_num_heads", config.size("num_attention_heads")),
+        linear_head_dim=config.size("linear_head_dim", config.size("head_dim", 128)),
+        linear_conv_kernel_dim=config.get("linear_conv_kernel_dim", kernel),
     )
+    has_least = config.flag("kda_safe_gate", True)
+    least = read_least(config, "kda_lower_bound", -5.0) if has_least else 0.0
+    return replace(read_kimi_delta(own), least_decay=least)
