@@ -216,7 +216,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa-shared": GROUPED
     | LATENT
     | INDEX
-    | {"num_hidden_layers": 5, "indexer_types": ["full", "full", "shared", "full", "shared"]},
+    | {"num_hidden_layers": 5, "indexer_types": ["full", "full", "shared", "full", "shared"]}
+    | {"kv_lora_rank": 112},  # with which rows are of more than 128 numbers
     "glm4_moe": GROUPED | HEAD | {"use_qk_norm": True, "attention_bias": True},
     "gpt_oss": LOCAL
     | HEAD

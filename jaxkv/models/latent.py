@@ -64,7 +64,9 @@ def project(
     if spec.attention.index is not None and "index_q" in w:
         chooser = _chooser(x_TD, h_TD, w, rope, spec.attention.index, position_T)
     if chooser is not None:
-        parts.append(chooser[1])
+        missing = spec.groups[0].head_dim - chooser[1].shape[2] - latent_T1R.shape[2]
+        missing -= rotated[1].shape[2]
+        parts += [jnp.zeros((*row_T1H.shape[:2], missing), jnp.float32), chooser[1]]
     return q_TNH, jnp.concatenate(parts, axis=-1), chooser
 
 

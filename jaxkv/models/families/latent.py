@@ -17,6 +17,13 @@ MAX_HEAD = 2**14
 """Bounds the sizes of a head's parts and of a latent."""
 
 
+LANES = 128
+"""Rows with a key for being chosen have a multiple of so many numbers where they have more: XLA:TPU
+has numbers in tiles of as many, and copies all pages to reach single rows of another size (the 704
+of DeepSeek-V3.2 and GLM-5, compiled for v6e).
+"""
+
+
 def read_latent(
     config: ConfigReader,
     *,
@@ -53,6 +60,8 @@ def read_latent(
     size = rank + rotated
     if index is not None:
         size += index.head_dim * (1 if index.pool == 1 else 2)
+        if size > LANES:
+            size = -(-size // LANES) * LANES
     groups = tuple(
         replace(group, num_kv_heads=1, head_dim=size, latent_dim=rank) for group in spec.groups
     )
