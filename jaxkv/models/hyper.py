@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.spec import HyperSpec, ModelSpec
-from jaxkv.ops.layers import linear_float32, rms_norm, total_over
+from jaxkv.ops.layers import linear_float32, rms_norm, rounded, total_over
 from jaxkv.ops.matrices import Matrix
 from jaxkv.weights.tree import Weights
 
@@ -42,8 +42,8 @@ def joined(x: jax.Array, weights: Weights, spec: ModelSpec) -> jax.Array:
         return total_over(x, 0) / x.shape[0]
     said_NT = _said(x, {**weights, JOIN: Matrix(weights[JOIN])}, JOIN, spec)
     bias_N, scale_1 = (weights[f"{JOIN}_{end}"].astype(jnp.float32) for end in ("bias", "scale"))
-    share_NT = jax.nn.sigmoid(said_NT * scale_1[0] + bias_N[:, None]) + asked.eps
-    return total_over(share_NT[..., None] * x, 0)
+    share_NT = jax.nn.sigmoid(rounded(said_NT * scale_1[0]) + bias_N[:, None]) + asked.eps
+    return total_over(rounded(share_NT[..., None] * x), 0)
 
 
 def enter(x_NTD: jax.Array, w: Weights, name: str, spec: ModelSpec) -> tuple[jax.Array, Leave]:
@@ -59,10 +59,10 @@ def enter(x_NTD: jax.Array, w: Weights, name: str, spec: ModelSpec) -> tuple[jax
 
     def part(i: int, end: int | None) -> jax.Array:
         rows = slice(i * count, end)
-        return said_FT[rows] * factors[i] + bias_F1[rows]
+        return rounded(said_FT[rows] * factors[i]) + bias_F1[rows]
 
     into_NT = jax.nn.sigmoid(part(0, count)) + asked.eps
-    out_NT = asked.most * jax.nn.sigmoid(part(1, 2 * count))
+    out_NT = rounded(asked.most * jax.nn.sigmoid(part(1, 2 * count)))
     if asked.has_eps_on_way_out:
         out_NT = out_NT + asked.eps
 
@@ -70,11 +70,11 @@ def enter(x_NTD: jax.Array, w: Weights, name: str, spec: ModelSpec) -> tuple[jax
         kept_NTD = x_NTD
         if asked.num_rounds:
             mix_NNT = _balanced(part(2, None).reshape(count, count, -1), asked)
-            mixed = [total_over(mix_NNT[:, i, :, None] * x_NTD, 0) for i in range(count)]
+            mixed = [total_over(rounded(mix_NNT[:, i, :, None] * x_NTD), 0) for i in range(count)]
             kept_NTD = jnp.stack(mixed)
-        return kept_NTD + out_NT[..., None] * y_TD[None]
+        return kept_NTD + rounded(out_NT[..., None] * y_TD[None])
 
-    return total_over(into_NT[..., None] * x_NTD, 0), leave
+    return total_over(rounded(into_NT[..., None] * x_NTD), 0), leave
 
 
 def _said(x_NTD: jax.Array, w: Weights, name: str, spec: ModelSpec) -> jax.Array:
@@ -82,7 +82,8 @@ def _said(x_NTD: jax.Array, w: Weights, name: str, spec: ModelSpec) -> jax.Array
     count, num_tokens, width = x_NTD.shape
     x_TF = x_NTD.transpose(1, 0, 2).reshape(num_tokens, count * width)
     x_TF = rms_norm(x_TF, jnp.ones(count * width, jnp.float32), eps=spec.norm_eps)
-    return linear_float32(x_TF, w[name]).T
+    # Else XLA:CPU computes some rows of what is transposed, in an order that their number decides.
+    return jax.lax.optimization_barrier(linear_float32(x_TF, w[name])).T
 
 
 def _balanced(said_NNT: jax.Array, asked: HyperSpec) -> jax.Array:
