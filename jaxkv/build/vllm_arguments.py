@@ -490,5 +490,5 @@ def _unknown(name: str, known: Mapping[str, Any]) -> str:
     others = {flag.strip("-").replace("-", "_"): x for x in known for flag in known[x].aliases}
     others |= _OF_TRANSFORMERS
     close = [others[name]] if name in others else get_close_matches(name, known, n=1)
-    close = close or get_close_matches(name, [*FOREIGN, _EAGER], n=1, cutoff=0.9)
+    close = close or get_close_matches(name, [*FOREIGN, _EAGER], n=1, cutoff=0.85)
     return f"LLM: unknown argument {name}" + (f", did you mean {close[0]}?" if close else "")
