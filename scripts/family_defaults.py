@@ -46,9 +46,6 @@ def defaults(model_type: str) -> dict[str, Any]:
     # What is made of other sizes, where a file has none.
     if "local_attention" in known:
         known.pop("sliding_window", None)
-    for key in ("head_dim", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
-        if not hasattr(kind, key):
-            known.pop(key, None)
     if kind.attribute_map:
         known["aliases"] = kind.attribute_map
     if rope.get("rope_type", "default") == "default":

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from jaxkv.pictures.markup import Picture
 
 OF_CHAT = {"tools": None, "add_generation_prompt": True, "continue_final_message": False}
-"""What a chat among other prompts may say of its template, and what holds where it does not."""
+"""Holds what a chat among other prompts may say of its template, each with what holds else."""
 
 Conversation = Sequence[Mapping[str, Any]]
 """A list of {"role": ..., "content": ...} messages."""

@@ -343,7 +343,7 @@ _OF_TRANSFORMERS = {
     "load_in_8bit": "quantization",
     "load_in_4bit": "quantization",
 }
-"""What is nearest to arguments of its `from_pretrained` and `generate`, of other names."""
+"""Names what is nearest to arguments of its `from_pretrained` and `generate`."""
 
 _NONE_IS_DEFAULT = ("seed", "max_num_batched_tokens", "enable_prefix_caching", "generation_config")
 _EAGER = "enforce_eager"

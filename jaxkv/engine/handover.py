@@ -83,7 +83,7 @@ class Handover:
         self._moving: Request | None = None
         """The twin of the one that is being given to the decode engine, which may have it."""
         self._given: Sequence[Request] = ()
-        """What was given to the decode engine last."""
+        """The requests that were given to the decode engine last."""
         self._is_mixed = False
         """The engines may have different weights: one has got new ones."""
         self._is_under_way = False

@@ -21,7 +21,7 @@ from jaxkv.ops.rotation import Rotation, apply_rope
 from jaxkv.weights.tree import Weights
 
 Chooser = tuple[Index, Array]
-"""What chooses keys for tokens, and their own keys [T, 1, H] for being chosen."""
+"""Chooses keys for tokens, and holds their own keys [T, 1, H] for being chosen."""
 
 
 def project(

@@ -302,7 +302,7 @@ def test_only_so_many_prompts_wait_in_host_memory(front, llms):
 
 
 def test_a_stream_forgotten_in_the_prefill_thread_waits_for_nobody(front, llms):
-    """As where `update_weights` has the lock, waits for that thread, and garbage is collected
+    """So it is where `update_weights` has the lock, waits for that thread, and garbage is collected
     there.
     """
     (submission,) = submitted(llms[2], prompts()[3:4], params()[:1])

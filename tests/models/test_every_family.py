@@ -112,7 +112,7 @@ class Limited:
 
 @pytest.mark.slow
 def test_limits_of_ling_3_are_those_of_each_layer(torch, tmp_path):
-    """Which transformers 5.24 does not read: its layers get them here."""
+    """transformers 5.24 does not read them: its layers get them here."""
     limits = {"experts": [0, 0, 0.3, 0.5], "shared_experts": [0, 0.2, 0, 0.4]}
     model = make_hf_model(torch, hf_config("bailing_hybrid"), tmp_path)
     for name, limit_L in limits.items():

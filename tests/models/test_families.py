@@ -273,7 +273,7 @@ def test_decays_of_glm5_next_have_a_least_where_transformers_has_one(said, least
     ("variant", "eps"), [("deepseek_v3", 1e-6), ("hy_v4", 1e-6), ("glm5_next_text", 1e-3)]
 )
 def test_norms_inside_of_latent_attention_have_an_eps_of_their_own_but_in_glm5_next(variant, eps):
-    """As the classes in transformers have it."""
+    """The classes in transformers have it so."""
     spec, _ = read(families.text_config(variant) | {"rms_norm_eps": 1e-3})
     assert (spec.norm_eps, spec.attention.latent_eps) == (1e-3, eps)
 

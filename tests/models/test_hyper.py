@@ -22,7 +22,7 @@ NUM_STREAMS, HIDDEN, NUM_TOKENS = 4, 64, 64
 def between(
     spec: ModelSpec, x_NTD: jax.Array, y_TD: jax.Array, w: dict[str, jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """What comes into a block, the streams behind it, and hidden states; tokens come first."""
+    """Returns what comes into a block, the streams behind it, and hidden states; tokens come first."""
     matrices = {name: Matrix(leaf) if leaf.ndim == 2 else leaf for name, leaf in w.items()}
     x_TD, leave = hyper.enter(x_NTD, matrices, "block", spec)
     return x_TD, leave(y_TD).transpose(1, 0, 2), hyper.joined(x_NTD, w, spec)

@@ -20,12 +20,11 @@ from jaxkv.models.quantisation import read_quantisation
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
 
+SHARED = ("base", "delta", "experts", "hybrid", "latent", "predictor", "ssm", "streams")
+"""Files of this folder that are no family, but what several have in common."""
+
 FAMILIES = tuple(
-    sorted(
-        module.name
-        for module in pkgutil.iter_modules(__path__)
-        if module.name not in ("base", "delta", "experts", "hybrid", "latent", "predictor", "ssm")
-    )
+    sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in SHARED)
 )
 MAX_CONFIG_BYTES = 10_000_000
 DEFAULTS = Path(__file__).with_name("defaults.json")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
-from jaxkv.models.families.base import FULL, Layout, Leaf, leaf
+from jaxkv.models.families.base import FULL, Layout
 from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
     LINEAR,
@@ -19,12 +19,13 @@ from jaxkv.models.families.delta import (
 from jaxkv.models.families.experts import listed_dense, read_grouped
 from jaxkv.models.families.hybrid import with_mixer
 from jaxkv.models.families.latent import read_index, read_latent
-from jaxkv.models.spec import GateLimits, HyperSpec, ModelSpec, Scales
+from jaxkv.models.families.streams import connections, read_streams
+from jaxkv.models.spec import GateLimits, ModelSpec, Scales
 
 LAYER = "model.layers.{layer}."
 INDEXED = ("indexed_attention", "deepseek_sparse_attention", FULL)
-MAX_STREAMS, MAX_ROUNDS = 64, 1000
 LEAST_DECAY = -5.0
+MAX_ROUNDS = 1000
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -40,10 +41,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     ):
         config.refuse(key, harmless)
     experts, router = read_grouped(config)
-    hyper = HyperSpec(
-        num_streams=config.size("hc_mult", 4, at_most=MAX_STREAMS),
-        num_rounds=config.size("hc_sinkhorn_iters", 20, at_most=MAX_ROUNDS),
-        eps=config.number("hc_eps", 1e-6),
+    hyper = replace(
+        read_streams(config), num_rounds=config.size("hc_sinkhorn_iters", 20, at_most=MAX_ROUNDS)
     )
     of_all = (config.number("swiglu_limit", 10.0),) * num_layers
     found = read_latent(
@@ -95,15 +94,3 @@ def _linear_layers(config: ConfigReader, num_layers: int) -> list[int]:
     if config.get("layer_types") is not None:
         kinds = config.kinds("layer_types", num_layers, (LINEAR, *INDEXED))
     return [layer for layer, kind in enumerate(kinds) if kind == LINEAR]
-
-
-def connections(asked: HyperSpec, hidden: int, sources: tuple[str, str]) -> dict[str, Leaf]:
-    """Describes what connects the blocks of a layer, mixer and feed-forward, with its streams."""
-    found, count, has_matrix = {}, asked.num_streams, asked.num_rounds > 0
-    rows = count * (2 + count * has_matrix)
-    for name, source in zip(("attn_hyper", "mlp_hyper"), sources, strict=True):
-        prefix = f"{LAYER}{source}"
-        found[name] = leaf(f"{prefix}fn", (rows, count * hidden), ("streams", None))
-        found[f"{name}_bias"] = leaf(f"{prefix}base", (rows,), (None,))
-        found[f"{name}_scale"] = leaf(f"{prefix}scale", (2 + has_matrix,), (None,))
-    return found

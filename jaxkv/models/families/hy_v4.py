@@ -10,11 +10,10 @@ from dataclasses import replace
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import Layout, leaf
 from jaxkv.models.families.experts import listed_dense, read_grouped
-from jaxkv.models.families.glm5_next_text import MAX_STREAMS, connections
-from jaxkv.models.families.glm_moe_dsa import with_shared
-from jaxkv.models.families.latent import read_index, read_latent
+from jaxkv.models.families.latent import read_index, read_latent, with_shared
+from jaxkv.models.families.streams import connections, read_streams
 from jaxkv.models.hyper import JOIN
-from jaxkv.models.spec import GateLimits, HyperSpec, ModelSpec, Scales
+from jaxkv.models.spec import GateLimits, ModelSpec, Scales
 
 LAYER = "model.layers.{layer}."
 SPELLINGS = (
@@ -28,9 +27,8 @@ PREDICTORS = r"model\.mtp_layers\..*"
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    hyper = HyperSpec(
-        num_streams=config.size("hc_mult", 4, at_most=MAX_STREAMS),
-        eps=config.number("hc_eps", 1e-6),
+    hyper = replace(
+        read_streams(config),
         most=config.number("hc_magnitude", 2.0),
         has_eps_on_way_out=True,
     )

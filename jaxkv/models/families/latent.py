@@ -7,15 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.config import is_int
-from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import LLAMA, Layout, Leaf, Part, leaf, read_decoder
-from jaxkv.models.families.hybrid import without_attention
+from jaxkv.models.families.hybrid import INDEX, with_leaves, without_attention
 from jaxkv.models.rope_config import read_rope, rope_section, yarn_mscale
 from jaxkv.models.spec import AttentionSpec, IndexSpec, ModelSpec, QueryTemperature, RopeSpec
 
 MAX_HEAD = 2**14
 """Bounds the sizes of a head's parts and of a latent."""
-
 
 LANES = 128
 """Rows with a key for being chosen have a multiple of so many numbers where they have more: XLA:TPU
@@ -162,3 +161,38 @@ def read_index(config: ConfigReader, *, interleaved: bool) -> IndexSpec:
         pool=pool,
         interleaved=interleaved,
     )
+
+
+def with_shared(
+    found: tuple[ModelSpec, Layout], config: ConfigReader, otherwise: list[int]
+) -> tuple[ModelSpec, Layout]:
+    """Returns a decoder of which some layers have no index heads: those that the config lists as
+    shared, or `otherwise`.
+    """
+    if not (shared := _shared_layers(config, otherwise)):
+        return found
+    own = {*INDEX, "index_k_norm_bias"}
+    spec, layout = with_leaves(
+        found, shared, lambda leaves: {x: y for x, y in leaves.items() if x not in own}
+    )
+    if spec.attention.index is None:
+        raise ValueError("expected a decoder that chooses keys, got one that does not")
+    index = replace(spec.attention.index, has_shared=True)
+    spec = replace(spec, attention=replace(spec.attention, index=index))
+    # Some conversions have the tensors nonetheless.
+    unread = rf"model\.layers\.({'|'.join(map(str, shared))})\.self_attn\.indexer\..*"
+    return spec, replace(layout, derived=(*layout.derived, unread))
+
+
+def _shared_layers(config: ConfigReader, otherwise: list[int]) -> list[int]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    key = next((x for x in ("indexer_types", "index_topk_pattern") if config.get(x)), None)
+    if key is None:
+        return otherwise
+    if isinstance(config.get(key), str):
+        config = config.replaced(**{key: list(config.get(key))})
+    kinds = config.kinds(key, num_layers, ("full", "shared", "F", "S"))
+    shared = [layer for layer, kind in enumerate(kinds) if kind in ("shared", "S")]
+    if 0 in shared:
+        raise config.fail(key, "a first layer that is full: there is none before it to share with")
+    return shared

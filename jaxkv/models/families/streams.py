@@ -1,0 +1,29 @@
+"""Describes what gives tokens several streams (`models.hyper`): how many, and the tensors."""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import ConfigReader
+from jaxkv.models.families.base import Leaf, leaf
+from jaxkv.models.spec import HyperSpec
+
+MAX_STREAMS = 64
+
+
+def read_streams(config: ConfigReader) -> HyperSpec:
+    """Reads how many streams there are, without a matrix between them."""
+    return HyperSpec(
+        num_streams=config.size("hc_mult", 4, at_most=MAX_STREAMS),
+        eps=config.number("hc_eps", 1e-6),
+    )
+
+
+def connections(asked: HyperSpec, hidden: int, sources: tuple[str, str]) -> dict[str, Leaf]:
+    """Describes what connects the blocks of a layer, mixer and feed-forward, with its streams."""
+    found, count, has_matrix = {}, asked.num_streams, asked.num_rounds > 0
+    rows = count * (2 + count * has_matrix)
+    for name, source in zip(("attn_hyper", "mlp_hyper"), sources, strict=True):
+        prefix = f"model.layers.{{layer}}.{source}"
+        found[name] = leaf(f"{prefix}fn", (rows, count * hidden), ("streams", None))
+        found[f"{name}_bias"] = leaf(f"{prefix}base", (rows,), (None,))
+        found[f"{name}_scale"] = leaf(f"{prefix}scale", (2 + has_matrix,), (None,))
+    return found
