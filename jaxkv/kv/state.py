@@ -284,9 +284,11 @@ def write(
     )
     new = layout.encode_tokens(jnp.concatenate(given, axis=1))
     stored = zip(store.arrays, layout.by_slot(store.arrays), new, strict=True)
+    # Vector by vector: for [V, H] of a slot at once XLA:TPU would lay out the whole pool anew.
+    place_TV = row_T[:, None], jnp.arange(layout.num_vectors)[None], slot_T[:, None]
     written = store.with_arrays(
         *(
-            by_slot.at[row_T, :, slot_T].set(of_tokens, mode="drop").reshape(pool.shape)
+            by_slot.at[place_TV].set(of_tokens, mode="drop").reshape(pool.shape)
             for pool, by_slot, of_tokens in stored
         )
     )
