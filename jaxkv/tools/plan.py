@@ -138,14 +138,15 @@ def temporaries(deployment: Deployment) -> tuple[int, int]:
     (docs/benchmarks/plan.md).
 
     Logits of all rows, whole on each device, and what sampling makes of them; hidden states of the
-    largest step, twice where devices add theirs up. The XLA path makes a copy of the pool.
+    largest step, twice where devices add theirs up. The XLA path makes a copy of a pool that does
+    not fill lanes (`Blueprint.fills_lanes`).
     """
     blueprint = deployment.blueprint
     spec, limits = blueprint.spec, blueprint.limits
     logits = 4 * spec.vocab_size * (limits.max_num_seqs + SAMPLING_ROWS)
     copies = 1 if blueprint.num_devices == 1 else 2
     hidden = 4 * limits.max_num_batched_tokens * spec.hidden_size * copies
-    return logits + hidden, 0 if blueprint.backend == "pallas_tpu" else blueprint.page_nbytes
+    return logits + hidden, 0 if blueprint.fills_lanes else blueprint.page_nbytes
 
 
 def _check_weights(deployment: Deployment) -> None:
