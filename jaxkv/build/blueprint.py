@@ -28,7 +28,7 @@ from jaxkv.kv.state import PagedKV, Store, choosing, empty_store
 from jaxkv.models.families import Layout
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, choose_backend
+from jaxkv.ops.attention import BACKENDS, Backend, Heads, Needs, Xla, choose_backend
 from jaxkv.placement import TENSOR, Placement, kv_parts, place
 from jaxkv.programs.compiled import Programs
 from jaxkv.programs.draft import Draft
@@ -36,7 +36,6 @@ from jaxkv.weights.adapters import empty_adapters
 from jaxkv.weights.dummy import leaf_arrays, sure_leaves, weight_shapes
 from jaxkv.weights.packing import METHODS, num_bytes
 from jaxkv.weights.tree import Weights, with_draft, with_layer_leaf
-from kernels_pallas.tpu.layout import LANES
 
 MAX_TABLES = 8
 """Page tables of a row at most: each costs the host time in every step."""
@@ -77,10 +76,15 @@ class Blueprint:
 
     @property
     def attention(self) -> Backend:
-        """Returns the backend with those of its fields that are options of the engine."""
+        """Returns the backend with those of its fields that are options of the engine or follow
+        from its devices.
+        """
         backend: Any = BACKENDS[self.backend]
-        given = [one.name for one in fields(backend) if one.name in ABOUT]
-        return replace(backend, **{name: getattr(self.options, name) for name in given})
+        names = [one.name for one in fields(backend) if one.name in ABOUT]
+        given = {name: getattr(self.options, name) for name in names}
+        if isinstance(backend, Xla):
+            given["on_lanes"] = self.platform == "tpu"
+        return replace(backend, **given)
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -160,23 +164,11 @@ class Blueprint:
 
     def _page_nbytes(self, codecs: Codecs) -> int:
         """Counts one page over all layers of a store, stored in these codecs."""
-        return sum(num_layers * page.nbytes for num_layers, page in self._pages(codecs))
-
-    def _pages(self, codecs: Codecs) -> list[tuple[int, PageLayout]]:
-        """Lists the stores, each with its layers and the layout of its pages in these codecs."""
-        size = self.limits.block_size
-        return [
-            (num_layers, self.attention.page_layout(heads, size, codec))
-            for num_layers, heads, codec in self._stores(codecs)
-        ]
-
-    @property
-    def fills_lanes(self) -> bool:
-        """Says whether vectors of all pages are whole registers of lanes: XLA:TPU copies a pool of
-        others wherever it writes them.
-        """
-        pages = [page for _, page in self._pages(self.codecs)]
-        return not any(page.arrays[0].shape[-1] % LANES for page in pages)
+        nbytes = 0
+        for num_layers, heads, codec in self._stores(codecs):
+            page = self.attention.page_layout(heads, self.limits.block_size, codec)
+            nbytes += num_layers * page.nbytes
+        return nbytes
 
     def _stores(self, codecs: Codecs) -> list[tuple[int, Heads, Codec]]:
         """Lists the stores, each with its layers, what attention has to do there, and its codec:

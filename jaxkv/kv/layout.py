@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jaxkv.kv.codecs import KINDS, Codec, Elements, ScaledCodec, decode_elements
 from jaxkv.kv.codecs.int4 import Int4Codec
 from kernels_pallas import gpu, tpu
+from kernels_pallas.tpu.layout import LANES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +182,47 @@ class HeadMajorLayout(PageLayout):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LaneRowsLayout(HeadMajorLayout):
+    """Pages of the XLA backend on a TPU where vectors are no whole registers of lanes: [R, S, 128],
+    all that a token has, one vector behind the other, padded and cut into R rows of 128 lanes.
+
+    XLA:TPU copies a pool of other widths wherever it writes (docs/benchmarks/memory.md).
+    """
+
+    @property
+    def width(self) -> int:
+        """Counts the elements of a vector."""
+        return self.codec.width(self.head_dim)
+
+    @property
+    def arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        num_rows = -(-self.num_vectors * self.width // LANES)
+        shape = (num_rows, self.page_size, LANES)
+        return (jax.ShapeDtypeStruct(shape, self.codec.storage_dtype),)
+
+    def encode_tokens(self, x_TVH: jax.Array) -> tuple[jax.Array, ...]:
+        return (self._rows(self.codec.encode(x_TVH)),)
+
+    def vectors(self, pages: jax.Array) -> jax.Array:
+        """Returns what is stored in pages [.., R, S, 128] vector by vector, [.., V, S, X]."""
+        x = pages.swapaxes(-3, -2)
+        x = x.reshape(*x.shape[:-2], -1)[..., : self.num_vectors * self.width]
+        return x.reshape(*x.shape[:-1], self.num_vectors, self.width).swapaxes(-3, -2)
+
+    def _rows(self, stored: jax.Array) -> jax.Array:
+        """Cuts what tokens have, [.., V, X], into rows [.., R, 128]."""
+        x = stored.reshape(*stored.shape[:-2], -1)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % LANES)])
+        return x.reshape(*x.shape[:-1], -1, LANES)
+
+    def _encode(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        return (self._rows(self.codec.encode(x).swapaxes(-3, -2)).swapaxes(-3, -2),)
+
+    def _decode(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        return decode_elements(self.codec, self.codec.elements(self.vectors(arrays[0])))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScalesApartLayout(HeadMajorLayout):
     """int8 and int4 pages of the GPU backend (`kernels_pallas.gpu.QuantisedPages`): numbers [V, S,
     H or H/2], and beside them, head by head, the scales [1, V * S], with offsets where there are.
@@ -274,7 +316,9 @@ class LaneLayout(PageLayout):
         return decode_elements(self.codec, Elements(values, scale, *offset))
 
 
-LAYOUTS = {one.__name__: one for one in (HeadMajorLayout, ScalesApartLayout, LaneLayout)}
+LAYOUTS = {
+    one.__name__: one for one in (HeadMajorLayout, LaneRowsLayout, ScalesApartLayout, LaneLayout)
+}
 
 
 def described(layout: PageLayout) -> dict[str, Any]:

@@ -285,7 +285,7 @@ def write(
     new = layout.encode_tokens(jnp.concatenate(given, axis=1))
     stored = zip(store.arrays, layout.by_slot(store.arrays), new, strict=True)
     # Vector by vector: for [V, H] of a slot at once XLA:TPU would lay out the whole pool anew.
-    place_TV = row_T[:, None], jnp.arange(layout.num_vectors)[None], slot_T[:, None]
+    place_TV = row_T[:, None], jnp.arange(new[0].shape[1])[None], slot_T[:, None]
     written = store.with_arrays(
         *(
             by_slot.at[place_TV].set(of_tokens, mode="drop").reshape(pool.shape)
@@ -295,8 +295,7 @@ def write(
     if store.extremes is None:
         return written
     # What is stored counts. A page begins anew with its slot 0.
-    keys = layout.keys
-    k_TKH = decode(store.codec, new[0][:, keys.start : keys.stop])
+    k_TKH = decode(store.codec, store.codec.encode(k_TKH))
     begun_T = jnp.where(slot_T == 0, row_T, store.pages.shape[0])
     extremes = store.extremes.at[begun_T].set(
         jnp.array([jnp.inf, -jnp.inf])[None, :, None, None], mode="drop"

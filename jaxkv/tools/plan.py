@@ -83,17 +83,15 @@ class Plan:
 def plan_by_formula(deployment: Deployment) -> Plan:
     """Plans without a compiler. Raises: CapacityError if there is no room for a page."""
     _check_weights(deployment)
-    fixed, per_page = temporaries(deployment)
+    temp_bytes = temporaries(deployment)
     rows = _with_rows(deployment.blueprint)
     programs = Programs(
         {}, PagedKV(stores=()), spec=rows.spec, config=rows.limits, backend=rows.backend
     )
     kept = programs.wide_bytes + programs.num_programs * CODE_BYTES
-    num_pages = most_pages(deployment.memory, rows.page_nbytes, kept, [(fixed, per_page)])
+    num_pages = most_pages(deployment.memory, rows.page_nbytes, kept, [(temp_bytes, 0)])
     num_pages = min(num_pages, _at_most(deployment))
-    return _plan(
-        deployment, "formula", num_pages, temp_bytes=fixed + per_page * num_pages, kept_bytes=kept
-    )
+    return _plan(deployment, "formula", num_pages, temp_bytes=temp_bytes, kept_bytes=kept)
 
 
 def plan_by_compiler(deployment: Deployment) -> Plan:
@@ -133,20 +131,19 @@ def _at_most(deployment: Deployment) -> int:
     return blueprint.limits.max_num_seqs * blueprint.limits.pages_per_row
 
 
-def temporaries(deployment: Deployment) -> tuple[int, int]:
-    """Returns (a, b): temporaries of the hungriest program are about a + b * pages, on each device
-    (docs/benchmarks/plan.md).
+def temporaries(deployment: Deployment) -> int:
+    """Returns about what the temporaries of the hungriest program take on each device, whatever the
+    pages (docs/benchmarks/plan.md).
 
     Logits of all rows, whole on each device, and what sampling makes of them; hidden states of the
-    largest step, twice where devices add theirs up. The XLA path makes a copy of a pool that does
-    not fill lanes (`Blueprint.fills_lanes`).
+    largest step, twice where devices add theirs up. Nothing copies the pool.
     """
     blueprint = deployment.blueprint
     spec, limits = blueprint.spec, blueprint.limits
     logits = 4 * spec.vocab_size * (limits.max_num_seqs + SAMPLING_ROWS)
     copies = 1 if blueprint.num_devices == 1 else 2
     hidden = 4 * limits.max_num_batched_tokens * spec.hidden_size * copies
-    return logits + hidden, 0 if blueprint.fills_lanes else blueprint.page_nbytes
+    return logits + hidden
 
 
 def _check_weights(deployment: Deployment) -> None:

@@ -1,7 +1,7 @@
 """What an engine would be is known before there are weights, and is the same wherever it is asked."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import pytest
@@ -58,13 +58,16 @@ def test_an_engine_and_a_plan_of_the_same_model_agree(tmp_path, options):
     llm = LLM(checkpoint, skip_tokenizer_init=True, lazy_compile=True, **given)
     planned = deploy(checkpoint, parse_target("v6e"), backend="xla", **given).blueprint
     built = blueprint_of(llm)
-    assert planned.page_nbytes == built.page_nbytes
+    # Pages of small heads are padded on a chip, so that other demoted ones take as many bytes.
+    assert planned.page_nbytes > built.page_nbytes
+    here = replace(planned.on(jax.devices()), limits=built.limits)
+    assert here.page_nbytes == built.page_nbytes
     assert planned.weight_bytes == built.weight_bytes
     if not built.fits_keys:
         assert built.weight_bytes == model_of(llm).weight_bytes
-    assert planned.with_pages(built.limits.num_pages).limits == built.limits
+    limits = planned.with_pages(built.limits.num_pages).limits
+    assert replace(limits, low_row_pages=built.limits.low_row_pages) == built.limits
     assert (planned.codecs, planned.backend) == (built.codecs, built.backend)
-    here = planned.with_pages(built.limits.num_pages).on(jax.devices())
     assert names(here.programs(here.abstract_weights())) == names(engine_of(llm).programs)
     assert shapes(here.abstract_weights()) == shapes(model_of(llm).weights)
 

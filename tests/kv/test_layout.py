@@ -14,7 +14,13 @@ import pytest
 
 from cases import contents, decode, encode
 from jaxkv.kv.codecs import get_codec
-from jaxkv.kv.layout import HeadMajorLayout, LaneLayout, PageLayout, ScalesApartLayout
+from jaxkv.kv.layout import (
+    HeadMajorLayout,
+    LaneLayout,
+    LaneRowsLayout,
+    PageLayout,
+    ScalesApartLayout,
+)
 from jaxkv.kv.state import PageTables, Store, destinations, empty_store, write
 from jaxkv.ops.attention import Batch, Heads, Place
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
@@ -22,14 +28,26 @@ from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
 
 L, P = 3, 6
-BACKENDS = {"cpu": Xla(), "gpu": MosaicGpu(), "tpu": PallasTpu(interpret=True)}
-KINDS = {"cpu": HeadMajorLayout, "gpu": HeadMajorLayout, "tpu": LaneLayout}
+BACKENDS = {
+    "cpu": Xla(),
+    "gpu": MosaicGpu(),
+    "tpu": PallasTpu(interpret=True),
+    "tpu-xla": Xla(on_lanes=True),
+}
+KINDS = {
+    "cpu": HeadMajorLayout,
+    "gpu": HeadMajorLayout,
+    "tpu": LaneLayout,
+    "tpu-xla": LaneRowsLayout,
+}
 CASES = [
     ("cpu", "int8", 3, 16, 8),
     ("cpu", "turboquant2.5", 2, 64, 8),
     ("gpu", "int4", 2, 64, 64),
     ("tpu", "bfloat16", 2, 64, 16),  # two heads side by side
     ("tpu", "int4", 1, 128, 64),
+    ("tpu-xla", "turboquant4", 3, 64, 8),
+    ("tpu-xla", "bfloat16", 2, 80, 8),
 ]
 CASES += [
     pytest.param(case, marks=pytest.mark.slow)
@@ -57,7 +75,7 @@ PER_HEAD = 2
 @pytest.fixture(params=CASES, ids=lambda case: "-".join(map(str, case)))
 def layout(request) -> PageLayout:
     platform, name, kv_heads, head_dim, size = request.param
-    codec = get_codec(name, platform=platform)
+    codec = get_codec(name, platform=platform.split("-")[0])
     made = BACKENDS[platform].page_layout(heads_of(kv_heads, head_dim), size, codec)
     kind = KINDS[platform]
     if platform == "gpu" and name in ("int8", "int4"):

@@ -24,7 +24,7 @@ from cases import (
     step_case,
 )
 from jaxkv.kv.codecs import get_codec
-from jaxkv.kv.layout import HeadMajorLayout
+from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout
 from jaxkv.kv.state import PagedKV, copy_pages, empty_store, write
 from jaxkv.ops.attention import xla
 from tiers import some
@@ -118,6 +118,30 @@ def test_where_every_page_may_be_read_no_bit_changes_and_chunks_read_all_anyway(
     case = step_case(1, SHAPES[0], num_tokens=64)
     chunk_T = (case.batch.row_T < NUM_ROWS) & (case.batch.row_T >= case.batch.num_decode)
     np.testing.assert_array_equal(*(read(one, 1)[chunk_T] for one in (case, choosing(case, 2))))
+
+
+def on_lanes(case: Case) -> Case:
+    """The case with its pages as rows of registers, unheld slots' numbers too."""
+    own = case.store.layout
+    sizes = {"num_kv_heads": own.num_kv_heads, "head_dim": own.head_dim, "page_size": own.page_size}
+    layout = LaneRowsLayout(codec=own.codec, **sizes)
+    pages = np.asarray(case.store.pages)  # [L*P, V, S, X]
+    by_token = pages.swapaxes(1, 2).reshape(len(pages), own.page_size, -1)
+    (like,) = layout.arrays
+    lanes = np.zeros((len(pages), own.page_size, like.shape[0] * like.shape[2]), pages.dtype)
+    lanes[..., : by_token.shape[2]] = by_token
+    rows = lanes.reshape(len(pages), own.page_size, *like.shape[::2]).swapaxes(1, 2)
+    return case._replace(store=replace(case.store, pages=jnp.asarray(rows), layout=layout))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "turboquant4"])
+def test_pages_that_are_rows_of_registers_give_the_same_bits_chosen_by_head_or_not(dtype):
+    shape = Shape(8, None, 6, 3, 32, dtype)
+    for case in (decode_case(3, shape), step_case(1, shape, num_tokens=64)):
+        real_T = case.batch.row_T < NUM_ROWS
+        np.testing.assert_array_equal(*(read(one, 1)[real_T] for one in (case, on_lanes(case))))
+    case = choosing(decode_case(3, SHAPES[0]), 2)
+    np.testing.assert_array_equal(*(read(one, 1) for one in (case, on_lanes(case))))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -90,6 +90,7 @@ __all__ = [
     "LatentMaps",
     "Needs",
     "Place",
+    "Xla",
     "check_backend",
     "choose_backend",
 ]

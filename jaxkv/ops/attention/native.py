@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import PlainCodec, ScaledCodec
+from jaxkv.kv.layout import LaneRowsLayout
 from jaxkv.ops import native
 from jaxkv.ops.attention.base import Batch, Place
 from jaxkv.ops.attention.softmax import MASKED
@@ -33,6 +34,7 @@ def handler_for(at: Place) -> str | None:
         return None
     has_more = store.low is not None or store.num_read is not None or at.statistics is not None
     size, head_dim = store.page_size, store.layout.head_dim
+    has_more = has_more or isinstance(store.layout, LaneRowsLayout)
     if has_more or store.layout.latent_dim is not None or native.unused_because() is not None:
         return None
     lanes = 16 if native.is_wide() else 8

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxkv.kv.codecs import Elements
 from jaxkv.kv.codecs.base import decode_elements
-from jaxkv.kv.layout import HeadMajorLayout, PageLayout
+from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout, PageLayout
 from jaxkv.kv.state import BEHIND, PageTables, Store
 from jaxkv.ops.attention.base import Index, Place
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
@@ -140,7 +140,6 @@ class Blocks(NamedTuple):
         matmul reads.
         """
         store, num_pages, size = self.store, self.num_pages, self.store.page_size
-        page_rows = store.pages.shape[1]
         take = partial(
             jax.lax.dynamic_slice_in_dim, start_index=i * num_pages, slice_size=num_pages, axis=2
         )
@@ -148,22 +147,37 @@ class Blocks(NamedTuple):
         slot_1J = jnp.tile(jnp.arange(size, dtype=jnp.int32), num_pages)[None, None]
         held_RKJ = once(slot_1J < jnp.repeat(in_page_RKC, size, axis=2))
         position_RKJ = once(jnp.repeat(first_RKC, size, axis=2) + slot_1J)
-        key_1K1, to_values = _rows_of_heads(store.layout)
-        index_RKC = once((self.layer * store.num_pages + page_RKC) * page_rows + key_1K1)
-        keys = self._fetch(index_RKC)
-        values = self._fetch(once(index_RKC + to_values)) if to_values else keys
+        keys, values = self._fetch(self.layer * store.num_pages + page_RKC)
         # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is
         # not enough.
         cleared = jnp.where(held_RKJ[..., None], values.values, 0)
         of_slot = (None if x is None else jnp.where(held_RKJ, x, 0.0) for x in values[1:])
         return Block(keys, Elements(cleared, *of_slot), held_RKJ, position_RKJ)
 
-    def _fetch(self, head_page_RKC: jax.Array) -> Elements:
+    def _fetch(self, page_RKC: jax.Array) -> tuple[Elements, Elements]:
+        """Gathers the keys and values [R, K, J, H] of each head's pages, or of pages that all heads
+        share.
+        """
         store = self.store
+        key_1K1, to_values = _rows_of_heads(store.layout)
+        if isinstance(store.layout, LaneRowsLayout):
+            pages = store.pages.at[page_RKC].get(mode="clip")
+            by_vector = store.layout.vectors(pages).swapaxes(2, 3)  # [R, 1 or K, V, C, S, X]
+            own_K, key_K = jnp.arange(page_RKC.shape[1]), key_1K1[0, :, 0]
+            keys = self._elements(by_vector[:, own_K, key_K])
+            return keys, self._elements(
+                by_vector[:, own_K, key_K + to_values]
+            ) if to_values else keys
         by_head = store.pages.reshape(-1, store.page_size, store.pages.shape[3])
-        num_rows, heads, _ = head_page_RKC.shape
-        stored = by_head.at[head_page_RKC].get(mode="clip").reshape(num_rows, heads, self.size, -1)
-        found = store.codec.elements(stored)
+        index_RKC = once(page_RKC * store.pages.shape[1] + key_1K1)
+        keys = self._elements(by_head.at[index_RKC].get(mode="clip"))
+        if not to_values:
+            return keys, keys
+        return keys, self._elements(by_head.at[once(index_RKC + to_values)].get(mode="clip"))
+
+    def _elements(self, stored_RKCSX: jax.Array) -> Elements:
+        num_rows, heads = stored_RKCSX.shape[:2]
+        found = self.store.codec.elements(stored_RKCSX.reshape(num_rows, heads, self.size, -1))
         if not self.in_float32:
             return found
         return found._replace(values=found.values.astype(jnp.float32))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.codecs import Codec
-from jaxkv.kv.layout import HeadMajorLayout
+from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout
 from jaxkv.kv.state import PageTables, Statistics, Store, destinations, write
 from jaxkv.ops.attention import expanded, native
 from jaxkv.ops.attention.base import Attended, Batch, Heads, Index, LatentMaps, Needs, Place
@@ -27,6 +27,7 @@ from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
 from jaxkv.ops.attention.select import select_pages
 from jaxkv.ops.attention.sweep import BLOCK, Blocking, Scores, Window, attend, rows_of
 from jaxkv.ops.native import is_wide
+from kernels_pallas.tpu.layout import LANES
 
 CPU_TILE_ROWS = 8
 """Decode rows that sweep together on a CPU: with BLOCK keys of each, what is gathered stays in the
@@ -72,17 +73,22 @@ def decode_keys(num_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Xla:
-    """See `base.Backend`. `deterministic`: as in `read`."""
+    """See `base.Backend`. `deterministic`: as in `read`. `on_lanes`: pages are rows of whole
+    registers, as a TPU's memory has them.
+    """
 
     # Blocks of keys must not begin elsewhere, or a query would add up in another order.
     aligned_len: ClassVar[int] = BLOCK
     deterministic: bool = False
+    on_lanes: bool = False
 
     def refuses(self, heads: Heads, needs: Needs) -> str | None:
         return None
 
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> HeadMajorLayout:
-        return HeadMajorLayout(
+        pads = self.on_lanes and codec.width(heads.head_dim) % LANES
+        kind = LaneRowsLayout if pads else HeadMajorLayout
+        return kind(
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             page_size=page_size,
