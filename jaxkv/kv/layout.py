@@ -32,6 +32,9 @@ from jaxkv.kv.codecs.int4 import Int4Codec
 from kernels_pallas import gpu, tpu
 from kernels_pallas.tpu.layout import LANES
 
+once = jax.lax.optimization_barrier
+"""Keeps XLA:CPU from computing indices and masks anew for each element of whatever reads them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageLayout(ABC):
@@ -156,14 +159,21 @@ class HeadMajorLayout(PageLayout):
         return (jax.ShapeDtypeStruct(shape, self.codec.storage_dtype),)
 
     @property
-    def keys(self) -> range:
-        """Rows of a page that are keys, one for each KV head."""
-        return range(self.num_kv_heads)
+    def to_values(self) -> int:
+        """Counts how many vectors behind a head's key its value is: 0 where the key has it."""
+        return self.num_vectors - self.num_kv_heads
 
-    @property
-    def values(self) -> range:
-        """Rows of a page that are, or begin with, values."""
-        return range(self.num_vectors - self.num_kv_heads, self.num_vectors)
+    def gather(self, pages: jax.Array, page_RKC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns what is stored of keys and of values, [R, K, C, S, X], in pages of a pool that
+        each head has of its own, or [R, 1, C] that all heads share.
+        """
+        by_vector = pages.reshape(-1, self.page_size, pages.shape[3])
+        head_1K1 = jnp.arange(self.num_kv_heads, dtype=jnp.int32)[None, :, None]
+        index_RKC = once(page_RKC * pages.shape[1] + head_1K1)
+        keys = by_vector.at[index_RKC].get(mode="clip")
+        if not self.to_values:
+            return keys, keys
+        return keys, by_vector.at[once(index_RKC + self.to_values)].get(mode="clip")
 
     def encode_tokens(self, x_TVH: jax.Array) -> tuple[jax.Array, ...]:
         """Returns what tokens have in their slots: [T, V, ..] for each of `by_slot`."""
@@ -202,6 +212,13 @@ class LaneRowsLayout(HeadMajorLayout):
 
     def encode_tokens(self, x_TVH: jax.Array) -> tuple[jax.Array, ...]:
         return (self._rows(self.codec.encode(x_TVH)),)
+
+    def gather(self, pages: jax.Array, page_RKC: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # Whole pages: of those that each head has of its own all heads are read.
+        found = self.vectors(pages.at[page_RKC].get(mode="clip")).swapaxes(2, 3)
+        own_K, head_K = jnp.arange(page_RKC.shape[1]), jnp.arange(self.num_kv_heads)
+        keys = found[:, own_K, head_K]
+        return keys, found[:, own_K, head_K + self.to_values] if self.to_values else keys
 
     def vectors(self, pages: jax.Array) -> jax.Array:
         """Returns what is stored in pages [.., R, S, 128] vector by vector, [.., V, S, X]."""

@@ -22,8 +22,8 @@ from kernels_pallas.cpu import chunk, queries
 
 def handler_for(at: Place) -> str | None:
     """Names what attends to these pages; None where XLA has to: of codecs that rotate or pack,
-    pages in two codecs or chosen ones, latent rows, where attention is observed, and of sizes that
-    are no whole vectors.
+    pages in two codecs or chosen ones, latent rows, where attention is observed, of a TPU's pages,
+    and of sizes that are no whole vectors.
     """
     store, codec = at.store, at.store.codec
     if isinstance(codec, PlainCodec):
@@ -33,8 +33,8 @@ def handler_for(at: Place) -> str | None:
     else:
         return None
     has_more = store.low is not None or store.num_read is not None or at.statistics is not None
-    size, head_dim = store.page_size, store.layout.head_dim
     has_more = has_more or isinstance(store.layout, LaneRowsLayout)
+    size, head_dim = store.page_size, store.layout.head_dim
     if has_more or store.layout.latent_dim is not None or native.unused_because() is not None:
         return None
     lanes = 16 if native.is_wide() else 8

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxkv.kv.codecs import Elements
 from jaxkv.kv.codecs.base import decode_elements
-from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout, PageLayout
+from jaxkv.kv.layout import HeadMajorLayout, once
 from jaxkv.kv.state import BEHIND, PageTables, Store
 from jaxkv.ops.attention.base import Index, Place
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
@@ -70,10 +70,6 @@ class Blocking(NamedTuple):
 
     num_keys: int = BLOCK
     in_float32: bool = False
-
-
-once = jax.lax.optimization_barrier
-"""Keeps XLA:CPU from computing masks and indices anew for each element of whatever reads them."""
 
 
 def rows_of(store: Store, tables: PageTables, window: Window) -> Rows:
@@ -158,22 +154,11 @@ class Blocks(NamedTuple):
         """Gathers the keys and values [R, K, J, H] of each head's pages, or of pages that all heads
         share.
         """
-        store = self.store
-        key_1K1, to_values = _rows_of_heads(store.layout)
-        if isinstance(store.layout, LaneRowsLayout):
-            pages = store.pages.at[page_RKC].get(mode="clip")
-            by_vector = store.layout.vectors(pages).swapaxes(2, 3)  # [R, 1 or K, V, C, S, X]
-            own_K, key_K = jnp.arange(page_RKC.shape[1]), key_1K1[0, :, 0]
-            keys = self._elements(by_vector[:, own_K, key_K])
-            return keys, self._elements(
-                by_vector[:, own_K, key_K + to_values]
-            ) if to_values else keys
-        by_head = store.pages.reshape(-1, store.page_size, store.pages.shape[3])
-        index_RKC = once(page_RKC * store.pages.shape[1] + key_1K1)
-        keys = self._elements(by_head.at[index_RKC].get(mode="clip"))
-        if not to_values:
-            return keys, keys
-        return keys, self._elements(by_head.at[once(index_RKC + to_values)].get(mode="clip"))
+        layout = self.store.layout
+        if not isinstance(layout, HeadMajorLayout):
+            raise TypeError(f"expected pages that XLA can read head by head, got {layout}")
+        keys, values = map(self._elements, layout.gather(self.store.pages, page_RKC))
+        return keys, values if layout.to_values else keys
 
     def _elements(self, stored_RKCSX: jax.Array) -> Elements:
         num_rows, heads = stored_RKCSX.shape[:2]
@@ -312,17 +297,6 @@ def _sweep(
     first, end = blocks.covering(*bounds)
     state, tally = jax.lax.fori_loop(first, end, body, (empty, tally))
     return state._replace(acc=state.acc[..., :head_dim]), tally
-
-
-def _rows_of_heads(layout: PageLayout) -> tuple[jax.Array, int]:
-    """Returns which rows of a page are each KV head's keys, [1, K, 1], and how many rows later its
-    values are.
-    """
-    if not isinstance(layout, HeadMajorLayout):
-        raise TypeError(f"expected pages that XLA can read head by head, got {layout}")
-    keys, values = layout.keys, layout.values
-    key_K = jnp.arange(keys.start, keys.stop, dtype=jnp.int32)
-    return key_K[None, :, None], values.start - keys.start
 
 
 def accumulate(
