@@ -362,7 +362,8 @@ def extend(
     Returns the continuation with these tokens, and the logits after each, [T, V] float32, which are
     NaN where there was no room.
     Raises: ValueError for embeddings of another shape, NotImplementedError for a model on several
-    devices or with embeddings per layer, RuntimeError for a consumed state.
+    devices, with embeddings per layer or that chooses keys by blocks, RuntimeError for a consumed
+    state.
     """
     room, size = continuation.own.stores[0].page_size, model.spec.hidden_size
     embedded = jnp.asarray(embedded)
@@ -371,6 +372,12 @@ def extend(
             f"embedded: expected [T, {size}] of 1 to {room} tokens, got {list(embedded.shape)}"
         )
     _check_device(model)
+    index = model.spec.attention.index
+    if index is not None and index.pool > 1:
+        raise NotImplementedError(
+            f"extend: expected a model that chooses single keys, got {model.spec.family}, which "
+            f"chooses {index.pool} together: a continuation may begin among them"
+        )
     if "own_embed" in model.weights:
         raise NotImplementedError(
             "extend: every layer of this model looks up its tokens, which embeddings do not tell"
@@ -390,6 +397,7 @@ def _own_store(prefix: Store, room: int) -> Store:
         page_size=room,
         codec=PlainCodec(dtype="float32"),
         latent_dim=prefix.layout.latent_dim,
+        has_index_key=prefix.layout.has_index_key,
     )
     return empty_store(layout=layout, num_layers=prefix.num_layers, num_pages=1)
 

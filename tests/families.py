@@ -471,6 +471,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 10}
     | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "layer_group_size": 2},
+    "minimax_m3_vl_text": HEAD
+    | {"intermediate_size": 32, "dense_intermediate_size": 80, "shared_intermediate_size": 24}
+    | {"num_local_experts": 8, "num_experts_per_tok": 3, "index_n_heads": 2, "index_head_dim": 6}
+    | {"index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 2}
+    | {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 2]}
+    | {"mlp_layer_types": ["dense", *["sparse"] * 2]}
+    | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "llama": {},
     "llama-dynamic": {
         "rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0},
@@ -497,6 +504,7 @@ PARTS = (
     "glm4v_text",
     "glm5_next_text",
     "glm_ocr_text",
+    "minimax_m3_vl_text",
     "paddleocr_vl_text",
     "ernie4_5_vl_moe_text",
     "qwen2_vl_text",
@@ -530,6 +538,11 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "glm4v_moe": ("glm4v_moe_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "glm5_next": ("glm5_next_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "minimax_m3_vl": (
+        "minimax_m3_vl_text",
+        SIGLIP | {"image_size": 16},
+        {"projector_hidden_size": 16},
+    ),
     "glm46v": ("glm4v_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "glm_ocr": ("glm_ocr_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "got_ocr2": (

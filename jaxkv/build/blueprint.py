@@ -118,6 +118,8 @@ class Blueprint:
             return False
         if any(group.latent_dim for group in self.spec.groups):  # keys are values too
             return False
+        if asked.index is not None:  # what is measured attends to all keys
+            return False
         return any(codec.fits_keys for codec in self.codecs + (self.low_codecs or ()))
 
     # --- other blueprints
@@ -579,10 +581,11 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
             f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got "
             f"{asked.max_model_len!r}"
         )
-    if (index := spec.attention.index) is not None and limits.block_size % index.pool:
+    size, index = limits.block_size, spec.attention.index
+    if index is not None and size % index.pool and index.pool % size:
         raise ValueError(
-            f"block_size: expected a multiple of the {index.pool} tokens that {spec.family} "
-            f"chooses together, got {limits.block_size}"
+            f"block_size: expected a multiple or a divisor of the {index.pool} tokens that "
+            f"{spec.family} chooses together, got {size}"
         )
     return limits
 

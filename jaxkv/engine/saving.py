@@ -178,9 +178,13 @@ def _check(engine: Engine, saved: SavedPages) -> None:
             )
         if saved.origin.form == BY_TOKEN:
             heads = store.layout.num_kv_heads * store.layout.num_devices(store.pages)
-            shape: tuple[int, ...] = (num_tokens - first, heads, places.head_dims[layer])
-            count = 1 if store.layout.latent_dim is not None else 2
-            wanted = [(shape, rounded(np.zeros(0), stored_as(store)).dtype)] * count
+            vectors = [heads + store.layout.has_index_key]
+            if store.layout.latent_dim is None:
+                vectors.append(heads)
+            dtype = rounded(np.zeros(0), stored_as(store)).dtype
+            ends = (num_tokens - first, places.head_dims[layer])
+            shapes: list[tuple[int, ...]] = [(ends[0], count, ends[1]) for count in vectors]
+            wanted = [(shape, dtype) for shape in shapes]
         else:
             num_pages = (num_tokens - first) // size
             wanted = [((num_pages, *x.shape[1:]), x.dtype) for x in store.arrays]

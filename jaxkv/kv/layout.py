@@ -13,7 +13,9 @@ values are the first numbers of their keys (latent attention), pages hold the ke
 
 Between the two forms there are vectors in page order [.., D, V, S, H]: of each device first the
 keys of its K heads, then their values, each head with the S tokens of a page. V is `num_vectors`:
-2K, or K without values.
+2K, or K without values. Where blocks of keys are chosen (`ops.attention.index.BlockIndex`), what
+they are chosen by is one more vector behind the keys: of every device the same, and the last head
+of the keys in the canonical form.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ class PageLayout(ABC):
 
     num_kv_heads: K of that part. page_size: S tokens. codec: how vectors are stored. latent_dim:
     values are the first so many numbers of the keys, which every device has all of; None: they are
-    stored beside them. Hashable: a static part of the KV state. Where heads are divided over D
-    devices, the first axis of each of a page's arrays is D times as long, device by device.
+    stored beside them. has_index_key: tokens have one more key, by which blocks are chosen.
+    Hashable: a static part of the KV state. Where heads are divided over D devices, the first axis
+    of each of a page's arrays is D times as long, device by device.
     """
 
     num_kv_heads: int
@@ -51,11 +54,17 @@ class PageLayout(ABC):
     page_size: int
     codec: Codec
     latent_dim: int | None = None
+    has_index_key: bool = False
+
+    @property
+    def num_keys(self) -> int:
+        """Counts the keys that a page has of each token."""
+        return self.num_kv_heads + self.has_index_key
 
     @property
     def num_vectors(self) -> int:
         """Counts the vectors that a page has of each token."""
-        return self.num_kv_heads * (2 if self.latent_dim is None else 1)
+        return self.num_keys + (self.num_kv_heads if self.latent_dim is None else 0)
 
     @property
     @abstractmethod
@@ -103,8 +112,7 @@ class PageLayout(ABC):
         """Returns the keys and values, [.., K, S, H], of vectors in page order."""
         if self.latent_dim is not None:
             return x, x[..., : self.latent_dim]
-        k, v = jnp.split(x, 2, axis=-3)
-        return k, v
+        return x[..., : self.num_kv_heads, :, :], x[..., self.num_keys :, :, :]
 
     def pack(self, k_LTKH: jax.Array, v_LTKH: jax.Array | None) -> tuple[jax.Array, ...]:
         """Stores the keys and values of T tokens, in order, in ceil(T / S) pages of each layer:
@@ -113,29 +121,42 @@ class PageLayout(ABC):
 
         Raises: ValueError for keys and values of another shape.
         """
-        num_layers, num_tokens, num_heads, head_dim = k_LTKH.shape
+        num_layers, num_tokens, num_keys, head_dim = k_LTKH.shape
+        num_heads = num_keys - self.has_index_key
         num_devices, rest = divmod(num_heads, self.num_kv_heads)
         v_shape = None if v_LTKH is None else v_LTKH.shape
-        expected = k_LTKH.shape if self.latent_dim is None else None
-        if rest or head_dim != self.head_dim or v_shape != expected:
+        expected = (num_layers, num_tokens, num_heads, head_dim)
+        if (
+            rest
+            or head_dim != self.head_dim
+            or v_shape != (expected if self.latent_dim is None else None)
+        ):
             what = "keys and values" if self.latent_dim is None else "keys alone"
+            more = ", and one more key" if self.has_index_key else ""
             raise ValueError(
                 f"expected {what} [layers, tokens, {self.num_kv_heads}, {self.head_dim}] or a "
-                f"multiple of those heads, got {k_LTKH.shape} and {v_shape}"
+                f"multiple of those heads{more}, got {k_LTKH.shape} and {v_shape}"
             )
-        size = self.page_size
-        of_axes = [(0, 0)] * 5
-        of_axes[2] = (0, -num_tokens % size)
-        stored = [k_LTKH] if v_LTKH is None else [k_LTKH, v_LTKH]
-        x = jnp.pad(jnp.stack(stored), of_axes)
-        x = x.reshape(len(stored), num_layers, -1, size, num_devices, self.num_kv_heads, head_dim)
-        x = x.transpose(1, 2, 4, 0, 5, 3, 6)  # [L, P, D, 1 or 2, K, S, H]
-        return self.encode(x.reshape(*x.shape[:3], -1, size, head_dim))
+
+        def by_device(x: jax.Array) -> jax.Array:
+            return x.reshape(num_layers, num_tokens, num_devices, -1, head_dim)
+
+        parts = [by_device(k_LTKH[:, :, :num_heads])]
+        if self.has_index_key:
+            every = (num_layers, num_tokens, num_devices, head_dim)
+            parts.append(by_device(jnp.broadcast_to(k_LTKH[:, :, num_heads:], every)))
+        if v_LTKH is not None:
+            parts.append(by_device(v_LTKH))
+        x = jnp.concatenate(parts, axis=3)
+        size, of_axes = self.page_size, [(0, 0)] * 5
+        of_axes[1] = (0, -num_tokens % size)
+        x = jnp.pad(x, of_axes).reshape(num_layers, -1, size, *x.shape[2:])
+        return self.encode(x.transpose(0, 1, 3, 4, 2, 5))  # [L, P, D, V, S, H]
 
     def unpack(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Returns the keys and the values [L, P * S, K, H] float32, of all devices, that pages
-        [L, P, *shape] stand for; values may be narrower (`latent_dim`). Those of slots that nobody
-        holds are anything.
+        [L, P, *shape] stand for; values may be narrower (`latent_dim`), keys one more
+        (`has_index_key`). Those of slots that nobody holds are anything.
         """
 
         def by_token(x: jax.Array) -> jax.Array:
@@ -143,7 +164,11 @@ class PageLayout(ABC):
             x = x.transpose(0, 1, 4, 2, 3, 5)  # [L, P, S, D, K, H]
             return x.reshape(num_layers, num_pages * self.page_size, -1, x.shape[-1])
 
-        k, v = map(by_token, self.split(self.decode(arrays)))
+        x = self.decode(arrays)
+        k, v = map(by_token, self.split(x))
+        if self.has_index_key:
+            own = by_token(x[:, :, :1, self.num_kv_heads : self.num_keys])
+            k = jnp.concatenate([k, own], axis=2)
         return k, v
 
 
@@ -167,13 +192,21 @@ class HeadMajorLayout(PageLayout):
         """Returns what is stored of keys and of values, [R, K, C, S, X], in pages of a pool that
         each head has of its own, or [R, 1, C] that all heads share.
         """
-        by_vector = pages.reshape(-1, self.page_size, pages.shape[3])
-        head_1K1 = jnp.arange(self.num_kv_heads, dtype=jnp.int32)[None, :, None]
-        index_RKC = once(page_RKC * pages.shape[1] + head_1K1)
-        keys = by_vector.at[index_RKC].get(mode="clip")
+        heads = range(self.num_kv_heads)
+        keys = self.gather_vectors(pages, page_RKC, heads)
         if not self.to_values:
             return keys, keys
-        return keys, by_vector.at[once(index_RKC + self.to_values)].get(mode="clip")
+        values = [head + self.to_values for head in heads]
+        return keys, self.gather_vectors(pages, page_RKC, values)
+
+    def gather_vectors(
+        self, pages: jax.Array, page_RKC: jax.Array, vectors: Sequence[int]
+    ) -> jax.Array:
+        """Returns these K of the V vectors of tokens, as `gather` does keys."""
+        by_vector = pages.reshape(-1, self.page_size, pages.shape[3])
+        vector_1K1 = jnp.asarray(vectors, jnp.int32)[None, :, None]
+        index_RKC = once(page_RKC * pages.shape[1] + vector_1K1)
+        return by_vector.at[index_RKC].get(mode="clip")
 
     def encode_tokens(self, x_TVH: jax.Array) -> tuple[jax.Array, ...]:
         """Returns what tokens have in their slots: [T, V, ..] for each of `by_slot`."""
@@ -213,12 +246,12 @@ class LaneRowsLayout(HeadMajorLayout):
     def encode_tokens(self, x_TVH: jax.Array) -> tuple[jax.Array, ...]:
         return (self._rows(self.codec.encode(x_TVH)),)
 
-    def gather(self, pages: jax.Array, page_RKC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def gather_vectors(
+        self, pages: jax.Array, page_RKC: jax.Array, vectors: Sequence[int]
+    ) -> jax.Array:
         # Whole pages: of those that each head has of its own all heads are read.
         found = self.vectors(pages.at[page_RKC].get(mode="clip")).swapaxes(2, 3)
-        own_K, head_K = jnp.arange(page_RKC.shape[1]), jnp.arange(self.num_kv_heads)
-        keys = found[:, own_K, head_K]
-        return keys, found[:, own_K, head_K + self.to_values] if self.to_values else keys
+        return found[:, jnp.arange(page_RKC.shape[1]), jnp.asarray(vectors)]
 
     def vectors(self, pages: jax.Array) -> jax.Array:
         """Returns what is stored in pages [.., R, S, 128] vector by vector, [.., V, S, X]."""

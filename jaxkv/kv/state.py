@@ -262,7 +262,8 @@ def write(
     layer: int | jax.Array,
 ) -> Store:
     """Stores one key and one value row per token in its slot, the key alone where it has the value
-    (`PageLayout.latent_dim`); a dest_T past the pool is dropped.
+    (`PageLayout.latent_dim`), behind the keys one more where the layout has it (`has_index_key`); a
+    dest_T past the pool is dropped.
 
     Units: dest_T is page * S + slot; `layer` counts within the KV group. Cost: 2*T*K*H values, in
     place when donated.
@@ -275,9 +276,11 @@ def write(
     given = [k_TKH] if v_TKH is None else [k_TKH, v_TKH]
     shapes = [x.shape[1:] for x in given]
     expected = (layout.num_kv_heads, layout.head_dim)
-    if shapes != [expected] * (layout.num_vectors // layout.num_kv_heads):
+    wanted = [(layout.num_keys, layout.head_dim), expected]
+    if shapes != (wanted if layout.latent_dim is None else wanted[:1]):
         what = "keys and values" if layout.latent_dim is None else "keys alone"
-        raise ValueError(f"expected {what} of (K, H) = {expected}, got {shapes}")
+        more = " and one more key" if layout.has_index_key else ""
+        raise ValueError(f"expected {what} of (K, H) = {expected}{more}, got {shapes}")
     page_T, slot_T = dest_T // store.page_size, dest_T % store.page_size
     row_T = jnp.where(
         page_T < store.num_pages, layer * store.num_pages + page_T, store.pages.shape[0]

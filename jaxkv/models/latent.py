@@ -61,7 +61,7 @@ def project(
         rotated = [apply_rope(x, rope) for x in rotated]
     q_TNH = jnp.concatenate([q_TNH[..., :num_plain], rotated[0]], axis=-1)
     parts, chooser = [latent_T1R, rotated[1]], before
-    if spec.attention.index is not None and "index_q" in w:
+    if isinstance(spec.attention.index, IndexSpec) and "index_q" in w:
         chooser = _chooser(x_TD, h_TD, w, rope, spec.attention.index, position_T)
     if chooser is not None:
         missing = spec.groups[0].head_dim - chooser[1].shape[2] - latent_T1R.shape[2]

@@ -20,9 +20,9 @@ from jaxkv.kv.state import PagedKV
 from jaxkv.models import alibi, altup, hyper, latent
 from jaxkv.models.paged import Held, PagedAttention
 from jaxkv.models.rope import Ropes
-from jaxkv.models.spec import ModelSpec, QueryTemperature
+from jaxkv.models.spec import BlockIndexSpec, ModelSpec, QueryTemperature
 from jaxkv.ops.adapters import TokenAdapters
-from jaxkv.ops.attention import Batch, LatentMaps
+from jaxkv.ops.attention import AnyIndex, Batch, BlockIndex, LatentMaps
 from jaxkv.ops.experts import Router, run_experts
 from jaxkv.ops.layers import (
     ACTIVATIONS,
@@ -188,14 +188,16 @@ class Layers:
         def attend(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             rope = rotation_of(number)
             k: jax.Array | None
+            index: AnyIndex | None
             if "kv_down" in w:
                 q, k, chooser = latent.project(h_TD, w, rope, spec, position_T, held.chooser)
-                maps, v = LatentMaps(w["k_up"], w["v_up"], chooser and chooser[0]), None
+                maps, v, index = LatentMaps(w["k_up"], w["v_up"]), None, chooser and chooser[0]
                 if held.chooser is not None:
                     held = held._replace(chooser=chooser)
             else:
                 q, k, v = _project(h_TD, w, rope, spec, head_dim, self._axis)
                 maps = None
+                k, index = _with_index_key(h_TD, k, w, rope, spec)
             if slopes_N.size and k is not None:
                 q, k = alibi.with_positions(
                     *(q, k, position_T, slopes_N), scale=self._attend.scale, axis=self._axis
@@ -212,6 +214,7 @@ class Layers:
                 groups=groups,
                 sinks_N=sinks_N,
                 maps=maps,
+                index=index,
                 out_dtype=dtype,
             )
             value_dim = w["o"].num_columns // q.shape[1]
@@ -444,6 +447,28 @@ def _project(
         k = jax.lax.optimization_barrier((k - mean_1KH) * factor_1KH)
         q = q / jnp.repeat(factor_1KH, q.shape[1] // k.shape[1], axis=1)
     return q, k, v
+
+
+def _with_index_key(
+    x_TD: jax.Array, k_TKH: jax.Array | None, w: Weights, rope: Rotation | None, spec: ModelSpec
+) -> tuple[jax.Array | None, BlockIndex | None]:
+    """Puts behind the keys of tokens the one that blocks are chosen by, zeros where the layer
+    attends to all. Returns them, and how these tokens choose; without a change where no layer does.
+    """
+    asked = spec.attention.index
+    if not isinstance(asked, BlockIndexSpec) or k_TKH is None:
+        return k_TKH, None
+    if "index_q" not in w:
+        return jnp.pad(k_TKH, ((0, 0), (0, 1), (0, 0))), None
+
+    def made(name: str) -> jax.Array:
+        x_TF = jax.lax.optimization_barrier(linear(x_TD, w[name]))  # as in `_project`
+        x_TIH = normed(x_TF.reshape(x_TD.shape[0], -1, asked.head_dim), w, f"{name}_norm", spec)
+        return x_TIH if rope is None else apply_rope(x_TIH, rope)
+
+    key_T1H = jnp.pad(made("index_k"), ((0, 0), (0, 0), (0, k_TKH.shape[2] - asked.head_dim)))
+    sizes = {"num_chosen": asked.num_chosen, "num_local": asked.num_local, "pool": asked.pool}
+    return jnp.concatenate([k_TKH, key_T1H], axis=1), BlockIndex(made("index_q"), **sizes)
 
 
 def _of_layer(x_TD: jax.Array, own_TP: jax.Array, w: Weights, spec: ModelSpec) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxkv.kv.state import PagedKV, PageTables, Statistics, Store
 from jaxkv.models import latent
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Attention, Batch, Heads, LatentMaps, Place
+from jaxkv.ops.attention import AnyIndex, Attention, Batch, Heads, LatentMaps, Place
 
 EVERYTHING = 2**30
 """The window of layers that see all tokens, and the chunk of those that cut nothing, where others
@@ -98,14 +98,15 @@ class PagedAttention:
         groups: Sequence[int],
         sinks_N: jax.Array | None,
         maps: LatentMaps | None,
+        index: AnyIndex | None,
         out_dtype: np.dtype,
     ) -> Result:
         """Attends the queries of layer `number` (int32) of the model, which is in one of `groups`.
 
-        kv: keys and values [T, K, H], or None; maps: as `Attention.attend` takes them.
+        kv: keys and values [T, K, H], or None; maps, index: as `Attention.attend` takes them.
         Returns (out [T, N, H] of the values' H, what is held after it).
         """
-        attend = partial(self._attend, sinks_N=sinks_N, maps=maps, out_dtype=out_dtype)
+        attend = partial(self._attend, sinks_N=sinks_N, maps=maps, index=index, out_dtype=out_dtype)
         if not self._has_places:
             return attend(0, self._of_groups[0], held, number, q_TNH, *kv)
         group, layer = jnp.asarray(self._places_L2)[number]
@@ -133,6 +134,7 @@ class PagedAttention:
         *kv: jax.Array | None,
         sinks_N: jax.Array | None,
         maps: LatentMaps | None,
+        index: AnyIndex | None,
         out_dtype: np.dtype,
     ) -> Result:
         """Attends in layer `layer` of a KV group, whose pages are in store s, with the tables of
@@ -153,6 +155,7 @@ class PagedAttention:
             cap=self._cap,
             sinks_N=sinks_N,
             maps=maps,
+            index=index,
             out_dtype=out_dtype,
         )
         stores = (*held.stores[:s], _pools(found.store), *held.stores[s + 1 :])
@@ -175,6 +178,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
             has_readers=bool(spec.attention.kv_sources),
             latent_dim=group.latent_dim,
             has_index=spec.attention.index is not None,
+            has_index_key=group.has_index_key,
         )
         for group in spec.groups
     )

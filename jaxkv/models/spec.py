@@ -81,6 +81,20 @@ class IndexSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockIndexSpec:
+    """Says how the query heads of each KV head choose the `num_chosen` blocks of `pool` keys that
+    they attend to: by an index head of `head_dim` numbers for each KV head, among them always the
+    `num_local` last blocks (`ops.attention.BlockIndex`). A layer without index heads attends to all
+    keys. Source: MiniMaxAI/MiniMax-M3.
+    """
+
+    head_dim: int
+    num_chosen: int
+    pool: int
+    num_local: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
     """Says what attention does beside what its tensors show.
 
@@ -95,7 +109,8 @@ class AttentionSpec:
     slopes: of each query head, by which scores fall with distance (`models.alibi`); () for none.
     by_depth: scores are divided by the number of their layer, 1 for the first. Source: Mistral by
     Stanford CRFM.
-    index: how latent attention chooses keys; None: it attends to all.
+    index: how keys are chosen, those of latent attention one by one and others by blocks; None: all
+    are attended to.
     """
 
     scale: float | None = None
@@ -111,7 +126,7 @@ class AttentionSpec:
     gate: str = "sigmoid"
     slopes: tuple[float, ...] = ()
     by_depth: bool = False
-    index: IndexSpec | None = None
+    index: IndexSpec | BlockIndexSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,6 +212,7 @@ class KVGroup:
     latent_dim: one row of `head_dim` numbers per token is the key of every query head, whose first
     so many are the value (latent attention); None: values are as large as keys, and beside them.
     Where keys are chosen (`AttentionSpec.index`) the last numbers of a row are its key for that.
+    has_index_key: each token has one more key, by which blocks of keys are chosen.
     """
 
     layers: tuple[int, ...]
@@ -205,11 +221,13 @@ class KVGroup:
     window: int | None = None
     is_chunked: bool = False
     latent_dim: int | None = None
+    has_index_key: bool = False
 
     @property
     def token_numbers(self) -> int:
         """Counts the numbers that one layer keeps of a token."""
-        return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
+        vectors = self.num_kv_heads * (2 if self.latent_dim is None else 1) + self.has_index_key
+        return vectors * self.head_dim
 
 
 NO_KEYS = KVGroup(layers=(), num_kv_heads=1, head_dim=0, latent_dim=0)

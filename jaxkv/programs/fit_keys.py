@@ -16,8 +16,8 @@ from jaxkv.kv.state import PagedKV, PageTables, Store, empty_store
 from jaxkv.models import decoder
 from jaxkv.models.paged import heads_of
 from jaxkv.models.spec import ModelSpec
-from jaxkv.ops.attention import Attended, Batch, Heads, Place
-from jaxkv.ops.attention.base import LatentMaps, refuse_chunks, refuse_latents
+from jaxkv.ops.attention import AnyIndex, Attended, Batch, Heads, LatentMaps, Place
+from jaxkv.ops.attention.base import refuse_chunks, refuse_index, refuse_latents
 from jaxkv.placement import PAGES, Placement, on_every_device
 from jaxkv.weights.tree import Weights
 
@@ -65,8 +65,10 @@ class Moments:
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
         maps: LatentMaps | None = None,
+        index: AnyIndex | None = None,
     ) -> Attended:
         refuse_latents(maps)
+        refuse_index(index)
         if cap or sinks_N is not None or k_TKH is None or v_TKH is None:
             raise NotImplementedError("expected scores that may all change alike, and own keys")
         out_TNH = jax.nn.dot_product_attention(

@@ -209,6 +209,31 @@ def test_pages_hold_a_row_once_whose_first_numbers_are_the_value(name):
             write(store, *given, dest_T=jnp.arange(num_tokens), layer=0)
 
 
+@pytest.mark.parametrize("lanes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_pages_hold_one_more_key_for_all_heads(lanes):
+    """Which every device has where heads are divided."""
+    codec, num_tokens, size = get_codec("float32", platform="cpu"), 19, 8
+    layout, whole = (
+        Xla(on_lanes=lanes).page_layout(heads, size, codec)
+        for heads in (replace(heads_of(n, 24), has_index_key=True) for n in (1, 2))
+    )
+    k, v = drawn(L, num_tokens, 3, 24), drawn(L, num_tokens, 2, 24)
+    for own, num_devices in ((whole, 1), (layout, 2)):
+        (packed,) = own.pack(k, v)
+        assert packed.shape[2] == num_devices * own.arrays[0].shape[0]
+        for got, want in zip(own.unpack([packed]), (k, v), strict=True):
+            np.testing.assert_array_equal(got[:, :num_tokens], want)
+    store = empty_store(num_layers=L, layout=whole, num_pages=3)
+    for i in range(L):
+        store = jax.jit(write)(store, k[i], v[i], dest_T=jnp.arange(num_tokens), layer=i)
+    (packed,) = whole.pack(k, v)
+    np.testing.assert_array_equal(store.pages.reshape(packed.shape)[:, :2], packed[:, :2])
+    with pytest.raises(ValueError, match="and one more key, got"):
+        write(store, k[0, :, :2], v[0], dest_T=jnp.arange(num_tokens), layer=0)
+    with pytest.raises(ValueError, match="and one more key, got"):
+        whole.pack(k[:, :, :2], v)
+
+
 def test_keys_and_values_of_other_shapes_are_refused_and_layouts_are_values():
     codec = get_codec("int8", platform="gpu")
     layout, same = (MosaicGpu().page_layout(heads_of(2, 64), 64, codec) for _ in range(2))

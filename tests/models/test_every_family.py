@@ -53,6 +53,7 @@ QUICK = {
     "mimo_v2_flash",  # values smaller than keys, KV heads by the kind of layer, experts
     "llama4",  # chunks, experts that take weighed inputs; the text part of another model
     "longcat_flash",  # experts whose results join later, or that give back what comes in
+    "minimax_m3_vl",  # blocks of keys chosen by each KV head
     "minimax",  # a stream that goes on from behind norms, decays by layer
     "ministral3",  # queries that grow
     "modernbert_decoder",  # a block before the head

@@ -240,6 +240,20 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("hy_v4", {"indexer_types": None, "mlp_layer_types": None, "num_hidden_layers": 7}),
         ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_pattern": "FSSFS"}),
         ("bailing_hybrid", {"head_dim": 12, "short_conv_kernel_size": 3}),
+        ("minimax_m3_vl_text", {"layer_types": None, "mlp_layer_types": None}),
+        (
+            "minimax_m3_vl_text",
+            {"layer_types": None, "mlp_layer_types": None, "moe_layer_freq": [0, 1, 1]}
+            | {
+                "sparse_attention_config": {
+                    "sparse_attention_freq": [0, 0, 1],
+                    "sparse_index_dim": 8,
+                    "sparse_block_size": 16,
+                    "sparse_topk_blocks": 2,
+                    "sparse_local_block": 0,
+                }
+            },
+        ),
     ],
 )
 def test_a_config_means_what_transformers_writes_for_it(variant, said):
@@ -516,6 +530,11 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("glm_moe_dsa", "indexer_types", ["shared", "full", "full"], "a first layer that is full"),
         ("glm5_next_text", "index_topk_pattern", "FFFS", r"FFFF \(not built\)"),
         ("hy_v4", "hidden_act", "gelu", "one of silu"),
+        ("minimax_m3_vl_text", "index_n_heads", 4, "2, one for each KV head"),
+        ("minimax_m3_vl_text", "index_head_dim", 12, "at most the 8 of head_dim"),
+        ("minimax_m3_vl_text", "index_head_dim", 2, "at least the 4 that are rotated"),
+        ("minimax_m3_vl_text", "index_block_size", 24, r"a divisor of 128 \(nothing else"),
+        ("minimax_m3_vl_text", "swiglu_alpha", 1.0, "1.702"),
         ("openai_gpt", "afn", "gelu_new", "one of gelu, relu"),
         ("xglm", "pad_token_id", 5, "0 or 1"),
     ],

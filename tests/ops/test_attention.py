@@ -28,7 +28,7 @@ from cases import (
     step_case,
 )
 from jaxkv.kv.state import Store
-from jaxkv.ops.attention import Batch, Index, LatentMaps, dense, expanded, xla
+from jaxkv.ops.attention import Batch, BlockIndex, Index, LatentMaps, dense, expanded, sweep, xla
 from jaxkv.ops.matrices import HeadMatrices
 from kernels_pallas import reference
 from poison import nan_of
@@ -306,13 +306,46 @@ def test_chosen_keys_are_those_of_all_scores_at_once(num_chosen):
     in_parts = jax.jit(partial(xla.read, window=None, **options))
     dtype, nothing = np.dtype(np.float32), (jnp.zeros(0, jnp.int32), None, None)
     at_once = jax.jit(partial(dense.Dense().attend, out_dtype=dtype, **options))
-    few = maps._replace(indexer=index)
-    got, _ = in_parts(q_TNH, at, case.batch, maps=few)
-    want = at_once(q_TNH, None, None, at, case.batch, nothing, maps=few).out_TNH
+    few = {"maps": maps, "index": index}
+    got, _ = in_parts(q_TNH, at, case.batch, **few)
+    want = at_once(q_TNH, None, None, at, case.batch, nothing, **few).out_TNH
     assert_equal(np.asarray(got), np.asarray(want, np.float64), case.batch)
     every = at_once(q_TNH, None, None, at, case.batch, nothing, maps=maps).out_TNH
     real_T = case.batch.row_T < NUM_ROWS
     assert (num_chosen == 1000) == np.allclose(every[real_T], want[real_T], atol=1e-4)
+
+
+@pytest.mark.parametrize(("pool", "num_chosen"), [(128, 2), (8, 3), (128, 9)])
+def test_chosen_blocks_are_those_of_all_scores_at_once(pool, num_chosen):
+    """Of pages that decode rows alone read where blocks are as large as those of a sweep, and of
+    masks; each KV head has its own.
+    """
+    rng = np.random.default_rng(0)
+    case = step_case(3, Shape(16, None, 4, 2, 16, "float32"), num_tokens=240)
+    keys, values = np.split(np.asarray(case.store.pages), 2, axis=1)
+    more = np.where(np.isnan(keys[:, :1]), np.nan, rng.normal(size=keys[:, :1].shape))
+    pages = jnp.asarray(np.concatenate([keys, more, values], axis=1), jnp.float32)
+    layout = replace(case.store.layout, has_index_key=True)
+    at = case._replace(store=only_layer(replace(case.store, pages=pages, layout=layout), 1)).at(1)
+    q_TKH = jnp.asarray(rng.normal(size=(len(case.q_TNH), 2, 12)), jnp.float32)
+    index = BlockIndex(q_TKH, num_chosen=num_chosen, num_local=1, pool=pool)
+    reads = []
+    narrowed = sweep._chosen_rows
+
+    def counted(*given):
+        reads.append(given)
+        return narrowed(*given)
+
+    options = {"scale": 0.25, "window": None}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "_chosen_rows", counted)
+        got, _ = jax.jit(partial(xla.read, **options))(case.q_TNH, at, case.batch, index=index)
+    assert bool(reads) == ((pool, num_chosen) == (128, 2))
+    at_once = jax.jit(partial(dense.read, **options))
+    want, every = (at_once(case.q_TNH, at, case.batch, index=one) for one in (index, None))
+    assert_equal(np.asarray(got), np.asarray(want, np.float64), case.batch)
+    real_T = case.batch.row_T < NUM_ROWS
+    assert (num_chosen == 9) == np.allclose(every[real_T], want[real_T], atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [24, pytest.param(300, marks=pytest.mark.slow)])

@@ -82,6 +82,7 @@ TEXT_OF = {
     "llama4": "llama4_text",
     "kimi_k25": "deepseek_v3",
     "llava": "llama",
+    "minimax_m3_vl": "minimax_m3_vl_text",
     "mistral3": "mistral",
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",

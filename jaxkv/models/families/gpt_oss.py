@@ -16,9 +16,7 @@ LAYER = "model.layers.{layer}."
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    for key, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
-        if config.number(key, value) != value:
-            raise config.fail(key, f"{value} (nothing else is built)")
+    refuse_other_gates(config)
     count = config.size("num_local_experts", at_most=MAX_EXPERTS)
     width, hidden = config.size("intermediate_size"), config.size("hidden_size")
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
@@ -36,6 +34,13 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     offset = leaf(f"{LAYER}mlp.router.bias", (count,), ("experts",))
     layer = {**layout.layers[0], **own, "sinks": sinks, "router_offset": offset}
     return replace(spec, activation=CLAMPED), replace(layout, layers=(layer,))
+
+
+def refuse_other_gates(config: ConfigReader) -> None:
+    """Raises: CheckpointError for bounds of gates, or a factor in them, other than gpt-oss's."""
+    for key, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        if config.number(key, value) != value:
+            raise config.fail(key, f"{value} (nothing else is built)")
 
 
 def _experts(count: int, width: int, hidden: int) -> dict[str, Leaf]:

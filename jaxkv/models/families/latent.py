@@ -126,7 +126,7 @@ def _leaves(
         axes = ("heads", None, None)
         found[name] = leaf(f"{prefix}kv_b_proj.weight", shape, axes, part=part)
     biased("o", "o_proj", (hidden, num_heads * value), "model", "heads")
-    if (index := spec.attention.index) is not None:
+    if isinstance(index := spec.attention.index, IndexSpec):
         q_rank = config.size("q_lora_rank", at_most=MAX_HEAD)
         matrix("index_q", "indexer.wq_b", (index.num_heads * index.head_dim, q_rank), None, None)
         matrix("index_k", "indexer.wk", (index.head_dim, hidden), None, "model")
@@ -175,7 +175,7 @@ def with_shared(
     spec, layout = with_leaves(
         found, shared, lambda leaves: {x: y for x, y in leaves.items() if x not in own}
     )
-    if spec.attention.index is None:
+    if not isinstance(spec.attention.index, IndexSpec):
         raise ValueError("expected a decoder that chooses keys, got one that does not")
     index = replace(spec.attention.index, has_shared=True)
     spec = replace(spec, attention=replace(spec.attention, index=index))

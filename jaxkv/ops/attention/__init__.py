@@ -10,11 +10,11 @@ from jaxkv.ops.attention.base import (
     Backend,
     Batch,
     Heads,
-    Index,
     LatentMaps,
     Needs,
     Place,
 )
+from jaxkv.ops.attention.index import AnyIndex, BlockIndex, Index
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
@@ -81,10 +81,12 @@ def _choose_deterministic(name: str, platform: str) -> tuple[str, str]:
 
 __all__ = [
     "BACKENDS",
+    "AnyIndex",
     "Attended",
     "Attention",
     "Backend",
     "Batch",
+    "BlockIndex",
     "Heads",
     "Index",
     "LatentMaps",

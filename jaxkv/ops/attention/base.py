@@ -27,6 +27,7 @@ import numpy as np
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import PageLayout
 from jaxkv.kv.state import PageTables, Statistics, Store, empty_store
+from jaxkv.ops.attention.index import AnyIndex
 from jaxkv.ops.matrices import HeadMatrices
 from jaxkv.pytree import pytree, static
 
@@ -36,7 +37,8 @@ class Heads:
     """Says what attention is asked to do in the layers of one KV group, on one device. `cap` and
     `has_sinks`: as in `models.spec.AttentionSpec`. has_readers: some layers attend to what others
     have stored. latent_dim: values are the first so many numbers of keys; None: they are apart.
-    chunk: in tokens; None: sequences are not cut. has_index: keys are chosen (`Index`).
+    chunk: in tokens; None: sequences are not cut. has_index: keys are chosen (`index`), by one more
+    key of each token if `has_index_key`.
     """
 
     num_heads: int
@@ -49,6 +51,7 @@ class Heads:
     latent_dim: int | None = None
     chunk: int | None = None
     has_index: bool = False
+    has_index_key: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,75 +83,14 @@ class Place(NamedTuple):
     statistics: Statistics | None = None
 
 
-@pytree
-class Index:
-    """Chooses keys: each token attends to the `num_chosen` of the largest scores, which are sums
-    over index heads of weight * max(query . key, 0). Keys are the last H numbers of rows.
-
-    q_TIH, weight_TI: by index head, float32. pool: so many tokens, counted from a multiple of it,
-    are chosen together, by one key that is made of theirs: rows end with 2H numbers, a key and what
-    each of its numbers counts there before a softmax over the pool. Tokens of a pool that a query
-    does not see to its end are chosen. Sources: DeepSeek-V3.2, arXiv 2512.02556, equation 1; with
-    pools zai-org/GLM-5.3-Flash, as transformers has it.
-    """
-
-    q_TIH: jax.Array
-    weight_TI: jax.Array
-    num_chosen: int = static()
-    pool: int = static(default=1)
-
-    @property
-    def key_dim(self) -> int:
-        """Counts the numbers at the end of a row that it is chosen by."""
-        return self.q_TIH.shape[2] * (1 if self.pool == 1 else 2)
-
-    def keys_of(self, key_RJX: jax.Array) -> jax.Array:
-        """Returns what is scored, [R, C, H], of what rows of J tokens, whole pools, end with."""
-        if self.pool == 1:
-            return key_RJX
-        if key_RJX.shape[1] % self.pool:
-            raise ValueError(
-                f"page_size: expected a multiple of the {self.pool} tokens that are chosen "
-                f"together, got tables of {key_RJX.shape[1]} tokens"
-            )
-        pools = (key_RJX.shape[0], -1, self.pool, key_RJX.shape[2])
-        key_RCPH, weight_RCPH = jnp.split(key_RJX.reshape(pools).astype(jnp.float32), 2, axis=-1)
-        return (key_RCPH * jax.nn.softmax(weight_RCPH, axis=2)).sum(axis=2)
-
-    def can_choose(self, seen_TJ: jax.Array) -> jax.Array:
-        """Says which keys or pools a token can choose of tokens that it sees."""
-        return seen_TJ[..., self.pool - 1 :: self.pool]
-
-    def score(self, key_TJH: jax.Array) -> jax.Array:
-        """Scores the keys that each token could choose, [T, J] float32."""
-        exact = jax.lax.Precision.HIGHEST
-        met_TIJ = jnp.einsum("tih,tjh->tij", self.q_TIH, key_TJH, precision=exact)
-        return jnp.einsum("ti,tij->tj", self.weight_TI, jax.nn.relu(met_TIJ), precision=exact)
-
-    def choose(self, score_TJ: jax.Array) -> jax.Array:
-        """Returns which tokens are chosen, [T, J * pool] bool, among them those that cannot be
-        (-inf); all where there are no more.
-        """
-        num_tokens, num_keys = score_TJ.shape
-        num_chosen = self.num_chosen // self.pool
-        if num_keys <= num_chosen:
-            return jnp.ones((num_tokens, num_keys * self.pool), bool)
-        _, best_Tk = jax.lax.top_k(score_TJ, num_chosen)
-        token_T1 = jnp.arange(num_tokens)[:, None]
-        chosen_TJ = jnp.isneginf(score_TJ).at[token_T1, best_Tk].set(True)
-        return chosen_TJ if self.pool == 1 else jnp.repeat(chosen_TJ, self.pool, axis=1)
-
-
 class LatentMaps(NamedTuple):
     """Holds what latent attention has beside its rows `[latent | rotated]` of R + P numbers, by
-    head: matrices [R, C] through which queries meet latents, and [V, R] which make values of them;
-    and how keys are chosen, None where all are attended to.
+    head: matrices [R, C] through which queries meet latents, and [V, R] which make values of them.
     Source: arXiv 2405.04434, section 2.1.2.
     """
 
     k_up: HeadMatrices
     v_up: HeadMatrices
-    indexer: Index | None = None
 
     def absorb(self, q_TNH: jax.Array) -> jax.Array:
         """Returns queries [T, N, R + P] that meet rows as these [T, N, C + P] would meet keys."""
@@ -204,12 +146,14 @@ class Attention(Protocol):
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
         maps: LatentMaps | None = None,
+        index: AnyIndex | None = None,
     ) -> Attended:
         """Attends one layer's queries, after storing its keys and values. No values: keys have
         them (`Heads.latent_dim`); no keys: another layer has stored both at the same place.
 
         maps: of latent attention, whose queries [T, N, C + P] are as they would meet keys, and out
         [T, N, V] has each head's values; the backend decides what goes through them, and when.
+        index: how the step's tokens choose keys; None where they attend to all.
         scale: of the scores. cap: if not 0, they are cap * tanh(score / cap). sinks_N: each head's
         score of one more key, whose value is 0. out is float32, or rounded to `out_dtype` already,
         which is what its caller does with it.
@@ -273,6 +217,12 @@ def refuse_latents(maps: LatentMaps | None) -> None:
     """Raises: NotImplementedError for latent attention; for what has no form of it."""
     if maps is not None:
         raise NotImplementedError("latent attention: expected keys and values of each head")
+
+
+def refuse_index(index: AnyIndex | None) -> None:
+    """Raises: NotImplementedError where keys are chosen; for backends that read all."""
+    if index is not None:
+        raise NotImplementedError("attention that chooses keys by an index runs on xla")
 
 
 def refuse_chunks(heads: Heads) -> None:

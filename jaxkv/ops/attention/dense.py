@@ -4,14 +4,16 @@ JAX differentiates and maps. It reads pages of every backend, and writes those o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import BEHIND, PageTables, Store, write
-from jaxkv.ops.attention.base import Attended, Batch, Index, LatentMaps, Place, refuse_statistics
+from jaxkv.ops.attention.base import Attended, Batch, LatentMaps, Place, refuse_statistics
+from jaxkv.ops.attention.index import AnyIndex
 from jaxkv.ops.attention.softmax import MASKED
 from jaxkv.ops.attention.sweep import Scores, Window
 from jaxkv.ops.attention.xla import Xla
@@ -37,6 +39,7 @@ class Dense(Xla):
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
         maps: LatentMaps | None = None,
+        index: AnyIndex | None = None,
     ) -> Attended:
         dest_T, window, chunk = prepared
         store = at.store
@@ -55,7 +58,7 @@ class Dense(Xla):
             chunk=chunk,
             cap=cap,
             sinks_N=sinks_N,
-            index=None if maps is None else maps.indexer,
+            index=index,
         )
         return Attended(out_TNH if maps is None else maps.values_of(out_TNH), store, None)
 
@@ -70,14 +73,15 @@ def read(
     chunk: Window = None,
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
-    index: Index | None = None,
+    index: AnyIndex | None = None,
 ) -> jax.Array:
     """Attends over pages that have the step's keys and values, as `xla.read` does."""
     refuse_statistics(at)
     store, tables = at.store, at.tables
-    of_pools = [_Slots.of(store, tables, at.layer)]
+    pool = 1 if index is None else index.pool
+    of_pools = [_Slots.of(store, tables, at.layer, pool)]
     if store.low is not None and tables.low is not None:
-        of_pools.append(_Slots.of(store.low, tables.low, at.layer))
+        of_pools.append(_Slots.of(store.low, tables.low, at.layer, pool))
     slots = jax.tree.map(lambda *x: jnp.concatenate(x), *of_pools)
     distance_TJ = batch.position_T[:, None] - slots.position_J[None]
     seen_TJ = (batch.row_T[:, None] == slots.row_J[None]) & slots.held_J[None]
@@ -85,17 +89,24 @@ def read(
     reach = Scores(window, chunk, cap, None).reach(batch.position_T[:, None])
     if reach is not None:
         seen_TJ &= distance_TJ < reach
+    seen_TKJ, heads = seen_TJ[:, None], store.layout.num_kv_heads
     if index is not None:
-        key_CH = index.keys_of(slots.k_JKH[None, :, 0, -index.key_dim :])[0]
-        score_TC = index.score(jnp.broadcast_to(key_CH, (seen_TJ.shape[0], *key_CH.shape)))
-        seen_TJ &= index.choose(jnp.where(index.can_choose(seen_TJ), score_TC, -jnp.inf))
-    return _attend(q_TNH.astype(jnp.float32) * scale, slots, seen_TJ, cap=cap, sinks_N=sinks_N)
+        if store.layout.has_index_key:
+            key_JX = slots.k_JKH[:, heads, : index.key_dim]
+        else:
+            key_JX = slots.k_JKH[:, 0, -index.key_dim :]
+        position_1T, position_1J = batch.position_T[None], slots.position_J[None]
+        score = index.scores(key_JX[None], seen_TJ[None], position_1T, position_1J)
+        seen_TKJ &= jnp.repeat(index.choose(score)[0], index.pool, axis=2)
+    slots = replace(slots, k_JKH=slots.k_JKH[:, :heads])
+    return _attend(q_TNH.astype(jnp.float32) * scale, slots, seen_TKJ, cap=cap, sinks_N=sinks_N)
 
 
 @pytree
 class _Slots:
-    """Holds all slots of the rows' tables, one row after the other: keys and values [J, K, H]
-    float32, zeros where nobody holds them, and the row and position of each.
+    """Holds all slots of the rows' tables, one row after the other, each of whole groups of `pool`
+    slots: keys and values [J, K, H] float32, zeros where nobody holds them, and the row and
+    position of each.
     """
 
     k_JKH: jax.Array
@@ -105,17 +116,22 @@ class _Slots:
     held_J: jax.Array
 
     @classmethod
-    def of(cls, store: Store, tables: PageTables, layer: int | jax.Array) -> _Slots:
-        (num_rows, width), size = tables.table_BW.shape, store.page_size
-        page_BW = layer * store.num_pages + tables.table_BW
+    def of(cls, store: Store, tables: PageTables, layer: int | jax.Array, pool: int) -> _Slots:
+        size = store.page_size
+        missing = -tables.table_BW.shape[1] % (math.lcm(size, pool) // size)
+        table_BW, first_BW = (
+            jnp.pad(x, ((0, 0), (0, missing))) for x in (tables.table_BW, tables.first_BW)
+        )
+        num_rows, width = table_BW.shape
+        page_BW = layer * store.num_pages + table_BW
         k, v = store.layout.unpack([pool[page_BW] for pool in store.arrays])
         slot_BWS = jnp.arange(width * size, dtype=jnp.int32).reshape(1, width, size)
         held_BWS = slot_BWS < tables.len_B[:, None, None]
-        held_BWS &= (tables.first_BW != BEHIND)[..., None]
+        held_BWS &= (first_BW != BEHIND)[..., None]
         held_J = held_BWS.reshape(-1)
         # 0 x NaN is NaN, in a gradient too.
         k, v = (jnp.where(held_J[:, None, None], x.reshape(-1, *x.shape[2:]), 0) for x in (k, v))
-        position_BWS = tables.first_BW[..., None] + slot_BWS % size
+        position_BWS = first_BW[..., None] + slot_BWS % size
         row_J = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), width * size)
         return cls(k, v, row_J, position_BWS.reshape(-1), held_J)
 
@@ -123,7 +139,7 @@ class _Slots:
 def _attend(
     q_TNH: jax.Array,
     slots: _Slots,
-    seen_TJ: jax.Array,
+    seen_TKJ: jax.Array,
     *,
     cap: float,
     sinks_N: jax.Array | None,
@@ -134,7 +150,7 @@ def _attend(
     q_TKGH = q_TNH.reshape(num_tokens, heads, -1, head_dim)
     scores_TKGJ = jnp.einsum("tkgh,jkh->tkgj", q_TKGH, slots.k_JKH, precision=exact)
     scores_TKGJ = soft_cap(scores_TKGJ, cap) if cap else scores_TKGJ
-    seen_TKGJ = seen_TJ[:, None, None]
+    seen_TKGJ = seen_TKJ[:, :, None]
     top_TKG1 = jnp.where(seen_TKGJ, scores_TKGJ, MASKED).max(axis=-1, keepdims=True)
     sink_KG1 = None if sinks_N is None else sinks_N.astype(jnp.float32).reshape(heads, -1, 1)
     if sink_KG1 is not None:

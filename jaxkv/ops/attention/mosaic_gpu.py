@@ -22,10 +22,12 @@ from jaxkv.ops.attention.base import (
     Needs,
     Place,
     refuse_chunks,
+    refuse_index,
     refuse_latents,
     refuse_statistics,
     refused_when_traced,
 )
+from jaxkv.ops.attention.index import AnyIndex
 from kernels_pallas.gpu import (
     QuantisedPages,
     Schedule,
@@ -126,8 +128,10 @@ class MosaicGpu:
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
         maps: LatentMaps | None = None,
+        index: AnyIndex | None = None,
     ) -> Attended:
         refuse_latents(maps)
+        refuse_index(index)
         refuse_statistics(at)
         if k_TKH is None or v_TKH is None:
             raise NotImplementedError("layers that attend to what another has stored run on xla")

@@ -33,7 +33,7 @@ def handler_for(at: Place) -> str | None:
     else:
         return None
     has_more = store.low is not None or store.num_read is not None or at.statistics is not None
-    has_more = has_more or isinstance(store.layout, LaneRowsLayout)
+    has_more = has_more or isinstance(store.layout, LaneRowsLayout) or store.layout.has_index_key
     size, head_dim = store.page_size, store.layout.head_dim
     if has_more or store.layout.latent_dim is not None or native.unused_because() is not None:
         return None

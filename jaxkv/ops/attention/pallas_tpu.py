@@ -23,9 +23,11 @@ from jaxkv.ops.attention.base import (
     Needs,
     Place,
     refuse_chunks,
+    refuse_index,
     refuse_statistics,
     refused_when_traced,
 )
+from jaxkv.ops.attention.index import AnyIndex
 from kernels_pallas.tpu import (
     Packed,
     Schedule,
@@ -120,8 +122,10 @@ class PallasTpu:
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
         maps: LatentMaps | None = None,
+        index: AnyIndex | None = None,
     ) -> Attended:
         refuse_statistics(at)
+        refuse_index(index)
         store, layout = at.store, _layout_of(at.store)
         codec, rank = store.codec, layout.latent_dim
         if maps is not None:  # the kernel has this form alone

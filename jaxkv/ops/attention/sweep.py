@@ -14,7 +14,8 @@ from jaxkv.kv.codecs import Elements
 from jaxkv.kv.codecs.base import decode_elements
 from jaxkv.kv.layout import HeadMajorLayout, once
 from jaxkv.kv.state import BEHIND, PageTables, Store
-from jaxkv.ops.attention.base import Index, Place
+from jaxkv.ops.attention.base import Place
+from jaxkv.ops.attention.index import AnyIndex, BlockIndex
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import soft_cap, total
 
@@ -61,6 +62,23 @@ class Scores(NamedTuple):
         if (reach := self.reach(position_RKMJ)) is not None:
             seen_RKMJ &= distance_RKMJ < reach
         return seen_RKMJ
+
+
+class Chosen(NamedTuple):
+    """Says what of a row's table its tokens have chosen, each KV head for itself or all alike:
+    `pool` slots at a time.
+    """
+
+    chosen_RTKC: jax.Array
+    pool: int
+
+    def of_queries(self, start: jax.Array, num_slots: int, num_queries: int) -> jax.Array:
+        """Returns which of so many slots each of a KV head's queries has chosen, [R, K, M, J]."""
+        own_RTKC = jax.lax.dynamic_slice_in_dim(
+            self.chosen_RTKC, start // self.pool, num_slots // self.pool, axis=3
+        )
+        own_RKTJ = jnp.repeat(own_RTKC.swapaxes(1, 2), self.pool, axis=3)
+        return jnp.repeat(own_RKTJ, num_queries // own_RKTJ.shape[2], axis=2)
 
 
 class Blocking(NamedTuple):
@@ -110,8 +128,10 @@ class Blocks(NamedTuple):
     def of(
         cls, store: Store, rows: Rows, layer: int | jax.Array, *, size: int, in_float32: bool
     ) -> Blocks:
-        """Cuts tables into blocks of `size` slots; of fewer, but BLOCK, where tables have fewer."""
-        longest = max(BLOCK, rows.table_RKW.shape[2] * store.page_size)
+        """Cuts tables into blocks of `size` slots; of fewer, but a multiple of BLOCK, where tables
+        have fewer.
+        """
+        longest = -(-rows.table_RKW.shape[2] * store.page_size // BLOCK) * BLOCK
         num_pages = max(1, min(size, longest) // store.page_size)
         missing = -rows.table_RKW.shape[2] % num_pages
         table, first, held = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in rows[:3])
@@ -135,6 +155,28 @@ class Blocks(NamedTuple):
         """Gathers block i: contiguous pieces of a page's vectors, already in the order that the
         matmul reads.
         """
+        page_RKC, held_RKJ, position_RKJ = self._slots(i)
+        keys, values = map(self._elements, self._layout.gather(self.store.pages, page_RKC))
+        # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is
+        # not enough.
+        cleared = jnp.where(held_RKJ[..., None], values.values, 0)
+        of_slot = (None if x is None else jnp.where(held_RKJ, x, 0.0) for x in values[1:])
+        return Block(keys, Elements(cleared, *of_slot), held_RKJ, position_RKJ)
+
+    def read_index(self, i: jax.Array, key_dim: int) -> Block:
+        """Gathers of block i what keys are chosen by, as keys [R, 1, J, X]; no values."""
+        page_RKC, held_RKJ, position_RKJ = self._slots(i)
+        layout = self._layout
+        vector = layout.num_kv_heads if layout.has_index_key else 0
+        found = self._elements(layout.gather_vectors(self.store.pages, page_RKC, [vector]))
+        whole = decode_elements(self.store.codec, found)
+        key = whole[..., :key_dim] if layout.has_index_key else whole[..., -key_dim:]
+        return Block(Elements(key), Elements(key[..., :0]), held_RKJ, position_RKJ)
+
+    def _slots(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns which rows of the pool are block i, which of their slots are held, and the
+        positions of these.
+        """
         store, num_pages, size = self.store, self.num_pages, self.store.page_size
         take = partial(
             jax.lax.dynamic_slice_in_dim, start_index=i * num_pages, slice_size=num_pages, axis=2
@@ -143,22 +185,14 @@ class Blocks(NamedTuple):
         slot_1J = jnp.tile(jnp.arange(size, dtype=jnp.int32), num_pages)[None, None]
         held_RKJ = once(slot_1J < jnp.repeat(in_page_RKC, size, axis=2))
         position_RKJ = once(jnp.repeat(first_RKC, size, axis=2) + slot_1J)
-        keys, values = self._fetch(self.layer * store.num_pages + page_RKC)
-        # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is
-        # not enough.
-        cleared = jnp.where(held_RKJ[..., None], values.values, 0)
-        of_slot = (None if x is None else jnp.where(held_RKJ, x, 0.0) for x in values[1:])
-        return Block(keys, Elements(cleared, *of_slot), held_RKJ, position_RKJ)
+        return self.layer * store.num_pages + page_RKC, held_RKJ, position_RKJ
 
-    def _fetch(self, page_RKC: jax.Array) -> tuple[Elements, Elements]:
-        """Gathers the keys and values [R, K, J, H] of each head's pages, or of pages that all heads
-        share.
-        """
+    @property
+    def _layout(self) -> HeadMajorLayout:
         layout = self.store.layout
         if not isinstance(layout, HeadMajorLayout):
             raise TypeError(f"expected pages that XLA can read head by head, got {layout}")
-        keys, values = map(self._elements, layout.gather(self.store.pages, page_RKC))
-        return keys, values if layout.to_values else keys
+        return layout
 
     def _elements(self, stored_RKCSX: jax.Array) -> Elements:
         num_rows, heads = stored_RKCSX.shape[:2]
@@ -177,7 +211,7 @@ def attend(
     *,
     blocking: Blocking,
     asked: Scores,
-    index: Index | None = None,
+    index: AnyIndex | None = None,
 ) -> tuple[jax.Array, Found | None]:
     """Sweeps over the pages of both pools. Returns [R, K, M, H], and what `at.statistics` wants.
 
@@ -186,8 +220,12 @@ def attend(
     """
     sweep = partial(_sweep, blocking=blocking, asked=asked)
     if index is not None:
-        chosen_RTJ = _choose(index, at, rows, position_RM, bounds, blocking.num_keys, asked)
-        sweep = partial(sweep, chosen_RTJ=chosen_RTJ)
+        score_RTKC = _score(index, at, rows, position_RM, bounds, blocking.num_keys, asked)
+        if isinstance(index, BlockIndex) and _reads_chosen(index, score_RTKC, at.store.page_size):
+            rows = _chosen_rows(index, score_RTKC[:, 0], rows, at.store.page_size)
+            bounds = jnp.int32(0), jnp.minimum(bounds[1], index.num_chosen * index.pool)
+        else:
+            sweep = partial(sweep, chosen=Chosen(index.choose(score_RTKC), index.pool))
     softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds)
     low, of_low = at.store.low, None
     if low is not None and rows.low is not None:
@@ -201,8 +239,32 @@ def attend(
     return softmax.result(), None if own is None else Found(softmax, own, of_low)
 
 
-def _choose(
-    index: Index,
+def _reads_chosen(index: BlockIndex, score_RTKC: jax.Array, page_size: int) -> bool:
+    """Says whether only chosen blocks are read, which are whole pages then: where each row has one
+    token, and the order in which keys are added up stays what it is with all blocks.
+    """
+    _, num_tokens, _, num_blocks = score_RTKC.shape
+    is_whole = index.pool == BLOCK and BLOCK % page_size == 0
+    return is_whole and num_tokens == 1 and num_blocks > index.num_chosen
+
+
+def _chosen_rows(index: BlockIndex, score_RKC: jax.Array, rows: Rows, page_size: int) -> Rows:
+    """Returns tables that have, for each KV head, the pages of the blocks that it has chosen."""
+    block_RKc, each = index.best(score_RKC), index.pool // page_size
+    page_RKcP = block_RKc[..., None] * each + jnp.arange(each)[None, None, None]
+    page_RKw = page_RKcP.reshape(*block_RKc.shape[:2], -1)
+    missing = score_RKC.shape[2] * each - rows.table_RKW.shape[2]
+
+    def of(x_RKW: jax.Array) -> jax.Array:
+        x_RKW = jnp.pad(x_RKW, ((0, 0), (0, 0), (0, missing)))
+        whole = (*page_RKw.shape[:2], x_RKW.shape[2])
+        return jnp.take_along_axis(jnp.broadcast_to(x_RKW, whole), page_RKw, axis=2)
+
+    return Rows(of(rows.table_RKW), of(rows.first_RKW), of(rows.held_RKW), None)
+
+
+def _score(
+    index: AnyIndex,
     at: Place,
     rows: Rows,
     position_RM: jax.Array,
@@ -210,27 +272,24 @@ def _choose(
     num_keys: int,
     asked: Scores,
 ) -> jax.Array:
-    """Returns which slots of their row's table each of its T tokens has chosen, [R, T, J]."""
-    num_rows = position_RM.shape[0]
-    num_tokens = index.q_TIH.shape[0]
-    each = num_tokens // num_rows
+    """Returns how each row's T tokens score what they could choose of its table, [R, T, K or 1, C]:
+    -inf for what they do not see. C counts `index.pool` slots each.
+    """
+    num_rows, each = position_RM.shape[0], index.num_tokens // position_RM.shape[0]
     position_RT = position_RM[:, :: position_RM.shape[1] // each]
     blocks = Blocks.of(at.store, rows, at.layer, size=num_keys, in_float32=True)
-
     size = blocks.size // index.pool  # of what is scored in a block
 
-    def body(i: jax.Array, score_RTC: jax.Array) -> jax.Array:
-        found = blocks.read(i)
-        key_RJX = decode_elements(at.store.codec, found.keys)[:, 0, :, -index.key_dim :]
-        score_TC = index.score(jnp.repeat(index.keys_of(key_RJX), each, axis=0))
+    def body(i: jax.Array, score_RTKC: jax.Array) -> jax.Array:
+        found = blocks.read_index(i, index.key_dim)
+        key_RJX, position_RJ = found.keys.values[:, 0], found.position_RKJ[:, 0]
         seen_RTJ = asked.seen(position_RT, found.position_RKJ, found.held_RKJ)[:, 0]
-        can_RTC = index.can_choose(seen_RTJ)
-        score_RTc = jnp.where(can_RTC, score_TC.reshape(can_RTC.shape), -jnp.inf)
-        return jax.lax.dynamic_update_slice_in_dim(score_RTC, score_RTc, i * size, axis=2)
+        score_RTKc = index.scores(key_RJX, seen_RTJ, position_RT, position_RJ)
+        return jax.lax.dynamic_update_slice_in_dim(score_RTKC, score_RTKc, i * size, axis=3)
 
-    shape = (num_rows, each, blocks.num_blocks * size)
-    score_RTC = jax.lax.fori_loop(*blocks.covering(*bounds), body, jnp.full(shape, -jnp.inf))
-    return index.choose(score_RTC.reshape(num_tokens, -1)).reshape(num_rows, each, -1)
+    shape = (num_rows, each, index.num_groups, blocks.num_blocks * size)
+    empty = jnp.full(shape, -jnp.inf)
+    return jax.lax.fori_loop(*blocks.covering(*bounds), body, empty)
 
 
 def _sinks(sinks_KG: jax.Array, like: Softmax) -> Softmax:
@@ -255,7 +314,7 @@ def _sweep(
     *,
     blocking: Blocking,
     asked: Scores,
-    chosen_RTJ: jax.Array | None = None,
+    chosen: Chosen | None = None,
 ) -> tuple[Softmax, Tally | None]:
     """Attends M queries per KV head of R rows over slots bounds[0]..bounds[1]-1 of their tables,
     counted as if all pages were full, `num_keys` of them (or one page) at a time.
@@ -265,7 +324,7 @@ def _sweep(
     what a query gets does not depend on the bounds.
 
     position_RM has the position of each query, or [R, 1] where all queries of a row share it.
-    chosen_RTJ: the slots that each token's queries see at most.
+    chosen: the slots that each token's queries see at most.
     """
     head_dim, wanted, (num_keys, in_float32) = q_RKMH.shape[3], at.statistics, blocking
     blocks = Blocks.of(at.store, rows, at.layer, size=num_keys, in_float32=in_float32)
@@ -276,10 +335,9 @@ def _sweep(
         state, tally = carry
         found = blocks.read(i)
         seen_RKMJ = asked.seen(position_RM, found.position_RKJ, found.held_RKJ)
-        if chosen_RTJ is not None:
-            own_RTJ = jax.lax.dynamic_slice_in_dim(chosen_RTJ, i * blocks.size, blocks.size, axis=2)
-            each = q_RKMH.shape[2] // own_RTJ.shape[1]
-            seen_RKMJ = seen_RKMJ & jnp.repeat(own_RTJ, each, axis=1)[:, None]
+        if chosen is not None:
+            of_block = i * blocks.size, blocks.size
+            seen_RKMJ = seen_RKMJ & chosen.of_queries(*of_block, q_RKMH.shape[2])
         seen_RKMJ = once(seen_RKMJ)
         padded = jnp.pad(found.values.values, ((0, 0), (0, 0), (0, 0), (0, padding)))
         values = found.values._replace(values=padded)

@@ -22,8 +22,9 @@ from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout
 from jaxkv.kv.state import PageTables, Statistics, Store, destinations, write
 from jaxkv.ops.attention import expanded, native
-from jaxkv.ops.attention.base import Attended, Batch, Heads, Index, LatentMaps, Needs, Place
+from jaxkv.ops.attention.base import Attended, Batch, Heads, LatentMaps, Needs, Place
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
+from jaxkv.ops.attention.index import AnyIndex
 from jaxkv.ops.attention.select import select_pages
 from jaxkv.ops.attention.sweep import BLOCK, Blocking, Scores, Window, attend, rows_of
 from jaxkv.ops.native import is_wide
@@ -94,6 +95,7 @@ class Xla:
             page_size=page_size,
             codec=codec,
             latent_dim=heads.latent_dim,
+            has_index_key=heads.has_index_key,
         )
 
     def prepare(
@@ -118,6 +120,7 @@ class Xla:
         cap: float = 0.0,
         sinks_N: jax.Array | None = None,
         maps: LatentMaps | None = None,
+        index: AnyIndex | None = None,
     ) -> Attended:
         dest_T, window, chunk = prepared
         store = at.store
@@ -133,6 +136,7 @@ class Xla:
             cap=cap,
             sinks_N=sinks_N,
             maps=maps,
+            index=index,
             deterministic=self.deterministic,
         )
         return Attended(out_TNH, store, statistics)
@@ -149,19 +153,23 @@ def read(
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
     maps: LatentMaps | None = None,
+    index: AnyIndex | None = None,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends over pages that have the step's keys and values, `at.tables.len_B` its tokens, and
     over those of `at.store.low`. Returns [T, N, H] float32, as wide as values are, and
     `at.statistics` with this layer's added.
 
-    maps: as in `base.Attention.attend`; without them latent queries and outputs are absorbed ones.
-    `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill chunk.
+    maps, index: as in `base.Attention.attend`; without maps latent queries and outputs are absorbed
+    ones. `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill
+    chunk.
     """
     codec, q_TNH = at.store.codec, q_TNH.astype(jnp.float32)
     sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
     asked = Scores(window, chunk, cap, sinks_KG)
-    of_rows = partial(_read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic)
+    of_rows = partial(
+        _read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic, index=index
+    )
 
     def restored(out_TNH: jax.Array) -> jax.Array:
         # A codec may have rotated a key as a whole: only now do its first numbers stand apart.
@@ -181,10 +189,10 @@ def read(
     def leave(out_TNH: jax.Array) -> jax.Array:
         return maps.values_of(restored(out_TNH))
 
-    absorbed = partial(of_rows, enter=enter, leave=leave, index=maps.indexer)
+    absorbed = partial(of_rows, enter=enter, leave=leave)
     # The expanded form knows one softmax over plain pages, and gives other bits than decode rows.
     has_more = at.statistics is not None or at.store.low is not None or sinks_N is not None
-    has_more = has_more or maps.indexer is not None
+    has_more = has_more or index is not None
     is_short = batch.decode_only or (batch.chunk_len or q_TNH.shape[0]) < LEAST_QUERIES
     if is_short or has_more or deterministic:
         return absorbed(q_TNH, batch.count_B)
@@ -215,7 +223,7 @@ def _read_rows(
     deterministic: bool,
     enter: Callable[[jax.Array], jax.Array] = _unchanged,
     leave: Callable[[jax.Array], jax.Array] = _unchanged,
-    index: Index | None = None,
+    index: AnyIndex | None = None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends decode rows, and the first `count` tokens of each prefill row. `enter` makes of
     queries what meets the pages, and `leave` of what they have found there what comes out. index:
@@ -251,7 +259,7 @@ def attend_rows(
     deterministic: bool = False,
     enter: Callable[[jax.Array], jax.Array] = _unchanged,
     leave: Callable[[jax.Array], jax.Array] = _unchanged,
-    index: Index | None = None,
+    index: AnyIndex | None = None,
     handler: str | None = None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends as `_read_rows` does, by XLA, but for decode rows where there is a handler for a CPU.
@@ -305,7 +313,7 @@ def _decode(
     min_queries: int,
     blocking: Blocking,
     asked: Scores,
-    index: Index | None,
+    index: AnyIndex | None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends one query per row, `tile_rows` rows side by side, with at least `min_queries` queries
     per KV head.
@@ -375,7 +383,7 @@ def _prefill(
     enter: Callable[[jax.Array], jax.Array],
     leave: Callable[[jax.Array], jax.Array],
     asked: Scores,
-    index: Index | None,
+    index: AnyIndex | None,
     num_queries: int,
     blocking: Blocking,
 ) -> tuple[jax.Array, Statistics | None]:

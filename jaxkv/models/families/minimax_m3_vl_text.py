@@ -1,0 +1,132 @@
+"""The text part of MiniMax-M3: layers whose KV heads choose the blocks of keys that they attend to,
+and experts as gpt-oss computes them, chosen as MiniMax-M2 does. Source: transformers'
+minimax_m3_vl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, QK_NORMED, Layout, Leaf, leaf, read_decoder
+from jaxkv.models.families.experts import listed_dense, read_mixtral, read_router
+from jaxkv.models.families.gpt_oss import refuse_other_gates
+from jaxkv.models.families.hybrid import with_leaves
+from jaxkv.models.spec import AttentionSpec, BlockIndexSpec, ModelSpec
+from jaxkv.ops.attention.sweep import BLOCK
+from jaxkv.ops.layers import CLAMPED
+
+SPARSE = "minimax_m3_sparse"
+PUBLISHED = {
+    "index_n_heads": "sparse_num_index_heads",
+    "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size",
+    "index_topk_blocks": "sparse_topk_blocks",
+    "index_local_blocks": "sparse_local_block",
+}
+"""How a section of published configs calls what transformers has beside the other keys."""
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    refuse_other_gates(config)
+    config = _flat(config)
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    kinds = [FULL] * num_layers
+    if config.get("layer_types") is not None:
+        kinds = config.kinds("layer_types", num_layers, (FULL, SPARSE))
+    experts = replace(
+        read_mixtral(config, bias="block_sparse_moe.e_score_correction_bias"),
+        shared="block_sparse_moe.shared_experts.",
+        shared_width=config.size("shared_intermediate_size"),
+    )
+    router = read_router(
+        config,
+        experts.count,
+        used="num_experts_per_tok",
+        score="sigmoid",
+        is_normalised=True,
+        scale=config.number("routed_scaling_factor", 1.0),
+    )
+    index = _index(config)
+    spec, layout = read_decoder(
+        config.replaced(intermediate_size=config.size("dense_intermediate_size")),
+        family="minimax_m3_vl_text",
+        names=QK_NORMED,
+        partly=True,
+        norm="rms_one",
+        attention=AttentionSpec(index=index if SPARSE in kinds else None),
+        experts=experts.leaves,
+        router=router,
+        is_dense=listed_dense(config),
+    )
+    spec = replace(spec, activation=CLAMPED)  # whatever hidden_act says
+    if SPARSE not in kinds:
+        return spec, layout
+    (group,) = spec.groups
+    if index.head_dim > group.head_dim:
+        raise config.fail("index_head_dim", f"at most the {group.head_dim} of head_dim")
+    if config.size("index_n_heads") != group.num_kv_heads:
+        raise config.fail("index_n_heads", f"{group.num_kv_heads}, one for each KV head")
+    if index.head_dim < spec.rope.dim:
+        raise config.fail("index_head_dim", f"at least the {spec.rope.dim} that are rotated")
+    own = _index_leaves(group.num_kv_heads, index.head_dim, spec.hidden_size)
+    sparse = [layer for layer, kind in enumerate(kinds) if kind == SPARSE]
+    found = with_leaves((spec, layout), sparse, lambda leaves: {**leaves, **own})
+    spec, layout = found
+    return replace(spec, groups=(replace(group, has_index_key=True),)), layout
+
+
+def _flat(config: ConfigReader) -> ConfigReader:
+    """Returns the config with transformers' keys for those that only published files have."""
+    found: dict[str, Any] = {}
+    if config.get("sparse_attention_config") is not None:
+        section = config.section("sparse_attention_config")
+        found |= {key: section.get(old) for key, old in PUBLISHED.items() if old in section.values}
+        if config.get("layer_types") is None and section.get("sparse_attention_freq") is not None:
+            marks = _marks(section, "sparse_attention_freq")
+            found["layer_types"] = [SPARSE if mark else FULL for mark in marks]
+    if config.get("mlp_layer_types") is None and config.get("moe_layer_freq") is not None:
+        marks = _marks(config, "moe_layer_freq")
+        found["mlp_layer_types"] = ["sparse" if mark else "dense" for mark in marks]
+    return config.replaced(**found)
+
+
+def _marks(config: ConfigReader, key: str) -> list[int]:
+    """Reads a list of 0 and 1 for the layers."""
+    marks = config.get(key)
+    if not isinstance(marks, list) or not all(mark in (0, 1) for mark in marks):
+        raise config.fail(key, "a list of 0 and 1, one for each layer")
+    return marks
+
+
+def _index(config: ConfigReader) -> BlockIndexSpec:
+    size = config.size("index_block_size")
+    if BLOCK % size:  # blocks would lie across those that are read at once
+        raise config.fail("index_block_size", f"a divisor of {BLOCK} (nothing else is built)")
+    num_local = config.get("index_local_blocks")
+    if num_local != 0:
+        num_local = config.size("index_local_blocks")
+    return BlockIndexSpec(
+        head_dim=config.size("index_head_dim"),
+        num_chosen=config.size("index_topk_blocks"),
+        pool=size,
+        num_local=num_local,
+    )
+
+
+def _index_leaves(num_kv_heads: int, head_dim: int, hidden: int) -> Mapping[str, Leaf]:
+    """Describes the arrays of index heads."""
+    prefix = "model.layers.{layer}.self_attn.index_"
+
+    def norm(name: str) -> Leaf:
+        return leaf(f"{prefix}{name}_norm.weight", (head_dim,), (None,))
+
+    queries = (num_kv_heads * head_dim, hidden), ("kv_heads", "model")
+    return {
+        "index_q": leaf(f"{prefix}q_proj.weight", *queries),
+        "index_k": leaf(f"{prefix}k_proj.weight", (head_dim, hidden), (None, "model")),
+        "index_q_norm": norm("q"),
+        "index_k_norm": norm("k"),
+    }

@@ -1,0 +1,160 @@
+"""Chooses the keys that a token attends to, where a model does not attend to all of them.
+
+Keys are chosen in groups of `pool` neighbouring tokens, counted from a multiple of it: the last
+axis of scores, C, counts groups. Tokens of a group that cannot be chosen (-inf) are chosen: those
+of them that a query sees it has no score for.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.pytree import pytree, static
+
+
+@pytree
+class Index:
+    """Chooses keys: each token attends to the `num_chosen` of the largest scores, which are sums
+    over index heads of weight * max(query . key, 0). Keys are the last H numbers of rows.
+
+    q_TIH, weight_TI: by index head, float32. pool: so many tokens are chosen together, by one key
+    that is made of theirs: rows end with 2H numbers, a key and what each of its numbers counts
+    there before a softmax over the pool. Tokens of a pool that a query does not see to its end are
+    chosen. Sources: DeepSeek-V3.2, arXiv 2512.02556, equation 1; with pools zai-org/GLM-5.3-Flash,
+    as transformers has it.
+    """
+
+    q_TIH: jax.Array
+    weight_TI: jax.Array
+    num_chosen: int = static()
+    pool: int = static(default=1)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q_TIH.shape[0]
+
+    @property
+    def key_dim(self) -> int:
+        """Counts the numbers at the end of a row that it is chosen by."""
+        return self.q_TIH.shape[2] * (1 if self.pool == 1 else 2)
+
+    @property
+    def num_groups(self) -> int:
+        """Counts the KV heads that choose for themselves."""
+        return 1
+
+    def scores(
+        self,
+        key_RJX: jax.Array,
+        seen_RTJ: jax.Array,
+        position_RT: jax.Array,
+        key_position_RJ: jax.Array,
+    ) -> jax.Array:
+        """Scores the keys of R rows for their T tokens each, [R, T, 1, C]; -inf for what a token
+        cannot choose. J tokens of a row are whole pools.
+        """
+        check_whole(seen_RTJ.shape[2], self.pool)
+        key_RCH = self._keys_of(key_RJX)
+        key_TCH = jnp.repeat(key_RCH, seen_RTJ.shape[1], axis=0)
+        exact = jax.lax.Precision.HIGHEST
+        met_TIC = jnp.einsum("tih,tch->tic", self.q_TIH, key_TCH, precision=exact)
+        score_TC = jnp.einsum("ti,tic->tc", self.weight_TI, jax.nn.relu(met_TIC), precision=exact)
+        can_RTC = seen_RTJ[..., self.pool - 1 :: self.pool]
+        return jnp.where(can_RTC, score_TC.reshape(can_RTC.shape), -jnp.inf)[:, :, None]
+
+    def _keys_of(self, key_RJX: jax.Array) -> jax.Array:
+        """Returns what is scored, [R, C, H], of what rows end with."""
+        if self.pool == 1:
+            return key_RJX
+        key_RCPX = key_RJX.reshape(key_RJX.shape[0], -1, self.pool, key_RJX.shape[2])
+        key_RCPH, weight_RCPH = jnp.split(key_RCPX.astype(jnp.float32), 2, axis=-1)
+        return (key_RCPH * jax.nn.softmax(weight_RCPH, axis=2)).sum(axis=2)
+
+    def choose(self, score: jax.Array) -> jax.Array:
+        """Returns which are chosen of [.., C]."""
+        return _largest(score, self.num_chosen // self.pool)
+
+
+@pytree
+class BlockIndex:
+    """Chooses blocks of `pool` keys: the tokens' query heads that share a KV head attend to the
+    `num_chosen` blocks that have the largest scores, query . key, among them always the
+    `num_local` last ones that the token sees. Keys are the vector behind a page's keys.
+
+    q_TKH: by KV head, float32. Source: MiniMaxAI/MiniMax-M3, as transformers has it.
+    """
+
+    q_TKH: jax.Array
+    num_chosen: int = static()
+    num_local: int = static()
+    pool: int = static()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q_TKH.shape[0]
+
+    @property
+    def key_dim(self) -> int:
+        """Counts the numbers of a key that blocks are chosen by."""
+        return self.q_TKH.shape[2]
+
+    @property
+    def num_groups(self) -> int:
+        """Counts the KV heads that choose for themselves."""
+        return self.q_TKH.shape[1]
+
+    def scores(
+        self,
+        key_RJX: jax.Array,
+        seen_RTJ: jax.Array,
+        position_RT: jax.Array,
+        key_position_RJ: jax.Array,
+    ) -> jax.Array:
+        """Scores blocks as `Index.scores` does keys, for each KV head: [R, T, K, C]."""
+        check_whole(seen_RTJ.shape[2], self.pool)
+        q_RTKH = self.q_TKH.reshape(*seen_RTJ.shape[:2], *self.q_TKH.shape[1:])
+        exact = jax.lax.Precision.HIGHEST
+        met_RTKJ = jnp.einsum("rtkh,rjh->rtkj", q_RTKH, key_RJX, precision=exact)
+        met_RTKJ = jnp.where(seen_RTJ[:, :, None], met_RTKJ, -jnp.inf)
+        score_RTKC = met_RTKJ.reshape(*met_RTKJ.shape[:3], -1, self.pool).max(axis=4)
+        own_RT = position_RT // self.pool
+        back_RTC = own_RT[..., None] - (key_position_RJ[:, :: self.pool] // self.pool)[:, None]
+        is_local_RTC = (back_RTC >= 0) & (back_RTC < self.num_local)
+        can = ~jnp.isneginf(score_RTKC)
+        return jnp.where(is_local_RTC[:, :, None] & can, jnp.inf, score_RTKC)
+
+    def choose(self, score: jax.Array) -> jax.Array:
+        """Returns which are chosen of [.., C]."""
+        return _largest(score, self.num_chosen)
+
+    def best(self, score: jax.Array) -> jax.Array:
+        """Returns the numbers of the chosen of [.., C], which are more, in order; where fewer can
+        be chosen, those come first.
+        """
+        _, best = jax.lax.top_k(score, self.num_chosen)
+        return jnp.sort(best, axis=-1)
+
+
+AnyIndex = Index | BlockIndex
+
+
+def check_whole(num_tokens: int, pool: int) -> None:
+    """Raises: ValueError where tokens that are chosen together are not in tables together."""
+    if num_tokens % pool:
+        raise ValueError(
+            f"page_size: expected a multiple of the {pool} tokens that are chosen together, or a "
+            f"divisor of them, got tables of {num_tokens} tokens"
+        )
+
+
+def _largest(score: jax.Array, num_chosen: int) -> jax.Array:
+    """Returns where the largest are of [.., C], bool; among them those that are -inf, and all where
+    there are no more.
+    """
+    if score.shape[-1] <= num_chosen:
+        return jnp.ones(score.shape, bool)
+    flat = score.reshape(-1, score.shape[-1])
+    _, best = jax.lax.top_k(flat, num_chosen)
+    chosen = jnp.isneginf(flat).at[jnp.arange(flat.shape[0])[:, None], best].set(True)
+    return chosen.reshape(score.shape)
