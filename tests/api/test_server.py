@@ -34,6 +34,7 @@ from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.pooling import PoolingParams
 from jaxkv.testing import engine_of
+from jaxkv.version import VERSION
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
@@ -388,7 +389,7 @@ def test_a_streamed_chat_begins_with_its_role(server, client):
     )
 
 
-def test_models_tokens_health_and_metrics(server, client):
+def test_models_tokens_health_version_and_metrics(server, client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").model_extra["max_model_len"] == MAX_LEN
     _, _, body = server.ask("/tokenize", {"prompt": PROMPTS[0]})
@@ -399,6 +400,7 @@ def test_models_tokens_health_and_metrics(server, client):
     assert server.ask("/tokenize", nulls)[2] == body
     assert server.ask("/detokenize", {"tokens": body["tokens"], "model": None})[2] == text
     assert server.ask("/health")[::2] == (200, {"status": "ok"})
+    assert server.ask("/version")[::2] == (200, {"version": VERSION})
     status, headers, body = server.ask("/metrics")
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     lines = body.splitlines()
@@ -867,7 +869,7 @@ def test_100_megabytes_are_refused_and_not_held(server, is_chunked):
 def test_every_route_asks_for_a_key(start, monkeypatch):
     monkeypatch.setenv("JAXKV_API_KEY", "of the environment")
     of_environment, given = start(), start(api_key=["one", "två"])
-    paths = ["/health", "/metrics", "/v1/models", "/v1/nothing"]
+    paths = ["/health", "/version", "/metrics", "/v1/models", "/v1/nothing"]
     posting = ("/v1/completions", "/v1/chat/completions", "/tokenize", *POOLING)
     bodies = {path: {"prompt": "a"} for path in posting}
     for path in [*paths, *bodies]:

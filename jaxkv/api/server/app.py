@@ -40,6 +40,7 @@ from jaxkv.api.server.options import ServeOptions
 from jaxkv.engine.metrics import Counter, Gauge, prometheus_text
 from jaxkv.errors import Catch, CheckpointError, EngineDeadError
 from jaxkv.requests.outputs import CompletionOutput, RequestOutput
+from jaxkv.version import VERSION
 
 LOG = logging.getLogger("jaxkv.server")
 
@@ -70,6 +71,7 @@ class App:
         self._answered: Tally[tuple[str, int]] = Tally()
         routes = [
             Route("/health", self._health),
+            Route("/version", self._version),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
@@ -108,6 +110,9 @@ class App:
     async def _health(self, request: Request) -> Response:
         await self._llm.check_health()
         return JSONResponse({"status": "ok"})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
 
     async def _metrics(self, request: Request) -> Response:
         answered = [
