@@ -9,6 +9,7 @@ The demo model. 32 conversations, 8 turns, each 48 random tokens and 16 generate
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -24,8 +25,8 @@ import numpy as np
 from jaxkv import LLM, SamplingParams
 from jaxkv.version import VERSION
 
-ROOT = Path(__file__).parents[1]
-TALKS, TURNS, ASKED, SAID, ROUNDS = 32, 8, 48, 16, 3
+FIGURES = Path(__file__).parents[1] / "docs/benchmarks/host_memory.json"
+TALKS, TURNS, ASKED, SAID = 32, 8, 48, 16
 AFTER = 2
 """Turns after the restart."""
 PAGE = 16
@@ -85,7 +86,7 @@ def report(runs: dict[str, list[Result]], *whats: str) -> dict[str, Any]:
     return found
 
 
-def alternate(folder: Path) -> dict[str, list[Result]]:
+def alternate(folder: Path, num_rounds: int) -> dict[str, list[Result]]:
     """Runs all turns on each side in turn."""
     sides = {
         "without": LLM(**OPTIONS),
@@ -96,7 +97,7 @@ def alternate(folder: Path) -> dict[str, list[Result]]:
         llm.wait_until_compiled()
         run(llm)
     runs: dict[str, list[Result]] = {side: [] for side in sides}
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         for side, llm in sides.items():
             runs[side].append(run(llm))
     for llm in sides.values():
@@ -104,7 +105,7 @@ def alternate(folder: Path) -> dict[str, list[Result]]:
     return runs
 
 
-def restart(folder: Path) -> dict[str, list[Result]]:
+def restart(folder: Path, num_rounds: int) -> dict[str, list[Result]]:
     """Runs the last turns in a new engine on each side, several times, where an engine before has
     run the others.
     """
@@ -114,7 +115,7 @@ def restart(folder: Path) -> dict[str, list[Result]]:
     first.shutdown()
     del first
     runs: dict[str, list[Result]] = {"without": [], "kv_disk": []}
-    for n in range(ROUNDS):
+    for n in range(num_rounds):
         for side, own in runs.items():
             copy = folder.with_name(f"copy{n}")  # what this round writes is not for the next one
             shutil.copytree(folder, copy)
@@ -135,10 +136,15 @@ def restart(folder: Path) -> dict[str, list[Result]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="of each side (default: %(default)s)")
+    parser.add_argument("--json", type=Path, default=FIGURES, help="another file for the figures")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        whole = report(alternate(Path(folder, "whole")), "prompt tokens found")
+        whole = report(alternate(Path(folder, "whole"), args.rounds), "prompt tokens found")
         print(json.dumps(whole, indent=1), flush=True)
-        after = report(restart(Path(folder, "restart")), "pages there", "page tokens found")
+        last = restart(Path(folder, "restart"), args.rounds)
+        after = report(last, "pages there", "page tokens found")
     found = {
         "all turns": whole,
         f"the last {AFTER} turns after a restart": after,
@@ -146,7 +152,7 @@ def main() -> None:
         "versions": {"jaxkv": VERSION, "jax": jax.__version__},
     }
     print(json.dumps(found, indent=1))
-    (ROOT / "docs/benchmarks/host_memory.json").write_text(json.dumps(found, indent=1) + "\n")
+    args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

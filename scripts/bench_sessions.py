@@ -8,6 +8,7 @@ A model of SmolLM2-135M's shape with random weights; a session of 1,000 tokens.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -23,7 +24,7 @@ import numpy as np
 from jaxkv import LLM, SamplingParams
 from jaxkv.version import VERSION
 
-ROOT = Path(__file__).parents[1]
+FIGURES = Path(__file__).parents[1] / "docs/benchmarks/sessions.json"
 SHAPE = {
     "model_type": "llama",
     "vocab_size": 49152,
@@ -38,7 +39,6 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-ROUNDS = 2
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
@@ -48,7 +48,9 @@ def seconds(act: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def first_tokens(directory: str, prompt: list[int]) -> tuple[list[float], list[float]]:
+def first_tokens(
+    directory: str, prompt: list[int], num_rounds: int
+) -> tuple[list[float], list[float]]:
     """Returns seconds to the first token of a prompt, computed and restored from a file, each in an
     engine that has never seen it, after another prompt has compiled the programs.
     """
@@ -66,7 +68,7 @@ def first_tokens(directory: str, prompt: list[int]) -> tuple[list[float], list[f
     writer.session({"prompt_token_ids": prompt}).save(path)
     writer.session({"prompt_token_ids": other}).save(Path(directory, "other"))
     computed, restored = [], []
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         llm = LLM(directory, **options)
         llm.session({"prompt_token_ids": other})
         computed.append(seconds(lambda: llm.session({"prompt_token_ids": prompt})))  # noqa: B023
@@ -77,6 +79,10 @@ def first_tokens(directory: str, prompt: list[int]) -> tuple[list[float], list[f
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=2, help="of each side (default: %(default)s)")
+    parser.add_argument("--json", type=Path, default=FIGURES, help="another file for the figures")
+    args = parser.parse_args()
     rng = np.random.default_rng(0)
 
     def ids(length: int) -> list[int]:
@@ -95,19 +101,19 @@ def main() -> None:
         )
         prefix, pieces = ids(1000), [ids(8) for _ in range(32)]
         session = llm.session({"prompt_token_ids": prefix})
-        fork_s = statistics.median(seconds(lambda: session.fork(64)) for _ in range(ROUNDS))
+        fork_s = statistics.median(seconds(lambda: session.fork(64)) for _ in range(args.rounds))
         rewind_s = statistics.median(
-            seconds(lambda: session.rewind(tokens=40)) for _ in range(ROUNDS)
+            seconds(lambda: session.rewind(tokens=40)) for _ in range(args.rounds)
         )
         scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
         whole = [{"prompt_token_ids": prefix + piece} for piece in pieces]
         session.logprobs(pieces)  # compiles
         llm.generate(whole[:1], scored, use_tqdm=False)
         shared, apart = [], []
-        for _ in range(ROUNDS):
+        for _ in range(args.rounds):
             shared.append(seconds(lambda: session.logprobs(pieces)))
             apart.append(seconds(lambda: llm.generate(whole, scored, use_tqdm=False)))
-        computed, restored = first_tokens(directory, ids(1500))
+        computed, restored = first_tokens(directory, ids(1500), args.rounds)
         found = {
             "fork(64) of 1,000 tokens, ms": round(fork_s * 1e3, 3),
             "rewind(tokens=40), ms": round(rewind_s * 1e3, 3),
@@ -120,7 +126,7 @@ def main() -> None:
             "versions": {"jaxkv": VERSION, "jax": jax.__version__},
         }
     print(json.dumps(found, indent=1))
-    (ROOT / "docs/benchmarks/sessions.json").write_text(json.dumps(found, indent=1) + "\n")
+    args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
