@@ -537,7 +537,7 @@ class LLM(PoolingCalls):
         Prometheus reads them.
         """
         with self._engine.lock:
-            metrics = self._engine.metrics()
+            metrics = self._front.metrics()
         return Metrics(replace(metric, name=prefix + metric.name) for metric in metrics)
 
     def describe(self) -> str:

@@ -462,8 +462,10 @@ class Engine:
         """Requests that have tokens coming."""
         return [] if self._flight is None else self._flight.requests
 
-    def metrics(self) -> list[Metric]:
-        """Returns what there is to watch now, under vLLM's names without its prefix."""
+    def metrics(self, *, num_coming: int = 0) -> list[Metric]:
+        """Returns what there is to watch now, under vLLM's names without its prefix. num_coming:
+        requests that wait to be added.
+        """
         scheduler, allocator, programs = self.scheduler, self.scheduler.allocator, self.programs
         return [
             Gauge(
@@ -471,7 +473,11 @@ class Engine:
                 "Requests under way.",
                 len(self._requests) - scheduler.num_waiting,
             ),
-            Gauge("num_requests_waiting", "Requests that wait for a row.", scheduler.num_waiting),
+            Gauge(
+                "num_requests_waiting",
+                "Requests that wait for a row.",
+                scheduler.num_waiting + num_coming,
+            ),
             Gauge(
                 "kv_cache_usage_perc",
                 "Part of the pages in use.",

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from jaxkv.config import PREFILL
 from jaxkv.engine.engine import ENDED, UNDER_WAY, Engine
-from jaxkv.engine.metrics import arrived
+from jaxkv.engine.metrics import Metric, arrived
 from jaxkv.engine.saving import extract, form_of, insert, page_form
 from jaxkv.engine.scheduler import Scheduler
 from jaxkv.errors import CapacityError, Catch, EngineDeadError
@@ -219,6 +219,12 @@ class Handover:
         # closes a forgotten stream.
         self._prefill.end()
         self._decode.end()
+
+    def metrics(self) -> list[Metric]:
+        """Returns those of the decode engine; a request that it does not have yet waits."""
+        with self.lock:
+            coming = [len(one.submission.samples) for one in self._coming.values()]
+            return self._decode.metrics(num_coming=sum(coming))
 
     def check(self) -> None:
         """Raises RuntimeError if pages, rows and requests of either engine do not add up."""

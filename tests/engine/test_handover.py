@@ -135,6 +135,23 @@ def test_tokens_are_those_of_one_engine_and_no_page_is_lost(front, llms):
     assert engine_of(before).scheduler.num_looked_up == num_before
 
 
+def test_requests_that_are_not_handed_over_yet_wait(front, llms, monkeypatch):
+    monkeypatch.setattr(llms[2], "_front", front)
+
+    def num_waiting() -> list[float]:
+        metrics = llms[2].get_metrics("")
+        return [one.value for one in metrics if one.name == "num_requests_waiting"]
+
+    for submission in submitted(llms[2], prompts()[2:5], params()[:2] + params()[:1]):
+        front.add(submission)
+    assert num_waiting() == [5]  # the second prompt has three samples
+    while len(front._ready) < 3:
+        front._collect(wait_s=10.0)
+    assert num_waiting() == [5]
+    run_out(front)
+    assert num_waiting() == [0]
+
+
 @pytest.mark.slow
 def test_recurrent_states_go_over_with_their_pages(tmp_path):
     directory = make_checkpoint(tmp_path, text_config("lfm2"))
