@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import jaxlib.version
 
 from jaxkv.structured import StructuredOutputsParams
+
+T = TypeVar("T")
 
 PAGE_SIZES = (8, 16, 32, 64, 128)
 MAX_INT32 = 2**31 - 1
@@ -60,6 +63,16 @@ def own(value: Any) -> Any:
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value
+
+
+def one_or_several(name: str, given: Any, kind: type[T]) -> list[T]:
+    """Returns one of a kind, or several, as a list. Raises: ValueError for anything else."""
+    is_one = isinstance(given, (kind, str)) or not isinstance(given, Iterable)
+    found = [given] if is_one else list(given)
+    for one in found:
+        if not isinstance(one, kind):
+            raise ValueError(f"{name}: expected a {kind.__name__} or several, got {one!r:.80}")
+    return found
 
 
 def take_over(config: Any) -> None:

@@ -25,6 +25,7 @@ WAKE_TAGS = Check(
         or (isinstance(x, list | tuple) and len(x) > 0 and all(tag in SLEEPING for tag in x))
     ),
 )
+IS_PREFIX = Check(expected="a text", holds=lambda x: isinstance(x, str))
 IS_BAR = Check(
     expected="True, False or a class such as tqdm",
     holds=lambda x: isinstance(x, bool) or callable(x),

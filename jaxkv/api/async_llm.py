@@ -27,7 +27,7 @@ from jaxkv.api.llm import LLM, Conversation
 from jaxkv.api.session import AsyncSession, chat_options
 from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.vllm_arguments import ABSENT_FROM_ASYNC, absence
-from jaxkv.config import RequestOutputKind, SamplingParams
+from jaxkv.config import RequestOutputKind, SamplingParams, one_or_several
 from jaxkv.engine.metrics import Metric
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput, new_since
@@ -182,9 +182,9 @@ class AsyncLLM(AsyncPoolingCalls):
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several, and returns when all that it held is free; an unknown id is
-        no error.
+        no error. Raises: ValueError for what can be none.
         """
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        ids = one_or_several("request_id", request_id, str)
         await self._engine.ask(partial(self._engine.abort, ids))
 
     async def get_tokenizer(self) -> Any:

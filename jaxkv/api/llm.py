@@ -16,6 +16,7 @@ import jax
 from jaxkv.api.arguments import (
     CONTENT_FORMAT,
     IS_BAR,
+    IS_PREFIX,
     POSITIVE_OR_NONE,
     SLEEP_LEVEL,
     SLEEPING,
@@ -534,8 +535,9 @@ class LLM(PoolingCalls):
     def get_metrics(self, prefix: str = "jaxkv:") -> list[Metric]:
         """Counters, gauges and histograms under vLLM's names (and some of our own), behind
         `prefix`: "vllm:" makes them fit what is built for vLLM. `prometheus_text` writes them as
-        Prometheus reads them.
+        Prometheus reads them. Raises: ValueError for a prefix that is no text.
         """
+        IS_PREFIX("prefix", prefix)
         with self._engine.lock:
             metrics = self._front.metrics()
         return Metrics(replace(metric, name=prefix + metric.name) for metric in metrics)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from jaxkv.config import one_or_several
 from jaxkv.pictures.markup import Picture, svg, tag, text, title
 from jaxkv.requests.outputs import RequestOutput
 
@@ -55,8 +56,8 @@ def latencies(outputs: RequestOutput | Iterable[RequestOutput]) -> Picture:
     """Draws which part of the requests took at most how long: TTFT and TPOT, with the 50th, 90th
     and 99th percentile.
     """
-    given = [outputs] if isinstance(outputs, RequestOutput) else outputs
-    found, lines, said = measured(given), [text(12, 22, "Latency", class_="head")], []
+    found = measured(one_or_several("outputs", outputs, RequestOutput))
+    lines, said = [text(12, 22, "Latency", class_="head")], []
     named = (("time to first token (TTFT)", found.ttft), ("per output token (TPOT)", found.tpot))
     for i, (name, rising) in enumerate(named):
         x = LEFT + i * (WIDTH + GAP)

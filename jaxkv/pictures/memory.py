@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jaxkv.pictures.markup import COLOURS, Picture, svg, tag, text, title
 
@@ -20,8 +21,7 @@ def stacked_bars(
     parts: their names, at most six; "left" is drawn in grey. Raises: ValueError if a bar has not
     one size per part.
     """
-    if len(parts) > MAX_PARTS or any(len(sizes) != len(parts) for _, sizes, _ in bars):
-        raise ValueError(f"expected bars of {len(parts)} parts, at most {MAX_PARTS}")
+    _check(parts, bars)
     pairs = zip(parts, COLOURS, strict=False)
     shades = ["var(--kept)" if name == "left" else colour for name, colour in pairs]
     longest = max([1, *(sum(sizes) for _, sizes, _ in bars)])
@@ -50,3 +50,15 @@ def stacked_bars(
         for label, sizes, _ in bars
     )
     return svg(said, "; ".join(sums), WIDTH, TOP + len(bars) * (BAR + GAP), lines)
+
+
+def _check(parts: Any, bars: Any) -> None:
+    if not isinstance(parts, Sequence) or len(parts) > MAX_PARTS:
+        raise ValueError(f"parts: expected at most {MAX_PARTS} names, got {parts!r:.80}")
+    for bar in bars if isinstance(bars, Sequence) else [bars]:
+        is_bar = isinstance(bar, Sequence) and len(bar) == 3 and isinstance(bar[1], Sequence)
+        if not is_bar or len(bar[1]) != len(parts):
+            raise ValueError(
+                f"bars: expected bars of {len(parts)} parts, each (label, sizes, text), got "
+                f"{bar!r:.80}"
+            )

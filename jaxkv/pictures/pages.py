@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxkv.config import one_or_several
 from jaxkv.pictures.markup import COLOURS, Picture, hatch, html, shorten, svg, tag, text, title
 
 MAX_PAGES = 2048
@@ -55,11 +56,14 @@ def page_map(frames: PageFrame | Sequence[PageFrame]) -> Picture:
 
     One frame gives SVG, several give HTML with a slider over them. Of a pool of more than
     `MAX_PAGES` pages it draws those that are held, of many steps as many as `MAX_SQUARES` squares
-    allow; what is left out is said below. Raises: ValueError without a frame.
+    allow; what is left out is said below. Raises: ValueError without a frame, for frames of unlike
+    pools, and for pages that the pool does not have.
     """
-    frames = (frames,) if isinstance(frames, PageFrame) else tuple(frames)
+    frames = one_or_several("frames", frames, PageFrame)
     if not frames:
         raise ValueError("frames: expected at least one, got none: no step has run")
+    for number, frame in enumerate(frames):
+        _check(f"frames[{number}]", frame, frames[-1].num_pages)
     places, shown = _places(frames), _evenly(frames)
     owners = dict.fromkeys(name for frame in frames for name, _ in frame.holders)
     colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(owners)}
@@ -82,6 +86,20 @@ def page_map(frames: PageFrame | Sequence[PageFrame]) -> Picture:
         body,
     )
     return html(_slider(len(shown)), picture) if is_several else picture
+
+
+def _check(where: str, frame: PageFrame, num_pages: int) -> None:
+    if frame.num_pages != num_pages:
+        raise ValueError(
+            f"{where}: num_pages: expected that of the last frame, {num_pages}, got "
+            f"{frame.num_pages}"
+        )
+    for name, pages in (*frame.holders, ("cached", frame.cached)):
+        for page in (min(pages), max(pages)) if len(pages) else ():
+            if not 0 <= page < num_pages:
+                raise ValueError(
+                    f"{where}: {name}: expected page ids from 0 to {num_pages - 1}, got {page}"
+                )
 
 
 def _places(frames: Sequence[PageFrame]) -> dict[int, tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from jaxkv.config import one_or_several
 from jaxkv.pictures.markup import Picture, hatch, shorten, svg, tag, text, title
 
 MAX_ENDS = 60
@@ -51,6 +52,7 @@ def prefix_tree(
     decode: makes text of token ids, for the boxes. Of more than `MAX_ENDS` ends or `MAX_RUNS` boxes
     the branches with most pages are drawn, and the pages that are left out counted.
     """
+    pages = one_or_several("pages", pages, CachedPage)
     roots = _runs(pages)
     shown, num_lines = _places(roots)
     depth = max((run.start + len(run.pages) for run in shown), default=1)

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from io import StringIO
 from itertools import pairwise
 from typing import Self, TextIO
 
+from jaxkv.config import one_or_several
 from jaxkv.pictures.markup import Picture, hatch, shorten, svg, tag, text, title
 from jaxkv.requests.outputs import RequestMetrics, RequestOutput
 
@@ -134,7 +135,11 @@ class ChromeTrace:
         self._file.write("]}")
 
     def add(self, output: RequestOutput, name: str) -> None:
-        """Writes the phases of a request; one without times is left out."""
+        """Writes the phases of a request; one without times is left out. Raises: ValueError for
+        what is no output.
+        """
+        if not isinstance(output, RequestOutput):
+            raise ValueError(f"output: expected a RequestOutput, got {output!r:.80}")
         parts = phases(output.metrics)
         if not parts:
             return
@@ -160,10 +165,10 @@ class ChromeTrace:
 def _lanes(
     outputs: RequestOutput | Iterable[RequestOutput],
 ) -> list[tuple[RequestOutput, list[Phase]]]:
-    """Returns the requests that have any time, by when they came."""
-    given: Sequence[RequestOutput] = (
-        [outputs] if isinstance(outputs, RequestOutput) else list(outputs)
-    )
+    """Returns the requests that have any time, by when they came. Raises: ValueError for what is
+    no output.
+    """
+    given = one_or_several("outputs", outputs, RequestOutput)
     lanes = [(output, parts) for output in given if (parts := phases(output.metrics))]
     return sorted(lanes, key=lambda lane: lane[1][0].start)
 

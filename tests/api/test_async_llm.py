@@ -374,6 +374,12 @@ def test_abort_ends_the_iterator_with_a_last_output_and_nobody_else_s(llm, sync,
     run(main())
 
 
+@pytest.mark.parametrize("ids", [5, None, ["r", 5], [["r"]]])
+def test_abort_takes_ids_only(llm, ids):
+    with pytest.raises(ValueError, match="request_id: expected a str or several, got"):
+        run(llm.abort(ids))
+
+
 def test_abort_frees_before_it_returns(llm, pace):
     async def main() -> None:
         pace.enough = 1

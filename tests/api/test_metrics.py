@@ -51,6 +51,8 @@ def test_counts_are_those_of_what_was_run(make):
     num_used = sum(map(len, llm.page_table().values()))
     assert value(llm, "kv_cache_usage_perc") == num_used / SMALL["num_gpu_blocks_override"]
     stream.close()
+    with pytest.raises(ValueError, match="prefix: expected a text, got 5"):
+        llm.get_metrics(5)
     metrics = named(llm.get_metrics())
     assert metrics["prompt_tokens"].value == sum(
         len(p["prompt_token_ids"]) for p in [*PROMPTS, PROMPTS[0]]

@@ -5,6 +5,7 @@ markup.
 import json
 from collections import Counter
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from random import Random
 from xml.etree import ElementTree
@@ -15,6 +16,7 @@ import pytest
 from jaxkv.holding.allocator import KVHandle, PageAllocator
 from jaxkv.pictures import (
     CachedPage,
+    ChromeTrace,
     PageFrame,
     Picture,
     chrome_trace,
@@ -155,6 +157,34 @@ def test_a_slider_shows_each_step_and_the_last_one_at_first():
     assert (knob.get("min"), knob.get("max"), knob.get("value")) == ("0", "3", "3")
     with pytest.raises(ValueError, match="frames: expected at least one"):
         page_map([])
+
+
+def test_pages_that_the_pool_does_not_have_are_refused():
+    good = PageFrame(4, (("a", (0, 3)),), (1,))
+    for bad, said in (
+        (replace(good, holders=(("a", (0, 4)),)), "a: expected page ids from 0 to 3, got 4"),
+        (replace(good, holders=(("a", (-1, 2)),)), "a: expected page ids from 0 to 3, got -1"),
+        (replace(good, cached=(9,)), "cached: expected page ids from 0 to 3, got 9"),
+        (replace(good, num_pages=5), "num_pages: expected that of the last frame, 4, got 5"),
+    ):
+        with pytest.raises(ValueError, match=rf"frames\[1\]: {said}"):
+            page_map([good, bad, good])
+
+
+@pytest.mark.parametrize("draw", [timeline, chrome_trace, latencies, page_map, prefix_tree])
+def test_what_cannot_be_drawn_is_refused(draw):
+    kind = {page_map: "PageFrame", prefix_tree: "CachedPage"}.get(draw, "RequestOutput")
+    name = {page_map: "frames", prefix_tree: "pages"}.get(draw, "outputs")
+    for bad, said in (("a", "'a'"), (5, "5"), (None, "None")):
+        with pytest.raises(ValueError, match=f"{name}: expected a {kind} or several, got {said}"):
+            draw(bad)
+    with pytest.raises(ValueError, match=rf"{name}: expected a {kind} or several, got \[0\]"):
+        draw([[0]])
+
+
+def test_what_is_no_output_gets_into_no_trace():
+    with ChromeTrace(StringIO()) as trace, pytest.raises(ValueError, match=r"output: .* got 'a'"):
+        trace.add("a", "name")
 
 
 def test_pictures_of_a_large_pool_and_many_requests_are_bounded_and_say_so():
@@ -372,8 +402,11 @@ def test_a_bar_is_as_wide_as_its_part():
     assert widths == pytest.approx(expected, abs=0.1)
     with pytest.raises(ValueError, match="at most 6"):
         stacked_bars("", [*parts, "one more"], [])
-    with pytest.raises(ValueError, match="expected bars of 2 parts"):
-        stacked_bars("", ["a", "b"], [("bar", [1], "")])
+    for bad in ([("bar", [1], "")], [("bar", [1, 2])], [5], 5):
+        with pytest.raises(ValueError, match=r"expected bars of 2 parts, .* got [5(]"):
+            stacked_bars("", ["a", "b"], bad)
+    with pytest.raises(ValueError, match="parts: expected at most 6 names, got 5"):
+        stacked_bars("", 5, [])
 
 
 def test_a_picture_is_saved_as_what_it_is(tmp_path):
