@@ -77,6 +77,11 @@ class Chats:
         if not listed or not messages:
             expected = 'a list of {"role": ..., "content": ...} messages'
             raise RefusedChatError(f"expected {expected}, got {messages!r:.80}")
+        for number, message in enumerate(messages):
+            if not isinstance(role := message.get("role"), str):
+                raise RefusedChatError(
+                    f'message {number}: role: expected a text such as "user", got {role!r:.80}'
+                )
         try:
             text = within_time(partial(self._apply, messages))
             return {"prompt": text, "prompt_token_ids": encode(text)}

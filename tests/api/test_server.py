@@ -740,6 +740,14 @@ def test_vectors_take_places_until_they_are_made_or_their_client_goes(pooling):
         ("chat/completions", {"max_completion_tokens": 0}, 400, "max_completion_tokens", ">= 1"),
         ("chat/completions", {"messages": [{"role": "user"}, 7]}, 400, "messages", "objects"),
         ("chat/completions", {"messages": [1, 2]}, 400, "messages", "list of objects"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages", "message 0: role"),
+        (
+            "chat/completions",
+            {"messages": [*CHAT, {"role": 5, "content": "a"}], "stream": True},
+            400,
+            "messages",
+            "message 1: role: expected a text",
+        ),
         (
             "chat/completions",
             {"chat_template_kwargs": {"tools": 1}},

@@ -616,9 +616,14 @@ def test_what_is_no_conversation_is_one_value_error(intake, conversation):
         intake.render([[USER], conversation], add_generation_prompt=True)
 
 
-def test_a_message_without_what_the_template_needs_is_a_value_error(intake):
-    with pytest.raises(ValueError, match=r"conversation 0: .*unknown role"):
-        intake.render([[{"content": "x"}]], add_generation_prompt=True)
+@pytest.mark.parametrize("role", [{}, {"role": None}, {"role": 5}, {"role": ["user"]}])
+def test_a_message_without_a_role_is_a_value_error(intake, role):
+    with pytest.raises(
+        ValueError, match=r"^conversation 1: message 1: role: expected a text .*got"
+    ):
+        intake.render(
+            [[USER], [USER, {"content": "x", **role}]], chat_template="{{ messages[0].content }}"
+        )
 
 
 def test_half_a_surrogate_pair_in_a_conversation_is_a_value_error(intake):
