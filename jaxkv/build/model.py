@@ -5,7 +5,7 @@ about ending.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -222,15 +222,17 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
 
     Weights are neither read nor fetched before the model is `loaded`: by then a blueprint has been
     made, and so everything checked that was asked for.
-    Raises: CheckpointError for anything wrong with the files.
+    Raises: CheckpointError for anything wrong with the files, ValueError for hf_overrides that
+    nothing reads.
     """
     access = _access(options)
     directory = resolve_model(
         _given(options), revision=options.revision, only=WITHOUT_WEIGHTS, access=access
     )
-    config = read_config(directory)
-    if options.hf_overrides:
-        values = _overridden(config.values, options.hf_overrides)
+    written = config = read_config(directory)
+    overrides = options.hf_overrides or {}
+    if overrides:
+        values = _overridden(config.values, overrides)
         config = ConfigReader(values, f"{config.where} with hf_overrides")
     spec, layout = read_family(config)
     if not options.skip_tokenizer_init:
@@ -249,6 +251,11 @@ def find_model(options: EngineOptions, tokenizer: Any | None = None) -> Model:
     generation = read_config(directory, GENERATION) if found else ConfigReader({}, GENERATION)
     defaults = {} if options.generation_config == "vllm" else generation.values
     eos_ids = _eos_ids(config, generation, tokenizer, spec.vocab_size)
+    if unread := [*_unread(overrides, written.values, config.asked)]:
+        raise ValueError(
+            f"hf_overrides: expected keys of {written.where}, or others that are read from it, got "
+            f"{', '.join(unread)}: leave out what changes nothing"
+        )
     is_dummy = options.load_format == "dummy"
     model = Model(
         directory=directory,
@@ -295,6 +302,19 @@ def _overridden(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
         is_object = isinstance(value, Mapping) and isinstance(values.get(key), Mapping)
         merged[key] = _overridden(values[key], value) if is_object else value
     return merged
+
+
+def _unread(changes: Mapping[str, Any], values: Mapping[str, Any], asked: Any) -> Iterator[str]:
+    """Yields the keys of changes that no value has and nobody asked for: what they say is lost. In
+    an object whose keys nobody asked for they are names, such as those of modules.
+    """
+    for key, value in changes.items():
+        if key not in values and key not in asked:
+            yield key
+        elif isinstance(value, Mapping) and asked.get(key):
+            own = values.get(key)
+            inner = _unread(value, own if isinstance(own, Mapping) else {}, asked[key])
+            yield from (f"{key}.{name}" for name in inner)
 
 
 def _params_of(generation: Mapping[str, Any]) -> SamplingParams:

@@ -177,6 +177,7 @@ def read_pooling(
                 "classifier_from_token",
                 "a model whose logits are its head times a state (no bias, factor or soft cap)",
             )
+        config.refuse("is_original_qwen3_reranker", True)  # vLLM's word for the same
         yes_no = _token_ids(config, from_token, tokenizer)
         return Pooling(labels=1, yes_no=yes_no, activation="Sigmoid")
     id2label = config.section("id2label").values

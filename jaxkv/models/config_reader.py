@@ -19,14 +19,20 @@ class ConfigReader:
     """config.json with checked access: every error says where it is, the key, what was expected and
     what came.
 
-    A key that is null counts as absent: the reader's `default` holds.
+    A key that is null counts as absent: the reader's `default` holds. `asked`: the keys that were
+    asked for, each with those that its section was asked for.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
+        self,
+        values: Mapping[str, Any],
+        where: str,
+        names: Mapping[str, str] | None = None,
+        asked: dict[str, Any] | None = None,
     ) -> None:
         self.values = values
         self.where = where
+        self.asked: dict[str, Any] = {} if asked is None else asked
         self._names: Mapping[str, str] = names or {}
 
     def fail(self, key: str, expected: str) -> CheckpointError:
@@ -36,7 +42,9 @@ class ConfigReader:
         )
 
     def get(self, key: str, default: Any = None) -> Any:
-        value = self.values.get(self._names.get(key, key))
+        name = self._names.get(key, key)
+        self.asked.setdefault(name, {})
+        value = self.values.get(name)
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None, *, at_most: int = MAX_SIZE) -> int:
@@ -70,7 +78,8 @@ class ConfigReader:
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.fail(key, "an object")
-        return ConfigReader(value, f"{self.where}: {key}")
+        asked = self.asked[self._names.get(key, key)]
+        return ConfigReader(value, f"{self.where}: {key}", asked=asked)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """Reads a list of so many numbers from 1e-30 to 1e30."""
@@ -106,12 +115,12 @@ class ConfigReader:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
         """Returns a reader that finds these where the file has no such key."""
-        return ConfigReader({**defaults, **self.values}, self.where, self._names)
+        return ConfigReader({**defaults, **self.values}, self.where, self._names, self.asked)
 
     def replaced(self, **values: Any) -> ConfigReader:
         """Returns a reader that finds these whatever the file has."""
-        return ConfigReader({**self.values, **values}, self.where, self._names)
+        return ConfigReader({**self.values, **values}, self.where, self._names, self.asked)
 
     def renamed(self, **names: str) -> ConfigReader:
         """Returns a reader that finds under a name what the file has under another."""
-        return ConfigReader(self.values, self.where, names)
+        return ConfigReader(self.values, self.where, names, self.asked)

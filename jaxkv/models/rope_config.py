@@ -29,7 +29,8 @@ def read_rope(
     partly: the family has heads of which a part is rotated.
     """
     rope = rope_section(config) if section is None else section
-    key = "type" if "rope_type" not in rope.values and "type" in rope.values else "rope_type"
+    is_older = rope.get("type") is not None and "rope_type" not in rope.values
+    key = "type" if is_older else "rope_type"
     given = rope.get(key, "default")
     kind = ALSO.get(given, given) if isinstance(given, str) else given
     if kind not in KINDS:

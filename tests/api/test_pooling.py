@@ -423,7 +423,10 @@ def test_tasks_of_an_event_loop_get_what_llm_returns(tmp_path):
     save_tokenizer(directory)
     options = SMALL | {
         "skip_tokenizer_init": False,
-        "hf_overrides": {"classifier_from_token": ["a", "b"]},
+        "hf_overrides": {
+            "classifier_from_token": ["a", "b"],
+            "is_original_qwen3_reranker": True,  # as vLLM's documentation has it
+        },
     }
     llm = LLM(directory, **options)
     cut = {"truncate_prompt_tokens": 50}

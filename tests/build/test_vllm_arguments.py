@@ -133,6 +133,14 @@ def test_overrides_are_read_as_if_they_stood_in_the_files(checkpoint, tmp_path):
     assert (params.temperature, params.max_tokens) == (0.25, 9)
     with pytest.raises(ValueError, match=r"config.json with hf_overrides: num_hidden_layers"):
         find_model(EngineOptions(checkpoint, hf_overrides={"num_hidden_layers": -1}))
+    for unread, name in (
+        ({"max_position_embedings": 64, "use_cache": False}, "max_position_embedings, use_cache"),
+        ({"rope_parameters": {"factr": 2.0}}, "rope_parameters.factr"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"hf_overrides: expected keys of .*, got {name}: leave"
+        ):
+            find_model(EngineOptions(checkpoint, hf_overrides=unread))
     for bad, message in (({"max_tokens": 9}, "only .*got max_tokens"), ({"top_p": 2}, "top_p: ")):
         with pytest.raises(ValueError, match=f"override_generation_config: .*{message}"):
             find_model(EngineOptions(checkpoint, override_generation_config=bad))
@@ -150,6 +158,19 @@ def test_generation_config_vllm_leaves_the_model_s_defaults_out(checkpoint, tmp_
     assert (auto.default_params().top_k, vllm.default_params().top_k) == (7, 0)
     assert auto.eos_ids == vllm.eos_ids
     assert 3 in vllm.eos_ids
+
+
+def test_an_override_beside_the_part_that_is_read_is_refused(tmp_path):
+    whole = {"model_type": "llava", "text_config": tiny_config("llama")}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+
+    def max_len(**changes: object) -> int:
+        options = EngineOptions(tmp_path, skip_tokenizer_init=True, hf_overrides=changes)
+        return find_model(options).spec.max_len
+
+    assert max_len(text_config={"max_position_embeddings": 32}, tie_word_embeddings=True) == 32
+    with pytest.raises(ValueError, match="got max_position_embeddings: "):
+        max_len(max_position_embeddings=32)
 
 
 def test_objects_of_config_are_overridden_key_by_key(tmp_path):

@@ -50,6 +50,17 @@ def test_every_variant_reads():
         assert sorted(layer for group in spec.groups for layer in group.layers) == [0, 1, 2]
 
 
+def test_a_key_that_changes_anything_is_one_that_was_asked_for():
+    """Overrides of config.json are refused by it."""
+    for variant in families.VARIANTS:
+        config = families.text_config(variant)
+        reader = ConfigReader(config, "config.json")
+        whole = read_family(reader)
+        for key in config.keys() - reader.asked.keys():
+            others = {name: value for name, value in config.items() if name != key}
+            assert read_family(ConfigReader(others, "config.json")) == whole, (variant, key)
+
+
 @pytest.mark.parametrize("family", LLAMA_LIKE)
 @pytest.mark.parametrize(
     ("old", "new", "meaning"),

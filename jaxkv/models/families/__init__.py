@@ -160,7 +160,7 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
 
 
 def _renamed(config: ConfigReader) -> ConfigReader:
-    if (name := config.values.get("model_type")) in tuple(RENAMED):
+    if (name := config.get("model_type")) in tuple(RENAMED):
         return config.replaced(model_type=RENAMED[name])
     return config
 
@@ -176,7 +176,7 @@ def _text_part(config: ConfigReader) -> ConfigReader:
     # The tie may be said on either level, and holds if one of them says so; a quantisation is said
     # on the outer one.
     keys = ("tie_word_embeddings", "quantization_config")
-    above = {key: config.values[key] for key in keys if key in config.values}
+    above = {key: config.get(key) for key in keys if key in config.values}
     if above.get("tie_word_embeddings") is True:
         text = text.replaced(tie_word_embeddings=True)
     return text.with_defaults(above | {"model_type": TEXT_OF[outer]})
@@ -189,7 +189,7 @@ def _with_defaults(config: ConfigReader, *, is_part: bool) -> ConfigReader:
     """
     found = dict(_written_defaults().get(config.values["model_type"], {}))
     rope, aliases = found.pop("rope_parameters", None), found.pop("aliases", {})
-    given = {aliases[key]: one for key, one in config.values.items() if key in aliases}
+    given = {aliases[key]: config.get(key) for key in config.values if key in aliases}
     config = config.with_defaults(given)
     found = {key: value for key, value in found.items() if is_part or key not in SIZES}
     has_section = config.get("rope_parameters") is not None or config.get("rope_scaling")

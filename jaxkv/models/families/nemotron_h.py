@@ -51,7 +51,7 @@ ATTENDING = ("attn_norm", "q", "k", "v", "o")
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    given = {new: config.values[old] for old, new in OLDER.items() if old in config.values}
+    given = {new: config.get(old) for old, new in OLDER.items() if old in config.values}
     config = config.replaced(**given)
     forms = _forms(config)
     sized = config.replaced(num_hidden_layers=len(forms))
