@@ -11,6 +11,7 @@ device takes over. Through orbax it took five times as long and 1.4 times the me
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import math
@@ -20,9 +21,9 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from io import BufferedReader
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ FORMAT = 5
 """To be raised with every change of the weight tree, of ModelSpec or of the header."""
 
 HEADER = "jaxkv.json"
+LOCK = "jaxkv.lock"
+"""Is in a folder that is not finished, and locked as long as its process runs."""
 ARRAYS = ("orbax", "weights")
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 ZARR_DTYPES = {"float32": "<f4", "bfloat16": "bfloat16"}
@@ -121,10 +124,20 @@ def convert(directory: Path, out: Path, *, dtype: str) -> int:
 
 @contextmanager
 def _folder_beside(out: Path) -> Iterator[Path]:
-    """Makes a folder for what is not finished, and removes it at the end."""
+    """Makes a folder for what is not finished, and removes it at the end; before, what processes
+    have left there that were killed.
+    """
+    for lock in out.parent.glob(f".{glob.escape(out.name)}-*/{LOCK}"):
+        with suppress(OSError), lock.open("r+b") as file:  # another process may have it
+            _lock(file)
+            shutil.rmtree(lock.parent, ignore_errors=True)
     folder, is_done = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent)), False
     try:
-        yield folder
+        with (folder / "unlocked").open("xb") as file:  # which nobody removes
+            with suppress(OSError):  # where files cannot be locked, what is left stays
+                _lock(file)
+                os.rename(file.name, folder / LOCK)
+            yield folder
         is_done = True
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -134,6 +147,17 @@ def _folder_beside(out: Path) -> Iterator[Path]:
             if not folder.exists():
                 break
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(file: BufferedIOBase) -> None:
+    """Takes a file until it is closed, or the process ends however it does. Raises: OSError if it
+    is taken, and where there are no locks.
+    """
+    try:
+        import fcntl
+    except ImportError as error:  # on Windows
+        raise OSError("no locks") from error
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _refuse_taken(out: Path) -> None:

@@ -288,8 +288,24 @@ def test_what_others_make_meanwhile_is_refused_by_name(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_a_killed_conversion_leaves_no_directory_of_that_name(tmp_path):
+def test_a_conversion_leaves_another_one_alone_that_runs(tmp_path, monkeypatch):
+    source, out = make_checkpoint(tmp_path / "in", tiny_config("llama")), tmp_path / "out"
+    compare = jaxkv.weights.orbax._compare
+
+    def compare_later(*given: object) -> None:
+        monkeypatch.setattr(jaxkv.weights.orbax, "_compare", compare)
+        convert(source, out, dtype="float32")
+        compare(*given)
+
+    monkeypatch.setattr(jaxkv.weights.orbax, "_compare", compare_later)
+    with pytest.raises(FileExistsError, match="out: expected nothing there yet"):
+        convert(source, out, dtype="float32")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_what_a_killed_conversion_leaves_is_removed_by_the_next_one(tmp_path):
     source = make_checkpoint(tmp_path / "in", tiny_config("llama"))
+    (tmp_path / ".out-original" / "out").mkdir(parents=True)  # somebody else's
     code = (
         "import os, sys, jaxkv.weights.orbax as o; from pathlib import Path; "
         "o._compare = lambda *_: os.kill(os.getpid(), 9); "
@@ -299,8 +315,10 @@ def test_a_killed_conversion_leaves_no_directory_of_that_name(tmp_path):
         [sys.executable, "-c", code, str(source), str(tmp_path / "out")], timeout=300, check=False
     )
     assert run.returncode == -9
-    assert not os.path.lexists(tmp_path / "out")
+    assert len(left := sorted(path.name for path in tmp_path.iterdir())) == 3
+    assert "out" not in left
     convert(source, tmp_path / "out", dtype="float32")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out-original", "in", "out"]
     assert_equal_bits(
         load(tmp_path / "out", dtype="float32"), load(source, load_weights, dtype="float32")
     )
