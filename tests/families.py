@@ -119,6 +119,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ctrl": GPT2 | {"dff": 80, "tie_word_embeddings": True},
     "cwm": WINDOW | HEAD,
     "axk1": GROUPED | LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "axk2": GROUPED
+    | LATENT
+    | INDEX
+    | {"gated_norm_rank": 6, "rope_parameters": YARN, "attention_bias": True}
+    | {"topk_group": 3},  # with 2 some tokens choose among experts that all count 0
+    "axk2-light": GROUPED
+    | LATENT
+    | INDEX
+    | {"gated_norm_rank": 6, "n_group": None, "topk_group": None},
     "dbrx": {"d_model": 48, "num_hidden_layers": 2}
     | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 5e5}}
     | {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2}}

@@ -31,22 +31,25 @@ def project(
     spec: ModelSpec,
     position_T: Array,
     before: Chooser | None,
-) -> tuple[Array, Array, Chooser | None]:
+) -> tuple[Array, Array, Chooser | None, Array]:
     """Computes queries [T, N, C + P], as they would meet keys, and the rows [T, 1, R + P] of these
     tokens: a latent of R numbers and P rotated ones; behind them, where keys are chosen, the row's
-    key for that, and then what chooses for these tokens. There are no values: they are the latents
-    (`KVGroup.latent_dim`).
+    key for that, and then what chooses for these tokens; and last what gates are made of, which is
+    x, or what queries are made of where that is their latent twice, behind its norm and before it.
+    There are no values: they are the latents (`KVGroup.latent_dim`).
 
     before: what has chosen in the layer before, and does so in this one if it has no index heads.
     Its keys are stored in the rows of both: attention reads the pages of its own layer only.
     """
     up: HeadMatrices = w["k_up"]
-    h_TD = x_TD
+    h_TD = query_TX = gate_TX = x_TD
     if "q_down" in w:
-        h_TD = linear(x_TD, w["q_down"], w.get("q_down_bias"))
-        h_TD = rms_norm(h_TD, values(w["q_down_norm"]), eps=spec.attention.latent_eps)
+        low_TQ = linear(x_TD, w["q_down"], w.get("q_down_bias"))
+        h_TD = query_TX = rms_norm(low_TQ, values(w["q_down_norm"]), eps=spec.attention.latent_eps)
+        if w["q"].num_columns == 2 * low_TQ.shape[1]:
+            query_TX = gate_TX = jnp.concatenate([h_TD, low_TQ], axis=1)
     # As in attention of other kinds: else XLA may split the weight into heads, not the result.
-    q_TF = jax.lax.optimization_barrier(linear(h_TD, w["q"]))
+    q_TF = jax.lax.optimization_barrier(linear(query_TX, w["q"]))
     q_TNH = q_TF.reshape(x_TD.shape[0], up.num_heads, -1)
     row_TF = jax.lax.optimization_barrier(linear(x_TD, w["kv_down"], w.get("kv_down_bias")))
     row_T1H = row_TF[:, None]
@@ -67,7 +70,7 @@ def project(
         missing = spec.groups[0].head_dim - chooser[1].shape[2] - latent_T1R.shape[2]
         missing -= rotated[1].shape[2]
         parts += [jnp.zeros((*row_T1H.shape[:2], missing), jnp.float32), chooser[1]]
-    return q_TNH, jnp.concatenate(parts, axis=-1), chooser
+    return q_TNH, jnp.concatenate(parts, axis=-1), chooser, gate_TX
 
 
 def no_chooser(num_tokens: int, asked: IndexSpec) -> Chooser:
@@ -88,7 +91,7 @@ def _chooser(
 ) -> Chooser:
     """Computes what chooses keys for these tokens by the layer's own index heads.
 
-    h_TQ: what queries are made of. Source: DeepSeek-V3.2's reference code.
+    h_TQ: what index heads' queries are made of. Source: DeepSeek-V3.2's reference code.
     """
     q_TIH = linear(h_TQ, w["index_q"]).reshape(x_TD.shape[0], asked.num_heads, asked.head_dim)
     scale, bias = (values(w[f"index_k_norm{end}"]).astype(jnp.float32) for end in ("", "_bias"))

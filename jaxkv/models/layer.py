@@ -186,11 +186,13 @@ class Layers:
         warms_rotated = temperature is not None and not temperature.unrotated_only
 
         def attend(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
-            rope = rotation_of(number)
+            rope, gate_TX = rotation_of(number), h_TD
             k: jax.Array | None
             index: AnyIndex | None
             if "kv_down" in w:
-                q, k, chooser = latent.project(h_TD, w, rope, spec, position_T, held.chooser)
+                q, k, chooser, gate_TX = latent.project(
+                    h_TD, w, rope, spec, position_T, held.chooser
+                )
                 maps, v, index = LatentMaps(w["k_up"], w["v_up"]), None, chooser and chooser[0]
                 if held.chooser is not None:
                     held = held._replace(chooser=chooser)
@@ -220,7 +222,7 @@ class Layers:
             value_dim = w["o"].num_columns // q.shape[1]
             out_TF = out_TNH[..., :value_dim].reshape(q.shape[0], -1)
             if "attn_gate" in w:
-                gate_TF = linear(h_TD, w["attn_gate"], w.get("attn_gate_bias"))
+                gate_TF = linear(gate_TX, w["attn_gate"], w.get("attn_gate_bias"))
                 gate_TF = GATES[spec.attention.gate](gate_TF)
                 size = out_TF.shape[1] // gate_TF.shape[1]  # of a head, where each has one gate
                 gate_TF = gate_TF if size == 1 else jnp.repeat(gate_TF, size, axis=1)
@@ -372,7 +374,9 @@ def scaled(x: jax.Array, factor: float) -> jax.Array:
 def normed(
     x: jax.Array, w: Weights, name: str, spec: ModelSpec, *, axis: str | None = None
 ) -> jax.Array:
-    """Applies the norm of that name over the last axis; the same x where the model has none."""
+    """Applies the norm of that name over the last axis; the same x where the model has none. What
+    the norm gives is gated by a map of low rank of it where the weights have one (A.X-K2).
+    """
     if name in w:
         scale = values(w[name]).astype(jnp.float32)
         bias = values(w[f"{name}_bias"]) if f"{name}_bias" in w else None
@@ -383,8 +387,13 @@ def normed(
     if spec.norm.endswith("_one"):
         scale = scale + 1
     if spec.norm.startswith("layer"):
-        return layer_norm(x, scale, bias, eps=spec.norm_eps)
-    return rms_norm(x, scale, eps=spec.norm_eps, axis=axis)
+        y = layer_norm(x, scale, bias, eps=spec.norm_eps)
+    else:
+        y = rms_norm(x, scale, eps=spec.norm_eps, axis=axis)
+    if f"{name}_down" not in w:
+        return y
+    low = jax.nn.silu(linear(y, w[f"{name}_down"]))
+    return y * jax.nn.sigmoid(linear(low, w[f"{name}_up"]))
 
 
 def _project(

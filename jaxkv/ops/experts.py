@@ -28,8 +28,10 @@ class Router:
     by_logits: a bias is added to logits, not to scores. is_normalised: the weights are divided by
     their sum. scale: of all weights. num_groups: experts are in so many groups, and those of
     `num_groups_used` can be chosen: of the largest sums of two scores, or if not `by_two` the
-    largest scores. margin: if not 0, experts are chosen one after the other, and each weighs as in
-    a softmax over those left whose logits are less than such a part of their size behind it.
+    largest scores. others_count_zero: in the choice experts of other groups count 0, so they come
+    before those whose biased scores are less. margin: if not 0, experts are chosen one after the
+    other, and each weighs as in a softmax over those left whose logits are less than such a part of
+    their size behind it.
     logit_scale: of the logits, which are then cap * tanh(logit / cap), where cap is not 0.
     on_input: a weight multiplies what comes into its expert, not what goes out. shared_scale: of
     what the MLP for all tokens gives. num_identity: so many experts, the last ones, give back what
@@ -48,6 +50,7 @@ class Router:
     num_groups: int = 1
     num_groups_used: int = 1
     by_two: bool = True
+    others_count_zero: bool = False
     margin: float = 0.0
     on_input: bool = False
     logit_scale: float = 1.0
@@ -94,14 +97,15 @@ class Router:
         return expert_TK, weight_TK
 
     def _within_groups(self, rank_TE: Array) -> Array:
-        """Leaves -inf for experts of groups that are not chosen."""
+        """Leaves -inf, or 0, for experts of groups that are not chosen."""
         if self.num_groups == 1:
             return rank_TE
         rank_TGX = rank_TE.reshape(rank_TE.shape[0], self.num_groups, -1)
         best_TG = jax.lax.top_k(rank_TGX, 2)[0].sum(2) if self.by_two else rank_TGX.max(2)
         least_T1 = jax.lax.top_k(best_TG, self.num_groups_used)[0][:, -1:]
         kept = (best_TG >= least_T1)[..., None]
-        return jnp.where(kept, rank_TGX, -jnp.inf).reshape(rank_TE.shape)
+        outside = 0.0 if self.others_count_zero else -jnp.inf
+        return jnp.where(kept, rank_TGX, outside).reshape(rank_TE.shape)
 
 
 def run_experts(

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 QUICK = {
     "apertus",  # an activation with parameters
+    "axk2",  # gates of norms, and of attention that are made of what queries are
     "bitnet",  # norms within attention and MLP
     "bloom",  # scores that fall with distance, a norm behind the embeddings
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved

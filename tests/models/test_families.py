@@ -265,6 +265,8 @@ def test_rotations_that_transformers_does_not_read_are_refused():
                 }
             },
         ),
+        ("axk2", {"first_k_dense_replace": None, "moe_layer_freq": 2, "gated_norm_rank": None}),
+        ("axk2-light", {"n_routed_experts": None, "num_local_experts": 6}),
     ],
 )
 def test_a_config_means_what_transformers_writes_for_it(variant, said):
@@ -301,6 +303,24 @@ def test_norms_inside_of_latent_attention_have_an_eps_of_their_own_but_in_glm5_n
     """The classes in transformers have it so."""
     spec, _ = read(families.text_config(variant) | {"rms_norm_eps": 1e-3})
     assert (spec.norm_eps, spec.attention.latent_eps) == (1e-3, eps)
+
+
+def test_experts_outside_of_the_groups_of_axk2_are_chosen_before_those_below_zero():
+    """Here all scores with their bias are below zero, so both experts of the other group are."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig
+    from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
+
+    few = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    config, rng = families.text_config("axk2") | few, np.random.default_rng(0)
+    theirs, bias = AXK2TopkRouter(AutoConfig.for_model(**config)), np.float32([-2, -2, -3.5, -3.5])
+    x, w = (rng.normal(size=(rows, config["hidden_size"])).astype(np.float32) for rows in (5, 4))
+    theirs.weight.data, theirs.e_score_correction_bias.data = map(torch.from_numpy, (w, bias))
+    with torch.no_grad():
+        logits, weight, chosen = (one.numpy() for one in theirs(torch.from_numpy(x)))
+    found, own = read(config)[0].router(logits, bias)
+    assert np.sort(found).tolist() == np.sort(chosen).tolist() == [[2, 3]] * 5
+    np.testing.assert_allclose(np.sort(own), np.sort(weight), rtol=1e-5)
 
 
 def test_an_alpha_of_hunyuan_is_a_larger_base():
@@ -548,6 +568,10 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("minimax_m3_vl_text", "swiglu_alpha", 1.0, "1.702"),
         ("openai_gpt", "afn", "gelu_new", "one of gelu, relu"),
         ("xglm", "pad_token_id", 5, "0 or 1"),
+        ("axk2", "q_lora_rank", None, "a whole number"),
+        ("axk2", "topk_group", None, "a number, as n_group is one"),
+        ("axk2", "n_group", None, "a number, as topk_group is one"),
+        ("axk2", "gated_norm_rank", 0, "a whole number"),
     ],
 )
 def test_what_a_family_is_not_built_for_is_refused_by_name(variant, key, value, expected):
@@ -720,6 +744,18 @@ def test_names_as_a_model_without_a_head_has_them_are_taken_too(tmp_path, varian
     tensors = {name.removeprefix(prefix): x for name, x in tensors.items()}
     if variant == "gpt2":
         tensors["h.0.attn.bias"] = np.ones((1, 1, 8, 8), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path), want)
+
+
+def test_names_of_axk2_as_transformers_modules_have_them_are_taken_too(tmp_path):
+    """Its checkpoints have others."""
+    want = load(make_checkpoint(tmp_path, families.text_config("axk2")))
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = {"W_down": "mlp.fc1", "W_up": "mlp.fc2", "q_b_proj": "q_gate_proj"}
+    for old, new in names.items():
+        assert any(f".{old}." in name for name in tensors)
+        tensors = {name.replace(f".{old}.", f".{new}."): x for name, x in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path), want)
 

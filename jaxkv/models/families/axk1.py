@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
@@ -12,13 +13,19 @@ from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
-    config = config.with_defaults({"first_k_dense_replace": 1})
-    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    every, first = config.size("moe_layer_freq", 1), first_dense(config)
-    dense = listed_dense(config, [i for i in range(num_layers) if i in first or i % every])
-    spec, layout = read_deepseek(config, family="axk1", is_dense=dense)
+    spec, layout = read_deepseek(config, family="axk1", is_dense=read_dense(config))
     source = f"{LLAMA.layer}post_mlp_layernorm.weight"
     norm = {"post_mlp_norm": leaf(source, (spec.hidden_size,), ("model",))}
     layers = tuple({**one, **norm} if "router" in one else one for one in layout.layers)
     unused = r"model\.layers\.\d+\.post_mlp_layernorm\.weight"  # of layers without experts
     return spec, replace(layout, layers=layers, derived=(*layout.derived, unused))
+
+
+def read_dense(config: ConfigReader) -> Collection[int]:
+    """Lists the layers without experts: the first one, and all but every `moe_layer_freq`th, where
+    `mlp_layer_types` and `first_k_dense_replace` say no other.
+    """
+    config = config.with_defaults({"first_k_dense_replace": 1})
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    every, first = config.size("moe_layer_freq", 1), first_dense(config)
+    return listed_dense(config, [i for i in range(num_layers) if i in first or i % every])
