@@ -198,9 +198,13 @@ FAMILIES = {
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 16, "num_local_experts": 16},
     "qwen3_next": HEADS | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "recurrent_gemma": {"hidden_size": 64, "num_attention_heads": 4, "lru_width": 64},
+    "deepseek_v32": {"kv_lora_rank": 128, "q_lora_rank": 64, "qk_rope_head_dim": 32}
+    | {"qk_nope_head_dim": 32, "v_head_dim": 32, "index_head_dim": 64, "hidden_size": 128},
+    "minimax_m3_vl_text": {"head_dim": 16, "index_head_dim": 16, "num_local_experts": 16},
 }
-"""Models with states and with experts, and what makes tiny ones at least 16 numbers wide: XLA of jax
-0.12 rounds functions of fewer otherwise for another number of rows."""
+"""Models with states, with experts and with keys that are chosen, and what makes tiny ones at least
+16 numbers wide, rows of latents 128: XLA rounds functions of fewer otherwise for another number of
+rows."""
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, "mamba2", "minimax"))
