@@ -20,11 +20,22 @@ so on. A result's bits do not depend on it: there matmuls add up alike for all n
 """
 
 
+def _sqrtsoftplus(x: Array) -> Array:
+    return jnp.sqrt(jax.nn.softplus(x))
+
+
+SCORES: dict[str, Callable[[Array], Array]] = {
+    "softmax": softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": _sqrtsoftplus,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Router:
     """Says how a token chooses `num_used` experts and what their outputs count.
 
-    score: "softmax" or "sigmoid" of the logits, of those of the chosen ones only if `of_chosen`.
+    score: which of `SCORES` of the logits, of those of the chosen ones only if `of_chosen`.
     by_logits: a bias is added to logits, not to scores. is_normalised: the weights are divided by
     their sum. scale: of all weights. num_groups: experts are in so many groups, and those of
     `num_groups_used` can be chosen: of the largest sums of two scores, or if not `by_two` the
@@ -59,28 +70,44 @@ class Router:
     num_identity: int = 0
     is_shortcut: bool = False
 
-    def __call__(self, logits_TE: Array, bias_E: Array | None = None) -> tuple[Array, Array]:
+    def __post_init__(self) -> None:
+        if self.score not in SCORES:
+            raise ValueError(f"score: expected one of {', '.join(SCORES)}, got {self.score!r}")
+
+    def __call__(
+        self, logits_TE: Array, bias_E: Array | None = None, given_TK: Array | None = None
+    ) -> tuple[Array, Array]:
         """Returns the experts of each token [T, K] int32, and their weights [T, K] float32. The
-        bias counts for the choice only.
+        bias counts for the choice only. given_TK: experts that take the place of the chosen ones.
+
+        Raises: ValueError for experts that are given where scores depend on which are chosen.
         """
+        if given_TK is not None and (self.margin or self.of_chosen):
+            raise ValueError(
+                "router: expected experts that it chooses, because what they count depends on the "
+                "choice (margin, of_chosen), got a table of them"
+            )
         logits_TE = logits_TE if self.logit_scale == 1.0 else logits_TE * self.logit_scale
         if self.cap:
             logits_TE = self.cap * jnp.tanh(logits_TE / self.cap)
-        score = softmax if self.score == "softmax" else jax.nn.sigmoid
+        score = SCORES[self.score]
         if self.margin:
             return self._in_turn(logits_TE)
         if self.of_chosen:
             chosen_TK, expert_TK = jax.lax.top_k(logits_TE, self.num_used)
             return expert_TK, score(chosen_TK) * self.scale
         score_TE = score(logits_TE)
-        rank_TE = logits_TE if self.by_logits else score_TE
-        if bias_E is not None:
-            rank_TE = rank_TE + bias_E[None, :]
-        _, expert_TK = jax.lax.top_k(self._within_groups(rank_TE), self.num_used)
+        expert_TK = self._best(logits_TE, score_TE, bias_E) if given_TK is None else given_TK
         weight_TK = jnp.take_along_axis(score_TE, expert_TK, axis=1)
         if self.is_normalised:
             weight_TK /= total(weight_TK)[:, None] + 1e-20
         return expert_TK, weight_TK * self.scale
+
+    def _best(self, logits_TE: Array, score_TE: Array, bias_E: Array | None) -> Array:
+        rank_TE = logits_TE if self.by_logits else score_TE
+        if bias_E is not None:
+            rank_TE = rank_TE + bias_E[None, :]
+        return jax.lax.top_k(self._within_groups(rank_TE), self.num_used)[1]
 
     def _in_turn(self, logits_TE: Array) -> tuple[Array, Array]:
         left_TE, found = logits_TE, []

@@ -70,3 +70,42 @@ def test_a_best_logit_of_zero_is_near_itself(rest):
     chosen, weight = jax.jit(router.__call__)(np.array([[0.0, *rest]], np.float32))
     assert chosen.tolist() == [[0, 1]]
     assert weight.tolist() == [[0.5 if rest[0] == 0 else 1.0, 1.0]]
+
+
+LOGITS = np.concatenate(
+    [np.linspace(-60, 60, 241), [-1e30, -3e4, -200, -104, -87, 0, 88, 200, 1e30]]
+)
+
+
+def test_the_square_root_of_softplus_is_torchs():
+    torch = pytest.importorskip("torch")
+    logits = LOGITS.astype(np.float32)[None]
+    want = torch.nn.functional.softplus(torch.tensor(logits)).sqrt().numpy()[0]
+    router = Router(num_used=logits.shape[1], score="sqrtsoftplus")
+    chosen, weight = map(np.asarray, jax.jit(router.__call__)(logits))
+    got = np.zeros_like(want)
+    got[chosen[0]] = weight[0]
+    # Of logits below -87 a CPU has no exponential: what it flushes to 0 are scores below 2e-19.
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=2e-19)
+
+
+def test_a_score_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="got 'sqrtsoftmax'"):
+        Router(num_used=1, score="sqrtsoftmax")
+
+
+def test_experts_that_are_given_weigh_what_their_logits_say():
+    """Whatever the bias, the groups and the experts of the largest scores."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(7, 8)).astype(np.float32)
+    given = np.array([rng.permutation(8)[:3] for _ in logits], np.int32)
+    how = {"score": "sqrtsoftplus", "is_normalised": True, "scale": 1.5}
+    router = Router(num_used=3, num_groups=4, num_groups_used=2, **how)
+    chosen, weight = router(logits, jnp.arange(8.0), given)
+    np.testing.assert_array_equal(chosen, given)
+    score = np.sqrt(np.log1p(np.exp(np.take_along_axis(logits.astype(float), given, axis=1))))
+    want = score / score.sum(axis=1, keepdims=True) * 1.5
+    np.testing.assert_allclose(weight, want, rtol=2e-6)
+    for asked in ({"margin": 0.1}, {"of_chosen": True}):
+        with pytest.raises(ValueError, match="expected experts that it chooses"):
+            Router(num_used=3, **asked)(logits, None, given)
