@@ -29,12 +29,14 @@ class ArrayInfo:
     """Shape, dtype and logical axes of one array, known before any weight is read.
 
     The loader checks shapes against it; the axes are what shardings will be derived from. The dtype
-    is the reference's (float32): what is loaded is the engine's choice.
+    is the reference's: what floats are loaded as is the engine's choice. below: the values are
+    whole numbers from 0 on and less than it, which stay what they are; None for floats.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     logical_axes: tuple[str | None, ...]
+    below: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.logical_axes):

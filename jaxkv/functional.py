@@ -58,7 +58,7 @@ from jaxkv.requests.by_row import (
     sampling_of,
     tokens_by_row,
 )
-from jaxkv.weights.tree import Weights
+from jaxkv.weights.tree import Weights, chooses_by_token
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -362,8 +362,8 @@ def extend(
     Returns the continuation with these tokens, and the logits after each, [T, V] float32, which are
     NaN where there was no room.
     Raises: ValueError for embeddings of another shape, NotImplementedError for a model on several
-    devices, with embeddings per layer or that chooses keys by blocks, RuntimeError for a consumed
-    state.
+    devices, with embeddings or experts by token in its layers or that chooses keys by blocks,
+    RuntimeError for a consumed state.
     """
     room, size = continuation.own.stores[0].page_size, model.spec.hidden_size
     embedded = jnp.asarray(embedded)
@@ -378,9 +378,9 @@ def extend(
             f"extend: expected a model that chooses single keys, got {model.spec.family}, which "
             f"chooses {index.pool} together: a continuation may begin among them"
         )
-    if "own_embed" in model.weights:
+    if "own_embed" in model.weights or chooses_by_token(model.weights):
         raise NotImplementedError(
-            "extend: every layer of this model looks up its tokens, which embeddings do not tell"
+            "extend: layers of this model look up their tokens, which embeddings do not tell"
         )
     _check_alive(kv)
     own, logits_TV = continuing.extend(

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from families import text_config
 from jaxkv.models.families import read_config, read_family
 from jaxkv.models.families.predictor import DEEPSEEK, PREDICTING, read_predictor
-from tiny import draw, make_checkpoint, stored
+from tiny import draw, draw_leaf, make_checkpoint, stored
 
 
 def make_predicting(
@@ -27,8 +27,8 @@ def make_predicting(
     spec, layout = read_family(read_config(directory))
     rng, tensors = np.random.default_rng(7), load_file(directory / "model.safetensors")
     own = read_predictor(spec, layout)
-    for name, shape in stored(*own).items():
-        tensors[name] = draw(rng, name, shape)
+    for name, leaf in stored(*own).items():
+        tensors[name] = draw_leaf(rng, name, leaf)
     tensors[own[1].top["own_tokens"].source] = tensors["model.embed_tokens.weight"]
     if "own_head" in own[1].top:
         head = tensors["lm_head.weight"]

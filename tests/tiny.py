@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxkv.config import EngineConfig
-from jaxkv.models.families import Layout, read_config, read_family
+from jaxkv.models.families import Layout, Leaf, read_config, read_family
 from jaxkv.models.spec import ModelSpec
 from jaxkv.weights.tree import stack_name, tree_leaves
 
@@ -164,6 +164,12 @@ def draw(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndar
     return rng.normal(0.0, scale, shape).astype(np.float32)
 
 
+def draw_leaf(rng: np.random.Generator, name: str, leaf: Leaf) -> np.ndarray:
+    """Draws a tensor that a checkpoint has for a leaf: as `draw`, or any of its whole numbers."""
+    shape, below = leaf.stored_shapes[0], leaf.info.below
+    return draw(rng, name, shape) if below is None else rng.integers(below, size=shape)
+
+
 def make_checkpoint(
     directory: Path, config: dict, *, seed: int = 0, shards: int = 1, dtype: str = "float32"
 ) -> Path:
@@ -176,7 +182,8 @@ def make_checkpoint(
     rng = np.random.default_rng(seed)
     to = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
     tensors = {
-        name: draw(rng, name, shape).astype(to) for name, shape in stored(spec, layout).items()
+        name: draw_leaf(rng, name, leaf).astype(to if leaf.info.below is None else np.int64)
+        for name, leaf in stored(spec, layout).items()
     }
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -195,15 +202,15 @@ def make_checkpoint(
     return directory
 
 
-def stored(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a checkpoint's tensors, layer after layer, without a tied head."""
+def stored(spec: ModelSpec, layout: Layout) -> dict[str, Leaf]:
+    """Describes a checkpoint's tensors, layer after layer, without a tied head."""
     leaves = [leaf for leaf in tree_leaves(spec, layout) if leaf.one.same_as is None]
-    shapes = {leaf.sources[0]: leaf.one.stored_shapes[0] for leaf in leaves if not leaf.is_stacked}
+    found = {leaf.sources[0]: leaf.one for leaf in leaves if not leaf.is_stacked}
     for kind in range(spec.num_kinds):
         own = [leaf for leaf in leaves if leaf.stack == stack_name(kind)]
         for place in range(len(spec.layers_of(kind))):
             for leaf in own:
                 count = len(leaf.sources) // len(spec.layers_of(kind))
                 for source in leaf.sources[place * count : (place + 1) * count]:
-                    shapes[source] = leaf.one.stored_shapes[0]
-    return shapes
+                    found[source] = leaf.one
+    return found

@@ -37,7 +37,7 @@ from jaxkv.ops.layers import (
 from jaxkv.ops.matrices import values
 from jaxkv.ops.recurrent import Rows
 from jaxkv.ops.rotation import Rotation, apply_rope
-from jaxkv.weights.tree import EXPERT, Weights, layer_weights, num_adapters
+from jaxkv.weights.tree import EXPERT, TOKEN_EXPERTS, Weights, layer_weights, num_adapters
 
 GATES = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}
 
@@ -310,7 +310,10 @@ class Layers:
         logits_TE = linear_float32(normed(x_TD, w, "router_norm", spec), w["router"])
         if "router_offset" in w:
             logits_TE += w["router_offset"].astype(jnp.float32)[None, :]
-        expert_TK, weight_TK = router(logits_TE, w.get("router_bias"))
+        given_TK = None
+        if TOKEN_EXPERTS in w:
+            given_TK = w[TOKEN_EXPERTS].rows(jnp.asarray(self._batch.token_T))
+        expert_TK, weight_TK = router(logits_TE, w.get("router_bias"), given_TK)
         if "router_gain" in w:
             weight_TK *= w["router_gain"].astype(jnp.float32)[expert_TK]
         x_TD = normed(x_TD, w, "routed_norm", spec)

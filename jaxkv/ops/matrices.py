@@ -393,6 +393,17 @@ class Vectors(NamedTuple):
         return values(self.leaf[self.layer, number])
 
 
+class Table(NamedTuple):
+    """Whole numbers [V, K] of one layer in a stacked leaf [L, V, K] of int32."""
+
+    leaf: Array
+    layer: Array
+
+    def rows(self, number_T: Array) -> Array:
+        """Returns the rows of these numbers, [T, K]: the last one for what is past it."""
+        return self.leaf.at[self.layer, number_T].get(mode="clip")
+
+
 def values(leaf: Array) -> Array:
     """Returns the leaf's values where it holds bits."""
     return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == jnp.uint16 else leaf

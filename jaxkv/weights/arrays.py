@@ -15,12 +15,13 @@ from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
 from jaxkv.weights.load import (
-    FLOATS,
     aligned_empty,
+    check_below,
+    dtypes_of,
     is_finite,
     load_weights,
-    put,
     put_packed,
+    put_plain,
     quantise_layers,
 )
 from jaxkv.weights.packing import packing_for
@@ -67,19 +68,21 @@ def take_weights(
     _check(arrays, leaves, spec.family)
 
     def put_one(leaf: TreeLeaf) -> dict[str, Array]:
-        given, to = arrays[leaf.path], jnp.dtype(dtype)
+        given, to = arrays[leaf.path], leaf.kept_as(dtype)
         given = given.view(jnp.bfloat16) if given.dtype == BITS else given
         is_packed = quantization is not None and is_matrix(leaf)
         host = aligned_empty(leaf.shape, np.dtype(np.float32) if is_packed else to)
         with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is named below
             host[...] = given
+        if check:
+            check_below(f"weights: {leaf.path}", given, leaf.one.info.below)
         if check and not is_finite(host):
             raise CheckpointError(f"weights: {leaf.path}: expected finite values as {to.name}")
         if is_packed and quantization is not None:
             num_parts = 1 if placement is None else placement.size
             packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
             return put_packed(quantise_layers(host, packing), leaf, placement)
-        return {"": put(host.view(BITS) if as_bits else host, leaf.name, placement)}
+        return put_plain(host, leaf, placement, as_bits=as_bits)
 
     return make_tree((leaf, put_one(leaf)) for leaf in leaves)
 
@@ -120,10 +123,14 @@ def _check(arrays: Mapping[str, np.ndarray], leaves: list[TreeLeaf], family: str
     problems = [f"missing array {path}" for path in known if path not in arrays]
     problems += [f"array that {family} does not use: {path}" for path in arrays.keys() - known]
     for path, array in arrays.items():
-        if path in known and array.shape != known[path].shape:
-            problems.append(f"{path}: expected shape {known[path].shape}, got {array.shape}")
-        elif path in known and array.dtype.name not in FLOATS and array.dtype != BITS:
-            problems.append(f"{path}: expected one of {', '.join(FLOATS)}, got {array.dtype.name}")
+        if path not in known:
+            continue
+        leaf = known[path]
+        kinds, is_bits = dtypes_of(leaf.one.info), array.dtype == BITS
+        if array.shape != leaf.shape:
+            problems.append(f"{path}: expected shape {leaf.shape}, got {array.shape}")
+        elif array.dtype.name not in kinds and (not is_bits or leaf.one.info.below is not None):
+            problems.append(f"{path}: expected one of {', '.join(kinds)}, got {array.dtype.name}")
     if problems:
         more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise CheckpointError(f"weights: {'; '.join(sorted(problems)[:10])}{more}")

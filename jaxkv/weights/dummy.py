@@ -59,7 +59,7 @@ def leaf_arrays(
     elif is_matrix(leaf) and quantization is not None:
         packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
     if packing is None:
-        return {"": (shape, jnp.dtype(dtype))}
+        return {"": (shape, leaf.kept_as(dtype))}
     return packing.arrays(shape, in_pairs=in_pairs)
 
 
@@ -118,8 +118,8 @@ def random_weights(
     """Draws the weight tree of `load_weights` on the first device, so that it takes seconds at any
     size.
 
-    Vectors are 1; matrices are uniform with variance 1 / (their last dimension), which keeps
-    activations near 1. Quantised ones are uniform too, with equal scales.
+    Vectors are 1, and whole numbers 0; matrices are uniform with variance 1 / (their last
+    dimension), which keeps activations near 1. Quantised ones are uniform too, with equal scales.
     """
 
     def draw(number: int, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -133,7 +133,7 @@ def random_weights(
             x = jnp.full(leaf.shape, (3 / num_columns) ** 0.5 / most, leaf.dtype)
         elif name.endswith(TABLE):
             x = jnp.broadcast_to(FP4, leaf.shape)
-        elif name.endswith(ZEROS):
+        elif name.endswith(ZEROS) or leaf.dtype == jnp.int32:
             x = jnp.zeros(leaf.shape, leaf.dtype)
         elif name.endswith(FACTOR):
             x = jnp.ones(leaf.shape, leaf.dtype)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.axes import Array
+from jaxkv.axes import Array, ArrayInfo
 from jaxkv.config import bfloat16_as_bits
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout
@@ -34,6 +34,7 @@ Told = Callable[[int], object]
 """Takes how many values more have been read."""
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+INTEGERS = ("int32", "int64")
 READERS = 4
 """Tensors of one leaf that are read at a time, each of which a quantised checkpoint may have to
 compute.
@@ -77,8 +78,8 @@ def load_weights(
                 if packing is not None:
                     parts = _packed(checkpoint, leaf, packing, check, told)
                     return put_packed(parts, leaf, placement)
-                host = _stack(checkpoint, leaf, jnp.dtype(dtype), check, told)
-                return {"": put(host.view(np.uint16) if as_bits else host, leaf.name, placement)}
+                host = _stack(checkpoint, leaf, leaf.kept_as(dtype), check, told)
+                return put_plain(host, leaf, placement, as_bits=as_bits)
 
             return make_tree((leaf, load(leaf)) for leaf in leaves)
 
@@ -158,6 +159,16 @@ def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
     """Puts a leaf of the weight tree on its devices, on the default one without a placement."""
     where = None if placement is None else placement.sharding(placement.weight(name, host.shape))
     return jax.device_put(host, where).block_until_ready()
+
+
+def put_plain(
+    host: np.ndarray, leaf: TreeLeaf, placement: Placement | None, *, as_bits: bool
+) -> dict[str, Array]:
+    """Puts the array of a leaf that is not quantised on its devices, floats as their raw bits if
+    `as_bits`.
+    """
+    is_float = leaf.one.info.below is None
+    return {"": put(host.view(np.uint16) if as_bits and is_float else host, leaf.name, placement)}
 
 
 def put_packed(
@@ -251,7 +262,7 @@ def _equal(checkpoint: Tensors, one: str, other: str) -> bool:
 
 
 def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[TreeLeaf]) -> None:
-    expected = {source: leaf.one.stored_shapes for leaf in leaves for source in leaf.sources}
+    expected = {source: leaf.one for leaf in leaves for source in leaf.sources}
     repeated = {leaf.source for leaf in layout.top.values()} - set(expected)
     entries = checkpoint.entries
     unknown = [
@@ -263,18 +274,23 @@ def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[Tr
     ]
     problems = [f"missing tensor {name}" for name in expected if name not in entries]
     problems += [f"tensor that {spec.family} does not use: {name}" for name in unknown]
-    for name, shapes in expected.items():
-        entry = entries.get(name)
-        if entry is not None and entry.shape not in shapes:
-            wanted = " or ".join(map(str, shapes))
+    for name, leaf in expected.items():
+        entry, kinds = entries.get(name), dtypes_of(leaf.info)
+        if entry is not None and entry.shape not in leaf.stored_shapes:
+            wanted = " or ".join(map(str, leaf.stored_shapes))
             problems.append(f"{name}: expected shape {wanted} from config.json, got {entry.shape}")
-        elif entry is not None and entry.dtype.name not in FLOATS:
-            problems.append(f"{name}: expected one of {', '.join(FLOATS)}, got {entry.dtype.name}")
+        elif entry is not None and entry.dtype.name not in kinds:
+            problems.append(f"{name}: expected one of {', '.join(kinds)}, got {entry.dtype.name}")
     if problems:
         shown = "; ".join(problems[:10]) + (
             f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
         )
         raise CheckpointError(f"{checkpoint.directory}: {shown}")
+
+
+def dtypes_of(info: ArrayInfo) -> tuple[str, ...]:
+    """Returns the dtypes that the values of an array may be given in."""
+    return FLOATS if info.below is None else INTEGERS
 
 
 def with_quantised_head(
@@ -329,13 +345,15 @@ def _stack(
             stored = leaf.one.part.take(stored)
         stored = stored.reshape(-1)
         for start in range(0, piece_of_host.size, CHECKED):
-            piece = piece_of_host[start : start + CHECKED]
+            piece, given = (x[start : start + CHECKED] for x in (piece_of_host, stored))
             # What does not fit is named below.
             with np.errstate(over="ignore", invalid="ignore"):
-                piece[...] = stored[start : start + CHECKED]
-            if check and not is_finite(piece):
-                file = checkpoint.entries[name].file
-                raise _not_finite(f"{file}: tensor {name}", piece, start)
+                piece[...] = given
+            if check:
+                what = f"{checkpoint.entries[name].file}: tensor {name}"
+                check_below(what, given, leaf.one.info.below, start)
+                if not is_finite(piece):
+                    raise _not_finite(what, piece, start)
         checkpoint.release(name)
 
     pieces = host.reshape(len(leaf.sources), -1)
@@ -368,6 +386,22 @@ def _not_finite(what: str, x: np.ndarray, start: int) -> CheckpointError:
         f"{start + index} of its values in order; fetch the file again, or "
         f'load_format="unchecked" to compute with it all the same'
     )
+
+
+def check_below(what: str, x: np.ndarray, below: int | None, start: int = 0) -> None:
+    """Looks at whole numbers, the first of which is number `start` of `what`; None allows all.
+
+    Raises: CheckpointError naming the first one that is not from 0 on and less than `below`.
+    """
+    if below is None:
+        return
+    wrong = np.flatnonzero((x < 0) | (x >= below))
+    if wrong.size:
+        raise CheckpointError(
+            f"{what}: expected whole numbers from 0 to {below - 1}, got "
+            f"{x.reshape(-1)[wrong[0]]} at index {start + wrong[0]} of its values in order; take "
+            f"what belongs to this config.json"
+        )
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -41,8 +41,8 @@ from jaxkv.weights.load import (
     aligned_empty,
     load_weights,
     progress,
-    put,
     put_packed,
+    put_plain,
     quantise_layers,
 )
 from jaxkv.weights.packing import (
@@ -67,7 +67,8 @@ LOCK = "jaxkv.lock"
 ARRAYS = ("orbax", "weights")
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 ZARR_DTYPES = {"float32": "<f4", "bfloat16": "bfloat16"}
-PACKED_DTYPES = {"float16": "<f2", "int8": "|i1", "uint8": "|u1"}
+OTHER_DTYPES = {"float16": "<f2", "int8": "|i1", "uint8": "|u1", "int32": "<i4"}
+"""What quantised matrices and tables are stored as beside those."""
 PIECE = 2**23
 """Values that are read at once: what a conversion takes beside the weights."""
 
@@ -240,8 +241,8 @@ def load_converted(
             packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
             host = read(parts[""], np.dtype(np.float32))
             return put_packed(quantise_layers(host, packing), leaf, placement)
-        host = read(parts[""], jnp.dtype(dtype))
-        return {"": put(host.view(np.uint16) if as_bits else host, leaf.name, placement)}
+        host = read(parts[""], leaf.kept_as(dtype))
+        return put_plain(host, leaf, placement, as_bits=as_bits)
 
     with progress([leaf for leaf, _ in arrays], jnp.dtype(dtype)) as told:
         return make_tree((leaf, load(leaf, parts)) for leaf, parts in arrays)
@@ -373,7 +374,7 @@ def _locate(
         if packing is not None and (not is_matrix(leaf) or leaf.shape[-1] % (packing.group or 1)):
             problems.append(f"{leaf.path}: expected a matrix of groups of {packing.group} columns")
             continue
-        plain = {"": (leaf.shape, jnp.dtype(dtype))}
+        plain = {"": (leaf.shape, leaf.kept_as(dtype))}
         parts = {
             suffix: _Stored(
                 leaf.path + suffix,
@@ -409,7 +410,7 @@ def _problems(part: _Stored) -> list[str]:
         "zarr_format": 2,
         "shape": [*shape],
         "chunks": [*shape],
-        "dtype": (ZARR_DTYPES | PACKED_DTYPES)[dtype.name],
+        "dtype": (ZARR_DTYPES | OTHER_DTYPES)[dtype.name],
         "order": "C",
         "compressor": None,
         "filters": None,

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.axes import Array
@@ -31,6 +32,7 @@ from jaxkv.ops.matrices import (
     HeadMatrices,
     Matrix,
     Packed,
+    Table,
     Vectors,
     values,
 )
@@ -47,6 +49,9 @@ from jaxkv.weights.packing import (
 Weights = Mapping[str, Any]
 
 LAYERS, EXPERT, HEAD = "layers", "expert_", "head"
+
+TOKEN_EXPERTS = "token_experts"
+"""A leaf of layers whose router weighs experts that a table has for each token's id, [V, K]."""
 
 DRAFT = "draft"
 """Under this name programs get the whole tree of a draft model beside the model's own arrays."""
@@ -81,6 +86,11 @@ class TreeLeaf(NamedTuple):
     @property
     def is_stacked(self) -> bool:
         return self.stack is not None
+
+    def kept_as(self, dtype: str) -> np.dtype[Any]:
+        """Returns the dtype of its array in a tree of this one, if that is not quantised."""
+        info = self.one.info
+        return jnp.dtype(dtype) if info.below is None else info.dtype
 
 
 def tree_leaves(spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
@@ -134,11 +144,19 @@ def layer_leaf(weights: Weights, name: str) -> jax.Array | None:
     return found
 
 
+def chooses_by_token(weights: Weights) -> bool:
+    """Tells whether layers look up the experts of a token by its id."""
+    stacks = (stack for name, stack in weights.items() if name.startswith(LAYERS))
+    return any(TOKEN_EXPERTS in stack for stack in stacks)
+
+
 def is_matrix(leaf: TreeLeaf) -> bool:
     """Tells whether the leaf may be kept quantised: it is a linear map of each layer, and does not
     choose experts or weigh streams.
     """
     info = leaf.one.info
+    if info.below is not None:
+        return False
     is_router = not {"experts", "streams"}.isdisjoint(info.logical_axes)
     return leaf.is_stacked and len(info.shape) == 2 and not is_router
 
@@ -217,19 +235,21 @@ def layer_weights(
 ) -> dict[str, Any]:
     """Returns the weights of one layer of a kind, counted among those, by name: vectors and numbers
     as values, matrices as `Matrix` or `Packed`, which stay in their stack until a matmul reads
-    them; those of experts still of all of the layer's (`of_expert`). adapters: those of the step's
-    tokens, which are added to matrices that have some.
+    them, and tables as `Table`; those of experts still of all of the layer's (`of_expert`).
+    adapters: those of the step's tokens, which are added to matrices that have some.
     """
     stack = weights[stack_name(kind)]
     dtype = Matrix(weights["embed"]).dtype
 
-    def of_layer(name: str, leaf: Array) -> Array | AnyMatrix | HeadMatrices | Vectors:
+    def of_layer(name: str, leaf: Array) -> Array | AnyMatrix | HeadMatrices | Table | Vectors:
         is_expert = name.startswith(EXPERT)
         for suffix in (SCALES, DYNAMIC):
             if (scales := stack.get(name + suffix)) is not None:
                 zeros, tables, factors = (stack.get(name + end) for end in (ZEROS, TABLE, FACTOR))
                 is_dynamic = suffix == DYNAMIC
                 return Packed(leaf, scales, zeros, tables, factors, layer, dtype, is_dynamic)
+        if leaf.dtype == jnp.int32:
+            return Table(leaf, layer)
         if leaf.ndim - is_expert == 4:
             return HeadMatrices(leaf, layer)
         if leaf.ndim - is_expert == 3:

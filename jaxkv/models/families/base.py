@@ -366,6 +366,13 @@ def leaf(source: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **mo
     return Leaf(source, ArrayInfo(shape, np.dtype(np.float32), axes), **more)
 
 
+def table(source: str, shape: tuple[int, int], *, below: int) -> Leaf:
+    """Describes rows of whole numbers from 0 on and less than `below`, of which each device has
+    all.
+    """
+    return Leaf(source, ArrayInfo(shape, np.dtype(np.int32), (None, None), below))
+
+
 def _top_leaves(
     spec: ModelSpec, config: ConfigReader, names: Names, biased: Collection[str], max_len: int
 ) -> dict[str, Leaf]:
