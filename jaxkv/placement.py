@@ -191,6 +191,8 @@ def place(
         for group in spec.groups
         if group.layers
     }
+    if spec.attention.output_groups > 1:
+        lengths.add(("groups of attention heads", spec.attention.output_groups))
     for _, leaf in leaves:
         sizes = zip(leaf.info.logical_axes, leaf.info.shape, strict=True)
         names = {"ffn": "feed-forward dimension", "channels": "recurrent channels"}

@@ -29,6 +29,7 @@ from jaxkv.ops.layers import (
     add_up,
     layer_norm,
     linear,
+    linear_by_group,
     linear_float32,
     linear_over,
     mlp,
@@ -220,6 +221,9 @@ class Layers:
                 out_dtype=dtype,
             )
             value_dim = w["o"].num_columns // q.shape[1]
+            if "o_groups" in w:
+                num_groups = spec.attention.output_groups
+                value_dim = num_groups * w["o_groups"].num_columns // spec.num_heads
             out_TF = out_TNH[..., :value_dim].reshape(q.shape[0], -1)
             if "attn_gate" in w:
                 gate_TF = linear(gate_TX, w["attn_gate"], w.get("attn_gate_bias"))
@@ -228,6 +232,8 @@ class Layers:
                 gate_TF = gate_TF if size == 1 else jnp.repeat(gate_TF, size, axis=1)
                 out_TF = out_TF.astype(jnp.float32) * gate_TF
             out_TF = normed(out_TF, w, "o_norm", spec, axis=self._axis)
+            if "o_groups" in w:
+                out_TF = linear_by_group(out_TF, w["o_groups"])
             return linear_over(out_TF, w["o"], w.get("o_bias"), axis=self._axis), held
 
         return attend

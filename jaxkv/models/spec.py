@@ -110,7 +110,9 @@ class AttentionSpec:
     by_depth: scores are divided by the number of their layer, 1 for the first. Source: Mistral by
     Stanford CRFM.
     index: how keys are chosen, those of latent attention one by one and others by blocks; None: all
-    are attended to.
+    are attended to. output_groups: what attention gives goes in so many groups of heads through
+    matrices of their own (`o_groups`), and then through one for all. Source: DeepSeek-V4's
+    reference code.
     """
 
     scale: float | None = None
@@ -127,6 +129,7 @@ class AttentionSpec:
     slopes: tuple[float, ...] = ()
     by_depth: bool = False
     index: IndexSpec | BlockIndexSpec | None = None
+    output_groups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,6 +81,16 @@ def linear_float32(x_TD: Array, w: Matrix) -> Array:
     return dot(x_TD.astype(jnp.float32), w_FD)
 
 
+def linear_by_group(x_TD: Array, w: AnyMatrix | Adapted) -> Array:
+    """Multiplies groups of x's columns, each of as many as w has, with rows of w of their own: the
+    first group with the first rows.
+    """
+    groups = jnp.split(x_TD, x_TD.shape[1] // w.num_columns, axis=1)
+    num_rows = w.num_rows // len(groups)
+    found = [w.dot(x_TC, group * num_rows, num_rows) for group, x_TC in enumerate(groups)]
+    return jnp.concatenate(found, axis=1)
+
+
 def linear_over(
     x_TD: Array, w: AnyMatrix | Adapted, bias_F: Array | None = None, *, axis: str | None
 ) -> Array:

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from jaxkv.ops import layers, matrices, native
-from jaxkv.ops.layers import MANY_TOKENS, PIECE_BYTES, linear, rms_norm, softmax, total
+from jaxkv.ops.layers import (
+    MANY_TOKENS,
+    PIECE_BYTES,
+    linear,
+    linear_by_group,
+    rms_norm,
+    softmax,
+    total,
+)
 from jaxkv.ops.matrices import LANES, HeadMatrices, Matrix, Packed
 from jaxkv.programs.compiler_options import compiler_options
 
@@ -137,6 +145,40 @@ def test_a_matrix_for_each_head_gives_the_same_bits_whatever_the_number_of_token
     np.testing.assert_allclose(whole, np.einsum("tnd,nfd->tnf", x_TND, leaf[1]), atol=1e-4)
     for count in (2, 3, 8):
         np.testing.assert_array_equal(dot(x_TND[:count]), whole[:count])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "as_bits"), [("float32", False), ("bfloat16", False), ("bfloat16", True)]
+)
+def test_groups_of_columns_go_through_rows_of_their_own(dtype, as_bits):
+    """As transformers' layer for it, with the same bits whatever the number of tokens."""
+    torch = pytest.importorskip("torch")
+    deepseek = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    rng, num_groups = np.random.default_rng(0), 4
+    to = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    w, x = (rng.normal(size=shape).astype(to) for shape in ((2, num_groups * 24, 40), (33, 160)))
+    layer = deepseek.DeepseekV4GroupedLinear(40, num_groups * 24, num_groups)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(w[1].astype(np.float32)))
+        want = layer(torch.from_numpy(x.astype(np.float32)).reshape(33, num_groups, 40))
+    dot = jax.jit(lambda x, w: linear_by_group(x, Matrix(w, jnp.int32(1))))
+    x, leaf = x.astype(np.float32), stored(w, as_bits=as_bits)
+    got = np.asarray(dot(x, leaf))
+    np.testing.assert_allclose(got, want.reshape(33, -1), rtol=0, atol=1e-4)
+    for num_tokens in (2, 7, 16):
+        np.testing.assert_array_equal(dot(x[:num_tokens], leaf), got[:num_tokens])
+
+
+def test_groups_of_columns_go_through_quantised_rows_of_their_own():
+    rng, width = np.random.default_rng(0), 256
+    leaf = jnp.asarray(rng.integers(-127, 128, (1, 2, 48, width // 2)), jnp.int8)
+    scales = jnp.asarray(rng.random((1, 2, 48)), jnp.float32)
+    w = Packed(leaf, scales, None, None, None, 0, np.dtype("float32"))
+    x = rng.normal(size=(5, 3 * width)).astype(np.float32)
+    got = jax.jit(lambda x: linear_by_group(x, w))(x)
+    w_FD = np.moveaxis(np.asarray(leaf * scales[..., None])[0], 0, 1).reshape(3, 16, width)
+    want = np.einsum("tgd,gfd->tgf", x.reshape(5, 3, width), w_FD).reshape(5, -1)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 def test_products_of_rounded_inputs_have_no_gradient():
