@@ -59,7 +59,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 
 
 NOT_READ = {
     "attention that chooses among keys by an index, in other forms than DeepSeek-V3.2": (
-        "deepseek_v4, dots3_note, mistral_large4, qwen4_exp"
+        "dots3_note, mistral_large4, qwen4_exp"
     ),
     "layers that run more than once, or share weights": "dory, zamba, zamba2",
     "other recurrences": "rwkv, xlstm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -73,6 +74,13 @@ def contents(store: Store) -> np.ndarray:
     arrays = [x.reshape(*lead, *x.shape[1:]) for x in store.arrays]
     x = np.stack(unpack(store.layout, arrays)).astype(np.float64)
     return x.reshape(2, *lead, store.page_size, *x.shape[3:])
+
+
+def only_layer(store: Store, layer: int) -> Store:
+    """The store with NaN in every other layer."""
+    keep = np.repeat(np.arange(NUM_LAYERS) == layer, store.num_pages)
+    nan = nan_of(np.dtype(store.pages.dtype))
+    return replace(store, pages=np.where(keep[:, None, None, None], store.pages, nan))
 
 
 def held(store: Store, handle: KVHandle, length: int | None = None) -> np.ndarray:

@@ -35,6 +35,8 @@ LONG = {
 }
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = {"sliding_window": 8, "layer_types": MIXED}
+V4_NEAR, V4_CHOSEN = "sliding_attention", "compressed_sparse_attention"
+V4_HEAVY = "heavily_compressed_attention"
 HEAD = {"head_dim": 8}
 GPT2 = {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256}
 FALCON = {"num_kv_heads": 2, "ffn_hidden_size": 80}
@@ -487,6 +489,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 2]}
     | {"mlp_layer_types": ["dense", *["sparse"] * 2]}
     | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
+    "deepseek_v4": {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16}
+    | {"q_lora_rank": 20, "moe_intermediate_size": 24, "n_routed_experts": 8, "hc_mult": 3}
+    | {"num_experts_per_tok": 3, "sliding_window": 8, "o_groups": 2, "o_lora_rank": 10}
+    | {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 3, "partial_rotary_factor": 0.5}
+    | {"layer_types": [V4_NEAR, V4_CHOSEN, V4_HEAVY, V4_CHOSEN], "swiglu_limit": 0.7}
+    | {"compress_rates": {V4_CHOSEN: 4, V4_HEAVY: 8}}
+    | {"mlp_layer_types": ["hash_moe", *["moe"] * 3]},
     "llama": {},
     "llama-dynamic": {
         "rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0},
@@ -684,6 +693,9 @@ def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) ->
     biases = [one for one in model.named_buffers() if one[0].endswith("e_score_correction_bias")]
     for name, parameter in [*sorted(model.named_parameters()), *sorted(biases)]:
         parameter.data.copy_(torch.from_numpy(drawn(rng, name, tuple(parameter.shape))))
+    for _, table in sorted(x for x in model.named_buffers() if x[0].endswith("tid2eid")):
+        chosen = rng.permuted(np.tile(np.arange(config.n_routed_experts), (len(table), 1)), axis=1)
+        table.copy_(torch.from_numpy(chosen[:, : table.shape[1]]))
     model.save_pretrained(directory)
     if config.model_type == "llama4":  # the whole model's own code fails in transformers 5.24
         model = model.language_model

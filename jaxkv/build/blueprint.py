@@ -547,11 +547,12 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
     Raises: ValueError for a figure out of range.
     """
     on_cpu, asked = platform == "cpu", options
+    page_size = max(16 if on_cpu else 64, spec.entry_len)
     limits = EngineConfig(
         max_model_len=spec.max_len if asked.max_model_len is None else asked.max_model_len,
         max_num_seqs=(64 if on_cpu else 256) if asked.max_num_seqs is None else asked.max_num_seqs,
         max_num_batched_tokens=asked.max_num_batched_tokens,
-        block_size=(16 if on_cpu else 64) if asked.block_size is None else asked.block_size,
+        block_size=page_size if asked.block_size is None else asked.block_size,
         num_pages=1,
         decode_steps=DECODE_STEPS,
         seed=asked.seed,
@@ -580,6 +581,11 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
         raise ValueError(
             f"max_model_len: expected at most {spec.max_len} (the checkpoint's), got "
             f"{asked.max_model_len!r}"
+        )
+    if limits.block_size % spec.entry_len:
+        raise ValueError(
+            f"block_size: expected a multiple of the {spec.entry_len} tokens that {spec.family} "
+            f"makes one entry of, got {limits.block_size}"
         )
     size, index = limits.block_size, spec.attention.index
     if index is not None and size % index.pool and index.pool % size:

@@ -64,12 +64,18 @@ def group_codecs(
 
 def check_keys(spec: ModelSpec, codec: Codec) -> None:
     """Raises: NotImplementedError for a codec that rounds the positions which keys hold where
-    scores fall with distance, and for one that rotates what keys are chosen by into the rest.
+    scores fall with distance, for one that rotates what keys are chosen by into the rest, and for
+    one that rounds a row as a whole where entries lie across rows.
     """
     if spec.attention.index is not None and not isinstance(codec, (PlainCodec, ScaledCodec)):
         raise NotImplementedError(
             f"{spec.family}: expected a kv_cache_dtype without a rotation, since its tokens choose "
             f"keys by a part of what pages hold, got {codec.name}"
+        )
+    if spec.attention.near and not isinstance(codec, PlainCodec):
+        raise NotImplementedError(
+            f"{spec.family}: expected pages in bfloat16 or float32, since an entry lies across the "
+            f"rows of its tokens, got {codec.name}: leave kv_cache_dtype and kv_policy out"
         )
     if spec.attention.slopes and not isinstance(codec, PlainCodec):
         raise NotImplementedError(

@@ -208,6 +208,23 @@ class HeadMajorLayout(PageLayout):
         index_RKC = once(page_RKC * pages.shape[1] + vector_1K1)
         return by_vector.at[index_RKC].get(mode="clip")
 
+    def gather_ends(self, pages: jax.Array, page_C: jax.Array, begin: int) -> jax.Array:
+        """Returns the numbers from `begin` on of what tokens of pages have, [C, S, X], where that
+        is one vector.
+        """
+        # A gather of whole pages, cut afterwards, would read what is before them too.
+        size = (1, 1, self.page_size, pages.shape[3] - begin)
+        return jax.vmap(lambda page: jax.lax.dynamic_slice(pages, (page, 0, 0, begin), size))(
+            page_C
+        )[:, 0, 0]
+
+    def put_ends(
+        self, pages: jax.Array, row_T: jax.Array, slot_T: jax.Array, x_TX: jax.Array, begin: int
+    ) -> jax.Array:
+        """Stores what `gather_ends` returns of single tokens; a row past the pool is dropped."""
+        place = pages.at[row_T, 0, slot_T, begin : begin + x_TX.shape[1]]
+        return place.set(self.codec.encode(x_TX), mode="drop")
+
     def encode_tokens(self, x_TVH: jax.Array) -> tuple[jax.Array, ...]:
         """Returns what tokens have in their slots: [T, V, ..] for each of `by_slot`."""
         return (self.codec.encode(x_TVH),)
@@ -252,6 +269,27 @@ class LaneRowsLayout(HeadMajorLayout):
         # Whole pages: of those that each head has of its own all heads are read.
         found = self.vectors(pages.at[page_RKC].get(mode="clip")).swapaxes(2, 3)
         return found[:, jnp.arange(page_RKC.shape[1]), jnp.asarray(vectors)]
+
+    def gather_ends(self, pages: jax.Array, page_C: jax.Array, begin: int) -> jax.Array:
+        by_row = pages.reshape(-1, *pages.shape[2:])
+        row_1R = self._rows_from(begin, pages)
+        found = by_row.at[once(page_C[:, None] * pages.shape[1] + row_1R)].get(mode="clip")
+        return found.swapaxes(1, 2).reshape(len(page_C), self.page_size, -1)
+
+    def put_ends(
+        self, pages: jax.Array, row_T: jax.Array, slot_T: jax.Array, x_TX: jax.Array, begin: int
+    ) -> jax.Array:
+        row_1R = self._rows_from(begin, pages)
+        x_TX = jnp.pad(x_TX, ((0, 0), (0, row_1R.size * LANES - x_TX.shape[1])))
+        x_TRX = self.codec.encode(x_TX).reshape(len(x_TX), -1, LANES)
+        # Row by row: as in `kv.state.write`.
+        return pages.at[row_T[:, None], row_1R, slot_T[:, None]].set(x_TRX, mode="drop")
+
+    def _rows_from(self, begin: int, pages: jax.Array) -> jax.Array:
+        """Numbers the rows of 128 lanes from a vector's number `begin` on, [1, R]."""
+        if begin % LANES:
+            raise NotImplementedError(f"expected a multiple of {LANES} numbers, got {begin}")
+        return jnp.arange(begin // LANES, pages.shape[1])[None]
 
     def vectors(self, pages: jax.Array) -> jax.Array:
         """Returns what is stored in pages [.., R, S, 128] vector by vector, [.., V, S, X]."""

@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv.kv.codecs import Codec, decode
+from jaxkv.kv.codecs import Codec, PlainCodec, decode
 from jaxkv.kv.layout import HeadMajorLayout, PageLayout
 from jaxkv.kv.policies import Measure
 from jaxkv.pytree import pytree, static
@@ -305,6 +305,32 @@ def write(
     )
     extremes = extremes.at[row_T, 0].min(k_TKH, mode="drop").at[row_T, 1].max(k_TKH, mode="drop")
     return replace(written, extremes=extremes)
+
+
+def write_entries(
+    store: Store, entry_EX: jax.Array, *, dest_E: jax.Array, rate: int, layer: int | jax.Array
+) -> Store:
+    """Stores entries behind the rows of their `rate` tokens, of which dest_E is the last one's slot
+    (as in `write`): an equal part of an entry's numbers behind each. A dest_E past the pool is
+    dropped.
+
+    Raises: TypeError for pages of which it does not know the slots, or a codec that rounds a row's
+    numbers together.
+    """
+    layout = store.layout
+    if not isinstance(layout, HeadMajorLayout) or layout.latent_dim is None:
+        raise TypeError(f"expected rows that XLA can write, got {layout}")
+    if not isinstance(layout.codec, PlainCodec):
+        raise TypeError(f"expected a codec that keeps each number, got {layout.codec.name}")
+    entry_EX = jnp.pad(entry_EX, ((0, 0), (0, -entry_EX.shape[1] % rate)))
+    part_TX = entry_EX.reshape(entry_EX.shape[0] * rate, -1)
+    is_inside_E = dest_E < store.num_pages * store.page_size
+    dest_EP = dest_E[:, None] - jnp.arange(rate - 1, -1, -1)[None]
+    row_EP = layer * store.num_pages + dest_EP // store.page_size
+    row_EP = jnp.where(is_inside_E[:, None], row_EP, store.pages.shape[0])
+    slot_EP = dest_EP % store.page_size
+    put = partial(layout.put_ends, x_TX=part_TX, begin=layout.latent_dim)
+    return replace(store, pages=put(store.pages, row_EP.ravel(), slot_EP.ravel()))
 
 
 def demote(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.kv.state import PagedKV
-from jaxkv.models import alibi, altup, hyper, latent
+from jaxkv.models import alibi, altup, compressed, hyper, latent
+from jaxkv.models.compressed import Compression, put
 from jaxkv.models.paged import Held, PagedAttention
+from jaxkv.models.recurrent import Compressor, Mixer
 from jaxkv.models.rope import Ropes
 from jaxkv.models.spec import BlockIndexSpec, ModelSpec, QueryTemperature
 from jaxkv.ops.adapters import TokenAdapters
@@ -164,8 +166,10 @@ class Layers:
         mixers = []
         if self._spec.has_attention(layers[0]):
             mixers.append(self._attention(layers))
-        if self._spec.state_of(layers[0]) is not None:
-            mixers.append(self._recurrence(layers))
+        if (state := self._spec.state_of(layers[0])) is not None:
+            mixer = self._spec.states[state[0]].mixer
+            if not isinstance(mixer, Compressor):
+                mixers.append(self._recurrence(layers, mixer))
 
         def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             found = []
@@ -185,6 +189,10 @@ class Layers:
         head_dim -= alibi.NUM_DIMS if slopes_N.size else 0
         temperature = spec.attention.temperature
         warms_rotated = temperature is not None and not temperature.unrotated_only
+        compress = None
+        if spec.attention.near:
+            has_states = spec.state_of(layers[0]) is not None
+            compress = Compression(spec, layers, self._states(layers) if has_states else None)
 
         def attend(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             rope, gate_TX = rotation_of(number), h_TD
@@ -197,6 +205,9 @@ class Layers:
                 maps, v, index = LatentMaps(w["k_up"], w["v_up"]), None, chooser and chooser[0]
                 if held.chooser is not None:
                     held = held._replace(chooser=chooser)
+            elif compress is not None:
+                q, k, index, states = compress(h_TD, w, rope, held.states, number)
+                maps, v, held = None, None, held._replace(states=states)
             else:
                 q, k, v = _project(h_TD, w, rope, spec, head_dim, self._axis)
                 maps = None
@@ -220,6 +231,8 @@ class Layers:
                 index=index,
                 out_dtype=dtype,
             )
+            if compress is not None:
+                out_TNH = compressed.restored(out_TNH, rope)
             value_dim = w["o"].num_columns // q.shape[1]
             if "o_groups" in w:
                 num_groups = spec.attention.output_groups
@@ -238,8 +251,21 @@ class Layers:
 
         return attend
 
-    def _recurrence(self, layers: Sequence[int]) -> Mix:
+    def _recurrence(self, layers: Sequence[int], mixer: Mixer) -> Mix:
         """Returns what mixes tokens by recurrent states in any of these layers."""
+        number_of, rows_of = self._states(layers)
+
+        def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+            own = held.states[number_of]
+            mixed_TD, own = mixer(h_TD, w, own, rows_of(number), axis=self._axis)
+            return mixed_TD, held._replace(states=put(held.states, number_of, own))
+
+        return mix
+
+    def _states(self, layers: Sequence[int]) -> tuple[int, Callable[[jax.Array], Rows]]:
+        """Returns which of `ModelSpec.states` any of these layers has, and what gives the places of
+        a layer's, by its number (int32).
+        """
         spec, batch, kv = self._spec, self._batch, self._kv
         places = [spec.state_of(layer) or (0, 0) for layer in range(spec.num_layers)]
         number_of, slot_B = places[layers[0]][0], kv.rows[0].slot_B
@@ -250,15 +276,11 @@ class Layers:
         slot_B, after_BA = jnp.where(batch.count_B > 0, slot_B, num_slots), kv.rows[0].after_BA
         len_B = jnp.asarray(batch.position_T)[batch.start_B]
 
-        def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+        def rows_of(number: jax.Array) -> Rows:
             layer = jnp.asarray(index_L)[number]
-            rows = Rows(slot_B, len_B, batch, layer, num_slots, after_BA)
-            own = held.states[number_of]
-            mixed_TD, own = state.mixer(h_TD, w, own, rows, axis=self._axis)
-            states = (*held.states[:number_of], own, *held.states[number_of + 1 :])
-            return mixed_TD, held._replace(states=states)
+            return Rows(slot_B, len_B, batch, layer, num_slots, after_BA)
 
-        return mix
+        return number_of, rows_of
 
     def _feed_forward(
         self,
@@ -318,7 +340,7 @@ class Layers:
             logits_TE += w["router_offset"].astype(jnp.float32)[None, :]
         given_TK = None
         if TOKEN_EXPERTS in w:
-            given_TK = w[TOKEN_EXPERTS].rows(jnp.asarray(self._batch.token_T))
+            given_TK = w[TOKEN_EXPERTS].rows(jnp.asarray(self._batch.token_T), router.num_used)
         expert_TK, weight_TK = router(logits_TE, w.get("router_bias"), given_TK)
         if "router_gain" in w:
             weight_TK *= w["router_gain"].astype(jnp.float32)[expert_TK]

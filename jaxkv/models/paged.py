@@ -179,6 +179,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
             latent_dim=group.latent_dim,
             has_index=spec.attention.index is not None,
             has_index_key=group.has_index_key,
+            has_entries=spec.attention.near > 0,
         )
         for group in spec.groups
     )

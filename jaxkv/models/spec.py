@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from jaxkv.models.recurrent import Mixer, StateArray
+from jaxkv.models.recurrent import Compressor, Mixer, StateArray
 from jaxkv.ops.experts import Router
 
 
@@ -110,9 +111,11 @@ class AttentionSpec:
     by_depth: scores are divided by the number of their layer, 1 for the first. Source: Mistral by
     Stanford CRFM.
     index: how keys are chosen, those of latent attention one by one and others by blocks; None: all
-    are attended to. output_groups: what attention gives goes in so many groups of heads through
-    matrices of their own (`o_groups`), and then through one for all. Source: DeepSeek-V4's
-    reference code.
+    are attended to.
+    near: so many last tokens are attended to one by one, and older ones by entries of several
+    (`models.compressed`), which `index` chooses where layers have index heads; 0: all one by one.
+    output_groups: what attention gives goes in so many groups of heads through matrices of their
+    own (`o_groups`), and then through one for all. Source: DeepSeek-V4's reference code.
     """
 
     scale: float | None = None
@@ -129,6 +132,7 @@ class AttentionSpec:
     slopes: tuple[float, ...] = ()
     by_depth: bool = False
     index: IndexSpec | BlockIndexSpec | None = None
+    near: int = 0
     output_groups: int = 1
 
 
@@ -241,10 +245,12 @@ counted in, so that prefixes, snapshots of states and admission are those of any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpec:
-    """Layers whose mixer keeps a recurrent state, of one size however long a row is."""
+    """Layers whose mixer keeps a recurrent state, of one size however long a row is; or what is to
+    be an entry of their keys (`models.compressed`).
+    """
 
     layers: tuple[int, ...]
-    mixer: Mixer
+    mixer: Mixer | Compressor
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
@@ -305,6 +311,12 @@ class ModelSpec:
     def has_shortcut(self) -> bool:
         """Says whether what a layer's experts give joins the stream behind the next layer."""
         return self.router is not None and self.router.is_shortcut
+
+    @property
+    def entry_len(self) -> int:
+        """Counts the tokens that one entry is made of, in all layers; 1 where there are none."""
+        mixers = [state.mixer for state in self.states]
+        return math.lcm(*(one.rate for one in mixers if isinstance(one, Compressor)))
 
     @property
     def num_kinds(self) -> int:

@@ -394,14 +394,17 @@ class Vectors(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Whole numbers [V, K] of one layer in a stacked leaf [L, V, K] of int32."""
+    """Rows of whole numbers, one behind the other, of one layer in a stacked leaf [L, V * K] of
+    int32: of an array [L, V, K] with few numbers in a row XLA:TPU makes a copy with another layout.
+    """
 
     leaf: Array
     layer: Array
 
-    def rows(self, number_T: Array) -> Array:
-        """Returns the rows of these numbers, [T, K]: the last one for what is past it."""
-        return self.leaf.at[self.layer, number_T].get(mode="clip")
+    def rows(self, number_T: Array, size: int) -> Array:
+        """Returns rows of `size` numbers, [T, K]: the last number for what is past the last row."""
+        place_TK = number_T[:, None] * size + jnp.arange(size)[None]
+        return self.leaf.at[self.layer, place_TK].get(mode="clip")
 
 
 def values(leaf: Array) -> Array:

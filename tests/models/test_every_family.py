@@ -40,6 +40,7 @@ QUICK = {
     "cohere-qk-norm",  # weights of its own for each head, side by side, interleaved
     "cohere2",  # windows, layers without rotation
     "deepseek_v3",  # latent attention
+    "deepseek_v4",  # entries of several tokens, experts by token, outputs by groups of heads
     "falcon",  # one KV head, fused
     "falcon-new",  # fused by head, two norms
     "falcon_h1",  # Mamba2 and attention side by side, factors on everything

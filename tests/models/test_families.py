@@ -252,6 +252,18 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("glm_moe_dsa-shared", {"indexer_types": None, "index_topk_pattern": "FSSFS"}),
         ("bailing_hybrid", {"head_dim": 12, "short_conv_kernel_size": 3}),
         ("minimax_m3_vl_text", {"layer_types": None, "mlp_layer_types": None}),
+        (  # experts' width has two names
+            "deepseek_v4",
+            {"layer_types": None, "mlp_layer_types": None, "compress_rates": None}
+            | {"intermediate_size": None},
+        ),
+        (
+            "deepseek_v4",
+            {"layer_types": None, "compress_ratios": [0, 4, 128, 4, 0], "compress_rate_csa": 8}
+            | {"mlp_layer_types": None, "num_hash_layers": 0, "compress_rates": None}
+            | {"partial_rotary_factor": None, "qk_rope_head_dim": 4, "intermediate_size": None}
+            | {"rope_parameters": families.YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        ),
         (
             "minimax_m3_vl_text",
             {"layer_types": None, "mlp_layer_types": None, "moe_layer_freq": [0, 1, 1]}
@@ -560,6 +572,9 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("modernbert_decoder", "classifier_activation", "relu", "gelu"),
         ("glm_moe_dsa", "indexer_types", ["shared", "full", "full"], "a first layer that is full"),
         ("glm5_next_text", "index_topk_pattern", "FFFS", r"FFFF \(not built\)"),
+        ("deepseek_v4", "o_groups", 4, "a divisor of the 6 of num_attention_heads"),
+        ("deepseek_v4", "num_key_value_heads", 2, "1: a row is the key of every head"),
+        ("deepseek_v4", "scoring_func", "relu", "one of sigmoid, softmax, sqrtsoftplus"),
         ("hy_v4", "hidden_act", "gelu", "one of silu"),
         ("minimax_m3_vl_text", "index_n_heads", 4, "2, one for each KV head"),
         ("minimax_m3_vl_text", "index_head_dim", 12, "at most the 8 of head_dim"),

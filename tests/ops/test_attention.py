@@ -23,15 +23,14 @@ from cases import (
     contents,
     decode,
     decode_case,
+    only_layer,
     random_case,
     scale_of,
     step_case,
 )
-from jaxkv.kv.state import Store
 from jaxkv.ops.attention import Batch, BlockIndex, Index, LatentMaps, dense, expanded, sweep, xla
 from jaxkv.ops.matrices import HeadMatrices
 from kernels_pallas import reference
-from poison import nan_of
 from tiers import some
 
 ROUNDING = 2.0**-8
@@ -108,13 +107,6 @@ def expected(
         weights /= weights.sum(axis=1, keepdims=True)
         out[t], of_abs[t] = (np.einsum("nj,jnh->nh", weights, x) for x in (values, np.abs(values)))
     return out, of_abs
-
-
-def only_layer(store: Store, layer: int) -> Store:
-    """The store with NaN in every other layer."""
-    keep = np.repeat(np.arange(NUM_LAYERS) == layer, store.num_pages)
-    nan = nan_of(np.dtype(store.pages.dtype))
-    return replace(store, pages=np.where(keep[:, None, None, None], store.pages, nan))
 
 
 def oracle(case: Case, *, layer: int, window: int | None) -> np.ndarray:

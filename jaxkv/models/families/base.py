@@ -367,10 +367,11 @@ def leaf(source: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **mo
 
 
 def table(source: str, shape: tuple[int, int], *, below: int) -> Leaf:
-    """Describes rows of whole numbers from 0 on and less than `below`, of which each device has
-    all.
+    """Describes rows of whole numbers from 0 on and less than `below`, one behind the other, of
+    which each device has all.
     """
-    return Leaf(source, ArrayInfo(shape, np.dtype(np.int32), (None, None), below))
+    info = ArrayInfo((shape[0] * shape[1],), np.dtype(np.int32), (None,), below)
+    return Leaf(source, info, part=Part(shape=shape))
 
 
 def _top_leaves(

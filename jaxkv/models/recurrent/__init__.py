@@ -2,6 +2,7 @@
 each.
 """
 
+from jaxkv.models.recurrent.compressor import Compressor
 from jaxkv.models.recurrent.delta import GatedDelta
 from jaxkv.models.recurrent.lightning import Lightning
 from jaxkv.models.recurrent.mamba import Mamba
@@ -11,6 +12,7 @@ from jaxkv.models.recurrent.rg_lru import RgLru
 from jaxkv.models.recurrent.short_conv import ShortConv
 
 __all__ = [
+    "Compressor",
     "GatedDelta",
     "Lightning",
     "Mamba",

@@ -14,7 +14,7 @@ from jaxkv.ops.attention.base import (
     Needs,
     Place,
 )
-from jaxkv.ops.attention.index import AnyIndex, BlockIndex, Index
+from jaxkv.ops.attention.index import AnyIndex, BlockIndex, Entries, EntryShape, Index
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
@@ -87,6 +87,8 @@ __all__ = [
     "Backend",
     "Batch",
     "BlockIndex",
+    "Entries",
+    "EntryShape",
     "Heads",
     "Index",
     "LatentMaps",

@@ -38,7 +38,8 @@ class Heads:
     `has_sinks`: as in `models.spec.AttentionSpec`. has_readers: some layers attend to what others
     have stored. latent_dim: values are the first so many numbers of keys; None: they are apart.
     chunk: in tokens; None: sequences are not cut. has_index: keys are chosen (`index`), by one more
-    key of each token if `has_index_key`.
+    key of each token if `has_index_key`. has_entries: entries of several tokens lie behind their
+    rows (`index.Entries`).
     """
 
     num_heads: int
@@ -52,6 +53,7 @@ class Heads:
     chunk: int | None = None
     has_index: bool = False
     has_index_key: bool = False
+    has_entries: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxkv.kv.state import BEHIND, PageTables, Store, write
 from jaxkv.ops.attention.base import Attended, Batch, LatentMaps, Place, refuse_statistics
-from jaxkv.ops.attention.index import AnyIndex
+from jaxkv.ops.attention.index import AnyIndex, Choice, Entries
 from jaxkv.ops.attention.softmax import MASKED
 from jaxkv.ops.attention.sweep import Scores, Window
 from jaxkv.ops.attention.xla import Xla
@@ -43,6 +43,8 @@ class Dense(Xla):
     ) -> Attended:
         dest_T, window, chunk = prepared
         store = at.store
+        if isinstance(index, Entries):
+            raise NotImplementedError("compressed attention runs on xla")
         if k_TKH is not None:
             store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
         if maps is not None:
@@ -73,7 +75,7 @@ def read(
     chunk: Window = None,
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
-    index: AnyIndex | None = None,
+    index: Choice | None = None,
 ) -> jax.Array:
     """Attends over pages that have the step's keys and values, as `xla.read` does."""
     refuse_statistics(at)

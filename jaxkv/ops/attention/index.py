@@ -7,6 +7,8 @@ of them that a query sees it has no score for.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -136,7 +138,40 @@ class BlockIndex:
         return jnp.sort(best, axis=-1)
 
 
-AnyIndex = Index | BlockIndex
+class EntryShape(NamedTuple):
+    """Says of how many tokens an entry is, and of how many numbers. It lies across the ends of its
+    tokens' rows.
+    """
+
+    rate: int
+    size: int
+
+    @property
+    def width(self) -> int:
+        """Counts its numbers in a row."""
+        return -(-self.size // self.rate)
+
+
+@pytree
+class Entries:
+    """Says how tokens attend where older ones are compressed: to the last `window` tokens, and to
+    entries of so many tokens each as `shape` says, those that end at or before them, or the ones
+    that `index` chooses of these; None: there are no entries.
+
+    entry_EX: the entries that a step completes, key and value at once, behind them what they are
+    chosen by. last_E int32: the last token of each, past the step's tokens for none. Source:
+    DeepSeek-V4's paper, section 2.3.
+    """
+
+    entry_EX: jax.Array | None
+    last_E: jax.Array | None
+    index: Index | None
+    window: int = static()
+    shape: EntryShape | None = static()
+
+
+Choice = Index | BlockIndex
+AnyIndex = Choice | Entries
 
 
 def check_whole(num_tokens: int, pool: int) -> None:

@@ -15,7 +15,7 @@ from jaxkv.kv.codecs.base import decode_elements
 from jaxkv.kv.layout import HeadMajorLayout, once
 from jaxkv.kv.state import BEHIND, PageTables, Store
 from jaxkv.ops.attention.base import Place
-from jaxkv.ops.attention.index import AnyIndex, BlockIndex
+from jaxkv.ops.attention.index import BlockIndex, Choice, EntryShape
 from jaxkv.ops.attention.softmax import MASKED, Found, Rows, Softmax, Tally
 from jaxkv.ops.layers import soft_cap, total
 
@@ -35,13 +35,14 @@ Window = int | jax.Array | None
 
 class Scores(NamedTuple):
     """Says what becomes of scores: which keys are seen, and cap and sinks as in `Attention`, these
-    by KV head.
+    by KV head. entry: of entries beside the keys (`index.Entries`), None where there are none.
     """
 
     window: Window
     chunk: Window
     cap: float
     sinks_KG: jax.Array | None
+    entry: EntryShape | None = None
 
     def reach(self, position: jax.Array) -> Window:
         """Returns how many tokens queries at these positions see at most, themselves included: one
@@ -115,7 +116,7 @@ class Block(NamedTuple):
 
 class Blocks(NamedTuple):
     """Reads the slots of R rows' tables in blocks of whole pages, which begin at multiples of their
-    size.
+    size; or the entries that are behind the rows of their tokens.
     """
 
     store: Store
@@ -123,10 +124,18 @@ class Blocks(NamedTuple):
     layer: int | jax.Array
     num_pages: int
     in_float32: bool
+    entry: EntryShape | None = None
 
     @classmethod
     def of(
-        cls, store: Store, rows: Rows, layer: int | jax.Array, *, size: int, in_float32: bool
+        cls,
+        store: Store,
+        rows: Rows,
+        layer: int | jax.Array,
+        *,
+        size: int,
+        in_float32: bool,
+        entry: EntryShape | None = None,
     ) -> Blocks:
         """Cuts tables into blocks of `size` slots; of fewer, but a multiple of BLOCK, where tables
         have fewer.
@@ -135,7 +144,7 @@ class Blocks(NamedTuple):
         num_pages = max(1, min(size, longest) // store.page_size)
         missing = -rows.table_RKW.shape[2] % num_pages
         table, first, held = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in rows[:3])
-        return cls(store, Rows(table, first, held, None), layer, num_pages, in_float32)
+        return cls(store, Rows(table, first, held, None), layer, num_pages, in_float32, entry)
 
     @property
     def num_blocks(self) -> int:
@@ -147,6 +156,11 @@ class Blocks(NamedTuple):
         """Returns how many slots a block has."""
         return self.num_pages * self.store.page_size
 
+    @property
+    def num_keys(self) -> int:
+        """Returns how many keys, or entries, a block has."""
+        return self.size // (1 if self.entry is None else self.entry.rate)
+
     def covering(self, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the range of the blocks that have slots low..high-1."""
         return low // self.size, (high + self.size - 1) // self.size
@@ -155,6 +169,11 @@ class Blocks(NamedTuple):
         """Gathers block i: contiguous pieces of a page's vectors, already in the order that the
         matmul reads.
         """
+        if self.entry is not None:
+            entry, held_RKJ, position_RKJ = self._entries(i, self.entry)
+            missing = self.store.layout.head_dim - (self.store.layout.latent_dim or 0)
+            row = jnp.pad(entry[..., : self.store.layout.latent_dim], (*[(0, 0)] * 3, (0, missing)))
+            return Block(Elements(row), Elements(row), held_RKJ, position_RKJ)
         page_RKC, held_RKJ, position_RKJ = self._slots(i)
         keys, values = map(self._elements, self._layout.gather(self.store.pages, page_RKC))
         # 0 x NaN is NaN: what nobody holds must be cleared from the values, masking the scores is
@@ -165,6 +184,10 @@ class Blocks(NamedTuple):
 
     def read_index(self, i: jax.Array, key_dim: int) -> Block:
         """Gathers of block i what keys are chosen by, as keys [R, 1, J, X]; no values."""
+        if self.entry is not None:
+            entry, held_RKJ, position_RKJ = self._entries(i, self.entry)
+            key = entry[..., self.store.layout.latent_dim :][..., :key_dim].astype(jnp.float32)
+            return Block(Elements(key), Elements(key[..., :0]), held_RKJ, position_RKJ)
         page_RKC, held_RKJ, position_RKJ = self._slots(i)
         layout = self._layout
         vector = layout.num_kv_heads if layout.has_index_key else 0
@@ -172,6 +195,21 @@ class Blocks(NamedTuple):
         whole = decode_elements(self.store.codec, found)
         key = whole[..., :key_dim] if layout.has_index_key else whole[..., -key_dim:]
         return Block(Elements(key), Elements(key[..., :0]), held_RKJ, position_RKJ)
+
+    def _entries(self, i: jax.Array, asked: EntryShape) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Gathers the entries of block i, [R, 1, J, X], zeros where they are not whole; which are,
+        and the positions of their last tokens.
+        """
+        page_R1C, held_R1J, position_R1J = self._slots(i)
+        begin, num_rows = self._layout.latent_dim or 0, page_R1C.shape[0]
+        ends = self._layout.gather_ends(self.store.pages, page_R1C.ravel(), begin)
+        ends = self.store.codec.elements(ends).values
+        entry = ends[..., : asked.width].reshape(num_rows, 1, -1, asked.rate * asked.width)
+        entry = entry[..., : asked.size]
+        last = slice(asked.rate - 1, None, asked.rate)
+        held_R1J, position_R1J = held_R1J[..., last], position_R1J[..., last]
+        entry = jnp.where(held_R1J[..., None], entry, 0)
+        return entry.astype(jnp.float32) if self.in_float32 else entry, held_R1J, position_R1J
 
     def _slots(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns which rows of the pool are block i, which of their slots are held, and the
@@ -211,32 +249,59 @@ def attend(
     *,
     blocking: Blocking,
     asked: Scores,
-    index: AnyIndex | None = None,
+    index: Choice | None = None,
 ) -> tuple[jax.Array, Found | None]:
     """Sweeps over the pages of both pools. Returns [R, K, M, H], and what `at.statistics` wants.
 
     The M queries of a KV head are of its G heads by turns: query m of head m mod G. index: of the
     tokens of these queries, those of one row or one of each.
     """
-    sweep = partial(_sweep, blocking=blocking, asked=asked)
+    sweep = partial(_sweep_chosen, blocking=blocking, asked=asked, index=index)
+    if asked.entry is not None:  # what is chosen are entries
+        all_before = jnp.int32(0), bounds[1]
+        of_entries, _ = sweep(
+            q_RKMH, at, rows, position_RM, all_before, asked=asked._replace(window=None)
+        )
+        near = asked._replace(entry=None)
+        softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds, asked=near, index=None)
+        softmax = softmax.merged(of_entries)
+    else:
+        softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds)
+    low, of_low = at.store.low, None
+    if low is not None and rows.low is not None:
+        # The store's own codec rotates nothing (`kv.policies`).
+        codec, all_slots = low.codec, (jnp.int32(0), jnp.max(rows.low.held_RKW.sum(axis=2)))
+        at_low = at._replace(store=low)
+        of_row = codec.rotate(q_RKMH), at_low, rows.low, position_RM, all_slots
+        found, of_low = _sweep(*of_row, blocking=blocking, asked=asked)
+        softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
+    if asked.sinks_KG is not None:
+        softmax = softmax.merged(_sinks(asked.sinks_KG, softmax))
+    return softmax.result(), None if own is None else Found(softmax, own, of_low)
+
+
+def _sweep_chosen(
+    q_RKMH: jax.Array,
+    at: Place,
+    rows: Rows,
+    position_RM: jax.Array,
+    bounds: tuple[jax.Array, jax.Array],
+    *,
+    blocking: Blocking,
+    asked: Scores,
+    index: Choice | None,
+) -> tuple[Softmax, Tally | None]:
+    """Sweeps as `_sweep` does, over what `index` chooses."""
+    chosen = None
     if index is not None:
         score_RTKC = _score(index, at, rows, position_RM, bounds, blocking.num_keys, asked)
         if isinstance(index, BlockIndex) and _reads_chosen(index, score_RTKC, at.store.page_size):
             rows = _chosen_rows(index, score_RTKC[:, 0], rows, at.store.page_size)
             bounds = jnp.int32(0), jnp.minimum(bounds[1], index.num_chosen * index.pool)
         else:
-            sweep = partial(sweep, chosen=Chosen(index.choose(score_RTKC), index.pool))
-    softmax, own = sweep(q_RKMH, at, rows, position_RM, bounds)
-    low, of_low = at.store.low, None
-    if low is not None and rows.low is not None:
-        # The store's own codec rotates nothing (`kv.policies`).
-        codec, all_slots = low.codec, (jnp.int32(0), jnp.max(rows.low.held_RKW.sum(axis=2)))
-        at_low = at._replace(store=low)
-        found, of_low = sweep(codec.rotate(q_RKMH), at_low, rows.low, position_RM, all_slots)
-        softmax = softmax.merged(found._replace(acc=codec.restore(found.acc)))
-    if asked.sinks_KG is not None:
-        softmax = softmax.merged(_sinks(asked.sinks_KG, softmax))
-    return softmax.result(), None if own is None else Found(softmax, own, of_low)
+            chosen = Chosen(index.choose(score_RTKC), index.pool)
+    of_rows = q_RKMH, at, rows, position_RM, bounds
+    return _sweep(*of_rows, blocking=blocking, asked=asked, chosen=chosen)
 
 
 def _reads_chosen(index: BlockIndex, score_RTKC: jax.Array, page_size: int) -> bool:
@@ -264,7 +329,7 @@ def _chosen_rows(index: BlockIndex, score_RKC: jax.Array, rows: Rows, page_size:
 
 
 def _score(
-    index: AnyIndex,
+    index: Choice,
     at: Place,
     rows: Rows,
     position_RM: jax.Array,
@@ -277,8 +342,8 @@ def _score(
     """
     num_rows, each = position_RM.shape[0], index.num_tokens // position_RM.shape[0]
     position_RT = position_RM[:, :: position_RM.shape[1] // each]
-    blocks = Blocks.of(at.store, rows, at.layer, size=num_keys, in_float32=True)
-    size = blocks.size // index.pool  # of what is scored in a block
+    blocks = Blocks.of(at.store, rows, at.layer, size=num_keys, in_float32=True, entry=asked.entry)
+    size = blocks.num_keys // index.pool  # of what is scored in a block
 
     def body(i: jax.Array, score_RTKC: jax.Array) -> jax.Array:
         found = blocks.read_index(i, index.key_dim)
@@ -327,7 +392,9 @@ def _sweep(
     chosen: the slots that each token's queries see at most.
     """
     head_dim, wanted, (num_keys, in_float32) = q_RKMH.shape[3], at.statistics, blocking
-    blocks = Blocks.of(at.store, rows, at.layer, size=num_keys, in_float32=in_float32)
+    blocks = Blocks.of(
+        at.store, rows, at.layer, size=num_keys, in_float32=in_float32, entry=asked.entry
+    )
     is_float32 = in_float32 or at.store.codec.dtype == "float32"
     padding = -head_dim % FLOAT32_VALUES if is_float32 else 0
 
@@ -336,7 +403,7 @@ def _sweep(
         found = blocks.read(i)
         seen_RKMJ = asked.seen(position_RM, found.position_RKJ, found.held_RKJ)
         if chosen is not None:
-            of_block = i * blocks.size, blocks.size
+            of_block = i * blocks.num_keys, blocks.num_keys
             seen_RKMJ = seen_RKMJ & chosen.of_queries(*of_block, q_RKMH.shape[2])
         seen_RKMJ = once(seen_RKMJ)
         padded = jnp.pad(found.values.values, ((0, 0), (0, 0), (0, 0), (0, padding)))

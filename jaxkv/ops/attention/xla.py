@@ -20,11 +20,18 @@ import numpy as np
 
 from jaxkv.kv.codecs import Codec
 from jaxkv.kv.layout import HeadMajorLayout, LaneRowsLayout
-from jaxkv.kv.state import PageTables, Statistics, Store, destinations, write
+from jaxkv.kv.state import (
+    PageTables,
+    Statistics,
+    Store,
+    destinations,
+    write,
+    write_entries,
+)
 from jaxkv.ops.attention import expanded, native
 from jaxkv.ops.attention.base import Attended, Batch, Heads, LatentMaps, Needs, Place
 from jaxkv.ops.attention.expanded import LEAST_QUERIES, attend_expanded
-from jaxkv.ops.attention.index import AnyIndex
+from jaxkv.ops.attention.index import AnyIndex, Choice, Entries, EntryShape
 from jaxkv.ops.attention.select import select_pages
 from jaxkv.ops.attention.sweep import BLOCK, Blocking, Scores, Window, attend, rows_of
 from jaxkv.ops.native import is_wide
@@ -87,7 +94,8 @@ class Xla:
         return None
 
     def page_layout(self, heads: Heads, page_size: int, codec: Codec) -> HeadMajorLayout:
-        pads = self.on_lanes and codec.width(heads.head_dim) % LANES
+        # Entries are parts of a row: with rows of lanes those are rows of their own.
+        pads = self.on_lanes and (codec.width(heads.head_dim) % LANES or heads.has_entries)
         kind = LaneRowsLayout if pads else HeadMajorLayout
         return kind(
             num_kv_heads=heads.num_kv_heads,
@@ -126,6 +134,13 @@ class Xla:
         store = at.store
         if k_TKH is not None:
             store = write(store, k_TKH, v_TKH, dest_T=dest_T, layer=at.layer)
+        entry: EntryShape | None = None
+        choice: Choice | None = None
+        if isinstance(index, Entries):
+            window, entry, choice = index.window, index.shape, index.index
+            store = _with_entries(store, index, dest_T, at.layer)
+        else:
+            choice = index
         out_TNH, statistics = read(
             q_TNH,
             at._replace(store=store),
@@ -136,7 +151,8 @@ class Xla:
             cap=cap,
             sinks_N=sinks_N,
             maps=maps,
-            index=index,
+            index=choice,
+            entry=entry,
             deterministic=self.deterministic,
         )
         return Attended(out_TNH, store, statistics)
@@ -153,7 +169,8 @@ def read(
     cap: float = 0.0,
     sinks_N: jax.Array | None = None,
     maps: LatentMaps | None = None,
-    index: AnyIndex | None = None,
+    index: Choice | None = None,
+    entry: EntryShape | None = None,
     deterministic: bool = False,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends over pages that have the step's keys and values, `at.tables.len_B` its tokens, and
@@ -161,12 +178,12 @@ def read(
     `at.statistics` with this layer's added.
 
     maps, index: as in `base.Attention.attend`; without maps latent queries and outputs are absorbed
-    ones. `deterministic`: on a CPU, a query gets the same bits in a decode row as in a prefill
-    chunk.
+    ones. entry: of entries, that `index` chooses among then. `deterministic`: on a CPU, a query
+    gets the same bits in a decode row as in a prefill chunk.
     """
     codec, q_TNH = at.store.codec, q_TNH.astype(jnp.float32)
     sinks_KG = None if sinks_N is None else sinks_N.reshape(at.store.num_kv_heads, -1)
-    asked = Scores(window, chunk, cap, sinks_KG)
+    asked = Scores(window, chunk, cap, sinks_KG, entry)
     of_rows = partial(
         _read_rows, at=at, batch=batch, asked=asked, deterministic=deterministic, index=index
     )
@@ -209,6 +226,15 @@ def read(
     return jnp.where(is_long_T[:, None, None], long_TNH, out_TNH), None
 
 
+def _with_entries(store: Store, asked: Entries, dest_T: jax.Array, layer: int | jax.Array) -> Store:
+    """Stores the entries that a step completes."""
+    if asked.shape is None or asked.entry_EX is None or asked.last_E is None:
+        return store
+    nowhere = store.num_pages * store.page_size
+    dest_E = dest_T.at[asked.last_E].get(mode="fill", fill_value=nowhere)
+    return write_entries(store, asked.entry_EX, dest_E=dest_E, rate=asked.shape.rate, layer=layer)
+
+
 def _unchanged(x: jax.Array) -> jax.Array:
     return x
 
@@ -223,7 +249,7 @@ def _read_rows(
     deterministic: bool,
     enter: Callable[[jax.Array], jax.Array] = _unchanged,
     leave: Callable[[jax.Array], jax.Array] = _unchanged,
-    index: AnyIndex | None = None,
+    index: Choice | None = None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends decode rows, and the first `count` tokens of each prefill row. `enter` makes of
     queries what meets the pages, and `leave` of what they have found there what comes out. index:
@@ -259,7 +285,7 @@ def attend_rows(
     deterministic: bool = False,
     enter: Callable[[jax.Array], jax.Array] = _unchanged,
     leave: Callable[[jax.Array], jax.Array] = _unchanged,
-    index: AnyIndex | None = None,
+    index: Choice | None = None,
     handler: str | None = None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends as `_read_rows` does, by XLA, but for decode rows where there is a handler for a CPU.
@@ -313,7 +339,7 @@ def _decode(
     min_queries: int,
     blocking: Blocking,
     asked: Scores,
-    index: AnyIndex | None,
+    index: Choice | None,
 ) -> tuple[jax.Array, Statistics | None]:
     """Attends one query per row, `tile_rows` rows side by side, with at least `min_queries` queries
     per KV head.
@@ -383,7 +409,7 @@ def _prefill(
     enter: Callable[[jax.Array], jax.Array],
     leave: Callable[[jax.Array], jax.Array],
     asked: Scores,
-    index: AnyIndex | None,
+    index: Choice | None,
     num_queries: int,
     blocking: Blocking,
 ) -> tuple[jax.Array, Statistics | None]:
