@@ -26,9 +26,11 @@ class Quantisation:
 
     kind: "scaled" (8 bits each); "packed" (compressed-tensors), "gptq" or "awq", which pack several
     values of `bits` into each int32; or pairs of floats of 4 bits: "mxfp4" (experts of gpt-oss),
-    "fp4" (compressed-tensors), "modelopt" and "bitsandbytes". block: how many [rows, columns] share
-    a scale, 0 where that is not said, because all do. takes_one: GPTQ's stored zero points are one
-    less than they mean. skipped: names of modules that are not quantised, maybe with wildcards.
+    "fp4" (compressed-tensors), "pairs" (experts of DeepSeek V4), "modelopt" and "bitsandbytes".
+    experts: how weights of routed experts are stored, None for as all others. block: how many
+    [rows, columns] share a scale, 0 where that is not said, because all do. takes_one: GPTQ's
+    stored zero points are one less than they mean. skipped: names of modules that are not
+    quantised, maybe with wildcards.
     """
 
     method: str
@@ -37,6 +39,12 @@ class Quantisation:
     block: tuple[int, int] = BLOCK
     takes_one: bool = False
     skipped: tuple[str, ...] = ()
+    experts: Quantisation | None = None
+
+    def of(self, name: str) -> Quantisation:
+        """Returns how the weight of this name is stored."""
+        is_expert = self.experts is not None and ".experts." in name
+        return self.experts if is_expert and self.experts is not None else self
 
     def skips(self, module: str) -> bool:
         """Tells whether a module is one of those that the config says are not quantised, or in one.
@@ -69,7 +77,16 @@ def read_quantisation(config: ConfigReader) -> Quantisation | None:
     if not isinstance(skipped, list):
         raise given.fail("/".join(SKIPPED), "a list of names of modules")
     names = tuple(name for name in skipped if isinstance(name, str))
-    return replace(_read(given), skipped=names)
+    found = _read(given)
+    key = (
+        "expert_dtype"  # in files of DeepSeek's beside the section, in those of transformers in it
+    )
+    where = given if given.get(key) is not None else config
+    if found.method == "fp8" and where.choice(key, "fp8", ("fp8", "fp4")) == "fp4":
+        method = "fp8 (experts: fp4)"
+        experts = Quantisation(method=method, kind="pairs", bits=4, block=(0, 32))
+        found = replace(found, method=method, experts=experts)
+    return replace(found, skipped=names)
 
 
 def _read(given: ConfigReader) -> Quantisation:

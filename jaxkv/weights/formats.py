@@ -46,7 +46,7 @@ EXPECTED: dict[str, np.dtype[Any]] = {
     "awq": np.dtype(np.float16),
     "scaled": FLOAT32,
 }
-EXPECTED |= {"mxfp4": E8M0, "fp4": E4M3, "modelopt": E4M3}
+EXPECTED |= {"mxfp4": E8M0, "fp4": E4M3, "modelopt": E4M3, "pairs": E8M0}
 """Of which dtype scales mostly are, by `Quantisation.kind`; others are of the model's."""
 
 LEAST_GROUP = 8
@@ -242,6 +242,7 @@ def expected_packing(
     not quantised, or cannot be kept. For planning without the checkpoint, which may have scales of
     other dtypes.
     """
+    how = how.of(leaf.source)
     form, width = FORMS[how.kind], leaf.info.shape[-1]
     is_turned = leaf.part is not None and leaf.part.transposed
     names = dict.fromkeys(("layer", "pair", "half", "head", "expert"), 0)
@@ -328,7 +329,8 @@ def _fp4(own: Parts, how: Quantisation) -> Stored:
     """Pairs of E2M1 [out, in / 2], scales of groups, and maybe one of all: what scales are divided
     by (compressed-tensors), or multiplied with (modelopt).
     """
-    packed, scales = _pairs(own), _scales(own["weight_scale"])
+    scale = "weight_scale_inv" if "weight_scale_inv" in own else "weight_scale"
+    packed, scales = _pairs(own), _scales(own[scale])
     expected = E8M0 if how.block[1] == 32 else E4M3
     if packed.dtype != np.uint8 or scales.dtype != expected:
         raise ValueError(f"expected pairs of 4 bits in uint8, and scales in {expected}")
@@ -349,7 +351,8 @@ def _scales(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _pairs(own: Parts) -> npt.NDArray[Any]:
-    return own["weight_packed"] if "weight_packed" in own else own["weight"]
+    pairs = own["weight_packed"] if "weight_packed" in own else own["weight"]
+    return pairs.view(np.uint8) if pairs.dtype == np.int8 else pairs
 
 
 def _bitsandbytes(own: Parts, how: Quantisation) -> Stored:
@@ -532,6 +535,15 @@ FORMS = {
         shape=_pairs_shape,
         compute=_fp4,
         factors=("weight_global_scale",),
+        has_table=True,
+    ),
+    "pairs": Form(
+        parts={"weight": "", "weight_scale_inv": "_scale_inv"},
+        whole="",
+        marks=("weight_scale_inv",),
+        scales=("weight_scale_inv",),
+        shape=_pairs_shape,
+        compute=_fp4,
         has_table=True,
     ),
     "modelopt": Form(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families.base import Part
 from jaxkv.models.quantisation import Quantisation
-from jaxkv.weights.formats import FORMS, Parts, Stored
+from jaxkv.weights.formats import FORMS, Form, Parts, Stored
 from jaxkv.weights.packing import Packing
 from jaxkv.weights.safetensors import Checkpoint, TensorEntry
 
@@ -36,24 +36,26 @@ class Dequantised:
 
     def __init__(self, checkpoint: Checkpoint, how: Quantisation, known: Container[str]) -> None:
         self.directory = checkpoint.directory
-        self._checkpoint, self._how, self._form = checkpoint, how, FORMS[how.kind]
+        self._checkpoint, self._how = checkpoint, how
         self._parts: dict[str, dict[str, str]] = {}
         """For each quantised weight its stored tensors by their last name."""
         used = {name for name in checkpoint.entries if name.endswith(NOT_WEIGHTS)}
         for name in checkpoint.entries:
             if (own := self._parts_with(name)) is None:
                 continue
-            stem = name.removesuffix(self._form.parts[self._form.values])
-            self._parts[stem + self._form.whole] = own
+            form = self._form(name)
+            stem = name.removesuffix(form.parts[form.values])
+            self._parts[stem + form.whole] = own
             used |= set(own.values())
             bias = f"{stem.removesuffix('.weight')}.bias"
             if bias in checkpoint.entries and bias not in known:
                 used |= set() if checkpoint.read(bias).any() else {bias}
         entries = {name: entry for name, entry in checkpoint.entries.items() if name not in used}
         for name, own in self._parts.items():
-            entry = checkpoint.entries[own[self._form.values]]
+            form = self._form(name)
+            entry = checkpoint.entries[own[form.values]]
             try:
-                shape = self._form.shape(self._own(name), how)
+                shape = form.shape(self._own(name), how.of(name))
             except ValueError as error:
                 raise CheckpointError(f"{entry.file}: {name}: {error}") from error
             nbytes = math.prod(shape) * FLOAT32.itemsize
@@ -64,7 +66,7 @@ class Dequantised:
         """Returns the names of a quantised weight's parts by what they are, None if the tensor of
         this name has no values of such a weight.
         """
-        form = self._form
+        form = self._form(name)
         end = form.parts[form.values]
         if not name.endswith(end):
             return None
@@ -83,7 +85,7 @@ class Dequantised:
         found = np.empty(shape, np.float32)
         matrices = self._matrices(name)
         for matrix, stored in zip(found.reshape(-1, *shape[-2:]), matrices, strict=True):
-            matrix[...] = stored.weight().T if self._form.is_turned else stored.weight()
+            matrix[...] = stored.weight().T if self._form(name).is_turned else stored.weight()
         return found
 
     def packing(
@@ -96,7 +98,8 @@ class Dequantised:
         if not all(name in self._parts for name in names):
             return None
         found = {
-            self._form.packing(self._own(name), self._how, part, num_parts, dtype) for name in names
+            self._form(name).packing(self._own(name), self._how.of(name), part, num_parts, dtype)
+            for name in names
         }
         return found.pop() if len(found) == 1 else None
 
@@ -111,6 +114,9 @@ class Dequantised:
         for stored in self._matrices(name, part):
             yield stored.packed(packing, part)
 
+    def _form(self, name: str) -> Form:
+        return FORMS[self._how.of(name).kind]
+
     def _own(self, name: str) -> Parts:
         return {last: self._checkpoint.read(full) for last, full in self._parts[name].items()}
 
@@ -118,7 +124,7 @@ class Dequantised:
         """Raises: CheckpointError if what the weight is made of does not fit together."""
         own = self._own(name)
         try:
-            yield from self._form.matrices(own, self._how, part)
+            yield from self._form(name).matrices(own, self._how.of(name), part)
         except (KeyError, ValueError, IndexError) as error:
             shapes = ", ".join(f"{last} {x.dtype} {list(x.shape)}" for last, x in own.items())
             raise CheckpointError(

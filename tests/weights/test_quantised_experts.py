@@ -10,10 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import families
 from jaxkv.errors import CheckpointError
 from jaxkv.testing import model_of
 from jaxkv.weights.orbax import convert, load_converted
@@ -30,6 +32,7 @@ from quantised import (
     make,
     meant,
     mxfp4,
+    mxfp4_pack,
     packed,
     packed_names,
     quantised,
@@ -88,6 +91,41 @@ FUSED = {
     # [E, in, out]: blocks of 40 rows divide the 80 of the way down.
     "gpt_oss": (GPT_OSS, ("gate_up_proj", "down_proj"), {"expert_down"}),
 }
+
+
+def test_experts_of_4_bits_stand_beside_weights_of_8(tmp_path):
+    """As DeepSeek V4 is published: all scales are powers of two, under a name of their own."""
+    config = families.text_config("deepseek_v4") | {"hidden_size": 64, "moe_intermediate_size": 32}
+    config |= {"q_lora_rank": 32, "o_lora_rank": 32, "head_dim": 32, "index_head_dim": 32}
+    kinds = {"layer_types": config["layer_types"][1:3], "mlp_layer_types": ["hash_moe", "moe"]}
+    config |= kinds | {"num_hidden_layers": 2}
+    plain, rng = make_checkpoint(tmp_path / "plain", config), np.random.default_rng(0)
+    tensors, e8m0 = tensors_of(plain), np.dtype(ml_dtypes.float8_e8m0fnu)
+    stored = dict(tensors)
+    for name, x in tensors.items():
+        if ".ffn.experts." in name:
+            parts, want = mxfp4_pack(rng, x.shape)
+            value, scale = parts["weight_packed"].view(np.int8), parts["weight_scale"].view(e8m0)
+        elif any(part in name for part in (".attn.w", ".wq_b.", ".shared_experts.")):
+            value = rng.normal(size=x.shape).astype(ml_dtypes.float8_e4m3fn)
+            shape = (-(-x.shape[0] // 16), -(-x.shape[1] // 32))
+            scale = rng.integers(120, 124, shape).astype(np.uint8).view(e8m0)
+            of_each = scale.astype(np.float32).repeat(16, axis=0).repeat(32, axis=1)
+            want = value.astype(np.float32) * of_each[: x.shape[0], : x.shape[1]]
+        else:
+            continue
+        tensors[name], stored[name] = want, value
+        stored[f"{name.removesuffix('weight')}scale"] = scale
+    save_file(tensors, plain / "model.safetensors")
+    about = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [16, 32]}
+    config |= {"quantization_config": about, "expert_dtype": "fp4"}
+    small = written(tmp_path / "small", stored, config)
+    check_equal(loaded(small), loaded(plain))
+    assert packed_names(small) >= EXPERTS
+    check_planned(small)
+    llm, want = make(small), logprobs(make(plain))
+    assert "stored as fp8 (experts: fp4)" in llm.describe()
+    np.testing.assert_allclose(logprobs(llm), want, rtol=0, atol=2e-4 * want.std())
 
 
 @pytest.mark.parametrize("family", FUSED)

@@ -153,7 +153,9 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
             raise CheckpointError(
                 f"{config.where}: expected finite rotary frequencies, got {inv_freq} from {rope}"
             )
-    layout = replace(layout, quantisation=read_quantisation(config))
+    if (how := read_quantisation(config)) is not None:
+        how = replace(how, skipped=(*how.skipped, *layout.plain))
+    layout = replace(layout, quantisation=how)
     if config is not outer:
         layout = replace(layout, part_of=outer.get("model_type", "another model"))
     return spec, layout

@@ -104,7 +104,8 @@ class Layout:
     `part_of`: the model_type of a model of which this is the text part; its other tensors are not
     loaded. `spellings`: patterns of other names of tensors, and what they are replaced by.
     `num_predictors`: layers behind the last that predict later tokens, which only
-    `families.predictor` describes.
+    `families.predictor` describes. `plain`: modules that published checkpoints do not quantise,
+    though their configs do not say so.
     """
 
     top: Mapping[str, Leaf] = field(hash=False)
@@ -114,6 +115,7 @@ class Layout:
     spellings: tuple[tuple[str, str], ...] = ()
     quantisation: Quantisation | None = None
     num_predictors: int = 0
+    plain: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,6 +50,7 @@ OF_RATIO = {0: NEAR} | {rate: kind for kind, rate in RATES.items()}
 HASHED, ROUTED = "hash_moe", "moe"
 MAX_ROUNDS = 1000
 SPELLINGS = (
+    (r"\.scale$", ".weight_scale_inv"),  # of quantised weights
     (r"^embed\.", "model.embed_tokens."),
     (r"^head\.", "lm_head."),
     (r"^hc_head_(fn|base|scale)$", r"model.hc_head.hc_\1"),
@@ -79,7 +80,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         f"{JOIN}_scale": leaf("model.hc_head.hc_scale", (1,), (None,)),
     }
     derived = (*layout.derived, r"mtp\..*")  # layers that predict later tokens
-    return spec, replace(layout, top=top, spellings=SPELLINGS, derived=derived)
+    plain = ("compressor", "weights_proj")
+    return spec, replace(layout, top=top, spellings=SPELLINGS, derived=derived, plain=plain)
 
 
 def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
@@ -177,6 +179,8 @@ def _read_form(
         router=router,
         scales=Scales(limits=GateLimits(routed=of_all, shared=of_all), hyper=hyper),
     )
+    if index.head_dim < spec.rope.dim:
+        raise config.fail("index_head_dim", f"at least the {spec.rope.dim} that are rotated")
     keeper, layers = keepers[kind], tuple(range(num_layers))
     own = without_attention(layout.layers[0]) | _leaves(config, spec, keeper)
     own |= connections(hyper, spec.hidden_size, ("hc_attn_", "hc_ffn_"))
