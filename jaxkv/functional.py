@@ -372,6 +372,10 @@ def extend(
             f"embedded: expected [T, {size}] of 1 to {room} tokens, got {list(embedded.shape)}"
         )
     _check_device(model)
+    if model.spec.attention.near:
+        raise NotImplementedError(
+            f"extend: expected a model whose keys are not compressed, got {model.spec.family}"
+        )
     index = model.spec.attention.index
     if index is not None and index.pool > 1:
         raise NotImplementedError(

@@ -23,6 +23,7 @@ def origin_of(model: Model, weights: Weights, blueprint: Blueprint, form: str) -
     named = jax.tree_util.tree_leaves_with_path(weights)
     leaves = [leaf for path, leaf in named if path[-1] != jax.tree_util.DictKey("k_affine")]
     words = [] if tokenizer is None else sorted(tokenizer.get_vocab().items())
+    divides = any(x.axis is not None for state in blueprint.spec.states for x in state.arrays)
     return Origin(
         model=fingerprint([repr(blueprint.spec.joined()).encode()]),
         weights=fingerprint([_sample(leaf) for leaf in leaves]),
@@ -32,7 +33,7 @@ def origin_of(model: Model, weights: Weights, blueprint: Blueprint, form: str) -
         form=form,
         page_size=blueprint.limits.block_size,
         keys="" if keys is None else fingerprint([np.asarray(keys).tobytes()]),
-        state_devices=blueprint.num_devices if blueprint.spec.states else 0,
+        state_devices=blueprint.num_devices if divides else 0,
     )
 
 

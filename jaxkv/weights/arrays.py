@@ -13,7 +13,7 @@ from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import Layout
 from jaxkv.models.spec import ModelSpec
-from jaxkv.placement import Placement
+from jaxkv.placement import Placement, num_parts_of_columns
 from jaxkv.weights.load import (
     aligned_empty,
     check_below,
@@ -79,8 +79,9 @@ def take_weights(
         if check and not is_finite(host):
             raise CheckpointError(f"weights: {leaf.path}: expected finite values as {to.name}")
         if is_packed and quantization is not None:
-            num_parts = 1 if placement is None else placement.size
-            packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
+            num_devices = 1 if placement is None else placement.size
+            parts = num_parts_of_columns(leaf.one, num_devices)
+            packing = packing_for(quantization, leaf.shape[-1], parts, dtype=dtype)
             return put_packed(quantise_layers(host, packing), leaf, placement)
         return put_plain(host, leaf, placement, as_bits=as_bits)
 

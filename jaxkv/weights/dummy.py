@@ -57,7 +57,8 @@ def leaf_arrays(
         parts = num_parts_of_columns(leaf.one, num_parts)
         packing = expected_packing(leaf.one, stored, num_parts=parts, dtype=dtype)
     elif is_matrix(leaf) and quantization is not None:
-        packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
+        parts = num_parts_of_columns(leaf.one, num_parts)
+        packing = packing_for(quantization, leaf.shape[-1], parts, dtype=dtype)
     if packing is None:
         return {"": (shape, leaf.kept_as(dtype))}
     return packing.arrays(shape, in_pairs=in_pairs)
@@ -118,9 +119,13 @@ def random_weights(
     """Draws the weight tree of `load_weights` on the first device, so that it takes seconds at any
     size.
 
-    Vectors are 1, and whole numbers 0; matrices are uniform with variance 1 / (their last
-    dimension), which keeps activations near 1. Quantised ones are uniform too, with equal scales.
+    Vectors are 1, and whole numbers all that there may be by turns; matrices are uniform with
+    variance 1 / (their last dimension), which keeps activations near 1. Quantised ones are uniform
+    too, with equal scales.
     """
+
+    named = (one for stack in layout.layers for one in stack.items())
+    below = {name: one.info.below for name, one in named if one.info.below is not None}
 
     def draw(number: int, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), number)
@@ -133,7 +138,9 @@ def random_weights(
             x = jnp.full(leaf.shape, (3 / num_columns) ** 0.5 / most, leaf.dtype)
         elif name.endswith(TABLE):
             x = jnp.broadcast_to(FP4, leaf.shape)
-        elif name.endswith(ZEROS) or leaf.dtype == jnp.int32:
+        elif name in below:
+            x = (jnp.arange(leaf.size, dtype=leaf.dtype) % below[name]).reshape(leaf.shape)
+        elif name.endswith(ZEROS):
             x = jnp.zeros(leaf.shape, leaf.dtype)
         elif name.endswith(FACTOR):
             x = jnp.ones(leaf.shape, leaf.dtype)

@@ -192,10 +192,10 @@ def _packing(
     """Returns what the leaf is to be kept in, None for the dtype of the model."""
     if not is_matrix(leaf):
         return None
+    parts = num_parts_of_columns(leaf.one, num_parts)
     if quantization is not None:
-        return packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
+        return packing_for(quantization, leaf.shape[-1], parts, dtype=dtype)
     if isinstance(checkpoint, Dequantised):
-        parts = num_parts_of_columns(leaf.one, num_parts)
         return checkpoint.packing(leaf.sources, leaf.one.part, parts, dtype)
     return None
 

@@ -35,7 +35,7 @@ from jaxkv.axes import Array
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import ConfigReader, Layout, read_config, read_family
 from jaxkv.models.spec import ModelSpec
-from jaxkv.placement import Placement
+from jaxkv.placement import Placement, num_parts_of_columns
 from jaxkv.weights.formats import KEPT
 from jaxkv.weights.load import (
     aligned_empty,
@@ -237,7 +237,8 @@ def load_converted(
             packed = {end: read(x, x.dtype) for end, x in parts.items()}
             return put_packed(packed, leaf, placement)
         if quantization is not None and is_matrix(leaf):
-            num_parts = 1 if placement is None else placement.size
+            num_devices = 1 if placement is None else placement.size
+            num_parts = num_parts_of_columns(leaf.one, num_devices)
             packing = packing_for(quantization, leaf.shape[-1], num_parts, dtype=dtype)
             host = read(parts[""], np.dtype(np.float32))
             return put_packed(quantise_layers(host, packing), leaf, placement)

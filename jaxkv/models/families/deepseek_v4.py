@@ -37,6 +37,7 @@ from jaxkv.models.spec import (
     StateSpec,
 )
 from jaxkv.ops.attention import EntryShape
+from jaxkv.ops.attention.sweep import BLOCK
 from jaxkv.weights.tree import TOKEN_EXPERTS
 
 LAYER = "model.layers.{layer}."
@@ -51,6 +52,9 @@ HASHED, ROUTED = "hash_moe", "moe"
 MAX_ROUNDS = 1000
 SPELLINGS = (
     (r"\.scale$", ".weight_scale_inv"),  # of quantised weights
+    (r"\.self_attn\.(q|o)_(a|b)_proj\.", r".attn.w\1_\2."),  # as transformers' adapters say it
+    (r"\.self_attn\.kv_proj\.", ".attn.wkv."),
+    (r"\.mlp\.shared_experts\.", ".ffn.shared_experts."),
     (r"^embed\.", "model.embed_tokens."),
     (r"^head\.", "lm_head."),
     (r"^hc_head_(fn|base|scale)$", r"model.hc_head.hc_\1"),
@@ -101,8 +105,9 @@ def _kinds(config: ConfigReader, num_layers: int) -> list[str]:
 def _mlp_kinds(config: ConfigReader, num_layers: int) -> list[str]:
     if config.get("mlp_layer_types") is not None:
         return config.kinds("mlp_layer_types", num_layers, (HASHED, ROUTED))
-    given = config.get("num_hash_layers")
-    num_hashed = 3 if given is None else given and config.size("num_hash_layers")
+    num_hashed = config.get("num_hash_layers", 3)
+    if num_hashed != 0:
+        num_hashed = config.size("num_hash_layers", 3)
     return [HASHED if i < num_hashed else ROUTED for i in range(num_layers)]
 
 
@@ -110,10 +115,10 @@ def _rates(config: ConfigReader) -> dict[str, int]:
     """Reads how many tokens an entry has."""
     given = config.section("compress_rates")
     keys = {CHOSEN: "compress_rate_csa", HEAVY: "compress_rate_hca"}
-    return {
-        kind: config.size(keys[kind], given.size(kind, rate, at_most=MAX_HEAD), at_most=MAX_HEAD)
-        for kind, rate in RATES.items()
-    }
+    rates = {kind: config.size(keys[kind], given.size(kind, rate)) for kind, rate in RATES.items()}
+    if any(BLOCK % rate for rate in rates.values()):  # entries lie in pages, and in what is read
+        raise config.fail("compress_rates", f"divisors of {BLOCK} (nothing else is built)")
+    return rates
 
 
 def _keeper(config: ConfigReader, kind: str, rates: Mapping[str, int]) -> Compressor | None:
@@ -217,10 +222,10 @@ def _rope(config: ConfigReader, kind: str) -> RopeSpec:
         section = ConfigReader({"rope_theta": theta}, section.where)
     else:
         theta = config.number("compress_rope_theta", 160000.0)
-        section = section.replaced(rope_theta=theta)
+        # The reference takes YaRN's frequencies, not its factor.
+        section = section.replaced(rope_theta=theta).with_defaults({"attention_factor": 1.0})
     config = config.replaced(partial_rotary_factor=part)
-    # The reference takes YaRN's frequencies, not its factor.
-    section = section.with_defaults({"partial_rotary_factor": part, "attention_factor": 1.0})
+    section = section.with_defaults({"partial_rotary_factor": part})
     return read_rope(
         config, section, max_len=max_len, head_dim=head_dim, interleaved=True, partly=True
     )

@@ -12,6 +12,7 @@ from jaxkv.models.families.base import LLAMA, Layout, Leaf, Part, leaf, read_dec
 from jaxkv.models.families.hybrid import INDEX, with_leaves, without_attention
 from jaxkv.models.rope_config import read_rope, rope_section, yarn_mscale
 from jaxkv.models.spec import AttentionSpec, IndexSpec, ModelSpec, QueryTemperature, RopeSpec
+from jaxkv.ops.attention.sweep import BLOCK
 
 MAX_HEAD = 2**14
 """Bounds the sizes of a head's parts and of a latent."""
@@ -152,6 +153,8 @@ def read_index(config: ConfigReader, *, interleaved: bool) -> IndexSpec:
     if is_int(rotated) and head_dim < rotated:
         raise config.fail("index_head_dim", f"at least the {rotated} of qk_rope_head_dim")
     num_chosen, pool = config.size("index_topk", 2048), config.size("index_kpool", 1)
+    if BLOCK % pool:  # pools would lie across the blocks that are read at once
+        raise config.fail("index_kpool", f"a divisor of {BLOCK} (nothing else is built)")
     if num_chosen % pool:
         raise config.fail("index_topk", f"a multiple of index_kpool={pool}")
     return IndexSpec(

@@ -83,7 +83,8 @@ def _flat(config: ConfigReader) -> ConfigReader:
     found: dict[str, Any] = {}
     if config.get("sparse_attention_config") is not None:
         section = config.section("sparse_attention_config")
-        found |= {key: section.get(old) for key, old in PUBLISHED.items() if old in section.values}
+        given = {key: section.get(old) for key, old in PUBLISHED.items()}
+        found |= {key: value for key, value in given.items() if value is not None}
         if config.get("layer_types") is None and section.get("sparse_attention_freq") is not None:
             marks = _marks(section, "sparse_attention_freq")
             found["layer_types"] = [SPARSE if mark else FULL for mark in marks]
@@ -105,12 +106,14 @@ def _index(config: ConfigReader) -> BlockIndexSpec:
     size = config.size("index_block_size")
     if BLOCK % size:  # blocks would lie across those that are read at once
         raise config.fail("index_block_size", f"a divisor of {BLOCK} (nothing else is built)")
-    num_local = config.get("index_local_blocks")
+    num_local, num_chosen = config.get("index_local_blocks"), config.size("index_topk_blocks")
     if num_local != 0:
         num_local = config.size("index_local_blocks")
+    if num_local > num_chosen:
+        raise config.fail("index_local_blocks", f"at most the {num_chosen} of index_topk_blocks")
     return BlockIndexSpec(
         head_dim=config.size("index_head_dim"),
-        num_chosen=config.size("index_topk_blocks"),
+        num_chosen=num_chosen,
         pool=size,
         num_local=num_local,
     )

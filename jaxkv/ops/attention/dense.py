@@ -106,9 +106,9 @@ def read(
 
 @pytree
 class _Slots:
-    """Holds all slots of the rows' tables, one row after the other, each of whole groups of `pool`
-    slots: keys and values [J, K, H] float32, zeros where nobody holds them, and the row and
-    position of each.
+    """Holds all slots of the rows' tables, one row after the other, each of whole groups of slots
+    that are chosen together: keys and values [J, K, H] float32, zeros where nobody holds them, and
+    the row and position of each.
     """
 
     k_JKH: jax.Array
@@ -118,9 +118,9 @@ class _Slots:
     held_J: jax.Array
 
     @classmethod
-    def of(cls, store: Store, tables: PageTables, layer: int | jax.Array, pool: int) -> _Slots:
+    def of(cls, store: Store, tables: PageTables, layer: int | jax.Array, together: int) -> _Slots:
         size = store.page_size
-        missing = -tables.table_BW.shape[1] % (math.lcm(size, pool) // size)
+        missing = -tables.table_BW.shape[1] % (math.lcm(size, together) // size)
         table_BW, first_BW = (
             jnp.pad(x, ((0, 0), (0, missing))) for x in (tables.table_BW, tables.first_BW)
         )
