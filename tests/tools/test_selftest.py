@@ -119,13 +119,16 @@ def test_an_interrupt_leaves_no_timer_behind():
         raise KeyboardInterrupt
 
     pipe = SimpleNamespace(readline=interrupted)
-    before = threading.active_count()
+
+    def timers() -> set[threading.Thread]:
+        return {one for one in threading.enumerate() if isinstance(one, threading.Timer)}
+
+    before = timers()  # of tests before this one
     with pytest.raises(KeyboardInterrupt):
         next(selftest._lines(SimpleNamespace(stdout=pipe, kill=lambda: None), 60.0))
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
-            thread.join(5.0)
-    assert threading.active_count() == before
+    for timer in timers() - before:
+        timer.join(5.0)
+        assert not timer.is_alive()
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf"])
