@@ -587,12 +587,6 @@ def make_limits(options: EngineOptions, spec: ModelSpec, platform: str) -> Engin
             f"block_size: expected a multiple of the {spec.entry_len} tokens that {spec.family} "
             f"makes one entry of, got {limits.block_size}"
         )
-    size, index = limits.block_size, spec.attention.index
-    if index is not None and size % index.pool and index.pool % size:
-        raise ValueError(
-            f"block_size: expected a multiple or a divisor of the {index.pool} tokens that "
-            f"{spec.family} chooses together, got {size}"
-        )
     return limits
 
 

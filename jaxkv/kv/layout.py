@@ -243,8 +243,9 @@ class HeadMajorLayout(PageLayout):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneRowsLayout(HeadMajorLayout):
-    """Pages of the XLA backend on a TPU where vectors are no whole registers of lanes: [R, S, 128],
-    all that a token has, one vector behind the other, padded and cut into R rows of 128 lanes.
+    """Pages of the XLA backend on a TPU where vectors are no whole registers of lanes, or parts of
+    them are written alone: [R, S, 128], all that a token has, one vector behind the other, padded
+    and cut into R rows of 128 lanes.
 
     XLA:TPU copies a pool of other widths wherever it writes (docs/benchmarks/memory.md).
     """

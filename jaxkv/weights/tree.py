@@ -51,7 +51,7 @@ Weights = Mapping[str, Any]
 LAYERS, EXPERT, HEAD = "layers", "expert_", "head"
 
 TOKEN_EXPERTS = "token_experts"
-"""A leaf of layers whose router weighs experts that a table has for each token's id, [V, K]."""
+"""A leaf of layers whose router weighs experts that a table has for each token's id, [V * K]."""
 
 DRAFT = "draft"
 """Under this name programs get the whole tree of a draft model beside the model's own arrays."""

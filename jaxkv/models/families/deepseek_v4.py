@@ -22,8 +22,7 @@ from jaxkv.models.families.base import (
 from jaxkv.models.families.experts import MAX_EXPERTS, Experts, read_router
 from jaxkv.models.families.hybrid import without_attention
 from jaxkv.models.families.latent import LANES, MAX_HEAD
-from jaxkv.models.families.streams import connections, read_streams
-from jaxkv.models.hyper import JOIN
+from jaxkv.models.families.streams import connections, joining, read_mixed_streams
 from jaxkv.models.recurrent import Compressor
 from jaxkv.models.rope_config import read_rope, rope_section
 from jaxkv.models.spec import (
@@ -49,7 +48,6 @@ NEAR, CHOSEN, HEAVY = (
 RATES = {CHOSEN: 4, HEAVY: 128}
 OF_RATIO = {0: NEAR} | {rate: kind for kind, rate in RATES.items()}
 HASHED, ROUTED = "hash_moe", "moe"
-MAX_ROUNDS = 1000
 SPELLINGS = (
     (r"\.scale$", ".weight_scale_inv"),  # of quantised weights
     (r"\.self_attn\.(q|o)_(a|b)_proj\.", r".attn.w\1_\2."),  # as transformers' adapters say it
@@ -76,13 +74,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     forms = list(zip(kinds, _mlp_kinds(config, num_layers), strict=True))
     keepers = {kind: _keeper(config, kind, rates) for kind in dict.fromkeys(kinds)}
     spec, layout = read_forms(forms, lambda form: _read_form(config, form, keepers))
-    count = read_streams(config).num_streams
-    wide = count * spec.hidden_size
-    top = dict(layout.top) | {
-        JOIN: leaf("model.hc_head.hc_fn", (count, wide), ("streams", None)),
-        f"{JOIN}_bias": leaf("model.hc_head.hc_base", (count,), (None,)),
-        f"{JOIN}_scale": leaf("model.hc_head.hc_scale", (1,), (None,)),
-    }
+    hyper = read_mixed_streams(config)
+    top = dict(layout.top) | joining(hyper, spec.hidden_size, "model.hc_head.hc_")
     derived = (*layout.derived, r"mtp\..*")  # layers that predict later tokens
     plain = ("compressor", "weights_proj")
     return spec, replace(layout, top=top, spellings=SPELLINGS, derived=derived, plain=plain)
@@ -155,9 +148,7 @@ def _read_form(
         is_normalised=True,
         scale=config.number("routed_scaling_factor", 1.5),
     )
-    hyper = replace(
-        read_streams(config), num_rounds=config.size("hc_sinkhorn_iters", 20, at_most=MAX_ROUNDS)
-    )
+    hyper = read_mixed_streams(config)
     of_all = (config.number("swiglu_limit", 10.0),) * num_layers
     index = IndexSpec(
         num_heads=config.size("index_n_heads", at_most=MAX_HEAD),

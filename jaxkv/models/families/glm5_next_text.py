@@ -19,13 +19,12 @@ from jaxkv.models.families.delta import (
 from jaxkv.models.families.experts import listed_dense, read_grouped
 from jaxkv.models.families.hybrid import with_mixer
 from jaxkv.models.families.latent import read_index, read_latent
-from jaxkv.models.families.streams import connections, read_streams
+from jaxkv.models.families.streams import connections, read_mixed_streams
 from jaxkv.models.spec import GateLimits, ModelSpec, Scales
 
 LAYER = "model.layers.{layer}."
 INDEXED = ("indexed_attention", "deepseek_sparse_attention", FULL)
 LEAST_DECAY = -5.0
-MAX_ROUNDS = 1000
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -41,9 +40,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     ):
         config.refuse(key, harmless)
     experts, router = read_grouped(config)
-    hyper = replace(
-        read_streams(config), num_rounds=config.size("hc_sinkhorn_iters", 20, at_most=MAX_ROUNDS)
-    )
+    hyper = read_mixed_streams(config)
     of_all = (config.number("swiglu_limit", 10.0),) * num_layers
     found = read_latent(
         config,

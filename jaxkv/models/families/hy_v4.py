@@ -11,8 +11,7 @@ from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
 from jaxkv.models.families.base import Layout, leaf
 from jaxkv.models.families.experts import listed_dense, read_grouped
 from jaxkv.models.families.latent import read_index, read_latent, with_shared
-from jaxkv.models.families.streams import connections, read_streams
-from jaxkv.models.hyper import JOIN
+from jaxkv.models.families.streams import connections, joining, read_streams
 from jaxkv.models.spec import GateLimits, ModelSpec, Scales
 
 LAYER = "model.layers.{layer}."
@@ -61,12 +60,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         "attn_gate": leaf(f"{LAYER}self_attn.gate_proj.weight", *gate),
         "sinks": sinks,
     }
-    count, wide = hyper.num_streams, hyper.num_streams * spec.hidden_size
-    top = dict(layout.top) | {
-        JOIN: leaf("model.hc_head.hc_head_fn", (count, wide), ("streams", None)),
-        f"{JOIN}_bias": leaf("model.hc_head.hc_head_base", (count,), (None,)),
-        f"{JOIN}_scale": leaf("model.hc_head.hc_head_scale", (1,), (None,)),
-    }
+    top = dict(layout.top) | joining(hyper, spec.hidden_size, "model.hc_head.hc_head_")
     layers = tuple({**layer, **own} for layer in layout.layers)
     attention = replace(spec.attention, has_sinks=True)
     derived = (*layout.derived, PREDICTORS)

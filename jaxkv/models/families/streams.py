@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Leaf, leaf
+from jaxkv.models.hyper import JOIN
 from jaxkv.models.spec import HyperSpec
 
-MAX_STREAMS = 64
+MAX_STREAMS, MAX_ROUNDS = 64, 1000
 
 
 def read_streams(config: ConfigReader) -> HyperSpec:
@@ -15,6 +18,22 @@ def read_streams(config: ConfigReader) -> HyperSpec:
         num_streams=config.size("hc_mult", 4, at_most=MAX_STREAMS),
         eps=config.number("hc_eps", 1e-6),
     )
+
+
+def read_mixed_streams(config: ConfigReader) -> HyperSpec:
+    """Reads how many streams there are, with a matrix between them."""
+    rounds = config.size("hc_sinkhorn_iters", 20, at_most=MAX_ROUNDS)
+    return replace(read_streams(config), num_rounds=rounds)
+
+
+def joining(asked: HyperSpec, hidden: int, prefix: str) -> dict[str, Leaf]:
+    """Describes what makes hidden states of streams behind the last layer."""
+    count = asked.num_streams
+    return {
+        JOIN: leaf(f"{prefix}fn", (count, count * hidden), ("streams", None)),
+        f"{JOIN}_bias": leaf(f"{prefix}base", (count,), (None,)),
+        f"{JOIN}_scale": leaf(f"{prefix}scale", (1,), (None,)),
+    }
 
 
 def connections(asked: HyperSpec, hidden: int, sources: tuple[str, str]) -> dict[str, Leaf]:

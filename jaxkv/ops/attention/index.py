@@ -1,7 +1,8 @@
 """Chooses the keys that a token attends to, where a model does not attend to all of them.
 
-Keys are chosen in groups of `pool` neighbouring tokens, counted from a multiple of it: the last
-axis of scores, C, counts groups. Tokens of a group that cannot be chosen (-inf) are chosen: those
+Keys are chosen in groups of `pool` neighbouring tokens, counted from a multiple of it, which
+divides the blocks that are read at once (families refuse others): the last axis of scores, C,
+counts groups. Tokens of a group that cannot be chosen (-inf) are chosen: those
 of them that a query sees it has no score for.
 """
 
@@ -56,7 +57,6 @@ class Index:
         """Scores the keys of R rows for their T tokens each, [R, T, 1, C]; -inf for what a token
         cannot choose. J tokens of a row are whole pools.
         """
-        check_whole(seen_RTJ.shape[2], self.pool)
         key_RCH = self._keys_of(key_RJX)
         key_TCH = jnp.repeat(key_RCH, seen_RTJ.shape[1], axis=0)
         exact = jax.lax.Precision.HIGHEST
@@ -114,7 +114,6 @@ class BlockIndex:
         key_position_RJ: jax.Array,
     ) -> jax.Array:
         """Scores blocks as `Index.scores` does keys, for each KV head: [R, T, K, C]."""
-        check_whole(seen_RTJ.shape[2], self.pool)
         q_RTKH = self.q_TKH.reshape(*seen_RTJ.shape[:2], *self.q_TKH.shape[1:])
         exact = jax.lax.Precision.HIGHEST
         met_RTKJ = jnp.einsum("rtkh,rjh->rtkj", q_RTKH, key_RJX, precision=exact)
@@ -172,15 +171,6 @@ class Entries:
 
 Choice = Index | BlockIndex
 AnyIndex = Choice | Entries
-
-
-def check_whole(num_tokens: int, pool: int) -> None:
-    """Raises: ValueError where tokens that are chosen together are not in tables together."""
-    if num_tokens % pool:
-        raise ValueError(
-            f"page_size: expected a multiple of the {pool} tokens that are chosen together, or a "
-            f"divisor of them, got tables of {num_tokens} tokens"
-        )
 
 
 def _largest(score: jax.Array, num_chosen: int) -> jax.Array:
