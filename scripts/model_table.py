@@ -65,7 +65,7 @@ NOT_READ = {
     "other recurrences": "rwkv, xlstm",
     "experts in attention": "jetmoe",
     "two softmaxes, or masks that are computed": "diffllama, doge",
-    "keys of an encoder, or of images": "bart, mllama and others",
+    "keys of an encoder": "bart and others",
     "a head that transformers does not scale and others do": "aya_vision, cohere2_vision",
     "a reader, or a closer look": "inkling, zaya",
 }

@@ -482,6 +482,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 10}
     | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "layer_group_size": 2},
+    "mllama_text_model": {"num_hidden_layers": 5, "cross_attention_layers": [1, 3]},
     "minimax_m3_vl_text": HEAD
     | {"intermediate_size": 32, "dense_intermediate_size": 80, "shared_intermediate_size": 24}
     | {"num_local_experts": 8, "num_experts_per_tok": 3, "index_n_heads": 2, "index_head_dim": 6}
@@ -523,6 +524,7 @@ PARTS = (
     "glm5_next_text",
     "glm_ocr_text",
     "minimax_m3_vl_text",
+    "mllama_text_model",
     "paddleocr_vl_text",
     "ernie4_5_vl_moe_text",
     "qwen2_vl_text",
@@ -560,6 +562,13 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "minimax_m3_vl_text",
         SIGLIP | {"image_size": 16},
         {"projector_hidden_size": 16},
+    ),
+    "mllama": (
+        "mllama_text_model",
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "attention_heads": 2}
+        | {"num_global_layers": 1, "image_size": 16, "patch_size": 8, "vision_output_dim": 32}
+        | {"intermediate_layers_indices": [0]},
+        {},
     ),
     "glm46v": ("glm4v_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "glm_ocr": ("glm_ocr_text", QWEN_VISION | {"out_hidden_size": 48}, {}),

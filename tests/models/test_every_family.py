@@ -56,6 +56,7 @@ QUICK = {
     "llama4",  # chunks, experts that take weighed inputs; the text part of another model
     "longcat_flash",  # experts whose results join later, or that give back what comes in
     "minimax_m3_vl",  # blocks of keys chosen by each KV head
+    "mllama",  # layers that are left out, embeddings behind the vocabulary's
     "minimax",  # a stream that goes on from behind norms, decays by layer
     "ministral3",  # queries that grow
     "modernbert_decoder",  # a block before the head

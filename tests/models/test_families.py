@@ -279,6 +279,7 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ),
         ("axk2", {"first_k_dense_replace": None, "moe_layer_freq": 2, "gated_norm_rank": None}),
         ("axk2-light", {"n_routed_experts": None, "num_local_experts": 6}),
+        ("mllama_text_model", {"cross_attention_layers": None, "num_hidden_layers": 10}),
     ],
 )
 def test_a_config_means_what_transformers_writes_for_it(variant, said):
@@ -587,6 +588,8 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("minimax_m3_vl_text", "swiglu_alpha", 1.0, "1.702"),
         ("openai_gpt", "afn", "gelu_new", "one of gelu, relu"),
         ("xglm", "pad_token_id", 5, "0 or 1"),
+        ("mllama_text_model", "cross_attention_layers", [0, 1, 2, 3, 4], "fewer than the 5"),
+        ("mllama_text_model", "cross_attention_layers", ["1"], "a list of whole numbers"),
         ("axk2", "q_lora_rank", None, "a whole number"),
         ("axk2", "topk_group", None, "a number, as n_group is one"),
         ("axk2", "n_group", None, "a number, as topk_group is one"),

@@ -1,0 +1,47 @@
+"""The text part of Llama 3.2 Vision: Llama 3.1, without the layers between that read pictures, which
+text alone does not go through. Source: arXiv 2407.21783, section 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxkv.config import is_int
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families import llama
+from jaxkv.models.families.base import Layout, Part
+from jaxkv.models.spec import ModelSpec
+
+OF_PICTURES = range(3, 40, 5)
+"""Layers that read pictures, where a config does not say which."""
+
+MORE_TOKENS = 8
+"""Embeddings behind the vocabulary's: of a picture, and empty ones."""
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    total = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    left_out = config.get("cross_attention_layers", list(OF_PICTURES))
+    if not isinstance(left_out, list) or not all(is_int(one) for one in left_out):
+        raise config.fail("cross_attention_layers", "a list of whole numbers")
+    kept = [layer for layer in range(total) if layer not in left_out]
+    if not kept:
+        raise config.fail("cross_attention_layers", f"fewer than the {total} of num_hidden_layers")
+    text = config.replaced(num_hidden_layers=len(kept))
+    spec, layout = llama.read(text, family="mllama_text_model")
+    embed = layout.top["embed"]
+    stored = Part(shape=(spec.vocab_size + MORE_TOKENS, spec.hidden_size), stop=spec.vocab_size)
+    # One name after the other, so that none has two numbers on its way.
+    numbered = [
+        (rf"\.layers\.{layer}\.", f".layers.{number}.")
+        for number, layer in enumerate(kept)
+        if layer != number
+    ]
+    others = "|".join(str(layer) for layer in range(total) if layer not in kept) or "none"
+    layout = replace(
+        layout,
+        top={**layout.top, "embed": replace(embed, part=stored)},
+        derived=(*layout.derived, r"pictures\..*"),
+        spellings=((rf"^model\.layers\.({others})\.", r"pictures.\1."), *numbered),
+    )
+    return spec, layout
