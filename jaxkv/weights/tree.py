@@ -88,9 +88,15 @@ class TreeLeaf(NamedTuple):
         return self.stack is not None
 
     def kept_as(self, dtype: str) -> np.dtype[Any]:
-        """Returns the dtype of its array in a tree of this one, if that is not quantised."""
+        """Returns the dtype of its array in a tree of this one, if that is not quantised.
+
+        Vectors, and what chooses experts or weighs streams, stay float32: published checkpoints
+        have biases of routers so, which differ by less than bfloat16 tells apart.
+        """
         info = self.one.info
-        return jnp.dtype(dtype) if info.below is None else info.dtype
+        if info.below is not None:
+            return info.dtype
+        return jnp.dtype(np.float32 if len(info.shape) == 1 or is_chooser(info) else dtype)
 
 
 def tree_leaves(spec: ModelSpec, layout: Layout) -> list[TreeLeaf]:
@@ -155,10 +161,13 @@ def is_matrix(leaf: TreeLeaf) -> bool:
     choose experts or weigh streams.
     """
     info = leaf.one.info
-    if info.below is not None:
-        return False
-    is_router = not {"experts", "streams"}.isdisjoint(info.logical_axes)
-    return leaf.is_stacked and len(info.shape) == 2 and not is_router
+    is_linear = info.below is None and len(info.shape) == 2 and not is_chooser(info)
+    return leaf.is_stacked and is_linear
+
+
+def is_chooser(info: ArrayInfo) -> bool:
+    """Tells whether an array chooses experts or weighs streams."""
+    return not {"experts", "streams"}.isdisjoint(info.logical_axes)
 
 
 def describe_packed(weights: Weights) -> str:
