@@ -57,9 +57,10 @@ def load_weights(
     check: bool = True,
     quantization: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the weight tree (`weights.tree`) with tensors as `dtype` (`TreeLeaf.kept_as`), bfloat16
-    as raw uint16 bits if `as_bits`. Matrices that the checkpoint stores quantised stay so where a matmul can read
-    them; those of other checkpoints are quantised by the method `quantization` (`packing.METHODS`).
+    """Returns the weight tree (`weights.tree`) with tensors as `dtype` (`TreeLeaf.kept_as`),
+    bfloat16 as raw uint16 bits if `as_bits`. Matrices that the checkpoint stores quantised stay so
+    where a matmul can read them; those of other checkpoints are quantised by the method
+    `quantization` (`packing.METHODS`).
     source: a directory, or the arrays of a checkpoint under its names.
 
     Tensors go one by one from the mapped file to the device and their file pages are dropped at
@@ -164,8 +165,8 @@ def put(host: np.ndarray, name: str, placement: Placement | None) -> Array:
 def put_plain(
     host: np.ndarray, leaf: TreeLeaf, placement: Placement | None, *, as_bits: bool
 ) -> dict[str, Array]:
-    """Puts the array of a leaf that is not quantised on its devices, numbers of 16 bits as their raw
-    bits if `as_bits`.
+    """Puts the array of a leaf that is not quantised on its devices, numbers of 16 bits as their
+    raw bits if `as_bits`.
     """
     is_short = host.dtype.itemsize == 2
     return {"": put(host.view(np.uint16) if as_bits and is_short else host, leaf.name, placement)}

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.axes import Array
+from jaxkv.axes import Array, ArrayInfo
 from jaxkv.models.families import Layout, Leaf
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.adapters import Adapted, TokenAdapters

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import families
 from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.models.families import read_config, read_family
 from jaxkv.weights.load import is_finite, load_weights
 from jaxkv.weights.safetensors import Checkpoint
-import families
 from tiny import SMALL, make_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

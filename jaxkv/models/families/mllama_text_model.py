@@ -1,5 +1,5 @@
-"""The text part of Llama 3.2 Vision: Llama 3.1, without the layers between that read pictures, which
-text alone does not go through. Source: arXiv 2407.21783, section 7.
+"""The text part of Llama 3.2 Vision: Llama 3.1, without the layers between that read pictures,
+which text alone does not go through. Source: arXiv 2407.21783, section 7.
 """
 
 from __future__ import annotations
