@@ -482,6 +482,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 10}
     | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "layer_group_size": 2},
+    "mistral_large4_text": {"num_hidden_layers": 6, "num_key_value_heads": 6, "head_dim": 8}
+    | {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3}
+    | {"n_group": 4, "topk_group": 2, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    | {"qk_nope_head_dim": 12, "index_topk": 9, "index_head_dim": 12, "index_n_heads": 16}
+    | {"no_rope_layers": [1, 0, 1, 1, 0, 1], "kv_source_layers": [0, 1, 0, 3, 1, 3]}
+    | {"indexer_types": ["full", "full", "full", "shared", "shared", "full"]}
+    | {"first_k_dense_replace": 1, "final_logit_softcapping": 5.0}
+    | {"rope_parameters": YARN | {"attention_factor": 1.0}},
     "mllama_text_model": {"num_hidden_layers": 5, "cross_attention_layers": [1, 3]},
     "minimax_m3_vl_text": HEAD
     | {"intermediate_size": 32, "dense_intermediate_size": 80, "shared_intermediate_size": 24}
@@ -524,6 +532,7 @@ PARTS = (
     "glm5_next_text",
     "glm_ocr_text",
     "minimax_m3_vl_text",
+    "mistral_large4_text",
     "mllama_text_model",
     "paddleocr_vl_text",
     "ernie4_5_vl_moe_text",
@@ -562,6 +571,11 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "minimax_m3_vl_text",
         SIGLIP | {"image_size": 16},
         {"projector_hidden_size": 16},
+    ),
+    "mistral_large4": (
+        "mistral_large4_text",
+        SIGLIP | {"model_type": "pixtral", "head_dim": 8},
+        {},
     ),
     "mllama": (
         "mllama_text_model",

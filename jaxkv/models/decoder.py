@@ -15,7 +15,7 @@ from jaxkv.models import altup, hyper, latent
 from jaxkv.models.layer import Layers, normed, scaled
 from jaxkv.models.paged import PagedAttention
 from jaxkv.models.rope import rope_frequencies
-from jaxkv.models.spec import IndexSpec, ModelSpec, RopeSpec, Sinusoid
+from jaxkv.models.spec import ModelSpec, RopeSpec, Sinusoid
 from jaxkv.ops.attention import BACKENDS, Attention, Batch
 from jaxkv.ops.layers import ACTIVATIONS, linear, soft_cap
 from jaxkv.ops.matrices import Matrix, values
@@ -69,8 +69,7 @@ def forward(
         held = attend.held(statistics)
         if spec.has_shortcut:
             held = held._replace(aside_TD=jnp.zeros_like(x_TD))
-        if isinstance(index := spec.attention.index, IndexSpec) and index.has_shared:
-            held = held._replace(chooser=latent.no_chooser(x_TD.shape[0], index))
+        held = held._replace(before=latent.Before.empty(x_TD.shape[0], spec))
         carry = (hyper.spread(altup.spread(x_TD, weights), spec), held)
         layer = jax.checkpoint(layers) if runs_again else layers
         x, held = jax.lax.fori_loop(0, spec.num_layers, layer, carry)

@@ -72,7 +72,8 @@ class Layers:
         self._weights, self._spec, self._axis = weights, spec, axis
         self._kv, self._batch = kv, batch
         self._attend, self._own_LTP = attend, own_LTP
-        self._ropes = Ropes(spec, batch.position_T, _contexts(kv, batch))
+        contexts, growth_C = _contexts(kv, batch), weights.get("rope_growth")
+        self._ropes = Ropes(spec, batch.position_T, contexts, growth_C)
         self._adapters = _adapters_of(weights, kv, batch)
         self._is_real_T = batch.is_row_T
         self._warmth_T = _query_factor(spec.attention.temperature, batch.position_T)
@@ -198,13 +199,11 @@ class Layers:
             rope, gate_TX = rotation_of(number), h_TD
             k: jax.Array | None
             index: AnyIndex | None
-            if "kv_down" in w:
-                q, k, chooser, gate_TX = latent.project(
-                    h_TD, w, rope, spec, position_T, held.chooser
+            if "k_up" in w:
+                q, k, index, gate_TX, before = latent.project(
+                    h_TD, w, rope, spec, position_T, number, held.before
                 )
-                maps, v, index = LatentMaps(w["k_up"], w["v_up"]), None, chooser and chooser[0]
-                if held.chooser is not None:
-                    held = held._replace(chooser=chooser)
+                maps, v, held = LatentMaps(w["k_up"], w["v_up"]), None, held._replace(before=before)
             elif compress is not None:
                 q, k, index, states = compress(h_TD, w, rope, held.states, number)
                 maps, v, held = None, None, held._replace(states=states)

@@ -30,15 +30,15 @@ Result = tuple[jax.Array, "Held"]
 class Held(NamedTuple):
     """Holds what layers change: the pools of each store, what is observed, and recurrent states.
     All else of the KV state stays outside of the loop. aside_TD: what experts have given that joins
-    the stream behind the next layer (`ModelSpec.has_shortcut`). chooser: what has chosen keys in
-    the last layer with index heads (`IndexSpec.has_shared`).
+    the stream behind the next layer (`ModelSpec.has_shortcut`). before: what layers of latent
+    attention leave to those behind them.
     """
 
     stores: tuple[Pools, ...]
     statistics: Statistics | None
     states: tuple[tuple[jax.Array, ...], ...] = ()
     aside_TD: jax.Array | None = None
-    chooser: latent.Chooser | None = None
+    before: latent.Before = latent.Before()
 
 
 class PagedAttention:

@@ -25,10 +25,15 @@ class Ropes:
 
     context_T: for each token how long its sequence may get, by which `dynamic` and `longrope`
     choose their frequencies, once for a sequence; None: no longer than what the model was made for.
+    growth_C: logarithms of factors on frequencies, which a model has learned; None for no factors.
     """
 
     def __init__(
-        self, spec: ModelSpec, position_T: jax.Array, context_T: jax.Array | None = None
+        self,
+        spec: ModelSpec,
+        position_T: jax.Array,
+        context_T: jax.Array | None = None,
+        growth_C: jax.Array | None = None,
     ) -> None:
         self._ropes_L = spec.layer_ropes or (spec.rope,) * spec.num_layers
         self._tables: dict[RopeSpec, tuple[jax.Array, jax.Array]] = {}
@@ -39,6 +44,8 @@ class Ropes:
             inv_freq: jax.Array | np.ndarray = rope_frequencies(rope, head_dim)
             if context_T is not None and rope.depends_on_context:
                 inv_freq = _frequencies_in_context(rope, head_dim, context_T)
+            if growth_C is not None:
+                inv_freq = inv_freq * jnp.exp(growth_C)
             self._tables[rope] = rope_tables(position_T, inv_freq, rope.attention_factor)
 
     def of(self, layers: Sequence[int]) -> Callable[[jax.Array], Rotation | None]:

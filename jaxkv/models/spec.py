@@ -68,7 +68,9 @@ class IndexSpec:
     `RopeSpec.interleaved` says. pool: so many tokens are chosen together (`ops.attention.Index`).
     rotates_last: the last of these numbers are rotated, not the first. norm_eps: of the norm of
     keys. has_shared: layers without index heads choose by those of the last layer before them that
-    has some. Sources: DeepSeek-V3.2, arXiv 2512.02556, section 2.1; IndexShare, arXiv 2603.12201.
+    has some. of_stream: index heads' queries are made of the stream behind a norm of their own, not
+    of what other queries are made of. Sources: DeepSeek-V3.2, arXiv 2512.02556, section 2.1;
+    IndexShare, arXiv 2603.12201.
     """
 
     num_heads: int
@@ -79,6 +81,7 @@ class IndexSpec:
     rotates_last: bool = False
     norm_eps: float = 1e-6
     has_shared: bool = False
+    of_stream: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +107,9 @@ class AttentionSpec:
     weights of their own, or the "whole" of them; before the rotation, or `norm_after_rope` where
     there is one. clip:
     bounds queries, keys and values from both sides, where it is not 0. kv_sources: for each layer
-    the one whose keys and values it attends to; () if each has its own. latent_eps: of the norms
+    the one whose keys and values it attends to; () if each has its own. latent_sources: layers
+    whose latents those behind them that make none repeat in their rows (of those that rotate the
+    last one's, if they do too). latent_eps: of the norms
     inside of latent attention. latent_factor: of latents, before they are stored. gate: the
     activation of gates of what attention gives, which are one for each head or each number.
     slopes: of each query head, by which scores fall with distance (`models.alibi`); () for none.
@@ -126,6 +131,7 @@ class AttentionSpec:
     temperature: QueryTemperature | None = None
     has_sinks: bool = False
     kv_sources: tuple[int, ...] = ()
+    latent_sources: tuple[int, ...] = ()
     latent_eps: float = 1e-6
     latent_factor: float = 1.0
     gate: str = "sigmoid"

@@ -26,7 +26,7 @@ from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families import Layout, read_config
 from jaxkv.models.spec import ModelSpec
 from jaxkv.placement import Placement
-from jaxkv.weights.load import FLOATS, base_names, is_finite, name_in_text
+from jaxkv.weights.load import FLOATS, is_finite, renaming
 from jaxkv.weights.safetensors import Checkpoint
 from jaxkv.weights.tree import ADAPTER_DOWN, ADAPTER_UP, EXPERT, TreeLeaf, is_matrix, tree_leaves
 
@@ -59,7 +59,7 @@ Patterns = tuple[tuple[re.Pattern[str], float], ...]
 
 TASKS = ("CAUSAL_LM", "FEATURE_EXTRACTION")
 """What an adapter may have been trained for: the layers are the same, names may lack their prefix
-(`load.base_names`).
+(`load.renaming`).
 """
 
 
@@ -293,18 +293,10 @@ def _targets(spec: ModelSpec, layout: Layout) -> dict[str, list[Target]]:
 
 def _renaming(spec: ModelSpec, layout: Layout) -> Callable[[str], str]:
     """Returns what makes the model's own names of PEFT's."""
-    known = {source for leaf in tree_leaves(spec, layout) for source in leaf.sources}
-    spellings = (*layout.spellings, base_names(layout, known))
-
-    def rename(name: str) -> str:
-        name = name.removeprefix(PREFIX)
-        if layout.part_of is not None:
-            name = name_in_text(name)
-        for pattern, other in spellings:
-            name = re.sub(pattern, other, name)
-        return name
-
-    return rename
+    own_name = renaming(
+        layout, {source for leaf in tree_leaves(spec, layout) for source in leaf.sources}
+    )
+    return lambda name: own_name(name.removeprefix(PREFIX))
 
 
 def _sizes(targets: list[Target]) -> tuple[int, int]:

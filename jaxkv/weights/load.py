@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,22 +131,36 @@ def open_checkpoint(source: Path | Mapping[str, Any], spec: ModelSpec, layout: L
     known = {source for leaf in tree_leaves(spec, layout) for source in leaf.sources}
     modules = {source.rpartition(".")[0] for source in known}
 
-    def rename(name: str) -> str | None:
-        if (renamed := name_in_text(name)) != name:
-            return renamed
-        module = name.rpartition(".")[0]
-        return name if {module, module.removesuffix(".weight")} & modules else None
+    own_name = renaming(layout, known)
 
-    if layout.part_of is not None:
-        checkpoint = checkpoint.renamed(rename)
-    for pattern, other in (*layout.spellings, base_names(layout, known)):
-        checkpoint = checkpoint.renamed(partial(re.sub, pattern, other))
+    def rename(name: str) -> str | None:
+        renamed = own_name(name)
+        module = renamed.rpartition(".")[0]
+        is_known = not {module, module.removesuffix(".weight")}.isdisjoint(modules)
+        is_text = layout.part_of is None or name_in_text(name) != name
+        return renamed if is_known or is_text else None
+
+    checkpoint = checkpoint.renamed(rename)
     if layout.quantisation is None:
         return checkpoint
     return Dequantised(checkpoint, layout.quantisation, known)
 
 
-def base_names(layout: Layout, known: Collection[str]) -> tuple[str, str]:
+def renaming(layout: Layout, known: Collection[str]) -> Callable[[str], str]:
+    """Returns what makes the model's own names of those in checkpoints. known: all of its own."""
+    spellings = (*layout.spellings, _base_names(layout, known))
+
+    def rename(name: str) -> str:
+        if layout.part_of is not None:
+            name = name_in_text(name)
+        for pattern, other in spellings:
+            name = re.sub(pattern, other, name)
+        return name
+
+    return rename
+
+
+def _base_names(layout: Layout, known: Collection[str]) -> tuple[str, str]:
     """Returns the pattern of names in a checkpoint of the model without its head, such as GPT-2's
     `h.0.ln_1.weight`, and what they begin with in one of the whole model.
     """

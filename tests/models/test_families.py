@@ -16,7 +16,15 @@ from safetensors.numpy import load_file, save_file
 
 import families
 from jaxkv.errors import CheckpointError
-from jaxkv.models.families import DEFAULTS, FAMILIES, ConfigReader, Layout, read_config, read_family
+from jaxkv.models.families import (
+    DEFAULTS,
+    FAMILIES,
+    ConfigReader,
+    Layout,
+    Leaf,
+    read_config,
+    read_family,
+)
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import KVGroup, ModelSpec, RopeSpec
 from jaxkv.ops.layers import ACTIVATIONS
@@ -280,6 +288,16 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("axk2", {"first_k_dense_replace": None, "moe_layer_freq": 2, "gated_norm_rank": None}),
         ("axk2-light", {"n_routed_experts": None, "num_local_experts": 6}),
         ("mllama_text_model", {"cross_attention_layers": None, "num_hidden_layers": 10}),
+        (
+            "mistral_large4_text",
+            {"no_rope_layers": None, "kv_source_layers": None, "indexer_types": None}
+            | {"first_k_dense_replace": None, "mlp_layer_types": None, "rope_parameters": None},
+        ),
+        (
+            "mistral_large4_text",
+            {"indexer_types": None, "index_topk_freq": 2, "no_rope_layers": None}
+            | {"no_rope_layer_interval": 2, "kv_source_layers": None},
+        ),
     ],
 )
 def test_a_config_means_what_transformers_writes_for_it(variant, said):
@@ -590,6 +608,13 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("xglm", "pad_token_id", 5, "0 or 1"),
         ("mllama_text_model", "cross_attention_layers", [0, 1, 2, 3, 4], "fewer than the 5"),
         ("mllama_text_model", "cross_attention_layers", ["1"], "a list of whole numbers"),
+        ("mistral_large4_text", "q_lora_rank", 16, r"none \(not built\)"),
+        ("mistral_large4_text", "no_rope_layers", [1, 0], "a list of 6 out of 0 and 1"),
+        ("mistral_large4_text", "kv_source_layers", [0, 1], "for each of 6 layers itself, or one"),
+        ("mistral_large4_text", "kv_source_layers", [0, 1, 2, 3, 5, 5], "for each of 6 layers"),
+        ("mistral_large4_text", "kv_source_layers", [0, 0, 1, 3, 4, 5], "for each of 6 layers"),
+        ("mistral_large4_text", "kv_source_layers", [0, 0, 2, 3, 4, 5], "the last source that"),
+        ("mistral_large4_text", "kv_source_layers", [0, 1, 2, 2, 4, 0], "the last source that"),
         ("axk2", "q_lora_rank", None, "a whole number"),
         ("axk2", "topk_group", None, "a number, as n_group is one"),
         ("axk2", "n_group", None, "a number, as topk_group is one"),
@@ -815,18 +840,21 @@ def test_weights_are_the_checkpoints_values_stacked_by_layer(tmp_path, variant):
 
         def value(leaf: np.ndarray, as_bits: bool = as_bits) -> np.ndarray:
             leaf = np.asarray(leaf)
-            return (leaf.view(ml_dtypes.bfloat16) if as_bits else leaf).astype(np.float32)
+            assert not as_bits or leaf.dtype in (np.uint16, np.float32)
+            is_short = leaf.dtype == np.uint16
+            return (leaf.view(ml_dtypes.bfloat16) if is_short else leaf).astype(np.float32)
+
+        def kept(leaf: Leaf, dtype: str = dtype) -> np.dtype:
+            return np.dtype(np.float32 if len(leaf.info.shape) == 1 else dtype)
 
         for name, leaf in layout.top.items():
-            want = tensors[leaf.source].astype(np.dtype(dtype)).astype(np.float32)
+            want = tensors[leaf.source].astype(kept(leaf)).astype(np.float32)
             np.testing.assert_array_equal(value(weights[name]), want)
         for layer in range(spec.num_layers):
             for name, leaf in layout.layers[0].items():
                 got = weights["layers"][name][layer]
                 want = (
-                    tensors[leaf.source.format(layer=layer)]
-                    .astype(np.dtype(dtype))
-                    .astype(np.float32)
+                    tensors[leaf.source.format(layer=layer)].astype(kept(leaf)).astype(np.float32)
                 )
                 np.testing.assert_array_equal(value(got), want)
 

@@ -84,6 +84,7 @@ TEXT_OF = {
     "llava": "llama",
     "minimax_m3_vl": "minimax_m3_vl_text",
     "mistral3": "mistral",
+    "mistral_large4": "mistral_large4_text",
     "mllama": "mllama_text_model",
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",

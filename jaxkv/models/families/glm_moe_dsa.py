@@ -8,12 +8,10 @@ from __future__ import annotations
 from jaxkv.models.config_reader import ConfigReader
 from jaxkv.models.families.base import Layout
 from jaxkv.models.families.deepseek_v32 import read_indexed
-from jaxkv.models.families.latent import with_shared
+from jaxkv.models.families.latent import every_few, with_shared
 from jaxkv.models.spec import ModelSpec
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     found = read_indexed(config, family="glm_moe_dsa", interleaved=True)
-    every, first = config.size("index_topk_freq", 1), config.size("index_skip_topk_offset", 2)
-    otherwise = [x for x in range(found[0].num_layers) if max(x - first + 1, 0) % every]
-    return with_shared(found, config, otherwise)
+    return with_shared(found, config, every_few(config, found[0].num_layers))

@@ -11,7 +11,8 @@ from jaxkv.models.spec import NO_KEYS, ModelSpec, StateSpec
 
 ATTENTION = ("q", "k", "v", "o", "q_norm", "k_norm", "attn_gate")
 LATENT = ("q_down", "q_down_norm", "kv_down", "kv_down_norm", "k_up", "v_up")
-INDEX = ("index_q", "index_k", "index_k_norm", "index_weight", "index_place", "index_counts")
+INDEX = "index_"
+"""Names of what chooses keys begin so."""
 
 
 def with_mixer(
@@ -61,9 +62,13 @@ def with_leaves(
 
 def without_attention(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """Returns the arrays of a layer but for those of its attention."""
-    own = (*ATTENTION, *LATENT, *INDEX)
+    own = (*ATTENTION, *LATENT)
     names = {*own, *(f"{name}_bias" for name in own), "sinks"}
-    return {name: one for name, one in leaves.items() if name not in names}
+    return {
+        name: one
+        for name, one in leaves.items()
+        if name not in names and not name.startswith(INDEX)
+    }
 
 
 def rows_of(

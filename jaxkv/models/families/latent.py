@@ -128,7 +128,7 @@ def _leaves(
         found[name] = leaf(f"{prefix}kv_b_proj.weight", shape, axes, part=part)
     biased("o", "o_proj", (hidden, num_heads * value), "model", "heads")
     if isinstance(index := spec.attention.index, IndexSpec):
-        q_rank = config.size("q_lora_rank", at_most=MAX_HEAD)
+        q_rank = hidden if index.of_stream else config.size("q_lora_rank", at_most=MAX_HEAD)
         matrix("index_q", "indexer.wq_b", (index.num_heads * index.head_dim, q_rank), None, None)
         matrix("index_k", "indexer.wk", (index.head_dim, hidden), None, "model")
         matrix("index_weight", "indexer.weights_proj", (index.num_heads, hidden), None, "model")
@@ -174,9 +174,10 @@ def with_shared(
     """
     if not (shared := _shared_layers(config, otherwise)):
         return found
-    own = {*INDEX, "index_k_norm_bias"}
     spec, layout = with_leaves(
-        found, shared, lambda leaves: {x: y for x, y in leaves.items() if x not in own}
+        found,
+        shared,
+        lambda leaves: {x: y for x, y in leaves.items() if not x.startswith(INDEX)},
     )
     if not isinstance(spec.attention.index, IndexSpec):
         raise ValueError("expected a decoder that chooses keys, got one that does not")
@@ -185,6 +186,12 @@ def with_shared(
     # Some conversions have the tensors nonetheless.
     unread = rf"model\.layers\.({'|'.join(map(str, shared))})\.self_attn\.indexer\..*"
     return spec, replace(layout, derived=(*layout.derived, unread))
+
+
+def every_few(config: ConfigReader, num_layers: int) -> list[int]:
+    """Lists the layers that share index heads where a config says which by numbers."""
+    every, first = config.size("index_topk_freq", 1), config.size("index_skip_topk_offset", 2)
+    return [layer for layer in range(num_layers) if max(layer - first + 1, 0) % every]
 
 
 def _shared_layers(config: ConfigReader, otherwise: list[int]) -> list[int]:
