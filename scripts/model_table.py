@@ -59,7 +59,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True, "logprobs": 
 
 NOT_READ = {
     "attention that chooses among keys by an index, in other forms than DeepSeek-V3.2": (
-        "dots3_note, mistral_large4, qwen4_exp"
+        "dots3_note, qwen4_exp"
     ),
     "layers that run more than once, or share weights": "dory, zamba, zamba2",
     "other recurrences": "rwkv, xlstm",
@@ -163,7 +163,7 @@ class Case:
             if count and isinstance(one, list) and len(one) == own.num_layers
         }
         full |= {key: (one * count)[:count] for key, one in listed.items()}
-        full["per_layer_config"] = {}
+        full |= {"per_layer_config": {}, "kv_source_layers": None}
         if own.depends_on_context:  # its factors are as many as a tiny head has dimensions
             full["rope_parameters"] = {}
         spec = read_family(ConfigReader({**full, "model_type": family}, "config.json"))[0]

@@ -486,7 +486,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3}
     | {"n_group": 4, "topk_group": 2, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10}
     | {"qk_nope_head_dim": 12, "index_topk": 9, "index_head_dim": 12, "index_n_heads": 16}
-    | {"no_rope_layers": [1, 0, 1, 1, 0, 1], "kv_source_layers": [0, 1, 0, 3, 1, 3]}
+    | {"no_rope_layers": [1, 0, 1, 1, 0, 1], "kv_source_layers": [0, 1, 2, 0, 1, 0]}
     | {"indexer_types": ["full", "full", "full", "shared", "shared", "full"]}
     | {"first_k_dense_replace": 1, "final_logit_softcapping": 5.0}
     | {"rope_parameters": YARN | {"attention_factor": 1.0}},

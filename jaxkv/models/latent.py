@@ -68,7 +68,7 @@ class Projected(NamedTuple):
 
     q_TNH: Array
     row_T1H: Array
-    index: Index | None
+    choice: Index | None
     gate_TX: Array
     before: Before
 
@@ -107,8 +107,8 @@ def project(
     if chooser is not None:
         missing = spec.groups[0].head_dim - chooser[1].shape[2] - latent_T1X.shape[2]
         parts += [jnp.zeros((*latent_T1X.shape[:2], missing), jnp.float32), chooser[1]]
-    row_T1H, index = jnp.concatenate(parts, axis=-1), chooser and chooser[0]
-    return Projected(q_TNH, row_T1H, index, gate_TX, before)
+    row_T1H, choice = jnp.concatenate(parts, axis=-1), chooser and chooser[0]
+    return Projected(q_TNH, row_T1H, choice, gate_TX, before)
 
 
 def _latents(

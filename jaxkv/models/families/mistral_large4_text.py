@@ -6,7 +6,6 @@ MistralLarge4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxkv.config import is_int
@@ -94,7 +93,7 @@ def _read_form(config: ConfigReader, rotates: bool, is_dense: bool) -> tuple[Mod
     return spec, replace(layout, layers=tuple({**layer, **own} for layer in layout.layers))
 
 
-def _growth(name: str, prefix: str, count: int, axis: str | None) -> Mapping[str, Leaf]:
+def _growth(name: str, prefix: str, count: int, axis: str | None) -> dict[str, Leaf]:
     """Describes how the queries of each head grow."""
     return {
         f"{name}_growth{end}": leaf(f"{prefix}softmax_scaling.{source}", (count,), (axis,))
