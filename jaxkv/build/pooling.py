@@ -168,7 +168,6 @@ def read_pooling(
         return None
     if runner == "auto" and not says_that_it_pools(directory, config):
         return None
-    config.refuse("is_causal", True)
     if not is_classifier:
         return _of_modules(directory, spec) if has_modules else Pooling()
     if from_token is not None:

@@ -11,7 +11,13 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import check_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+PAIR = ("vocab.json", "merges.txt")
+"""These two are enough as well."""
+
+TEMPLATE = "chat_template.json"
+"""Has the template in older checkpoints of models with pictures, for what prepares those."""
+
+OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", TEMPLATE)
 """Files that are read beside them, where they are there."""
 
 ADVICE = (
@@ -32,7 +38,10 @@ def load_tokenizer(directory: Path) -> Any:
             raise CheckpointError(
                 f"{directory / name}: expected a file, got a directory or a broken link; {ADVICE}"
             )
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    is_there = {name: (directory / name).is_file() for name in (*TOKENIZER_FILES, *PAIR)}
+    if not any(is_there[name] for name in TOKENIZER_FILES) and not all(
+        is_there[name] for name in PAIR
+    ):
         raise CheckpointError(
             f"{directory}: expected {' or '.join(TOKENIZER_FILES)}, got neither; pass "
             f"tokenizer=DIR, or "
@@ -46,6 +55,8 @@ def load_tokenizer(directory: Path) -> Any:
         if kind is None:
             from transformers import AutoTokenizer as kind
         tokenizer = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    if tokenizer.chat_template is None and (directory / TEMPLATE).is_file():
+        tokenizer.chat_template = check_json(directory / TEMPLATE).get("chat_template")
     # transformers takes anything, and fails when it uses them.
     for key, kinds, expected in (
         ("chat_template", (str, dict, type(None)), "a text"),

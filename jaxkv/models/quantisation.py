@@ -66,21 +66,22 @@ def _without_regex(name: str) -> str:
 
 
 def read_quantisation(config: ConfigReader) -> Quantisation | None:
-    """Reads `quantization_config`, None without one.
+    """Reads `quantization_config`, or what compressed-tensors called it at first; None without any.
 
     Raises: CheckpointError for what is not built, by its name.
     """
-    if config.get("quantization_config") is None:
+    keys = ("quantization_config", "compression_config")
+    key = next((one for one in keys if config.get(one) is not None), None)
+    if key is None:
         return None
-    given = config.section("quantization_config")
+    given = config.section(key)
     skipped: Any = next((given.values[key] for key in SKIPPED if given.values.get(key)), [])
     if not isinstance(skipped, list):
         raise given.fail("/".join(SKIPPED), "a list of names of modules")
     names = tuple(name for name in skipped if isinstance(name, str))
     found = _read(given)
-    key = (
-        "expert_dtype"  # in files of DeepSeek's beside the section, in those of transformers in it
-    )
+    # In files of DeepSeek's beside the section, in those of transformers in it.
+    key = "expert_dtype"
     where = given if given.get(key) is not None else config
     if found.method == "fp8" and where.choice(key, "fp8", ("fp8", "fp4")) == "fp4":
         method = "fp8 (experts: fp4)"

@@ -73,8 +73,8 @@ def read_rope(
     plain = replace(plain, original_max_len=original_max_len)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if high <= low:
-            raise rope.fail("high_freq_factor", f"a number above low_freq_factor={low}")
+        if high < low:  # equal ones, as Llama 4 Scout has, leave nothing between
+            raise rope.fail("high_freq_factor", f"at least low_freq_factor={low}")
         return replace(
             plain, factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high
         )

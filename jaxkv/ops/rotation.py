@@ -75,9 +75,8 @@ def llama3_inv_freq(
     reference code.
     """
     wavelength = 2 * math.pi / inv_freq
-    smooth = (original_max_len / wavelength - low_freq_factor) / (
-        high_freq_factor - low_freq_factor
-    )
+    between = (high_freq_factor - low_freq_factor) or math.inf  # there is nothing there then
+    smooth = (original_max_len / wavelength - low_freq_factor) / between
     blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
     low, high = original_max_len / low_freq_factor, original_max_len / high_freq_factor
     scaled = np.where(

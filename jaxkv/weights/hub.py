@@ -10,8 +10,10 @@ from typing import Any
 
 from jaxkv.errors import CheckpointError
 
-WITHOUT_WEIGHTS = ("*.json", "*.jinja")
+WITHOUT_WEIGHTS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 ALLOW_PATTERNS = ("*.safetensors", *WITHOUT_WEIGHTS)
+IGNORE_PATTERNS = ("original/*", "metal/*", "consolidated*.safetensors")
+"""The same weights once more, in the forms of other programs (gpt-oss, Llama, Mistral)."""
 
 # The hub's own rule, here so that a typo is found without a network.
 _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"
@@ -46,8 +48,8 @@ def resolve_model(
     """Finds the local directory of a model: `model` itself if it is one, else the hub's snapshot of
     `org/name` or `name`.
 
-    Fetches `only` files of these names, by default weights, JSON and chat templates: never code,
-    never pickle. A PathLike is always meant as a path.
+    Fetches `only` files of these names, by default weights, JSON, chat templates and vocabularies:
+    never code, never pickle. A PathLike is always meant as a path.
     Raises: CheckpointError for a path that is no directory and for what is neither path nor hub id;
     ValueError for a revision of a local directory; OSError when the hub cannot be reached or does
     not give the files.
@@ -102,7 +104,11 @@ def _fetch(hub_id: str, revision: str | None, only: tuple[str, ...], access: Acc
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                hub_id, revision=revision, allow_patterns=list(only), **access.settings()
+                hub_id,
+                revision=revision,
+                allow_patterns=list(only),
+                ignore_patterns=list(IGNORE_PATTERNS),
+                **access.settings(),
             )
         )
     # ValueError: an address of the hub (HF_ENDPOINT) that is none.

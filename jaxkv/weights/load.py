@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import numpy as np
 from jaxkv.axes import Array, ArrayInfo
 from jaxkv.config import bfloat16_as_bits
 from jaxkv.errors import CheckpointError
-from jaxkv.models.families import Layout
+from jaxkv.models.families import Layout, Leaf
+from jaxkv.models.families.experts import in_other_form
 from jaxkv.models.spec import ModelSpec
 from jaxkv.ops.matrices import values
 from jaxkv.placement import Placement, num_parts_of_columns
@@ -67,7 +69,8 @@ def load_weights(
     Raises: CheckpointError naming every missing, unexpected or misshapen tensor, before anything is
     allocated; naming the first tensor that holds NaN or infinity, unless `check` is False.
     """
-    with open_checkpoint(source, spec, layout) as checkpoint:
+    checkpoint, layout = open_checkpoint(source, spec, layout)
+    with checkpoint:
         leaves = _present(checkpoint, spec, layout)
         _check(checkpoint, spec, layout, leaves)
         num_parts = 1 if placement is None else placement.size
@@ -120,30 +123,59 @@ def name_in_text(name: str) -> str:
     return name if pattern is None else pattern.sub(other, name)
 
 
-def open_checkpoint(source: Path | Mapping[str, Any], spec: ModelSpec, layout: Layout) -> Tensors:
+def open_checkpoint(
+    source: Path | Mapping[str, Any], spec: ModelSpec, layout: Layout
+) -> tuple[Tensors, Layout]:
     """Opens the tensors of the layout's model: under their names in the text part where it is a
-    part of another model, and as if they were not quantised.
+    part of another model, and as if they were not quantised. Returns the layout with them, with
+    experts in the form that the checkpoint has them in.
     """
     if isinstance(source, Mapping):
         checkpoint = Checkpoint.of_arrays(source)
     else:
         checkpoint = Checkpoint.open(source)
-    known = {source for leaf in tree_leaves(spec, layout) for source in leaf.sources}
+    known = _sources(spec, layout)
     modules = {source.rpartition(".")[0] for source in known}
-
-    own_name = renaming(layout, known)
+    in_layers = {leaf.source.partition("{")[0] for leaf in layout.layers[0].values()}
+    own_name, is_part = renaming(layout, known), layout.part_of is not None
 
     def rename(name: str) -> str | None:
         renamed = own_name(name)
         module = renamed.rpartition(".")[0]
         is_known = not {module, module.removesuffix(".weight")}.isdisjoint(modules)
-        is_text = layout.part_of is None or name_in_text(name) != name
-        return renamed if is_known or is_text else None
+        is_text = name_in_text(name) != name or renamed.startswith(tuple(in_layers))
+        return renamed if is_known or is_text or not is_part else None
 
     checkpoint = checkpoint.renamed(rename)
+    embed, head = (layout.top[name] for name in ("embed", "head"))
+    if head.same_as == "embed" and embed.source not in checkpoint.entries:
+        # Some programs leave out the first of two tensors that are one, and others the second.
+        stored = {head.source: embed.source}
+        checkpoint = checkpoint.renamed(lambda name: stored.get(name, name))
+    layout = _as_stored(checkpoint.entries, spec, layout)
     if layout.quantisation is None:
-        return checkpoint
-    return Dequantised(checkpoint, layout.quantisation, known)
+        return checkpoint, layout
+    return Dequantised(checkpoint, layout.quantisation, _sources(spec, layout)), layout
+
+
+def _sources(spec: ModelSpec, layout: Layout) -> set[str]:
+    return {source for leaf in tree_leaves(spec, layout) for source in leaf.sources}
+
+
+def _as_stored(names: Collection[str], spec: ModelSpec, layout: Layout) -> Layout:
+    """Returns the layout with experts in the form in which tensors of these names have them."""
+
+    def is_there(leaves: Mapping[str, Leaf], layer: int) -> bool:
+        one = leaves["expert_up"].source.format(layer=layer, pair=layer // 2, half=0, expert=0)
+        return any(name.startswith(one.removesuffix("weight")) for name in names)
+
+    def stored(kind: int, leaves: Mapping[str, Leaf]) -> Mapping[str, Leaf]:
+        other, layer = in_other_form(leaves), spec.layers_of(kind)[0]
+        if other is None or is_there(leaves, layer) or not is_there(other, layer):
+            return leaves
+        return other
+
+    return replace(layout, layers=tuple(stored(*one) for one in enumerate(layout.layers)))
 
 
 def renaming(layout: Layout, known: Collection[str]) -> Callable[[str], str]:

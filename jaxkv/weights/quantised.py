@@ -21,8 +21,11 @@ from jaxkv.weights.safetensors import Checkpoint, TensorEntry
 
 FLOAT32 = np.dtype(np.float32)
 
-OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale")
-NOT_WEIGHTS = tuple(f".{last}" for last in (*OF_ACTIVATIONS, "k_scale", "v_scale"))
+OF_ACTIVATIONS = (
+    *("input_scale", "input_zero_point", "input_global_scale", "output_scale"),
+    *("activation_scale", "q_scale", "k_scale", "v_scale", "kv_scale"),
+)
+NOT_WEIGHTS = tuple(f".{last}" for last in OF_ACTIVATIONS)
 """What is stored of activations, which are not quantised here."""
 
 

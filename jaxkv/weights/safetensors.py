@@ -121,8 +121,6 @@ class Checkpoint:
                     raise _wrong(
                         file, "no other shard to hold it", f"{other.file.name} too", name=entry.name
                     )
-        if weight_map is not None:
-            _check_index(index, weight_map, entries)
         return cls(directory, entries, maps)
 
     @classmethod
@@ -298,19 +296,6 @@ def _read_index(index: Path) -> dict[str, str]:
                 name=name,
             )
     return weight_map
-
-
-def _check_index(index: Path, weight_map: dict[str, str], entries: dict[str, TensorEntry]) -> None:
-    for name, entry in entries.items():
-        if weight_map.get(name) != entry.file.name:
-            raise _wrong(
-                entry.file, f"{index.name} to place it here", _show(weight_map.get(name)), name=name
-            )
-    for name, shard in weight_map.items():
-        if name not in entries:
-            raise _wrong(
-                index.parent / shard, f"it here, as {index.name} says", "no such tensor", name=name
-            )
 
 
 def _open_file(file: Path) -> tuple[list[TensorEntry], mmap.mmap]:

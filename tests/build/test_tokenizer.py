@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxkv.build.tokenizer import ALWAYS, ALWAYS_GENERIC, OF_MODELS, known_class, load_tokenizer
+from jaxkv.errors import CheckpointError
 from tokenizers_ import save_tokenizer
 
 TEXTS = ["The end of  the story", " One\n\nby <s> one", "Привет, мир! 12345"]
@@ -54,6 +55,32 @@ def test_no_space_is_taken_out_of_a_text_whatever_the_files_ask_for(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode("One . Two", add_special_tokens=False)
     assert tokenizer.decode(ids) == "One . Two"
+
+
+@pytest.mark.parametrize("own", [None, "own"])
+def test_a_template_in_a_file_of_its_own_counts_where_there_is_no_other(tmp_path, own):
+    """As Mistral Small 3.1 has it, whose processor alone reads it in transformers."""
+    save_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    more = {} if own is None else {"chat_template": own}
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of the file"}))
+    assert load_tokenizer(tmp_path).chat_template == (own or "of the file")
+
+
+def test_a_vocabulary_and_its_merges_are_a_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    letters = {letter: number for number, letter in enumerate("abcdeĠ")}
+    (tmp_path / "vocab.json").write_text(json.dumps(letters | {"ab": 6, "abc": 7}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(
+        CheckpointError, match=r"expected tokenizer\.json or tokenizer_config\.json"
+    ):
+        load_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nab c\n")
+    want = AutoTokenizer.from_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).encode("abc ab") == want.encode("abc ab") == [7, 5, 6]
 
 
 def test_a_llama_tokenizer_of_pieces_is_the_one_that_transformers_chooses(tmp_path):

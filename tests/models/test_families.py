@@ -91,6 +91,18 @@ def test_a_key_that_changes_anything_is_one_that_was_asked_for():
                 original_max_len=64,
             ),
         ),
+        (  # Llama 4 Scout's, which leave nothing between
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
+            LLAMA3 | {"rope_theta": 5e5, "high_freq_factor": 1.0},
+            RopeSpec(
+                kind="llama3",
+                theta=5e5,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=1.0,
+                original_max_len=64,
+            ),
+        ),
         (
             {"rope_theta": 1e6, "rope_scaling": YARN | {"rope_type": None, "type": "yarn"}},
             YARN | {"rope_theta": 1e6},
@@ -103,7 +115,7 @@ def test_a_key_that_changes_anything_is_one_that_was_asked_for():
             ),
         ),
     ],
-    ids=["default", "linear", "llama3", "yarn"],
+    ids=["default", "linear", "llama3", "scout", "yarn"],
 )
 def test_rope_parameters_and_rope_scaling_are_two_spellings_of_one_spec(family, old, new, meaning):
     base = BASE | {"model_type": family, "sliding_window": None}
@@ -539,7 +551,7 @@ BAD = {
         ["low_freq_factor", "None"],
     ),
     "llama3 upside down": (
-        {ROPE_KEYS: LLAMA3 | {"high_freq_factor": 1}},
+        {ROPE_KEYS: LLAMA3 | {"high_freq_factor": 0.5}},
         ["high_freq_factor", "low_freq_factor=1.0"],
     ),
     "two ropes": (

@@ -25,19 +25,25 @@ from parity import (
     torch,
 )
 from tiers import some
-from tiny import VARIANTS, make_checkpoint, tiny_config
+from tiny import LLAMA3, VARIANTS, make_checkpoint, tiny_config
 
 __all__ = ["torch"]
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_frequencies_of_rotation_are_those_of_transformers(torch, variant):
+NOTHING_BETWEEN = {"rope_parameters": LLAMA3 | {"rope_theta": 1e4, "high_freq_factor": 1.0}}
+"""Llama 4 Scout's, whose factors are equal."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"), [*((one, {}) for one in VARIANTS), ("llama", NOTHING_BETWEEN)]
+)
+def test_frequencies_of_rotation_are_those_of_transformers(torch, variant, changes):
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = tiny_config(variant)
+    config = tiny_config(variant, **changes)
     theirs = LlamaRotaryEmbedding(AutoConfig.for_model(**config))
     spec, _ = read_family(ConfigReader(config, variant))
 

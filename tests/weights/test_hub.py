@@ -11,12 +11,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from jaxkv import LLM
 from jaxkv.errors import CheckpointError
 from jaxkv.testing import model_of
-from jaxkv.weights.hub import _HUB_ID, Access, resolve_model
+from jaxkv.weights.hub import _HUB_ID, WITHOUT_WEIGHTS, Access, resolve_model
 from tiny import SMALL, make_checkpoint, tiny_config
 
 
@@ -60,15 +60,28 @@ def test_a_revision_of_a_local_directory_is_refused(downloads, tmp_path):
 @pytest.mark.parametrize("revision", [None, "refs/pr/1"])
 def test_a_hub_id_fetches_weights_json_and_templates_only(downloads, tmp_path, hub_id, revision):
     assert resolve_model(hub_id, revision=revision) == tmp_path / "snapshot"
-    patterns = ["*.safetensors", "*.json", "*.jinja"]
-    assert downloads == [(hub_id, {"revision": revision, "allow_patterns": patterns})]
+    ((asked, options),) = downloads
+    assert (asked, options.pop("revision")) == (hub_id, revision)
+    files = {
+        "model-00001-of-00002.safetensors": True,
+        "2_Dense/model.safetensors": True,
+        "tokenizer_config.json": True,
+        "chat_template.jinja": True,
+        "merges.txt": True,
+        "original/model.safetensors": False,  # the same once more, as gpt-oss has it
+        "consolidated.safetensors": False,  # as Mistral has it
+        "modeling_x.py": False,
+        "pytorch_model.bin": False,
+    }
+    taken = [*filter_repo_objects(files, **options)]
+    assert taken == [name for name, is_wanted in files.items() if is_wanted]
 
 
 def test_weights_are_fetched_once_it_is_known_that_the_engine_can_be(monkeypatch, tmp_path):
     """Of the commit that the config was of, whatever has been pushed meanwhile."""
     source, calls = make_checkpoint(tmp_path / "source", tiny_config("llama")), []
 
-    def snapshot_download(repo_id, *, revision, allow_patterns):
+    def snapshot_download(repo_id, *, revision, allow_patterns, ignore_patterns):
         calls.append((repo_id, revision, *allow_patterns))
         (tmp_path / "c0ffee").mkdir(exist_ok=True)
         for pattern in allow_patterns:
@@ -77,12 +90,12 @@ def test_weights_are_fetched_once_it_is_known_that_the_engine_can_be(monkeypatch
         return str(tmp_path / "c0ffee")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    found = ("org/name", None, "*.json", "*.jinja")
+    found = ("org/name", None, *WITHOUT_WEIGHTS)
     with pytest.raises(ValueError, match="kv_cache_dtype"):
         LLM("org/name", kv_cache_dtype="int2", **SMALL)
     assert calls == [found]
     llm = LLM("org/name", **SMALL)
-    assert calls[1:] == [found, ("org/name", "c0ffee", "*.safetensors", "*.json", "*.jinja")]
+    assert calls[1:] == [found, ("org/name", "c0ffee", "*.safetensors", *WITHOUT_WEIGHTS)]
     assert model_of(llm).directory == tmp_path / "c0ffee"
 
 

@@ -232,6 +232,15 @@ def test_a_tied_head_is_loaded_only_if_it_says_something_else(tmp_path):
     np.testing.assert_array_equal(loaded(rewrite(tied, {"lm_head.weight": other}))["head"], other)
 
 
+def test_a_tied_checkpoint_may_have_its_head_in_the_place_of_its_embeddings(tmp_path):
+    """As safetensors' `save_model` leaves it."""
+    tied = make_checkpoint(tmp_path, tiny_config("llama", tie_word_embeddings=True))
+    embed = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
+    got = loaded(rewrite(tied, {"lm_head.weight": embed, "model.embed_tokens.weight": None}))
+    assert "head" not in got
+    np.testing.assert_array_equal(got["embed"], embed)
+
+
 def test_an_untied_head_may_not_be_missing(tmp_path):
     make_checkpoint(tmp_path, tiny_config("llama"))
     with pytest.raises(CheckpointError, match=r"missing tensor lm_head\.weight"):
@@ -426,6 +435,78 @@ def test_the_text_part_of_a_larger_model_is_found_under_every_name(tmp_path, pre
     # The same without a section of its own, as older files have it.
     (whole / "config.json").write_text(json.dumps(text | outer | {"text_config": None}))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, loaded(whole)), want)
+
+
+EXPERTS = "model.layers.{}.mlp.experts."
+
+
+def fused(tensors: dict[str, np.ndarray], *, transposed: bool) -> dict[str, np.ndarray]:
+    """Puts the tensors of all experts of a layer into two, as they are published."""
+    found = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for layer in {name.split(".")[2] for name in tensors.keys() - found.keys()}:
+        stem, count = EXPERTS.format(layer), 6
+        gate, up, down = (
+            np.stack([tensors[f"{stem}{i}.{one}_proj.weight"] for i in range(count)])
+            for one in ("gate", "up", "down")
+        )
+        both = np.concatenate([gate, up], axis=1)
+        found[f"{stem}gate_up_proj"] = both.swapaxes(1, 2).copy() if transposed else both
+        found[f"{stem}down_proj"] = down.swapaxes(1, 2).copy() if transposed else down
+    return found
+
+
+@pytest.mark.parametrize("variant", ["qwen3_5_moe_text", "qwen3_vl_moe_text"])
+def test_experts_may_have_tensors_of_their_own_or_two_for_all(tmp_path, variant):
+    """Qwen3.5's are published in two, which transformers 5 writes apart; quantised exports of
+    Qwen3-VL have them apart, which is published in two.
+    """
+    config = families.text_config("qwen3_moe") | {"num_experts": 6}
+    config |= families.text_config(variant) | {"num_experts": 6, "moe_intermediate_size": 20}
+    make_checkpoint(tmp_path / "made", config)
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    if variant == "qwen3_vl_moe_text":
+        apart = {name: x for name, x in tensors.items() if ".experts." not in name}
+        for name in tensors.keys() - apart.keys():
+            stem, _, last = name.rpartition(".")
+            parts = {"down_proj": tensors[name]}
+            if last == "gate_up_proj":
+                gate, up = np.split(tensors[name], 2, axis=1)
+                parts = {"gate_proj": gate, "up_proj": up}
+            for one, x in parts.items():
+                apart |= {f"{stem}.{i}.{one}.weight": x[i].copy() for i in range(6)}
+    else:
+        apart = tensors
+    want = flat(loaded(tmp_path / "made"))
+    for number, form in enumerate(
+        (apart, fused(apart, transposed=False), fused(apart, transposed=True))
+    ):
+        other = tmp_path / str(number)
+        other.mkdir()
+        save_file(form, other / "model.safetensors")
+        (other / "config.json").write_text((tmp_path / "made" / "config.json").read_text())
+        got = flat(loaded(other))
+        assert got.keys() == want.keys()
+        for path, x in got.items():
+            np.testing.assert_array_equal(x, want[path], err_msg=f"{number}: {path}")
+
+
+def test_a_tensor_of_a_layer_is_not_taken_for_another_part_of_the_model(tmp_path):
+    """Llava around Qwen3, whose norms of queries and keys Llama has not, in an older file without
+    a section for text.
+    """
+    config = tiny_config("llama") | {"model_type": "llava"}
+    directory = make_checkpoint(tmp_path, tiny_config("llama"))
+    (directory / "config.json").write_text(json.dumps(config))
+    loaded(rewrite(directory, {"vision.layers.0.q_norm.weight": np.ones(8, np.float32)}))
+    more = {"model.layers.1.self_attn.q_norm.weight": np.ones(8, np.float32)}
+    with pytest.raises(CheckpointError, match=r"does not use: model\.layers\.1\.self_attn\.q_norm"):
+        loaded(rewrite(directory, more))
+
+
+def test_what_predicts_later_tokens_is_left_out(tmp_path):
+    make_checkpoint(tmp_path, tiny_config("llama"))
+    names = ("mtp.fc.weight", "model.mtp_block.0.mlp.up_proj.weight", "model.mtp.layers.0.a.weight")
+    loaded(rewrite(tmp_path, {name: np.ones(3, np.float32) for name in names}))
 
 
 def test_two_tensors_that_are_one_by_name_are_refused(tmp_path):

@@ -189,7 +189,7 @@ def test_biases_of_zeros_that_the_model_has_not_are_left_out(tmp_path):
 def test_scales_of_activations_and_of_a_cache_are_left_out(tmp_path):
     small, plain = quantised(tmp_path, "int8")
     tensors, layer = tensors_of(small), "model.layers.1.self_attn."
-    for name in ("k_scale", "q_proj.input_scale"):
+    for name in ("k_scale", "kv_scale", "q_proj.input_scale", "q_proj.activation_scale"):
         tensors[layer + name] = np.ones(1, np.float32)
     save_file(tensors, small / "model.safetensors")
     check_equal(loaded(small), loaded(plain))

@@ -456,19 +456,21 @@ def test_a_missing_shard_is_named(tmp_path):
     assert_refused(tmp_path, tmp_path / SHARDS[1], "a regular file")
 
 
-def test_a_tensor_that_its_shard_lacks_is_named(tmp_path):
-    write_sharded(tmp_path, {"a": SHARDS[0], "b": SHARDS[0], "c": SHARDS[1], "d": SHARDS[1]})
-    assert_refused(tmp_path, tmp_path / SHARDS[1], "tensor 'd'", INDEX, "no such tensor")
-
-
-def test_a_tensor_that_the_index_lacks_is_named(tmp_path):
-    write_sharded(tmp_path, {"a": SHARDS[0], "c": SHARDS[1]})
-    assert_refused(tmp_path, tmp_path / SHARDS[0], "tensor 'b'", INDEX, "got None")
-
-
-def test_a_tensor_in_another_shard_than_listed_is_named(tmp_path):
-    write_sharded(tmp_path, {"a": SHARDS[1], "b": SHARDS[0], "c": SHARDS[1]})
-    assert_refused(tmp_path, tmp_path / SHARDS[0], "tensor 'a'", INDEX, SHARDS[1])
+@pytest.mark.parametrize(
+    "listed",
+    [
+        {"a": SHARDS[0], "b": SHARDS[0], "c": SHARDS[1], "d": SHARDS[1]},  # one that is not there
+        {"a": SHARDS[0], "c": SHARDS[1]},  # one left out
+        {"a": SHARDS[1], "b": SHARDS[0], "c": SHARDS[1]},  # one in another shard
+    ],
+)
+def test_an_index_says_which_files_there_are_and_files_what_is_in_them(tmp_path, listed):
+    """Programs that write it are known to be wrong about a tied head; the loader names what is
+    missing.
+    """
+    write_sharded(tmp_path, listed)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.entries.keys() == {"a", "b", "c"}
 
 
 def test_a_tensor_in_two_shards_is_named(tmp_path):

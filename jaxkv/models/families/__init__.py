@@ -142,6 +142,7 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     """
     outer = _renamed(config)
     config = _renamed(_text_part(outer))
+    config.refuse("is_causal", True)
     model_type = config.values.get("model_type")
     if model_type not in FAMILIES:
         near = difflib.get_close_matches(str(model_type), (*FAMILIES, *TEXT_OF), n=3, cutoff=0.5)
@@ -179,7 +180,7 @@ def _text_part(config: ConfigReader) -> ConfigReader:
     text = config.section("text_config")
     # The tie may be said on either level, and holds if one of them says so; a quantisation is said
     # on the outer one.
-    keys = ("tie_word_embeddings", "quantization_config")
+    keys = ("tie_word_embeddings", "quantization_config", "compression_config")
     above = {key: config.get(key) for key in keys if key in config.values}
     if above.get("tie_word_embeddings") is True:
         text = text.replaced(tie_word_embeddings=True)

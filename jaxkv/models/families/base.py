@@ -283,16 +283,19 @@ def read_forms(
 
 
 def _unread(config: ConfigReader, names: Names, num_layers: int) -> tuple[tuple[str, ...], int]:
-    """Returns patterns of what a checkpoint may have beside the model, rotary tables, and layers
-    behind the last that predict later tokens (arXiv 2412.19437, section 2.2); and how many of these
-    there are.
+    """Returns patterns of what a checkpoint may have beside the model, rotary tables, and what
+    predicts later tokens (arXiv 2412.19437, section 2.2), of which configs need say nothing unless
+    it is layers behind the last; and how many of these there are.
     """
     layer, count = names.layer.replace(".", r"\."), 0
-    patterns = [r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"]
+    patterns = [
+        r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",
+        r"(model\.)?mtp(_[a-z]+)*\..*",
+    ]
     if config.get("num_nextn_predict_layers") not in (None, 0):
         count = config.size("num_nextn_predict_layers", at_most=MAX_LAYERS)
         extra = "|".join(str(num_layers + i) for i in range(count))
-        patterns += [layer.format(layer=f"({extra})") + ".*", r"mtp\..*"]
+        patterns += [layer.format(layer=f"({extra})") + ".*"]
     return tuple(patterns), count
 
 

@@ -76,9 +76,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = read_forms(forms, lambda form: _read_form(config, form, keepers))
     hyper = read_mixed_streams(config)
     top = dict(layout.top) | joining(hyper, spec.hidden_size, "model.hc_head.hc_")
-    derived = (*layout.derived, r"mtp\..*")  # layers that predict later tokens
     plain = ("compressor", "weights_proj")
-    return spec, replace(layout, top=top, spellings=SPELLINGS, derived=derived, plain=plain)
+    return spec, replace(layout, top=top, spellings=SPELLINGS, plain=plain)
 
 
 def _kinds(config: ConfigReader, num_layers: int) -> list[str]:

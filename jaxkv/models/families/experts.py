@@ -11,6 +11,7 @@ from jaxkv.models.families.base import Leaf, Part, leaf
 from jaxkv.ops.experts import Router
 
 MAX_EXPERTS = 4096
+ROUTED = "expert_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ class Experts:
             bias = leaf(prefix + self.bias, (self.count,), ("experts",), part=part)
             found["router_bias"] = bias
         routed = self._routed(prefix, self.latent or hidden)
-        found |= {f"expert_{name}": one for name, one in routed.items()}
+        found |= {f"{ROUTED}{name}": one for name, one in routed.items()}
         if self.latent:
             into, out_of = (f"{prefix}{name}.weight" for name in self.latent_names)
             found["latent_in"] = leaf(into, (self.latent, hidden), (None, "model"))
@@ -81,6 +82,34 @@ class Experts:
             place = {"transposed": self.transposed, "either_way": self.either_way}
             own = _fused(own, prefix, self.fused, self.count, **place)
         return {name: replace(one, num_experts=self.count) for name, one in own.items()}
+
+
+def in_other_form(leaves: Mapping[str, Leaf]) -> dict[str, Leaf] | None:
+    """Describes the arrays of a layer whose experts are stored the other way: in two tensors for
+    all, [E, out, in] or with its last axes swapped, where they have tensors of their own, and the
+    other way round. None where names do not say what that would be.
+
+    Publishers have both: transformers 5 writes one and loads both, and quantised exports have each
+    expert's apart.
+    """
+    routed = {name: one for name, one in leaves.items() if name.startswith(ROUTED)}
+    own = {name.removeprefix(ROUTED): one for name, one in routed.items()}
+    if own.keys() != {"gate", "up", "down"}:
+        return None
+    stem, name = own["up"].source, "{expert}.up_proj.weight"
+    if stem.endswith(name):
+        stem = stem.removesuffix(name)
+        names = (f"{stem}gate_up_proj", f"{stem}down_proj")
+        found = _fused(own, "", names, own["up"].num_experts, either_way=True)
+    elif stem.endswith(".gate_up_proj"):
+        stem = stem.removesuffix("gate_up_proj")
+        found = {
+            name: replace(one, source=f"{stem}{{expert}}.{name}_proj.weight", part=None)
+            for name, one in own.items()
+        }
+    else:
+        return None
+    return {**leaves, **{f"{ROUTED}{name}": one for name, one in found.items()}}
 
 
 def _fused(

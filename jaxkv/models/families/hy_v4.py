@@ -20,8 +20,6 @@ SPELLINGS = (
     (r"\.learnable_sink_param$", ".sinks"),
     (r"\.linear_gate\.", ".gate_proj."),
 )
-PREDICTORS = r"model\.mtp_layers\..*"
-"""Matches layers that predict later tokens, of which configs need say nothing."""
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
@@ -63,6 +61,5 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     top = dict(layout.top) | joining(hyper, spec.hidden_size, "model.hc_head.hc_head_")
     layers = tuple({**layer, **own} for layer in layout.layers)
     attention = replace(spec.attention, has_sinks=True)
-    derived = (*layout.derived, PREDICTORS)
-    layout = replace(layout, top=top, layers=layers, spellings=SPELLINGS, derived=derived)
+    layout = replace(layout, top=top, layers=layers, spellings=SPELLINGS)
     return replace(spec, attention=attention), layout

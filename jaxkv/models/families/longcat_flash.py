@@ -49,7 +49,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
         routed[name] = leaf(routed[name].source, (count, *rest), ("experts", *axes))
     # Some checkpoints have part of the experts that are none.
     unread = "|".join(str(i) for i in range(experts.count, count))
-    derived = (rf"model\.layers\.\d+\.mlp\.experts\.({unread})\..*", r"model\.mtp\..*")
+    derived = (rf"model\.layers\.\d+\.mlp\.experts\.({unread})\..*",)
     spec = replace(
         spec,
         attention=attention,

@@ -62,9 +62,8 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     spec, layout = _with_sources(found, config, rotates)
     (rotated,) = {rope.dim for rope in (spec.rope, *spec.layer_ropes) if rope}
     growth = leaf("model.rotary_emb.alpha", (rotated // 2,), (None,))
-    derived = (*layout.derived, r"mtp_dspark\..*")
     top = {**layout.top, "rope_growth": growth}
-    return spec, replace(layout, top=top, spellings=SPELLINGS, derived=derived)
+    return spec, replace(layout, top=top, spellings=SPELLINGS)
 
 
 def _read_form(config: ConfigReader, rotates: bool, is_dense: bool) -> tuple[ModelSpec, Layout]:

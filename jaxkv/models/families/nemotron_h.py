@@ -59,9 +59,7 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     def read_form(form: str) -> tuple[ModelSpec, Layout]:
         return _read_form(sized, form)
 
-    spec, layout = read_forms(forms, read_form)
-    # Layers behind the last that predict later tokens.
-    return spec, replace(layout, derived=(*layout.derived, r"mtp\..*"))
+    return read_forms(forms, read_form)
 
 
 def _forms(config: ConfigReader) -> list[str]:

@@ -87,9 +87,7 @@ def read_qwen_hybrid(
     rest = rest_of(mixer, PREFIX, hidden, conv="conv1d", norm="norm", out="out_proj")
     leaves = {**matrices(mixer, hidden), **rest}
     spec, layout = with_mixer(with_gates(read), layers, mixer, leaves)
-    # Layers behind the last that predict later tokens.
-    derived = (*layout.derived, r"mtp\..*")
-    return spec, replace(layout, derived=derived, num_predictors=_num_predictors(config))
+    return spec, replace(layout, num_predictors=_num_predictors(config))
 
 
 def _num_predictors(config: ConfigReader) -> int:
