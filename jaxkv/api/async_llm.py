@@ -32,6 +32,7 @@ from jaxkv.engine.metrics import Metric
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput, new_since
 from jaxkv.requests.prompts import Prompt
+from jaxkv.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxkv.api.views import PageRecording
@@ -111,6 +112,7 @@ class AsyncLLM(AsyncPoolingCalls):
                 raise TypeError(f"AsyncLLM.generate: unexpected keyword argument {name!r}")
             check_none(name, value)
         loop = asyncio.get_running_loop()
+        await self._compile_grammar(sampling_params)
         held = await self._read_adapters(lora_request)
         stream = Stream(uuid.uuid4().hex if request_id is None else request_id)
         try:
@@ -132,6 +134,13 @@ class AsyncLLM(AsyncPoolingCalls):
         finally:
             if not stream.is_ended:
                 self._engine.post(partial(self._engine.close, stream))
+
+    async def _compile_grammar(self, params: SamplingParams | None) -> None:
+        """Has a grammar compiled while steps go on; the engine then finds it. Raises: ValueError."""
+        asked = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if isinstance(asked, StructuredOutputsParams):
+            grammars = await self._engine.ask(self._llm._intake.grammars)
+            await asyncio.to_thread(grammars.compile, asked)
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Reads an adapter into host memory ahead of the requests that name it, and returns True.

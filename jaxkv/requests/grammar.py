@@ -5,11 +5,14 @@ parser, on the host.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Collection
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
+from jaxkv.requests.trial import TRIALS
 from jaxkv.structured import StructuredOutputsParams
 
 
@@ -72,8 +75,12 @@ class Grammar:
         self._matcher.consume_token(token)
 
 
+KEPT = 64
+"""So many grammars that were asked for last are kept: many requests have the same."""
+
+
 class Grammars:
-    """Compiles grammars for one tokenizer. Cost: reads its vocabulary once."""
+    """Compiles grammars for one tokenizer, for any thread. Cost: reads its vocabulary once."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
         try:
@@ -89,13 +96,16 @@ class Grammars:
             )
         self._llguidance = llguidance
         self._num_words = -(-vocab_size // 32)
+        self._kept: OrderedDict[str, Grammar | str] = OrderedDict()
+        """What came of a grammar in llguidance's own form: it, or what is wrong with it."""
+        self._lock = Lock()
         self._tokenizer = llguidance.hf.from_tokenizer(
             tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids)
         )
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
         """Compiles what was asked for. Raises: ValueError with llguidance's reason for an invalid
-        schema or grammar, and for what it has no room for.
+        schema or grammar, and for what it has no room or time for.
         """
         try:
             source = self._source(asked)
@@ -103,13 +113,29 @@ class Grammars:
             raise ValueError(
                 f"structured_outputs: expected a valid grammar, got {error}"
             ) from error
+        with self._lock:
+            found = self._kept.get(source)
+        if found is None:
+            found = self._made(source)
+        with self._lock:
+            self._kept[source] = found
+            self._kept.move_to_end(source)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            if isinstance(found, Grammar):
+                return found.copy()
+        raise ValueError(f"structured_outputs: expected {found}")
+
+    def _made(self, source: str) -> Grammar | str:
+        try:
+            TRIALS.check(source)
+        except ValueError as error:
+            return str(error)
         grammar = Grammar(
             self._llguidance.LLMatcher(self._tokenizer, source, log_level=0), self._num_words
         )
         grammar.mask()  # some of what is too much for it is found there
-        if grammar.error:
-            raise ValueError(f"structured_outputs: expected a valid grammar, got {grammar.error}")
-        return grammar
+        return f"a valid grammar, got {grammar.error}" if grammar.error else grammar
 
     def _source(self, asked: StructuredOutputsParams) -> str:
         """Returns a grammar in llguidance's own form."""

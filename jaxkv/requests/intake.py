@@ -459,13 +459,18 @@ class Intake:
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """Returns the grammar that the text is to follow, None without one. Raises: ValueError."""
-        if params.structured_outputs is None:
-            return None
+        asked = params.structured_outputs
+        return None if asked is None else self.grammars().compile(asked)
+
+    def grammars(self) -> Grammars:
+        """Returns what compiles grammars for the model's tokenizer. Raises: ValueError if none
+        can be.
+        """
         with self._lock:
             if self._grammars is None:
                 model = self._model
                 self._grammars = Grammars(model.tokenizer, model.spec.vocab_size, model.eos_ids)
-        return self._grammars.compile(params.structured_outputs)
+            return self._grammars
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         own_stops = params.stop_token_ids or ()

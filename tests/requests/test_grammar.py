@@ -1,0 +1,79 @@
+"""A grammar that takes for ever ends nothing but its own request, and each is compiled once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from jaxkv.requests import grammar, trial
+from jaxkv.structured import StructuredOutputsParams
+from tokenizers_ import save_tokenizer
+
+llguidance = pytest.importorskip("llguidance")
+
+HARMLESS = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"type": "null"}}})
+
+
+def endless(number: int = 24) -> StructuredOutputsParams:
+    """Returns a schema that takes twice as long with each pattern more; 18 take half a second."""
+    patterns = [{"type": "string", "pattern": f"^.*a{i:03}.*$"} for i in range(number)]
+    return StructuredOutputsParams(json={"allOf": patterns})
+
+
+@pytest.fixture
+def grammars(tmp_path, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    save_tokenizer(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    monkeypatch.setattr(trial, "CPU_S", 1)
+    trials = trial.Trials()
+    monkeypatch.setattr(grammar, "TRIALS", trials)
+    yield grammar.Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    trials.close()
+
+
+def test_a_grammar_that_takes_for_ever_is_refused_and_the_next_one_is_not(grammars):
+    begun = time.thread_time()
+    for _ in range(2):  # it is not tried again
+        with pytest.raises(ValueError, match=r"structured_outputs: expected one that llguidance"):
+            grammars.compile(endless())
+    assert not grammars.compile(HARMLESS).error
+    assert time.thread_time() - begun < 1.0  # of a processor, here: others go on meanwhile
+
+
+def test_a_process_that_was_killed_is_replaced(grammars, monkeypatch):
+    assert not grammars.compile(HARMLESS).error
+    process = grammar.TRIALS._process
+    process.kill()
+    process.wait()
+    assert not grammars.compile(StructuredOutputsParams(regex="a+")).error
+    assert grammar.TRIALS._process is not process
+
+
+def test_a_process_is_ended_by_the_clock_where_it_gets_no_processor(grammars, monkeypatch):
+    monkeypatch.setattr(trial, "WALL_S", 0.3)
+    with pytest.raises(ValueError, match="leave out patterns"):
+        grammars.compile(endless())
+
+
+def test_each_grammar_is_tried_and_compiled_once_and_followed_apart(grammars, monkeypatch):
+    made, make = [], grammars._made
+    monkeypatch.setattr(grammars, "_made", lambda source: made.append(source) or make(source))
+    one, other = (grammars.compile(StructuredOutputsParams(regex="ab|cd")) for _ in range(2))
+    assert len(made) == 1
+    letters = {letter: grammars._tokenizer.tokenize_str(letter)[0] for letter in "ac"}
+    before = other.mask().copy()
+    one.accept(letters["a"])
+    assert (other.mask() == before).all()
+    assert (one.mask() != before).any()
+    other.accept(letters["c"])
+    assert (one.mask() != other.mask()).any()
+
+
+def test_only_the_last_grammars_are_kept(grammars, monkeypatch):
+    monkeypatch.setattr(grammar, "KEPT", 2)
+    for text in ("a", "b", "a", "c"):
+        grammars.compile(StructuredOutputsParams(regex=text))
+    assert len(grammars._kept) == 2
