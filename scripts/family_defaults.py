@@ -23,6 +23,9 @@ LEFT_OUT = re.compile(
 )
 """Matches keys that mean nothing here, or are made of other keys."""
 
+WHOLE = ("voxtral",)
+"""Models of several parts that have defaults of their own for their text part."""
+
 
 def defaults(model_type: str) -> dict[str, Any]:
     """Returns the keys of a default config that are numbers, flags, texts or null, its
@@ -59,7 +62,10 @@ def main() -> None:
     others = {own: name for name, own in RENAMED.items()}
     names = {own: own if own in CONFIG_MAPPING else others.get(own) for own in FAMILIES}
     known = {own: defaults(name) for own, name in names.items() if name in CONFIG_MAPPING}
-    DEFAULTS.write_text(json.dumps(known, indent=1) + "\n")
+    of_parts = {
+        name: CONFIG_MAPPING[name].sub_configs_defaults["text_config"].init_kwargs for name in WHOLE
+    }
+    DEFAULTS.write_text(json.dumps(known | of_parts, indent=1) + "\n")
     print(f"{DEFAULTS}: {len(known)} of {len(FAMILIES)} families")
 
 

@@ -429,6 +429,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "qwen2_vl_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
+    "qwen2_5_omni_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "qwen2_5_vl_text": {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2]}},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40, "qkv_bias": True},
     "qwen3_moe": EXPERTS | HEAD | {"mlp_only_layers": [1], "norm_topk_prob": True},
@@ -438,6 +439,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "attention_bias": True},
     "qwen3_5_text": LINEAR | HEAD | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}},
     "qwen3_5_moe_text": EXPERTS | LINEAR | HEAD | {"shared_expert_intermediate_size": 40},
+    "qwen3_omni_moe_text": EXPERTS
+    | HEAD
+    | {"mlp_only_layers": [1], "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
     "qwen3_vl_moe_text": EXPERTS
     | HEAD
     | {"moe_intermediate_size": 32, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
@@ -490,6 +494,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"indexer_types": ["full", "full", "full", "shared", "shared", "full"]}
     | {"first_k_dense_replace": 1, "final_logit_softcapping": 5.0}
     | {"rope_parameters": YARN | {"attention_factor": 1.0}},
+    "cohere_compass_text": WINDOW
+    | {"logit_scale": 0.3}
+    | {"rope_parameters": {"full_attention": None, "sliding_attention": ROPE}},
+    "cosmos3_edge_text": HEAD
+    | {"attention_bias": True, "mlp_bias": True}
+    | {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+    "granite4_vision_text": {"attention_multiplier": 0.2, "embedding_multiplier": 3.0}
+    | {"residual_multiplier": 0.4, "logits_scaling": 2.5},
+    "hunyuan_vl_text": HEAD
+    | {
+        "rope_parameters": ROPE
+        | {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mrope_section": [1, 1, 1, 1]}
+    },
+    "hy_v4_vl_text": GROUPED
+    | LATENT
+    | INDEX
+    | {"num_hidden_layers": 3, "hc_mult": 3, "hc_magnitude": 1.4, "swiglu_limit": 0.7}
+    | {"indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", *["sparse"] * 2]}
+    | {"rms_norm_eps": 1e-2, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+    "molmo2_text": HEAD | {"additional_vocab_size": 151, "attention_bias": True},
+    "molmo2_text-olmo": HEAD
+    | {"additional_vocab_size": 151, "qk_norm_type": "olmo", "norm_after": True}
+    | {"rope_scaling_layers": [1], "rope_parameters": YARN},
     "mllama_text_model": {"num_hidden_layers": 5, "cross_attention_layers": [1, 3]},
     "minimax_m3_vl_text": HEAD
     | {"intermediate_size": 32, "dense_intermediate_size": 80, "shared_intermediate_size": 24}
@@ -526,18 +553,26 @@ SIGLIP = {
 }
 QWEN_VISION = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
 PARTS = (
+    "cosmos3_edge_text",
     "emu3_text_model",
     "glm4v_moe_text",
     "glm4v_text",
     "glm5_next_text",
     "glm_ocr_text",
+    "granite4_vision_text",
+    "hunyuan_vl_text",
+    "hy_v4_vl_text",
     "minimax_m3_vl_text",
     "mistral_large4_text",
     "mllama_text_model",
+    "molmo2_text",
+    "molmo2_text-olmo",
     "paddleocr_vl_text",
     "ernie4_5_vl_moe_text",
     "qwen2_vl_text",
+    "qwen2_5_omni_text",
     "qwen2_5_vl_text",
+    "qwen3_omni_moe_text",
     "qwen3_vl_text",
     "qwen3_vl_moe_text",
 )
@@ -546,6 +581,19 @@ ALONE = tuple(name for name in VARIANTS if name not in PARTS)
 
 CLIP = SIGLIP | {"model_type": "clip_vision_model"}
 LIST = {"image_size": [16, 16], "patch_size": [8, 8]}
+
+WHISPER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+WHISPER |= {"num_attention_heads": 2, "num_mel_bins": 8, "max_source_positions": 8}
+QWEN_AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2}
+QWEN_AUDIO |= {"encoder_ffn_dim": 16, "num_mel_bins": 8, "max_source_positions": 8}
+MARKS = {"vision_start_token_id": 148, "audio_start_token_id": 149}
+"""Tokens that transformers 5.24 asks for, though its config need not have the first."""
+
+DEEP_VISION = QWEN_VISION | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]}
+MOLMO_VISION = SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "image_size": [16, 16]}
+MOLMO_ADAPTER = {"hidden_size": 16, "num_attention_heads": 2, "head_dim": 8}
+MOLMO_ADAPTER |= {"num_key_value_heads": 2, "intermediate_size": 16, "text_hidden_size": 48}
+MOLMO_ADAPTER |= {"vision_feature_layer": [0]}
 
 WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "aria": ("aria_text", SIGLIP, {"projector_patch_to_query_dict": {"4": 2}}),
@@ -655,9 +703,63 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         QWEN_VISION | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
         {},
     ),
+    "audioflamingo3": ("qwen2", {}, {"audio_config": WHISPER}),
+    "cohere_compass": ("cohere_compass_text", DEEP_VISION, {}),
+    "cosmos3_edge": ("cosmos3_edge_text", SIGLIP, {"projector_hidden_size": 16}),
+    "cosmos3_omni": ("qwen3_vl_text", DEEP_VISION, {}),
+    "deepseek_vl_hybrid": (
+        "llama",
+        SIGLIP,
+        {
+            "high_res_vision_config": SIGLIP
+            | {"mlp_dim": 16, "output_channels": 8, "global_attn_indexes": [0]}
+        },
+    ),
+    "fast_vlm": ("qwen2", CLIP, {}),
+    "glmga": ("glm4v_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
+    "granite4_vision": (
+        "granite4_vision_text",
+        CLIP | {"hidden_size": 64},
+        {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0]]}
+        | {"qformer_config": {"model_type": "blip_2_qformer", "intermediate_size": 16}},
+    ),
+    "hunyuan_vl": ("hunyuan_vl_text", SIGLIP | {"max_image_size": 16}, {}),
+    "hy_v4_vl": ("hy_v4_vl_text", SIGLIP | {"max_image_size": 16, "out_hidden_size": 48}, {}),
+    "molmo2": ("molmo2_text", MOLMO_VISION, {"adapter_config": MOLMO_ADAPTER}),
+    "molmo2-olmo": ("molmo2_text-olmo", MOLMO_VISION, {"adapter_config": MOLMO_ADAPTER}),
+    "musicflamingo": (
+        "qwen2",
+        {},
+        {"audio_config": WHISPER | {"model_type": "audioflamingo3_encoder"}},
+    ),
+    "nemotron_h_omni": (
+        "nemotron_h",
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 1.0}
+        | {"image_size": 16, "patch_size": 8, "max_img_size": 16, "video_temporal_patch_size": 2},
+        {"projector_hidden_size": 16, "vision_hidden_size": 16},
+    ),
+    "perception_lm": ("llama", CLIP | {"model_args": {"embed_dim": 16}}, {}),
+    "qwen2_5_omni": ("qwen2_5_omni_thinker", {}, {"enable_audio_output": False}),
+    "qwen2_5_omni_thinker": (
+        "qwen2_5_omni_text",
+        QWEN_VISION | {"out_hidden_size": 48, "fullatt_block_indexes": [0]},
+        {"audio_config": QWEN_AUDIO | {"n_window": 4, "output_dim": 48}} | MARKS,
+    ),
+    "qwen2_audio": ("qwen2", {}, {"audio_config": QWEN_AUDIO}),
+    "qwen3_omni_moe": ("qwen3_omni_moe_thinker", {}, {"enable_audio_output": False}),
+    "qwen3_omni_moe_thinker": (
+        "qwen3_omni_moe_text",
+        DEEP_VISION,
+        {
+            "audio_config": QWEN_AUDIO
+            | {"n_window": 4, "output_dim": 48, "downsample_hidden_size": 8}
+        }
+        | MARKS,
+    ),
+    "voxtral": ("llama", {}, {"audio_config": WHISPER}),
 }
-"""Models of several parts: the variant of the text part, what the vision part has, and what both
-have.
+"""Models of several parts: the variant of the text part, what the vision part has, if there is one,
+and what both have. One whose text part is here has it within another one.
 """
 
 
@@ -667,10 +769,13 @@ def hf_config(variant: str) -> Any:
 
     if variant in WRAPPED:
         part, vision, more = WRAPPED[variant]
+        if part in WRAPPED:
+            return AutoConfig.for_model(variant, thinker_config=hf_config(part).to_dict(), **more)
         own = text_config(part)
         tie = {"tie_word_embeddings": own["tie_word_embeddings"]}
-        given = {"text_config": own, "vision_config": vision} | tie | more
-        return AutoConfig.for_model(variant, **given)
+        given = {"text_config": own} | tie | more
+        given |= {"vision_config": vision} if vision else {}
+        return AutoConfig.for_model(variant.split("-")[0], **given)
     return AutoConfig.for_model(**text_config(variant))
 
 
@@ -702,12 +807,13 @@ def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) ->
     """Returns the model of a config in float32, all weights drawn anew, which is also written to
     the directory.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
-    # Mistral 4 is listed there though it is a text model, and Phi-4-multimodal is not.
-    has_parts = hasattr(config, "vision_config") or config.model_type == "mistral4"
-    has_parts &= config.model_type != "phi4_multimodal"
-    auto = AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
+    # Mistral 4 is listed there though it is a text model.
+    has_parts = config.model_type in (*WRAPPED, "mistral4")
+    auto = AutoModelForMultimodalLM if has_parts else AutoModelForCausalLM
+    if config.model_type in ("audioflamingo3", "musicflamingo"):
+        auto = AutoModelForSeq2SeqLM
     # Falcon's eager attention lets scores fall twice.
     falls = config.model_type == "falcon" and config.alibi
     config._attn_implementation = "sdpa" if falls else "eager"
@@ -722,6 +828,7 @@ def make_hf_model(torch: Any, config: Any, directory: Path, *, seed: int = 1) ->
     model.save_pretrained(directory)
     if config.model_type == "llama4":  # the whole model's own code fails in transformers 5.24
         model = model.language_model
+    model = getattr(model, "thinker", model)
     model.generation_config.eos_token_id = None
     return model
 

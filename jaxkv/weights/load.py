@@ -108,10 +108,16 @@ def progress(leaves: Sequence[TreeLeaf], dtype: np.dtype) -> Iterator[Told]:
 
 
 TEXT = (
+    # Qwen Omni, whose thinker is what writes; other parts speak.
+    (re.compile(r"^thinker\.lm_head\."), "lm_head."),
+    (re.compile(r"^thinker\.model\.(language_model\.)?(?=embed_tokens|layers|norm)"), "model."),
     (re.compile(r"^((model\.)?language_model|text_model)\.lm_head\."), "lm_head."),
     # Kimi K2.5 and Qianfan-OCR as transformers 5 writes them; published files have `layers`.
     (re.compile(r"^language_model\.model\.(blocks|encoder\.layers)\."), "model.layers."),
     (re.compile(r"^(model\.(language|text)_model|(language|text)_model\.model)\."), "model."),
+    # Nemotron 3 Omni as published, and Cosmos 3.
+    (re.compile(r"^language_model\.(?=backbone\.)"), ""),
+    (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "model."),
 )
 """How models of several parts call the tensors of their text part, and what it calls them."""
 

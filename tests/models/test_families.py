@@ -5,6 +5,7 @@ CheckpointError naming it.
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from jaxkv.errors import CheckpointError
 from jaxkv.models.families import (
     DEFAULTS,
     FAMILIES,
+    TEXT_OF,
     ConfigReader,
     Layout,
     Leaf,
@@ -310,6 +312,29 @@ def test_rotations_that_transformers_does_not_read_are_refused():
             {"indexer_types": None, "index_topk_freq": 2, "no_rope_layers": None}
             | {"no_rope_layer_interval": 2, "kv_source_layers": None},
         ),
+        ("cohere_compass_text", {"logit_scale": None, "layer_types": None}),
+        (
+            "hunyuan_vl_text",
+            {"rope_parameters": None, "rope_theta": 3e4, "head_dim": None}
+            | {
+                "rope_scaling": {
+                    "type": "xdrope",
+                    "alpha": 10.0,
+                    "factor": 1.0,
+                    "xdrope_section": [1] * 4,
+                }
+            }
+            | {"attention_head_dim": 8},
+        ),
+        (
+            "molmo2_text",
+            {"attention_bias": None, "qkv_bias": True, "rms_norm_eps": None}
+            | {"layer_norm_eps": 1e-3},
+        ),
+        ("molmo2_text-olmo", {"rope_scaling_layers": None}),
+        ("qwen2_5_omni_text", {"sliding_window": 8, "max_window_layers": 1}),
+        ("qwen2_5_omni_text", {"sliding_window": 8, "use_sliding_window": True}),
+        ("qwen3_omni_moe_text", {"mlp_only_layers": None, "decoder_sparse_step": 2}),
     ],
 )
 def test_a_config_means_what_transformers_writes_for_it(variant, said):
@@ -627,6 +652,9 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("mistral_large4_text", "kv_source_layers", [0, 0, 1, 3, 4, 5], "for each of 6 layers"),
         ("mistral_large4_text", "kv_source_layers", [0, 0, 2, 3, 4, 5], "the last source that"),
         ("mistral_large4_text", "kv_source_layers", [0, 1, 2, 2, 4, 0], "the last source that"),
+        ("molmo2_text", "qk_norm_type", "llama", "one of olmo, qwen3"),
+        ("molmo2_text", "rope_scaling_layers", ["0"], "a list of layers"),
+        ("qwen3_omni_moe_text", "use_sliding_window", True, r"False \(not built\)"),
         ("axk2", "q_lora_rank", None, "a whole number"),
         ("axk2", "topk_group", None, "a number, as n_group is one"),
         ("axk2", "n_group", None, "a number, as topk_group is one"),
@@ -817,6 +845,120 @@ def test_names_of_axk2_as_transformers_modules_have_them_are_taken_too(tmp_path)
         tensors = {name.replace(f".{old}.", f".{new}."): x for name, x in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path), want)
+
+
+def as_published(directory: Path, outer: dict, rename: dict[str, str], more: list[str]) -> None:
+    """Makes a text part's checkpoint one of a model of several parts: its tensors under other
+    names, beside some that are of no text part.
+    """
+    tensors = load_file(directory / "model.safetensors")
+    for old, new in rename.items():
+        tensors = {re.sub(old, new, name): x for name, x in tensors.items()}
+    tensors |= {name: np.zeros(4, np.float32) for name in more}
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(outer))
+
+
+SPOKEN = ["talker.model.layers.0.input_layernorm.weight", "token2wav.code2wav.x.weight"]
+PICTURED = [
+    "blocks.0.attn.qkv.weight",
+    "layers.0.self_attn.add_q_proj.weight",
+    "layers.0.input_layernorm_moe_gen.weight",
+    "norm_moe_gen.weight",
+    "time_embedder.linear_1.weight",
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "outer", "rename", "more"),
+    [
+        ("qwen2_5_omni_text", "qwen2_5_omni", {"^": "thinker."}, SPOKEN),
+        (
+            "qwen3_omni_moe_text",
+            "qwen3_omni_moe",
+            {r"^model\.": "model.language_model.", "^": "thinker."},
+            [*SPOKEN, "thinker.model.visual.blocks.0.attn.qkv.weight", "code2wav.x.weight"],
+        ),
+        (
+            "nemotron_h",
+            "nemotron_h_omni",
+            {"^": "language_model."},
+            ["vision_model.radio_model.x.weight", "language_model.mtp.layers.0.norm.weight"],
+        ),
+        (
+            "qwen3_vl_text",
+            "cosmos3_omni",
+            {r"^model\.": "", r"\.([qkv])_proj\.": r".to_\1.", "o_proj": "to_out"}
+            | {r"\.([qk])_norm\.": r".norm_\1."},
+            PICTURED,
+        ),
+        (
+            "cosmos3_edge_text",
+            "cosmos3_edge",
+            {r"^model\.": "", r"\.([qkv])_proj\.": r".to_\1.", "o_proj": "to_out"}
+            | {"fc1": "up_proj", "fc2": "down_proj"},
+            PICTURED,
+        ),
+        (
+            "hy_v4_vl_text",
+            "hy_v4_vl",
+            {r"_layer\.hc_": "_layer.hc_pre.hc_", "sinks": "learnable_sink_param"}
+            | {r"self_attn\.gate_proj": "self_attn.linear_gate"},
+            ["vit.layers.0.input_layernorm.weight", "model.mtp_layers.0.eh_proj.weight"],
+        ),
+        (
+            "molmo2_text",
+            "molmo2",
+            {},
+            [
+                "model.transformer.wte.new_embedding",
+                "model.vision_backbone.image_vit.transformer.resblocks.0.attention.wq.weight",
+            ],
+        ),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_names_and_sections_as_models_of_several_parts_are_published(
+    tmp_path, variant, outer, rename, more
+):
+    config = families.text_config(variant)
+    want = load(make_checkpoint(tmp_path, config))
+    whole = {"model_type": outer, "text_config": config}
+    if variant == "nemotron_h":
+        whole = {"model_type": outer, "llm_config": config}
+    if "omni_" in variant:
+        inner = {"model_type": f"{outer}_thinker", "text_config": config}
+        whole = {"model_type": outer, "thinker_config": inner, "talker_config": {"x": 1}}
+    as_published(tmp_path, whole, rename, more)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path), want)
+
+
+def test_a_text_part_that_does_not_say_what_it_is_is_what_transformers_takes_it_for():
+    pytest.importorskip("transformers")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for outer, family in TEXT_OF.items():
+        parts = CONFIG_MAPPING[outer].sub_configs_defaults
+        assert (parts.get("text_config") or parts["thinker_config"]).model_type == family
+
+
+def test_voxtral_has_defaults_of_its_own_for_its_text_part():
+    from transformers import AutoConfig
+
+    text = {"vocab_size": 151, "num_hidden_layers": 3}
+    theirs = AutoConfig.for_model("voxtral", text_config=text).text_config.to_dict()
+    spec, _ = read({"model_type": "voxtral", "text_config": text})
+    assert spec == read(json.loads(json.dumps(theirs)))[0]
+    assert (spec.hidden_size, spec.head_dim, spec.rope.theta) == (3072, 128, 1e8)
+
+
+def test_a_thinker_without_a_section_or_a_model_type_is_found_all_the_same(tmp_path):
+    config = families.text_config("qwen2_5_omni_text")
+    del config["model_type"]
+    for inner in (config, {"text_config": config, "tie_word_embeddings": True}):
+        spec, layout = read({"model_type": "qwen2_5_omni", "thinker_config": inner})
+        assert (spec.family, layout.part_of) == ("qwen2_5_omni_text", "qwen2_5_omni")
+        assert (layout.top["head"].same_as is not None) == ("text_config" in inner)
 
 
 def test_integers_are_no_weights_and_every_problem_is_listed(tmp_path):

@@ -44,16 +44,26 @@ SIZES = (
 TEXT_OF = {
     "apertus1p5": "apertus1p5_text",
     "aria": "aria_text",
+    "audioflamingo3": "qwen2",
+    "cohere_compass": "cohere_compass_text",
+    "cosmos3_edge": "cosmos3_edge_text",
+    "cosmos3_omni": "qwen3_vl_text",
     "deepseek_vl": "llama",
+    "deepseek_vl_hybrid": "llama",
     "emu3": "emu3_text_model",
     "ernie4_5_vl_moe": "ernie4_5_vl_moe_text",
     "exaone4_5": "exaone4",
+    "fast_vlm": "qwen2",
     "glm4v": "glm4v_text",
     "glm46v": "glm4v_text",
     "glm4v_moe": "glm4v_moe_text",
     "glm5_next": "glm5_next_text",
     "glm_ocr": "glm_ocr_text",
+    "glmga": "glm4v_text",
     "got_ocr2": "qwen2",
+    "granite4_vision": "granite4_vision_text",
+    "hunyuan_vl": "hunyuan_vl_text",
+    "hy_v4_vl": "hy_v4_vl_text",
     "hyperclovax_vision_v2": "hyperclovax",
     "idefics2": "mistral",
     "idefics3": "llama",
@@ -68,12 +78,17 @@ TEXT_OF = {
     "minicpm_ocr": "qwen3_5_text",
     "minicpmv4_6": "qwen3_5_text",
     "minicpmv4_7": "qwen3_5_text",
+    "molmo2": "molmo2_text",
+    "musicflamingo": "qwen2",
+    "nemotron_h_omni": "nemotron_h",
     "ovis2": "qwen2",
+    "perception_lm": "llama",
     "qianfan_ocr": "qwen3",
     "smolvlm": "llama",
     "video_llama_3": "qwen2",
     "video_llava": "llama",
     "vipllava": "llama",
+    "voxtral": "llama",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
@@ -86,14 +101,24 @@ TEXT_OF = {
     "mistral3": "mistral",
     "mistral_large4": "mistral_large4_text",
     "mllama": "mllama_text_model",
+    "qwen2_5_omni": "qwen2_5_omni_thinker",
+    "qwen2_5_omni_thinker": "qwen2_5_omni_text",
+    "qwen2_audio": "qwen2",
     "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_omni_moe": "qwen3_omni_moe_thinker",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 """Models of several parts, each with the family of a text part that does not say which it is."""
+
+SECTIONS = ("text_config", "llm_config", "thinker_config")
+"""Where a model's text part is: the second in published files of Nemotron 3 Omni. The third is a
+model of several parts itself, Qwen Omni's without those that speak.
+"""
 
 RENAMED = {
     "exaone4_5_text": "exaone4",
@@ -171,20 +196,22 @@ def _renamed(config: ConfigReader) -> ConfigReader:
 
 
 def _text_part(config: ConfigReader) -> ConfigReader:
-    """Returns the reader of a model's text part: itself, unless it has a `text_config`."""
-    outer = config.values.get("model_type")
-    if not isinstance(outer, str) or outer not in TEXT_OF:
-        return config
-    if config.get("text_config") is None:  # older files have its keys among the others
-        return config.replaced(model_type=TEXT_OF[outer])
-    text = config.section("text_config")
-    # The tie may be said on either level, and holds if one of them says so; a quantisation is said
-    # on the outer one.
-    keys = ("tie_word_embeddings", "quantization_config", "compression_config")
-    above = {key: config.get(key) for key in keys if key in config.values}
-    if above.get("tie_word_embeddings") is True:
-        text = text.replaced(tie_word_embeddings=True)
-    return text.with_defaults(above | {"model_type": TEXT_OF[outer]})
+    """Returns the reader of a model's text part: itself, unless it is one of several parts."""
+    while isinstance(outer := config.values.get("model_type"), str) and outer in TEXT_OF:
+        section = next((key for key in SECTIONS if config.get(key) is not None), None)
+        if section is None:  # older files have its keys among the others
+            config = config.replaced(model_type=TEXT_OF[outer])
+            continue
+        text = config.section(section)
+        # The tie may be said on either level, and holds if one of them says so; a quantisation is
+        # said on the outer one.
+        keys = ("tie_word_embeddings", "quantization_config", "compression_config")
+        above = {key: config.get(key) for key in keys if key in config.values}
+        if above.get("tie_word_embeddings") is True:
+            text = text.replaced(tie_word_embeddings=True)
+        above |= {"model_type": TEXT_OF[outer], **_written_defaults().get(outer, {})}
+        config = text.with_defaults(above)
+    return config
 
 
 def _with_defaults(config: ConfigReader, *, is_part: bool) -> ConfigReader:

@@ -22,7 +22,10 @@ SPELLINGS = (
 )
 
 
-def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+def read(
+    config: ConfigReader, *, family: str = "hy_v4", interleaved: bool = False
+) -> tuple[ModelSpec, Layout]:
+    """Reads the model, or one that is alike but for how numbers are paired to be rotated."""
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
     hyper = replace(
         read_streams(config),
@@ -33,11 +36,11 @@ def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     limit = config.get("swiglu_limit", 10.0)
     if not isinstance(limit, int | float) or isinstance(limit, bool):
         raise config.fail("swiglu_limit", "a number; 0 or less for none")
-    index = read_index(config, interleaved=False)
+    index = read_index(config, interleaved=interleaved)
     found = read_latent(
         config.replaced(num_key_value_heads=config.size("num_attention_heads")),
-        interleaved=False,
-        family="hy_v4",
+        interleaved=interleaved,
+        family=family,
         activations=("silu",),  # that of transformers' experts, whatever a config says
         experts=replace(
             experts, fused=("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

@@ -1,0 +1,45 @@
+"""The text part of North Micro Vision: Command R with windows and rotary embeddings by the kind of
+layer, which may rotate nothing; for text alone. Source: transformers' cohere_compass.
+"""
+
+from __future__ import annotations
+
+from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
+from jaxkv.models.families.base import FULL, QKV, Layout, Names, read_decoder, read_kinds
+from jaxkv.models.rope_config import read_layer_ropes
+from jaxkv.models.spec import ModelSpec, RopeSpec, Scales
+
+
+def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
+    num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
+    kinds = [FULL] * num_layers
+    if config.get("layer_types") is not None:
+        kinds = read_kinds(config, num_layers)
+    return read_decoder(
+        config,
+        family="cohere_compass_text",
+        names=Names(mlp_norm=None),
+        biased=(*QKV, "o") * config.flag("attention_bias", False),
+        kinds=kinds,
+        ropes=_ropes(config, kinds),
+        eps="layer_norm_eps",
+        norm="layer",
+        is_parallel=True,
+        scales=Scales(logits=config.number("logit_scale", 1.0)),
+    )
+
+
+def _ropes(config: ConfigReader, kinds: list[str]) -> list[RopeSpec | None]:
+    """Reads the embedding of each layer, None for a kind that has null in place of a section."""
+    hidden, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    sections = config.section("rope_parameters").values
+    unrotated = {kind for kind in kinds if kind in sections and sections[kind] is None}
+    rotated = [kind for kind in kinds if kind not in unrotated]
+    ropes = read_layer_ropes(
+        config,
+        rotated,
+        max_len=config.size("max_position_embeddings"),
+        head_dim=max(1, hidden // num_heads),
+    )
+    of_kind = dict(zip(rotated, ropes, strict=True))
+    return [of_kind.get(kind) for kind in kinds]
