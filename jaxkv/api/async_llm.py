@@ -136,7 +136,9 @@ class AsyncLLM(AsyncPoolingCalls):
                 self._engine.post(partial(self._engine.close, stream))
 
     async def _compile_grammar(self, params: SamplingParams | None) -> None:
-        """Has a grammar compiled while steps go on; the engine then finds it. Raises: ValueError."""
+        """Has a grammar compiled while steps go on, where the engine finds it. Raises:
+        ValueError.
+        """
         asked = params.structured_outputs if isinstance(params, SamplingParams) else None
         if isinstance(asked, StructuredOutputsParams):
             grammars = await self._engine.ask(self._llm._intake.grammars)

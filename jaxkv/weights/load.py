@@ -153,10 +153,11 @@ def open_checkpoint(
         return renamed if is_known or is_text or not is_part else None
 
     checkpoint = checkpoint.renamed(rename)
-    embed, head = (layout.top[name] for name in ("embed", "head"))
-    if head.same_as == "embed" and embed.source not in checkpoint.entries:
+    embed, head = layout.top["embed"], layout.top.get("head")
+    is_tied = head is not None and head.same_as == "embed"
+    if is_tied and embed.source not in checkpoint.entries:
         # Some programs leave out the first of two tensors that are one, and others the second.
-        stored = {head.source: embed.source}
+        stored = {layout.top["head"].source: embed.source}
         checkpoint = checkpoint.renamed(lambda name: stored.get(name, name))
     layout = _as_stored(checkpoint.entries, spec, layout)
     if layout.quantisation is None:
