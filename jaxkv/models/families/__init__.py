@@ -170,9 +170,11 @@ def read_family(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     config.refuse("is_causal", True)
     model_type = config.values.get("model_type")
     if model_type not in FAMILIES:
-        near = difflib.get_close_matches(str(model_type), (*FAMILIES, *TEXT_OF), n=3, cutoff=0.5)
-        nearest = f" (the nearest: {', '.join(near)})" if near else ""
-        raise config.fail("model_type", f"one of {', '.join((*FAMILIES, *TEXT_OF))}{nearest}")
+        known = (*FAMILIES, *TEXT_OF)
+        near = difflib.get_close_matches(str(model_type), known, n=3, cutoff=0.5)
+        nearest = f"the nearest: {', '.join(near)}" if near else "none is spelt like it"
+        expected = f"one of the {len(known)} that are read (docs/models.md; {nearest})"
+        raise config.fail("model_type", expected)
     family = importlib.import_module(f"{__name__}.{model_type}")
     spec, layout = family.read(_with_defaults(config, is_part=config is not outer))
     for rope in {spec.rope, *spec.layer_ropes} - {None}:
