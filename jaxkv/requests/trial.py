@@ -41,17 +41,19 @@ class Trials:
             # The process has a limit of its own; this one is for a machine that is too busy.
             timer = threading.Timer(WALL_S, process.kill)
             timer.start()
+            is_made = False
             try:
                 is_made = self._asked(process, source)
             finally:
                 timer.cancel()
-            if not is_made:
-                self._end()
-                raise ValueError(
-                    f"one that llguidance is ready to follow within {CPU_S} s of a processor and "
-                    f"{MEMORY_BYTES >> 30} GiB, which this one was not: leave out patterns that "
-                    f"all have to match, or make them shorter"
-                )
+                if not is_made:  # after a Ctrl-C too: its answer would be taken for the next one's
+                    self._end()
+        if not is_made:
+            raise ValueError(
+                f"one that llguidance is ready to follow within {CPU_S} s of a processor and "
+                f"{MEMORY_BYTES >> 30} GiB, which this one was not: leave out patterns that "
+                f"all have to match, or make them shorter"
+            )
 
     def close(self) -> None:
         """Ends the process, whatever it does; the next grammar has another one."""
