@@ -332,32 +332,10 @@ def prompts_of(given: Any, key: str = "prompt") -> list[dict[str, Any]]:
 
 
 def read_messages(given: list[Any] | None) -> list[Any]:
-    """Returns the messages with the arguments of tool calls as objects, as chat templates expect
-    them; OpenAI's have them as JSON in a text. Raises: BodyError.
-    """
+    """Returns the messages as they are. Raises: BodyError."""
     if not given or not all(isinstance(message, dict) for message in given):
         raise BodyError("messages: expected a list of objects, at least one", "messages")
-    return [_with_objects(message) for message in given]
-
-
-def _with_objects(message: Any) -> Any:
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list):
-        return message
-    read = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
-            try:
-                function = {**function, "arguments": json.loads(text) if text else {}}
-            except (ValueError, RecursionError) as error:
-                raise BodyError(
-                    f"messages: expected JSON in the arguments of a tool call, got {text!r:.80}",
-                    "messages",
-                ) from error
-            call = {**call, "function": function}
-        read.append(call)
-    return {**message, "tool_calls": read}
+    return given
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from jaxkv.requests.contents import (
     form_of,
     formed,
     names_read,
+    with_objects,
 )
 from jaxkv.requests.deadline import TemplateTimeoutError, within_time
 
@@ -64,7 +65,8 @@ class Chats:
         self, messages: Any, encode: Callable[[str], list[int]]
     ) -> dict[str, str | list[int]]:
         """Returns the prompt of a conversation, its text and what `encode` makes of that. Contents
-        reach the template as texts or parts, whichever it reads (`requests.contents`).
+        reach the template as texts or parts, whichever it reads, and arguments of tool calls as
+        objects (`requests.contents`).
 
         Raises: RefusedChatError for this conversation, ValueError for a template that is none.
         """
@@ -98,7 +100,7 @@ class Chats:
         chosen = self._options.get("chat_template"), self._options.get("tools")
         template = self._tokenizer.get_chat_template(*chosen)
         self._check_read(template)
-        given = formed(messages, self._form or form_of(template))
+        given = formed(with_objects(messages), self._form or form_of(template))
         text = self._tokenizer.apply_chat_template(given, tokenize=False, **self._options)
         check_rendered(text, given)
         return text

@@ -1,4 +1,5 @@
-"""Gives the content of chat messages the form that a template reads: one text, or a list of parts.
+"""Gives the content of chat messages the form that a template reads: one text, or a list of parts;
+and the arguments of tool calls theirs, which is an object.
 
 Clients send either form (`"content": "Hi"` or `"content": [{"type": "text", "text": "Hi"}]`), and
 most templates know only the first: with the second they print Python's list, or leave it out.
@@ -6,6 +7,7 @@ most templates know only the first: with the second they print Python's list, or
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
@@ -100,6 +102,35 @@ def formed(messages: Sequence[Mapping[str, Any]], form: Form) -> list[Mapping[st
     Raises: RefusedChatError naming the message and part that is no text.
     """
     return [_formed(number, message, form) for number, message in enumerate(messages)]
+
+
+def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the messages with the arguments of tool calls as objects, as templates read them;
+    OpenAI's have them as JSON in a text, which a template would write as JSON once more.
+
+    Raises: RefusedChatError naming the message whose text is no JSON.
+    """
+    return [_with_objects(number, message) for number, message in enumerate(messages)]
+
+
+def _with_objects(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return message
+    read = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(text := function.get("arguments"), str):
+            try:
+                function = {**function, "arguments": json.loads(text) if text else {}}
+            except (ValueError, RecursionError) as error:
+                raise RefusedChatError(
+                    f"message {number}: expected JSON in the arguments of a tool call, got "
+                    f"{text!r:.80}"
+                ) from error
+            call = {**call, "function": function}
+        read.append(call)
+    return {**message, "tool_calls": read}
 
 
 def _formed(number: int, message: Mapping[str, Any], form: Form) -> Mapping[str, Any]:

@@ -102,11 +102,6 @@ def test_the_two_ways_to_ask_for_log_probabilities():
         (CHAT, {"store": 0}, "store"),
         (CHAT, {"functions": []}, "functions"),
         (CHAT, {"detokenize": False}, "detokenize"),
-        (
-            CHAT,
-            {"messages": [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}]},
-            "messages",
-        ),
     ],
 )
 def test_what_is_not_done_is_refused_by_its_key(url, body, key):

@@ -121,3 +121,28 @@ def test_what_a_template_drops_or_prints_as_a_list_is_refused(tokenizer, templat
 def test_other_contents_are_refused_by_name(tokenizer, template, content, message):
     with pytest.raises(RefusedChatError, match=f"^message 1: content.*{message}"):
         rendered(tokenizer, template, ("system", "Be kind."), ("user", content))
+
+
+CALLS = (  # GLM's loop over arguments, and Qwen's way to write them
+    "{% for call in messages[0].tool_calls %}{% for k, v in call.function.arguments.items() %}"
+    "{{ k }}={{ v }};{% endfor %}{{ call.function.arguments | tojson }}{% endfor %}"
+)
+
+
+def calling(arguments: object) -> list[dict[str, object]]:
+    return [{"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}]
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 7}', {"x": 7}])
+def test_arguments_of_calls_are_objects_for_templates_whatever_was_given(tokenizer, arguments):
+    messages = calling(arguments)
+    chats = Chats(tokenizer, None, {"chat_template": CALLS})
+    assert chats.render(messages, lambda text: [])["prompt"] == 'x=7;{"x": 7}'
+    assert messages == calling(arguments)  # the caller's stay as they were
+    assert chats.render(calling(""), lambda text: [])["prompt"] == "{}"
+
+
+def test_arguments_of_calls_that_are_no_json_are_refused_by_their_message(tokenizer):
+    chats = Chats(tokenizer, None, {"chat_template": CALLS})
+    with pytest.raises(RefusedChatError, match="^message 0: expected JSON in the arguments"):
+        chats.render(calling("{"), lambda text: [])
