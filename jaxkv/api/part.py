@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 
@@ -53,7 +53,9 @@ class Part:
             programs,
             blueprint.limits,
             make_kv=blueprint.empty_kv,
-            decode_token=None if tokenizer is None else lambda token: tokenizer.decode([token]),
+            # Listed tokens repeat, and decoding one costs more than all else that lists it. The
+            # vocabulary bounds the cache.
+            decode_token=None if tokenizer is None else cache(lambda one: tokenizer.decode([one])),
             tiers=tiers,
             adapters=self.adapters,
             make_adapters=blueprint.empty_adapters,

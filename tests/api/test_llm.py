@@ -1224,3 +1224,20 @@ def test_the_public_names_are_those_of_the_package():
     assert jaxkv.PromptType is Prompt
     for name in set(jaxkv.__all__) - {"__version__", "PromptType"}:
         assert getattr(jaxkv, name).__name__ == name
+
+
+def test_a_token_that_logprobs_list_is_decoded_once(llm, monkeypatch):
+    """Entries list the same few tokens over and over; decoding them cost most of the time."""
+    decoded, decode = [], llm.get_tokenizer().decode
+
+    def counting(ids, **options):
+        decoded.append(tuple(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(llm.get_tokenizer(), "decode", counting)
+    params = replace(GREEDY, detokenize=False, logprobs=5, prompt_logprobs=5)
+    for _ in range(2):
+        (output,) = llm.generate([PROMPTS[2]], params, use_tqdm=False)
+    assert len(decoded) == len(set(decoded))
+    for entry in (output.prompt_logprobs or [])[1:] + output.outputs[0].logprobs:
+        assert {one.decoded_token for one in entry.values()} == {decode([id]) for id in entry}
