@@ -31,9 +31,16 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, as in vLLM: dividing by less would overflow."""
 
 
+MAX_WORD_CHARS = 256
+"""The longest bad word: a tokenizer takes seconds for a text of a million characters, and the
+engine waits for it.
+"""
+
+
 def _expect(ok: bool, name: str, expected: str, got: Any) -> None:
     if not ok:
-        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+        # Not all of it: whoever is refused megabytes need not be sent them back.
+        raise ValueError(f"{name}: expected {expected}, got {got!r:.200}")
 
 
 def bfloat16_as_bits(platform: str) -> bool:
@@ -339,8 +346,8 @@ class SamplingParams:
     `logit_bias`: token id (an int, or a string of one as in OpenAI's JSON) -> what is added, held
     within [-100, 100].
     `allowed_token_ids`: only these may come. `bad_words` may not, with or without a space in front;
-    one of several tokens is kept from ending. `structured_outputs`: what the text must be; those
-    two and min_tokens do not go with it. `logprobs=k`: the k likeliest tokens and the sampled one,
+    one of several tokens is kept from ending; none is longer than 256 characters.
+    `structured_outputs`: what the text must be; those two and min_tokens do not go with it. `logprobs=k`: the k likeliest tokens and the sampled one,
     `prompt_logprobs=k` the same of the prompt's tokens, from position `prompt_logprobs_start` on,
     before which they may come out of the prefix cache; -1 is all of the vocabulary.
     `LLM(max_logprobs=)` bounds both.
@@ -408,7 +415,9 @@ class SamplingParams:
             empty = value is None or (isinstance(value, list | dict) and not value)
             if not (empty or (value is False and name in _OFF)):
                 near = f" (nearest: {nearest})" if nearest else ""
-                raise ValueError(f"{name}={value!r} is not supported yet; leave it at None{near}")
+                raise ValueError(
+                    f"{name}={value!r:.200} is not supported yet; leave it at None{near}"
+                )
         _expect(
             is_int(self.n) and 1 <= self.n <= MAX_SAMPLES,
             "n",
@@ -533,6 +542,11 @@ class SamplingParams:
         )
         _expect(words, "bad_words", "a list of words, none empty", self.bad_words)
         for word in self.bad_words or ():
+            if len(word) > MAX_WORD_CHARS:
+                raise ValueError(
+                    f"bad_words: expected words of at most {MAX_WORD_CHARS} characters, got one of "
+                    f"{len(word)}"
+                )
             # A tokenizer raises errors of its own for half of a surrogate pair.
             _expect(
                 not any("\ud800" <= c <= "\udfff" for c in word), "bad_words", "valid Unicode", word

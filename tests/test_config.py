@@ -230,6 +230,7 @@ BAD = {
     "bad_words": [
         ["\ud800"],
         ["a", "b\udfff"],
+        ["a", "b" * 257],
         [""],
         ["a", " "],
         "x",
@@ -258,6 +259,13 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
         SamplingParams(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["temperature", "stop", "logprob_token_ids"])
+def test_a_refusal_quotes_the_beginning_of_a_long_value(name):
+    with pytest.raises(ValueError, match=name) as caught:
+        SamplingParams(**{name: {"a": "b" * 10**6}})
+    assert len(str(caught.value)) < 400
+
+
 GOOD = {
     "temperature": [0, 0.0, 1, 1e-9, 100.0, 3e38],
     "top_p": [1, 1.0, 1e-6, 1.2e-38],
@@ -273,7 +281,7 @@ GOOD = {
     "repetition_penalty": [1, 1.0, 0.1, 5.0, 1.2e-38, 3e38],
     "logit_bias": [None, {}, {3: 1.5, 4: -100}],
     "allowed_token_ids": [None, [3], (4, 5), [3, 3]],
-    "bad_words": [None, [], (), ["x"], ("a b", " c")],
+    "bad_words": [None, [], (), ["x"], ("a b", " c"), ["x" * 256]],
     "stop": [None, [], (), "x", ["x", "y"], ("x",)],
     "stop_token_ids": [None, [], (), [5, 6], (7,)],
 }

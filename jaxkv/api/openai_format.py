@@ -123,7 +123,7 @@ class Keys:
         for key, value in self._left.items():
             if key not in HARMLESS:
                 near = " (nearest: structured_outputs)" if key.startswith("guided_") else ""
-                raise BodyError(f"{key}: unknown, or not supported{near}", key)
+                raise BodyError(f"{key:.200}: unknown, or not supported{near}", key[:200])
             if not any(value == one and type(value) is type(one) for one in HARMLESS[key]):
                 expected = " or ".join(json.dumps(one) for one in HARMLESS[key])
                 raise BodyError(

@@ -660,7 +660,7 @@ class Intake:
         size = self._model.spec.vocab_size
         bad = [i for i in ids if not is_int(i) or not 0 <= i < size]
         if bad:
-            raise ValueError(f"{what}: expected token ids from 0 to {size - 1}, got {bad[:5]!r}")
+            raise ValueError(f"{what}: expected token ids from 0 to {size - 1}, got {bad[:5]!r:.200}")
 
     def _seed(self, params: SamplingParams, number: int) -> int:
         """Returns the request's own seed, or one that follows from the engine's and the number of

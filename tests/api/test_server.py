@@ -810,6 +810,20 @@ def test_a_body_that_is_no_object_is_refused(server, body, says):
     assert says in message
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x" * 5000: 1},
+        {"structured_outputs": {"x" * 5000: 1}},
+        {"prompt": ["x" * 100] * 3, "bad_words": ["x" * 5000]},
+    ],
+)
+def test_an_error_does_not_send_back_what_is_long(server, changes):
+    status, _, body = server.ask("/v1/completions", {"prompt": "a", **changes})
+    assert status == 400
+    assert len(json.dumps(body)) < 2500
+
+
 def test_unknown_paths_methods_and_keys_of_other_routes_get_openais_error(server):
     assert error_of(server.ask("/v1/nothing"))[0] == 404
     assert error_of(server.ask("/health/"))[0] == 404

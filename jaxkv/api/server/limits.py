@@ -30,6 +30,9 @@ BODIES = 8
 MAX_RETRY_S = 60
 """The longest wait that a refused client is told."""
 
+MAX_MESSAGE_CHARS = 2000
+"""What a client is told of an error: a message may quote what the client has sent."""
+
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -52,8 +55,10 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
+        """Returns OpenAI's error object, with the beginning of a very long message."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return error_body(str(self), _KINDS.get(self.status, kind), key=self.key, code=self.code)
+        message = str(self)[:MAX_MESSAGE_CHARS]
+        return error_body(message, _KINDS.get(self.status, kind), key=self.key, code=self.code)
 
     def response(self) -> Response:
         """Returns the answer, in ASCII: its message may have halves of surrogate pairs."""
