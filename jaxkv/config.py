@@ -347,9 +347,10 @@ class SamplingParams:
     within [-100, 100].
     `allowed_token_ids`: only these may come. `bad_words` may not, with or without a space in front;
     one of several tokens is kept from ending; none is longer than 256 characters.
-    `structured_outputs`: what the text must be; those two and min_tokens do not go with it. `logprobs=k`: the k likeliest tokens and the sampled one,
-    `prompt_logprobs=k` the same of the prompt's tokens, from position `prompt_logprobs_start` on,
-    before which they may come out of the prefix cache; -1 is all of the vocabulary.
+    `structured_outputs`: what the text must be; those two and min_tokens do not go with it.
+    `logprobs=k`: the k likeliest tokens and the sampled one, `prompt_logprobs=k` the same of the
+    prompt's tokens, from position `prompt_logprobs_start` on, before which they may come out of the
+    prefix cache; -1 is all of the vocabulary.
     `LLM(max_logprobs=)` bounds both.
     `kv_policy`, `kv_budget`: another policy or budget of the request's cache than the engine's
     (None), in tokens, or "full". `kv_protect`: (begin, end) positions of the prompt's tokens whose

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxkv.config import SamplingParams, is_int
+from jaxkv.requests.intake import MAX_CONTEXT
 from jaxkv.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxkv.structured import StructuredOutputsParams, read_structured
 
@@ -166,6 +167,11 @@ def key_of(error: ValueError, keys: Collection[str]) -> str | None:
     if name == "structured_outputs" and name not in keys:
         name = "response_format"
     return name if name in keys else None
+
+
+def code_of(error: ValueError) -> str | None:
+    """Returns OpenAI's code of an error, which clients look for; None where there is none."""
+    return "context_length_exceeded" if MAX_CONTEXT in str(error) else None
 
 
 def _read_completion(keys: Keys, defaults: SamplingParams) -> Asked:

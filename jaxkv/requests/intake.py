@@ -35,6 +35,9 @@ from jaxkv.requests.request import Draw, Ends, Output, Request, Submission
 from jaxkv.requests.text import TextStream, longest_token
 from jaxkv.weights.adapters import Adapter
 
+MAX_CONTEXT = "This model's maximum context length is"
+"""OpenAI's words, by which clients know that they should cut the prompt."""
+
 Copies = dict[int, tuple[SamplingParams, Grammar | None] | ValueError]
 """By the `id` of what a call was given: a copy of the parameters with their grammar, or why they
 are refused.
@@ -629,7 +632,8 @@ class Intake:
             raise ValueError(
                 f"the prompt has {length} characters, more than {limit} tokens can have "
                 f"({most:.0f}); expected at most "
-                f"{limit - 1} tokens, so that one more fits into max_model_len={limit}"
+                f"{limit - 1} tokens, so that one more fits into max_model_len={limit}. "
+                f"{MAX_CONTEXT} {limit} tokens"
             )
 
     def _check_length(self, length: int, room: int = 1) -> None:
@@ -639,13 +643,15 @@ class Intake:
         if config.pooled and length > config.max_model_len:
             raise ValueError(
                 f"the prompt has {length} tokens; expected at most "
-                f"max_model_len={config.max_model_len}, or truncate_prompt_tokens"
+                f"max_model_len={config.max_model_len}, or truncate_prompt_tokens. {MAX_CONTEXT} "
+                f"{config.max_model_len} tokens"
             )
         if length > config.max_model_len - room + self._num_unstored:
             raise ValueError(
                 f"the prompt has {length} tokens; expected at most {config.max_model_len - 1}, "
                 f"so that one more "
-                f"fits into max_model_len={config.max_model_len}"
+                f"fits into max_model_len={config.max_model_len}. {MAX_CONTEXT} "
+                f"{config.max_model_len} tokens"
             )
 
     @property
@@ -660,7 +666,9 @@ class Intake:
         size = self._model.spec.vocab_size
         bad = [i for i in ids if not is_int(i) or not 0 <= i < size]
         if bad:
-            raise ValueError(f"{what}: expected token ids from 0 to {size - 1}, got {bad[:5]!r:.200}")
+            raise ValueError(
+                f"{what}: expected token ids from 0 to {size - 1}, got {bad[:5]!r:.200}"
+            )
 
     def _seed(self, params: SamplingParams, number: int) -> int:
         """Returns the request's own seed, or one that follows from the engine's and the number of

@@ -774,6 +774,15 @@ def test_what_is_not_possible_is_refused_by_its_key(server, path, changes, statu
     assert says in refused[2]
 
 
+@pytest.mark.parametrize("prompt", ["long " * 200, "x" * 10**5, [3] * MAX_LEN])
+def test_a_prompt_that_is_too_long_has_openais_code(server, prompt):
+    _, _, body = server.ask("/v1/completions", {"prompt": prompt})
+    assert body["error"]["code"] == "context_length_exceeded"
+    assert f"maximum context length is {MAX_LEN} tokens" in body["error"]["message"]
+    _, _, body = server.ask("/v1/completions", {"prompt": ""})
+    assert body["error"]["code"] is None
+
+
 def test_a_grammar_that_cannot_be_followed_is_refused_by_its_key(server, monkeypatch):
     pytest.importorskip("llguidance")
     from jaxkv.requests.grammar import Grammar

@@ -144,5 +144,5 @@ def test_arguments_of_calls_are_objects_for_templates_whatever_was_given(tokeniz
 
 def test_arguments_of_calls_that_are_no_json_are_refused_by_their_message(tokenizer):
     chats = Chats(tokenizer, None, {"chat_template": CALLS})
-    with pytest.raises(RefusedChatError, match="^message 0: expected JSON in the arguments"):
+    with pytest.raises(RefusedChatError, match=r"^message 0: expected JSON in the arguments"):
         chats.render(calling("{"), lambda text: [])

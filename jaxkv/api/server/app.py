@@ -28,6 +28,7 @@ from jaxkv.api.openai_format import (
     Answer,
     Asked,
     BodyError,
+    code_of,
     key_of,
     read_body,
     read_text,
@@ -291,7 +292,8 @@ def _refusing(keys: Collection[str], other: str | None = None) -> Iterator[None]
         LOG.error("an adapter cannot be read: %s", error)
         raise Refusal(500, "model: its adapter cannot be read", key="model") from error
     except ValueError as error:
-        raise Refusal(400, str(error), key=key_of(error, keys) or other) from error
+        key = key_of(error, keys) or other
+        raise Refusal(400, str(error), key=key, code=code_of(error)) from error
 
 
 def _check_whole(output: CompletionOutput) -> None:
