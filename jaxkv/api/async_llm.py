@@ -158,6 +158,18 @@ class AsyncLLM(AsyncPoolingCalls):
         """
         return await self._engine.ask(partial(self._llm._rendered, prompt))
 
+    async def tokens_of(
+        self, prompt: Prompt | Conversation, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Returns the tokens of a prompt or conversation to count them: it may be empty, or longer
+        than the context has room for. add_special_tokens: to a text.
+
+        Raises: ValueError for what is no prompt, and for millions of characters or tokens.
+        """
+        return await self._engine.ask(
+            partial(self._llm._tokens_of, prompt, add_special_tokens=add_special_tokens)
+        )
+
     async def session(
         self,
         prompt: Prompt | Conversation,

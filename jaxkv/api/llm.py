@@ -610,7 +610,7 @@ class LLM(PoolingCalls):
             )
         return submission
 
-    def _without_messages(self, prompt: Any) -> Any:
+    def _without_messages(self, prompt: Any, *, any_length: bool = False) -> Any:
         """Returns the prompt, that of a conversation as tokens: a list of messages, or one in a
         mapping with what is for its template. Raises: ValueError for other keys, and for what is no
         conversation.
@@ -628,7 +628,9 @@ class LLM(PoolingCalls):
         for name in ("add_generation_prompt", "continue_final_message"):
             IS_BOOL(name, options[name])
         # A template is the engine's owner's choice: none may come in `extra`.
-        (rendered,) = self._intake.render([messages], extra, chat_template=None, **options)
+        (rendered,) = self._intake.render(
+            [messages], extra, any_length=any_length, chat_template=None, **options
+        )
         return {**rendered, "cache_salt": salt}
 
     def _rendered(self, prompt: Any) -> dict[str, Any]:
@@ -639,6 +641,14 @@ class LLM(PoolingCalls):
             raise ValueError(str(error).removeprefix("conversation 0: ")) from error
         text, tokens, salt = self._intake.parse(prompt)
         return {"prompt": text, "prompt_token_ids": tokens, "cache_salt": salt}
+
+    def _tokens_of(self, prompt: Any, *, add_special_tokens: bool) -> list[int]:
+        """Returns the tokens of what `as_completed` takes, also of what is empty or too long."""
+        try:
+            prompt = self._without_messages(prompt, any_length=True)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("conversation 0: ")) from error
+        return self._intake.tokens_of(prompt, add_special_tokens=add_special_tokens)
 
     def _run(
         self, submissions: list[Submission], use_tqdm: bool | Callable[..., Any]

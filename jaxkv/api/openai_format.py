@@ -233,31 +233,55 @@ def _template(keys: Keys) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def read_text(body: Mapping[str, Any]) -> tuple[str | None, str, dict[str, Any]]:
-    """Reads vLLM's request for the tokens of a text or a chat. Returns the name of the model, the
-    key with the text, and the prompt as `AsyncLLM.render` takes it. Raises: BodyError.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedTokens:
+    """Holds what a body asks to be made tokens or text of: `key` of it, as `AsyncLLM.tokens_of`
+    takes it. `strings`: whether each token's name is wanted too.
     """
+
+    model: str | None
+    key: str
+    prompt: dict[str, Any]
+    add_special_tokens: bool = True
+    strings: bool = False
+
+
+def read_text(body: Mapping[str, Any]) -> AskedTokens:
+    """Reads vLLM's request for the tokens of a text or a chat. Raises: BodyError."""
     keys = Keys(body)
     model, text, template = keys.take("model", str), keys.take("prompt", str), _template(keys)
-    messages = keys.take("messages", list)
+    messages, special = keys.take("messages", list), keys.take("add_special_tokens", bool)
+    strings = keys.take("return_token_strs", bool, False)
     keys.end()
     if (text is None) is (messages is None):
         raise BodyError("prompt, messages: expected one of them", "prompt")
     if text is None:
-        return model, "messages", {"messages": read_messages(messages), **template}
+        if special:
+            raise BodyError(
+                "add_special_tokens: expected false with messages, whose template writes them",
+                "add_special_tokens",
+            )
+        prompt = {"messages": read_messages(messages), **template}
+        return AskedTokens(model=model, key="messages", prompt=prompt, strings=strings)
     if template:
         raise BodyError(f"{', '.join(template)}: expected messages with them", "prompt")
-    return model, "prompt", {"prompt": text}
+    return AskedTokens(
+        model=model,
+        key="prompt",
+        prompt={"prompt": text},
+        add_special_tokens=special is not False,
+        strings=strings,
+    )
 
 
-def read_tokens(body: Mapping[str, Any]) -> tuple[str | None, str, dict[str, Any]]:
-    """Reads vLLM's request for the text of tokens. Returns as `read_text` does."""
+def read_tokens(body: Mapping[str, Any]) -> AskedTokens:
+    """Reads vLLM's request for the text of tokens. Raises: BodyError."""
     keys = Keys(body)
     model, tokens = keys.take("model", str), keys.take("tokens", list)
     keys.end()
     if tokens is None:
         raise BodyError("tokens: expected a list of token ids", "tokens")
-    return model, "tokens", {"prompt_token_ids": tokens}
+    return AskedTokens(model=model, key="tokens", prompt={"prompt_token_ids": tokens})
 
 
 def _asked(keys: Keys, inputs: list[dict[str, Any]], **read: Any) -> Asked:

@@ -38,6 +38,12 @@ from jaxkv.weights.adapters import Adapter
 MAX_CONTEXT = "This model's maximum context length is"
 """OpenAI's words, by which clients know that they should cut the prompt."""
 
+MOST_AT_ONCE = 2**20
+"""Characters or tokens that `tokens_of` takes however few of them the context has room for."""
+
+CHARS_PER_TOKEN = 8
+"""Above it `tokens_of` takes so many for each token of the context."""
+
 Copies = dict[int, tuple[SamplingParams, Grammar | None] | ValueError]
 """By the `id` of what a call was given: a copy of the parameters with their grammar, or why they
 are refused.
@@ -235,15 +241,18 @@ class Intake:
         conversations: Sequence[Any],
         extra: Mapping[str, Any] | None = None,
         content_format: str = "auto",
+        *,
+        any_length: bool = False,
         **options: Any,
     ) -> list[dict[str, Any]]:
         """Renders token prompts of conversations by the chat template, which gets `extra` as well
-        as `options`, and contents in a form of `requests.contents.FORMATS`.
+        as `options`, and contents in a form of `requests.contents.FORMATS`. any_length: also those
+        that the context has no room for, as `tokens_of` takes them.
 
         Raises: ValueError naming every bad index, or what `extra` says that is said elsewhere.
         """
         chats = Chats(self._model.tokenizer, extra, options, content_format)
-        encode = partial(self._encode, add_special_tokens=False)
+        encode = partial(self._encode_any if any_length else self._encode, add_special_tokens=False)
         prompts: list[dict[str, Any]] = []
         problems = []
         for index, messages in enumerate(conversations):
@@ -315,6 +324,18 @@ class Intake:
         """
         with self._lock:
             return self._encode(text, add_special_tokens=False)
+
+    def tokens_of(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the tokens of a prompt that may be empty, or longer than the context, to count
+        them. Raises: ValueError for one that is no prompt, or of very many characters or tokens.
+        """
+        with self._lock:
+            text, ids, _ = parse(prompt)
+            if ids is None:
+                return self._encode_any(text or "", add_special_tokens=add_special_tokens)
+            self._check_countable(len(ids), "tokens")
+            self._check_ids("prompt", ids)
+            return list(ids)
 
     def parse(self, prompt: Prompt, room: int = 1) -> tuple[str | None, list[int], str]:
         """Returns (text, token ids, cache_salt) of a prompt that leaves room for so many tokens.
@@ -614,14 +635,25 @@ class Intake:
         for one in (text, *second):
             if not one:
                 raise ValueError("the prompt is empty; expected at least one token")
-            try:
-                one.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"the prompt is not valid Unicode: {error}") from error
+            _check_unicode(one)
             if len(one) > self._config.max_model_len:
                 self._check_characters(len(one))
         # What is too long is for the engine to say: a tokenizer's limit need not be the model's.
         return self._model.tokenizer.encode(text, *second, verbose=False, **options)
+
+    def _encode_any(self, text: str, **options: Any) -> list[int]:
+        """Returns the tokens of a text, which may be empty or longer than the context."""
+        if self._model.tokenizer is None:
+            raise ValueError("prompt: expected a tokenizer, got skip_tokenizer_init=True")
+        _check_unicode(text)
+        self._check_countable(len(text), "characters")
+        return self._model.tokenizer.encode(text, verbose=False, **options)
+
+    def _check_countable(self, count: int, what: str) -> None:
+        """Refuses what would take seconds only to be counted."""
+        most = max(MOST_AT_ONCE, CHARS_PER_TOKEN * self._config.max_model_len)
+        if count > most:
+            raise ValueError(f"the prompt has {count} {what}; expected at most {most}")
 
     def _check_characters(self, length: int) -> None:
         """Refuses what is certainly too long, since a tokenizer takes seconds for megabytes."""
@@ -693,6 +725,14 @@ class Intake:
             include_stop=params.include_stop_str_in_output,
             prompt=prompt,
         )
+
+
+def _check_unicode(text: str) -> None:
+    """Raises ValueError for half of a surrogate pair, for which tokenizers raise their own."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid Unicode: {error}") from error
 
 
 def _unscored(params: SamplingParams) -> list[dict[int, Logprob] | None] | None:

@@ -31,6 +31,7 @@ from jaxkv.api.openai_vectors import POOLING
 from jaxkv.config import SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.lora.request import LoRARequest
+from jaxkv.requests import intake
 from jaxkv.requests.outputs import RequestOutput
 from jaxkv.requests.pooling import PoolingParams
 from jaxkv.testing import engine_of
@@ -399,6 +400,11 @@ def test_models_tokens_health_version_and_metrics(server, client):
     nulls = {"prompt": PROMPTS[0], "messages": None, "tools": None, "model": None}
     assert server.ask("/tokenize", nulls)[2] == body
     assert server.ask("/detokenize", {"tokens": body["tokens"], "model": None})[2] == text
+    _, _, bare = server.ask("/tokenize", {"prompt": PROMPTS[0], "add_special_tokens": False})
+    assert bare["tokens"] == body["tokens"][1:]
+    _, _, named = server.ask("/tokenize", {"prompt": PROMPTS[0], "return_token_strs": True})
+    assert named == body | {"token_strs": named["token_strs"]}
+    assert named["token_strs"][0] == "<s>"
     assert server.ask("/health")[::2] == (200, {"status": "ok"})
     assert server.ask("/version")[::2] == (200, {"version": VERSION})
     status, headers, body = server.ask("/metrics")
@@ -407,6 +413,20 @@ def test_models_tokens_health_version_and_metrics(server, client):
     assert 'jaxkv:http_requests_total{path="/tokenize",status="200"} ' in body
     assert 'jaxkv:http_requests_total{path="/v1/models/{name}",status="200"} ' in body
     assert "jaxkv:num_requests_running 0" in lines
+
+
+def test_tokens_are_counted_whatever_the_context_has_room_for(server, monkeypatch):
+    text = "The end " * 2 * MAX_LEN
+    for prompt in ({"prompt": text}, {"messages": [{"role": "user", "content": text}]}):
+        _, _, body = server.ask("/tokenize", prompt)
+        assert body["count"] == len(body["tokens"]) > body["max_model_len"] == MAX_LEN
+        assert text in server.ask("/detokenize", {"tokens": body["tokens"]})[2]["prompt"]
+    assert server.ask("/tokenize", {"prompt": "", "add_special_tokens": False})[2]["tokens"] == []
+    assert server.ask("/detokenize", {"tokens": []})[2] == {"prompt": ""}
+    monkeypatch.setattr(intake, "MOST_AT_ONCE", MAX_LEN)
+    monkeypatch.setattr(intake, "CHARS_PER_TOKEN", 1)
+    assert error_of(server.ask("/tokenize", {"prompt": "x" * 10**5}))[:2] == (400, "prompt")
+    assert error_of(server.ask("/detokenize", {"tokens": body["tokens"]}))[:2] == (400, "tokens")
 
 
 def test_prompts_with_unlike_salts_share_no_pages(server):

@@ -27,6 +27,7 @@ from jaxkv.api.openai_format import (
     COMPLETIONS,
     Answer,
     Asked,
+    AskedTokens,
     BodyError,
     code_of,
     key_of,
@@ -163,14 +164,17 @@ class App:
         return PlainTextResponse(f"Success: LoRA adapter {name!r} is unloaded.")
 
     async def _tokenize(self, request: Request) -> Response:
-        tokens = await self._tokens(*await self._read(request, read_text))
-        return JSONResponse(
-            {"count": len(tokens), "max_model_len": self._llm.max_model_len, "tokens": tokens}
-        )
+        asked = await self._read(request, read_text)
+        tokens = await self._tokens(asked)
+        answer = {"count": len(tokens), "max_model_len": self._llm.max_model_len, "tokens": tokens}
+        if asked.strings:
+            answer["token_strs"] = self._tokenizer.convert_ids_to_tokens(tokens)
+        return JSONResponse(answer)
 
     async def _detokenize(self, request: Request) -> Response:
-        tokens = await self._tokens(*await self._read(request, read_tokens))
-        return JSONResponse({"prompt": self._decode(tokens)})
+        tokens = await self._tokens(await self._read(request, read_tokens))
+        # Not in the event loop's thread: a million take long.
+        return JSONResponse({"prompt": await asyncio.to_thread(self._decode, tokens)})
 
     async def read(self, request: Request, url: str) -> Asked:
         """Reads what a request for text asks for. Raises: Refusal."""
@@ -262,14 +266,15 @@ class App:
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
-    async def _tokens(self, model: str | None, key: str, prompt: dict[str, Any]) -> list[int]:
-        """Returns the tokens of a prompt that `generate` takes. Raises: Refusal."""
-        self.names.adapter(model)
+    async def _tokens(self, asked: AskedTokens) -> list[int]:
+        """Returns the tokens of a prompt, however long. Raises: Refusal."""
+        self.names.adapter(asked.model)
         try:
-            tokens: list[int] = (await self._llm.render(prompt))["prompt_token_ids"]
+            return await self._llm.tokens_of(
+                asked.prompt, add_special_tokens=asked.add_special_tokens
+            )
         except ValueError as error:
-            raise Refusal(400, str(error), key=key) from error
-        return tokens
+            raise Refusal(400, str(error), key=asked.key) from error
 
     # --- what is refused
 
