@@ -5,11 +5,14 @@ A file is in safetensors' format: `tokens`, and of each layer its keys and value
 dim] as the model's dtype rounds them; of a quantising codec the arrays of its pages as they are,
 because decoding and encoding again need not give the same bytes. Recurrent states are those behind
 the last of the tokens. Its header says what they are of, and has the SHA-256 of each page over all
-layers, of what is beside the pages, and of itself. It appears complete or not at all.
+layers, of what is beside the pages, and of itself. It appears complete or not at all; where the
+filesystem has no hard links, an empty file of its name may be there for a moment before, and stays
+if the process is killed then.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -27,6 +30,9 @@ from safetensors.numpy import save_file
 from jaxkv.errors import SavedFileError
 
 T = TypeVar("T")
+
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""How filesystems say that they have no hard links: FAT, many network and FUSE filesystems."""
 
 FORMAT = 2
 KEY, BY_TOKEN = "jaxkv", "tokens"
@@ -128,9 +134,9 @@ class SavedPages:
                 ) from error
             with open(name, "rb") as file:
                 os.fsync(file.fileno())
-            os.link(name, path)
+            _appear(Path(name), path)
         finally:
-            os.unlink(name)
+            Path(name).unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> SavedPages:
@@ -223,6 +229,21 @@ class SavedPages:
                         digest.update(np.ascontiguousarray(array[part]).view(np.uint8).data)
             hashes.append(digest.hexdigest())
         return hashes
+
+
+def _appear(written: Path, path: Path) -> None:
+    """Gives a complete file its name. Raises: FileExistsError if there is another of that name."""
+    try:
+        os.link(written, path)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # nobody else has the name then
+        try:
+            os.replace(written, path)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def _in_order(found: Mapping[int, T]) -> tuple[T, ...]:

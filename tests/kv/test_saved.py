@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +87,27 @@ def test_a_dtype_that_numpy_does_not_have(whole):
     whole.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     with pytest.raises(SavedFileError):
         SavedPages.load(whole)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_filesystem_without_hard_links_takes_whole_files_and_none_twice(
+    tmp_path, monkeypatch, number
+):
+    def link(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    PAGES.save(tmp_path / "whole")
+    assert SavedPages.load(tmp_path / "whole").tokens == PAGES.tokens
+    (tmp_path / "other").write_bytes(b"mine")
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)  # it comes while we write
+    with pytest.raises(FileExistsError):
+        PAGES.save(tmp_path / "other")
+    assert (tmp_path / "other").read_bytes() == b"mine"
+    monkeypatch.setattr(os, "replace", link)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        PAGES.save(tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "whole"]
 
 
 def test_a_full_disk_is_an_os_error_and_leaves_nothing(tmp_path, monkeypatch):
