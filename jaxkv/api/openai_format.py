@@ -25,7 +25,7 @@ SAME = (
     *("stop", "temperature", "top_p"),
     *("allowed_token_ids", "bad_words", "ignore_eos", "include_stop_str_in_output"),
     *("kv_budget", "kv_policy", "kv_protect", "min_p", "min_tokens", "repetition_penalty"),
-    *("skip_special_tokens", "stop_token_ids", "top_k"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids", "top_k"),
 )
 """Keys that mean what the field of `SamplingParams` does: OpenAI's, then more, as in vLLM."""
 
@@ -33,11 +33,16 @@ LABELS = {"metadata": dict, "prompt_cache_key": str, "safety_identifier": str, "
 """Keys that say for whom a request is: they are taken, and change nothing."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
+    "priority": (0,),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
+    "use_beam_search": (False,),
 }
 """Keys with the values that ask for nothing that is not done anyway."""
 
@@ -85,11 +90,11 @@ class Asked:
 
 
 class Keys:
-    """Gives the keys of a body one after the other; None is as absent."""
+    """Gives the keys of a body one after the other; None is as absent, and 5.0 as 5."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.all = tuple(body)
-        self._left = {key: value for key, value in body.items() if value is not None}
+        self._left = {key: _whole(value) for key, value in body.items() if value is not None}
 
     def __contains__(self, key: str) -> bool:
         return key in self._left
@@ -114,6 +119,13 @@ class Keys:
             raise BodyError(f"{key}: expected a number >= 0, got {count}", key)
         return count
 
+    def take_only(self, key: str, possible: bool) -> None:
+        """Takes the key. Raises: BodyError for another value than the possible one."""
+        if self.take(key, bool, possible) is not possible:
+            raise BodyError(
+                f"{key}: expected {json.dumps(possible)} (nothing else is supported here)", key
+            )
+
     def take_any(self, key: str) -> Any:
         return self._left.pop(key, None)
 
@@ -132,6 +144,12 @@ class Keys:
                     f"{json.dumps(value):.80}",
                     key,
                 )
+
+
+def _whole(value: Any) -> Any:
+    """Returns a whole number as an int: languages without ints write 5 as 5.0."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_whole else value
 
 
 _JSON_NAMES = {
@@ -176,6 +194,7 @@ def code_of(error: ValueError) -> str | None:
 
 def _read_completion(keys: Keys, defaults: SamplingParams) -> Asked:
     prompts = prompts_of(keys.take_any("prompt"))
+    keys.take_only("add_special_tokens", True)
     echo, top = keys.take("echo", bool, False), keys.take_count("logprobs")
     changes = _sampling(keys)
     has_output = changes.get("max_tokens") != 0 or not echo
@@ -198,7 +217,8 @@ def _read_completion(keys: Keys, defaults: SamplingParams) -> Asked:
 def _read_chat(keys: Keys, defaults: SamplingParams) -> Asked:
     messages = read_messages(keys.take("messages", list))
     wanted, top = keys.take("logprobs", bool, False), keys.take_count("top_logprobs")
-    if top is not None and not wanted:
+    keys.take_only("add_special_tokens", False)  # the template writes them
+    if top and not wanted:
         raise BodyError("top_logprobs: expected logprobs to be true with it", "top_logprobs")
     top = (top or 0) if wanted else None
     changes = {"max_tokens": None, **_sampling(keys), "logprobs": top}
@@ -293,7 +313,9 @@ def _asked(keys: Keys, inputs: list[dict[str, Any]], **read: Any) -> Asked:
     if options and not stream:
         raise BodyError("stream_options: expected stream to be true with it", "stream_options")
     include_usage = options.get("include_usage") or False
-    if options.keys() - {"include_usage"} or not isinstance(include_usage, bool):
+    others = {key for key, value in options.items() if value not in (None, False)}
+    known = options.keys() <= {"include_usage", "continuous_usage_stats"}
+    if not known or others - {"include_usage"} or not isinstance(include_usage, bool):
         raise BodyError(
             f'stream_options: expected {{"include_usage": true or false}}, got '
             f"{json.dumps(options):.80}",

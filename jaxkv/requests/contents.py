@@ -167,7 +167,8 @@ def _text(where: str, part: Any) -> str:
     if not isinstance(text := part.get("text"), str):
         raise RefusedChatError(f"{where}: expected {expected}, got text of {type(text).__name__}")
     others = sorted(str(key) for key, value in part.items() if value is not None)
-    if others := [key for key in others if key not in ("type", "text")]:
+    # cache_control is a hint to other servers; here the prefix cache needs none.
+    if others := [key for key in others if key not in ("type", "text", "cache_control")]:
         raise RefusedChatError(f"{where}: expected {expected}, got also {', '.join(others)}")
     return text
 

@@ -1,6 +1,7 @@
 """OpenAI's keys become the parameters that they mean, or are refused by their names."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -45,6 +46,7 @@ def test_each_key_of_the_same_name_sets_its_field():
         "ignore_eos": True,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
         "stop_token_ids": [6],
         "kv_policy": "streaming",
         "kv_budget": 64,
@@ -109,6 +111,43 @@ def test_what_is_not_done_is_refused_by_its_key(url, body, key):
         read(url, **body)
     assert caught.value.key == key
     assert key in str(caught.value)
+
+
+NEUTRAL = {
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "priority": 0,
+    "include_reasoning": True,
+    "echo": False,
+    "spaces_between_special_tokens": True,
+    "stream_options": {"include_usage": False, "continuous_usage_stats": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("url", "own"),
+    [
+        (COMPLETIONS, {"add_special_tokens": True}),
+        (CHAT, {"add_special_tokens": False, "logprobs": False, "top_logprobs": 0}),
+    ],
+)
+def test_values_that_ask_for_nothing_are_taken(url, own):
+    asked = read(url, stream=True, **NEUTRAL, **own)
+    assert replace(asked, keys=()) == replace(read(url, stream=True), keys=())
+    others = {"use_beam_search": True, "length_penalty": 0.5, "priority": 1, "top_logprobs": 1}
+    others |= {"add_special_tokens": not own["add_special_tokens"], "include_reasoning": False}
+    for name, value in others.items():
+        with pytest.raises(BodyError, match=rf"^{name}: "):
+            read(url, **{name: value})
+
+
+def test_whole_numbers_may_be_written_as_floats():
+    whole = {"max_tokens": 5.0, "n": 2.0, "seed": 7.0, "temperature": 1.0}
+    params = read(COMPLETIONS, **whole).params
+    assert (params.max_tokens, params.n, params.seed, params.temperature) == (5, 2, 7, 1.0)
+    for value in (5.5, 1e300):
+        with pytest.raises(BodyError, match="^max_tokens: expected"):
+            read(COMPLETIONS, max_tokens=value)
 
 
 def test_answers_are_json_without_infinities_and_bytes_of_part_of_a_character_are_not_known():

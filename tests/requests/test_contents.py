@@ -80,7 +80,8 @@ def test_parts_are_what_their_text_is_in_every_template(tokenizer, template):
     text = rendered(tokenizer, template, ("system", "Be kind."), ("user", "The end"))
     assert "Be kind." in text
     assert "The end" in text
-    for parts in ([A], (A,), ["The end"], [A | {"name": None}]):
+    hinted = A | {"name": None, "cache_control": {"type": "ephemeral"}}
+    for parts in ([A], (A,), ["The end"], [hinted]):
         system = [{"type": "text", "text": "Be kind."}]
         assert rendered(tokenizer, template, ("system", system), ("user", parts)) == text
     two = rendered(tokenizer, template, ("user", [A, B]))
@@ -112,7 +113,7 @@ def test_what_a_template_drops_or_prints_as_a_list_is_refused(tokenizer, templat
         ([A, {"type": "image_url", "image_url": {}}], "part 1: expected .*, got type 'image_url'"),
         ([{"type": "text"}], "part 0: expected .*, got text of NoneType"),
         ([A, B, 3], "part 2: expected .*, got int"),
-        ([A | {"cache_control": {}}], "part 0: expected .*, got also cache_control"),
+        ([A | {"citations": {}}], "part 0: expected .*, got also citations"),
         (A, "expected a text or a list of parts, got dict"),
         (7, "expected a text or a list of parts, got int"),
     ],
