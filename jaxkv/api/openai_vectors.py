@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from jaxkv.api.async_llm import AsyncLLM
 
 EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
+ALIASES = {"/score": SCORE, "/rerank": RERANK, "/v2/rerank": RERANK}
+"""vLLM's other paths of the same."""
+
 FORMATS = ("float", "base64")
 
 A = TypeVar("A", bound="AskedPooling")

@@ -406,6 +406,7 @@ def test_models_tokens_health_version_and_metrics(server, client):
     assert named == body | {"token_strs": named["token_strs"]}
     assert named["token_strs"][0] == "<s>"
     assert server.ask("/health")[::2] == (200, {"status": "ok"})
+    assert server.ask("/ping")[::2] == server.ask("/ping", {})[::2] == (200, {"status": "ok"})
     assert server.ask("/version")[::2] == (200, {"version": VERSION})
     status, headers, body = server.ask("/metrics")
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
@@ -667,6 +668,10 @@ def test_scores_and_rankings_are_those_of_the_engine(pooling):
     assert found == [(index, want[index]) for index in best]
     assert ranked["results"][0]["document"] == {"text": texts[best[0]]}
     assert ranked["usage"] == scored["usage"]
+    for path in ("/rerank", "/v2/rerank"):
+        assert pooling.ask(path, body)[2]["results"] == ranked["results"]
+    same = pooling.ask("/score", {"text_1": PROMPTS[0], "text_2": texts})[2]
+    assert same["data"] == scored["data"]
     alone = [computed(pooling.llm.embed(text))[0].prompt_token_ids for text in (PROMPTS[0], *texts)]
     num_tokens = 3 * len(alone[0]) + sum(map(len, alone[1:]))
     assert scored["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -932,6 +937,25 @@ def test_every_route_asks_for_a_key(start, monkeypatch):
         assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.AuthenticationError), of_environment.client("one") as client:
         client.models.list()
+
+
+def test_pages_of_allowed_origins_may_ask_and_read_errors(start, server):
+    given = start(allowed_origins=["https://chat.example.com"], api_key=["one"])
+    own, other = "Origin: https://chat.example.com\r\n", "Origin: https://example.org\r\n"
+    asking = (
+        "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization\r\n"
+    )
+    allows = "access-control-allow-origin"
+    status, headers, _ = given.ask("/v1/completions", headers=own + asking, method="OPTIONS")
+    assert (status, headers[allows]) == (200, "https://chat.example.com")
+    assert "authorization" in headers["access-control-allow-headers"]
+    status, headers, _ = given.ask("/v1/models", headers=own)
+    assert (status, headers[allows]) == (401, "https://chat.example.com")
+    assert given.ask("/v1/completions", headers=other + asking, method="OPTIONS")[0] == 400
+    assert allows not in given.ask("/v1/models", headers=other)[1]
+    assert allows not in server.ask("/health", headers=own)[1]
+    with pytest.raises(ValueError, match="allowed_origins: expected .* https://example.com"):
+        ServeOptions(allowed_origins=['["*"]'])
 
 
 # --- who asks too much, goes, or is slow

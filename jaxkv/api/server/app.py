@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -35,7 +36,7 @@ from jaxkv.api.openai_format import (
     read_text,
     read_tokens,
 )
-from jaxkv.api.openai_vectors import POOLING, AskedPooling, read_pooling
+from jaxkv.api.openai_vectors import ALIASES, POOLING, AskedPooling, read_pooling
 from jaxkv.api.server.adapters import Names
 from jaxkv.api.server.limits import Bodies, Gate, Guard, Refusal, as_refusal, while_connected
 from jaxkv.api.server.options import ServeOptions
@@ -73,6 +74,7 @@ class App:
         self._answered: Tally[tuple[str, int]] = Tally()
         routes = [
             Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
             Route("/version", self._version),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
@@ -83,6 +85,7 @@ class App:
             Route("/detokenize", self._detokenize, methods=["POST"]),
             *(Route(url, _Generate(self, url), methods=["POST"]) for url in (COMPLETIONS, CHAT)),
             *(Route(url, _Pool(self, url), methods=["POST"]) for url in POOLING),
+            *(Route(alias, _Pool(self, url), methods=["POST"]) for alias, url in ALIASES.items()),
         ]
         guard = Middleware(
             Guard,
@@ -91,9 +94,17 @@ class App:
             routes=routes,
             answered=self._answered,
         )
+        # In front of the guard: a browser asks without a key whether it may ask, and shows a page
+        # no error that does not name its origin.
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins or (),
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+        )
         self.asgi = Starlette(
             routes=routes,
-            middleware=[guard],
+            middleware=[cors, guard] if options.allowed_origins else [guard],
             exception_handlers={
                 Refusal: self._on_refusal,
                 HTTPException: self._on_refusal,

@@ -5,6 +5,7 @@ for those.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -14,6 +15,9 @@ from jaxkv.config import is_int
 SERVE = ("serve",)
 
 KEY_VARIABLE = "JAXKV_API_KEY"
+
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
+"""An origin as browsers send it: without a path, and so without a slash at its end."""
 
 IS_KEYS = Check(
     expected="None or a list of texts, none empty",
@@ -32,6 +36,16 @@ IS_TEXTS = Check(
     holds=lambda value: (
         value is None
         or (isinstance(value, list | tuple) and all(isinstance(one, str) for one in value))
+    ),
+)
+IS_ORIGINS = Check(
+    expected="None, or a list of * and of origins such as https://example.com",
+    holds=lambda value: (
+        value is None
+        or (
+            isinstance(value, list | tuple)
+            and all(isinstance(one, str) and ORIGIN.fullmatch(one) for one in value)
+        )
     ),
 )
 IS_PORT = Check(
@@ -84,6 +98,13 @@ class ServeOptions:
         None,
         "directory whose adapters clients may load and unload, with --enable-lora and a key",
         check=IS_TEXT_OR_NONE,
+        commands=SERVE,
+    )
+    allowed_origins: Sequence[str] | None = option(
+        None,
+        "origins whose pages may ask from a browser, such as https://chat.example.com, or * for "
+        "all (default: none)",
+        check=IS_ORIGINS,
         commands=SERVE,
     )
     max_concurrent_sequences: int = option(
