@@ -206,6 +206,14 @@ ASKED = {  # the line, and what gives the same
 }
 
 
+def test_a_line_without_a_model_is_for_the_one_that_runs(llm, rows_of):
+    named, unnamed = (line(name, COMPLETION, prompt="The end", temperature=0) for name in "ab")
+    del unnamed["body"]["model"]
+    first, second = (by_id(rows_of([named, unnamed]))[name]["response"]["body"] for name in "ab")
+    assert second["model"] == llm.model_names[0]
+    assert second["choices"] == first["choices"]
+
+
 def test_each_body_is_what_chat_or_generate_gives(llm, rows_of):
     rows = by_id(rows_of([one | {"custom_id": name} for name, (one, *_) in ASKED.items()]))
     for name, (asked, prompt, changes) in ASKED.items():
@@ -289,7 +297,6 @@ REFUSED = {  # in place of parts of a line, what the message says
     "moderations": ({"url": "/v1/moderations"}, "url: .* got '/v1/moderations' .*not built here"),
     "body": ({"body": [1]}, "body: expected an object, got list"),
     "model": ({"model": "gpt-4o"}, "model: expected '.*' or 'model', .* got 'gpt-4o'"),
-    "no model": ({"model": None}, "model: expected .*, got None"),
     "effort": ({"reasoning_effort": "low"}, "reasoning_effort: unknown, or not supported"),
     "guided": ({"guided_json": {}}, "guided_json: unknown, .*nearest: structured_outputs"),
     "json": (

@@ -753,6 +753,7 @@ def test_vectors_take_places_until_they_are_made_or_their_client_goes(pooling):
         ("completions", {"n": 300}, 400, "n", "at most 256 sequences"),
         ("completions", {"logit_bias": {"999": 1}}, 400, "logit_bias", "token ids"),
         ("completions", {"prompt": ["a"] * 257}, 400, "prompt", "at most 256 sequences"),
+        ("completions", {"n": 300}, 400, "n", "--max-concurrent-sequences 300"),
         ("completions", {"prompt": ["a", {"prompt": "b"}]}, 400, "prompt", "a list of either"),
         ("completions", {"prompt": [True]}, 400, "prompt", "a list of either"),
         ("completions", {"temperature": 1e999}, 400, "temperature", "finite"),
@@ -942,9 +943,8 @@ def test_every_route_asks_for_a_key(start, monkeypatch):
 def test_pages_of_allowed_origins_may_ask_and_read_errors(start, server):
     given = start(allowed_origins=["https://chat.example.com"], api_key=["one"])
     own, other = "Origin: https://chat.example.com\r\n", "Origin: https://example.org\r\n"
-    asking = (
-        "Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization\r\n"
-    )
+    asking = "Access-Control-Request-Method: POST\r\n"
+    asking += "Access-Control-Request-Headers: authorization\r\n"
     allows = "access-control-allow-origin"
     status, headers, _ = given.ask("/v1/completions", headers=own + asking, method="OPTIONS")
     assert (status, headers[allows]) == (200, "https://chat.example.com")
@@ -954,7 +954,7 @@ def test_pages_of_allowed_origins_may_ask_and_read_errors(start, server):
     assert given.ask("/v1/completions", headers=other + asking, method="OPTIONS")[0] == 400
     assert allows not in given.ask("/v1/models", headers=other)[1]
     assert allows not in server.ask("/health", headers=own)[1]
-    with pytest.raises(ValueError, match="allowed_origins: expected .* https://example.com"):
+    with pytest.raises(ValueError, match=r"allowed_origins: expected .* https://example.com"):
         ServeOptions(allowed_origins=['["*"]'])
 
 

@@ -39,12 +39,12 @@ class Defaults:
     adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
 
     def adapter(self, name: str | None) -> LoRARequest | None:
-        """Returns the adapter of this name, None for a name of the model. Raises: ValueError for
-        any other.
+        """Returns the adapter of this name, None for a name of the model or none at all. Raises:
+        ValueError for any other.
         """
-        if name is not None and name in self.models:
+        if name is None or name in self.models:
             return None
-        if name is None or name not in self.adapters:
+        if name not in self.adapters:
             names = " or ".join(map(repr, self.models))
             others = "or an adapter of --lora-modules, " if self.adapters else ""
             raise ValueError(

@@ -56,7 +56,7 @@ class OpenAI(Form):
             if len(wanted.inputs) > 1:
                 raise ValueError(f"input: expected one in a line, got {len(wanted.inputs)}")
             lora = defaults.adapter(wanted.model)
-            vectors = Vectors(str(wanted.model), is_base64=wanted.is_base64)
+            vectors = Vectors(wanted.model or defaults.models[0], is_base64=wanted.is_base64)
             return Asking(wanted.inputs[0], wanted.params, vectors, lora)
         asked = read_body(url, body, defaults.params)
         lora = defaults.adapter(asked.model)
@@ -68,7 +68,8 @@ class OpenAI(Form):
         if defaults.has_max_tokens and not _says_max_tokens(body):
             params = replace(params, max_tokens=defaults.params.max_tokens)
         name = f"{'chatcmpl' if url == CHAT else 'cmpl'}-{_hex(self.id_of(line))}"
-        answer = Answer(asked=asked, model=str(asked.model), decode=defaults.decode, id=name)
+        model = asked.model or defaults.models[0]
+        answer = Answer(asked=asked, model=model, decode=defaults.decode, id=name)
         return Asking(asked.inputs[0], params, answer, lora)
 
     def row(self, job: Job, output: Output, defaults: Defaults) -> dict[str, Any]:

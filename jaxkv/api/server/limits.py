@@ -92,7 +92,8 @@ class Gate:
             raise Refusal(
                 400,
                 f"{key}: expected at most {self.limit} sequences (prompts times n) in a request, "
-                f"got {count}",
+                f"got {count}: send fewer, or start jaxkv serve with --max-concurrent-sequences "
+                f"{count}",
                 key=key,
             )
         self.check(count)
