@@ -187,7 +187,7 @@ def place(
     lengths = {
         ("KV heads", group.num_kv_heads)
         if group.latent_dim is None
-        else ("attention heads", spec.num_heads)
+        else ("attention heads", group.num_heads or spec.num_heads)
         for group in spec.groups
         if group.layers
     }

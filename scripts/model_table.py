@@ -70,7 +70,6 @@ NOT_READ = {
     "a head that transformers does not scale and others do": (
         "aya_vision, cohere2_vision, granite_speech, granite_speech_plus"
     ),
-    "unlike numbers of query heads": "step3p7",
     "norms that differ in eps or in how weights are stored, gates of what joins": (
         "muse_glimmer, muse_spark"
     ),

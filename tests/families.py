@@ -363,7 +363,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | HEAD
     | {"shared_expert_intermediate_size": 40, "gating": "per-element"}
     | {"mlp_layer_types": ["dense", "sparse", "sparse"], "moe_routed_scaling_factor": 1.7}
-    | {"num_attention_heads_per_layer": [6, 6, 6], "moe_router_logit_softcapping": 1.5}
+    | {"num_attention_heads_per_layer": [6, 4, 6], "moe_router_logit_softcapping": 1.5}
     | {
         "rope_parameters": {
             "sliding_attention": ROPE,
@@ -486,6 +486,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 10}
     | {"num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "layer_group_size": 2},
+    "step3p5": {"num_hidden_layers": 4, "num_attention_heads": 4, "num_sliding_attention_heads": 6}
+    | {"head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "share_expert_dim": 20}
+    | {"moe_intermediate_size": 24, "moe_layers_enum": "2,3", "moe_router_scaling_factor": 1.7}
+    | {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}
+    | {"swiglu_limits": [0.0, 0.0, 0.7, 0.5], "swiglu_limits_shared": [0.0, 0.4, 0.0, 0.6]}
+    | {"rope_theta": [1e5, 1e4] * 2, "query_pre_attn_scalar": 6}
+    | {"partial_rotary_factors": [0.5, 1.0] * 2}
+    | {
+        "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}
+        | {"high_freq_factor": 32.0, "original_max_position_embeddings": 64}
+    },
     "mistral_large4_text": {"num_hidden_layers": 6, "num_key_value_heads": 6, "head_dim": 8}
     | {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3}
     | {"n_group": 4, "topk_group": 2, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10}
@@ -564,6 +575,7 @@ PARTS = (
     "hy_v4_vl_text",
     "minimax_m3_vl_text",
     "mistral_large4_text",
+    "step3p5",
     "mllama_text_model",
     "molmo2_text",
     "molmo2_text-olmo",
@@ -620,6 +632,7 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         SIGLIP | {"image_size": 16},
         {"projector_hidden_size": 16},
     ),
+    "step3p7": ("step3p5", SIGLIP, {}),
     "mistral_large4": (
         "mistral_large4_text",
         SIGLIP | {"model_type": "pixtral", "head_dim": 8},

@@ -23,7 +23,7 @@ def describe(
         (
             (
                 f"model     {model.directory} ({spec.family}, {spec.num_layers} layers, "
-                f"{spec.num_heads} query heads{_part(model.layout.part_of)})"
+                f"{spec.query_heads} query heads{_part(model.layout.part_of)})"
             ),
             (
                 f"weights   {model.weight_bytes / 2**20:.1f} MiB {blueprint.dtype} on "

@@ -167,7 +167,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
     """Returns what attention has to do in each KV group, on each device that has some heads."""
     return tuple(
         Heads(
-            num_heads=spec.num_heads // num_devices,
+            num_heads=(group.num_heads or spec.num_heads) // num_devices,
             # What all query heads share every device has.
             num_kv_heads=group.num_kv_heads // (1 if group.latent_dim is not None else num_devices),
             head_dim=group.head_dim,
@@ -180,6 +180,7 @@ def heads_of(spec: ModelSpec, *, num_devices: int = 1) -> tuple[Heads, ...]:
             has_index=spec.attention.index is not None,
             has_index_key=group.has_index_key,
             has_entries=spec.attention.near > 0,
+            has_unlike=any(one.num_heads is not None for one in spec.groups),
         )
         for group in spec.groups
     )

@@ -225,7 +225,8 @@ class KVGroup:
     latent_dim: one row of `head_dim` numbers per token is the key of every query head, whose first
     so many are the value (latent attention); None: values are as large as keys, and beside them.
     Where keys are chosen (`AttentionSpec.index`) the last numbers of a row are its key for that.
-    has_index_key: each token has one more key, by which blocks of keys are chosen.
+    has_index_key: each token has one more key, by which blocks of keys are chosen. num_heads: of
+    queries, where groups differ in it; None: as many as the model says.
     """
 
     layers: tuple[int, ...]
@@ -235,6 +236,7 @@ class KVGroup:
     is_chunked: bool = False
     latent_dim: int | None = None
     has_index_key: bool = False
+    num_heads: int | None = None
 
     @property
     def token_numbers(self) -> int:
@@ -312,6 +314,12 @@ class ModelSpec:
         ropes = {rope for rope in (self.rope, *self.layer_ropes) if rope}
         beyond = {rope.kind for rope in ropes if max_len > rope.original_max_len > 0}
         return max_len if "dynamic" in beyond else int("longrope" in beyond)
+
+    @property
+    def query_heads(self) -> str:
+        """Says how many query heads a layer has: "64", or "64 or 96"."""
+        counts = {group.num_heads or self.num_heads for group in self.groups}
+        return " or ".join(map(str, sorted(counts)))
 
     @property
     def has_shortcut(self) -> bool:

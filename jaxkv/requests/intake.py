@@ -334,8 +334,9 @@ class Intake:
             if ids is None:
                 return self._encode_any(text or "", add_special_tokens=add_special_tokens)
             self._check_countable(len(ids), "tokens")
-            self._check_ids("prompt", ids)
-            return list(ids)
+            listed = list(ids)
+            self._check_ids("prompt", listed)
+            return listed
 
     def parse(self, prompt: Prompt, room: int = 1) -> tuple[str | None, list[int], str]:
         """Returns (text, token ids, cache_salt) of a prompt that leaves room for so many tokens.

@@ -146,7 +146,7 @@ def test_whole_numbers_may_be_written_as_floats():
     params = read(COMPLETIONS, **whole).params
     assert (params.max_tokens, params.n, params.seed, params.temperature) == (5, 2, 7, 1.0)
     for value in (5.5, 1e300):
-        with pytest.raises(BodyError, match="^max_tokens: expected"):
+        with pytest.raises(BodyError, match=r"^max_tokens: expected"):
             read(COMPLETIONS, max_tokens=value)
 
 

@@ -302,6 +302,17 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("axk2", {"first_k_dense_replace": None, "moe_layer_freq": 2, "gated_norm_rank": None}),
         ("axk2-light", {"n_routed_experts": None, "num_local_experts": 6}),
         ("mllama_text_model", {"cross_attention_layers": None, "num_hidden_layers": 10}),
+        ("step3p5", {"layer_types": None, "moe_layers_enum": None, "sliding_window": None}),
+        (
+            "step3p5",
+            {"num_sliding_attention_heads": None, "rope_scaling": None, "rope_theta": 1e5}
+            | {
+                "attention_other_setting": {"num_attention_heads": 8},
+                "partial_rotary_factors": None,
+            }
+            | {"num_nextn_predict_layers": 1, "query_pre_attn_scalar": None}
+            | {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]},
+        ),
         (
             "mistral_large4_text",
             {"no_rope_layers": None, "kv_source_layers": None, "indexer_types": None}
@@ -590,7 +601,10 @@ BAD = {
     ),
     "model type of another kind": ({"model_type": ["llama"]}, ["model_type", "['llama']"]),
     "no model type": ({"model_type": None}, ["model_type", "None"]),
-    "unknown model type": ({"model_type": "mamba9"}, ["model_type", "'mamba9'", *FAMILIES]),
+    "unknown model type": (
+        {"model_type": "mamba9"},
+        ["model_type", "'mamba9'", "the nearest: mamba, mamba2"],
+    ),
     "base is not a family": ({"model_type": "base"}, ["model_type", "'base'"]),
 }
 
@@ -645,6 +659,13 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("xglm", "pad_token_id", 5, "0 or 1"),
         ("mllama_text_model", "cross_attention_layers", [0, 1, 2, 3, 4], "fewer than the 5"),
         ("mllama_text_model", "cross_attention_layers", ["1"], "a list of whole numbers"),
+        ("step3p5", "per_layer_config", {"1": {"head_dim": 4}}, "num_attention_heads only"),
+        ("step3p5", "moe_layers_enum", "2;3", "a list of layers, or a text"),
+        ("step3p5", "swiglu_limits", [1.0], "a number or null for each of the 4 layers"),
+        ("step3p5", "swiglu_limits", [-1.0] * 4, "a number from 0"),
+        ("step3p5", "use_qk_norm", False, "True"),
+        ("laguna", "num_attention_heads_per_layer", [6], "a number for each of the 3 layers"),
+        ("laguna", "num_attention_heads_per_layer", [6, 0, 6], "a whole number"),
         ("mistral_large4_text", "q_lora_rank", 16, r"none \(not built\)"),
         ("mistral_large4_text", "no_rope_layers", [1, 0], "a list of 6 out of 0 and 1"),
         ("mistral_large4_text", "kv_source_layers", [0, 1], "for each of 6 layers itself, or one"),

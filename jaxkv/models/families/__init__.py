@@ -85,6 +85,7 @@ TEXT_OF = {
     "perception_lm": "llama",
     "qianfan_ocr": "qwen3",
     "smolvlm": "llama",
+    "step3p7": "step3p5",
     "video_llama_3": "qwen2",
     "video_llava": "llama",
     "vipllava": "llama",

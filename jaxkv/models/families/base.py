@@ -255,6 +255,7 @@ def read_forms(
 
     forms: that of each layer. read: reads a form as if all layers were of it. What is not of layers
     is the first one's; layers whose keys and values, or recurrent states, are alike are one group.
+    What a form says of its number of query heads stays where forms differ in it.
     """
     listed = list(dict.fromkeys(forms))
     found = {form: read(form) for form in listed}
@@ -270,9 +271,13 @@ def read_forms(
             states.setdefault(replace(state, layers=()), []).append(layer)
         ropes.append(spec.layer_ropes[layer] if spec.layer_ropes else spec.rope)
     routers = [spec.router for spec in specs if spec.router is not None]
+    has_unlike = len({group.num_heads for group in groups}) > 1
     whole = replace(
         specs[0],
-        groups=tuple(replace(group, layers=tuple(of)) for group, of in groups.items())
+        groups=tuple(
+            replace(group, layers=tuple(of), num_heads=group.num_heads if has_unlike else None)
+            for group, of in groups.items()
+        )
         or (NO_KEYS,),
         states=tuple(replace(state, layers=tuple(of)) for state, of in states.items()),
         layer_ropes=tuple(ropes) if len(set(ropes)) > 1 else specs[0].layer_ropes,

@@ -22,8 +22,8 @@ from jaxkv.models.families.qwen3_moe import read_experts
 from jaxkv.models.rope_config import read_rope
 from jaxkv.models.spec import AttentionSpec, ModelSpec, RopeSpec
 
-Form = tuple[str, bool]
-"""Says what a layer sees, and whether it has experts."""
+Form = tuple[str, bool, int]
+"""Says what a layer sees, whether it has experts, and how many query heads it has."""
 
 ROPES = {
     FULL: {"rope_theta": 500000.0, "partial_rotary_factor": 0.5},
@@ -33,21 +33,28 @@ ROPES = {
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:
     num_layers = config.size("num_hidden_layers", at_most=MAX_LAYERS)
-    heads = config.get("num_attention_heads_per_layer")
-    if heads is not None and heads != [config.size("num_attention_heads")] * num_layers:
-        expected = "num_attention_heads for each layer (unlike numbers are not built)"
-        raise config.fail("num_attention_heads_per_layer", expected)
+    heads = _heads(config, num_layers)
     config.refuse("moe_apply_router_weight_on_input", False)
     kinds = [FULL] * num_layers
     if config.get("layer_types") is not None:
         kinds = config.kinds("layer_types", num_layers, (FULL, SLIDING))
     dense = listed_dense(config, [0])
-    forms = [(kind, layer not in dense) for layer, kind in enumerate(kinds)]
+    forms = [(kind, layer not in dense, heads[layer]) for layer, kind in enumerate(kinds)]
     return read_forms(forms, lambda form: _read_form(config, form, num_layers))
 
 
+def _heads(config: ConfigReader, num_layers: int) -> list[int]:
+    """Reads how many query heads each layer has."""
+    key, plain = "num_attention_heads_per_layer", config.size("num_attention_heads")
+    given = config.get(key, [plain] * num_layers)
+    if not isinstance(given, list) or len(given) != num_layers:
+        raise config.fail(key, f"a number for each of the {num_layers} layers")
+    return [ConfigReader({key: one}, config.where).size(key) for one in given]
+
+
 def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[ModelSpec, Layout]:
-    kind, is_routed = form
+    kind, is_routed, num_heads = form
+    config = config.replaced(num_attention_heads=num_heads)
     experts = replace(
         read_experts(config),
         bias="mlp.experts.e_score_correction_bias",
@@ -80,6 +87,7 @@ def _read_form(config: ConfigReader, form: Form, num_layers: int) -> tuple[Model
     rows = spec.num_heads * (spec.head_dim if given == "per-element" else 1)
     source = "model.layers.{layer}.self_attn.g_proj.weight"
     gate = leaf(source, (rows, spec.hidden_size), ("heads", "model"))
+    spec = replace(spec, groups=(replace(spec.groups[0], num_heads=num_heads),))
     return spec, replace(layout, layers=({**layout.layers[0], "attn_gate": gate},))
 
 

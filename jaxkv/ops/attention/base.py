@@ -39,7 +39,7 @@ class Heads:
     have stored. latent_dim: values are the first so many numbers of keys; None: they are apart.
     chunk: in tokens; None: sequences are not cut. has_index: keys are chosen (`index`), by one more
     key of each token if `has_index_key`. has_entries: entries of several tokens lie behind their
-    rows (`index.Entries`).
+    rows (`index.Entries`). has_unlike: layers of the model differ in `num_heads`.
     """
 
     num_heads: int
@@ -54,6 +54,7 @@ class Heads:
     has_index: bool = False
     has_index_key: bool = False
     has_entries: bool = False
+    has_unlike: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

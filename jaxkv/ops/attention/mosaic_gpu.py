@@ -72,6 +72,8 @@ class MosaicGpu:
             return "a model without attention"
         if heads.has_index:
             return "attention that chooses keys by an index runs on xla"
+        if heads.has_unlike:
+            return "layers of unlike numbers of query heads run on xla"
         if heads.latent_dim is not None:
             return "latent attention: expected values apart from keys; its kernel is not built"
         return refused_when_traced(self, heads, needs)

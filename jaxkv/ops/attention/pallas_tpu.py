@@ -66,6 +66,8 @@ class PallasTpu:
             return "a model without attention"
         if heads.has_index:
             return "attention that chooses keys by an index runs on xla"
+        if heads.has_unlike:
+            return "layers of unlike numbers of query heads run on xla"
         if heads.latent_dim is not None:
             if heads.cap or heads.has_sinks:
                 return "latent attention: expected scores without a cap and without sinks"
