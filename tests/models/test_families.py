@@ -302,6 +302,7 @@ def test_rotations_that_transformers_does_not_read_are_refused():
         ("axk2", {"first_k_dense_replace": None, "moe_layer_freq": 2, "gated_norm_rank": None}),
         ("axk2-light", {"n_routed_experts": None, "num_local_experts": 6}),
         ("mllama_text_model", {"cross_attention_layers": None, "num_hidden_layers": 10}),
+        ("step3p5", {"mlp_layer_types": None}),  # only layers without a window are scaled
         ("step3p5", {"layer_types": None, "moe_layers_enum": None, "sliding_window": None}),
         (
             "step3p5",
