@@ -17,7 +17,8 @@ from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.build.options import flag_name, flags
+from jaxkv.build.options import ABOUT, flag_name, flags
+from jaxkv.build.vllm_arguments import about_flag
 from jaxkv.version import VERSION
 
 if TYPE_CHECKING:
@@ -43,12 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, 1 for a check that found something, or 2 for
     what the caller can mend (the message is on stderr).
     """
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_about_unknown(unknown))
     try:
         with _interruptible():
             return _run(args)
     except KeyboardInterrupt:
         return 130
+
+
+def _about_unknown(given: Sequence[str]) -> str:
+    """Returns what is wrong with arguments that a command does not have. Values of flags that are
+    not known are among them.
+    """
+    if foreign := [one for one in given if one.startswith("-") and one.strip("-")]:
+        return "\n".join(about_flag(one, ABOUT) for one in foreign)
+    return f"unrecognized arguments: {' '.join(given)}"
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -60,13 +60,14 @@ class EngineArgs(_Arguments):
         hints = get_type_hints(EngineOptions)
         group = parser.add_argument_group("arguments of the engine")
         for one in fields(cls):
+            names = [flag_name(one.name)]
             if (about := ABOUT.get(one.name)) is None:
                 settings = _foreign_flag(one.default)
             elif _is_secret(one.name):
                 continue
             else:
                 settings = flag_settings(hints[one.name], about.doc, one.default)
-            names = [flag_name(one.name)]
+                names += about.aliases
             group.add_argument(*names, dest=one.name, default=one.default, **settings)
         return parser
 

@@ -11,9 +11,11 @@ import argparse
 import inspect
 import json
 import os
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from decimal import Decimal
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
@@ -245,6 +247,7 @@ class EngineOptions:
         1,
         "devices that divide the model and its KV cache between them by heads",
         commands=ENGINES + TARGETS,
+        aliases=("-tp",),
     )
     disaggregate: Sequence[int] | None = option(
         None,
@@ -520,6 +523,21 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"expected JSON, got {text!r:.80}: {error}") from error
 
 
+NUMBER = re.compile(r"(-?\d+)([kmgtKMGT]?)|(\d+\.\d+)([kmgt])")
+
+
+def whole_number(text: str) -> int:
+    """Reads a whole number as vLLM's flags do: 4k is 4,000, 4K is 4,096 and 1.5k is 1,500."""
+    found = NUMBER.fullmatch(text.strip().replace("_", ""))
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number such as 4096, 4k (4,000) or 4K (4,096), got {text!r:.80}"
+        )
+    written, unit = found[1] or found[3], found[2] or found[4] or ""
+    power = "kmgt".find(unit.lower()) + 1 if unit else 0
+    return int(Decimal(written) * (1024 if unit.isupper() else 1000) ** power)
+
+
 def flag_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -535,4 +553,5 @@ def flag_settings(hint: Any, doc: str, default: Any) -> dict[str, Any]:
     if bool in kinds:
         return settings | {"action": argparse.BooleanOptionalAction}
     number = next((kind for kind in (int, float) if kind in kinds), None)
+    number = whole_number if number is int else number
     return settings if number is None else settings | {"type": number, "metavar": "N"}

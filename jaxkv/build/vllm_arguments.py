@@ -486,6 +486,56 @@ def absence(whose: str, name: str, table: Mapping[str, str]) -> str:
     return f"{whose} has no {name!r} yet, which vLLM has{near}"
 
 
+_TAKEN_APART = "the text of the answer, which is not taken apart"
+_OF_SERVER = {
+    "enable_auto_tool_choice": _TAKEN_APART,
+    "tool_call_parser": _TAKEN_APART,
+    "reasoning_parser": _TAKEN_APART,
+    "enable_reasoning": _TAKEN_APART,
+    "chat_template": "the chat template in the checkpoint's directory",
+    "chat_template_content_format": "LLM.chat(chat_template_content_format=)",
+    "enforce_eager": "--lazy-compile",
+    "uvicorn_log_level": "",
+    "disable_uvicorn_access_log": "",
+    "disable_fastapi_docs": "",
+    "root_path": "a proxy",
+    "ssl_keyfile": "a proxy",
+    "ssl_certfile": "a proxy",
+    "response_role": "",
+    "enable_log_requests": "",
+    "api_server_count": "",
+    "allowed_methods": "--allowed-origins",
+    "allowed_headers": "--allowed-origins",
+    "allow_credentials": "--allowed-origins",
+}
+"""Names what is nearest to flags of its server alone."""
+
+_SHORT = {"pp": "pipeline_parallel_size", "dp": "data_parallel_size", "q": "quantization"}
+
+
+def about_flag(flag: str, known: Mapping[str, Any]) -> str:
+    """Returns what to say of a flag that a command does not have: what of vLLM's it is, or which of
+    the options (`known`) has such a name.
+    """
+    written = flag.partition("=")[0]
+    name = written.strip("-").replace("-", "_")
+    name = _SHORT.get(name, name)
+    if name not in FOREIGN and name.startswith("no_"):
+        name = name.removeprefix("no_")
+    if name in FOREIGN:
+        foreign = FOREIGN[name]
+        if foreign.means_nothing:
+            return f"{written}: vLLM's, which sets nothing here: leave it out"
+        near = foreign.nearest or _OF_SERVER.get(name, "")
+    elif name in _OF_SERVER:
+        near = _OF_SERVER[name]
+    else:
+        close = get_close_matches(name, known, n=1)
+        hint = f", did you mean --{close[0].replace('_', '-')}?" if close else ""
+        return f"{written}: unrecognized argument{hint}"
+    return f"{written}: vLLM's, not built here" + (f" (nearest: {near})" if near else "")
+
+
 def _unknown(name: str, known: Mapping[str, Any]) -> str:
     others = {flag.strip("-").replace("-", "_"): x for x in known for flag in known[x].aliases}
     others |= _OF_TRANSFORMERS

@@ -1120,6 +1120,27 @@ def test_the_command_says_what_is_wrong_before_it_loads_anything(capsys):
     assert "model: expected it once, got 'a' and --model 'b'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--disable-log-requests"], "--disable-log-requests: vLLM's, which sets nothing here"),
+        (["--no-enable-log-requests"], "--no-enable-log-requests: vLLM's, not built here"),
+        (["--swap-space=4"], "--swap-space: vLLM's, which sets nothing here: leave it out"),
+        (["--trust-remote-code"], "not built here (nearest: a family of jaxkv.models.families)"),
+        (["--reasoning-parser", "qwen3"], "--reasoning-parser: vLLM's, not built here (nearest:"),
+        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice: vLLM's, not built here"),
+        (["-pp", "2"], "-pp: vLLM's, not built here"),
+        (["--max-model-length", "9"], "unrecognized argument, did you mean --max-model-len?"),
+        (["--max-model-len", "1q"], "expected a whole number such as 4096, 4k (4,000) or 4K"),
+    ],
+)
+def test_vllms_flags_that_are_not_here_are_refused_by_name(flags, says, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", *flags])
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", [[], ["--model"]])
 def test_a_model_may_stand_first_as_in_vllms_command(capsys, tmp_path, flag):
     assert cli.main(["serve", *flag, str(tmp_path), "--port", "0"]) == 2

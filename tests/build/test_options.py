@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from jaxkv import LLM
+from jaxkv import LLM, EngineArgs
 from jaxkv.api import cli
 from jaxkv.build.options import (
     ABOUT,
@@ -117,6 +117,19 @@ def test_a_flag_reads_what_its_option_takes():
 def test_a_value_that_is_never_possible_is_refused_by_name(name, value, message):
     with pytest.raises(ValueError, match=message):
         EngineOptions(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4096", 4096), ("4k", 4000), ("32K", 32768), ("1m", 10**6), ("1.5k", 1500), ("-1", -1)],
+)
+def test_whole_numbers_of_flags_are_read_as_vllm_reads_them(text, number):
+    own = argparse.ArgumentParser()
+    for names, settings in flags("serve").values():
+        own.add_argument(*names, **settings)
+    for parser in (own, EngineArgs.add_cli_args(argparse.ArgumentParser())):
+        args = parser.parse_args(["--max-model-len", text, "-tp", "2"])
+        assert (args.max_model_len, args.tensor_parallel_size) == (number, 2)
 
 
 def test_options_are_frozen_and_all_but_the_model_are_keywords():
