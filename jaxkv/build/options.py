@@ -553,5 +553,6 @@ def flag_settings(hint: Any, doc: str, default: Any) -> dict[str, Any]:
     if bool in kinds:
         return settings | {"action": argparse.BooleanOptionalAction}
     number = next((kind for kind in (int, float) if kind in kinds), None)
-    number = whole_number if number is int else number
-    return settings if number is None else settings | {"type": number, "metavar": "N"}
+    if number is None:
+        return settings
+    return settings | {"type": whole_number if number is int else number, "metavar": "N"}

@@ -334,9 +334,9 @@ class Intake:
             if ids is None:
                 return self._encode_any(text or "", add_special_tokens=add_special_tokens)
             self._check_countable(len(ids), "tokens")
-            listed = list(ids)
-            self._check_ids("prompt", listed)
-            return listed
+            tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
+            self._check_ids("prompt", tokens)
+            return tokens
 
     def parse(self, prompt: Prompt, room: int = 1) -> tuple[str | None, list[int], str]:
         """Returns (text, token ids, cache_salt) of a prompt that leaves room for so many tokens.
