@@ -174,6 +174,21 @@ def load(
     )
 
 
+OWN_NAMES = {
+    "block_size": "page_size",
+    "max_num_seqs": "num_rows",
+    "num_gpu_blocks_override": "num_pages",
+}
+"""What the engine's options, which errors name, are called here."""
+
+
+def _own_number(value: Any) -> Any:
+    """Returns a number of numpy or of JAX, which programs return, as Python's."""
+    is_one = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    is_one = is_one and value.ndim == 0
+    return value.item() if is_one else own(value)
+
+
 def empty(
     model: Model,
     *,
@@ -195,12 +210,6 @@ def empty(
         if not is_int(value) or not 1 <= value <= MAX_INT32:
             raise ValueError(f"{name}: expected a number from 1 on, got {value!r}")
     before = model.blueprint
-    options = replace(
-        before.options,
-        block_size=page_size,
-        max_num_seqs=num_rows,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
     make = partial(
         make_blueprint,
         spec=before.spec,
@@ -209,8 +218,21 @@ def empty(
         stored_dtype=before.dtype,
         keeps_all=True,
     )
-    sized = make_tested(make, options).with_pages(num_pages)
-    return State(sized.empty_kv(), (KVHandle(),) * num_rows, sized.limits, sized.backend)
+    try:
+        options = replace(
+            before.options,
+            block_size=page_size,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        sized = make_tested(make, options).with_pages(num_pages)
+        paged = sized.empty_kv()
+    except ValueError as error:
+        name, _, what = str(error).partition(":")
+        if name not in OWN_NAMES:
+            raise
+        raise ValueError(f"{OWN_NAMES[name]}:{what}") from error
+    return State(paged, (KVHandle(),) * num_rows, sized.limits, sized.backend)
 
 
 def prefill(model: Model, kv: State, prompts: Any) -> tuple[State, jax.Array]:
@@ -247,7 +269,7 @@ def decode(
     Returns the new state and the new tokens, [B, n] int32, in the order of `tokens`, -1 after a
     row's end. A row's last one is not stored yet: give it to the next `decode` or `prefill`.
     """
-    if not is_int(n := own(n)) or not 1 <= n <= kv.limits.max_len:
+    if not is_int(n := _own_number(n)) or not 1 <= n <= kv.limits.max_len:
         raise ValueError(f"n: expected a number of tokens from 1 to {kv.limits.max_len}, got {n!r}")
     newest = tokens_by_row(tokens, len(kv.rows), model.spec.vocab_size)
     given, padded = len(newest), fit_bucket(row_buckets(len(kv.rows)), len(newest))
@@ -310,7 +332,7 @@ def rewind(kv: State, row: int, length: int) -> State:
     """Cuts a row to its first `length` tokens; pages past them are free unless others hold them."""
     check_rows((row,), len(kv.rows))
     longest = kv.rows[row].length
-    if not is_int(length := own(length)) or not 0 <= length <= longest:
+    if not is_int(length := _own_number(length)) or not 0 <= length <= longest:
         raise ValueError(
             f"length: expected an int from 0 to {longest}, which row {row} holds, got {length!r}"
         )

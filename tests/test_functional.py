@@ -126,7 +126,7 @@ def test_a_fork_shares_pages_and_nobody_sees_what_the_other_writes(model, kv):
 def test_a_rewound_row_goes_on_as_if_it_had_never_been_longer(model, kv):
     kv, _ = jk.prefill(model, kv, {1: PROMPTS[2]})
     kv = jk.fork(kv, 1, to=0)
-    kv = jk.rewind(kv, 1, 19)  # inside a page that row 0 holds in full
+    kv = jk.rewind(kv, 1, jnp.int32(19))  # inside a page that row 0 holds in full
     check(kv)
     assert kv.lengths == (40, 19, 0, 0)
     kv, tokens = jk.decode(model, kv, {1: 5, 0: 6}, n=9)
@@ -241,6 +241,11 @@ def test_what_is_refused_leaves_the_state_as_it_was(model, kv):
         (ValueError, "num_pages: expected", lambda: jk.empty(model, num_pages=0)),
         (ValueError, "num_rows: expected", lambda: jk.empty(model, num_pages=9, num_rows=None)),
         (ValueError, "page_size: exp", lambda: jk.empty(model, num_pages=9, page_size=None)),
+        (ValueError, "^page_size: .*15", lambda: jk.empty(model, num_pages=9, page_size=15)),
+        (ValueError, "^num_rows: .*4096", lambda: jk.empty(model, num_pages=9, num_rows=4096)),
+        (ValueError, "^num_pages: expected la", lambda: jk.empty(model, num_pages=2**31 - 1)),
+        (ValueError, "length: expected", lambda: jk.rewind(kv, 0, jnp.float32(2))),
+        (ValueError, "length: expected", lambda: jk.rewind(kv, 0, jnp.bool_(True))),
     ]
     for kind, message, call in refusals:
         with pytest.raises(kind, match=message):
