@@ -164,7 +164,7 @@ class AsyncLLM(AsyncPoolingCalls):
         """Returns the tokens of a prompt or conversation to count them: it may be empty, or longer
         than the context has room for. add_special_tokens: to a text.
 
-        Raises: ValueError for what is no prompt, and for millions of characters or tokens.
+        Raises: ValueError for what is no prompt, and for very many characters or tokens.
         """
         return await self._engine.ask(
             partial(self._llm._tokens_of, prompt, add_special_tokens=add_special_tokens)

@@ -427,7 +427,7 @@ class Session(BaseSession):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the session into a new file, which `LLM.restore` of the same model reads: in
         another process, on another number of devices, with pages of another size. It appears
-        complete or not at all.
+        complete or not at all; without hard links an empty file may be there for a moment before.
 
         Raises: FileExistsError if there is a file, other kinds of OSError if it cannot be written,
         CapacityError where the cache does not keep all of its pages (other requests need them, or a

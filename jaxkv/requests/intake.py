@@ -38,8 +38,10 @@ from jaxkv.weights.adapters import Adapter
 MAX_CONTEXT = "This model's maximum context length is"
 """OpenAI's words, by which clients know that they should cut the prompt."""
 
-MOST_AT_ONCE = 2**20
-"""Characters or tokens that `tokens_of` takes however few of them the context has room for."""
+MOST_AT_ONCE = 2**18
+"""Characters or tokens that `tokens_of` takes however few of them the context has room for: the
+engine waits meanwhile, under a second for so many.
+"""
 
 CHARS_PER_TOKEN = 8
 """Above it `tokens_of` takes so many for each token of the context."""
