@@ -11,7 +11,7 @@ R rows of the engine (a step's B rows are some of them, in any order)
 Logical axes, the names that shardings are derived from:
 "layer", "vocab", "model" (D), "heads" (N*H), "kv_heads" (K*H), "head_dim" (H), "ffn" (F),
 "channels" (rows of a recurrent mixer); never sharded: "experts", "streams" (that a router chooses
-or weighs) and None.
+or weighs), "ngrams" (rows of tables) and None.
 """
 
 from __future__ import annotations

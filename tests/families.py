@@ -82,6 +82,12 @@ YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embedd
 YARN |= {"mscale": 0.7, "mscale_all_dim": 1.3}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
 LINEAR |= {"linear_value_head_dim": 12, "num_hidden_layers": 4}
+QWEN4 = EXPERTS | LINEAR | HEAD | {"shared_expert_intermediate_size": 40, "hc_count": 3}
+QWEN4 |= {"hc_lowrank": 7, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
+QWEN4 |= {"layer_types": ["linear_attention", "indexed_attention"] * 2}
+QWEN4 |= {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 6}
+QWEN4 |= {"indexer_budget": 8, "indexer_compress_ratio": 4}
+
 LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 3}
 
 SHARED = {"shared_intermediate_size": 40, "attention_multiplier": 0.2}
@@ -442,6 +448,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_text": EXPERTS
     | HEAD
     | {"mlp_only_layers": [1], "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+    "qwen4_exp_text": QWEN4
+    | {"ple_layer_ids": [1, 3], "ple_embed_dim": 24, "ngram_size": 4, "heads_per_ngram": 2}
+    | {"ngram_vocab_size_base": 90, "make_ngram_vocab_size_divisible_by": 8}
+    | {"ple_conv_kernel_size": 3, "split_ngram_parts": 5, "eos_token_id": [148, 2]},
+    "qwen4_exp_text-plain": QWEN4 | {"output_gate_type": "sigmoid", "norm_topk_prob": False},
     "qwen3_vl_moe_text": EXPERTS
     | HEAD
     | {"moe_intermediate_size": 32, "rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
@@ -711,6 +722,7 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         QWEN_VISION | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
         {},
     ),
+    "qwen4_exp": ("qwen4_exp_text", QWEN_VISION | {"out_hidden_size": 48}, {}),
     "qwen3_vl": (
         "qwen3_vl_text",
         QWEN_VISION | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},

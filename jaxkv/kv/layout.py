@@ -13,7 +13,7 @@ values are the first numbers of their keys (latent attention), pages hold the ke
 
 Between the two forms there are vectors in page order [.., D, V, S, H]: of each device first the
 keys of its K heads, then their values, each head with the S tokens of a page. V is `num_vectors`:
-2K, or K without values. Where blocks of keys are chosen (`ops.attention.index.BlockIndex`), what
+2K, or K without values. Where blocks or pools of keys are chosen (`ops.attention.index`), what
 they are chosen by is one more vector behind the keys: of every device the same, and the last head
 of the keys in the canonical form.
 """

@@ -19,12 +19,14 @@ import numpy as np
 from jaxkv.kv.state import PagedKV
 from jaxkv.models import alibi, altup, compressed, hyper, latent
 from jaxkv.models.compressed import Compression, put
+from jaxkv.models.ngrams import with_ngrams
 from jaxkv.models.paged import Held, PagedAttention
-from jaxkv.models.recurrent import Compressor, Mixer
-from jaxkv.models.rope import Ropes
+from jaxkv.models.recurrent import Compressor, Mixer, Ngrams
+from jaxkv.models.rope import Ropes, rope_frequencies
 from jaxkv.models.spec import BlockIndexSpec, ModelSpec, QueryTemperature
 from jaxkv.ops.adapters import TokenAdapters
-from jaxkv.ops.attention import AnyIndex, Batch, BlockIndex, LatentMaps
+from jaxkv.ops.attention import AnyIndex, Batch, BlockIndex, Index, LatentMaps, PoolKeys
+from jaxkv.ops.attention.index import Choice
 from jaxkv.ops.experts import Router, run_experts
 from jaxkv.ops.layers import (
     ACTIVATIONS,
@@ -116,7 +118,7 @@ class Layers:
         cutoffs = spec.scales.gate_cutoffs
         cutoff = cutoffs[kind] if cutoffs else None
         if spec.scales.hyper is not None:
-            return self._between_streams(mix)
+            return self._between_streams(layers, mix)
 
         def run(x_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             h_TD = normed(x_TD, w, "attn_norm", spec)
@@ -146,11 +148,12 @@ class Layers:
 
         return run
 
-    def _between_streams(self, mix: Mix) -> Mix:
+    def _between_streams(self, layers: Sequence[int], mix: Mix) -> Mix:
         """Returns what runs mixer and feed-forward between several streams."""
-        spec = self._spec
+        spec, add_ngrams = self._spec, self._ngrams(layers)
 
         def run(x_NTD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+            x_NTD, held = add_ngrams(x_NTD, w, held, number)
             x_TD, leave = hyper.enter(x_NTD, w, "attn_hyper", spec)
             mixed_TD, held = mix(normed(x_TD, w, "attn_norm", spec), w, held, number)
             x_NTD = leave(mixed_TD)
@@ -167,10 +170,10 @@ class Layers:
         mixers = []
         if self._spec.has_attention(layers[0]):
             mixers.append(self._attention(layers))
-        if (state := self._spec.state_of(layers[0])) is not None:
-            mixer = self._spec.states[state[0]].mixer
-            if not isinstance(mixer, Compressor):
-                mixers.append(self._recurrence(layers, mixer))
+        for number_of in self._spec.states_of(layers[0]):
+            mixer = self._spec.states[number_of].mixer
+            if not isinstance(mixer, (Compressor, Ngrams)):
+                mixers.append(self._recurrence(number_of, mixer))
 
         def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             found = []
@@ -192,8 +195,8 @@ class Layers:
         warms_rotated = temperature is not None and not temperature.unrotated_only
         compress = None
         if spec.attention.near:
-            has_states = spec.state_of(layers[0]) is not None
-            compress = Compression(spec, layers, self._states(layers) if has_states else None)
+            own = [(number, self._rows_of(number)) for number in spec.states_of(layers[0])]
+            compress = Compression(spec, layers, own[0] if own else None)
 
         def attend(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             rope, gate_TX = rotation_of(number), h_TD
@@ -250,9 +253,11 @@ class Layers:
 
         return attend
 
-    def _recurrence(self, layers: Sequence[int], mixer: Mixer) -> Mix:
-        """Returns what mixes tokens by recurrent states in any of these layers."""
-        number_of, rows_of = self._states(layers)
+    def _recurrence(self, number_of: int, mixer: Mixer) -> Mix:
+        """Returns what mixes tokens by these recurrent states in any of the layers that have
+        them.
+        """
+        rows_of = self._rows_of(number_of)
 
         def mix(h_TD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
             own = held.states[number_of]
@@ -261,16 +266,36 @@ class Layers:
 
         return mix
 
-    def _states(self, layers: Sequence[int]) -> tuple[int, Callable[[jax.Array], Rows]]:
-        """Returns which of `ModelSpec.states` any of these layers has, and what gives the places of
-        a layer's, by its number (int32).
+    def _ngrams(self, layers: Sequence[int]) -> Mix:
+        """Returns what adds to the streams of any of these layers what n-grams say; nothing in most
+        layers.
+        """
+        spec = self._spec
+        mixers = [(number, spec.states[number].mixer) for number in spec.states_of(layers[0])]
+        keepers = [(number, mixer) for number, mixer in mixers if isinstance(mixer, Ngrams)]
+        if not keepers:
+            return lambda x_NTD, w, held, number: (x_NTD, held)
+        ((number_of, keeper),) = keepers
+        rows_of = self._rows_of(number_of)
+
+        def add(x_NTD: jax.Array, w: Weights, held: Held, number: jax.Array) -> Carry:
+            own = held.states[number_of]
+            rows = rows_of(number)
+            x_NTD, own = with_ngrams(x_NTD, w, keeper, own, rows, spec, self._axis)
+            return x_NTD, held._replace(states=put(held.states, number_of, own))
+
+        return add
+
+    def _rows_of(self, number_of: int) -> Callable[[jax.Array], Rows]:
+        """Returns what gives the places of a layer's states, by its number (int32), in an entry of
+        `ModelSpec.states`.
         """
         spec, batch, kv = self._spec, self._batch, self._kv
-        places = [spec.state_of(layer) or (0, 0) for layer in range(spec.num_layers)]
-        number_of, slot_B = places[layers[0]][0], kv.rows[0].slot_B
+        slot_B, state = kv.rows[0].slot_B, spec.states[number_of]
         if slot_B is None:
             raise ValueError("expected page tables with the slots of recurrent states, got none")
-        state, index_L = spec.states[number_of], np.array([index for _, index in places], np.int32)
+        index_L = np.zeros(spec.num_layers, np.int32)
+        index_L[list(state.layers)] = range(len(state.layers))
         num_slots = kv.states[number_of][0].shape[0] // len(state.layers)
         slot_B, after_BA = jnp.where(batch.count_B > 0, slot_B, num_slots), kv.rows[0].after_BA
         len_B = jnp.asarray(batch.position_T)[batch.start_B]
@@ -279,7 +304,7 @@ class Layers:
             layer = jnp.asarray(index_L)[number]
             return Rows(slot_B, len_B, batch, layer, num_slots, after_BA)
 
-        return number_of, rows_of
+        return rows_of
 
     def _feed_forward(
         self,
@@ -490,24 +515,46 @@ def _project(
 
 def _with_index_key(
     x_TD: jax.Array, k_TKH: jax.Array | None, w: Weights, rope: Rotation | None, spec: ModelSpec
-) -> tuple[jax.Array | None, BlockIndex | None]:
+) -> tuple[jax.Array | None, Choice | None]:
     """Puts behind the keys of tokens the one that blocks are chosen by, zeros where the layer
     attends to all. Returns them, and how these tokens choose; without a change where no layer does.
     """
     asked = spec.attention.index
-    if not isinstance(asked, BlockIndexSpec) or k_TKH is None:
+    if asked is None or k_TKH is None:
         return k_TKH, None
     if "index_q" not in w:
         return jnp.pad(k_TKH, ((0, 0), (0, 1), (0, 0))), None
 
-    def made(name: str) -> jax.Array:
+    def heads(name: str) -> jax.Array:
         x_TF = jax.lax.optimization_barrier(linear(x_TD, w[name]))  # as in `_project`
-        x_TIH = normed(x_TF.reshape(x_TD.shape[0], -1, asked.head_dim), w, f"{name}_norm", spec)
+        return x_TF.reshape(x_TD.shape[0], -1, asked.head_dim)
+
+    def made(name: str) -> jax.Array:
+        x_TIH = normed(heads(name), w, f"{name}_norm", spec)
         return x_TIH if rope is None else apply_rope(x_TIH, rope)
 
-    key_T1H = jnp.pad(made("index_k"), ((0, 0), (0, 0), (0, k_TKH.shape[2] - asked.head_dim)))
-    sizes = {"num_chosen": asked.num_chosen, "num_local": asked.num_local, "pool": asked.pool}
-    return jnp.concatenate([k_TKH, key_T1H], axis=1), BlockIndex(made("index_q"), **sizes)
+    query_TIH, sizes = made("index_q"), {"num_chosen": asked.num_chosen, "pool": asked.pool}
+    index: Choice
+    if isinstance(asked, BlockIndexSpec):
+        index, key_T1H = BlockIndex(query_TIH, num_local=asked.num_local, **sizes), made("index_k")
+    else:  # the mean of keys as they are is normed and rotated, when all of a pool are there
+        weight_TI = jnp.full(query_TIH.shape[:2], asked.head_dim**-0.5)
+        index = Index(query_TIH, weight_TI, **sizes, pool_keys=_pool_keys(w, spec))
+        key_T1H = heads("index_k")
+    key_T1H = jnp.pad(key_T1H, ((0, 0), (0, 0), (0, k_TKH.shape[2] - asked.head_dim)))
+    return jnp.concatenate([k_TKH, key_T1H], axis=1), index
+
+
+def _pool_keys(w: Weights, spec: ModelSpec) -> PoolKeys:
+    """Returns what makes keys of pools, in a model whose layers rotate alike."""
+    scale_H = values(w["index_k_norm"]).astype(jnp.float32) + spec.norm.endswith("_one")
+    return PoolKeys(
+        scale_H,
+        jnp.asarray(rope_frequencies(spec.rope, spec.head_dim)),
+        eps=spec.norm_eps,
+        factor=spec.rope.attention_factor,
+        interleaved=spec.rope.interleaved,
+    )
 
 
 def _of_layer(x_TD: jax.Array, own_TP: jax.Array, w: Weights, spec: ModelSpec) -> jax.Array:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from jaxkv.models.recurrent import Compressor, Mixer, StateArray
+from jaxkv.models.recurrent import Compressor, Mixer, Ngrams, StateArray
 from jaxkv.ops.experts import Router
 
 
@@ -69,8 +69,10 @@ class IndexSpec:
     rotates_last: the last of these numbers are rotated, not the first. norm_eps: of the norm of
     keys. has_shared: layers without index heads choose by those of the last layer before them that
     has some. of_stream: index heads' queries are made of the stream behind a norm of their own, not
-    of what other queries are made of. Sources: DeepSeek-V3.2, arXiv 2512.02556, section 2.1;
-    IndexShare, arXiv 2603.12201.
+    of what other queries are made of. Where values are stored beside keys
+    (`KVGroup.has_index_key`), the mean of a pool's keys is normed and rotated, and index heads
+    count alike. Sources: DeepSeek-V3.2, arXiv 2512.02556, section 2.1; IndexShare, arXiv
+    2603.12201; Qwen4-Exp, as transformers has it.
     """
 
     num_heads: int
@@ -115,8 +117,7 @@ class AttentionSpec:
     slopes: of each query head, by which scores fall with distance (`models.alibi`); () for none.
     by_depth: scores are divided by the number of their layer, 1 for the first. Source: Mistral by
     Stanford CRFM.
-    index: how keys are chosen, those of latent attention one by one and others by blocks; None: all
-    are attended to.
+    index: how keys are chosen; None: all are attended to.
     near: so many last tokens are attended to one by one, and older ones by entries of several
     (`models.compressed`), which `index` chooses where layers have index heads; 0: all one by one.
     output_groups: what attention gives goes in so many groups of heads through matrices of their
@@ -168,11 +169,11 @@ class HyperSpec:
     """Says how many streams tokens have (`models.hyper`), and in how many rounds a matrix between
     them is made to add up to 1; 0: they go on as they are. eps: what sums and shares are more than,
     those of what a block gives if `has_eps_on_way_out`. most: what joins a stream of a block at
-    most.
+    most. Gated streams, which their tensors show, have no more than a number.
     """
 
     num_streams: int
-    eps: float
+    eps: float = 0.0
     num_rounds: int = 0
     most: float = 2.0
     has_eps_on_way_out: bool = False
@@ -225,7 +226,7 @@ class KVGroup:
     latent_dim: one row of `head_dim` numbers per token is the key of every query head, whose first
     so many are the value (latent attention); None: values are as large as keys, and beside them.
     Where keys are chosen (`AttentionSpec.index`) the last numbers of a row are its key for that.
-    has_index_key: each token has one more key, by which blocks of keys are chosen. num_heads: of
+    has_index_key: each token has one more key, by which blocks or pools are chosen. num_heads: of
     queries, where groups differ in it; None: as many as the model says.
     """
 
@@ -254,11 +255,11 @@ counted in, so that prefixes, snapshots of states and admission are those of any
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpec:
     """Layers whose mixer keeps a recurrent state, of one size however long a row is; or what is to
-    be an entry of their keys (`models.compressed`).
+    be an entry of their keys (`models.compressed`), or tokens and what they say (`models.ngrams`).
     """
 
     layers: tuple[int, ...]
-    mixer: Mixer | Compressor
+    mixer: Mixer | Compressor | Ngrams
 
     @property
     def arrays(self) -> tuple[StateArray, ...]:
@@ -350,12 +351,9 @@ class ModelSpec:
         """Says whether a layer attends to keys and values, its own or another layer's."""
         return self.source_of(layer) in self.kv_layers
 
-    def state_of(self, layer: int) -> tuple[int, int] | None:
-        """Returns (entry of `states`, index within it) of a layer; None if it keeps no state."""
-        for number, state in enumerate(self.states):
-            if layer in state.layers:
-                return number, state.layers.index(layer)
-        return None
+    def states_of(self, layer: int) -> tuple[int, ...]:
+        """Lists the entries of `states` that a layer has."""
+        return tuple(number for number, state in enumerate(self.states) if layer in state.layers)
 
     def source_of(self, layer: int) -> int:
         """Returns the layer whose keys and values this one attends to."""

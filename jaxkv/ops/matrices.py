@@ -96,6 +96,12 @@ class Matrix(NamedTuple):
         sizes = (self.num_rows, num_columns)
         return values(_of_stack(self.leaf, self.layer, (0, start), sizes))
 
+    def rows_at(self, number: Array) -> Array:
+        """Returns the rows of these numbers as values, the nearest of one past the end: of a matrix
+        of a layer.
+        """
+        return values(self.leaf.at[self.layer, number].get(mode="clip"))
+
     @property
     def is_native(self) -> bool:
         """Tells whether a CPU may multiply with `dot_natively`."""

@@ -239,7 +239,9 @@ def describe_model(deployment: Deployment, *, contexts: Sequence[int], sequences
     """
     blueprint = deployment.blueprint
     spec, token = blueprint.spec, blueprint.token_nbytes
-    heads = f"{spec.query_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
+    heads = (
+        f"{spec.query_heads} query and {spec.groups[0].num_kv_heads} KV heads of {spec.head_dim}"
+    )
     if not spec.kv_layers:
         heads = "no attention"
     elif (rank := spec.groups[0].latent_dim) is not None:

@@ -4,6 +4,7 @@ twice.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -71,7 +72,7 @@ def load_weights(
     """
     checkpoint, layout = open_checkpoint(source, spec, layout)
     with checkpoint:
-        leaves = _present(checkpoint, spec, layout)
+        leaves = [_in_pieces(checkpoint, leaf) for leaf in _present(checkpoint, spec, layout)]
         _check(checkpoint, spec, layout, leaves)
         num_parts = 1 if placement is None else placement.size
         with progress(leaves, jnp.dtype(dtype)) as told:
@@ -300,6 +301,46 @@ def _present(checkpoint: Tensors, spec: ModelSpec, layout: Layout) -> list[TreeL
     return [leaf for leaf in tree_leaves(spec, layout) if not repeats(leaf)]
 
 
+def _in_pieces(checkpoint: Tensors, leaf: TreeLeaf) -> TreeLeaf:
+    """Returns the leaf with the tensors that have its rows in this checkpoint."""
+    if leaf.one.pieces is None:
+        return leaf
+    return leaf._replace(
+        sources=tuple(
+            name
+            for source in leaf.sources
+            for name in _pieces(checkpoint, source, leaf.one.pieces) or [source]
+        )
+    )
+
+
+def _pieces(checkpoint: Tensors, source: str, pieces: str) -> list[str]:
+    """Returns the names of the tensors that have the rows of one that is not there."""
+    if source in checkpoint.entries:
+        return []
+    prefix = source.rpartition(".")[0]
+    names = (f"{prefix}.{pieces.format(number=number)}" for number in itertools.count())
+    return list(itertools.takewhile(checkpoint.entries.__contains__, names))
+
+
+def _misfits(checkpoint: Tensors, leaf: TreeLeaf) -> list[str]:
+    """Lists what is wrong with the tensors of a leaf whose rows may be in several."""
+    shape = leaf.one.info.shape
+    found = [checkpoint.entries[name] for name in leaf.sources if name in checkpoint.entries]
+    wrong = [
+        f"{one.name}: expected rows of {shape[1:]} numbers from config.json, got {one.shape}"
+        for one in found
+        if one.shape[1:] != shape[1:]
+    ]
+    num_rows = sum(one.shape[0] for one in found if len(one.shape) == len(shape))
+    if not wrong and len(found) == len(leaf.sources) and num_rows != leaf.shape[0] * shape[0]:
+        wrong.append(
+            f"{leaf.sources[0]}: expected {leaf.shape[0] * shape[0]} rows from config.json, in "
+            f"it and those that follow, got {num_rows}"
+        )
+    return wrong
+
+
 def _equal(checkpoint: Tensors, one: str, other: str) -> bool:
     a, b = checkpoint.entries[one], checkpoint.entries.get(other)
     if b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
@@ -323,13 +364,20 @@ def _check(checkpoint: Tensors, spec: ModelSpec, layout: Layout, leaves: list[Tr
         for name in entries
         if name not in expected
         and name not in repeated
+        and name not in layout.told
         and not any(re.fullmatch(p, name) for p in layout.derived)
     ]
     problems = [f"missing tensor {name}" for name in expected if name not in entries]
     problems += [f"tensor that {spec.family} does not use: {name}" for name in unknown]
+    for in_pieces in (leaf for leaf in leaves if leaf.one.pieces is not None):
+        problems += _misfits(checkpoint, in_pieces)
+    for name, numbers in layout.told.items():
+        if name in entries and checkpoint.read(name).tolist() != list(numbers):
+            problems.append(f"{name}: expected the numbers that config.json tells, got others")
     for name, leaf in expected.items():
         entry, kinds = entries.get(name), dtypes_of(leaf.info)
-        if entry is not None and entry.shape not in leaf.stored_shapes:
+        misfits = leaf.pieces is None and entry and entry.shape not in leaf.stored_shapes
+        if entry is not None and misfits:
             wanted = " or ".join(map(str, leaf.stored_shapes))
             problems.append(f"{name}: expected shape {wanted} from config.json, got {entry.shape}")
         elif entry is not None and entry.dtype.name not in kinds:
@@ -409,10 +457,13 @@ def _stack(
                     raise _not_finite(what, piece, start)
         checkpoint.release(name)
 
-    pieces = host.reshape(len(leaf.sources), -1)
+    sizes = [host.size // len(leaf.sources)] * len(leaf.sources)
+    if leaf.one.pieces is not None:
+        sizes = [math.prod(checkpoint.entries[name].shape) for name in leaf.sources]
+    pieces = np.split(host.reshape(-1), np.cumsum(sizes)[:-1])
     with ThreadPoolExecutor(READERS) as threads:  # numpy lets others run meanwhile
-        for _ in threads.map(read, pieces, leaf.sources):
-            told(pieces[0].size)
+        for piece, _ in zip(pieces, threads.map(read, pieces, leaf.sources), strict=True):
+            told(piece.size)
     return host
 
 

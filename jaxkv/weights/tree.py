@@ -157,12 +157,12 @@ def chooses_by_token(weights: Weights) -> bool:
 
 
 def is_matrix(leaf: TreeLeaf) -> bool:
-    """Tells whether the leaf may be kept quantised: it is a linear map of each layer, and does not
-    choose experts or weigh streams.
+    """Tells whether the leaf may be kept quantised: it is a linear map of each layer, does not
+    choose experts or weigh streams, and is no table.
     """
     info = leaf.one.info
     is_linear = info.below is None and len(info.shape) == 2 and not is_chooser(info)
-    return leaf.is_stacked and is_linear
+    return leaf.is_stacked and is_linear and "ngrams" not in info.logical_axes
 
 
 def is_chooser(info: ArrayInfo) -> bool:

@@ -42,6 +42,7 @@ DRAWN = replace(GREEDY, temperature=0.7, top_p=0.9)
 CASES = [
     ("qwen3_next", "ngram"),  # Gated DeltaNet
     ("qwen3_next", "mtp"),
+    ("qwen4_exp_text", "ngram"),  # the last tokens, and a dilated convolution
     ("lfm2", "ngram"),  # short convolutions alone
     ("lfm2", "draft_model"),
     ("mamba2", "ngram"),  # without any attention

@@ -83,7 +83,8 @@ def test_entries_are_the_same_however_a_prompt_is_cut(tmp_path, layer):
     path = make_checkpoint(tmp_path, families.text_config("deepseek_v4"))
     spec, layout = read_family(read_config(path))
     weights = load_weights(path, spec, layout, dtype="float32")
-    kind, (number_of, index) = spec.layer_kinds[layer], spec.state_of(layer)
+    kind, (number_of,) = spec.layer_kinds[layer], spec.states_of(layer)
+    index = spec.states[number_of].layers.index(layer)
     layers = spec.layers_of(kind)
     w = layer_weights(weights, jnp.int32(layers.index(layer)), kind, None)
     rng, num_tokens, slots = np.random.default_rng(2), 21, 3

@@ -66,6 +66,7 @@ QUICK = {
     "opt-behind",  # norms of what blocks have joined, embeddings smaller than the stream
     "olmo2",  # norms over all heads, behind the blocks
     "phi3-longrope",
+    "qwen4_exp",  # gated streams, n-grams of token ids, pools chosen by the mean of their keys
     "qwen3_next",  # a recurrence beside gated attention, experts
     "stablelm-parallel",  # a tensor for each head
     "xglm",  # sines of positions

@@ -299,6 +299,16 @@ def test_rotations_that_transformers_does_not_read_are_refused():
                 }
             },
         ),
+        (
+            "qwen4_exp_text",
+            {"layer_types": None, "num_hidden_layers": 5, "ple_embed_dim": None}
+            | {"output_gate_type": None, "ple_layer_ids": [5, 2, 5], "eos_token_id": 7},
+        ),
+        (
+            "qwen4_exp_text",
+            {"layer_types": ["linear_attention", "full_attention"] * 2, "ple_layer_ids": None}
+            | {"eos_token_id": None, "full_attention_interval": 2},
+        ),
         ("axk2", {"first_k_dense_replace": None, "moe_layer_freq": 2, "gated_norm_rank": None}),
         ("axk2-light", {"n_routed_experts": None, "num_local_experts": 6}),
         ("mllama_text_model", {"cross_attention_layers": None, "num_hidden_layers": 10}),
@@ -656,6 +666,29 @@ def test_a_cap_on_scores_that_gemma_3_does_not_have_is_refused():
         ("minimax_m3_vl_text", "index_head_dim", 2, "at least the 4 that are rotated"),
         ("minimax_m3_vl_text", "index_block_size", 24, r"a divisor of 128 \(nothing else"),
         ("minimax_m3_vl_text", "swiglu_alpha", 1.0, "1.702"),
+        ("qwen4_exp_text", "hc_count", 1, "2 or more"),
+        ("qwen4_exp_text", "indexer_budget", 10, "a multiple of indexer_compress_ratio=4"),
+        ("qwen4_exp_text", "indexer_compress_ratio", 24, r"a divisor of 128 \(nothing else"),
+        ("qwen4_exp_text", "indexer_compress_ratio", None, "a whole number"),
+        ("qwen4_exp_text", "indexer_kv_heads", 2, "1"),
+        ("qwen4_exp_text", "indexer_head_dim", 2, "from the 4 that are rotated to the 8"),
+        ("qwen4_exp_text", "indexer_head_dim", 12, "from the 4 that are rotated to the 8"),
+        ("qwen4_exp_text", "output_gate_type", "gelu", "one of sigmoid, silu"),
+        (
+            "qwen4_exp_text",
+            "rope_parameters",
+            families.ROPE | {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.5},
+            "a rotation that does not depend on how long",
+        ),
+        ("qwen4_exp_text", "ple_layer_ids", [1, 2], "a list of layers, the first 1, with linear"),
+        ("qwen4_exp_text", "ple_layer_ids", [0], "a list of layers, the first 1, with linear"),
+        ("qwen4_exp_text", "ple_embed_dim", 25, "a multiple of the 6 tables"),
+        ("qwen4_exp_text", "eos_token_id", [], "a token below 151"),
+        ("qwen4_exp_text", "ngram_size", 1, "a whole number from 2"),
+        ("qwen4_exp_text", "ple_conv_kernel_size", 1, "a whole number from 2"),
+        ("qwen4_exp_text", "heads_per_ngram", 4000, "at most 4096 tables"),
+        ("qwen4_exp_text", "ngram_vocab_size_base", 2**30, "tables with fewer than"),
+        ("qwen4_exp_text", "seed", -1, "a whole number from 0"),
         ("openai_gpt", "afn", "gelu_new", "one of gelu, relu"),
         ("xglm", "pad_token_id", 5, "0 or 1"),
         ("mllama_text_model", "cross_attention_layers", [0, 1, 2, 3, 4], "fewer than the 5"),
@@ -981,6 +1014,50 @@ def test_a_thinker_without_a_section_or_a_model_type_is_found_all_the_same(tmp_p
         spec, layout = read({"model_type": "qwen2_5_omni", "thinker_config": inner})
         assert (spec.family, layout.part_of) == ("qwen2_5_omni_text", "qwen2_5_omni")
         assert (layout.top["head"].same_as is not None) == ("text_config" in inner)
+
+
+NGRAMS = "model.layers.0.ple.ple_embedding."
+
+
+def with_pieces(tmp_path: Path, counts: tuple[int, ...], **more: np.ndarray) -> Path:
+    """Writes a checkpoint whose first table of n-grams is in tensors of so many rows."""
+    make_checkpoint(tmp_path, families.text_config("qwen4_exp_text"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    table, begin = tensors.pop(f"{NGRAMS}ngram_embedding.weight"), 0
+    for number, rows in enumerate(counts):
+        name = f"{NGRAMS}ngram_embedding.shard_{number}.weight"
+        tensors[name] = np.ascontiguousarray(table[begin : begin + rows])
+        begin += rows
+    tensors |= {NGRAMS + name: x for name, x in more.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("counts", [(632,), (200, 200, 200, 32), (1,) * 632])
+def test_rows_of_a_table_may_be_in_one_tensor_or_in_several(tmp_path, counts):
+    want = load(make_checkpoint(tmp_path, families.text_config("qwen4_exp_text")))
+    jax.tree.map(np.testing.assert_array_equal, load(with_pieces(tmp_path, counts)), want)
+
+
+def test_a_table_with_rows_missing_is_named(tmp_path):
+    name = rf"{NGRAMS}ngram_embedding\.shard_0\.weight: expected 632 rows .*, got 500"
+    with pytest.raises(CheckpointError, match=name):
+        load(with_pieces(tmp_path, (300, 200)))
+    name = r"missing tensor .*ngram_embedding\.weight"
+    with pytest.raises(CheckpointError, match=name):
+        load(with_pieces(tmp_path, ()))
+
+
+def test_hashes_of_n_grams_that_a_checkpoint_has_are_those_of_its_config(tmp_path):
+    _, layout = read(families.text_config("qwen4_exp_text"))
+    stored = {name: np.array(layout.told[NGRAMS + name]) for name in TOLD}
+    load(with_pieces(tmp_path, (632,), **stored))
+    for name in TOLD:
+        with pytest.raises(CheckpointError, match=f"{NGRAMS}{name}: expected the numbers"):
+            load(with_pieces(tmp_path, (632,), **stored | {name: stored[name] + 1}))
+
+
+TOLD = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
 
 
 def test_integers_are_no_weights_and_every_problem_is_listed(tmp_path):

@@ -43,8 +43,26 @@ def test_the_number_of_tokens_changes_no_bit():
     w = {name: x.astype(np.float32) for name, x in w.items()}
     x_NTD = rng.normal(size=(NUM_STREAMS, NUM_TOKENS, HIDDEN)).astype(np.float32)
     y_TD = rng.normal(size=(NUM_TOKENS, HIDDEN)).astype(np.float32)
+    assert_same_bits(spec, x_NTD, y_TD, w)
+
+
+def assert_same_bits(spec, x_NTD, y_TD, w) -> None:
     whole = between(spec, x_NTD, y_TD, w)
     for count in (2, 7, 16):
         part = between(spec, x_NTD[:, :count], y_TD[:count], w)
         for got, want in zip(part, whole, strict=True):
             np.testing.assert_array_equal(got, want[:count])
+
+
+def test_the_number_of_tokens_changes_no_bit_of_gated_streams():
+    spec, _ = read_family(ConfigReader(families.text_config("qwen4_exp_text"), "config.json"))
+    rng, width, rank = np.random.default_rng(0), NUM_STREAMS * HIDDEN, 24
+    shapes = {"down": (rank, width), "up": (width, rank), "inject": (NUM_STREAMS, width)}
+    w = {}
+    for name in ("block", hyper.JOIN):
+        w[f"{name}_norm"] = rng.normal(size=width)
+        w |= {f"{name}_{end}": rng.normal(0, 0.1, shape) for end, shape in shapes.items()}
+    w = {name: x.astype(np.float32) for name, x in w.items()}
+    x_NTD = rng.normal(size=(NUM_STREAMS, NUM_TOKENS, HIDDEN)).astype(np.float32)
+    y_TD = rng.normal(size=(NUM_TOKENS, HIDDEN)).astype(np.float32)
+    assert_same_bits(spec, x_NTD, y_TD, w)

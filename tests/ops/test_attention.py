@@ -28,7 +28,18 @@ from cases import (
     scale_of,
     step_case,
 )
-from jaxkv.ops.attention import Batch, BlockIndex, Index, LatentMaps, dense, expanded, sweep, xla
+from jaxkv.ops.attention import (
+    Batch,
+    BlockIndex,
+    Index,
+    LatentMaps,
+    Place,
+    PoolKeys,
+    dense,
+    expanded,
+    sweep,
+    xla,
+)
 from jaxkv.ops.matrices import HeadMatrices
 from kernels_pallas import reference
 from tiers import some
@@ -307,18 +318,46 @@ def test_chosen_keys_are_those_of_all_scores_at_once(num_chosen):
     assert (num_chosen == 1000) == np.allclose(every[real_T], want[real_T], atol=1e-4)
 
 
+def with_index_key(rng: np.random.Generator) -> tuple[Case, Place]:
+    """Returns a step, and a layer whose tokens have one more key each."""
+    case = step_case(3, Shape(16, None, 4, 2, 16, "float32"), num_tokens=240)
+    keys, values = np.split(np.asarray(case.store.pages), 2, axis=1)
+    more = np.where(np.isnan(keys[:, :1]), np.nan, rng.normal(size=keys[:, :1].shape))
+    pages = jnp.asarray(np.concatenate([keys, more, values], axis=1), jnp.float32)
+    layout = replace(case.store.layout, has_index_key=True)
+    one = only_layer(replace(case.store, pages=pages, layout=layout), 1)
+    return case, case._replace(store=one).at(1)
+
+
+@pytest.mark.parametrize(("pool", "num_chosen"), [(8, 24), (1, 20), (128, 1024)])
+def test_pools_chosen_by_their_mean_are_those_of_all_scores_at_once(pool, num_chosen):
+    """In decode rows and chunks, of rows with more keys than are chosen and with fewer."""
+    rng = np.random.default_rng(0)
+    case, at = with_index_key(rng)
+    q_TIH = jnp.asarray(rng.normal(size=(len(case.q_TNH), 16, 12)), jnp.float32)
+    pool_keys = PoolKeys(
+        *(jnp.asarray(rng.normal(size=size), jnp.float32) for size in (12, 4)),
+        eps=1e-6,
+        factor=1.0,
+        interleaved=False,
+    )
+    index = Index(q_TIH, jnp.ones(q_TIH.shape[:2]), num_chosen, pool, pool_keys)
+    options = {"scale": 0.25, "window": None}
+    got, _ = jax.jit(partial(xla.read, **options))(case.q_TNH, at, case.batch, index=index)
+    at_once = jax.jit(partial(dense.read, **options))
+    want, every = (at_once(case.q_TNH, at, case.batch, index=one) for one in (index, None))
+    assert_equal(np.asarray(got), np.asarray(want, np.float64), case.batch)
+    real_T = case.batch.row_T < NUM_ROWS
+    assert (num_chosen == 1024) == np.allclose(every[real_T], want[real_T], atol=1e-4)
+
+
 @pytest.mark.parametrize(("pool", "num_chosen"), [(128, 2), (8, 3), (128, 9)])
 def test_chosen_blocks_are_those_of_all_scores_at_once(pool, num_chosen):
     """Of pages that decode rows alone read where blocks are as large as those of a sweep, and of
     masks; each KV head has its own.
     """
     rng = np.random.default_rng(0)
-    case = step_case(3, Shape(16, None, 4, 2, 16, "float32"), num_tokens=240)
-    keys, values = np.split(np.asarray(case.store.pages), 2, axis=1)
-    more = np.where(np.isnan(keys[:, :1]), np.nan, rng.normal(size=keys[:, :1].shape))
-    pages = jnp.asarray(np.concatenate([keys, more, values], axis=1), jnp.float32)
-    layout = replace(case.store.layout, has_index_key=True)
-    at = case._replace(store=only_layer(replace(case.store, pages=pages, layout=layout), 1)).at(1)
+    case, at = with_index_key(rng)
     q_TKH = jnp.asarray(rng.normal(size=(len(case.q_TNH), 2, 12)), jnp.float32)
     index = BlockIndex(q_TKH, num_chosen=num_chosen, num_local=1, pool=pool)
     reads = []

@@ -191,7 +191,8 @@ def test_steps_and_blocks_are_the_recurrence(name, monkeypatch):
             np.testing.assert_allclose(got, want[row], rtol=0, atol=bound)
 
 
-def test_short_convolution_sees_the_last_tokens_of_its_row():
+@pytest.mark.parametrize("dilation", [1, 3])
+def test_short_convolution_sees_the_last_tokens_of_its_row(dilation):
     rng = np.random.default_rng(0)
     kernel, bias = rng.normal(size=(X, KERNEL)), rng.normal(size=X)
     tokens_of = [rng.normal(size=(max(n, 1), X)) for n in lengths()]
@@ -199,18 +200,20 @@ def test_short_convolution_sees_the_last_tokens_of_its_row():
     @quick_jit
     def advance(x, pool, rows):
         rows = rows._replace(num_slots=NUM_SLOTS)
-        return short_conv(x, jnp.asarray(kernel), pool, rows, jnp.asarray(bias))
+        weights = jnp.asarray(kernel), pool, rows, jnp.asarray(bias)
+        return short_conv(x, *weights, dilation=dilation)
 
-    for row, got in enumerate(run_steps(advance, tokens_of, (X, KERNEL - 1))):
+    num_before = (KERNEL - 1) * dilation
+    for row, got in enumerate(run_steps(advance, tokens_of, (X, num_before))):
         if got is not None:
-            padded = np.pad(tokens_of[row], ((KERNEL - 1, 0), (0, 0)))
+            padded, count = np.pad(tokens_of[row], ((num_before, 0), (0, 0))), len(tokens_of[row])
             want = bias + sum(
-                padded[i : i + len(tokens_of[row])] * kernel[:, i] for i in range(KERNEL)
+                padded[i * dilation : i * dilation + count] * kernel[:, i] for i in range(KERNEL)
             )
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*RULES, "convolution"])
+@pytest.mark.parametrize("name", [*RULES, "convolution", "dilated convolution"])
 def test_states_after_each_token_are_those_of_steps_with_one(name, monkeypatch):
     """To the bit, in the slots that a step is given; all others stay as they are."""
     # What XLA:CPU of jax 0.10 makes of a product and a sum is one rounding or two, by program.
@@ -221,10 +224,11 @@ def test_states_after_each_token_are_those_of_steps_with_one(name, monkeypatch):
     num_rows, most, num_slots = 5, 4, 24
     after_BA = np.concatenate([np.array(slot_B)[:, None], 5 + np.arange(15).reshape(5, 3)], axis=1)
     rng = np.random.default_rng(0)
-    if name == "convolution":
+    if "convolution" in name:
         kernel, bias = jnp.asarray(rng.normal(size=(X, KERNEL)), jnp.float32), jnp.ones(X)
-        shape, tokens = (X, KERNEL - 1), rng.normal(size=(num_rows * most, X))
-        advance = partial(_convolve, kernel=kernel, bias=bias)
+        dilation = 1 + name.startswith("dilated")
+        shape, tokens = (X, (KERNEL - 1) * dilation), rng.normal(size=(num_rows * most, X))
+        advance = partial(_convolve, kernel=kernel, bias=bias, dilation=dilation)
     else:
         make, shape = RULES[name]
         rule, tokens, _ = make(rng, num_rows * most)
@@ -261,8 +265,8 @@ def test_states_after_each_token_are_those_of_steps_with_one(name, monkeypatch):
     same(found, expected)
 
 
-def _convolve(x_TX, pool, rows, *, kernel, bias):
-    return short_conv(x_TX, kernel, pool, rows, bias)
+def _convolve(x_TX, pool, rows, *, kernel, bias, dilation):
+    return short_conv(x_TX, kernel, pool, rows, bias, dilation=dilation)
 
 
 @pytest.mark.parametrize("size", [16, 64])

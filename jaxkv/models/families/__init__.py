@@ -20,7 +20,7 @@ from jaxkv.models.quantisation import read_quantisation
 from jaxkv.models.rope import rope_frequencies
 from jaxkv.models.spec import ModelSpec
 
-SHARED = ("base", "delta", "experts", "hybrid", "latent", "predictor", "ssm", "streams")
+SHARED = ("base", "delta", "experts", "hybrid", "latent", "ngrams", "predictor", "ssm", "streams")
 """Files of this folder that are no family, but what several have in common."""
 
 FAMILIES = tuple(
@@ -113,6 +113,7 @@ TEXT_OF = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
 }
 """Models of several parts, each with the family of a text part that does not say which it is."""
 

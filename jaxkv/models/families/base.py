@@ -77,7 +77,8 @@ class Leaf:
     `same_as` names a leaf, or a tensor, that this one may repeat: absent or equal in the
     checkpoint, it is left out of the tree. `part`: it is a part of the tensor only. `num_sources`:
     it is so many tensors one behind the other, by `{head}`. `num_experts`: a layer has so many of
-    these arrays, by `{expert}` or all in one tensor.
+    these arrays, by `{expert}` or all in one tensor. `pieces`: what the tensors with its rows are
+    called, by `{number}` from 0 on, in a checkpoint that has no `source`.
     """
 
     source: str
@@ -86,6 +87,7 @@ class Leaf:
     part: Part | None = None
     num_sources: int = 1
     num_experts: int = 1
+    pieces: str | None = None
 
     @property
     def stored_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -105,7 +107,8 @@ class Layout:
     loaded. `spellings`: patterns of other names of tensors, and what they are replaced by.
     `num_predictors`: layers behind the last that predict later tokens, which only
     `families.predictor` describes. `plain`: modules that published checkpoints do not quantise,
-    though their configs do not say so.
+    though their configs do not say so. `told`: tensors of whole numbers that checkpoints may have,
+    and which the config tells: other ones are refused.
     """
 
     top: Mapping[str, Leaf] = field(hash=False)
@@ -116,6 +119,7 @@ class Layout:
     quantisation: Quantisation | None = None
     num_predictors: int = 0
     plain: tuple[str, ...] = ()
+    told: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

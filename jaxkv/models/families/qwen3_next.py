@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from jaxkv.models.config_reader import MAX_LAYERS, ConfigReader
-from jaxkv.models.families.base import QK_NORMED, QKV, Layout, Leaf, read_decoder
+from jaxkv.models.families.base import QK_NORMED, QKV, Layout, Leaf, Names, read_decoder
 from jaxkv.models.families.delta import (
     CONV_ACTIVATIONS,
     MIXED,
@@ -54,12 +55,17 @@ def read_qwen_hybrid(
     matrices: Matrices,
     is_normalised: bool = True,
     is_dense: Collection[int] | None,
+    names: Names = QK_NORMED,
+    gate: str = "silu",
+    **spec: Any,
 ) -> tuple[ModelSpec, Layout]:
     """Reads a decoder of layers with Gated DeltaNet or gated attention, and experts but in those of
-    `is_dense`, which is None of a model without any.
+    `is_dense`, which is None of a model without any. gate: the activation of gates of the former.
+    spec: as in `read_decoder`.
     """
     layers = read_linear_layers(config, every=config.size("full_attention_interval", 4))
     mixer = read_gated_delta(config, norm_eps=config.number("rms_norm_eps", 1e-6))
+    mixer = replace(mixer, gate=gate)
     experts, router = None, None
     if is_dense is not None:
         count = config.size("num_experts", at_most=MAX_EXPERTS)
@@ -74,7 +80,7 @@ def read_qwen_hybrid(
     read = read_decoder(
         config,
         family=family,
-        names=QK_NORMED,
+        names=names,
         biased=(*QKV, "o") * config.flag("attention_bias", False),
         partly=True,
         norm="rms_one",
@@ -82,12 +88,13 @@ def read_qwen_hybrid(
         experts=experts,
         is_dense=is_dense or (),
         router=router,
+        **spec,
     )
     hidden = read[0].hidden_size
     rest = rest_of(mixer, PREFIX, hidden, conv="conv1d", norm="norm", out="out_proj")
     leaves = {**matrices(mixer, hidden), **rest}
-    spec, layout = with_mixer(with_gates(read), layers, mixer, leaves)
-    return spec, replace(layout, num_predictors=_num_predictors(config))
+    found, layout = with_mixer(with_gates(read), layers, mixer, leaves)
+    return found, replace(layout, num_predictors=_num_predictors(config))
 
 
 def _num_predictors(config: ConfigReader) -> int:

@@ -26,6 +26,36 @@ def read_mixed_streams(config: ConfigReader) -> HyperSpec:
     return replace(read_streams(config), num_rounds=rounds)
 
 
+def read_gated_streams(config: ConfigReader) -> HyperSpec:
+    """Reads how many streams there are of those that are gated."""
+    count = config.size("hc_count", 4, at_most=MAX_STREAMS)
+    if count < 2:
+        raise config.fail("hc_count", "2 or more")
+    return HyperSpec(num_streams=count)
+
+
+def gates(asked: HyperSpec, rank: int, hidden: int, name: str, prefix: str) -> dict[str, Leaf]:
+    """Describes what gates streams. name: what its leaves begin with."""
+    width = asked.num_streams * hidden
+    return {
+        f"{name}_norm": leaf(f"{prefix}hc_norm.weight", (width,), (None,)),
+        f"{name}_down": leaf(f"{prefix}input_mix_weight_down.weight", (rank, width), (None, None)),
+        f"{name}_up": leaf(f"{prefix}input_mix_weight_up.weight", (width, rank), (None, None)),
+    }
+
+
+def gated_connections(asked: HyperSpec, rank: int, hidden: int) -> dict[str, Leaf]:
+    """Describes what connects the blocks of a layer with gated streams."""
+    found: dict[str, Leaf] = {}
+    count = asked.num_streams
+    for name in ("attn_hyper", "mlp_hyper"):
+        prefix = f"model.layers.{{layer}}.{name}_connection."
+        found |= gates(asked, rank, hidden, name, prefix)
+        inject = f"{prefix}block_inject_weight.weight"
+        found[f"{name}_inject"] = leaf(inject, (count, count * hidden), ("streams", None))
+    return found
+
+
 def joining(asked: HyperSpec, hidden: int, prefix: str) -> dict[str, Leaf]:
     """Describes what makes hidden states of streams behind the last layer."""
     count = asked.num_streams

@@ -8,6 +8,7 @@ from jaxkv.models.recurrent.lightning import Lightning
 from jaxkv.models.recurrent.mamba import Mamba
 from jaxkv.models.recurrent.mamba2 import Mamba2
 from jaxkv.models.recurrent.mixer import Mixer, StateArray
+from jaxkv.models.recurrent.ngrams import Ngrams
 from jaxkv.models.recurrent.rg_lru import RgLru
 from jaxkv.models.recurrent.short_conv import ShortConv
 
@@ -18,6 +19,7 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "Mixer",
+    "Ngrams",
     "RgLru",
     "ShortConv",
     "StateArray",

@@ -14,7 +14,7 @@ from jaxkv.ops.attention.base import (
     Needs,
     Place,
 )
-from jaxkv.ops.attention.index import AnyIndex, BlockIndex, Entries, EntryShape, Index
+from jaxkv.ops.attention.index import AnyIndex, BlockIndex, Entries, EntryShape, Index, PoolKeys
 from jaxkv.ops.attention.mosaic_gpu import MosaicGpu
 from jaxkv.ops.attention.pallas_tpu import PallasTpu
 from jaxkv.ops.attention.xla import Xla
@@ -94,6 +94,7 @@ __all__ = [
     "LatentMaps",
     "Needs",
     "Place",
+    "PoolKeys",
     "Xla",
     "check_backend",
     "choose_backend",

@@ -8,30 +8,60 @@ of them that a query sees it has no score for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv.ops.layers import rms_norm
+from jaxkv.ops.rotation import Rotation, apply_rope, rope_tables
 from jaxkv.pytree import pytree, static
+
+Change = Callable[[jax.Array], jax.Array]
+
+
+@pytree
+class PoolKeys:
+    """Makes the key of a pool of tokens of the mean of theirs: normed, and rotated as the first of
+    these tokens is.
+
+    scale_H: of the norm. inv_freq_P, factor: as `ops.rotation.rope_tables` takes them.
+    """
+
+    scale_H: jax.Array
+    inv_freq_P: jax.Array
+    eps: float = static()
+    factor: float = static()
+    interleaved: bool = static()
+
+    def __call__(self, key_RCPH: jax.Array, position_RC: jax.Array) -> jax.Array:
+        mean_XH = key_RCPH.mean(axis=2).reshape(-1, key_RCPH.shape[3])
+        key_X1H = rms_norm(mean_XH, self.scale_H, eps=self.eps)[:, None]
+        tables = rope_tables(position_RC.ravel(), self.inv_freq_P, self.factor)
+        key_X1H = apply_rope(key_X1H, Rotation(*tables, self.interleaved))
+        return key_X1H.reshape(*key_RCPH.shape[:2], -1)
 
 
 @pytree
 class Index:
     """Chooses keys: each token attends to the `num_chosen` of the largest scores, which are sums
-    over index heads of weight * max(query . key, 0). Keys are the last H numbers of rows.
+    over index heads of weight * max(query . key, 0). Keys are the last H numbers of rows, or the
+    vector behind a page's keys.
 
     q_TIH, weight_TI: by index head, float32. pool: so many tokens are chosen together, by one key
-    that is made of theirs: rows end with 2H numbers, a key and what each of its numbers counts
-    there before a softmax over the pool. Tokens of a pool that a query does not see to its end are
-    chosen. Sources: DeepSeek-V3.2, arXiv 2512.02556, equation 1; with pools zai-org/GLM-5.3-Flash,
-    as transformers has it.
+    that `pool_keys` makes of theirs; None: rows end with 2H numbers, a key and what each of its
+    numbers counts there before a softmax over the pool. Tokens of a pool that a query does not see
+    to its end are chosen. Sources: DeepSeek-V3.2, arXiv 2512.02556, equation 1; with pools
+    zai-org/GLM-5.3-Flash and Qwen4-Exp, as transformers has them.
     """
 
     q_TIH: jax.Array
     weight_TI: jax.Array
     num_chosen: int = static()
     pool: int = static(default=1)
+    pool_keys: PoolKeys | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -40,12 +70,17 @@ class Index:
     @property
     def key_dim(self) -> int:
         """Counts the numbers at the end of a row that it is chosen by."""
-        return self.q_TIH.shape[2] * (1 if self.pool == 1 else 2)
+        has_counts = self.pool > 1 and self.pool_keys is None
+        return self.q_TIH.shape[2] * (2 if has_counts else 1)
 
     @property
     def num_groups(self) -> int:
         """Counts the KV heads that choose for themselves."""
         return 1
+
+    def with_tokens(self, change: Change) -> Index:
+        """Returns it with other tokens, which `change` makes of arrays [T, ..]."""
+        return replace(self, q_TIH=change(self.q_TIH), weight_TI=change(self.weight_TI))
 
     def scores(
         self,
@@ -57,7 +92,7 @@ class Index:
         """Scores the keys of R rows for their T tokens each, [R, T, 1, C]; -inf for what a token
         cannot choose. J tokens of a row are whole pools.
         """
-        key_RCH = self._keys_of(key_RJX)
+        key_RCH = self._keys_of(key_RJX, key_position_RJ)
         key_TCH = jnp.repeat(key_RCH, seen_RTJ.shape[1], axis=0)
         exact = jax.lax.Precision.HIGHEST
         met_TIC = jnp.einsum("tih,tch->tic", self.q_TIH, key_TCH, precision=exact)
@@ -65,11 +100,13 @@ class Index:
         can_RTC = seen_RTJ[..., self.pool - 1 :: self.pool]
         return jnp.where(can_RTC, score_TC.reshape(can_RTC.shape), -jnp.inf)[:, :, None]
 
-    def _keys_of(self, key_RJX: jax.Array) -> jax.Array:
-        """Returns what is scored, [R, C, H], of what rows end with."""
+    def _keys_of(self, key_RJX: jax.Array, position_RJ: jax.Array) -> jax.Array:
+        """Returns what is scored, [R, C, H], of what is stored of tokens at these positions."""
+        key_RCPX = key_RJX.reshape(key_RJX.shape[0], -1, self.pool, key_RJX.shape[2])
+        if self.pool_keys is not None:
+            return self.pool_keys(key_RCPX, position_RJ[:, :: self.pool])
         if self.pool == 1:
             return key_RJX
-        key_RCPX = key_RJX.reshape(key_RJX.shape[0], -1, self.pool, key_RJX.shape[2])
         key_RCPH, weight_RCPH = jnp.split(key_RCPX.astype(jnp.float32), 2, axis=-1)
         return (key_RCPH * jax.nn.softmax(weight_RCPH, axis=2)).sum(axis=2)
 
@@ -105,6 +142,10 @@ class BlockIndex:
     def num_groups(self) -> int:
         """Counts the KV heads that choose for themselves."""
         return self.q_TKH.shape[1]
+
+    def with_tokens(self, change: Change) -> BlockIndex:
+        """Returns it with other tokens, as `Index` does."""
+        return replace(self, q_TKH=change(self.q_TKH))
 
     def scores(
         self,

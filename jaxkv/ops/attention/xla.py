@@ -376,7 +376,7 @@ def _decode(
             bounds,
             blocking=blocking,
             asked=asked,
-            index=jax.tree.map(take, index),
+            index=None if index is None else index.with_tokens(take),
         )
         if statistics is not None and found is not None and tables.since_B is not None:
             counts_R = take(live_B) & (position_R >= take(tables.since_B))
@@ -423,7 +423,8 @@ def _prefill(
     # extra block.
     q_TNH = jnp.pad(q_TNH, ((0, size), (0, 0), (0, 0)))
     position_T = jnp.pad(batch.position_T, (0, size))
-    index = jax.tree.map(lambda x: jnp.pad(x, ((0, size), *((0, 0),) * (x.ndim - 1))), index)
+    if index is not None:
+        index = index.with_tokens(lambda x: jnp.pad(x, ((0, size), *((0, 0),) * (x.ndim - 1))))
     out_TNH = jnp.pad(out_TNH, ((0, num_tokens + size - out_TNH.shape[0]), (0, 0), (0, 0)))
     rows, tables = rows_of(at.store, at.tables, asked.window), at.tables
 
@@ -454,7 +455,7 @@ def _prefill(
             (low, jnp.minimum(place + size, length)),
             blocking=blocking,
             asked=asked,
-            index=jax.tree.map(take_tokens, index),
+            index=None if index is None else index.with_tokens(take_tokens),
         )
         if statistics is not None and found is not None and tables.since_B is not None:
             counts_T = (done + jnp.arange(size) < count_B[row]) & (position >= tables.since_B[row])

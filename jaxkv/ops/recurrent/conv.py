@@ -12,28 +12,35 @@ from jaxkv.ops.recurrent.rows import Rows, read, write
 
 
 def short_conv(
-    x_TX: Array, kernel_XK: Array, pool: Array, where: Rows, bias_X: Array | None = None
+    x_TX: Array,
+    kernel_XK: Array,
+    pool: Array,
+    where: Rows,
+    bias_X: Array | None = None,
+    *,
+    dilation: int = 1,
 ) -> tuple[Array, Array]:
-    """Computes y[t] = sum over j of kernel[:, K-1-j] * x[t-j], plus the bias, within each row.
+    """Computes y[t] = sum over j of kernel[:, K-1-j] * x[t - j * dilation], plus the bias, within
+    each row.
 
-    Here X is channels, and K the kernel's width. pool: the last K-1 inputs of each row, oldest
-    first, [layers * num_slots, X, K-1].
+    Here X is channels, and K the kernel's width. pool: the last (K-1) * dilation inputs of each
+    row, oldest first, [layers * num_slots, X, (K-1) * dilation].
     Returns (y [T, X] float32, the pool with the step's inputs). What is before a row's first token
     counts as 0. Source: the causal depthwise convolution of Mamba, arXiv 2312.00752, section 3.4.
     """
     batch, kernel_XK = where.batch, kernel_XK.astype(jnp.float32)
     if where.after_BA is not None and not batch.decode_only:
-        return _convolve_each(x_TX, kernel_XK, pool, where, bias_X)
+        return _convolve_each(x_TX, kernel_XK, pool, where, bias_X, dilation)
     x_TX, (num_tokens, num_before) = x_TX.astype(jnp.float32), (x_TX.shape[0], pool.shape[2])
     tail_BXJ = read(pool, where.index_B, where.is_new_B)
     start_B, count_B = jnp.asarray(batch.start_B), jnp.asarray(batch.count_B)
     if batch.decode_only:
-        y_TX = _weighed(x_TX, _latest_first(tail_BXJ), kernel_XK, bias_X)
+        y_TX = _weighed(x_TX, _latest_first(tail_BXJ, dilation), kernel_XK, bias_X)
     else:
         row_T = jnp.asarray(batch.row_T)
         offset_T = jnp.arange(num_tokens) - start_B.at[row_T].get(mode="clip")
         earlier = []
-        for back in range(1, num_before + 1):
+        for back in range(dilation, num_before + 1, dilation):
             shift = min(back, num_tokens)
             earlier_TX = jnp.pad(x_TX[: num_tokens - shift], ((shift, 0), (0, 0)))
             earlier_TX = jnp.where((offset_T >= back)[:, None], earlier_TX, 0)
@@ -53,7 +60,12 @@ def short_conv(
 
 
 def _convolve_each(
-    x_TX: Array, kernel_XK: Array, pool: Array, where: Rows, bias_X: Array | None
+    x_TX: Array,
+    kernel_XK: Array,
+    pool: Array,
+    where: Rows,
+    bias_X: Array | None,
+    dilation: int,
 ) -> tuple[Array, Array]:
     """Takes the rows token by token, as steps with one token of each do, and stores the last inputs
     after each.
@@ -65,7 +77,7 @@ def _convolve_each(
         tail_BXJ, y_TX, pool = carry
         token_B = jnp.where(j < count_B, start_B + j, x_TX.shape[0])
         x_BX = x_TX.at[token_B].get(mode="fill", fill_value=0)
-        y_BX = _weighed(x_BX, _latest_first(tail_BXJ), kernel_XK, bias_X)
+        y_BX = _weighed(x_BX, _latest_first(tail_BXJ, dilation), kernel_XK, bias_X)
         tail_BXJ = jnp.concatenate([tail_BXJ, x_BX[:, :, None]], axis=2)[:, :, 1:]
         pool = write(pool, written_BA[:, j], tail_BXJ)
         return tail_BXJ, y_TX.at[token_B].set(y_BX, mode="drop"), pool
@@ -76,8 +88,9 @@ def _convolve_each(
     return y_TX, pool
 
 
-def _latest_first(tail_BXJ: Array) -> list[Array]:
-    return [tail_BXJ[:, :, j] for j in reversed(range(tail_BXJ.shape[2]))]
+def _latest_first(tail_BXJ: Array, dilation: int) -> list[Array]:
+    """Returns the inputs that are a multiple of so many tokens back."""
+    return [tail_BXJ[:, :, -back] for back in range(dilation, tail_BXJ.shape[2] + 1, dilation)]
 
 
 def _weighed(
