@@ -35,8 +35,12 @@ class Grammar:
 
     @property
     def error(self) -> str:
-        """Returns why it cannot be followed, "" where it can."""
-        return " ".join(self._matcher.get_error().split())[:300] if self._matcher.is_error() else ""
+        """Returns why it cannot be followed, "" where it can; without the parser's own state, which
+        llguidance puts behind.
+        """
+        if not self._matcher.is_error():
+            return ""
+        return " ".join(self._matcher.get_error().partition("<state>")[0].split())[:300]
 
     @property
     def is_done(self) -> bool:

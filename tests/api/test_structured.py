@@ -266,7 +266,7 @@ def test_what_cannot_be_followed_is_refused_at_the_front_door(llm):
         ({"json": "{"}, r"json: expected a JSON schema \(Expecting"),
         ({"json": "[]"}, "json: expected a JSON schema, an object"),
         ({"json": {"a": {1, 2}}}, r"json: expected a JSON schema \(Object of type set"),
-        ({"json": {"$ref": "#"}}, "valid grammar, got "),
+        ({"json": {"$ref": "#"}}, r"valid grammar, got \w+$"),
         ({"json": '{"items":' * 900 + "{}" + "}" * 900}, "recursion"),
         ({"regex": "[a-"}, "unclosed character class"),
         ({"regex": ""}, "regex: expected a text"),
