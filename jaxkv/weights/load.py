@@ -154,16 +154,24 @@ def open_checkpoint(
         return renamed if is_known or is_text or not is_part else None
 
     checkpoint = checkpoint.renamed(rename)
-    embed, head = layout.top["embed"], layout.top.get("head")
-    is_tied = head is not None and head.same_as == "embed"
-    if is_tied and embed.source not in checkpoint.entries:
-        # Some programs leave out the first of two tensors that are one, and others the second.
-        stored = {layout.top["head"].source: embed.source}
-        checkpoint = checkpoint.renamed(lambda name: stored.get(name, name))
+    checkpoint = _with_embeddings(checkpoint, layout)
     layout = _as_stored(checkpoint.entries, spec, layout)
     if layout.quantisation is None:
         return checkpoint, layout
     return Dequantised(checkpoint, layout.quantisation, _sources(spec, layout)), layout
+
+
+def _with_embeddings(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+    """Returns the checkpoint, a tied one that has the head alone with embeddings in its place: some
+    programs leave out the second of two tensors that are one, and others the first.
+    """
+    head = layout.top.get("head")
+    if head is None or head.same_as != "embed":
+        return checkpoint
+    embed = layout.top["embed"].source
+    if embed in checkpoint.entries:
+        return checkpoint
+    return checkpoint.renamed(lambda name: embed if name == head.source else name)
 
 
 def _sources(spec: ModelSpec, layout: Layout) -> set[str]:

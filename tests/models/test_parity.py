@@ -111,8 +111,9 @@ def test_bfloat16_weights_kept_as_bits_give_the_logits_of_bfloat16_weights(tmp_p
         load_weights(tmp_path, spec, layout, dtype="bfloat16", as_bits=flag)
         for flag in (True, False)
     )
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(bits)} == {"uint16"}
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(values)} == {"bfloat16"}
+    vectors = {"float32"}  # which stay so
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(bits)} - vectors == {"uint16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(values)} - vectors == {"bfloat16"}
     for got, want in zip(
         *(logits_of(llm, prompts(), weights=weights) for weights in (bits, values)), strict=True
     ):
