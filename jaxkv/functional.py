@@ -179,7 +179,7 @@ OWN_NAMES = {
     "max_num_seqs": "num_rows",
     "num_gpu_blocks_override": "num_pages",
 }
-"""What the engine's options, which errors name, are called here."""
+"""These are the names here of the engine's options, which errors name."""
 
 
 def _own_number(value: Any) -> Any:

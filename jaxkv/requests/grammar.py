@@ -101,7 +101,7 @@ class Grammars:
         self._llguidance = llguidance
         self._num_words = -(-vocab_size // 32)
         self._kept: OrderedDict[str, Grammar | str] = OrderedDict()
-        """What came of a grammar in llguidance's own form: it, or what is wrong with it."""
+        """Has for a grammar in llguidance's own form what came of it: it, or what is wrong."""
         self._lock = Lock()
         self._tokenizer = llguidance.hf.from_tokenizer(
             tokenizer, n_vocab=vocab_size, eos_token=sorted(eos_ids)

@@ -13,7 +13,7 @@ from jaxkv.errors import CheckpointError
 WITHOUT_WEIGHTS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 ALLOW_PATTERNS = ("*.safetensors", *WITHOUT_WEIGHTS)
 IGNORE_PATTERNS = ("original/*", "metal/*", "consolidated*.safetensors")
-"""The same weights once more, in the forms of other programs (gpt-oss, Llama, Mistral)."""
+"""These hold the same weights once more, for other programs (gpt-oss, Mistral)."""
 
 # The hub's own rule, here so that a typo is found without a network.
 _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"

@@ -59,7 +59,7 @@ def test_no_space_is_taken_out_of_a_text_whatever_the_files_ask_for(tmp_path):
 
 @pytest.mark.parametrize("own", [None, "own"])
 def test_a_template_in_a_file_of_its_own_counts_where_there_is_no_other(tmp_path, own):
-    """As Mistral Small 3.1 has it, whose processor alone reads it in transformers."""
+    """Mistral Small 3.1 has it so; in transformers its processor alone reads it."""
     save_tokenizer(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     more = {} if own is None else {"chat_template": own}

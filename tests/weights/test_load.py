@@ -233,7 +233,7 @@ def test_a_tied_head_is_loaded_only_if_it_says_something_else(tmp_path):
 
 
 def test_a_tied_checkpoint_may_have_its_head_in_the_place_of_its_embeddings(tmp_path):
-    """As safetensors' `save_model` leaves it."""
+    """safetensors' `save_model` leaves it so."""
     tied = make_checkpoint(tmp_path, tiny_config("llama", tie_word_embeddings=True))
     embed = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
     got = loaded(rewrite(tied, {"lm_head.weight": embed, "model.embed_tokens.weight": None}))

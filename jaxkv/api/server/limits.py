@@ -31,7 +31,7 @@ MAX_RETRY_S = 60
 """The longest wait that a refused client is told."""
 
 MAX_MESSAGE_CHARS = 2000
-"""What a client is told of an error: a message may quote what the client has sent."""
+"""A client is told so much of an error, which may quote what the client has sent."""
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from jaxkv.build.options import IS_TEXT, IS_TEXT_OR_NONE, Check, option
 from jaxkv.config import is_int
@@ -19,34 +20,29 @@ KEY_VARIABLE = "JAXKV_API_KEY"
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 """An origin as browsers send it: without a path, and so without a slash at its end."""
 
+
+def _list_or_none(holds: Callable[[str], bool]) -> Callable[[Any], bool]:
+    """Returns what tells whether a value is None or a list of texts for which `holds` does."""
+    return lambda value: (
+        value is None
+        or (
+            isinstance(value, list | tuple)
+            and all(isinstance(one, str) and holds(one) for one in value)
+        )
+    )
+
+
+IS_TEXTS = Check(expected="None or a list of texts", holds=_list_or_none(lambda one: True))
 IS_KEYS = Check(
     expected="None or a list of texts, none empty",
     holds=lambda value: (
-        value is None
-        or (
-            isinstance(value, list | tuple)
-            and len(value) > 0
-            and all(isinstance(key, str) and key.strip() for key in value)
-        )
+        value not in ([], ()) and _list_or_none(lambda key: bool(key.strip()))(value)
     ),
     is_secret=True,
 )
-IS_TEXTS = Check(
-    expected="None or a list of texts",
-    holds=lambda value: (
-        value is None
-        or (isinstance(value, list | tuple) and all(isinstance(one, str) for one in value))
-    ),
-)
 IS_ORIGINS = Check(
     expected="None, or a list of * and of origins such as https://example.com",
-    holds=lambda value: (
-        value is None
-        or (
-            isinstance(value, list | tuple)
-            and all(isinstance(one, str) and ORIGIN.fullmatch(one) for one in value)
-        )
-    ),
+    holds=_list_or_none(lambda one: ORIGIN.fullmatch(one) is not None),
 )
 IS_PORT = Check(
     expected="a number from 0 to 65535", holds=lambda value: is_int(value) and 0 <= value <= 65535

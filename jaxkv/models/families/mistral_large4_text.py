@@ -41,7 +41,7 @@ SPELLINGS = (
     (r"^(model\.layers\..*)\.w2\.", r"\1.down_proj."),
     (r"^(model\.layers\..*)\.w3\.", r"\1.up_proj."),
 )
-"""What checkpoints call tensors, Mistral's own names, and what transformers' modules are called."""
+"""Checkpoints have Mistral's own names of tensors, and here they have those of transformers."""
 
 
 def read(config: ConfigReader) -> tuple[ModelSpec, Layout]:

@@ -24,7 +24,7 @@ from jaxkv.models.families.base import (
 )
 from jaxkv.models.families.experts import MAX_EXPERTS, ROUTED, Experts, listed_dense, read_router
 from jaxkv.models.rope_config import read_rope
-from jaxkv.models.spec import AttentionSpec, GateLimits, ModelSpec, RopeSpec, Scales
+from jaxkv.models.spec import AttentionSpec, GateLimits, ModelSpec, RopeSpec
 
 ALWAYS = {
     "use_head_wise_attn_gate": True,
@@ -36,7 +36,7 @@ ALWAYS = {
     "norm_expert_weight": True,
     "mlp_bias": False,
 }
-"""What published files say of what all these models have, or have not."""
+"""Published files say this of what all these models have, or have not."""
 
 BY_LAYER = (
     *("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"),
@@ -143,7 +143,6 @@ def _read_form(config: ConfigReader, form: Form, kinds: list[str]) -> tuple[Mode
         ropes=[_rope(config, form.kind, kinds)] * len(kinds),
         norm="rms_one",
         attention=AttentionSpec(scale=config.number("query_pre_attn_scalar", head_dim) ** -0.5),
-        scales=Scales(),
         experts=(lambda *of: _experts(config, count, *of)) if form.is_routed else None,
         router=router if form.is_routed else None,
     )
