@@ -38,6 +38,11 @@ HANDLERS, HANDLERS512 = (
 COLUMNS, MULTIPLE = 32, 16
 """A group's columns are a multiple of the one, F of the other."""
 
+AT_ONCE = 8
+"""Rows of w that are multiplied with one token: each has a sum of its own, and an instruction that
+adds to four of them takes longer than it takes to read their numbers.
+"""
+
 HALF, PAIRS = "<16 x bfloat>", "<32 x bfloat>"
 
 DECLARED = ("declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)",)
@@ -167,16 +172,15 @@ def _tile512(form: Form) -> Function:
     is_one = f.let("icmp eq i64 %T, 1")
     with f.each(0, "%D", most) as start:
         depth = f.least(f.sub("%D", start), most)
-        with f.each(0, "%N", size) as output:
-            first_of_w = f.add("%first", output)
-            with f.where(is_one):
-                _multiply_one(form, f, first_of_w, output, start, depth)
-            with f.where(f.let(f"xor i1 {is_one}, true")):
-                _fill(form, f, first_of_w, size, start, depth, panel, most)
-                for rows, first, stop in blocks(f, "%T", matmul512.ROWS):
-                    with f.each(first, stop, rows) as t:
-                        tokens = [f.add(t, r) for r in range(rows)]
-                        matmul512.multiply(f, form.dtype, tokens, rows_of_w, output, start, depth)
+        with f.where(is_one), f.each(0, "%N", AT_ONCE) as output:
+            _multiply_one(form, f, f.add("%first", output), output, start, depth)
+        is_more = f.let(f"xor i1 {is_one}, true")
+        with f.where(is_more), f.each(0, "%N", size) as output:
+            _fill(form, f, f.add("%first", output), size, start, depth, panel, most)
+            for rows, first, stop in blocks(f, "%T", matmul512.ROWS):
+                with f.each(first, stop, rows) as t:
+                    tokens = [f.add(t, r) for r in range(rows)]
+                    matmul512.multiply(f, form.dtype, tokens, rows_of_w, output, start, depth)
     f.do("ret void")
     return f
 
@@ -202,14 +206,16 @@ def _fill(
 
 def _multiply_one(form: Form, f: Function, row: str, output: str, start: str, depth: str) -> None:
     """Adds the products of the one token with columns [start, start + depth) of rows of w to y."""
-    product = matmul512.Product(f, form.dtype, ["0"], start)
-    with _pieces(form, f, row, matmul512.OUTPUTS, start, depth) as (column, rows):
+    size = matmul512.OUTPUTS
+    products = [matmul512.Product(f, form.dtype, ["0"], start) for _ in range(0, AT_ONCE, size)]
+    with _pieces(form, f, row, AT_ONCE, start, depth) as (column, rows):
         step = matmul512.COLUMNS[form.dtype]
-        numbers = [product.read(f.add(column, j)) for j in range(0, COLUMNS, step)]
+        numbers = [products[0].read(f.add(column, j)) for j in range(0, COLUMNS, step)]
         for i, read in enumerate(rows):
             for of_x, of_w in zip(numbers, read(), strict=True):
-                product.add(i, of_x, of_w)
-    product.finish(output)
+                products[i // size].add(i % size, of_x, of_w)
+    for i, product in enumerate(products):
+        product.finish(f.add(output, i * size))
 
 
 @contextmanager
@@ -228,14 +234,16 @@ def _pieces(
     with f.each(f.let(f"sdiv i64 {start}, %C"), f.divided(stop, "%C"), 1) as group:
         first = f.mul(group, "%C")
         begin, end = f.most(first, start), f.least(f.add(first, "%C"), stop)
-        places = [f.add(f.mul(group, "%F"), f.add(row, i)) for i in range(num_rows)]
+        place = f.add(f.mul(group, "%F"), row)
         kind = _GroupOf4 if BITS[form.kind] == 4 else _Group
-        groups = [kind(form, f, place) for place in places]
-        # Where column 0 would be.
-        values = [f.sub(f.mul(place, "%C"), first) for place in places]
+        groups = [kind(form, f, f.add(place, i)) for i in range(num_rows)]
+        # Where column 0 of the first row would be.
+        origin = f.at("%w", place_of(f.sub(f.mul(place, "%C"), first)))
+        values = [f.at(origin, place_of(f.mul("%C", i))) for i in range(num_rows)]
         later = place_of(f.mul(num_rows, "%C"))
         with f.each(begin, end, COLUMNS) as column:
-            addresses = [f.at("%w", place_of(f.add(value, column))) for value in values]
+            place = place_of(column)
+            addresses = [f.at(value, place) for value in values]
             for address in addresses:
                 f.fetch(f.at(address, later))
             yield (
