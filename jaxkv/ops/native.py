@@ -14,7 +14,7 @@ from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ WIDE = ("avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512vnni")
 """Machine code with vectors of 512 bits needs these."""
 
 EXIT_S = 5.0
-"""The end of a process waits so long for machine code that is being made."""
+"""The end of a process waits so long for the imports of what makes machine code."""
 
 _lock, _packed_lock = Lock(), Lock()
 _folder: Path | None = None
@@ -94,12 +94,31 @@ def prepare(folder: Path | None) -> None:
 @cache
 def _begin() -> None:
     """Starts the thread. The end of the process waits for it, so that LLVM does not lose its memory
-    while it works, but not for ever: a Ctrl-C during an import may leave a lock of Python's taken,
-    which the thread's own imports then wait for.
+    while it works, however slow the machine is. Only for imports it does not wait for ever: a
+    Ctrl-C during one may leave a lock of Python's taken, which those of the thread then wait for.
     """
-    thread = Thread(target=make_all, name="jaxkv-native", daemon=True)
+    has_imported = Event()
+
+    def make() -> None:
+        try:
+            _import_all()
+        finally:
+            has_imported.set()
+        make_all()
+
+    def end() -> None:
+        if has_imported.wait(EXIT_S):
+            thread.join()
+
+    thread = Thread(target=make, name="jaxkv-native", daemon=True)
     thread.start()
-    atexit.register(thread.join, EXIT_S)
+    atexit.register(end)
+
+
+def _import_all() -> None:
+    """Imports what makes machine code. JAX imports more when it is asked for its devices."""
+    if jax.default_backend() == "cpu" and find_spec("llvmlite") is not None:
+        import llvmlite.binding  # noqa: F401
 
 
 def make_all() -> None:
