@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,7 +47,7 @@ class Claim:
 
     def __init__(self, engine: Engine, keys: Sequence[bytes]) -> None:
         self.keys = keys
-        weakref.finalize(self, engine.unpin, engine.pin(keys)).atexit = False
+        engine.pin(self, keys)
 
 
 @dataclass(frozen=True, slots=True)

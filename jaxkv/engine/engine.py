@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -198,17 +199,14 @@ class Engine:
                     self._recorder.ended(one)
                     self.scheduler.remove(one)
 
-    def pin(self, keys: Sequence[bytes]) -> int:
+    def pin(self, owner: object, keys: Sequence[bytes]) -> None:
         """Keeps pages of these keys, each sequence's first ones first, in the prefix cache longer
-        than others, from the next change on. Returns a number for `unpin`. Waits for nobody.
+        than others, from the next change on and while anybody has the owner. Waits for nobody.
         """
         number = next(self._pin_numbers)
+        # Before the keys: an interrupt between both would leave a pin that nobody ends.
+        weakref.finalize(owner, self._pin_changes.append, (number, None)).atexit = False
         self._pin_changes.append((number, keys))
-        return number
-
-    def unpin(self, number: int) -> None:
-        """Ends what `pin` began, before the next change. Safe in a finalizer."""
-        self._pin_changes.append((number, None))
 
     def _change_pins(self) -> None:
         while self._pin_changes:

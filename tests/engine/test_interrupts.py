@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from interrupt import Interrupt
+from interrupt import HOST, Interrupt
 from jaxkv import LLM, SamplingParams
+from jaxkv.api import session
+from jaxkv.api.session import Claim
 from jaxkv.config import BeamSearchParams
 from jaxkv.testing import engine_of
 from tiny import SMALL, make_checkpoint, tiny_config
@@ -102,3 +104,14 @@ def test_the_requests_of_others_go_on(shared):
         cut += pieces[-1].outputs[0].finish_reason == "abort"
         assert not engine.has_work
     assert 0 < cut < 21
+
+
+def test_a_claim_that_is_cut_off_at_any_line_keeps_no_page(shared):
+    engine, files = engine_of(shared), (*HOST, session.__file__)
+    with Interrupt(files=files) as whole:
+        Claim(engine, [b"one", b"two"])
+    for at in range(whole.num_lines):
+        with pytest.raises(KeyboardInterrupt), Interrupt(at, files):
+            Claim(engine, [b"one", b"two"])
+        engine.check()
+        assert not engine.scheduler.allocator.pins, at
