@@ -343,7 +343,7 @@ class EngineThread:
         with Catch() as caught:
             got = self._engine.step()
         for request in got:
-            if (live := self._live_of.get(request)) is not None:
+            if (live := self._live_of.get(request)) is not None and live.submission.is_scored:
                 self._note(live)
         if caught.error is None:
             self._failed_for_nobody = False

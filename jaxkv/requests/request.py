@@ -280,6 +280,15 @@ class Submission:
     def is_finished(self) -> bool:
         return None not in [request.finish_reason for request in self.samples]
 
+    @property
+    def is_scored(self) -> bool:
+        """Tells whether the first sample has all log-probabilities of the prompt that are asked
+        for. Others may be ahead of it: a cached prefix spares them the prompt. What they have
+        waits, so that the first output has them.
+        """
+        first, scored = self.samples[0], self.samples[0].output.prompt_logprobs
+        return scored is None or len(scored) == first.prompt_len or first.finish_reason is not None
+
     def output(self) -> RequestOutput:
         """Returns everything so far."""
         completions = [request.completion() for request in self.samples]
@@ -289,6 +298,8 @@ class Submission:
         """Returns what is new since the last call, of the samples that have something new; None if
         there is nothing.
         """
+        if not self.is_scored:
+            return None
         changed = [
             r
             for r in self.samples

@@ -24,7 +24,7 @@ import jaxkv
 from jaxkv.api.async_llm import AsyncLLM
 from jaxkv.api.engine_thread import Stream, _Live
 from jaxkv.api.llm import LLM
-from jaxkv.config import SamplingParams
+from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.metrics import Metric
 from jaxkv.errors import EngineDeadError
@@ -266,6 +266,22 @@ def test_outputs_do_not_change_once_they_are_given_out(llm, pace):
         {}
     )  # as steps do while the prompt is computed
     assert output.prompt_logprobs == [None]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_samples_that_are_ahead_of_the_scores_of_their_prompt_wait_for_them(llm, sync, pace, kind):
+    prompt = {"prompt_token_ids": list(range(3, 100))}  # 12 pages, and a token for two samples
+    params = replace(DRAWN, n=3, seed=8, prompt_logprobs=0)
+    pace.rest_s = 0.01  # the loop sees each step's results
+
+    async def main() -> list[RequestOutput]:
+        await last(llm.generate(prompt, GREEDY))
+        return await collect(llm.generate(prompt, replace(params, output_kind=kind)))
+
+    outputs, wanted = run(main()), alone(sync, prompt, params)
+    assert_same(replace(wanted, outputs=[]), replace(outputs[0], outputs=[], finished=True))
+    left = outputs[1:] if kind is RequestOutputKind.DELTA else []
+    assert [output.prompt_logprobs for output in left] == [None] * len(left)
 
 
 def test_a_request_that_comes_while_another_runs_finishes_before_it(llm, sync, pace):

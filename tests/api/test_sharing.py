@@ -148,6 +148,17 @@ def test_a_stream_of_samples_joins_to_them(make):
     assert list(joined_samples.values()) == tokens_of_samples(whole)
 
 
+def test_the_first_output_of_samples_has_all_scores_of_their_prompt(make):
+    """The second sample needs one token of a prompt that is cached, the first one all of it."""
+    llm, ids = make(max_num_batched_tokens=16), list(range(3, 3 + 8 * PAGE + 1))
+    prompt = {"prompt_token_ids": ids}
+    run(llm, [prompt])
+    params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=20, prompt_logprobs=0)
+    first, *rest = llm.stream(prompt, params)
+    assert len(first.prompt_logprobs) == len(ids)
+    assert [piece.prompt_logprobs for piece in rest] == [None] * len(rest)
+
+
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=3, max_tokens=40)])
 def test_preempted_requests_end_as_undisturbed_ones(make, params):
     """A pool with room for two of six: the others give way and come again."""
