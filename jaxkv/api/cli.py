@@ -456,16 +456,17 @@ def _generate(args: argparse.Namespace) -> int:
     )
     prompt = _chat_prompt(llm, text) if args.chat else text
     stream = llm.stream(prompt, _sampling_params(llm, given), lora_request=lora)
-    loaded = time.perf_counter()
+    loaded, compiled_s = time.perf_counter(), llm.compile_s
     if not args.chat:
         print(text, end="", flush=True)
     # (seconds without compilation, tokens so far) after each piece
     marks = []
-    num_prompt = num_new = 0
+    num_prompt, num_new, compiling_s = 0, 0, 0.0
     for output in stream:
         num_prompt = len(output.prompt_token_ids)
         num_new += len(output.outputs[0].token_ids)
-        marks.append((time.perf_counter() - loaded - llm.compile_s, num_new))
+        compiling_s = llm.compile_s - compiled_s
+        marks.append((time.perf_counter() - loaded - compiling_s, num_new))
         print(output.outputs[0].text, end="", flush=True)
     print()
     if not args.quiet:
@@ -477,7 +478,7 @@ def _generate(args: argparse.Namespace) -> int:
         )
         print(
             f"[{num_prompt} prompt + {num_new} new tokens; time to first token {first_s:.3f} s, "
-            f"{rate}, without the {llm.compile_s:.1f} s of compilation and "
+            f"{rate}, without the {compiling_s:.1f} s of compilation and "
             f"{loaded - started:.1f} s of loading; KV cache: "
             f"{num_prompt + num_new - 1} of {llm.num_kv_tokens} tokens]",
             file=sys.stderr,

@@ -19,8 +19,10 @@ import jaxkv
 from adapters import make_adapter
 from jaxkv.api import cli
 from jaxkv.api.llm import LLM
+from jaxkv.build.memory import Budget
 from jaxkv.config import SamplingParams
 from jaxkv.lora.request import LoRARequest
+from jaxkv.programs.compiled import Programs
 from tiny import make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
 
@@ -74,6 +76,18 @@ def test_the_prompt_and_its_continuation_go_to_standard_output(generate, checkpo
         rf"tokens\]\n"
     )
     assert re.fullmatch(figures, err)
+
+
+def test_figures_leave_out_what_was_compiled_while_loading(generate, monkeypatch):
+    # As on an accelerator, where the size of the pool follows from compiled programs.
+    def hand_over(self: Budget, programs: Programs) -> None:
+        programs.compile_s += 1000.0
+
+    monkeypatch.setattr(Budget, "hand_over", hand_over)
+    _, _, err = generate(PROMPT)
+    first_s, compiling_s = re.search(r"first token (\S+) s, .* the (\S+) s of comp", err).groups()
+    assert float(first_s) >= 0
+    assert float(compiling_s) < 1000
 
 
 def test_what_no_flag_says_is_as_generation_config_has_it(generate, checkpoint, tmp_path):
