@@ -36,17 +36,13 @@ class Trials:
         """Returns once llguidance has made what it needs of a grammar in its own form. Raises:
         ValueError where that is not within the limits.
         """
+        is_made = False
         with self._lock:
-            process = self._running()
-            # The process has a limit of its own; this one is for a machine that is too busy.
-            timer = threading.Timer(WALL_S, process.kill)
-            timer.start()
-            is_made = False
             try:
-                is_made = self._asked(process, source)
+                is_made = self._asked(self._running(), source)
             finally:
-                timer.cancel()
-                if not is_made:  # after a Ctrl-C too: its answer would be taken for the next one's
+                # After a Ctrl-C too: its answer would be taken for the next one's.
+                if not is_made:
                     self._end()
         if not is_made:
             raise ValueError(
@@ -72,12 +68,17 @@ class Trials:
     def _asked(process: subprocess.Popen[str], source: str) -> bool:
         if process.stdin is None or process.stdout is None:
             raise ValueError("expected a process with pipes, got one without")
+        # The process has a limit of its own; this one is for a machine that is too busy.
+        timer = threading.Timer(WALL_S, process.kill)
+        timer.start()
         try:
             process.stdin.write(json.dumps(source) + "\n")
             process.stdin.flush()
+            return process.stdout.readline() == "made\n"
         except BrokenPipeError:
             return False
-        return process.stdout.readline() == "made\n"
+        finally:
+            timer.cancel()
 
     def _running(self) -> subprocess.Popen[str]:
         """Returns the process; a fork has none."""

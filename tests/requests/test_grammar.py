@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 
 import pytest
@@ -50,6 +51,26 @@ def test_a_process_that_was_killed_is_replaced(grammars, monkeypatch):
     process.wait()
     assert not grammars.compile(StructuredOutputsParams(regex="a+")).error
     assert grammar.TRIALS._process is not process
+
+
+def test_a_process_that_was_interrupted_at_its_start_is_replaced(grammars, monkeypatch):
+    popen = subprocess.Popen
+
+    def interrupted(*args, **options):
+        process = popen(*args, **options)
+
+        def readline():
+            del process.stdout.readline
+            raise KeyboardInterrupt
+
+        process.stdout.readline = readline
+        return process
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            grammars.compile(HARMLESS)
+    assert not grammars.compile(HARMLESS).error
 
 
 def test_a_process_is_ended_by_the_clock_where_it_gets_no_processor(grammars, monkeypatch):
