@@ -29,6 +29,7 @@ from jaxkv.build.engine_args import EngineArgs
 from jaxkv.build.vllm_arguments import ABSENT_FROM_ASYNC, absence
 from jaxkv.config import RequestOutputKind, SamplingParams, one_or_several
 from jaxkv.engine.metrics import Metric
+from jaxkv.kv.saved import SavedPages
 from jaxkv.lora.request import LoRARequest
 from jaxkv.requests.outputs import RequestOutput, new_since
 from jaxkv.requests.prompts import Prompt
@@ -195,10 +196,13 @@ class AsyncLLM(AsyncPoolingCalls):
         convert: bool = False,
         lora_request: LoRARequest | None = None,
     ) -> AsyncSession:
-        """Does what `LLM.restore` does."""
+        """Does what `LLM.restore` does; other requests wait while its pages are written to the
+        device, not while the file is read.
+        """
         held = await self._read_adapters(lora_request)
         home, where = self._llm._home(self, None, lora_request), Path(path).absolute()
-        restored = partial(AsyncSession.restored, home, where, convert=convert)
+        saved = await asyncio.to_thread(SavedPages.load, where)
+        restored = partial(AsyncSession.restored, home, where, saved, convert=convert)
         session = await self._engine.ask(restored)
         held.clear()
         return session

@@ -123,4 +123,5 @@ class AsyncPoolingCalls:
             self._engine.post(partial(self._engine.close_all, streams))
         if any(one.samples[0].finish_reason == "abort" for one in submissions):
             raise EngineDeadError("the engine was shut down")
-        return call.results(submissions)
+        # Not in the event loop's thread: thousands of vectors take long.
+        return await asyncio.to_thread(call.results, submissions)

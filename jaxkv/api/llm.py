@@ -51,7 +51,7 @@ from jaxkv.engine.streams import complete, stream
 from jaxkv.errors import CapacityError
 from jaxkv.holding.directory import Directory
 from jaxkv.holding.prefix import root_key
-from jaxkv.kv.saved import Origin, fingerprint
+from jaxkv.kv.saved import Origin, SavedPages, fingerprint
 from jaxkv.lora.request import LoRARequest
 from jaxkv.ops import native
 from jaxkv.ops.attention import check_backend
@@ -324,8 +324,8 @@ class LLM(PoolingCalls):
         Raises: SavedFileError for a file that is broken or of another model, CapacityError where
         its pages do not fit.
         """
-        home = self._home(self, lora_request=lora_request)
-        return Session.restored(home, Path(path).absolute(), convert=convert)
+        home, where = self._home(self, lora_request=lora_request), Path(path).absolute()
+        return Session.restored(home, where, SavedPages.load(where), convert=convert)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns what the model's generation_config.json asks for, vLLM's defaults where it says

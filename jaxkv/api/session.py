@@ -110,10 +110,12 @@ class BaseSession:
         self._claim: Claim | None = Claim(home.engine, keys) if claim is None else claim
 
     @classmethod
-    def restored(cls, home: Home, path: Path, *, convert: bool) -> Self:
-        """Makes a session of what `save` has written. Raises: SavedFileError, CapacityError."""
+    def restored(cls, home: Home, path: Path, saved: SavedPages, *, convert: bool) -> Self:
+        """Makes a session of what `save` has written to a file. Raises: SavedFileError,
+        CapacityError.
+        """
         IS_BOOL("convert", convert)
-        saved, own = SavedPages.load(path), home.own_origin()
+        own = home.own_origin()
         saved.origin.check(own, str(path), convert=convert)
         try:
             salt, chat, messages = (saved.extra[name] for name in ("salt", "chat", "messages"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -24,6 +25,7 @@ from jaxkv import (
     PoolingParams,
     SamplingParams,
 )
+from jaxkv.api.pooling import PoolingCall
 from jaxkv.testing import engine_of, intake_of
 from tiny import SMALL, make_checkpoint, tiny_config
 from tokenizers_ import save_tokenizer
@@ -417,7 +419,7 @@ def test_a_classifiers_head_is_of_floats(tmp_path):
             stored_as(dtype)
 
 
-def test_tasks_of_an_event_loop_get_what_llm_returns(tmp_path):
+def test_tasks_of_an_event_loop_get_what_llm_returns(tmp_path, monkeypatch):
     config = tiny_config("llama", vocab_size=420)
     directory = make_checkpoint(tmp_path, config)
     save_tokenizer(directory)
@@ -431,10 +433,17 @@ def test_tasks_of_an_event_loop_get_what_llm_returns(tmp_path):
     llm = LLM(directory, **options)
     cut = {"truncate_prompt_tokens": 50}
 
+    makers, results = set[threading.Thread](), PoolingCall.results
+
+    def noted(*given):
+        makers.add(threading.current_thread())
+        return results(*given)
+
     async def main() -> None:
         async with AsyncLLM(directory, **options) as served:
             engine_of(served).programs.executables = engine_of(llm).programs.executables
             assert served.pools
+            monkeypatch.setattr(PoolingCall, "results", noted)
             vectors, rewards, labels, scores, short = await asyncio.gather(
                 served.embed(PROMPTS),
                 served.reward(PROMPTS),
@@ -442,6 +451,7 @@ def test_tasks_of_an_event_loop_get_what_llm_returns(tmp_path):
                 served.score(TEXTS[0], TEXTS[1:]),
                 served.embed(PROMPTS[3], pooling_params=PoolingParams(dimensions=5), **cut),
             )
+            assert threading.current_thread() not in makers  # which it would hold up
             for got, want in (
                 (vectors, llm.embed(PROMPTS, use_tqdm=False)),
                 (labels, llm.classify(TEXTS, use_tqdm=False)),

@@ -4,6 +4,7 @@ tokens gives alone.
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxkv.api.llm import LLM
 from jaxkv.api.session import AsyncSession
 from jaxkv.config import RequestOutputKind, SamplingParams
 from jaxkv.errors import EngineDeadError
+from jaxkv.kv.saved import SavedPages
 from jaxkv.requests.outputs import CompletionOutput, RequestOutput
 from jaxkv.testing import engine_of
 from poison import poisoned
@@ -193,6 +195,19 @@ def test_an_async_session_is_awaited(checkpoint, make, tmp_path, monkeypatch):
                 with pytest.raises(FileExistsError, match="expected a new file"):
                     await session.save(tmp_path / "there")
             scores = await session.logprobs([ids(4, 2)])
+            await session.save(tmp_path / "saved")
+            readers = []
+
+            def load(path: Path) -> SavedPages:
+                readers.append(threading.current_thread().name)
+                return read(path)
+
+            with monkeypatch.context() as patch:
+                read = SavedPages.load
+                patch.setattr(SavedPages, "load", load)
+                restored = await llm.restore(tmp_path / "saved")
+            assert (restored.tokens, restored.pages) == (session.tokens, session.pages)
+            assert readers not in (["jaxkv-engine"], ["MainThread"])
             ended = RequestOutput("0", None, [], [CompletionOutput(0, "", [])], True)
             ended.outputs[0].finish_reason = "abort"
 
