@@ -106,16 +106,6 @@ class PageAllocator:
         """Counts the pages that `num_tokens` tokens take."""
         return -(-num_tokens // self.page_size)
 
-    def reserve(self, handle: KVHandle, num_tokens: int) -> KVHandle:
-        """Extends the handle's pages to room for `num_tokens` tokens in all; its length stays.
-
-        Raises: CapacityError, with nothing changed, if fewer pages are free than needed.
-        """
-        missing = self.pages_for(num_tokens) - len(handle.pages)
-        return (
-            KVHandle((*handle.pages, *self.take(missing)), handle.length) if missing > 0 else handle
-        )
-
     def take(self, num_pages: int) -> list[int]:
         """Takes so many free pages, for one handle or several.
 
@@ -260,24 +250,6 @@ class PageAllocator:
             self._empty += reversed(cached)
             cached.clear()
 
-    def advance(self, handle: KVHandle, length: int) -> KVHandle:
-        """Returns the handle after the device stored tokens up to `length` in reserved pages."""
-        room = len(handle.pages) * self.page_size
-        if not handle.length <= length <= room:
-            raise ValueError(f"expected a length of {handle.length} to {room} tokens, got {length}")
-        return KVHandle(handle.pages, length)
-
-    def rewind(self, handle: KVHandle, length: int) -> KVHandle:
-        """Returns the handle cut to its first `length` tokens; pages past them are released.
-
-        A page that is now partly filled may still be shared: `own_tail` before writing to it.
-        """
-        if not 0 <= length <= handle.length:
-            raise ValueError(f"expected a length of 0 to {handle.length} tokens, got {length}")
-        kept = self.pages_for(length)
-        self._drop(handle.pages[kept:])
-        return KVHandle(handle.pages[:kept], length)
-
     def fork(self, handle: KVHandle) -> KVHandle:
         """Returns a second handle on the same tokens, which shares all of their pages, a partly
         filled last one too.
@@ -293,26 +265,21 @@ class PageAllocator:
         """Returns the handle ready for its next write, and the (source, target) page copy that must
         come before.
 
-        A partly filled last page that others hold too, or that is listed for them, gives way to a
-        new one; the last holder keeps it. Raises: CapacityError, with nothing changed, if no page
-        is free.
+        A partly filled last page that others hold too gives way to a new one; the last holder
+        keeps it. Raises: CapacityError, with nothing changed, if no page is free.
         """
         if not self.tail_is_shared(handle):
             return handle, None
         index = handle.length // self.page_size
-        source, (target,) = handle.pages[index], self.reserve(KVHandle(), self.page_size).pages
+        source, (target,) = handle.pages[index], self.take(1)
         self._drop((source,))
-        return KVHandle(
-            (*handle.pages[:index], target, *handle.pages[index + 1 :]), handle.length
-        ), (source, target)
+        pages = (*handle.pages[:index], target, *handle.pages[index + 1 :])
+        return KVHandle(pages, handle.length), (source, target)
 
     def tail_is_shared(self, handle: KVHandle) -> bool:
-        """Tells whether a partly filled last page has other holders too, or is listed for them."""
+        """Tells whether a partly filled last page has other holders too."""
         index, rest = divmod(handle.length, self.page_size)
-        if not rest:
-            return False
-        page = handle.pages[index]
-        return self._references[page] > 1 or self._index.key_of[page] is not None
+        return rest > 0 and self._references[handle.pages[index]] > 1
 
     def release(self, handle: KVHandle, *, linked: bool = True) -> None:
         """Gives the handle's references back; pages without any become free."""

@@ -125,12 +125,6 @@ class Part:
             return 0
         return max(0, num_stored - self.window + 1) // self.allocator.page_size
 
-    @property
-    def least_len(self) -> int:
-        """Returns the tokens that a sequence cannot do without: what later ones see is here."""
-        behind = self.window - 1 if self.window and self.num_gone else 0
-        return self.num_gone + max(behind, len(self.first) * self.allocator.page_size)
-
     def firsts(self, num_pages: int) -> np.ndarray:
         """Returns the positions of slot 0 of so many pages, those to come included."""
         steps = np.arange(len(self.first), num_pages)
@@ -274,7 +268,7 @@ class Hold:
 
     def start_again(self) -> None:
         """Makes it empty, whatever state it was left in; its allocators are no more."""
-        self.chain.cut(0)
+        self.chain.clear()
         self._empty()
 
     def _empty(self) -> None:
@@ -372,24 +366,6 @@ class Hold:
             free = self.room_len - self.num_stored
             raise ValueError(f"expected 0 to {free} more tokens, got {count}")
         self.num_stored += count
-
-    def rewind(self, length: int) -> None:
-        """Goes back to the first `length` tokens, and gives back the pages past them.
-
-        The keys of later pages are dropped, since other tokens may follow now. A page that is now
-        partly filled may be shared: `own_tail` before writing to it.
-        """
-        least = max(part.least_len for part in self.parts)
-        if not least <= length <= self.num_stored:
-            raise ValueError(f"expected a length of {least} to {self.num_stored}, got {length}")
-        for part in self.parts:
-            handle = part.allocator.rewind(self.handle(part.number), length - part.num_gone)
-            part.pages = list(handle.pages)
-        self.num_stored = length
-        self.room_len = -(-length // self.page_size) * self.page_size
-        self.bound_len = min(self.bound_len, self.room_len)
-        self.chain.cut(length // self.page_size)
-        self._set_published(min(self.num_published, length // self.page_size))
 
     def trim(self, gone: Collection[int]) -> None:
         """Gives back the full pages of these indices; those past them move up.

@@ -53,9 +53,9 @@ class PageChain:
         self._extend(end, tokens, page_size)
         return zip(self.keys[first:end], self.packed[first:end], strict=True)
 
-    def cut(self, num_pages: int) -> None:
-        """Forgets the keys past those of the first pages: other tokens may come there."""
-        del self.keys[num_pages:], self.packed[num_pages:]
+    def clear(self) -> None:
+        """Forgets the keys, which are made anew when they are asked for."""
+        del self.keys[:], self.packed[:]
 
     def _extend(self, end: int, tokens: array[int], page_size: int) -> None:
         key = self.keys[-1] if self.keys else self.root

@@ -356,7 +356,7 @@ def test_remove_frees_rows_and_pages_at_any_moment(num_steps):
 
 
 CORRUPTIONS = {
-    "a page": lambda one: one.allocator.reserve(one.running[0].hold.handle(), 20),
+    "a page": lambda one: one.allocator.take(1),
     "a row twice": lambda one: one._free_rows.append(one.running[0].row),
     "a row lost": lambda one: one._free_rows.pop(),
     "a row of two": lambda one: setattr(one.running[1], "row", one.running[0].row),
@@ -422,7 +422,7 @@ def test_all_but_the_last_writer_of_a_shared_tail_get_a_copy():
 def test_beams_that_get_no_page_to_copy_to_give_way_and_drop_their_copies():
     one = scheduler(num_pages=3)
     beams = beams_with_one_tail(one, num_beams=3)
-    held = one.allocator.reserve(KVHandle(), 2 * ENGINE.block_size)  # all that is free
+    held = KVHandle(tuple(one.allocator.take(2)))  # all that is free
     plan = one.plan()
     assert [beam.row is None for beam in beams] == [False, True, True]
     assert (plan.requests, plan.copies) == (beams[:1], ())

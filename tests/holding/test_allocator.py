@@ -7,15 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from handles import filled, reserved
 from jaxkv.errors import CapacityError
 from jaxkv.holding.allocator import KVHandle, PageAllocator
 
 PAGE = 4
-
-
-def filled(allocator: PageAllocator, length: int, room: int | None = None) -> KVHandle:
-    """A handle with `length` tokens stored, and pages for `room`."""
-    return allocator.advance(allocator.reserve(KVHandle(), room or length), length)
 
 
 def state(allocator: PageAllocator) -> tuple[list[int], list[int]]:
@@ -26,31 +22,9 @@ def state(allocator: PageAllocator) -> tuple[list[int], list[int]]:
 # ------------------------------------------------------------------------------------------
 
 
-def test_a_reservation_takes_whole_pages_and_leaves_the_length():
-    allocator = PageAllocator(8, PAGE)
-    handle = allocator.reserve(KVHandle(), 5)
-    assert (len(handle.pages), handle.length) == (2, 0)
-    assert (allocator.num_used, allocator.num_free) == (2, 6)
-    assert allocator.reserve(handle, 8) is handle
-    longer = allocator.reserve(handle, 9)
-    assert longer.pages[:2] == handle.pages
-    assert len(set(longer.pages)) == 3
-    allocator.check([longer])
-
-
 def test_pages_for_rounds_up():
     allocator = PageAllocator(1, PAGE)
     assert [allocator.pages_for(n) for n in (0, 1, 3, 4, 5, 8, 9)] == [0, 1, 1, 1, 2, 2, 3]
-
-
-def test_advance_stays_within_the_reserved_pages_and_never_goes_back():
-    allocator = PageAllocator(8, PAGE)
-    handle = filled(allocator, 3, room=5)
-    assert allocator.advance(handle, 8).length == 8
-    for length in (2, 9, -1):
-        with pytest.raises(ValueError, match=f"a length of 3 to 8 tokens, got {length}"):
-            allocator.advance(handle, length)
-    allocator.check([handle])
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 5, 8, 11])
@@ -79,7 +53,7 @@ def test_a_fork_shares_all_pages_and_the_first_that_writes_gets_its_own_partial_
     allocator.check([])
 
 
-def test_the_last_holder_of_a_tail_keeps_it_unless_it_is_listed_for_others():
+def test_the_last_holder_of_a_tail_keeps_it():
     allocator = PageAllocator(8, PAGE)
     first = filled(allocator, 5)
     second, third = allocator.fork(first), allocator.fork(first)
@@ -90,40 +64,13 @@ def test_the_last_holder_of_a_tail_keeps_it_unless_it_is_listed_for_others():
         allocator.check([own, *[first, second, third][len(copies) :]])
         allocator.release(own)
     assert [copy and copy[0] for copy in copies] == [first.pages[1], first.pages[1], None]
-    listed, num_listed = allocator.publish(filled(allocator, 4), 0, [(b"key", b"tokens")])
-    assert num_listed == 1
-    short = allocator.rewind(listed, 3)
-    own, copy = allocator.own_tail(short)
-    assert copy == (short.pages[0], own.pages[0])
-    allocator.check([own])
-    assert allocator.find([(b"key", b"tokens")], None) == [short.pages[0]]
-
-
-@pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 9])
-def test_rewind_keeps_the_pages_of_the_kept_tokens_only(length):
-    allocator = PageAllocator(8, PAGE)
-    handle = filled(allocator, 9, room=20)
-    short = allocator.rewind(handle, length)
-    assert (short.length, short.pages) == (length, handle.pages[: allocator.pages_for(length)])
-    allocator.check([short])
-    for wrong in (-1, length + 1):
-        with pytest.raises(ValueError, match=f"a length of 0 to {length} tokens, got {wrong}"):
-            allocator.rewind(short, wrong)
-
-
-def test_a_rewound_fork_leaves_the_shared_pages_to_the_other():
-    allocator = PageAllocator(8, PAGE)
-    handle = filled(allocator, 8)
-    fork = allocator.rewind(allocator.fork(handle), 0)
-    allocator.check([handle, fork])
-    assert allocator.num_used == 2
 
 
 def test_the_first_pages_released_are_handed_out_first_again():
     allocator = PageAllocator(8, PAGE)
     handle = filled(allocator, 12)
     allocator.release(handle)
-    assert allocator.reserve(KVHandle(), 12).pages == handle.pages
+    assert tuple(allocator.take(3)) == handle.pages
 
 
 @pytest.mark.parametrize("forked", [False, True])
@@ -143,7 +90,7 @@ def test_exhaustion_says_needed_and_free_and_changes_nothing():
     handle = filled(allocator, 5)
     before = state(allocator)
     with pytest.raises(CapacityError, match="3 pages of 4 tokens needed, 2 free"):
-        allocator.reserve(handle, 17)
+        reserved(allocator, 17, handle)
     assert state(allocator) == before
     other = filled(allocator, 8)
     before = state(allocator)
@@ -219,7 +166,7 @@ def keep_a_dead_handle(allocator, handles):
 
 
 def use_a_handle_twice(allocator, handles):
-    handles.append(allocator.reserve(handles[0], 16))
+    handles.append(reserved(allocator, 16, handles[0]))
 
 
 CORRUPTIONS = [
@@ -265,7 +212,7 @@ class Naive:
 
     def step(self) -> None:
         operation = self.rng.choice(
-            [self.start, self.grow, self.grow, self.grow, self.fork, self.rewind, self.release]
+            [self.start, self.grow, self.grow, self.grow, self.fork, self.cut, self.release]
         )
         self.before = state(self.allocator)
         try:
@@ -296,12 +243,12 @@ class Naive:
                 (target, slot): self.memory.get((source, slot), -1) for slot in range(PAGE)
             }
             self.num_copied += 1
-        handle = self.allocator.reserve(handle, total)
+        handle = reserved(self.allocator, total, handle)
         room = len(handle.pages) * PAGE
         new = [self.rng.getrandbits(30) for _ in range(self.rng.randint(0, room - handle.length))]
         for position, token in enumerate(new, start=handle.length):
             self.memory[handle.pages[position // PAGE], position % PAGE] = token
-        self.live[i] = self.allocator.advance(handle, handle.length + len(new)), tokens + new
+        self.live[i] = KVHandle(handle.pages, handle.length + len(new)), tokens + new
 
     def fork(self) -> None:
         if not self.live:
@@ -309,13 +256,15 @@ class Naive:
         handle, tokens = self.live[self.pick()]
         self.live.append((self.allocator.fork(handle), list(tokens)))
 
-    def rewind(self) -> None:
+    def cut(self) -> None:
         if not self.live:
             return
         i = self.pick()
         handle, tokens = self.live[i]
         length = self.rng.randint(0, handle.length)
-        self.live[i] = self.allocator.rewind(handle, length), tokens[:length]
+        first = self.allocator.fork(KVHandle(handle.pages, length))
+        self.allocator.release(handle)
+        self.live[i] = first, tokens[:length]
 
     def release(self) -> None:
         if self.live:

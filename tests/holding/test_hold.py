@@ -129,32 +129,6 @@ def test_whoever_writes_a_shared_tail_first_takes_a_copy():
     pages.check([hold, twin])
 
 
-def test_a_rewound_hold_goes_on_as_another_sequence():
-    pages = allocators()
-    hold = begun(pages, 30, room=40)
-    hold.publish(TOKENS, 30)
-    hold.bound_len = 40
-    hold.rewind(13)
-    pages.check([hold])
-    assert (hold.room_len, hold.bound_len, hold.num_published) == (16, 16, 1)
-    other = array("i", [*TOKENS[:13], *range(500, 530)])
-    assert hold.own_tail() != ()  # the second page is listed with the old tokens
-    hold.extend(24)
-    hold.advance(11)
-    hold.publish(other, 24)
-    later = begun(pages)
-    assert later.take_cached(array("i", [*other[:24], 1]), 24) == 24
-    assert later.handle().pages == hold.handle().pages
-    pages.check([hold, later])
-
-
-def test_nothing_is_rewound_to_where_tokens_have_gone():
-    hold = bounded(Allocators(replace(ENGINE, row_pages=4)), 32)
-    hold.trim({1})
-    with pytest.raises(ValueError, match="length of 32 to 32"):
-        hold.rewind(31)
-
-
 def test_what_goes_is_given_back_and_positions_say_what_stayed():
     pages = Allocators(replace(ENGINE, row_pages=4))
     hold = bounded(pages, 32)
@@ -220,19 +194,6 @@ def test_two_page_tables_have_pages_of_their_own():
     twin = other.fork()
     assert len(other.own_tail()) == 2
     pages.check([other, twin])
-
-
-def test_pages_behind_a_window_are_no_way_back():
-    """But to where the window's pages are still held, all of them."""
-    pages = allocators(windows=(2 * SIZE,), num_pages=16)
-    hold = begun(pages, 10 * SIZE)
-    assert hold.drop_unseen()
-    held = range(hold.parts[0].num_gone, 10 * SIZE)
-    least = held[0] + 2 * SIZE - 1  # the first position whose window begins with what is held
-    with pytest.raises(ValueError, match=f"expected a length of {least} to {10 * SIZE}"):
-        hold.rewind(least - 1)
-    hold.rewind(least)
-    pages.check([hold])
 
 
 def test_nothing_is_taken_from_the_cache_behind_pages_that_are_reserved():

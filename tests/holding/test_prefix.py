@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from handles import filled, reserved
 from jaxkv.holding.allocator import KVHandle, PageAllocator
 from jaxkv.holding.prefix import PageChain, PrefixIndex, root_key
 
@@ -16,7 +17,7 @@ TOKENS = array("i", range(40))
 
 def listed(allocator: PageAllocator, tokens: array, root: bytes = b"root") -> KVHandle:
     """A handle on all of the tokens, whose full pages are listed."""
-    handle = allocator.advance(allocator.reserve(KVHandle(), len(tokens)), len(tokens))
+    handle = filled(allocator, len(tokens))
     chain = PageChain(root)
     num_pages = len(tokens) // SIZE
     handle, num_listed = allocator.publish(handle, 0, chain.pages(0, num_pages, tokens, SIZE))
@@ -60,7 +61,7 @@ def test_a_collision_leaves_the_second_page_with_its_owner_alone():
     allocator = PageAllocator(8, SIZE)
     first = listed(allocator, TOKENS[:SIZE])
     key = PageChain(b"root").page(0, TOKENS, SIZE)
-    other = allocator.advance(allocator.reserve(KVHandle(), SIZE), SIZE)
+    other = filled(allocator, SIZE)
     assert allocator.publish(other, 0, [(key[0], b"others")]) == (other, 0)
     allocator.check([first, other])
 
@@ -86,7 +87,7 @@ def test_pages_that_nobody_holds_stay_until_they_are_needed_the_last_of_the_olde
     allocator.release(old)
     allocator.release(new)
     assert (allocator.num_free, allocator.num_used) == (8, 0)
-    taken = allocator.reserve(KVHandle(), num_taken * SIZE)
+    taken = reserved(allocator, num_taken * SIZE)
     handles = [found(allocator, TOKENS[:12]), found(allocator, TOKENS[20:32])]
     assert tuple(handle.length for handle in handles) == lengths
     allocator.check([taken, *handles])
@@ -97,9 +98,9 @@ def test_a_page_in_use_is_not_given_to_others():
     allocator.release(listed(allocator, TOKENS[:12]))
     held = found(allocator, TOKENS[:12])
     assert (held.length, allocator.num_free) == (12, 1)
-    assert allocator.reserve(KVHandle(), SIZE).pages[0] not in held.pages
+    assert allocator.take(1)[0] not in held.pages
     with pytest.raises(Exception, match="1 pages of 4 tokens needed, 0 free"):
-        allocator.reserve(KVHandle(), SIZE)
+        allocator.take(1)
 
 
 def test_what_is_forgotten_is_not_found_and_not_listed_after():
@@ -108,7 +109,7 @@ def test_what_is_forgotten_is_not_found_and_not_listed_after():
     allocator.release(listed(allocator, TOKENS[20:28]))
     allocator.forget()
     assert found(allocator, TOKENS[:8]) == found(allocator, TOKENS[20:28]) == KVHandle()
-    held = allocator.advance(allocator.reserve(held, 12), 12)
+    held = KVHandle(reserved(allocator, 12, held).pages, 12)
     key = PageChain(b"root").page(2, TOKENS, SIZE)
     assert allocator.publish(held, 2, [key]) == (held, 0)  # its parent is not
     allocator.check([held])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cases import contents, held
+from handles import filled
 from jaxkv.holding.allocator import KVHandle, PageAllocator
 from jaxkv.kv.codecs import PlainCodec, decode, get_codec
 from jaxkv.kv.layout import HeadMajorLayout
@@ -162,7 +163,7 @@ def test_copy_pages_copies_whole_pages_of_every_layer_and_store_and_drops_paddin
 def test_a_write_into_either_side_of_a_fork_is_not_seen_by_the_other():
     rng = np.random.default_rng(4)
     allocator = PageAllocator(P, S)
-    parent = allocator.advance(allocator.reserve(KVHandle(), 13), 13)
+    parent = filled(allocator, 13)
     child, copy = allocator.own_tail(allocator.fork(parent))
     assert copy is not None
     assert child.pages[0] == parent.pages[0]

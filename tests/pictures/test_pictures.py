@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from handles import filled
 from jaxkv.holding.allocator import KVHandle, PageAllocator
 from jaxkv.pictures import (
     CachedPage,
@@ -98,9 +99,9 @@ def allocated() -> tuple[PageAllocator, dict[str, KVHandle]]:
     """An allocator with pages that are held by one, by several, and by nobody."""
     allocator, handles = PageAllocator(96, 4), {}
     for name, length in (("a", 40), ("b", 21), ("c", 8)):
-        handles[name] = allocator.advance(allocator.reserve(KVHandle(), length), length)
+        handles[name] = filled(allocator, length)
     handles["d"] = allocator.fork(handles["a"])
-    handles["e"] = allocator.rewind(allocator.fork(handles["a"]), 12)
+    handles["e"] = allocator.fork(KVHandle(handles["a"].pages, 12))
     for name in ("b", "c"):
         keys = [(f"{name}{i}".encode(), b"") for i in range(handles[name].length // 4)]
         handles[name], _ = allocator.publish(handles[name], 0, keys)

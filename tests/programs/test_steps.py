@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cases import contents, held
+from handles import reserved
 from jaxkv.holding.allocator import KVHandle, PageAllocator
 from jaxkv.kv.codecs import get_codec
 from jaxkv.kv.state import PagedKV, empty_store
@@ -138,11 +139,10 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def prefill(device: Device, allocator: PageAllocator, prompts: list[list[int]]) -> list[KVHandle]:
     """Everything but the last token of each prompt, in one step; room for WIDTH more."""
-    handles = [allocator.reserve(KVHandle(), len(ids) + WIDTH) for ids in prompts]
+    handles = [reserved(allocator, len(ids) + WIDTH) for ids in prompts]
     device.step(handles, [ids[:-1] for ids in prompts], make_sampling())
     return [
-        allocator.advance(handle, len(ids) - 1)
-        for handle, ids in zip(handles, prompts, strict=True)
+        KVHandle(handle.pages, len(ids) - 1) for handle, ids in zip(handles, prompts, strict=True)
     ]
 
 
@@ -353,14 +353,14 @@ def test_a_loop_over_resting_rows_changes_nothing(device, allocator):
 )
 def test_a_prompt_in_chunks_is_the_whole_prompt(device, allocator, chunks):
     ids = prompt(7, 41)
-    handle = allocator.reserve(KVHandle(), 41)
+    handle = reserved(allocator, 41)
     whole = device.step([handle], [ids], make_sampling())
     stored = device.held(KVHandle(handle.pages, 41))
     allocator.release(handle)
-    handle = allocator.reserve(KVHandle(), 41)  # other pages, and all NaN again
+    handle = reserved(allocator, 41)  # other pages, and all NaN again
     for count in chunks:
         out = device.step([handle], [ids[handle.length : handle.length + count]], make_sampling())
-        handle = allocator.advance(handle, handle.length + count)
+        handle = KVHandle(handle.pages, handle.length + count)
     assert_close(jax.tree.map(lambda x: x[:1], out), jax.tree.map(lambda x: x[:1], whole))
     for got, want in zip(device.held(handle), stored, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
@@ -370,9 +370,9 @@ def test_rows_of_a_ragged_step_equal_steps_of_their_own(device, allocator):
     """Decode rows, the last token of a prompt and prefill chunks together."""
     prompts = [prompt(1, 9), prompt(2, 16), prompt(3, 30), prompt(4, 17)]
     done, counts = [8, 15, 9, 14], [1, 1, 21, 2]
-    handles = [allocator.reserve(KVHandle(), len(ids)) for ids in prompts]
+    handles = [reserved(allocator, len(ids)) for ids in prompts]
     device.step(handles, [ids[:n] for ids, n in zip(prompts, done, strict=True)], make_sampling())
-    handles = [allocator.advance(handle, n) for handle, n in zip(handles, done, strict=True)]
+    handles = [KVHandle(handle.pages, n) for handle, n in zip(handles, done, strict=True)]
     before = jax.tree.map(jnp.copy, device.kv)
     new = [ids[n:][:count] for ids, n, count in zip(prompts, done, counts, strict=True)]
     together = device.step(handles, new, make_sampling(temperature_B=1.0))
@@ -472,13 +472,13 @@ def test_continuations_of_a_fork_equal_independent_runs(device, allocator, lengt
     want = continuations(device, fresh, ways)
     for handle in fresh:
         allocator.release(handle)
-    (parent,) = prefill(device, allocator, [[*ids, 0]])
-    parent = allocator.rewind(parent, parent.length)  # gives back what was reserved
+    (whole,) = prefill(device, allocator, [[*ids, 0]])
+    parent = allocator.fork(whole)
+    allocator.release(whole)  # gives back what was reserved
     handles = [parent]
     for _ in ways[1:]:
-        child, copy = allocator.own_tail(
-            allocator.fork(handles[-1])
-        )  # the second one forks the first fork
+        # The second one forks the first fork.
+        child, copy = allocator.own_tail(allocator.fork(handles[-1]))
         assert (copy is not None) == (length % SIZE > 0)
         assert child.pages[: length // SIZE] == parent.pages[: length // SIZE]
         if copy is not None:
@@ -486,7 +486,7 @@ def test_continuations_of_a_fork_equal_independent_runs(device, allocator, lengt
             device.kv = copy_pages(kv, *np.int32(copy)[:, None], np.int32(1))
         handles.append(child)
     allocator.check(handles)
-    handles = [allocator.reserve(handle, length + WIDTH) for handle in handles]
+    handles = [reserved(allocator, length + WIDTH, handle) for handle in handles]
     got = continuations(device, handles, ways)
     assert_close(jax.tree.map(lambda x: x[:, :3], got), jax.tree.map(lambda x: x[:, :3], want))
     assert len({tuple(tokens) for tokens in got.token_B[:, :3].T.tolist()}) == 3
