@@ -137,9 +137,8 @@ class RowTables:
         table.sample_B[row] = request.draw.sample
         table.stop_BE[row] = NO_TOKEN
         table.stop_BE[row, : len(request.ends.stop_ids)] = sorted(request.ends.stop_ids)
-        table.ignored_B[row] = (
-            NO_TOKEN if request.ends.ignored_eos is None else request.ends.ignored_eos
-        )
+        ignored = request.ends.ignored_eos
+        table.ignored_B[row] = NO_TOKEN if ignored is None else ignored
         table.logprobs_B[row] = params.logprobs is not None
         self._min_len_R[row] = request.prompt_len + params.min_tokens if params.min_tokens else 0
         self._penalises_R[row] = params.penalises
@@ -192,13 +191,11 @@ class RowTables:
         """Sets the prompt tokens that follow those of a chunk, from the first that has no logprobs
         yet.
         """
-        if request.output.prompt_logprobs is None:
+        if (known := request.output.prompt_logprobs) is None:
             return
         done = request.hold.num_stored
-        first, end = (
-            max(len(request.output.prompt_logprobs), done + 1),
-            min(request.prompt_len, done + 1 + len(target_T)),
-        )
+        first = max(len(known), done + 1)
+        end = min(request.prompt_len, done + 1 + len(target_T))
         if first < end:
             target_T[first - done - 1 : end - done - 1] = request.tokens[first:end]
 
@@ -244,10 +241,8 @@ class RowTables:
         """Returns what the tables hold of these rows. Decode loops of the same make it once."""
         key = row_B.tobytes()
         if self._same is None or self._same[0] != key:
-            table, rows = (
-                self.sampling,
-                row_B.astype(np.intp),
-            )  # once, or each array would convert them
+            # Converted once, or each array would do it.
+            table, rows = self.sampling, row_B.astype(np.intp)
             unused = {"history_BN", "min_left_B"}
             if not self._penalises_R[rows].any():
                 unused.update(PENALISING)

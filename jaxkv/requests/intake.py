@@ -347,9 +347,8 @@ class Intake:
         with self._lock:
             text, ids, salt = parse(prompt)
             ids = self._encode(text or "") if ids is None else ids
-            self._check_length(
-                len(ids), room
-            )  # before anything is done for each: it may be a million
+            # Before anything is done for each: it may be a million.
+            self._check_length(len(ids), room)
             tokens = [i.item() if isinstance(i, np.integer) else i for i in ids]
             self._check_ids("prompt", tokens)
             return text, tokens, salt
@@ -369,8 +368,7 @@ class Intake:
         if wanted > config.max_logprobs:
             raise ValueError(
                 f"beam_width: {width} beams need the {wanted} likeliest tokens of each, and "
-                f"max_logprobs of LLM is "
-                f"{config.max_logprobs}: raise it (-1: all)"
+                f"max_logprobs of LLM is {config.max_logprobs}: raise it (-1: all)"
             )
         if width > config.max_num_seqs:
             raise ValueError(
@@ -394,14 +392,16 @@ class Intake:
         if needed > config.num_pages:
             raise ValueError(
                 f"beam_width: {width} beams of {length} tokens may need {needed} pages, the KV "
-                f"cache has "
-                f"{config.num_pages}: raise kv_cache_memory_bytes or num_gpu_blocks_override"
+                f"cache has {config.num_pages}: raise kv_cache_memory_bytes or "
+                f"num_gpu_blocks_override"
             )
-        max_new, penalty = length - first.prompt_len, params.length_penalty
-        link(
-            submission.samples,
-            BeamSearch(width, max_new=max_new, eos_ids=eos_ids, length_penalty=penalty),
+        search = BeamSearch(
+            width,
+            max_new=length - first.prompt_len,
+            eos_ids=eos_ids,
+            length_penalty=params.length_penalty,
         )
+        link(submission.samples, search)
         return submission
 
     def _submission(
@@ -540,11 +540,10 @@ class Intake:
             )
         if prompt_len >= longest:
             raise ValueError(
-                f"the prompt has {prompt_len} tokens; the KV cache holds {longest} of one "
-                f"request in all "
-                f"({config.num_pages} pages of {config.block_size}, kv_policy "
-                f"{config.kv_policy}): raise "
-                f"kv_cache_memory_bytes or num_gpu_blocks_override, or have a kv_policy"
+                f"the prompt has {prompt_len} tokens; the KV cache holds {longest} of one request "
+                f"in all ({config.num_pages} pages of {config.block_size}, kv_policy "
+                f"{config.kv_policy}): raise kv_cache_memory_bytes or num_gpu_blocks_override, or "
+                f"have a kv_policy"
             )
         return min(wanted, longest), "length" if wanted <= longest else "capacity"
 
@@ -560,11 +559,8 @@ class Intake:
         check_served(policy, resolve(config.kv_policy))
         if not isinstance(policy, Policy):
             for field in ("kv_budget", "kv_protect"):
-                if getattr(params, field) is not None:
-                    raise ValueError(
-                        f"{field}: expected None with kv_policy {name}, got "
-                        f"{getattr(params, field)!r}"
-                    )
+                if (got := getattr(params, field)) is not None:
+                    raise ValueError(f"{field}: expected None with kv_policy {name}, got {got!r}")
             return None
         pages = config.row_pages
         if params.kv_budget is not None or not pages:
@@ -579,13 +575,11 @@ class Intake:
                 f"kv_budget: expected what a row of this engine may hold ({held}), got {pages} "
                 f"pages"
             )
-        low_pages = (
-            config.low_row_pages * pages // config.row_pages
-            if policy.low and config.row_pages
-            else 0
-        )
+        low = 0
+        if policy.low and config.row_pages:
+            low = config.low_row_pages * pages // config.row_pages
         retention = Retention(
-            policy=policy, page_size=config.block_size, full_pages=pages, low_pages=low_pages
+            policy=policy, page_size=config.block_size, full_pages=pages, low_pages=low
         )
         return protecting(retention, params.kv_protect or (), prompt_len)
 
@@ -623,9 +617,8 @@ class Intake:
         out_of_reach = {word[-1] for word in words} | (ends if params.min_tokens else set())
         if allowed is not None and not set(allowed) - out_of_reach:
             raise ValueError(
-                "allowed_token_ids: expected at least one that ends no bad word and, with "
-                "min_tokens, no request, "
-                f"got {allowed}"
+                f"allowed_token_ids: expected at least one that ends no bad word and, with "
+                f"min_tokens, no request, got {allowed}"
             )
         return words
 
@@ -666,27 +659,23 @@ class Intake:
         if length > (most := self._longest_token * limit):
             raise ValueError(
                 f"the prompt has {length} characters, more than {limit} tokens can have "
-                f"({most:.0f}); expected at most "
-                f"{limit - 1} tokens, so that one more fits into max_model_len={limit}. "
-                f"{MAX_CONTEXT} {limit} tokens"
+                f"({most:.0f}); expected at most {limit - 1} tokens, so that one more fits into "
+                f"max_model_len={limit}. {MAX_CONTEXT} {limit} tokens"
             )
 
     def _check_length(self, length: int, room: int = 1) -> None:
-        config = self._config
+        pools, longest = self._config.pooled, self._config.max_model_len
         if not length:
             raise ValueError("the prompt is empty; expected at least one token")
-        if config.pooled and length > config.max_model_len:
+        if pools and length > longest:
             raise ValueError(
-                f"the prompt has {length} tokens; expected at most "
-                f"max_model_len={config.max_model_len}, or truncate_prompt_tokens. {MAX_CONTEXT} "
-                f"{config.max_model_len} tokens"
+                f"the prompt has {length} tokens; expected at most max_model_len={longest}, or "
+                f"truncate_prompt_tokens. {MAX_CONTEXT} {longest} tokens"
             )
-        if length > config.max_model_len - room + self._num_unstored:
+        if not pools and length > longest - room:
             raise ValueError(
-                f"the prompt has {length} tokens; expected at most {config.max_model_len - 1}, "
-                f"so that one more "
-                f"fits into max_model_len={config.max_model_len}. {MAX_CONTEXT} "
-                f"{config.max_model_len} tokens"
+                f"the prompt has {length} tokens; expected at most {longest - 1}, so that one more "
+                f"fits into max_model_len={longest}. {MAX_CONTEXT} {longest} tokens"
             )
 
     @property

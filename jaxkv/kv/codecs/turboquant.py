@@ -56,8 +56,7 @@ class TurboQuantCodec:
         if head_dim % (8 * len(self.num_bits)):
             raise ValueError(
                 f"kv_cache_dtype: {self.name} expects a head_dim that is a multiple of "
-                f"{8 * len(self.num_bits)}, "
-                f"got {head_dim}"
+                f"{8 * len(self.num_bits)}, got {head_dim}"
             )
         return head_dim // (8 * len(self.num_bits)) * sum(self.num_bits) + 2
 
