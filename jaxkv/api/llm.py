@@ -441,8 +441,7 @@ class LLM(PoolingCalls):
     @property
     def num_kv_tokens(self) -> int:
         """Tokens that the KV cache holds."""
-        limits = self._blueprint.limits
-        return limits.num_tokens
+        return self._blueprint.limits.num_tokens
 
     @property
     def compile_s(self) -> float:
@@ -604,10 +603,8 @@ class LLM(PoolingCalls):
             chosen = self.get_default_sampling_params() if params is None else params
             (submission,) = self._intake.accept([prompt], [chosen], [priority], [lora_request])
         except ValueError as error:
-            # Their index in a list of one says nothing here.
-            return ValueError(
-                str(error).removeprefix("prompt 0: ").removeprefix("conversation 0: ")
-            )
+            # Its index in a list of one says nothing here.
+            return ValueError(str(error).removeprefix("prompt 0: "))
         return submission
 
     def _without_messages(self, prompt: Any, *, any_length: bool = False) -> Any:
@@ -628,26 +625,22 @@ class LLM(PoolingCalls):
         for name in ("add_generation_prompt", "continue_final_message"):
             IS_BOOL(name, options[name])
         # A template is the engine's owner's choice: none may come in `extra`.
-        (rendered,) = self._intake.render(
-            [messages], extra, any_length=any_length, chat_template=None, **options
-        )
+        try:
+            (rendered,) = self._intake.render(
+                [messages], extra, any_length=any_length, chat_template=None, **options
+            )
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("conversation 0: ")) from error
         return {**rendered, "cache_salt": salt}
 
     def _rendered(self, prompt: Any) -> dict[str, Any]:
         """Returns the tokens of what `as_completed` takes, as a prompt."""
-        try:
-            prompt = self._without_messages(prompt)
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix("conversation 0: ")) from error
-        text, tokens, salt = self._intake.parse(prompt)
+        text, tokens, salt = self._intake.parse(self._without_messages(prompt))
         return {"prompt": text, "prompt_token_ids": tokens, "cache_salt": salt}
 
     def _tokens_of(self, prompt: Any, *, add_special_tokens: bool) -> list[int]:
         """Returns the tokens of what `as_completed` takes, also of what is empty or too long."""
-        try:
-            prompt = self._without_messages(prompt, any_length=True)
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix("conversation 0: ")) from error
+        prompt = self._without_messages(prompt, any_length=True)
         return self._intake.tokens_of(prompt, add_special_tokens=add_special_tokens)
 
     def _run(

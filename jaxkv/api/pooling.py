@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -354,12 +354,6 @@ def _listed(
         if not isinstance(one, PoolingParams | None):
             raise ValueError(f"pooling_params: expected PoolingParams, got {type(one).__name__}")
         own = PoolingParams() if one is None else one
-        found.append(
-            PoolingParams(
-                truncate_prompt_tokens=own.truncate_prompt_tokens if most is None else most,
-                dimensions=own.dimensions,
-                normalize=own.normalize,
-                activation=own.activation,
-            )
-        )
+        cut = own.truncate_prompt_tokens if most is None else most
+        found.append(replace(own, truncate_prompt_tokens=cut))
     return found

@@ -172,7 +172,7 @@ class Engine:
             self._is_ended = True
             self.change(lambda: self._abort([*self._requests]))
             self._flight = self._kept = self._kept_draft = None
-            self.leave_disk()
+            self.change(self.leave_disk)
 
     def abort(self, submission: Submission) -> None:
         """Ends what is left of it (finish_reason "abort") and frees what that holds; having
@@ -447,10 +447,7 @@ class Engine:
             moves.settle()
 
     def leave_disk(self) -> None:
-        """Writes what waits for a disk, and lets others have its directory; requests go on."""
-        self.change(self._leave_disk)
-
-    def _leave_disk(self) -> None:
+        """Writes what waits for a disk, and lets others have its directory. Within a change."""
         if self._moves is not None and self.scheduler.tiers is not None:
             self._keep_all(self._moves)
             self.scheduler.tiers.close()
